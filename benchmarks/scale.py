@@ -36,10 +36,10 @@ from buffer import measure_long_log
 from distributed import Client, LocalCluster, get_client, get_worker
 from report import Report, make_parser
 
-from rftdask.cluster.local import DASK_CONFIG
 from rftdask.config import load_config
 from rftdask.explorer.explorer import Explorer
 from rftdask.explorer.worker_task import RolloutResult, RolloutTask
+from rftdask.processes.dask_cluster import DASK_CONFIG
 from rftdask.processes.poll import wait_for
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle, start_synchronizer

@@ -172,7 +172,11 @@ def run(
     checkpoint.
     """
     checked = _load(config, overrides, origin)
-    # Late: the other commands need neither Dask nor pandas.
+    # Late: the other commands need neither Dask nor pandas. What the run's processes are forked from starts first, and
+    # imports torch while this process imports those.
+    from rftdask.cluster.base import prepare_cluster
+
+    prepare_cluster(checked, checked.stage_configs())
     from rftdask.experiment import Experiment
     from rftdask.run.summary import print_summary
 

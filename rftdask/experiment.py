@@ -37,7 +37,7 @@ from rftdask.processes.dask_task import workers_of
 from rftdask.processes.gpus import free_host_bytes
 from rftdask.run.made_of import WholeContents, check_made_of, copy_sources
 from rftdask.run.preflight import check_inputs
-from rftdask.run.report import report_run, stage_metrics, write_report
+from rftdask.run.report import import_ahead, report_run, stage_metrics, write_report
 from rftdask.run.run_folder import check_run, note_begin, note_end, open_run, private_files, read_run_config, record_run
 from rftdask.run.stage import StageRun, StageWork
 from rftdask.run.summary import RunSummary, summarize
@@ -118,6 +118,7 @@ class Experiment:
         that costs no time. `run` does it, too. Raises: UserError: there is no such cluster.
         """
         prepare_cluster(self.config, self.config.stage_configs())
+        import_ahead()
 
     def run(self, progress: ViewKind = "auto", *, accept_changes: bool = False) -> RunSummary:
         """Run to the end, continuing what is there. Ctrl-C ends with a checkpoint; a second one at once.

@@ -8,9 +8,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, ClassVar, Protocol
-
-from distributed import Client
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rftdask.cluster.layout import CONTROL_RESOURCE, EXPLORER_RESOURCE, Layout
 from rftdask.config import Config
@@ -18,6 +16,9 @@ from rftdask.config.plugins import find_part
 from rftdask.config.schema.cluster import registered_clusters
 from rftdask.errors import UserError
 from rftdask.storage import Storage
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 _CLOSE_S = 60.0
 """Longer than the start of a worker on a busy machine: one that is starting has to be up before it can be stopped. Dask

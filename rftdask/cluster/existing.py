@@ -16,9 +16,9 @@ from distributed.security import Security
 
 from rftdask.cluster.base import Cluster, close_in_turn
 from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, Layout, plan_jobs
-from rftdask.cluster.local import DASK_CONFIG
 from rftdask.config import Config, fill_from_environment
 from rftdask.errors import UserError
+from rftdask.processes.dask_cluster import DASK_CONFIG
 from rftdask.processes.dask_task import WorkerInfo, workers_of
 from rftdask.storage import Storage
 

@@ -2,6 +2,8 @@
 
 They talk TLS: whoever reaches a scheduler's port may run code as its owner, and on a shared machine everybody reaches
 127.0.0.1. The keys are made anew at each start and are in no file: each worker gets them through the pipe of its nanny.
+
+Dask is imported late, as the cluster starts: what its processes are forked from is to begin before.
 """
 
 from __future__ import annotations
@@ -9,18 +11,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Collection, Iterable, Mapping
-from multiprocessing import resource_tracker
-from typing import Any, ClassVar
-
-import dask
-import distributed.utils
-from distributed import Client, Nanny, Scheduler, SpecCluster
-from distributed.security import Security
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rftdask.cluster import preloads
 from rftdask.cluster.base import Cluster, close_in_turn
@@ -35,38 +30,16 @@ from rftdask.cluster.layout import (
     scaled,
 )
 from rftdask.config import Config
-from rftdask.errors import RoleError, WaitTimeout
+from rftdask.errors import WaitTimeout
 from rftdask.processes.gpus import visible_gpus
-from rftdask.processes.nursery import ADDRESS, SIGNALS, WITHOUT_MAIN, nursery, start, umask
+from rftdask.processes.nursery import ADDRESS, nursery, start, umask
 from rftdask.processes.turns import shared_devices
 from rftdask.storage import Storage
 
+if TYPE_CHECKING:
+    from distributed import SpecCluster
+
 _START_DEADLINE_S = 120
-_START_ATTEMPTS = 3
-"""Starts of a cluster, of which the first may lose a worker to whoever kills processes on this machine."""
-WITHOUT_MAIN.add("Dask Worker process (from Nanny)")  # what Dask calls the process of a worker
-
-log = logging.getLogger(__name__)
-
-_METHOD = "distributed.worker.multiprocessing-method"
-DASK_CONFIG: dict[str, Any] = {
-    # We want to hear of every loss: Dask blames all tasks that the worker had, also those that had not begun, and runs
-    # them again without a word (explorer/poison.py tells preemption from poison).
-    "distributed.scheduler.allowed-failures": 0,
-    "distributed.scheduler.worker-ttl": "120s",
-    # Idle workers must not take the cores from those who compute.
-    "distributed.worker.profile.enabled": False,
-    "distributed.admin.system-monitor.gil.enabled": False,
-    "distributed.admin.system-monitor.interval": "10s",
-    "distributed.admin.tick.interval": "1s",
-    "distributed.admin.tick.limit": "60s",
-    "distributed.comm.retry.count": 3,
-    _METHOD: "spawn",
-    # Workers have no pages: what they would tell, such as addresses and metrics, is told without a password.
-    "distributed.worker.http.routes": [],
-}
-
-
 _IMPORTS = ("distributed", "rftdask.cluster.preloads", "rftdask.explorer.worker_task", "rftdask.trainer.rank")
 """What workers and the processes below them import."""
 _MODELS = "transformers.models.auto.modeling_auto"
@@ -75,8 +48,6 @@ _MODELS = "transformers.models.auto.modeling_auto"
 
 def start_fork_server(modules: Iterable[str] = ()) -> None:
     """Have `_IMPORTS` and `modules` imported for the workers of this process, while it goes on. Idempotent."""
-    # Dask would have all imported that it can make use of, in this process, too.
-    distributed.utils._forkserver_preload_set = True
     start([*dict.fromkeys((*_IMPORTS, *modules))])
 
 
@@ -106,49 +77,7 @@ def worker_spec(name: str, resources: Collection[str], env: Mapping[str, str], *
         "resources": dict.fromkeys(resources, 1),
         "env": {**grace(resources), **env},
     }
-    return {"cls": Nanny, "options": {**own, **options}}
-
-
-class _Dask(SpecCluster):
-    """A cluster whose workers start undisturbed: they do not run the user's script again, and wait with signals."""
-
-    async def _start(self) -> None:
-        # In the thread that starts the workers, which have its mask. What a terminal or SLURM sends to all processes
-        # is for the driver; preloads.py takes it in a worker that has its imports behind it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        resource_tracker.ensure_running()  # it unblocks two of them, the first time
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        await super()._start()  # type: ignore[no-untyped-call]
-
-
-def start_dask(
-    workers: Mapping[str, dict[str, Any]], dashboard_address: str | None, security: Security | None, **options: Any
-) -> SpecCluster:
-    """A scheduler in this process, and the workers. dashboard_address: as in the config; options: host, protocol.
-
-    Raises: RoleError: a worker died at each of several starts.
-    """
-    dashboard = {"dashboard": dashboard_address is not None, "dashboard_address": dashboard_address or "127.0.0.1:0"}
-    scheduler = {"cls": Scheduler, "options": {"security": security, **dashboard, **options}}
-    # A scheduler has an HTTP server also without a dashboard; then it has nothing to tell.
-    pages: dict[str, Any] = {} if dashboard_address else {"distributed.scheduler.http.routes": []}
-    for attempt in range(_START_ATTEMPTS):
-        try:
-            with dask.config.set(pages):
-                return _Dask(  # type: ignore[no-untyped-call]
-                    scheduler=scheduler,
-                    workers=dict(workers),
-                    security=security,
-                    silence_logs=40,
-                    shutdown_on_close=True,
-                )
-        except Exception as error:  # Dask names no class for it
-            last = error.__cause__ or error
-            log.warning("the cluster did not start (%d of %d): %s", attempt + 1, _START_ATTEMPTS, last)
-    raise RoleError(
-        f"the workers of this machine did not start, {_START_ATTEMPTS} times: {type(last).__name__}: {last}; is there "
-        "memory for them? The log of the driver has more"
-    ) from last
+    return {"cls": "distributed.Nanny", "options": {**own, **options}}
 
 
 class LocalCluster(Cluster):
@@ -181,6 +110,12 @@ class LocalCluster(Cluster):
 
     def __init__(self, layout: Layout, dashboard_address: str | None = None, tls: bool = True) -> None:
         """dashboard_address: host:port of Dask's dashboard; None: no dashboard (it costs seconds of start-up)."""
+        import dask
+        from distributed import Client
+        from distributed.security import Security
+
+        from rftdask.processes.dask_cluster import DASK_CONFIG, METHOD
+
         self._stack = contextlib.ExitStack()
         # Global to the process, and put back by `close`: a notebook may have a cluster of its own.
         self._stack.enter_context(dask.config.set(DASK_CONFIG))
@@ -192,7 +127,7 @@ class LocalCluster(Cluster):
         )
         if _can_fork(any(worker.gpu is not None for worker in layout.workers)):
             start_fork_server()
-            self._stack.enter_context(dask.config.set({_METHOD: "forkserver"}))
+            self._stack.enter_context(dask.config.set({METHOD: "forkserver"}))
             # The fork server has the environment and the mask of its start, which may be those of an earlier run.
             own = {ADDRESS: self._stack.enter_context(nursery()), preloads.UMASK_VARIABLE: str(umask())}
             self._env = {**os.environ, **own}
@@ -215,6 +150,8 @@ class LocalCluster(Cluster):
             failing.pop_all()  # from here on `close` does it
 
     def _start(self, layout: Layout, dashboard_address: str | None) -> SpecCluster:
+        from rftdask.processes.dask_cluster import start_dask
+
         workers = {worker.name: self._worker_spec(worker) for worker in layout.workers}
         return start_dask(workers, dashboard_address, self._security, **self._comm)
 

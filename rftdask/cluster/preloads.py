@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -20,9 +21,7 @@ import threading
 from typing import Any
 
 import setproctitle
-from distributed import Nanny
 
-from rftdask.processes.dask_task import LEAVING_TOPIC
 from rftdask.processes.nursery import ADDRESS, SIGNALS, end_with, reseed
 
 MODULE = __name__
@@ -43,7 +42,7 @@ LEAVING = ("--preload", MODULE, "--preload-nanny", MODULE)
 
 def dask_setup(server: Any) -> None:
     """Called by Dask in the main thread of the worker, and in that of its nanny, where signals are handled already."""
-    if isinstance(server, Nanny):
+    if _is_nanny(server):
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -52,12 +51,19 @@ def dask_setup(server: Any) -> None:
         signal.signal(signal.SIGTERM, lambda *_: _end_after(grace_s))
     if ADDRESS in os.environ:
         reseed()
+        gc.freeze()  # the collector would otherwise touch, and so copy, all that was imported for the forks
         os.umask(int(os.environ[UMASK_VARIABLE]))
         setproctitle.setproctitle(f"rftdask worker {server.name}")
         # Dask hears of the ends of its forks from the fork server, and takes them for dead when that one is.
         end_with(os.getppid())
     # Last: a signal that came during the imports is delivered here, to the handlers that are set by now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _is_nanny(server: Any) -> bool:
+    from distributed import Nanny  # late: the driver needs the names above before it has imported Dask
+
+    return isinstance(server, Nanny)
 
 
 def _end_after(grace_s: float) -> None:
@@ -73,7 +79,9 @@ async def dask_teardown(server: Any) -> None:
     It is the nanny that says it, since the worker may be busy, and then kills the worker, which may have got the signal
     at the same moment and waits for that.
     """
-    if not isinstance(server, Nanny):
+    from rftdask.processes.dask_task import LEAVING_TOPIC  # late: as above
+
+    if not _is_nanny(server):
         # Dask's own calls that are under way as a worker closes end in tracebacks, which say nothing of the run.
         logging.getLogger("tornado.application").setLevel(logging.CRITICAL)
     elif address := server.worker_address:

@@ -14,10 +14,11 @@ from distributed.utils import get_ip, get_ip_interface
 
 from rftdask.cluster.base import Cluster, close_in_turn
 from rftdask.cluster.layout import CONTROL_RESOURCE, ROLES, Layout, plan_jobs
-from rftdask.cluster.local import DASK_CONFIG, start_dask, worker_spec
+from rftdask.cluster.local import worker_spec
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.config import Config
 from rftdask.errors import UserError, WaitTimeout
+from rftdask.processes.dask_cluster import DASK_CONFIG, start_dask
 from rftdask.storage import Storage
 
 _START_DEADLINE_S = 120

@@ -116,11 +116,19 @@ def show_hidden(text: str, hidden: Mapping[str, str]) -> str:
     return text.translate({ord(character): spelled for character, spelled in hidden.items()})
 
 
+@lru_cache(maxsize=128)
+def _encoded(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    # Siblings are asked the same, one after another, and transformers takes a tenth of a millisecond for a word.
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
 def encode_hidden(tokenizer: Tokenizer, text: str, hidden: Mapping[str, str]) -> list[int]:
     """The token ids of a rendered text: special tokens in it are special, what `hide_special` took out is text."""
+    if not hidden:
+        return list(_encoded(tokenizer, text)) if text else []
     special, ids = _special_tokens(tokenizer)
     # Text between two special tokens is tokenized by itself anyway, so such a stretch can be encoded in another way.
-    parts = re.split(f"({special.pattern})", text) if hidden and special else [text]
+    parts = re.split(f"({special.pattern})", text) if special else [text]
     tokens: list[int] = []
     for is_hostile, stretch in groupby(parts, lambda part: not hidden.keys().isdisjoint(part)):
         joined = show_hidden("".join(stretch), hidden)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 
 from rftdask.config import Config, fill_from_environment
 from rftdask.config.schema.buffer import TasksetConfig
@@ -200,6 +201,8 @@ class WorkerCache:
             self.drop_engine()
         if self._engine is None:
             self._engine = EngineClient(spec)
+            # pyarrow has it imported for the first shard; now this process has time, for the engine loads its model.
+            threading.Thread(target=import_module, args=("pandas",), name="imports", daemon=True).start()
         return self._engine
 
     def drop_engine(self) -> None:

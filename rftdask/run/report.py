@@ -7,8 +7,10 @@ metrics of each stage and can be written again at any time, also while the run g
 from __future__ import annotations
 
 import platform
+import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 
 from rftdask.monitor.charts import CHARTS, Stages, chart_svg
@@ -33,6 +35,12 @@ def report_run(url: str | Path) -> str:
     status, _, error = (read_end(storage) or "as found").partition(": ")
     summary = summarize(config, storage.url, stages, status=status, error=error)
     return write_report(storage, summary, stage_metrics(summary, stages))
+
+
+def import_ahead() -> None:
+    """Import in the background what reports are made with, so that the end of a run need not wait for it."""
+    names = ("pandas", "matplotlib.figure", "matplotlib.ticker", "matplotlib.backends.backend_svg", "jinja2")
+    threading.Thread(target=lambda: [import_module(name) for name in names], name="imports", daemon=True).start()
 
 
 def stage_metrics(summary: RunSummary, stages: Sequence[Stage]) -> Stages:

@@ -21,8 +21,8 @@ import pytest
 from distributed import Client, KilledWorker, Scheduler, SpecCluster
 from run_cases import DEADLINE_S
 
-from rftdask.cluster.local import DASK_CONFIG
 from rftdask.cluster.preloads import LEAVING
+from rftdask.processes.dask_cluster import DASK_CONFIG
 from rftdask.processes.dask_task import LEAVING_TOPIC
 
 pytestmark = pytest.mark.slow

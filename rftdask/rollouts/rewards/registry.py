@@ -62,10 +62,15 @@ def compute_reward(
 
     Raises: ValueError: the function wants the number of tokens, and `response` is text alone; what it raises itself.
     """
+    return _compute(get_reward(task.reward_fn or default), task, response, default, defaults)
+
+
+def _compute(
+    function: RewardFn, task: Task, response: Response | str, default: str, defaults: Mapping[str, Any] | None
+) -> Reward:
     name = task.reward_fn or default
     # Defaults are the workflow's for its own reward function; another function need not take them.
     arguments = {**(defaults or {}), **task.reward_fn_args} if name == default else dict(task.reward_fn_args)
-    function = get_reward(name)
     # Asked of the function: the length in tokens is known to the workflow alone, and few rewards want it.
     if getattr(function, "needs_num_tokens", False):
         if isinstance(response, str):
@@ -80,6 +85,7 @@ async def wait_for_reward(
     task: Task, response: Response | str, default: str, defaults: Mapping[str, Any] | None = None
 ) -> Reward:
     """`compute_reward`, in a thread where the function says `in_thread`."""
-    if getattr(get_reward(task.reward_fn or default), "in_thread", False):
-        return await asyncio.to_thread(compute_reward, task, response, default, defaults)
-    return compute_reward(task, response, default, defaults)
+    function = get_reward(task.reward_fn or default)
+    if getattr(function, "in_thread", False):
+        return await asyncio.to_thread(_compute, function, task, response, default, defaults)
+    return _compute(function, task, response, default, defaults)
