@@ -361,8 +361,9 @@ def submit(
     origin: Origin = "",
 ) -> None:
     """Submit a run to SLURM: a job that drives it and asks for the others, so nobody needs to stay logged in."""
-    from rftdask.cluster.slurm_script import TEMPLATE
-    from rftdask.commands.submit import plan_submission
+    from rftdask.cluster.batch.slurm_script import NO_REQUEUE, TEMPLATE
+    from rftdask.cluster.slurm import is_requeued
+    from rftdask.commands.submit import has_finished, plan_submission
 
     if offline and single_allocation:
         raise UserError("--offline makes jobs of its own; leave out --single-allocation")
@@ -372,7 +373,12 @@ def submit(
         _say(TEMPLATE if own is None else f"{TEMPLATE}\n{{# cluster.slurm.template of this run: #}}\n{own}")
         return
     submission = plan_submission(
-        checked, single_allocation=single_allocation, offline=offline, rounds=rounds, explore_jobs=explore_jobs
+        checked,
+        single_allocation=single_allocation,
+        offline=offline,
+        rounds=rounds,
+        explore_jobs=explore_jobs,
+        dry=dry_run,
     )
     if dry_run:
         _say(submission.render())
@@ -383,9 +389,16 @@ def submit(
 
     # Checked here, where the user sees it, and once more by the job, since files may change while it waits.
     stages = checked.stage_configs()
-    made_of = check_made_of(stages, check_inputs(stages, elsewhere=True), accept=accept_changes)
+    inputs = check_inputs(stages, elsewhere=True)
+    made_of = check_made_of(stages, inputs, accept=accept_changes)
+    if not offline and has_finished(checked, [each.sizes for each in inputs]):
+        _say(f"{checked.checkpoint_job_dir} has finished, so nothing is submitted; trainer.total_steps gives it more")
+        return
+    submission.check()
     for job in submission.submit(made_of):
         _say(f"submitted {job.name} as job {job.job_id}")
+        if not is_requeued(job.job_id):
+            _warn((NO_REQUEUE,))
     _say(f"the run is {checked.checkpoint_job_dir}; next: rftdask status {checked.checkpoint_job_dir}")
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -88,6 +88,10 @@ class Cluster(ABC):
     @abstractmethod
     def num_asked(self, role: str) -> int:
         """Workers of the role that were asked for, whether or not they are there."""
+
+    def use(self, roles: Collection[str]) -> None:
+        """Told before each stage which roles it has: workers of others may be given back until a stage has them."""
+        return
 
     def check(self) -> None:
         """Raises: RoleError: the workers that were asked for can no longer be had, so the run is to end."""

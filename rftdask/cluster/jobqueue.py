@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 from unittest import mock
@@ -235,6 +235,8 @@ class JobQueueCluster(RemoteWorkersCluster):
         """By job id: when it was first seen to wait for what no wait brings. Monotonic clock."""
         self._refused_until = 0.0
         """Monotonic clock: no optional job is submitted before."""
+        self._needed: frozenset[str] | None = None
+        """Roles of the stage that runs; None: none does yet, and nothing is submitted or cancelled."""
         self._error: RftError | None = None
         self._pause_s = _LOOK_S
         self._wake = threading.Event()
@@ -274,6 +276,11 @@ class JobQueueCluster(RemoteWorkersCluster):
     def num_asked(self, role: str) -> int:
         """As `scale` last had it, 0 for a role without jobs."""
         return self._asked.get(role, 0)
+
+    def use(self, roles: Collection[str]) -> None:
+        """Jobs of other roles are cancelled at the next look."""
+        self._needed = frozenset(roles)
+        self._wake.set()
 
     def check(self) -> None:
         """Raises: RoleError: the jobs end before their workers join, or are refused, again and again."""
@@ -325,6 +332,8 @@ class JobQueueCluster(RemoteWorkersCluster):
         self._wake.set()
 
     def _look(self) -> None:
+        if (needed := self._needed) is None:
+            return
         workers = workers_of(self.client)
         names = [str(info["name"]) for info in workers.values()]
         # The record of a job is replaced, not changed, so a shallow copy tells whether there is something to note.
@@ -350,7 +359,8 @@ class JobQueueCluster(RemoteWorkersCluster):
             # Jobs that were taken away say nothing against what they ran, so they are no failed starts.
             taken = frozenset(job_id for job_id, reason in reasons.items() if reason.startswith(_TAKEN))
             failed, each = self._failed_starts[role], self._per_job[role]
-            change = plan_change(jobs, alive, self._asked[role], failed, taken, each)
+            asked = self._asked[role] if role in needed else 0
+            change = plan_change(jobs, alive, asked, failed, taken, each)
             for job in change.lost:
                 log.warning("job %s (%s) ended: %s", job.job_id, job.name, reasons[job.job_id] or _NO_REASON)
             gone = {job.job_id for job in (*change.lost, *change.cancel)}
@@ -425,7 +435,9 @@ class JobQueueCluster(RemoteWorkersCluster):
         self._failed_submits = 0
         log.info("submitted job %s (%s)", job_id, name)
         now_s = time.time()
-        self._jobs[role].append(JobRecord(role, name, job_id, self.cluster_type, now_s, script=self._scripts[role]))
+        # A kind without a name of its own is named as its class.
+        system = self.cluster_type or f"{type(self).__module__}.{type(self).__qualname__}"
+        self._jobs[role].append(JobRecord(role, name, job_id, system, now_s, script=self._scripts[role]))
         self._note()  # at once: a driver that is killed now leaves a job that the next one knows
         return True
 

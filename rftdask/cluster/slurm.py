@@ -18,7 +18,7 @@ from dask.utils import parse_bytes
 
 from rftdask.cluster.layout import TRAINER_RESOURCE
 from rftdask.config.schema.cluster import JobConfig, WorkerJobConfig, count_gres
-from rftdask.errors import RoleError, UserError
+from rftdask.errors import NotInstalledError, RoleError, UserError
 
 _NEVER = {
     *("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "BadConstraints", "DependencyNeverSatisfied"),
@@ -31,18 +31,46 @@ _COMMAND_S = 60.0
 
 
 def call(*command: str, deadline_s: float = _COMMAND_S) -> str:
-    """Output of one of SLURM's commands. Raises: UserError: there is no SLURM here; RoleError: it failed."""
+    """Output of one of SLURM's commands. Raises: NotInstalledError: there is no SLURM here; RoleError: it failed."""
+    return _call(command, "", deadline_s).stdout
+
+
+def _call(command: Sequence[str], given: str, deadline_s: float) -> subprocess.CompletedProcess[str]:
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=deadline_s, stdin=subprocess.DEVNULL, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, input=given, check=False)
     except FileNotFoundError:
-        raise UserError(f"{command[0]} is not a command here: cluster.type slurm needs SLURM's commands") from None
+        raise NotInstalledError(
+            f"{command[0]} is not a command here: cluster.type slurm needs SLURM's commands"
+        ) from None
     except subprocess.TimeoutExpired:
         raise RoleError(f"{' '.join(command)} did not answer in {deadline_s:.0f} s") from None
     if done.returncode:
         raise RoleError(f"{' '.join(command)} failed ({done.returncode}): {done.stderr.strip()}")
-    return done.stdout
+    return done
+
+
+def foresee(script: str) -> str:
+    """What SLURM would do with a script, which is not submitted: when and where it would start, in SLURM's words.
+
+    Raises: RoleError: it would refuse it, or does not answer; NotInstalledError: there is no SLURM here.
+    """
+    told = _call(("sbatch", "--test-only"), script, _COMMAND_S).stderr  # that is where it says it
+    lines = (line.strip().removeprefix("sbatch: ") for line in told.splitlines())
+    return "; ".join(" ".join(line.split()) for line in lines if line)
+
+
+def is_requeued(job_id: str) -> bool:
+    """Whether SLURM would queue a job again, which a site may forbid (JobRequeue, --no-requeue)."""
+    return not re.search(r"\bRequeue=0\b", call("scontrol", "--oneliner", "show", "job", job_id))
+
+
+def expected_starts(ids: Sequence[str]) -> dict[str, str]:
+    """When SLURM expects those of the jobs to start that wait, where it has thought of it: "2026-11-24T08:00:00"."""
+    if not ids:
+        return {}
+    told = call("squeue", "--noheader", "--me", "--states=PENDING", "--format=%A %S")
+    rows = (line.split() for line in told.splitlines())
+    return {job_id: at for job_id, at in rows if job_id in ids and at != "N/A"}
 
 
 def directives(job: JobConfig) -> list[str]:

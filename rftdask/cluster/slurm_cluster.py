@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import ClassVar
 
 from rftdask.cluster import slurm
+from rftdask.cluster.base import Cluster
+from rftdask.cluster.batch.slurm_script import batch_script, command_of, step
+from rftdask.cluster.batch.slurm_steps import Steps, allocation, read_allocation, start_step, step_script
 from rftdask.cluster.jobqueue import DEATH_TIMEOUT_S, JobQueueCluster, worker_options
 from rftdask.cluster.layout import ROLES, TRAINER_RESOURCE, Layout, plan_jobs
 from rftdask.cluster.secrets_folder import PrivateFolder
-from rftdask.cluster.slurm_script import batch_script, command_of, step
 from rftdask.config import Config
 from rftdask.config.plugins import SUBMITTED
 from rftdask.config.schema.cluster import WorkerJobConfig
 from rftdask.errors import UserError
+from rftdask.storage import Storage
 
 
 class SlurmCluster(JobQueueCluster):
@@ -46,6 +49,12 @@ class SlurmCluster(JobQueueCluster):
         layout = plan_jobs(stages, {role: job.cpus for role, job in jobs.items()}, num_gpus)
         slurm.check_fit({role: cls.shape(config, role, layout.num_workers(role)) for role in ROLES}, jobs, limited)
         return layout
+
+    @classmethod
+    def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
+        """In an allocation that is there already its workers are steps of it."""
+        kind = SlurmStepsCluster if cls is SlurmCluster and allocation() is not None else cls
+        return kind(config, layout, PrivateFolder.of(config, storage), storage)
 
     @classmethod
     def shape(cls, config: Config, role: str, num_workers: int) -> slurm.JobShape:
@@ -81,13 +90,7 @@ class SlurmCluster(JobQueueCluster):
     ) -> str:
         """From `cluster.slurm.<role>`; a job that is preempted is requeued under its number."""
         job, shape = getattr(config.cluster.slurm, role), cls.shape(config, role, num_workers)
-        worker = shlex.join(
-            [
-                *("-m", "rftdask.cluster.join"),
-                *folder.worker_options(config.cluster.tls, config.cluster.interface),
-                *(*worker_options(role), "--death-timeout", str(DEATH_TIMEOUT_S)),
-            ]
-        )
+        worker = _worker(config, role, folder)
         # The shell completes these two. The job's number is in the name, because a name that is still known is refused;
         # so is that of its start.
         own = f'--name "{name}-${{SLURM_JOB_ID}}-${{SLURM_RESTART_COUNT:-0}}" --local-directory "${{TMPDIR:-/tmp}}"'
@@ -107,9 +110,40 @@ class SlurmCluster(JobQueueCluster):
         return slurm.submit(str(self._folder.write(f"{role}.sh", self.script(role, name))))
 
 
+class SlurmStepsCluster(Steps, SlurmCluster):
+    """SLURM, in an allocation that is there already; see batch/slurm_steps.py."""
+
+    @classmethod
+    def job_script(
+        cls, config: Config, role: str, num_workers: int, name: str, folder: PrivateFolder, logs: Path
+    ) -> str:
+        """The shell of a step."""
+        shape = cls.shape(config, role, num_workers)
+        return step_script(config, role, shape, name, _worker(config, role, folder), logs)
+
+    def start_job(self, role: str, name: str) -> str:
+        """By srun."""
+        return start_step(self._folder.write(f"{name}.sh", self.script(role, name)))
+
+
+def _worker(config: Config, role: str, folder: PrivateFolder) -> str:
+    """Arguments of Python for a worker, but for its name and its folder, which the shell of its job knows."""
+    return shlex.join(
+        [
+            *("-m", "rftdask.cluster.join"),
+            *folder.worker_options(config.cluster.tls, config.cluster.interface),
+            *(*worker_options(role), "--death-timeout", str(DEATH_TIMEOUT_S)),
+        ]
+    )
+
+
 def capacities(config: Config) -> dict[str, slurm.Capacity]:
-    """What each role may use of its partition. Raises: UserError: the config wants more than there is, or no SLURM."""
+    """What each role may use of its partition, or of the allocation that this process is in. Raises: UserError: the
+    config wants more than there is, or no SLURM.
+    """
     section = config.cluster
+    if (job_id := allocation()) is not None:
+        return dict.fromkeys(ROLES, slurm.limit(read_allocation(job_id), section.node_num, section.gpu_per_node))
     there = {role: slurm.read_capacity(getattr(section.slurm, role).partition) for role in ROLES}
     return {role: slurm.limit(found, section.node_num, section.gpu_per_node) for role, found in there.items()}
 

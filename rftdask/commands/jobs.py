@@ -88,6 +88,8 @@ def read_run_jobs(url: str) -> RunJobs:
             own = [job for job in records if job.system == system]
             states = _system_of(own[0]).states([job.job_id for job in own])
             alive.update(dict.fromkeys(job.job_id for job in own) if states is None else states)
+        waiting = [job.job_id for job in records if (alive.get(job.job_id) or "").startswith("PENDING")]
+        starts = slurm.expected_starts(waiting) if any(job.system == "slurm" for job in records) else {}
     except RftError as error:  # the files tell the rest
         told = f"not known: {error}"
         return RunJobs(tuple(JobStatus(j.role, j.name, j.job_id, told, False) for j in records), "", has_begun)
@@ -95,14 +97,16 @@ def read_run_jobs(url: str) -> RunJobs:
     for job in records:
         state, is_alive = alive.get(job.job_id), job.job_id in alive
         if is_alive:
-            jobs.append(JobStatus(job.role, job.name, job.job_id, state or "not asked", state is not None))
+            told = state or "not asked"
+            told += f", expected to start at {starts[job.job_id]}" if job.job_id in starts else ""
+            jobs.append(JobStatus(job.role, job.name, job.job_id, told, state is not None))
         else:
             ended = _system_of(job).reason(job.job_id) or "ended"
             jobs.append(JobStatus(job.role, job.name, job.job_id, ended, False))
     # The lists have the jobs of now; each job that began has left a log with its number.
-    logs = (re.fullmatch(r"[a-z]+(?:-\d+)?-(\d+)(?:_\d+)?\.log", name) for name in storage.list("log"))
+    logs = (re.fullmatch(r"[a-z]+(?:-\d+)?-(\d+)(?:[_.]\d+)?\.log", name) for name in storage.list("log"))
     ids = {job.job_id for job in records} | {found[1] for found in logs if found}
-    used = slurm.usage(sorted(ids)) if any(job.system == "slurm" for job in records) else None
+    used = slurm.usage(sorted(ids)) if any("slurm" in job.system for job in records) else None
     return RunJobs(tuple(jobs), why_not_running(storage, tuple(jobs)), has_begun, used)
 
 

@@ -8,29 +8,33 @@ explore, then train, over the same log, as many rounds as asked for.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rftdask.cluster import slurm
 from rftdask.cluster.base import find_cluster
+from rftdask.cluster.batch.slurm_script import ONE_TASK, alike, asks_for, batch_script, command_of, driver_shell, step
 from rftdask.cluster.jobqueue import log_folder
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, SUBMITTED_FILE, JobRecord, read_jobs, write_jobs
-from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, Layout
+from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, Layout, plan_jobs
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.cluster.slurm import JobShape
 from rftdask.cluster.slurm_cluster import SlurmCluster, chain_shape, check_chain
-from rftdask.cluster.slurm_script import ONE_TASK, alike, asks_for, batch_script, command_of, driver_shell, step
 from rftdask.config import Config, make_plan, replace
 from rftdask.config.plugins import SUBMITTED
 from rftdask.config.schema.cluster import JobConfig
-from rftdask.errors import FencedError, UserError
+from rftdask.errors import FencedError, NotInstalledError, RoleError, UserError
 from rftdask.run.made_of import MadeOf
-from rftdask.run.run_folder import check_run
+from rftdask.run.run_folder import check_run, read_end
 from rftdask.run.sources import SOURCES_FOLDER, copy_for_jobs
+from rftdask.run.stage import plan_work
 from rftdask.storage import Storage, open_storage
+from rftdask.weights.published import CHECKPOINT_POINTER, read_pointer
 
 WARNING_S = 180
 """Before its walltime SLURM warns a controller, which then writes a checkpoint and is queued again."""
@@ -67,27 +71,47 @@ class Submission:
     scripts: tuple[Script, ...]
     worker_scripts: tuple[Script, ...] = ()
     """Scripts that the controller will submit; here only to be looked at."""
+    unchecked: str = ""
+    """Why it was not checked against what SLURM has; empty: it was."""
 
     def render(self) -> str:
-        """The exact scripts, each below a line with the command that submits it."""
-        parts = []
-        for script in self.scripts:
+        """The exact scripts, each below what SLURM says to it and the command that submits it."""
+        parts = [f"# not checked against what SLURM has: {self.unchecked}\n"] * bool(self.unchecked)
+        for script in (*self.scripts, *self.worker_scripts):
             options = "".join(f" {shlex.quote(option)}" for option in _dependency(script, f"<job of {script.after}>"))
-            parts.append(f"# sbatch{options} {self._path(script)}\n{script.text}")
-        parts += [f"# sbatch, by the controller ({script.name})\n{script.text}" for script in self.worker_scripts]
+            by = f"{options} {self._path(script)}" if script in self.scripts else f", by the controller ({script.name})"
+            foreseen = "" if self.unchecked else f"# SLURM: {self._foresee(script)}\n"
+            parts.append(f"{foreseen}# sbatch{by}\n{script.text}")
         return "\n".join(parts)
+
+    def check(self) -> None:
+        """Ask SLURM what it would do with each script. Raises: UserError: it would refuse one, with its words."""
+        for script in (*self.scripts, *self.worker_scripts):
+            if slurm.is_mistake(told := self._foresee(script)):
+                raise UserError(f"SLURM refuses the job of {script.role} (cluster.slurm.{script.role}): {told}")
+
+    def _foresee(self, script: Script) -> str:
+        try:
+            return slurm.foresee(script.text)
+        except RoleError as error:  # also a limit that will be none when the job comes
+            return " ".join(str(error).split())
 
     def submit(self, made_of: Sequence[MadeOf] = (), after: str | None = None) -> list[JobRecord]:
         """Write the scripts and copies of the user's sources to the run's private folder and submit them.
 
         made_of: what each stage is made of; after: a job that must have ended, however it did, before any of these
-        starts. Raises: RoleError: SLURM refuses a script, the others of the submission are
-        cancelled then.
+        starts. Raises: RoleError: SLURM refuses a script, the others of the submission are cancelled then;
+        FencedError: it has been submitted meanwhile.
         """
         slurm.forget_job()
         if self.config.private:
             self.storage.make_private()
         self.folder.make()
+        with _one_at_a_time(self.folder.path / "submit.lock"):
+            _check_not_submitted(self.storage)  # once more: somebody else may have done it since
+            return self._submit(made_of, after)
+
+    def _submit(self, made_of: Sequence[MadeOf], after: str | None) -> list[JobRecord]:
         # Left by an earlier `rftdask cancel`; a driver that finds it ends at once.
         (self.folder.path / CANCELLED_FILE).unlink(missing_ok=True)
 
@@ -120,9 +144,19 @@ class Submission:
 
 
 def plan_submission(
-    config: Config, *, single_allocation: bool = False, offline: bool = False, rounds: int = 1, explore_jobs: int = 1
+    config: Config,
+    *,
+    single_allocation: bool = False,
+    offline: bool = False,
+    rounds: int = 1,
+    explore_jobs: int = 1,
+    dry: bool = False,
 ) -> Submission:
-    """The scripts of a run. Raises: UserError: an impossible layout; FencedError: it runs or is queued."""
+    """The scripts of a run. dry: also where SLURM is not there or does not answer.
+
+    Raises: UserError: an impossible layout; FencedError: it runs or is queued.
+    """
+    slurm.forget_job()  # what is submitted from within an allocation is not of it
     # What cannot be submitted is told first; then one of three: a chain of jobs, one allocation, or a controller that
     # submits the rest.
     if find_cluster(config.cluster.type).is_one_machine:
@@ -133,6 +167,39 @@ def plan_submission(
     storage = open_storage(config.checkpoint_job_dir)
     for number, stage in enumerate(stages):
         check_run(open_storage(stage.checkpoint_job_dir), stage, free=("model.model_path",) if number else ())
+    folder, unchecked = PrivateFolder.base_of(config, storage), ""
+    layout = None
+    try:
+        _check_not_submitted(storage)
+        if offline:
+            check_chain(config)
+        else:
+            layout = SlurmCluster.plan(config, stages)
+    except (NotInstalledError, RoleError) as error:
+        if not dry:
+            raise
+        unchecked = str(error)
+    if offline:
+        scripts = offline_scripts(config, folder, storage, rounds, explore_jobs)
+        return Submission(config, storage, folder, scripts, unchecked=unchecked)
+    layout = layout or plan_jobs(stages, {role: getattr(config.cluster.slurm, role).cpus for role in ROLES})
+    if single_allocation:
+        # The run is to find as many ranks as there are parts for.
+        ranks = layout.num_workers(TRAINER_RESOURCE)
+        pinned = {"trainer.num_ranks": ranks} if ranks and config.trainer.trainer_strategy != "single" else {}
+        config = replace(config, {"cluster.type": "joined", **pinned})
+        script = allocation_script(config, layout, folder, storage)
+        return Submission(config, storage, folder, (script,), unchecked=unchecked)
+    controller = Script(_CONTROLLER, _CONTROLLER, controller_text(config, folder, storage))
+    of_cluster, logs = PrivateFolder.of(config, storage), log_folder(storage, folder)
+    workers = []
+    for role, count, shape in _jobs_of(config, layout):
+        text = SlurmCluster.job_script(config, role, count, f"{role}-<number>", of_cluster, logs)
+        workers.append(Script(f"{shape.num_jobs} x {role}", role, text))
+    return Submission(config, storage, folder, (controller,), tuple(workers), unchecked)
+
+
+def _check_not_submitted(storage: Storage) -> None:
     # Of those that drive the run. Jobs of workers that one has left are taken over by the next.
     jobs = [job for job in read_jobs(storage, SUBMITTED_FILE) if job.system == SlurmCluster.cluster_type]
     # Queued counts, too: of two drivers of one run the second would find the first at work, and fail.
@@ -140,25 +207,29 @@ def plan_submission(
     if alive:
         told = ", ".join(f"{job.name} is job {job.job_id}, {alive[job.job_id]}" for job in jobs if job.job_id in alive)
         raise FencedError(f"{storage.url} is submitted already: {told}; rftdask cancel {storage.url} ends it")
-    folder = PrivateFolder.base_of(config, storage)
-    if offline:
-        check_chain(config)
-        scripts = offline_scripts(config, folder, storage, rounds, explore_jobs)
-        return Submission(config, storage, folder, scripts)
-    layout = SlurmCluster.plan(config, stages)
-    if single_allocation:
-        # The run is to find as many ranks as there are parts for.
-        ranks = layout.num_workers(TRAINER_RESOURCE)
-        pinned = {"trainer.num_ranks": ranks} if ranks and config.trainer.trainer_strategy != "single" else {}
-        config = replace(config, {"cluster.type": "joined", **pinned})
-        return Submission(config, storage, folder, (allocation_script(config, layout, folder, storage),))
-    controller = Script(_CONTROLLER, _CONTROLLER, controller_text(config, folder, storage))
-    of_cluster, logs = PrivateFolder.of(config, storage), log_folder(storage, folder)
-    workers = []
-    for role, count, shape in _jobs_of(config, layout):
-        text = SlurmCluster.job_script(config, role, count, f"{role}-<number>", of_cluster, logs)
-        workers.append(Script(f"{shape.num_jobs} x {role}", role, text))
-    return Submission(config, storage, folder, (controller,), tuple(workers))
+
+
+@contextlib.contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def has_finished(config: Config, sizes: Sequence[Mapping[str, int]]) -> bool:
+    """Whether there is nothing left of a run that ended well; then nobody needs a job for it.
+
+    Args: sizes: of the tasksets of each stage, by name.
+    """
+    if read_end(open_storage(config.checkpoint_job_dir)) != "finished":
+        return False
+    for stage, known in zip(config.stage_configs(), sizes, strict=True):
+        storage, steps = open_storage(stage.checkpoint_job_dir), plan_work(stage, known).train_steps
+        # It may have been given more steps since, or be one whose end is not known beforehand.
+        if stage.mode not in ("both", "train") or steps is None or read_pointer(storage, CHECKPOINT_POINTER) != steps:
+            return False
+    return True
 
 
 def controller_text(config: Config, folder: PrivateFolder, storage: Storage) -> str:

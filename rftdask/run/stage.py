@@ -138,6 +138,7 @@ class StageRun:
             for role in roles:
                 # First of all: who is refused here has not touched the ledger, the stop file or the weights.
                 leases.append(Lease(self._storage, role))
+            self._cluster.use(roles)
             if "trainer" in roles:
                 self._check_ledger()
                 self._storage.remove(STOP_FILE)

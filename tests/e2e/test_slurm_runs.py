@@ -81,6 +81,7 @@ class Demo:
     """A run in a folder of its own, with the cluster section of the guide."""
 
     def __init__(self, folder: Path, *overrides: tuple[str, str, object]) -> None:
+        folder.mkdir(exist_ok=True)
         tree = yaml.safe_load(write_config(folder).read_text())
         tree.update(name="demo", checkpoint_root_dir=str(folder / "runs"), **yaml.safe_load(block("yaml")))
         tree["cluster"]["interface"] = "lo"  # all nodes of the tests are this machine
@@ -323,6 +324,35 @@ def test_a_trainer_on_two_nodes_is_one_job_that_outlives_its_controller(tmp_path
     assert len(demo.job_ids("trainer")) == 1 and f"job {trainer} (trainer-" in demo.log()
     assert call_cli("cancel", str(demo.folder)).code == 0
     assert demo.alive() == {}
+
+
+def test_two_runs_in_an_allocation_that_is_there_are_steps_of_it(tmp_path: Path) -> None:
+    demos = [Demo(tmp_path / name) for name in ("one", "two")]
+    runs = " & ".join(f"{sys.executable} -m rftdask run {demo.config} --progress none" for demo in demos)
+    shell(f"salloc --quiet --nodes=4 --gres=gpu:1 --cpus-per-task=4 --time=10 bash -c '{runs} & wait'", tmp_path)
+    for demo in demos:
+        assert_sound(demo.folder)
+        logs = list((demo.folder / "log").glob("trainer-0-*.log"))
+        assert len(logs) == 1 and re.fullmatch(r"trainer-0-\d+\.\d+\.log", logs[0].name), logs
+        assert "submitted job" in demo.log() and demo.jobs() == []
+
+
+def test_where_no_job_is_queued_again_a_run_says_so_and_a_finished_one_asks_for_none(tmp_path: Path) -> None:
+    demo = Demo(tmp_path)
+    tree = yaml.safe_load(demo.config.read_text())
+    for role in tree["cluster"]["slurm"].values():
+        role["directives"] = ["--no-requeue"]
+    demo.config.write_text(yaml.safe_dump(tree))
+    try:
+        submitted = call_cli("submit", str(demo.config))
+        assert submitted.code == 0 and "warning: SLURM does not queue this job again" in submitted.err, submitted
+        demo.wait_for_end()
+        assert "SLURM does not queue this job again" in demo.log()
+        again = call_cli("submit", str(demo.config))
+        assert again.code == 0 and "has finished, so nothing is submitted" in again.out, again
+        assert demo.alive() == {}
+    finally:
+        demo.cancel_all()
 
 
 def test_one_allocation_comes_back_with_what_was_submitted_when_its_driver_is_killed(

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ import pytest
 from distributed.security import Security
 
 from rftdask.cluster.base import find_cluster
+from rftdask.cluster.batch.slurm_script import NO_REQUEUE, driver_shell
+from rftdask.cluster.batch.slurm_steps import allocation, read_allocation
 from rftdask.cluster.jobs import (
     CANCELLED_FILE,
     RETURNS_FILE,
@@ -53,12 +56,18 @@ from rftdask.cluster.slurm import (
     shape_of,
     submit,
 )
-from rftdask.cluster.slurm_cluster import SlurmCluster
-from rftdask.cluster.slurm_script import driver_shell
-from rftdask.commands.submit import allocation_script, controller_text, offline_scripts
+from rftdask.cluster.slurm_cluster import SlurmCluster, SlurmStepsCluster
+from rftdask.commands.submit import (
+    allocation_script,
+    controller_text,
+    has_finished,
+    offline_scripts,
+    plan_submission,
+)
 from rftdask.config import Config, load_config, replace
 from rftdask.config.schema.cluster import JobConfig, WorkerJobConfig, count_gres
-from rftdask.errors import ConfigError, RoleError, UserError
+from rftdask.errors import ConfigError, FencedError, RoleError, UserError
+from rftdask.run.run_folder import note_end
 from rftdask.storage import open_storage
 from tests.integration.run_cases import call_cli
 
@@ -453,6 +462,94 @@ def test_who_is_written_to_is_told_the_end_of_what_drives_the_run(tmp_path: Path
     assert configured(tmp_path, "cluster.slurm.dependency='afterok:12:13,afterany:7_1'").cluster.slurm.dependency
 
 
+def test_scripts_are_shown_where_there_is_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(configured(tmp_path).to_yaml())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    shown = call_cli("submit", str(file), "--dry-run")
+    assert shown.code == 0 and shown.out.count("#!/usr/bin/env bash") == 3, shown
+    assert shown.out.startswith("# not checked against what SLURM has: sinfo is not a command here")
+    assert call_cli("submit", str(file)).code == 2
+
+
+def test_scripts_are_shown_with_what_slurm_says_and_refused_in_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, sbatch = tmp_path / "run.yaml", tmp_path / "sbatch"
+    file.write_text(configured(tmp_path, "cluster.slurm.explorer.account=nobody").to_yaml())
+    sbatch.write_text(
+        "#!/bin/sh\nif grep -q account=nobody; then echo 'allocation failure: Invalid account or account/partition "
+        "combination specified' >&2; exit 1; fi\necho 'sbatch: Job 5 to start at 2026-11-24T08:00:00 on n1' >&2\n"
+    )
+    (tmp_path / "sinfo").write_text("#!/bin/sh\necho 'main*|4|8|gpu:1|16384|1-00:00:00'\n")
+    for command in (sbatch, tmp_path / "sinfo"):
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    shown = call_cli("submit", str(file), "--dry-run")
+    assert shown.out.count("# SLURM: Job 5 to start at 2026-11-24T08:00:00 on n1\n") == 2, shown
+    submission = plan_submission(load_config(file))
+    with pytest.raises(UserError, match=r"refuses the job of explorer \(cluster.slurm.explorer\): .*Invalid account"):
+        submission.check()
+
+
+def test_of_two_submits_at_once_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = {
+        "sbatch": "cat >/dev/null; echo 7",
+        "squeue": "echo 7 7 PENDING Priority",
+        "sinfo": "echo 'm|4|8|gpu:1|9|1'",
+    }
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    first, second = (plan_submission(configured(tmp_path)) for _ in range(2))
+    with ThreadPoolExecutor(2) as threads:
+        submits = [threads.submit(each.submit) for each in (first, second)]
+    errors = [error for submit in submits if (error := submit.exception()) is not None]
+    assert len(errors) == 1 and isinstance(errors[0], FencedError), errors
+    assert "is submitted already: controller is job 7, PENDING (Priority)" in str(errors[0])
+
+
+def test_a_step_of_an_allocation_asks_for_exactly_what_a_job_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("RFTDASK_ALLOCATION", "")
+    assert allocation() == "4711"
+    forget_job()
+    assert allocation() == "4711", "it is known after SLURM's own variables are forgotten"
+    config = configured(
+        tmp_path, "cluster.slurm.trainer.prologue=[module load cuda]", "cluster.slurm.trainer.gres=gpu:2"
+    )
+    script = SlurmStepsCluster.job_script(config, "trainer", 4, "trainer-3", private(config), tmp_path)
+    assert "\nmodule load cuda\nexec srun --jobid=4711 --exact --mem=0 --kill-on-bad-exit=1 --gres=gpu:2 " in script
+    assert " --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=2 " in script
+    assert ' --name "trainer-3-4711.$$-0" ' in script and "#SBATCH" not in script
+    monkeypatch.setenv("RFTDASK_SUBMITTED", "/sources")
+    assert allocation() is None, "a job of rftdask submit asks for others"
+
+
+def test_what_an_allocation_has_is_read_from_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = tmp_path / "scontrol"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for told, gpus in (("TresPerNode=gres:gpu:2", 2), ("AllocTRES=cpu=24,mem=9G,node=3,gres/gpu=12", 4), ("", 0)):
+        scontrol.write_text(f"#!/bin/sh\necho 'JobId=7 NumNodes=3 NumCPUs=24 NumTasks=3 {told}'\n")
+        scontrol.chmod(0o755)
+        assert read_allocation("7") == Capacity("of allocation 7", 3, 8, gpus)
+
+
+def test_a_finished_run_asks_for_no_jobs(tmp_path: Path) -> None:
+    config = configured(tmp_path, "trainer.total_steps=9")
+    storage = open_storage(config.checkpoint_job_dir)
+    note_end(storage, "finished", "")
+    assert not has_finished(config, [{}])
+    storage.put("latest_checkpointed_iteration.txt", b"9")
+    assert has_finished(config, [{}])
+    assert not has_finished(replace(config, {"trainer.total_steps": 10}), [{}])
+    note_end(storage, "stopped", "")
+    assert not has_finished(config, [{}])
+
+
 def test_one_allocation_has_a_part_for_each_role(tmp_path: Path) -> None:
     config = configured(tmp_path, "explorer.rollout_model.engine_num=3", "cluster.slurm.explorer.gres=gpu:1")
     layout = plan_jobs([config], {"trainer": 2, "explorer": 1})
@@ -570,7 +667,8 @@ def test_a_controller_ends_with_its_driver_and_comes_back_when_it_should(
     tmp_path: Path, sent: signal.Signals, to_driver: bool, cancelled: bool, code: int, requeued: bool
 ) -> None:
     # In the place of SLURM's.
-    commands = {"scontrol": f'echo "$@" >{tmp_path}/requeued', "scancel": f"touch {tmp_path}/scancelled", "sleep": ":"}
+    told = f'[ "$1" = requeue ] && echo "$@" >{tmp_path}/requeued; echo "JobId=7 Requeue={int(requeued)} Restarts=0"'
+    commands = {"scontrol": told, "scancel": f"touch {tmp_path}/scancelled", "sleep": ":"}
     for name, body in commands.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -578,15 +676,15 @@ def test_a_controller_ends_with_its_driver_and_comes_back_when_it_should(
     run = shlex.join([sys.executable, "-S", str(tmp_path / "driver.py"), str(tmp_path / "ready")])
     script = "\n".join(driver_shell(PrivateFolder(tmp_path), run))
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    with subprocess.Popen(
-        ["bash", "-c", script], env=env, stdout=subprocess.PIPE, start_new_session=True
-    ) as controller:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(["bash", "-c", script], env=env, start_new_session=True, **pipes) as controller:
         wait_for((tmp_path / "ready").exists)
         if cancelled:
             (tmp_path / CANCELLED_FILE).touch()
         target = psutil.Process(controller.pid).children()[0].pid if to_driver else controller.pid
         os.kill(target, sent)
         assert controller.wait(60) == code
+        assert controller.stderr is not None and (NO_REQUEUE in controller.stderr.read()) == (not requeued)
     assert (tmp_path / "requeued").exists() == requeued
     assert (tmp_path / "scancelled").exists() == (cancelled and code == 130)
     # Near the walltime its driver is told that it comes back, so that the jobs of its workers stay.

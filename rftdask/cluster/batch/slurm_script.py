@@ -58,6 +58,10 @@ run       the name of the run
 {% endif %}
 """
 """Of Jinja, named job.sh for those that extend it."""
+NO_REQUEUE = (
+    "SLURM does not queue this job again: before its walltime the run writes a checkpoint and ends, and rftdask submit "
+    "continues it"
+)
 MAX_RESTARTS = 100
 """Restarts of one job, for whatever reason: a run that is killed each time must not come back for ever."""
 
@@ -79,6 +83,10 @@ def driver_shell(folder: PrivateFolder, run: str, beside: Sequence[str] = (), at
         # Where the driver finds the file, it leaves the jobs of its workers alone.
         'trap \'stop=INT again=1; may_return && touch "$returns"; [ -n "$run" ] && kill -INT $run\' USR1',
         'if [ -e "$cancelled" ]; then echo "cancelled before it started"; exit 0; fi',
+        # Told at the start, and not when the walltime comes.
+        'case "$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null)" in',
+        f'  *" Requeue=0 "*) echo "warning: {NO_REQUEUE}" >&2 ;;',
+        "esac",
         "set -m  # else a command in the background ignores SIGINT",
         *beside,
         f"{run} &",
