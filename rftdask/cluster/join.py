@@ -17,9 +17,12 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from distributed.utils import get_ip, get_ip_interface
+
 from rftdask.cluster.preloads import LEAVING
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.config import Config
+from rftdask.engines.vllm_follower import ADDRESS, NODES, Nodes, follow
 from rftdask.errors import RoleError
 from rftdask.processes.poll import wait_for
 
@@ -61,14 +64,35 @@ def main() -> None:
     parser.add_argument("--scheduler-file", type=Path, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--death-timeout", type=float, required=True)
+    parser.add_argument("--interface")
+    parser.add_argument("--span", type=int, default=1, help="tasks of the job that are one worker, a node each")
     ours, options = parser.parse_known_args()
     options += ["--scheduler-file", str(ours.scheduler_file), "--death-timeout", f"{ours.death_timeout:.0f}"]
+    options += ["--interface", ours.interface] if ours.interface else []
     try:
+        if ours.span > 1:
+            number, node = divmod(int(os.environ.get("SLURM_PROCID", "0")), ours.span)
+            nodes = _share_engine(
+                ours.scheduler_file.parent / f"engine-{ours.name}-{number}", ours.span, ours.interface
+            )
+            if node:
+                follow(nodes, node)
         # A job may run it several times, as tasks of one step.
         name = f"{ours.name}-{os.environ.get('SLURM_PROCID', '0')}"
         _keep_worker(PrivateFolder(ours.scheduler_file.parent), name, options, ours.death_timeout)
     except RoleError as error:
         raise SystemExit(f"error: {error}") from None
+
+
+def _share_engine(folder: Path, count: int, interface: str | None) -> Nodes:
+    """Say to the engine of this task what it shares with those of the other nodes, and on which interface."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    os.environ[NODES] = f"{count}:{folder}"
+    os.environ.setdefault(ADDRESS, get_ip() if interface is None else get_ip_interface(interface))
+    if interface is not None:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, interface)
+    return Nodes(count, folder)
 
 
 def _keep_worker(folder: PrivateFolder, name: str, options: Sequence[str], patience_s: float) -> int:

@@ -276,11 +276,18 @@ class JobShape:
     """Of each job; 0: as SLURM likes."""
     tasks_per_node: int
     """Workers on each node, or of the job where `nodes` is 0."""
+    span: int = 1
+    """Nodes of each worker: a task on each, of which the first is the worker and the others follow its engine."""
 
     @property
     def num_tasks(self) -> int:
-        """Workers of each job."""
+        """Of each job."""
         return self.tasks_per_node * (self.nodes or 1)
+
+    @property
+    def num_workers(self) -> int:
+        """Of each job."""
+        return self.num_tasks // self.span
 
 
 def shape_of(role: str, job: WorkerJobConfig, num_workers: int, gpus_each: int) -> JobShape:
@@ -294,9 +301,11 @@ def shape_of(role: str, job: WorkerJobConfig, num_workers: int, gpus_each: int) 
     ask, is_trainer = f"cluster.slurm.{role}", role == TRAINER_RESOURCE
     what, key = ("rank", "trainer.num_ranks") if is_trainer else ("engine", "explorer.rollout_model.engine_num")
     gpus = f"{ask}.gpus_per_node is {job.gpus_per_node}" if job.gpus_per_node else f"{ask}.gres is {job.gres}"
+    if not is_trainer and 1 <= job.num_gpus < gpus_each:
+        return _over_nodes(job, num_workers, gpus_each, ask, gpus)
     each = job.workers_per_node(gpus_each)
     # Where a site has no GRES, nodes are whole, and nobody knows here what they have.
-    if gpus_each > max(1, job.num_gpus) and not (job.exclusive and not job.num_gpus):
+    if gpus_each > 1 and not job.num_gpus and not job.exclusive:
         raise UserError(
             f"{gpus}, and an engine works on {gpus_each} GPUs (tensor, pipeline and data_parallel_size of "
             f"explorer.rollout_model); set gpu:{gpus_each}"
@@ -319,6 +328,29 @@ def shape_of(role: str, job: WorkerJobConfig, num_workers: int, gpus_each: int) 
             f"{-(-num_workers // one.num_tasks) * one.num_tasks}, or ask for less"
         )
     return replace(one, num_jobs=num_workers // one.num_tasks)
+
+
+def _over_nodes(job: WorkerJobConfig, num_workers: int, gpus_each: int, ask: str, gpus: str) -> JobShape:
+    """Engines that have several nodes each, and all GPUs of those."""
+    span, rest = divmod(gpus_each, job.num_gpus)
+    told = (
+        f"{gpus}, and an engine works on {gpus_each} GPUs (tensor, pipeline and data_parallel_size of "
+        "explorer.rollout_model)"
+    )
+    if rest or (job.tasks_per_node or 1) > 1:
+        raise UserError(f"{told}, which are no whole nodes; set gpu:{gpus_each}, or a number that divides {gpus_each}")
+    # Said, and not guessed: with fewer GPUs than an engine needs somebody may have forgotten the others.
+    if (job.nodes or 0) % span or not job.nodes:
+        raise UserError(
+            f"{told}; set gpu:{gpus_each}, or for engines over {span} nodes {ask}.nodes: {span}, or a multiple of it"
+        )
+    one = JobShape(1, job.nodes, 1, span)
+    if num_workers % one.num_workers:
+        raise UserError(
+            f"{told}, so {span} nodes, and a job of {job.nodes} nodes has {one.num_workers} of {num_workers} engines; "
+            f"set explorer.rollout_model.engine_num to {-(-num_workers // one.num_workers) * one.num_workers}"
+        )
+    return replace(one, num_jobs=num_workers // one.num_workers)
 
 
 def _counted(number: int, what: str) -> str:

@@ -62,12 +62,16 @@ class SlurmCluster(JobQueueCluster):
         exploring = [stage for stage in config.stage_configs() if stage.has_explorer]
         of_engines = max((stage.explorer.gpus_per_worker for stage in exploring), default=1)
         job: WorkerJobConfig = getattr(config.cluster.slurm, role)
-        return slurm.shape_of(role, job, num_workers, 1 if role == TRAINER_RESOURCE else of_engines)
+        shape = slurm.shape_of(role, job, num_workers, 1 if role == TRAINER_RESOURCE else of_engines)
+        if shape.span > 1:
+            for stage in exploring:
+                check_spans(stage, job)
+        return shape
 
     @classmethod
     def workers_per_job(cls, config: Config, role: str, num_workers: int) -> int:
         """All ranks of a trainer; as many engines as the GPUs of a job are for."""
-        return cls.shape(config, role, num_workers).num_tasks
+        return cls.shape(config, role, num_workers).num_workers
 
     @classmethod
     def states(cls, job_ids: Sequence[str]) -> dict[str, str]:
@@ -90,7 +94,7 @@ class SlurmCluster(JobQueueCluster):
     ) -> str:
         """From `cluster.slurm.<role>`; a job that is preempted is requeued under its number."""
         job, shape = getattr(config.cluster.slurm, role), cls.shape(config, role, num_workers)
-        worker = _worker(config, role, folder)
+        worker = _worker(config, role, folder, shape.span)
         # The shell completes these two. The job's number is in the name, because a name that is still known is refused;
         # so is that of its start.
         own = f'--name "{name}-${{SLURM_JOB_ID}}-${{SLURM_RESTART_COUNT:-0}}" --local-directory "${{TMPDIR:-/tmp}}"'
@@ -119,18 +123,35 @@ class SlurmStepsCluster(Steps, SlurmCluster):
     ) -> str:
         """The shell of a step."""
         shape = cls.shape(config, role, num_workers)
-        return step_script(config, role, shape, name, _worker(config, role, folder), logs)
+        return step_script(config, role, shape, name, _worker(config, role, folder, shape.span), logs)
 
     def start_job(self, role: str, name: str) -> str:
         """By srun."""
         return start_step(self._folder.write(f"{name}.sh", self.script(role, name)))
 
 
-def _worker(config: Config, role: str, folder: PrivateFolder) -> str:
+def check_spans(stage: Config, job: WorkerJobConfig) -> None:
+    """Raises: UserError: an engine of the stage would be on several nodes, and cannot be."""
+    for path, engine in stage.explorer.engines():
+        if engine.num_gpus <= job.num_gpus:
+            continue
+        told = f"{path} works on {engine.num_gpus} GPUs, and a node of cluster.slurm.explorer has {job.num_gpus}"
+        if path != "explorer.rollout_model" or not engine.traits.spans_nodes:
+            raise UserError(f"{told}; of several nodes are only engines of the policy, of engine_type vllm")
+        if engine.data_parallel_size > 1:
+            raise UserError(f"{told}; data_parallel_size is for one node, use engine_num for more engines")
+        if "://" in stage.checkpoint_job_dir:
+            raise UserError(
+                f"{told}; all of its nodes read the weights, so checkpoint_root_dir must be a folder that they see"
+            )
+
+
+def _worker(config: Config, role: str, folder: PrivateFolder, span: int) -> str:
     """Arguments of Python for a worker, but for its name and its folder, which the shell of its job knows."""
     return shlex.join(
         [
             *("-m", "rftdask.cluster.join"),
+            *(("--span", str(span)) if span > 1 else ()),
             *folder.worker_options(config.cluster.tls, config.cluster.interface),
             *(*worker_options(role), "--death-timeout", str(DEATH_TIMEOUT_S)),
         ]
@@ -169,4 +190,9 @@ def chain_shape(config: Config, role: str) -> slurm.JobShape:
             raise UserError("cluster.slurm.trainer.nodes: the train job of --offline is one node; leave it out")
         return slurm.JobShape(1, min(1, job.num_gpus), 1)
     each = max(stage.explorer.gpus_per_worker for stage in config.stage_configs())
+    if 1 <= job.num_gpus < each:
+        raise UserError(
+            f"cluster.slurm.explorer: an engine of {each} GPUs has several nodes of {job.num_gpus}, which is for "
+            "rftdask submit without --offline"
+        )
     return slurm.shape_of(role, job, max(1, job.workers_per_node(each)) * (job.nodes or 1), each)

@@ -248,6 +248,11 @@ def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, sto
     asks, steps, parts, at = list[str](), list[str](), dict[str, JobShape](), 0
     for role, _, each in _jobs_of(config, layout):
         job: JobConfig = getattr(section, role)
+        if each.span > 1:
+            raise UserError(
+                f"cluster.slurm.{role}: an engine would have {each.span} nodes, which is for rftdask submit without "
+                "--single-allocation, or for rftdask run in an allocation of salloc"
+            )
         shape = parts[role] = JobShape(1, each.num_jobs * each.nodes, each.tasks_per_node)
         if not each.nodes:
             shape = parts[role] = JobShape(1, 0 if section.heterogeneous else 1, each.num_jobs * each.tasks_per_node)
@@ -296,7 +301,7 @@ def offline_scripts(
         f'if [ "$SLURM_ARRAY_TASK_ID" != 0 ]; then [ -e {cancelled} ] || exec {work}; exit; fi',
     ]
     end = 'scancel --quiet --state=PENDING "$SLURM_ARRAY_JOB_ID"  # helpers that would come too late'
-    engines = f"explorer.rollout_model.engine_num={explore_jobs * of_explorers.num_tasks}"
+    engines = f"explorer.rollout_model.engine_num={explore_jobs * of_explorers.num_workers}"
     # The train job is one machine, whose cores the batch system has counted already.
     cores = [f"cluster.num_cpus={train.cpus}"] if train.cpus > 1 and config.cluster.num_cpus is None else []
     for number in range(1, rounds + 1):

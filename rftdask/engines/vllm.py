@@ -32,6 +32,7 @@ from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, Take
 from rftdask.engines.transformers import end_ids
+from rftdask.engines.vllm_follower import Nodes
 from rftdask.errors import DataError, RoleError, UserError
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from rftdask.processes.turns import VARIABLE
@@ -122,6 +123,7 @@ class VllmEngine(Engine):
         lora_rank: of the adapters that the trainer publishes; None: it publishes whole weights.
         engine_args: further arguments of vLLM's AsyncEngineArgs, such as tensor_parallel_size; they win over those that
             follow from the others.
+        nodes: over which its tensor and pipeline parallel parts are spread; None: this one.
     Raises: UserError: vLLM is not installed, or refuses its arguments; DataError: it cannot load the model.
     """
 
@@ -130,6 +132,7 @@ class VllmEngine(Engine):
     takes_dora = False
     leaves_device = True
     takes_share = True
+    spans_nodes = True
     refused_args: ClassVar[Mapping[str, str]] = {
         "worker_extension_cls": "the engine loads weights by its own",
         "skip_tokenizer_init": "token ids go in and come out",
@@ -165,9 +168,9 @@ class VllmEngine(Engine):
         max_model_len: int | None = None,
         lora_rank: int | None = None,
         engine_args: Mapping[str, Any] | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
-        for name, value in (_DEFAULTS | (_CPU_DEFAULTS if device == "cpu" else {})).items():
-            os.environ.setdefault(name, value)
+        set_defaults(on_cpu=device == "cpu")
         os.environ[ENGINE_PID] = str(os.getpid())  # for vLLM's processes, which import vllm_worker.py
         self.model_path = model_path
         # As it is proven: weights of 8 bits are made of those that are published, and say about the same.
@@ -197,7 +200,9 @@ class VllmEngine(Engine):
             self._end_ids = end_ids(model_path, trust_remote_code)
         except (OSError, ValueError) as error:
             raise DataError(f"model {model_path} cannot be loaded; give a saved model's folder: {error}") from error
-        self._folder = tempfile.TemporaryDirectory(prefix="rftdask-vllm-")
+        self._nodes, self._on_cpu = nodes, device == "cpu"
+        # What vLLM is to read is where all of its nodes see it.
+        self._folder = tempfile.TemporaryDirectory(prefix="rftdask-vllm-", dir=nodes.folder if nodes else None)
         self._cause_file = Path(self._folder.name) / "cause"
         os.environ[CAUSE_FILE] = str(self._cause_file)
         self._num_requests = self._num_adapters = 0
@@ -224,6 +229,7 @@ class VllmEngine(Engine):
             max_model_len=max(model.max_model_len, SEQUENCE_LENGTH + 1) if policy else section.max_model_len or -1,
             lora_rank=model.lora_configs[0].lora_rank if policy and model.lora_configs else None,
             engine_args=own_names | plain(fill_from_environment(section.extra_engine_args)),
+            nodes=Nodes.of_this_process() if policy else None,
         )
 
     def serve(self, take: Take, give: Give) -> None:
@@ -402,8 +408,11 @@ class VllmEngine(Engine):
         # It is written once, by the first that fails; what is left of an earlier start
         # would be told as the cause of this.
         self._cause_file.unlink(missing_ok=True)
+        given = {"model": model_path, **self._args}
+        if self._nodes is not None:
+            given = self._nodes.begin(given, on_cpu=self._on_cpu)
         try:
-            args = AsyncEngineArgs(model=model_path, **self._args)
+            args = AsyncEngineArgs(**given)
         except TypeError as error:
             raise UserError(f"explorer.rollout_model.extra_engine_args: vLLM does not take them: {error}") from error
 
@@ -471,6 +480,12 @@ class VllmEngine(Engine):
 
     def __str__(self) -> str:
         return f"engine 'vllm' ({self.model_path}, policy version {self.policy_version})"
+
+
+def set_defaults(on_cpu: bool) -> None:
+    """Set what vLLM reads from the environment, where nobody has; before it is imported."""
+    for name, value in (_DEFAULTS | (_CPU_DEFAULTS if on_cpu else {})).items():
+        os.environ.setdefault(name, value)
 
 
 def end_with_engine() -> None:

@@ -12,12 +12,15 @@ import inspect
 import math
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -28,6 +31,7 @@ from rftdask.config.schema.model import LoraConfig, ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, SamplingParams, Take
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.engines.vllm import VllmEngine, _mixed
+from rftdask.engines.vllm_follower import ADDRESS, NODES
 from rftdask.errors import RoleError
 from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.torch_engine import TorchEngine
@@ -115,6 +119,36 @@ REQUESTS = [
         ]
     )
 ]
+
+
+FOLLOW = "import sys, pathlib, rftdask.engines.vllm_follower as f; f.follow(f.Nodes(2, pathlib.Path(sys.argv[1])), 1)"
+
+
+def test_an_engine_over_two_nodes_computes_and_loads_as_one_and_leaves_nothing(
+    folders: dict[int, Path], others: dict[int, TransformersEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Both nodes are this machine; each has processes of its own, which meet over the network.
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv(ADDRESS, "127.0.0.1")
+    monkeypatch.setenv(NODES, f"2:{tmp_path}")
+    section = InferenceModelConfig.model_validate(
+        {"engine_type": "vllm", "dtype": "float32", "tensor_parallel_size": 2}
+    )
+    model = ModelConfig(model_path=str(folders[0]), max_model_len=128, max_prompt_tokens=64, max_response_tokens=64)
+    with subprocess.Popen([sys.executable, "-c", FOLLOW, str(tmp_path)]) as follower:
+        try:
+            engine = VllmEngine.from_config(section, model, "cpu")
+            try:
+                assert largest_gap(engine, others[0]) < 1e-4
+                engine.load_verified(1, weights_of(folders[1]), fingerprint_of(others[1]))
+                assert largest_gap(engine, others[1]) < 1e-4
+                parts = psutil.Process(follower.pid).children(recursive=True)
+                assert any("VLLM" in part.name() or "vllm" in " ".join(part.cmdline()) for part in parts), parts
+            finally:
+                engine.close()
+        finally:
+            follower.terminate()
+    assert psutil.wait_procs(parts, timeout=60)[1] == []
 
 
 class TestContract:

@@ -68,6 +68,8 @@ class EngineTraits:
     """It may load weights while requests are under way, whose generations tell the oldest and the newest."""
     leaves_device: ClassVar[bool] = False
     """Its `leave_device` frees the memory of its GPUs, so that a trainer and it can take turns on them."""
+    spans_nodes: ClassVar[bool] = False
+    """Its tensor and pipeline parallel parts may be on several nodes of a job (engines/vllm_follower.py)."""
     takes_dora: ClassVar[bool] = True
     """It serves adapters that were trained with DoRA."""
     required_package: ClassVar[str | None] = None

@@ -257,6 +257,8 @@ def test_jobs_that_a_partition_cannot_hold_are_refused_with_the_arithmetic() -> 
         ("explorer", {"gres": "gpu:8"}, 16, 1, JobShape(2, 1, 8)),
         ("explorer", {"gres": "gpu:8"}, 4, 4, JobShape(2, 1, 2)),
         ("explorer", {"gres": "gpu:8", "nodes": 2}, 4, 8, JobShape(2, 2, 1)),
+        ("explorer", {"gres": "gpu:8", "nodes": 2}, 3, 16, JobShape(3, 2, 1, span=2)),
+        ("explorer", {"gres": "gpu:gh200:1", "nodes": 8}, 4, 4, JobShape(2, 8, 1, span=4)),
         ("explorer", {"gres": "gpu:8"}, 0, 1, JobShape(0, 0, 1)),
     ],
 )
@@ -286,7 +288,17 @@ def test_ranks_are_one_job_and_engines_as_many_as_their_gpus_make(
         ),
         ("explorer", {"gres": "gpu:8"}, 12, 1, "12 engines .* a job of 1 node x 8 has 8 .*engine_num to 16"),
         ("explorer", {"gres": "gpu:8"}, 2, 3, "gres is gpu:8, and 2 engines with 3 GPUs each .* use 6 of a node"),
-        ("explorer", {"gres": "gpu:1"}, 1, 4, "an engine works on 4 GPUs .*; set gpu:4"),
+        ("explorer", {"gres": "gpu:1"}, 1, 4, r"works on 4 GPUs .*; set gpu:4, or .* over 4 nodes .*explorer.nodes: 4"),
+        ("explorer", {"gres": "gpu:8", "nodes": 3}, 1, 16, "over 2 nodes cluster.slurm.explorer.nodes: 2, or a mult"),
+        ("explorer", {"gres": "gpu:8", "nodes": 2}, 1, 12, "which are no whole nodes; set gpu:12, or a number that di"),
+        (
+            "explorer",
+            {"gres": "gpu:8", "nodes": 4},
+            3,
+            16,
+            "a job of 4 nodes has 2 of 3 engines; .*engine_num to 4",
+        ),
+        ("explorer", {}, 1, 4, "an engine works on 4 GPUs .*; set gpu:4"),
     ],
 )
 def test_gpus_that_nobody_would_use_are_refused_by_name(
@@ -374,6 +386,33 @@ def test_a_job_of_several_ranks_starts_one_worker_for_each_which_sees_all_gpus_o
     assert all(f"#SBATCH {option}\n" in script for option in (*asked, "--exclusive", "--mem=0"))
     start = "exec srun --kill-on-bad-exit=1 --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=12 --mpi=none "
     assert f"\n{start}{sys.executable} -m rftdask.cluster.join " in script
+
+
+def test_an_engine_over_two_nodes_is_a_worker_and_one_that_follows(tmp_path: Path) -> None:
+    keys = ("cluster.slurm.explorer={gres: 'gpu:h100:8', nodes: 2, cpus: 32}", "cluster.interface=ib0")
+    engine = (
+        "explorer.rollout_model={engine_type: vllm, tensor_parallel_size: 8, pipeline_parallel_size: 2, engine_num: 3}"
+    )
+    config = configured(tmp_path, *keys, engine)
+    assert SlurmCluster.workers_per_job(config, "explorer", 3) == 1
+    script = SlurmCluster.job_script(config, "explorer", 3, "explorer-0", private(config), tmp_path)
+    asked = ("--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=32", "--gres=gpu:h100:8")
+    assert all(f"#SBATCH {option}\n" in script for option in asked), script
+    assert "exec srun --kill-on-bad-exit=1 --nodes=2 --ntasks=2 " in script
+    assert " -m rftdask.cluster.join --span 2 " in script and " --interface ib0 " in script
+    wide = "explorer.rollout_model={engine_type: vllm, tensor_parallel_size: 8, data_parallel_size: 2}"
+    beside = "explorer.auxiliary_models=[{engine_type: vllm, model_path: m, tensor_parallel_size: 16, %s}]"
+    beside %= "gpu_memory_utilization: 0.05"
+    for changes, told in (
+        ((engine, beside), "auxiliary_models.0. works on 16 GPUs, .* only engines of the policy, of engine_type vllm"),
+        ((wide,), "data_parallel_size is for one node"),
+        ((engine, "checkpoint_root_dir=s3://bucket/runs"), "must be a folder that they see"),
+    ):
+        with pytest.raises(UserError, match=told):
+            SlurmCluster.shape(configured(tmp_path, *keys, *changes), "explorer", 3)
+    layout, storage = plan_jobs([config], {"trainer": 1, "explorer": 1}), open_storage(config.checkpoint_job_dir)
+    with pytest.raises(UserError, match="an engine would have 2 nodes, which is for rftdask submit without --single"):
+        allocation_script(config, layout, private(config), storage)
 
 
 @pytest.mark.parametrize("system", ["pbs", "lsf", "sge", "oar", "htcondor"])

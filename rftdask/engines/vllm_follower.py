@@ -1,0 +1,122 @@
+"""A vLLM engine over several nodes, seen from all nodes but the first: processes of vLLM that hold their share of the
+model and obey the engine's.
+
+The engine (vllm.py) writes down each start of vLLM in a folder that all of its nodes see: its arguments, and where its
+processes meet. A follower on each other node runs its part of the newest start, and nothing of an earlier one, since
+vLLM's own followers do not notice that the first node is gone. Its batch system ends it with its job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rftdask.errors import RoleError
+from rftdask.processes.nursery import end_with
+
+NODES = "RFTDASK_ENGINE_NODES"
+"""Environment of a worker whose engine has several nodes: how many, and the folder that they share."""
+ADDRESS = "VLLM_HOST_IP"
+"""Environment, vLLM's: the address of this node at which the others find it."""
+_LOOK_S = 0.2
+_TELL_S = 60.0
+"""After a part of vLLM has ended by itself, for the engine to tell why before the job ends."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of an engine. Example: Nodes.of_this_process() == Nodes(2, Path("/run/control/private/engine-7-0"))"""
+
+    count: int
+    folder: Path
+
+    @classmethod
+    def of_this_process(cls) -> Nodes | None:
+        """None: the engine has the one that it is on."""
+        count, _, folder = os.environ.get(NODES, "").partition(":")
+        return cls(int(count), Path(folder)) if count else None
+
+    def begin(self, arguments: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+        """Have the other nodes start their part, and return the arguments of the first."""
+        host = os.environ.get(ADDRESS, "127.0.0.1")
+        with (
+            socket.socket() as probe
+        ):  # free at this moment; if it is taken by then, starting fails, and is tried again
+            probe.bind((host, 0))
+            port = probe.getsockname()[1]
+        given = {**arguments, "nnodes": self.count, "master_addr": host, "master_port": port}
+        given["distributed_executor_backend"] = "mp"
+        number = max(self._starts(), default=0) + 1
+        temporary = self.folder / f".start-{number}"
+        temporary.write_text(json.dumps({**given, "on_cpu": on_cpu}))
+        temporary.rename(self.folder / f"start-{number}.json")
+        return given
+
+    def _starts(self) -> list[int]:
+        return [int(path.stem.rpartition("-")[2]) for path in self.folder.glob("start-*.json")]
+
+    def newest(self) -> Path | None:
+        """What the engine started last."""
+        starts = self._starts()
+        return self.folder / f"start-{max(starts)}.json" if starts else None
+
+
+def follow(nodes: Nodes, node_rank: int) -> None:
+    """Run this node's part of the engine, from start to start, until the job ends.
+
+    Raises: RoleError: it ended by itself, and the engine has not started again.
+    """
+    started: Path | None = None
+    part: subprocess.Popen[bytes] | None = None
+    ended_s: float | None = None
+    try:
+        while True:
+            newest = nodes.newest()
+            if newest is not None and newest != started:
+                if part is not None:
+                    part.kill()
+                    part.wait()
+                started, ended_s = newest, None
+                part = subprocess.Popen([sys.executable, "-m", __name__, str(newest), str(node_rank)])
+            elif part is not None and part.poll() is not None:
+                ended_s = ended_s or time.monotonic()
+                if time.monotonic() - ended_s > _TELL_S:
+                    raise RoleError(f"node {node_rank} of the engine ended with code {part.returncode}")
+            time.sleep(_LOOK_S)
+    finally:
+        if part is not None:
+            part.kill()
+            part.wait()
+
+
+def main(file: str, node_rank: str) -> None:
+    """Entry of a part: vLLM's processes on this node, as `vllm serve --headless` has them."""
+    end_with(os.getppid())
+    # Late: vLLM is optional, takes ten seconds, and reads the environment.
+    from rftdask.engines.vllm import CAUSE_FILE, ENGINE_PID, set_defaults
+
+    given = json.loads(Path(file).read_text())
+    set_defaults(on_cpu=bool(given.pop("on_cpu")))
+    os.environ[ENGINE_PID] = str(os.getpid())  # for vLLM's processes, which end with this one
+    os.environ[CAUSE_FILE] = f"{file}.cause-{node_rank}"
+    from vllm import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    arguments = AsyncEngineArgs(**given, node_rank=int(node_rank))
+    config = arguments.create_engine_config(usage_context=UsageContext.LLM_CLASS, headless=True)
+    # It is told what to do by the first node's; its own monitor sees only the processes of this one.
+    MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
+    raise SystemExit(1)  # they run for as long as they are obeyed
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
