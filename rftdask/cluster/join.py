@@ -70,16 +70,21 @@ def main() -> None:
     options += ["--scheduler-file", str(ours.scheduler_file), "--death-timeout", f"{ours.death_timeout:.0f}"]
     options += ["--interface", ours.interface] if ours.interface else []
     try:
-        if ours.span > 1:
-            number, node = divmod(int(os.environ.get("SLURM_PROCID", "0")), ours.span)
-            nodes = _share_engine(
-                ours.scheduler_file.parent / f"engine-{ours.name}-{number}", ours.span, ours.interface
-            )
-            if node:
-                follow(nodes, node)
-        # A job may run it several times, as tasks of one step.
-        name = f"{ours.name}-{os.environ.get('SLURM_PROCID', '0')}"
-        _keep_worker(PrivateFolder(ours.scheduler_file.parent), name, options, ours.death_timeout)
+        if ours.span == 1:
+            # A job may run it several times, as tasks of one step.
+            name = f"{ours.name}-{os.environ.get('SLURM_PROCID', '0')}"
+            _keep_worker(PrivateFolder(ours.scheduler_file.parent), name, options, ours.death_timeout)
+            return
+        number, node = divmod(int(os.environ.get("SLURM_PROCID", "0")), ours.span)
+        nodes = _share_engine(ours.scheduler_file.parent / f"engine-{ours.name}-{number}", ours.span, ours.interface)
+        if node:
+            follow(nodes, node)
+            return
+        try:
+            folder = PrivateFolder(ours.scheduler_file.parent)
+            _keep_worker(folder, f"{ours.name}-{number}", options, ours.death_timeout)
+        finally:
+            nodes.end()
     except RoleError as error:
         raise SystemExit(f"error: {error}") from None
 

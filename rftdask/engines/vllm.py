@@ -32,7 +32,7 @@ from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, Take
 from rftdask.engines.transformers import end_ids
-from rftdask.engines.vllm_follower import Nodes
+from rftdask.engines.vllm_follower import CAUSE_FILE, ENGINE_PID, Nodes, set_defaults
 from rftdask.errors import DataError, RoleError, UserError
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from rftdask.processes.turns import VARIABLE
@@ -87,10 +87,6 @@ class _AsyncLLM(Protocol):
     def shutdown(self) -> None: ...
 
 
-ENGINE_PID = "RFTDASK_ENGINE_PID"
-"""Environment variable of vLLM's processes: the engine's process, with which they end."""
-CAUSE_FILE = "RFTDASK_ENGINE_CAUSE"
-"""Environment variable of vLLM's processes: the file for the first error that ends one of them."""
 MIN_TEMPERATURE = 0.01
 """Lowest temperature above 0; below it vLLM samples at this one instead."""
 _LOOK_S = 0.005
@@ -100,16 +96,6 @@ _STOP_S = 10.0
 """Seconds that vLLM's tasks on the event loop have to notice that it is over."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be set to."""
-_CPU_DEFAULTS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several processes share the cores; OMP_NUM_THREADS is set
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it needs Triton, which has no CPU; said here, vLLM does not warn of it
-}
-_DEFAULTS = {
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_DO_NOT_TRACK": "1",
-}
 
 
 class VllmEngine(Engine):
@@ -480,12 +466,6 @@ class VllmEngine(Engine):
 
     def __str__(self) -> str:
         return f"engine 'vllm' ({self.model_path}, policy version {self.policy_version})"
-
-
-def set_defaults(on_cpu: bool) -> None:
-    """Set what vLLM reads from the environment, where nobody has; before it is imported."""
-    for name, value in (_DEFAULTS | (_CPU_DEFAULTS if on_cpu else {})).items():
-        os.environ.setdefault(name, value)
 
 
 def end_with_engine() -> None:

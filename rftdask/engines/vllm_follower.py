@@ -22,13 +22,29 @@ from typing import Any
 from rftdask.errors import RoleError
 from rftdask.processes.nursery import end_with
 
+ENGINE_PID = "RFTDASK_ENGINE_PID"
+"""Environment variable of vLLM's processes: the engine's process, with which they end."""
+CAUSE_FILE = "RFTDASK_ENGINE_CAUSE"
+"""Environment variable of vLLM's processes: the file for the first error that ends one of them."""
 NODES = "RFTDASK_ENGINE_NODES"
 """Environment of a worker whose engine has several nodes: how many, and the folder that they share."""
 ADDRESS = "VLLM_HOST_IP"
 """Environment, vLLM's: the address of this node at which the others find it."""
+_OVER = "over"
 _LOOK_S = 0.2
 _TELL_S = 60.0
 """After a part of vLLM has ended by itself, for the engine to tell why before the job ends."""
+
+_CPU_DEFAULTS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several processes share the cores; OMP_NUM_THREADS is set
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it needs Triton, which has no CPU; said here, vLLM does not warn of it
+}
+_DEFAULTS = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -47,9 +63,8 @@ class Nodes:
     def begin(self, arguments: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
         """Have the other nodes start their part, and return the arguments of the first."""
         host = os.environ.get(ADDRESS, "127.0.0.1")
-        with (
-            socket.socket() as probe
-        ):  # free at this moment; if it is taken by then, starting fails, and is tried again
+        # Free at this moment; where it is taken by then, starting fails, and is tried again.
+        with socket.socket() as probe:
             probe.bind((host, 0))
             port = probe.getsockname()[1]
         given = {**arguments, "nnodes": self.count, "master_addr": host, "master_port": port}
@@ -63,6 +78,14 @@ class Nodes:
     def _starts(self) -> list[int]:
         return [int(path.stem.rpartition("-")[2]) for path in self.folder.glob("start-*.json")]
 
+    def end(self) -> None:
+        """There will be no other start: the other nodes end."""
+        (self.folder / _OVER).touch()
+
+    def is_over(self) -> bool:
+        """Whether `end` was called."""
+        return (self.folder / _OVER).exists()
+
     def newest(self) -> Path | None:
         """What the engine started last."""
         starts = self._starts()
@@ -70,7 +93,7 @@ class Nodes:
 
 
 def follow(nodes: Nodes, node_rank: int) -> None:
-    """Run this node's part of the engine, from start to start, until the job ends.
+    """Run this node's part of the engine, from start to start, until its worker ends.
 
     Raises: RoleError: it ended by itself, and the engine has not started again.
     """
@@ -78,7 +101,7 @@ def follow(nodes: Nodes, node_rank: int) -> None:
     part: subprocess.Popen[bytes] | None = None
     ended_s: float | None = None
     try:
-        while True:
+        while not nodes.is_over():
             newest = nodes.newest()
             if newest is not None and newest != started:
                 if part is not None:
@@ -97,16 +120,20 @@ def follow(nodes: Nodes, node_rank: int) -> None:
             part.wait()
 
 
+def set_defaults(on_cpu: bool) -> None:
+    """Set what vLLM reads from the environment, where nobody has; before it is imported."""
+    for name, value in (_DEFAULTS | (_CPU_DEFAULTS if on_cpu else {})).items():
+        os.environ.setdefault(name, value)
+
+
 def main(file: str, node_rank: str) -> None:
     """Entry of a part: vLLM's processes on this node, as `vllm serve --headless` has them."""
     end_with(os.getppid())
-    # Late: vLLM is optional, takes ten seconds, and reads the environment.
-    from rftdask.engines.vllm import CAUSE_FILE, ENGINE_PID, set_defaults
-
     given = json.loads(Path(file).read_text())
     set_defaults(on_cpu=bool(given.pop("on_cpu")))
     os.environ[ENGINE_PID] = str(os.getpid())  # for vLLM's processes, which end with this one
     os.environ[CAUSE_FILE] = f"{file}.cause-{node_rank}"
+    # Late: vLLM is optional, takes ten seconds, and reads the environment.
     from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor

@@ -21,7 +21,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.sampler import Sampler as KernelSampler
 
-from rftdask.engines.vllm import CAUSE_FILE, end_with_engine
+from rftdask.engines.vllm import end_with_engine
+from rftdask.engines.vllm_follower import CAUSE_FILE
 
 _GREEDY_BELOW = 1e-5
 """Temperature that vLLM takes for greedy."""

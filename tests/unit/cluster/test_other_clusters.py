@@ -9,8 +9,13 @@
 from __future__ import annotations
 
 import copy
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rftdask.cluster.base import close_in_turn, control_workers
@@ -19,7 +24,9 @@ from rftdask.cluster.existing import ExistingCluster, assign
 from rftdask.cluster.layout import Layout, WorkerPlan
 from rftdask.cluster.preloads import GRACE_VARIABLE, MODULE
 from rftdask.config import load_config
+from rftdask.engines.vllm_follower import Nodes, follow
 from rftdask.errors import UserError
+from rftdask.processes.poll import wait_for
 from rftdask.processes.turns import VARIABLE
 
 LAYOUT = Layout(
@@ -72,6 +79,38 @@ def test_an_existing_cluster_is_named_in_one_way() -> None:
         ExistingCluster(load_config(tree), LAYOUT)
     with pytest.raises(UserError, match="needs either address or scheduler_file"):
         ExistingCluster(load_config({**tree, "cluster": {"type": "existing"}}), LAYOUT)
+
+
+def test_the_other_nodes_of_an_engine_run_its_newest_start_until_its_worker_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In the place of Python, which would import vLLM.
+    part = tmp_path / "python"
+    part.write_text(f'#!/bin/sh\necho "$3 $4" >>{tmp_path}/started\nexec sleep 600\n')
+    part.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(part))
+    monkeypatch.setenv("RFTDASK_ENGINE_NODES", f"2:{tmp_path}")
+    nodes = Nodes.of_this_process()
+    assert nodes == Nodes(2, tmp_path)
+    with ThreadPoolExecutor(1) as threads:
+        follower = threads.submit(follow, nodes, 1)
+        for number in (1, 2):
+            first = nodes.begin({"model": "m", "tensor_parallel_size": 2}, on_cpu=True)
+            told = json.loads((tmp_path / f"start-{number}.json").read_text())
+            assert told == {**first, "on_cpu": True} and (told["nnodes"], told["master_addr"]) == (2, "127.0.0.1")
+            lines = [f"{tmp_path}/start-{each}.json 1" for each in range(1, number + 1)]
+            assert wait_for((tmp_path / "started").exists, 30.0, 0.01)
+            assert wait_for(lambda lines=lines: (tmp_path / "started").read_text().splitlines() == lines, 30.0, 0.01)
+            assert len(parts_of(tmp_path)) == 1, "of an earlier start nothing is left"
+        nodes.end()
+        follower.result(30)
+    assert parts_of(tmp_path) == []
+
+
+def parts_of(folder: Path) -> list[psutil.Process]:
+    """Children of this process that were told the number of this folder's engine by the environment."""
+    own = f"2:{folder}"
+    return [each for each in psutil.Process().children() if each.environ().get("RFTDASK_ENGINE_NODES") == own]
 
 
 class StandIn:
