@@ -414,7 +414,10 @@ def estimate(
         dtype = config.explorer.rollout_model.dtype_on("cuda" if sizes.compute_bytes == 2 else "cpu")
         # Adapters are published as they are trained.
         published = _MASTER if sizes.trained or dtype == "float32" else 2
-        host.append(Part("publication", published * count, "a copy of the weights, on rank 0"))
+        # What has changed is found by the version before.
+        copies = 1 if config.synchronizer.whole_interval == 1 else 2
+        why = "a copy of the weights" if copies == 1 else "copies of the weights as they are, and as they were"
+        host.append(Part("publication", copies * published * count, f"{why}, on rank 0"))
         # The trainer goes on while it is written: weights by rank 0, the optimizer's state by all ranks.
         saved = _MASTER * count + here / sizes.num_ranks * _state_bytes(shape, sizes)[0]
         if sizes.critic is not None:

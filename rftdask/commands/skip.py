@@ -53,7 +53,8 @@ def skip(url: str, step: int, because: str) -> LedgerEntry:
             raise UserError(f"step {step} is trained: {storage.url}/{trained[0]} has it, damaged or not")
         # Weights that have trained the step would stay what they are when it is made again. First: a kill after it
         # leaves a run that publishes them again.
-        for version in published_versions(storage):
+        # The newest first: it may be made of those before it.
+        for version in reversed(published_versions(storage)):
             if version >= step:
                 remove_folder(storage, weights_folder(version))
         ledger.skip(step, because)

@@ -150,6 +150,25 @@ class Engine(EngineTraits, ABC):
             f"{problem}. Its rollouts would be another policy's; is the model's code the same on both sides?"
         )
 
+    def try_load_changes(self, version: int, files: Sequence[Path], fingerprint: Fingerprint | None) -> bool:
+        """Make the weights of `version` of those that are served, in place, by the deltas in `files`, one for each file
+        that was loaded last. False: this engine cannot, or they are of other weights, or what it computes then is not
+        what `fingerprint` says: it has to load the whole before it goes on.
+        """
+        if not self.try_change_weights(files):
+            return False
+        self.policy_version = version
+        if fingerprint is None or not self.has_model:
+            return True
+        problem = fingerprint.problem(self.logprobs(fingerprint.pairs), self.dtype)
+        if problem:
+            log.warning("version %d, made of the one before, does not compute as in the trainer: %s", version, problem)
+        return not problem
+
+    def try_change_weights(self, files: Sequence[Path]) -> bool:
+        """Apply deltas to the weights, all of them, or none and return False."""
+        return False
+
     def load_anew(self, version: int, files: Sequence[Path]) -> None:
         """Load weights in the surest way this engine has, however long it takes. Otherwise as `load_weights`."""
         self.load_weights(version, files)

@@ -40,13 +40,15 @@ from rftdask.errors import (
 from rftdask.processes.child import LOG_LEVEL, Child
 from rftdask.storage import Storage
 from rftdask.weights.node_copy import NodeCopy
-from rftdask.weights.published import Published
+from rftdask.weights.published import Published, read_published, request_whole
 
 log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 1800.0
 """Deadline of reading a model from slow storage; a hung load ends as an error that names the engine."""
 _LOAD_ATTEMPTS = 3
+_WHOLE_S, _WHOLE_LOOK_S = 300.0, 0.5
+"""Time for the trainer, which may be in the middle of a step, to write a version as a whole."""
 _WRITE_GRACE_S = 2.0
 """Seconds that the last message has to be written before the process ends."""
 
@@ -332,6 +334,8 @@ class EngineClient:
                         raise StorageError(
                             f"weights of version {published.version} cannot be loaded: {error}"
                         ) from error
+                    if attempt == _LOAD_ATTEMPTS - 1:
+                        published = self._as_whole(storage, published)
             if served != published.version:
                 raise RoleError(f"the engine serves version {served} after loading {published.version}")
             # Only now: after an error the next call loads again, or finds the engine dead.
@@ -339,19 +343,40 @@ class EngineClient:
 
     def _load(self, storage: Storage, published: Published, in_flight: bool) -> int:
         # One attempt at loading; returns the version that the engine serves then.
-        # Verified before the engine sees it: what is torn is read again, and costs no engine.
-        copy = NodeCopy(storage, published, LOAD_TIMEOUT_S)
-        try:
-            files = tuple(map(str, copy.files))
-            load = server.LoadWeights(0, published.version, files, published.fingerprint, in_flight)
-            served = int(self._ask(lambda number: replace(load, number=number), LOAD_TIMEOUT_S).version)
-        except BaseException:
-            copy.close()
-            raise
-        self._copy, before = copy, self._copy
-        if before is not None:
-            before.close()
-        return served
+        delta, served = published.delta, self.weights
+        changes = []
+        if delta is not None and (delta.base, delta.base_hash) == (served.version, served.content_hash):
+            changes = [published.changes]
+        for part in (*changes, published):
+            # Verified before the engine sees it: what is torn is read again, and costs no engine.
+            copy = NodeCopy(storage, part, LOAD_TIMEOUT_S)
+            try:
+                files, is_delta = tuple(map(str, copy.files)), part is not published
+                load = server.LoadWeights(0, published.version, files, published.fingerprint, in_flight, is_delta)
+                answer = self._ask(partial(_numbered, load), LOAD_TIMEOUT_S)
+            except BaseException:
+                copy.close()
+                raise
+            self._copy, before = copy, self._copy
+            if before is not None:
+                before.close()
+            if not answer.needs_whole:
+                break
+        return int(answer.version)
+
+    def _as_whole(self, storage: Storage, published: Published) -> Published:
+        # The version as a whole, which its trainer is asked for where it is there as a delta that cannot be used.
+        if published.delta is None:
+            return published
+        log.warning("version %d cannot be made of what it was made of; waits for all of it", published.version)
+        request_whole(storage, published.version)
+        deadline = time.monotonic() + _WHOLE_S
+        while time.monotonic() < deadline and self.alive():
+            there = read_published(storage, published.version)
+            if there is not None and there.delta is None:
+                return there
+            time.sleep(_WHOLE_LOOK_S)
+        return published
 
     def close(self) -> None:
         """End the process. Idempotent."""
@@ -365,6 +390,10 @@ class EngineClient:
         self._child.close()
         if self._copy is not None:
             self._copy.close()
+
+
+def _numbered(load: server.LoadWeights, number: int) -> server.LoadWeights:
+    return replace(load, number=number)
 
 
 def _folder_hash(folder: Path) -> str:

@@ -82,9 +82,11 @@ class LoadWeights:
     number: int
     version: int
     files: tuple[str, ...]
+    """Of the whole; or what has changed since the version that is served, if `is_delta`."""
     fingerprint: Fingerprint | None
     in_flight: bool = False
     """Whether requests that are under way go on with the new weights; else they are answered first."""
+    is_delta: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ class Scored:
 class Loaded:
     number: int
     version: int
+    needs_whole: bool = False
+    """Whether it could not make use of a delta; the whole has to follow before it is asked for anything."""
 
 
 @dataclass(frozen=True)
@@ -222,8 +226,12 @@ def _comes_between_steps(message: FromClient | None) -> bool:
 def _load(engine: Engine, spec: Mapping[str, Any], message: LoadWeights, again: list[GenerateRequest]) -> Loaded:
     """Load weights, and answer the requests `again` once: they show that loading leaves an engine that works. Each load
     is compared with the trainer's fingerprint."""
+    files = [Path(file) for file in message.files]
     with _telling_memory(spec, f"the engine loads version {message.version}"):
-        engine.load_verified(message.version, [Path(file) for file in message.files], message.fingerprint)
+        if not message.is_delta:
+            engine.load_verified(message.version, files, message.fingerprint)
+        elif not engine.try_load_changes(message.version, files, message.fingerprint):
+            return Loaded(message.number, engine.policy_version, needs_whole=True)
     engine.generate(again)
     again.clear()
     log.info("serves policy version %d", engine.policy_version)

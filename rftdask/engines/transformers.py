@@ -12,10 +12,13 @@ Shapes: D = distinct prompts, B = rows (requests not dropped), V = vocabulary.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -34,11 +37,14 @@ from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import MAX_BATCH_TOKENS, MIN_TEMPERATURE, Engine, GenerateRequest, Give, Take
 from rftdask.engines.decode_batch import DecodeBatch
-from rftdask.errors import DataError, RoleError
+from rftdask.errors import DamagedError, DataError, RoleError
 from rftdask.models.host_copy import HostCopy
 from rftdask.models.hub import local_model
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, load_files
+from rftdask.weights.delta import DeltaFile
+from rftdask.weights.manifest import BLOCK_BYTES
 
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 COMPACT_SHARE = 4
 """Finished rows leave the batch when they are at least 1/4 of it: all copies then cost less than four of the cache."""
 
@@ -92,6 +98,8 @@ class TransformersEngine(Engine):
         if report["missing_keys"]:  # transformers fills them at random, with no more than a warning
             raise DataError(f"model {model_path} lacks the weights {sorted(report['missing_keys'])}")
         self._loaded: PreTrainedModel | None = model
+        self._loaded_files: list[list[Place]] = []
+        """Where the tensors lie in the files that were loaded last; none of adapters, and before the first load."""
         self._host_copy: HostCopy | None = None
         self._tokenizer: Any = None
         self._trust_remote_code = trust_remote_code
@@ -241,6 +249,7 @@ class TransformersEngine(Engine):
             self.policy_version = version
             return
         targets: dict[str, Tensor] = self._model.state_dict()
+        self._loaded_files = []
         try:
             # All files before the first copy: a set that does not fit leaves the old weights whole.
             problems = _compare(targets, files)
@@ -250,9 +259,48 @@ class TransformersEngine(Engine):
                 with safe_open(file, framework="pt") as weights:
                     for name in weights.keys():  # noqa: SIM118 (not a dict)
                         targets[name].copy_(weights.get_tensor(name))  # in place: tied stays tied, dtype is the model's
+            self._loaded_files = [places_of(file) for file in files]
         except (OSError, SafetensorError) as error:
             raise RoleError(f"{self} cannot read the files of version {version}: {error}") from error
         self.policy_version = version
+
+    def try_change_weights(self, files: Sequence[Path]) -> bool:
+        """See Engine. Where a block does not become what it should, all that was changed is changed back."""
+        targets: dict[str, Tensor] = self._model.state_dict()
+        for place in (place for places in self._loaded_files for place in places):
+            # In another data type than the file's, or another order, they are not the words that have changed.
+            if targets[place.name].dtype != place.dtype or not targets[place.name].is_contiguous():
+                return False
+
+        def change(delta: DeltaFile, number: int, places: Sequence[Place]) -> bool:
+            positions, xors = delta.changes(number)
+            positions += number * (BLOCK_BYTES // 2)  # from the beginning of the file
+            now = []
+            for place in places:
+                first, last = np.searchsorted(positions, (place.begin // 2, place.end // 2))
+                if first < last:
+                    words = targets[place.name].view(-1).view(torch.int16)
+                    at = torch.from_numpy(positions[first:last] - place.begin // 2).to(words.device)
+                    words[at] ^= torch.from_numpy(xors[first:last].view(np.int16)).to(words.device)
+                    now.append(words[at].cpu().numpy().tobytes())
+            return delta.is_result(number, b"".join(now))
+
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                deltas = [DeltaFile(file) for file in files]
+            except DamagedError:  # of another version of this package
+                return False
+            if len(deltas) != len(self._loaded_files):
+                return False
+            done = []
+            for delta, places in zip(deltas, self._loaded_files, strict=True):
+                for number in range(delta.num_blocks):
+                    done.append((delta, number, places))
+                    if not change(delta, number, places):
+                        for again in done:  # XOR undoes itself
+                            change(*again)
+                        return False
+        return True
 
     def leave_device(self) -> None:
         model = cast(torch.nn.Module, self._model)
@@ -330,6 +378,31 @@ def end_ids(model_path: str, trust_remote_code: bool) -> list[int]:
     for value in found:
         ids.update([value] if isinstance(value, int) else value or [])
     return sorted(ids)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a tensor in a safetensors file."""
+
+    name: str
+    dtype: torch.dtype | None
+    """None: one of which no delta is made."""
+    begin: int
+    """Bytes from the beginning of the file."""
+    end: int
+
+
+def places_of(file: Path) -> list[Place]:
+    """Where each tensor lies in a file, by its head: 8 bytes of its length, then JSON."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        head = json.loads(opened.read(size))
+    head.pop("__metadata__", None)
+    places = []
+    for name, told in head.items():
+        begin, end = told["data_offsets"]
+        places.append(Place(name, _DTYPES.get(told["dtype"]), 8 + size + begin, 8 + size + end))
+    return sorted(places, key=lambda place: place.begin)
 
 
 def _compare(targets: dict[str, Tensor], files: Sequence[Path]) -> list[str]:

@@ -29,7 +29,13 @@ from rftdask.run.view import Stage, open_stages
 from rftdask.storage.base import in_order
 from rftdask.trainer.checkpoint import checkpoint_folder, checkpoint_steps
 from rftdask.weights.manifest import read_manifest
-from rftdask.weights.published import as_published, hash_as_published, published_versions, weights_folder
+from rftdask.weights.published import (
+    as_published,
+    hash_as_published,
+    hash_of_weights,
+    published_versions,
+    weights_folder,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -209,7 +215,7 @@ class RunTables:
         # Half written or half removed: no folder for anybody.
         if manifest is None:
             return None
-        content_hash = manifest.content_hash
+        content_hash = self._try(partial(hash_of_weights, manifest))
         if of_weights:
             content_hash, manifest = hash_as_published(manifest), as_published(manifest)
             if not manifest.files:  # a trainer engine of the user's own may keep them under other names

@@ -48,7 +48,7 @@ from rftdask.trainer.batch_filters import AlgorithmFilter
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.process_ranks import ProcessRanks, all_ranks, lost_peer
 from rftdask.trainer.trainer import Trainer, take_turn
-from rftdask.weights.published import read_requested_version
+from rftdask.weights.published import read_requested_version, read_requested_whole
 
 _WEIGHTS_TO_KEEP = 8
 """By a trainer whose explorers, if any, are other runs of `rftdask`: enough for one that is slow to load."""
@@ -179,6 +179,19 @@ def build_trainer(
         asked = read_requested_version(storage) if rules.style is SyncStyle.EXPLORER_DRIVEN else 0
         return rules.publish_due(step, published, asked)
 
+    asked_s, answered = 0.0, 0
+
+    def whole_asked(version: int) -> bool:
+        nonlocal asked_s, answered
+        now = time.monotonic()
+        if version == answered or now - asked_s < _LOOK_EVERY_S:
+            return False
+        asked_s = now
+        if read_requested_whole(storage) != version:
+            return False
+        answered = version
+        return True
+
     def should_stop() -> bool:
         # Asked before every batch, several times a second: a look at a remote storage each time would cost more.
         nonlocal looked_s, stop_found
@@ -208,6 +221,8 @@ def build_trainer(
         publish_due=publish_due if publishes and parent is None else None,
         should_stop=should_stop,
         emit=emit,
+        whole_asked=whole_asked,
+        whole_interval=config.synchronizer.whole_interval,
         max_weights_to_keep=0 if config.has_both_roles else _WEIGHTS_TO_KEEP,
         ranks=ranks,
         held_out=read_held_out(config),

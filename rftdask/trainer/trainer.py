@@ -42,12 +42,12 @@ from rftdask.weights.fingerprint import Fingerprint
 from rftdask.weights.published import (
     WEIGHTS_HASH,
     fingerprint_extra,
-    publish_weights,
     published_versions,
     remove_weights_below,
     restore_pointer,
 )
 from rftdask.weights.published import Published as PublishedWeights
+from rftdask.weights.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +95,11 @@ class Trainer:
     """Whether to end with a checkpoint; asked by rank 0 before every batch, and while it waits."""
     emit: Callable[[Event], None]
     """Takes events for whoever watches, best effort."""
+    whole_interval: int = 1
+    """Publications from one of the whole weights to the next; those between are of what has changed."""
+    whole_asked: Callable[[int], bool] = lambda version: False
+    """(last published step) -> whether somebody asks for all of these weights, who cannot make them of what they are
+    made of. Asked by rank 0 before every batch, and while it waits."""
     max_weights_to_keep: int = 0
     """Published versions that stay, for a trainer without an explorer beside it; 0: the explorer removes them."""
     ranks: Ranks = field(default_factory=Ranks)
@@ -118,6 +123,7 @@ class Trainer:
         self._published = self._saved = 0
         self._saved_s = time.monotonic()
         self._publishing = Background("publisher")
+        self._publisher = Publisher(self.storage, self.lineage, self.whole_interval)
         # The step that was published last in this life, and what became of it; on rank 0.
         self._publication: tuple[int, Future[PublishedWeights]] | None = None
         self._evaluated = -1
@@ -230,6 +236,8 @@ class Trainer:
 
     def _next_turn(self, step: int) -> Turn:
         """What comes after `step`. On rank 0; the entry of a batch is in the ledger when this returns it."""
+        if self.whole_interval > 1 and self.whole_asked(self._published):
+            self._publishing.start(partial(self._publisher.write_whole, self._published))
         if self._is_last(step):
             return "end", ""
         # Before a batch is formed: one that is in the ledger has to be trained, by this life or the next.
@@ -313,7 +321,7 @@ class Trainer:
         self, step: int, weights: Mapping[str, Data], fingerprint: Fingerprint | None
     ) -> PublishedWeights:
         """Write the weights, then move the pointer. Beside the training."""
-        published = publish_weights(self.storage, step, weights, self.lineage, fingerprint)
+        published = self._publisher.publish(step, weights, fingerprint)
         if self.max_weights_to_keep:
             # Explorers that are other commands read these at their own pace; only their number bounds what lies here.
             kept = published_versions(self.storage)[-self.max_weights_to_keep :]

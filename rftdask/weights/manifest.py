@@ -159,15 +159,23 @@ def read_block(storage: Storage, path: str, entry: FileEntry, number: int) -> by
     """One block of the file at `path`, verified; a file without blocks is one. Raises: as `read_file`."""
     if not entry.blocks:
         data = storage.get(path)
-        check_file(path, data, entry)
+        check_block(path, data, entry, 0)
         return data
     start = number * BLOCK_BYTES
     # Of the last block one byte more than there should be, which shows a file that is too long.
     is_last = number == len(entry.blocks) - 1
     data = storage.get_part(path, start, entry.size_bytes + 1 if is_last else start + BLOCK_BYTES)
-    size = min(BLOCK_BYTES, entry.size_bytes - start)
-    check_file(f"{path} from byte {start}", data, FileEntry(size, entry.blocks[number]))
+    check_block(path, data, entry, number)
     return data
+
+
+def check_block(path: str, data: Data, entry: FileEntry, number: int) -> None:
+    """Raises: DamagedError: `data` is not that block of the file at `path`."""
+    if entry.blocks:
+        start = number * BLOCK_BYTES
+        size = min(BLOCK_BYTES, entry.size_bytes - start)
+        path, entry = f"{path} from byte {start}", FileEntry(size, entry.blocks[number])
+    check_file(path, data, entry)
 
 
 def _sha256(data: Data) -> str:

@@ -2,9 +2,11 @@
 them from storage, each byte once, and hashes what it reads; the others wait for it, and read nothing.
 
 Of a storage that is a folder the files stay where they are; those of another are put below TMPDIR. Who serves a version
-holds a lock of the kernel on it (flock), which ends with its process however that ends: the lease. Invariants: what is
-handed out was verified on this machine, since it was started, and has not been written to since; what somebody holds is
-not removed; what nobody holds any more goes with the last one, or with the next one who comes.
+holds a lock of the kernel on it (flock), which ends with its process however that ends: the lease. A version that is
+there as a delta is made below TMPDIR: of the newest one of its bases that is served here, else of the one that is there
+as a whole. Invariants: what is handed out was verified on this machine, since it was started, and has not been written
+to since; what somebody holds is not removed; what nobody holds any more goes with the last one, or with the next one
+who comes.
 
 It knows neither engines nor which versions are wanted.
 """
@@ -19,15 +21,19 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from rftdask.errors import DamagedError, NotFoundError, StorageError, UserError, WaitTimeout
 from rftdask.storage import Storage
-from rftdask.storage.base import in_order
-from rftdask.weights.manifest import BLOCK_BYTES, FileEntry, block_numbers, read_block
-from rftdask.weights.published import Published
+from rftdask.storage.base import Data, in_order
+from rftdask.weights.delta import DeltaFile
+from rftdask.weights.manifest import BLOCK_BYTES, FileEntry, block_numbers, check_block, read_block
+from rftdask.weights.published import Published, bases_of
 
 _NUM_READS = 4
 """Blocks that are read and hashed at once."""
@@ -48,12 +54,7 @@ class NodeCopy:
         """Raises: NotFoundError, DamagedError: the version is not there, or not what its manifest says. WaitTimeout:
         another process has not read it in `timeout_s`. StorageError: there is no room for it below TMPDIR.
         """
-        name = f"{storage.url}\n{published.folder}\n{published.content_hash}"
-        self._folder = _root() / hashlib.sha256(name.encode()).hexdigest()[:32]
-        local = {name: storage.local_file(f"{published.folder}/{name}") for name, _ in published.files}
-        self._paths = {name: path or self._folder / name for name, path in local.items()}
-        self._lock_file = self._folder.with_suffix(".lock")
-        self._held = -1
+        self._open(storage, published)
         _sweep(self._folder)
         deadline = time.monotonic() + timeout_s
         try:
@@ -63,7 +64,7 @@ class NodeCopy:
                 if self._has(fcntl.LOCK_EX):
                     if not self._is_whole():
                         with _telling_room():
-                            self._fill(storage, published)
+                            self._fill(storage, published, timeout_s)
                 elif time.monotonic() > deadline:
                     raise WaitTimeout(f"another process of this machine has not read {published.folder}")
                 else:
@@ -71,6 +72,27 @@ class NodeCopy:
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def find(cls, storage: Storage, published: Published) -> NodeCopy | None:
+        """The files if they are on this machine already, and verified; else None, at once."""
+        copy = cls.__new__(cls)
+        copy._open(storage, published)
+        if copy._has(fcntl.LOCK_SH) and copy._is_whole():
+            return copy
+        copy.close()
+        return None
+
+    def _open(self, storage: Storage, published: Published) -> None:
+        # A version that is written as a whole after it was a delta has other files here.
+        kind = "whole" if published.delta is None else "made"
+        name = f"{storage.url}\n{published.folder}\n{published.content_hash}\n{kind}"
+        self._folder = _root() / hashlib.sha256(name.encode()).hexdigest()[:32]
+        local = {name: storage.local_file(f"{published.folder}/{name}") for name, _ in published.files}
+        here = published.delta is not None
+        self._paths = {name: self._folder / name if here or path is None else path for name, path in local.items()}
+        self._lock_file = self._folder.with_suffix(".lock")
+        self._held = -1
 
     @property
     def files(self) -> list[Path]:
@@ -110,34 +132,90 @@ class NodeCopy:
         boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
         return [boot, *map(_identity, self._paths.values())]
 
-    def _fill(self, storage: Storage, published: Published) -> None:
+    def _fill(self, storage: Storage, published: Published, timeout_s: float) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700)
         # Taken before the reading: a file that is replaced meanwhile is another than the one that was verified.
         before = {path: _identity(path) for path in self._paths.values() if not path.is_relative_to(self._folder)}
-        for name, entry in published.files:
-            path, ours = f"{published.folder}/{name}", self._paths[name]
-            file = -1
-            if ours.is_relative_to(self._folder):
-                ours.parent.mkdir(parents=True, exist_ok=True)
-                file = os.open(ours, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with ExitStack() as held:
+            blocks = _stored_blocks(storage, published)
+            if published.delta is not None:
+                blocks = _made_blocks(storage, published, timeout_s, held)
+            for (name, entry), block in zip(published.files, blocks, strict=True):
+                ours, file = self._paths[name], -1
+                if ours.is_relative_to(self._folder):
+                    ours.parent.mkdir(parents=True, exist_ok=True)
+                    file = os.open(ours, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
-            def take(number: int, path: str = path, entry: FileEntry = entry, file: int = file) -> None:
-                data, place = memoryview(read_block(storage, path, entry, number)), number * BLOCK_BYTES
-                while file >= 0 and data:
-                    written = os.pwrite(file, data, place)
-                    data, place = data[written:], place + written
+                def take(number: int, block: Callable[[int], Data] = block, file: int = file) -> None:
+                    data, place = memoryview(block(number)), number * BLOCK_BYTES
+                    while file >= 0 and data:
+                        written = os.pwrite(file, data, place)
+                        data, place = data[written:], place + written
 
-            try:
-                for _ in in_order(take, block_numbers(entry), _NUM_READS):
-                    pass
-            finally:
-                if file >= 0:
-                    os.close(file)
+                try:
+                    for _ in in_order(take, block_numbers(entry), _NUM_READS):
+                        pass
+                finally:
+                    if file >= 0:
+                        os.close(file)
         if any(_identity(path) != found for path, found in before.items()):
             raise DamagedError(f"{published.folder} changed while it was read")
         # Last: without it nothing here is believed.
         (self._folder / "VERIFIED.json").write_text(json.dumps(self._state()))
+
+
+def _stored_blocks(storage: Storage, published: Published) -> list[Callable[[int], Data]]:
+    """For each file what gives a block of it, verified, from storage."""
+    return [partial(read_block, storage, f"{published.folder}/{name}", entry) for name, entry in published.files]
+
+
+def _made_blocks(
+    storage: Storage, published: Published, timeout_s: float, held: ExitStack
+) -> list[Callable[[int], Data]]:
+    """The same of a version that is there as a delta, made of another version's, which is held until the stack closes.
+
+    Raises: DamagedError: one of those that it is made of is not there.
+    """
+    chain = [published]
+    """From the newest to the one after the base."""
+    base = None
+    for link in bases_of(storage, published):
+        if link.delta is None:
+            base = NodeCopy(storage, link, timeout_s)
+        elif (base := NodeCopy.find(storage, link)) is None:
+            chain.append(link)
+            continue
+        break
+    assert base is not None  # a version that is a delta has a base, and the last one is there as a whole
+    held.callback(base.close)
+    deltas = []
+    for link in reversed(chain):
+        copy = NodeCopy(storage, link.changes, timeout_s)
+        held.callback(copy.close)
+        deltas.append([DeltaFile(path) for path in copy.files])
+    makers: list[Callable[[int], Data]] = []
+    for (name, entry), path, changes in zip(published.files, base.files, zip(*deltas, strict=True), strict=True):
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        held.callback(os.close, file)
+        makers.append(partial(_make_block, f"{published.folder}/{name}", entry, file, changes))
+    return makers
+
+
+def _make_block(path: str, entry: FileEntry, base: int, deltas: Sequence[DeltaFile], number: int) -> Data:
+    """A block of the file at `path`: that of the open file `base`, and what has changed since.
+
+    Raises: DamagedError: it is not what it must be.
+    """
+    start = number * BLOCK_BYTES
+    data = bytearray(min(BLOCK_BYTES, entry.size_bytes - start))
+    os.preadv(base, [data], start)
+    words = np.frombuffer(data, np.uint16)
+    for delta in deltas:
+        positions, xors = delta.changes(number)
+        words[positions] ^= xors
+    check_block(path, memoryview(data), entry, number)
+    return memoryview(data)
 
 
 def _identity(path: Path) -> list[int]:

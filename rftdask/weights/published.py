@@ -1,14 +1,16 @@
 """Weights: what the trainer publishes and the explorers load, and the pointer that names the newest.
 
 `weights/<N>/` holds the state dict of policy version N; `latest_state_dict_iteration.txt` holds N, moved after the
-manifest. Invariants: the pointer names only what is complete; within a lineage it never goes back; an unreadable
-pointer is no news.
+manifest. A version may be there as a delta, what has changed since another one (`Delta`, weights/delta.py); it is named
+by its whole all the same, and says of the whole what its files must be. Invariants: the pointer names only what is
+complete; within a lineage it never goes back; an unreadable pointer is no news; what a kept version is made of stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rftdask.errors import DamagedError, NotFoundError
@@ -20,12 +22,29 @@ from rftdask.weights.manifest import FileEntry, Manifest, is_valid, read_manifes
 WEIGHTS_POINTER = "latest_state_dict_iteration.txt"
 CHECKPOINT_POINTER = "latest_checkpointed_iteration.txt"
 REQUEST_FILE = "control/requested_version.txt"
+WHOLE_FILE = "control/whole_version.txt"
 MODEL_FILE = "model.safetensors"
 CHECKPOINT_MODEL_FILE = "actor/model.safetensors"
 CHECKPOINT_ADAPTER_FOLDER = "actor/lora_adapter"
 """In its place, where adapters alone are trained."""
+_DELTA = "delta"
+"""In the manifest of a version that is there as what has changed: `Delta` and the files of the whole."""
 WEIGHTS_HASH = "weights_hash"
 """In the manifest of a checkpoint: the content hash of the same weights as they were published."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """How a version is made of another one."""
+
+    base: int
+    """The version of which it is made,"""
+    base_hash: str
+    """and the content hash of that."""
+    whole: int
+    """The version at the end of the chain, which is there as a whole."""
+    files: tuple[tuple[str, FileEntry], ...]
+    """What is there in place of the files of the whole, and in their order: for `a`, `a.delta`."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +57,19 @@ class Published:
     folder: str = ""
     """Where its files are."""
     files: tuple[tuple[str, FileEntry], ...] = ()
-    """Name below the folder, and what it must be; their union is the whole state dict."""
+    """Name below the folder, and what it must be; their union is the whole state dict. Of a delta they are not there,
+    but have to be made."""
     fingerprint: Fingerprint | None = None
     """What an engine that loaded it must compute; None: the trainer has no model to say so."""
+    delta: Delta | None = field(default=None, compare=False)
+    """None: it is there as a whole. The same weights either way."""
+
+    @property
+    def changes(self) -> Published:
+        """The files of the delta, as if they were a version of their own."""
+        assert self.delta is not None
+        content_hash = Manifest("", 0, dict(self.delta.files)).content_hash
+        return replace(self, content_hash=content_hash, files=self.delta.files, delta=None)
 
 
 def weights_folder(version: int) -> str:
@@ -79,7 +108,7 @@ def restore_pointer(storage: Storage, version: int) -> bool:
     """Point to `version`, which was published, if the pointer is lost or behind. False: its weights are not there any
     more, or damaged. Reads all of them.
     """
-    if not is_valid(storage, weights_folder(version), version):
+    if not is_loadable(storage, version):
         return False
     move_pointer(storage, WEIGHTS_POINTER, version)
     return True
@@ -101,17 +130,48 @@ def publish_weights(
     A version that is there already stays as it is: explorers may be reading it, and a resumed trainer that repeats the
     step has made the same weights again.
     """
-    folder = weights_folder(version)
-    manifest = _try_manifest(storage, folder)
+    published = read_published(storage, version)
     # Written again if a file of it is damaged: the same step gives the same bytes.
-    if manifest is None or not is_valid(storage, folder, version):
+    if published is None or not is_loadable(storage, version):
         files = data if isinstance(data, Mapping) else {MODEL_FILE: data}
-        manifest = write_folder(
-            storage, folder, files, lineage=lineage, version=version, extra=fingerprint_extra(fingerprint)
-        )
+        extra = fingerprint_extra(fingerprint)
+        manifest = write_folder(storage, weights_folder(version), files, lineage=lineage, version=version, extra=extra)
+        published = _published(manifest, weights_folder(version))
     # Last: a kill before it leaves a folder that nobody names, which the resumed trainer finds valid and keeps.
     move_pointer(storage, WEIGHTS_POINTER, version)
-    return _published(manifest, folder)
+    return published
+
+
+def delta_extra(delta: Delta, whole: Mapping[str, FileEntry]) -> dict[str, Any]:
+    """The `extra` of the manifest of a version that is there as a delta. whole: the files that it makes."""
+    told = {"base": delta.base, "base_hash": delta.base_hash, "whole": delta.whole}
+    return {_DELTA: {**told, "files": {name: entry.to_json() for name, entry in whole.items()}}}
+
+
+def bases_of(storage: Storage, published: Published) -> Iterator[Published]:
+    """The version that this one is made of, the one that that is made of, and so on to the one that is there as a
+    whole; nothing if this one is. Raises: DamagedError: one of them is not there, or is another one by now.
+    """
+    while published.delta is not None:
+        base = read_published(storage, published.delta.base)
+        if base is None or base.content_hash != published.delta.base_hash:
+            raise DamagedError(
+                f"{published.folder} says what has changed since version {published.delta.base}, which is not there "
+                "any more as it was"
+            )
+        yield base
+        published = base
+
+
+def is_loadable(storage: Storage, version: int) -> bool:
+    """True if a version is there, and all that it is made of; reads every byte."""
+    try:
+        published = read_published(storage, version)
+        return published is not None and all(
+            is_valid(storage, each.folder, each.version) for each in (published, *bases_of(storage, published))
+        )
+    except DamagedError:
+        return False
 
 
 def read_published(storage: Storage, version: int) -> Published | None:
@@ -159,9 +219,23 @@ def _weight_files(checkpoint: Manifest) -> dict[str, FileEntry]:
     }
 
 
+def hash_of_weights(manifest: Manifest) -> str:
+    """The content hash of published weights: of the whole, however they are there. Raises: DamagedError."""
+    return _published(manifest, "").content_hash
+
+
 def _published(manifest: Manifest, folder: str) -> Published:
-    files = tuple(sorted(manifest.files.items()))
-    return Published(manifest.version, manifest.lineage, manifest.content_hash, folder, files, fingerprint_of(manifest))
+    files, delta = tuple(sorted(manifest.files.items())), None
+    if _DELTA in manifest.extra:
+        try:
+            told = manifest.extra[_DELTA]
+            delta = Delta(int(told["base"]), str(told["base_hash"]), int(told["whole"]), files)
+            files = tuple((name, FileEntry.from_json(entry)) for name, entry in sorted(told["files"].items()))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise DamagedError(f"the delta of version {manifest.version} is damaged: {error!r}") from error
+    content_hash = replace(manifest, files=dict(files)).content_hash
+    fingerprint = fingerprint_of(manifest)
+    return Published(manifest.version, manifest.lineage, content_hash, folder, files, fingerprint, delta)
 
 
 def fingerprint_extra(fingerprint: Fingerprint | None) -> dict[str, Any]:
@@ -196,19 +270,41 @@ def read_requested_version(storage: Storage) -> int:
     return read_pointer(storage, REQUEST_FILE) or 0
 
 
+def request_whole(storage: Storage, version: int) -> None:
+    """Ask the trainer to write `version` as a whole: what it is made of is not there any more, or damaged."""
+    storage.put(WHOLE_FILE, f"{version}\n".encode())
+
+
+def read_requested_whole(storage: Storage) -> int:
+    """The version that somebody wants as a whole; 0 if none."""
+    return read_pointer(storage, WHOLE_FILE) or 0
+
+
 def published_versions(storage: Storage) -> list[int]:
     """Numbers of the folders below `weights/`, sorted; a folder may still be incomplete."""
     return numbers_in(storage.list("weights"), suffix="/")
 
 
 def remove_weights_below(storage: Storage, version: int) -> None:
-    """Remove published weights older than `version`; the newest always stays. Without a pointer nothing is removed."""
+    """Remove published weights older than `version`, unless newer ones are made of them; the newest always stays.
+    Without a pointer nothing is removed.
+    """
     newest = read_pointer(storage, WEIGHTS_POINTER)
     if newest is None:
         return
-    for number in published_versions(storage):
-        # An explorer that starts now reads the pointer first, so the version it names must be there.
-        if number < min(version, newest):
+    versions = published_versions(storage)
+    # An explorer that starts now reads the pointer first, so the version it names must be there.
+    first = min(version, newest)
+    if not versions or versions[0] >= first:
+        return
+    for number in [number for number in versions if number >= first]:
+        with suppress(DamagedError):  # what nobody can load is made of nothing
+            kept = read_published(storage, number)
+            if kept is not None and kept.delta is not None:
+                first = min(first, kept.delta.whole)
+    # The newest first: what is made of another one goes before it.
+    for number in reversed(versions):
+        if number < first:
             remove_folder(storage, weights_folder(number))
 
 

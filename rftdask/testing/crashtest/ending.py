@@ -16,20 +16,25 @@ from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.shard import ShardName
-from rftdask.errors import RftError
+from rftdask.errors import NotFoundError, RftError
 from rftdask.storage import Storage
 from rftdask.storage.memory import MemoryStorage
 from rftdask.testing.crashtest.workload import Parts, Plan, Witness, run_all, train
+from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import checkpoint_folder
 from rftdask.weights.manifest import is_valid, read_file, read_manifest
+from rftdask.weights.node_copy import NodeCopy
 from rftdask.weights.published import (
     CHECKPOINT_MODEL_FILE,
     CHECKPOINT_POINTER,
-    MODEL_FILE,
     WEIGHTS_POINTER,
+    is_loadable,
     read_pointer,
+    read_published,
     weights_folder,
 )
+
+_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ def run_undisturbed(plan: Plan) -> tuple[bytes, dict[int, str]]:
     """
     storage, witness = new_memory(), Witness()
     run_all(lambda: storage, plan, Parts(), witness, seed=0)
-    return storage.get(f"{weights_folder(plan.num_steps)}/{MODEL_FILE}"), dict(witness.steps_trained())
+    return read_weights(storage, plan.num_steps), dict(witness.steps_trained())
 
 
 def go_on(
@@ -125,17 +130,40 @@ def _compare(storage: Storage, plan: Plan, witness: Witness) -> list[str]:
             if path.startswith(("experiences/", "ledger/")):
                 replay.put(path, data)
         train(replay, plan, Parts(), Witness())
-        expected = replay.get(f"{weights_folder(last)}/{MODEL_FILE}")
-    for folder, name in ((weights_folder(last), MODEL_FILE), (checkpoint_folder(last), CHECKPOINT_MODEL_FILE)):
-        manifest = read_manifest(storage, folder) if is_valid(storage, folder) else None
-        if manifest is None:
-            problems.append(f"{folder} is not valid")
-        elif read_file(storage, folder, manifest, name) != expected:
-            problems.append(f"the weights in {folder} are not those of an undisturbed run")
+        expected = read_weights(replay, last)
+    folder = checkpoint_folder(last)
+    manifest = read_manifest(storage, folder) if is_valid(storage, folder) else None
+    kept = None if manifest is None else read_file(storage, folder, manifest, CHECKPOINT_MODEL_FILE)
+    published = read_weights(storage, last) if is_loadable(storage, last) else None
+    for place, weights in ((weights_folder(last), published), (folder, kept)):
+        if weights is None:
+            problems.append(f"{place} is not valid")
+        elif weights != expected:
+            problems.append(f"the weights in {place} are not those of an undisturbed run")
     for pointer in (WEIGHTS_POINTER, CHECKPOINT_POINTER):
         if (found := read_pointer(storage, pointer)) != last:
             problems.append(f"{pointer} says {found}, not {last}")
     return problems
+
+
+def read_weights(storage: Storage, version: int) -> bytes:
+    """The weights of a published version, as an engine gets them."""
+    published = read_published(storage, version)
+    if published is None:
+        raise NotFoundError(f"{weights_folder(version)} is not there")
+    copy = NodeCopy(_NoFolder(storage, lambda verb, path, stage: None), published, _TIMEOUT_S)
+    try:
+        return copy.files[0].read_bytes()
+    finally:
+        copy.close()
+
+
+class _NoFolder(FaultyStorage):
+    """A storage of which no file is a file of this machine, as those of a simulated disk are not."""
+
+    def local_file(self, path: str) -> None:
+        """There is none."""
+        return None
 
 
 def num_rows(path: str) -> int:

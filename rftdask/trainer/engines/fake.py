@@ -1,4 +1,5 @@
-"""The fake at the train engine's seam: no model; its weights are eight bytes derived from what it trained.
+"""The fake at the train engine's seam: no model; its weights are a few bytes derived from what it trained, and as many
+that stay as make what changes a small part of them.
 
 For tests and benchmarks of everything around the engine. The same batches in the same order give the same weights.
 """
@@ -16,6 +17,8 @@ from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.storage.base import Data
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.weights.published import CHECKPOINT_MODEL_FILE, MODEL_FILE
+
+_NUM_FROZEN = 2048
 
 
 class FakeTrainEngine(TrainEngine):
@@ -42,7 +45,8 @@ class FakeTrainEngine(TrainEngine):
         return {MODEL_FILE: self._bytes()}
 
     def _bytes(self) -> bytes:
-        return save({"digest": np.frombuffer(self._digest, np.uint8).copy()}, {"format": "np"})
+        tensors = {"digest": np.frombuffer(self._digest, np.uint8).copy(), "frozen": np.zeros(_NUM_FROZEN, np.uint8)}
+        return save(tensors, {"format": "np"})
 
     def state_files(self) -> dict[str, bytes]:
         """The digest alone: there is neither optimizer nor random state."""

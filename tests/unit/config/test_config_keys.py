@@ -205,6 +205,7 @@ def test_every_key_of_ours_is_of_the_reference_or_listed_as_ours() -> None:
         "flush_age_s",
         "slots_per_engine",
         "load_in_flight",
+        "whole_interval",
         "final_temperature",
         "temperature_steps",
         "max_memory_gb",

@@ -16,6 +16,8 @@ from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingPa
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError, RoleError
 from rftdask.models.toy import build_toy_model
+from rftdask.weights.delta import compute_delta
+from rftdask.weights.fingerprint import Fingerprint
 from tests.numerics import assert_same_logprobs, shifted_seed
 from tests.unit.engines.engine_contract import (
     ContinuousContract,
@@ -281,6 +283,22 @@ class TestRefusals:
             TransformersEngine(str(tmp_path))
 
 
+def narrow_versions(model_folder: Path, folder: Path) -> list[Path]:
+    """Three versions in bfloat16 of which some values differ, and what has changed beside them."""
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(model_folder / "model.safetensors").items()}
+    files: list[Path] = []
+    for version in range(3):
+        for tensor in tensors.values():
+            tensor.view(-1)[:: 17 + version] *= 1.01
+        files.append(folder / f"{version}.safetensors")
+        save_file(tensors, files[-1])
+        if version:
+            delta = compute_delta(files[-2].read_bytes(), files[-1].read_bytes())
+            assert delta is not None
+            files[-1].with_suffix(".delta").write_bytes(delta)
+    return files
+
+
 class TestLoadWeights:
     def test_new_weights_give_what_an_engine_made_of_them_gives(self, engine: Engine, other_model_folder: Path) -> None:
         before = engine.generate(MIXED_REQUESTS)
@@ -301,6 +319,47 @@ class TestLoadWeights:
         assert [one.tokens for one in engine.generate(MIXED_REQUESTS)] == [
             one.tokens for one in other.generate(MIXED_REQUESTS)
         ]
+
+    def test_deltas_make_what_the_whole_is_bit_by_bit(
+        self, model_folder: Path, other_model_folder: Path, tmp_path: Path
+    ) -> None:
+        versions = narrow_versions(other_model_folder, tmp_path)
+        engine, other = (TransformersEngine(str(model_folder), dtype="bfloat16") for _ in range(2))
+        assert not engine.try_load_changes(4, [versions[1].with_suffix(".delta")], None), "it has loaded no whole yet"
+        engine.load_weights(3, versions[:1])
+        for version, file in enumerate(versions[1:], 4):
+            assert engine.try_load_changes(version, [file.with_suffix(".delta")], None)
+            other.load_weights(version, [file])
+            assert engine.policy_version == version
+            for name, tensor in engine._model.state_dict().items():
+                assert torch.equal(tensor.view(torch.int16), other._model.state_dict()[name].view(torch.int16)), name
+        assert engine.generate(MIXED_REQUESTS) == other.generate(MIXED_REQUESTS)
+
+    def test_a_delta_of_other_weights_changes_nothing(
+        self, model_folder: Path, other_model_folder: Path, tmp_path: Path
+    ) -> None:
+        versions = narrow_versions(other_model_folder, tmp_path)
+        engine = TransformersEngine(str(model_folder), dtype="bfloat16")
+        engine.load_weights(3, versions[:1])
+        before = {name: tensor.clone() for name, tensor in engine._model.state_dict().items()}
+        for file in (versions[2].with_suffix(".delta"), versions[2]):  # of the version after the next; no delta
+            assert not engine.try_load_changes(5, [file], None)
+        assert not engine.try_load_changes(4, [versions[1].with_suffix(".delta")] * 2, None), "one for each file"
+        assert engine.policy_version == 3
+        for name, tensor in engine._model.state_dict().items():
+            assert torch.equal(tensor, before[name]), name
+
+    def test_an_engine_of_another_dtype_or_of_another_fingerprint_wants_the_whole(
+        self, model_folder: Path, other_model_folder: Path, tmp_path: Path
+    ) -> None:
+        versions = narrow_versions(other_model_folder, tmp_path)
+        wide = TransformersEngine(str(model_folder))
+        wide.load_weights(3, versions[:1])
+        assert not wide.try_load_changes(4, [versions[1].with_suffix(".delta")], None)
+        engine = TransformersEngine(str(model_folder), dtype="bfloat16")
+        engine.load_weights(3, versions[:1])
+        wrong = Fingerprint(((1, 2, 3),), ((-99.0, -99.0),), "bfloat16")
+        assert not engine.try_load_changes(4, [versions[1].with_suffix(".delta")], wrong)
 
     def test_weights_of_another_dtype_become_the_engines(
         self, engine: Engine, model_folder: Path, tmp_path: Path

@@ -20,6 +20,7 @@ from rftdask.buffer.log.schema import Experience
 from rftdask.errors import DamagedError, StorageError, WaitTimeout
 from rftdask.monitor.events import Ended, Event, Started
 from rftdask.storage import Storage
+from rftdask.testing.crashtest.ending import read_weights
 from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_steps, newest_valid_checkpoint
 from rftdask.trainer.engines.fake import FakeTrainEngine
@@ -30,6 +31,7 @@ from rftdask.weights.published import (
     latest_published,
     published_versions,
     read_pointer,
+    read_published,
 )
 from tests.unit.trainer.trainer_cases import Sink, fill_log, make_trainer, new_storage
 
@@ -48,7 +50,7 @@ def final_state(storage: Storage) -> dict[str, Any]:
     last = checkpoint_steps(storage)[-1]
     ledger = Ledger(storage)
     return {
-        "weights": storage.get(f"weights/{last}/model.safetensors"),
+        "weights": read_weights(storage, last),
         "checkpoint": storage.get(f"global_step_{last}/actor/model.safetensors"),
         "export": storage.get(f"global_step_{last}/{HF_FOLDER}/model.safetensors"),
         "ledger": [ledger.read(step) for step in range(1, ledger.last_step() + 1)],
@@ -326,6 +328,35 @@ def test_a_run_killed_between_checkpoints_of_the_clock_ends_in_the_same_state(st
         make_trainer(killed, save_interval=0, save_minutes=1e-9).run()
         assert final_state(killed)["weights"] == final_state(whole)["weights"]
         assert checkpoint_steps(killed) == [4, 5]
+
+
+def test_a_run_that_publishes_what_has_changed_ends_as_one_that_publishes_all_wherever_it_is_killed(
+    storage: Storage,
+) -> None:
+    make_trainer(storage).run()
+    undisturbed = new_storage()
+    fill_log(undisturbed, NUM_STEPS)
+    make_trainer(undisturbed, whole_interval=3).run()
+    expected = {**final_state(storage), "ledger": None}  # names of shards differ from log to log
+    assert {**final_state(undisturbed), "ledger": None} == expected
+    found = [read_published(undisturbed, version) for version in range(1, NUM_STEPS + 1)]
+    assert [one and one.delta and one.delta.base for one in found] == [None, 1, 2, None, 4]
+    assert found == [read_published(storage, version) for version in range(1, NUM_STEPS + 1)], "of the same names"
+    for kill_at in range(5, 60, 6):
+        killed = new_storage()
+        fill_log(killed, NUM_STEPS)
+        run_killed_at(killed, kill_at, whole_interval=3)
+        newest = latest_published(killed)
+        assert newest is None or read_weights(killed, newest.version) == read_weights(storage, newest.version)
+        make_trainer(killed, whole_interval=3).run()
+        assert {**final_state(killed), "ledger": None} == expected
+
+
+def test_who_cannot_make_the_weights_of_a_delta_gets_all_of_them_from_a_trainer_that_waits(storage: Storage) -> None:
+    make_trainer(storage, whole_interval=9, whole_asked=lambda version: version == NUM_STEPS).run()
+    found = [read_published(storage, version) for version in range(1, NUM_STEPS + 1)]
+    assert [one and one.delta and one.delta.base for one in found] == [None, 1, 2, 3, None]
+    assert is_valid(storage, f"weights/{NUM_STEPS}", NUM_STEPS)
 
 
 def test_a_stop_on_request_ends_after_the_step_with_a_checkpoint(storage: Storage) -> None:

@@ -102,6 +102,8 @@ def make_trainer(
     source: BatchSource | None = None,
     checkpoints: Checkpoints | None = None,
     ranks: Ranks | None = None,
+    whole_interval: int = 1,
+    whole_asked: Callable[[int], bool] = lambda version: False,
     **section: Any,
 ) -> Trainer:
     """A new process' trainer; its defaults: to the end of the log, a checkpoint every 2 steps."""
@@ -118,4 +120,6 @@ def make_trainer(
         should_stop=should_stop,
         emit=(events if events is not None else []).append,
         ranks=ranks or Ranks(),
+        whole_interval=whole_interval,
+        whole_asked=whole_asked,
     )
