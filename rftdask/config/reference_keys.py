@@ -81,7 +81,6 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
         "service": {"data_juicer": _missing("Data-Juicer", server_url=None, auto_start=False, port=None)},
     },
     "OptimizerConfig": {"warmup_style": Renamed("lr_scheduler_type")},
-    "AlgorithmConfig": _missing("router replay of mixture-of-experts models", enable_router_replay=False),
     "LoraConfig": {
         **_ignored("there is one adapter", name=None),
         **_ignored("adapters are of the model in model.model_path", base_model_name=None),

@@ -64,6 +64,9 @@ class Generation:
     finish_reason: Literal["stop", "length"]
     min_policy_version: int
     max_policy_version: int
+    routed_experts: tuple[bytes, ...] = ()
+    """Experts that prompt and response took, each token but the last, which was not computed: [routers * experts of a
+    token] int16 of each, from the first layer on. Empty: not recorded."""
 
 
 Take = Callable[[], Sequence[tuple[int, GenerateRequest | None]]]
@@ -99,6 +102,10 @@ class Engine(EngineTraits, ABC):
             device: "cpu" or "cuda".
         Raises: UserError, DataError: why the model cannot be loaded.
         """
+
+    def record_experts(self) -> None:
+        """Tell the experts of every generation from here on. Raises: RoleError, DataError: engine or model cannot."""
+        raise RoleError(f"engine {type(self).__name__} does not tell the experts that its tokens took")
 
     @abstractmethod
     def serve(self, take: Take, give: Give) -> None:

@@ -70,6 +70,8 @@ class EngineSpec:
     """Seconds that it waits for its turn on a device that it shares with a trainer; 0: it shares none."""
     colocated: bool = False
     """Whether it finds out for itself with whom it shares its GPUs, on workers that somebody else started."""
+    records_experts: bool = False
+    """Whether it tells the experts of every generation."""
     sampling: tuple[SamplingParams, ...] = field(default=(), compare=False)
     """The ways in which the run samples: the engine answers a short request of each before it is ready."""
 
@@ -87,6 +89,7 @@ class EngineSpec:
             "plugin_dirs": self.plugin_dirs,
             "turn_timeout_s": self.turn_timeout_s,
             "colocated": self.colocated,
+            "records_experts": self.records_experts,
             "sampling": [asdict(params) for params in self.sampling],
         }
 

@@ -5,7 +5,7 @@ What a row has come to is told at once, also when the row stays a while for noth
 left, so that the next token of every row is the last column, however long ago it entered.
 
 Shapes: B = rows in the batch, D = distinct prompts of those that enter, P = longest of them, T = longest response,
-W = columns: the longest sequence so far, V = vocabulary.
+W = columns: the longest sequence so far, V = vocabulary, X = experts that a token takes, 0 where they are not recorded.
 """
 
 from __future__ import annotations
@@ -62,9 +62,18 @@ class _Rows:
     logprobs_BT: Tensor
     seen_BV: Tensor
     """[B, V] tokens that occurred; [B, 0] when no row has a repetition penalty."""
+    experts_BTX: Tensor
+    """int16, of the sampled tokens once they were given to the model."""
 
     @classmethod
-    def make(cls, requests: Sequence[GenerateRequest], vocab_size: int, columns: int, device: torch.device) -> _Rows:
+    def make(
+        cls,
+        requests: Sequence[GenerateRequest],
+        vocab_size: int,
+        columns: int,
+        device: torch.device,
+        num_choices: int,
+    ) -> _Rows:
         """Rows of requests that enter a batch of `columns` columns; nothing is sampled yet."""
         params = [request.sampling for request in requests]
         # One column more than the longest response: a row that has finished goes on in the one after its last token.
@@ -86,6 +95,7 @@ class _Rows:
             tokens_BT=torch.zeros(uniforms_BT.shape, dtype=torch.int64, device=device),
             logprobs_BT=torch.zeros(uniforms_BT.shape, dtype=torch.float32, device=device),
             seen_BV=torch.from_numpy(seen_BV).to(device),
+            experts_BTX=torch.zeros((*uniforms_BT.shape, num_choices), dtype=torch.int16, device=device),
         )
 
     def select(self, index_B: Tensor) -> _Rows:
@@ -97,9 +107,10 @@ class _Rows:
         values: list[Tensor] = []
         for field in fields(self):
             pair = [getattr(self, field.name), getattr(others, field.name)]
-            if pair[0].dim() == 2:  # the shorter is padded on the right with 0 or False
+            if pair[0].dim() > 1:  # the shorter is padded on the right with 0 or False
                 longest = max(value.shape[1] for value in pair)
-                pair = [pad(value, (0, longest - value.shape[1])) for value in pair]
+                others_dims = (0, 0) * (pair[0].dim() - 2)
+                pair = [pad(value, (*others_dims, 0, longest - value.shape[1])) for value in pair]
             values.append(torch.cat(pair))
         return _Rows(*values)
 
@@ -127,8 +138,13 @@ class DecodeBatch:
         vocab_size: int,
         device: torch.device,
         decode: Callable[[list[int]], str] | None = None,
+        num_choices: int = 0,
     ) -> None:
-        """decode: gives the text of tokens, for requests that stop at texts; None: they go on to their end."""
+        """
+        Args:
+            decode: gives the text of tokens, for requests that stop at texts; None: they go on to their end.
+            num_choices: X.
+        """
         self.columns = 0
         """W: of the cache and the newest token together."""
         self.numbers: list[int] = []
@@ -144,6 +160,9 @@ class DecodeBatch:
         self._decode = decode
         self._stopped: set[int] = set()
         """Numbers of rows that a text has ended."""
+        self._num_choices = num_choices
+        self._prompt_experts: dict[int, np.ndarray] = {}
+        """[tokens, X] int16 of the prompts of the rows, by number."""
         self._end_ids = end_ids
         self._ends = frozenset(end_ids.tolist())
         self._vocab_size = vocab_size
@@ -189,7 +208,7 @@ class DecodeBatch:
         requests = [self._waiting.pop(number) for number in numbers]
         prompts = Prompts(requests, self._device)
         columns = max(self.columns, prompts.longest)
-        newcomers = _Rows.make(requests, self._vocab_size, columns, self._device)
+        newcomers = _Rows.make(requests, self._vocab_size, columns, self._device, self._num_choices)
         if self.numbers:
             # A longer prompt enters: the rows under way are padded on the left by as many columns.
             self._rows.start_B += columns - self.columns
@@ -200,6 +219,21 @@ class DecodeBatch:
         self._entered_at.update(dict.fromkeys(numbers, policy_version))
         self._set_rows(newcomers)
         return prompts
+
+    def note_prompts(self, prompts: Prompts, experts_DPX: Tensor) -> None:
+        """Keep the experts of the prompts that have just entered."""
+        if not self._num_choices:
+            return
+        of_prompts, index_of = experts_DPX.cpu().numpy(), prompts.prompt_B.tolist()
+        for number, index in zip(self.numbers[-len(index_of) :], index_of, strict=True):
+            self._prompt_experts[number] = of_prompts[index, -len(self._requests[number].prompt_tokens) :]
+
+    def note_experts(self, experts_BX: Tensor) -> None:
+        """Keep the experts that the newest token of each row has taken."""
+        # A row that has finished writes at its last token, whose experts nobody is told.
+        if self._num_choices:
+            rows = torch.arange(len(experts_BX), device=self._device)
+            self._rows.experts_BTX[rows, self._rows.length_B - 1] = experts_BX
 
     def _set_rows(self, rows: _Rows) -> None:
         self._rows = rows
@@ -287,7 +321,12 @@ class DecodeBatch:
             stopped = ended or number in self._stopped
             reason: Literal["stop", "length"] = "stop" if stopped else "length"
             versions = self._entered_at[number], policy_version
-            found.append((number, Generation(tuple(tokens[:length]), tuple(logprobs[:length]), reason, *versions)))
+            experts: tuple[bytes, ...] = ()
+            if self._num_choices:
+                parts = self._prompt_experts[number], rows.experts_BTX[row, : length - 1].cpu().numpy()
+                experts = tuple(token.tobytes() for part in parts for token in part)
+            answer = Generation(tuple(tokens[:length]), tuple(logprobs[:length]), reason, *versions, experts)
+            found.append((number, answer))
         return found
 
     def drop_done(self, *, trim: bool) -> tuple[Tensor, int]:
@@ -299,6 +338,7 @@ class DecodeBatch:
         self.numbers = [number for number in self.numbers if number not in self.told]
         for number in self.told:
             del self._requests[number], self._entered_at[number]
+            self._prompt_experts.pop(number, None)
         self._stopped -= self.told
         self.told = set()
         # Indices into the rows as they were: the cache is cut by the same.

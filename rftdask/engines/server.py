@@ -281,6 +281,8 @@ def _load_engine(spec: Mapping[str, Any], device: str) -> Engine:
     kind: type[Engine] = find_part("engine", section.engine_type, registered_engines())
     section = section.model_copy(update={"dtype": section.dtype_on(device)})
     engine = kind.from_config(section, ModelConfig.model_validate(spec["model"]), device)
+    if spec["records_experts"]:
+        engine.record_experts()
     log.info("%s is loaded on %s in %s", engine, device, section.dtype)
     return engine
 

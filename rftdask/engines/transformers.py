@@ -41,6 +41,7 @@ from rftdask.errors import DamagedError, DataError, RoleError
 from rftdask.models.host_copy import HostCopy
 from rftdask.models.hub import local_model
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, load_files
+from rftdask.models.routers import Routers
 from rftdask.weights.delta import DeltaFile
 from rftdask.weights.manifest import BLOCK_BYTES
 
@@ -64,6 +65,7 @@ class TransformersEngine(Engine):
     engine_type = "transformers"
     repeats_bits = True
     loads_in_flight = True
+    records_experts = True
     leaves_device = True
     imports_ahead = ("rftdask.engines.transformers", "transformers.models.auto.modeling_auto")
 
@@ -102,6 +104,7 @@ class TransformersEngine(Engine):
         """Where the tensors lie in the files that were loaded last; none of adapters, and before the first load."""
         self._host_copy: HostCopy | None = None
         self._tokenizer: Any = None
+        self._routers: Routers | None = None
         self._trust_remote_code = trust_remote_code
         cast(torch.nn.Module, model).to(self.device).eval()
         self._end_ids = torch.tensor(ends, dtype=torch.int64, device=self.device)
@@ -118,8 +121,12 @@ class TransformersEngine(Engine):
             raise RoleError(f"{self} was closed; make a new one")
         return self._loaded
 
+    def record_experts(self) -> None:
+        self._routers = Routers(self._model)
+
     def serve(self, take: Take, give: Give) -> None:
-        batch = DecodeBatch(self._end_ids, self._vocab_size, self.device, self._text_of)
+        num_choices = 0 if self._routers is None else self._routers.num_choices
+        batch = DecodeBatch(self._end_ids, self._vocab_size, self.device, self._text_of, num_choices)
         try:
             with torch.inference_mode():
                 self._serve(batch, take, give)
@@ -182,7 +189,8 @@ class TransformersEngine(Engine):
                 prompts, others = batch.enter(num, self.policy_version), DynamicCache(config=self._model.config)
                 # The newcomers are computed by themselves, into a cache of their own: in one pass with them every row
                 # under way would be padded to the longest prompt.
-                others_BV = self._forward(prompts.tokens_DP, prompts.mask_DP, prompts.positions_DP, others)
+                others_BV, experts_DPX = self._forward(prompts.tokens_DP, prompts.mask_DP, prompts.positions_DP, others)
+                batch.note_prompts(prompts, experts_DPX)
                 if len(others_BV) < len(prompts.prompt_B):
                     # Each distinct prompt was computed once; now each row gets a copy.
                     keep(others, prompts.prompt_B, 0)
@@ -212,9 +220,17 @@ class TransformersEngine(Engine):
                 keep(cache, index_B, num_columns)
                 tokens_B = tokens_B[index_B]
             if batch.numbers:
-                logits_BV = self._forward(tokens_B[:, None], batch.mask(), batch.positions()[:, None], cache)
+                logits_BV, experts_B1X = self._forward(
+                    tokens_B[:, None], batch.mask(), batch.positions()[:, None], cache
+                )
+                batch.note_experts(experts_B1X[:, 0])
 
-    def _forward(self, tokens: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache) -> Tensor:
+    def _forward(
+        self, tokens: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache
+    ) -> tuple[Tensor, Tensor]:
+        """([B, V] logits after the last of [B, W] tokens; [B, W, X] int16 experts they took, X 0: not recorded)."""
+        if self._routers is not None:
+            self._routers.give(None)
         output = self._model(
             input_ids=tokens,
             attention_mask=mask,
@@ -224,9 +240,13 @@ class TransformersEngine(Engine):
             # Of the last column alone: [B, W, V] of a long prompt would be the largest tensor by far.
             logits_to_keep=1,
         )
+        experts = (
+            torch.empty(*tokens.shape, 0, dtype=torch.int16, device=self.device)
+            if self._routers is None
+            else self._routers.taken().unflatten(0, tokens.shape)
+        )
         # [B, 1, V] -> [B, V].
-        logits: Tensor = output.logits[:, -1]
-        return logits
+        return output.logits[:, -1], experts
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:
         """Load weights as in `Engine`; names as in `state_dict()`. A name or shape that does not fit changes nothing.

@@ -348,8 +348,8 @@ def attempt_timeout_s(
 def engine_spec(section: InferenceModelConfig, config: Config, threads: int, log_file: str | None) -> EngineSpec:
     """The engine of `section`, the policy's or that of an auxiliary model."""
     env = tuple(sorted({**fill_from_environment(config.explorer.env_vars), LOG_LEVEL: config.log.level}.items()))
-    model = config.model
-    if section.model_path is not None:  # a frozen model beside the policy
+    model, is_policy = config.model, section.model_path is None
+    if not is_policy:  # a frozen model beside the policy
         model = section.own_model(model)
         samplings = [model_sampling(model)]
     else:
@@ -364,7 +364,8 @@ def engine_spec(section: InferenceModelConfig, config: Config, threads: int, log
     colocated = bool(config.cluster.colocate)
     turn_s = config.synchronizer.sync_timeout if colocated or VARIABLE in os.environ else 0.0
     folders = config.explorer.plugin_dirs
-    return EngineSpec(section, model, threads, log_file, folders, env, turn_s, colocated, kinds)
+    records_experts = is_policy and config.algorithm.enable_router_replay
+    return EngineSpec(section, model, threads, log_file, folders, env, turn_s, colocated, records_experts, kinds)
 
 
 def sampling_params(taskset: TasksetConfig, config: Config, explore_step: int = 1) -> SamplingParams:

@@ -80,6 +80,13 @@ METRICS: dict[str, Metric] = {
         "down",
         "Least where all experts are used alike: the coefficient x the experts that a token takes.",
     ),
+    "router_agreement": Metric(
+        "Routers that agree",
+        "share of the experts that the engine's tokens took which the trainer's routers would have chosen, too",
+        "share",
+        "watch",
+        "Below 1 by rounding and by the updates since, which router replay mends. Falling: the engine is behind.",
+    ),
     "policy_loss": Metric("Policy loss", "the loss without its KL and entropy terms", "nats", "watch"),
     "kl": Metric(
         "KL to the reference",

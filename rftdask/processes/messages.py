@@ -48,7 +48,7 @@ def _to_plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return [_to_plain(getattr(value, name)) for name in _hints(type(value))]
     # Of token ids there may be thousands: they are not looked at one by one.
-    if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float | str):
+    if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float | str | bytes):
         return [_to_plain(item) for item in value]
     return value
 

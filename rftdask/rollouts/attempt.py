@@ -223,12 +223,14 @@ class Rollout:
         tokens = np.array((*last.request.prompt_tokens, *last.generation.tokens), np.int32)
         logprobs = np.zeros(len(tokens) - prompt_length, np.float32)
         mask = np.zeros(len(logprobs), bool)
-        text, turns = "", list[Turn]()
+        text, turns, experts = "", list[Turn](), list[bytes]()
         for number, call in calls:
             generation = call.generation
             start = len(call.request.prompt_tokens) - prompt_length
             end = start + len(generation.tokens)
             logprobs[start:end], mask[start:end] = generation.logprobs, True
+            # Of what stood there before, those of the call that sampled by them.
+            experts += generation.routed_experts[len(experts) :]
             text_start = len(text) + len(call.added_text)
             text += call.added_text + call.response.text
             step = reward.steps[number] if reward.steps else Step()
@@ -264,6 +266,7 @@ class Rollout:
             env_state=turns[0].env_state if is_turn else None,
             turn_reward=turns[0].turn_reward if is_turn else None,
             turns=None if is_turn else tuple(turns),
+            routed_experts=np.frombuffer(b"".join(experts), np.int16).reshape(len(experts), -1) if experts else None,
             metrics={
                 **{name: float(value) for name, value in reward.metrics.items()},
                 "num_prompt_tokens": float(last.num_prompt_tokens + last.num_response_tokens - num_sampled),

@@ -233,9 +233,10 @@ def _check_algorithm(stage: Config) -> None:
     from rftdask.trainer.rank import build_algorithm, build_reader  # late: it needs torch
 
     algorithm = build_algorithm(stage)
-    coef = stage.trainer.router_aux_loss_coef
-    if coef and _size_of(stage.model.model_path, "num_experts_per_tok") == 0:
-        raise UserError(f"trainer.router_aux_loss_coef {coef}: {stage.model.model_path} has no experts; leave it out")
+    coef, replay = stage.trainer.router_aux_loss_coef, stage.algorithm.enable_router_replay
+    if (coef or replay) and _size_of(stage.model.model_path, "num_experts_per_tok") == 0:
+        key = f"trainer.router_aux_loss_coef {coef}" if coef else "algorithm.enable_router_replay"
+        raise UserError(f"{key}: {stage.model.model_path} has no experts; leave it out")
     section = stage.buffer.trainer_input.experience_buffer
     if algorithm.schema == "sft" and section.format.return_assistant_tokens_mask:
         build_reader(section, algorithm.schema, stage, load_tokenizer(stage))  # whether the template can do it

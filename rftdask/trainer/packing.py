@@ -69,6 +69,8 @@ class PackedRows:
     """float32: at which the response token was sampled, 0 (greedy) counting as 1; None: at 1, all of them."""
     split: SequenceSplit | None = None
     """How the sequence is split over ranks; None: it is not."""
+    experts_SX: Tensor | None = None
+    """int16: experts that the tokens are to take, -1 where a router is to choose; None: it always is."""
 
     def aligned(self, values_Q: Tensor) -> Tensor:
         """[B, T] of what is said of every response token ([B, T, K] of K numbers each), 0 beyond a row's end."""
@@ -85,11 +87,13 @@ def pack_rows(
     device: torch.device | str = "cpu",
     *,
     sequence: Ranks | None = None,
+    experts: Sequence[np.ndarray] | None = None,
 ) -> PackedRows:
     """Pack rows whose first `prompt_lengths_B` tokens are the prompt, the rest the response.
 
-    sequence: the ranks that split the sequence with this one, which all pack the same rows; None: nobody does.
-
+    Args:
+        sequence: the ranks that split the sequence with this one, which all pack the same rows; None: nobody does.
+        experts: [L, X] of each row; see `PackedRows`.
     Raises: ValueError: a row without a prompt: nothing predicts its first token.
     """
     if int(prompt_lengths_B.min()) < 1:
@@ -124,6 +128,10 @@ def pack_rows(
     held = slice(0, len(tokens_S)) if split is None else split.own
     own_Q = (place_Q > held.start) & (place_Q <= held.stop)  # what predicts a token lies one before it
 
+    experts_SX = None
+    if experts is not None:
+        of_spare = np.full((len(spare), experts[0].shape[1]), -1, np.int16)
+        experts_SX = np.concatenate([*(experts[i] for i in order), of_spare])
     # Greedy tokens have no distribution of their own: they are scored as if sampled at 1.
     temperature_B = np.where(temperature_B == 0, 1.0, temperature_B)
 
@@ -143,6 +151,7 @@ def pack_rows(
         column_Q=put(column_Q[own_Q]),
         temperature_Q=None if np.all(temperature_B == 1) else put(temperature_B[row_Q[own_Q]], torch.float32),
         split=split,
+        experts_SX=None if experts_SX is None else put(experts_SX[held], torch.int16),
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rftdask import Experiment
 from rftdask.trainer.checkpoint import HF_FOLDER
-from tests.learning.cases import Case, config_of, toys_of
+from tests.learning.cases import Case, config_of, mixture_of, toys_of
 from tests.learning.harness import Run
 from tests.learning.toys import LETTERS, after
 
@@ -33,10 +33,16 @@ def finished(case: Case, folder: Path, **sections: object) -> Experiment:
     return run
 
 
-def test_a_student_learns_what_its_teacher_knows(tmp_path: Path) -> None:
-    metrics = finished(Case("jsd", toy="echo", steps=16), tmp_path).metrics("trainer").sort_values("step")
+def test_a_student_of_experts_that_are_replayed_learns_what_its_teacher_knows(tmp_path: Path) -> None:
+    mixture_of(0)
+    case = Case("jsd", toy="echo", steps=16, model="experts")
+    section = config_of(case, 0, toys_of(0))["algorithm"] | {"enable_router_replay": True}
+    metrics = finished(case, tmp_path, algorithm=section).metrics("trainer").sort_values("step")
     assert metrics["reward"].iloc[0] < 0.5
     assert metrics["reward"].iloc[-1] > 0.8
+    agreement = metrics["router_agreement"]
+    assert agreement.iloc[0] == 1.0, "the same weights in engine and trainer"
+    assert 0.5 < agreement.min() < 1.0
 
 
 def test_pairs_teach_what_is_preferred_and_tasks_are_evaluated_meanwhile(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ class Case:
     """In place of rollouts, or shown beside them."""
     steps: int = 40
     lr: float = 3e-3
+    model: str = "model"
+    """The policy; "experts" is a mixture."""
     settings: tuple[str, ...] = ()
     """More of the configuration, as on a command line: KEY=VALUE."""
     shows: str = ""
@@ -94,6 +96,13 @@ CASES = (
         shows="entropy",
     ),
     Case("grpo", settings=("model.lora_configs=[{lora_rank: 8, lora_alpha: 16}]",), lr=1e-2, shows="lora"),
+    Case(
+        "grpo",
+        {"accuracy": (0.9, 1), "agreement": (0.5, 0.999)},
+        model="experts",
+        settings=("algorithm.enable_router_replay=true",),
+        shows="experts",
+    ),
     # Several turns.
     Case("remax", toy="corridor", steps=60, settings=("buffer.batch_size=32",), shows="turns"),
     Case("gigpo", toy="corridor"),
@@ -168,7 +177,7 @@ def config_of(case: Case, seed: int, toys: Path, workflows: str = "") -> dict[st
         "name": f"{case.name}-{seed}",
         "mode": "both" if on_rollouts else "train",
         "seed": seed,
-        "model": {"model_path": str(toys / "model"), "max_prompt_tokens": 16, "max_response_tokens": 4},
+        "model": {"model_path": str(toys / case.model), "max_prompt_tokens": 16, "max_response_tokens": 4},
         "algorithm": {
             "algorithm_type": case.algorithm_type,
             "optimizer": {"lr": case.lr, "betas": [0.9, 0.99], "weight_decay": 0.0},
@@ -198,10 +207,19 @@ def toys_of(seed: int) -> Path:
     return folder
 
 
+@cache
+def mixture_of(seed: int) -> Path:
+    """The policy of a seed that is a mixture of experts, beside the others."""
+    build_policy(folder := toys_of(seed) / "experts", seed, experts=True)
+    return folder
+
+
 def learn(case: Case, seed: int) -> Result:
     """Run the case and measure the policy before and after."""
     began = time.process_time()
     toys = toys_of(seed)
+    if case.model == "experts":
+        mixture_of(seed)
     with tempfile.TemporaryDirectory(prefix="rftdask-learning-") as folder:
         run = Run(config_of(case, seed, toys), case.settings, Path(folder))
         before = look_at(run)
@@ -231,11 +249,14 @@ def look_back(steps: pd.DataFrame) -> dict[str, float]:
 
     drift: largest KL from the weights that sampled a batch to those that train it, nats per token: what clips bound.
     ranked: share of the pairs whose better response has the higher reward, in the last five steps.
+    agreement: where experts are replayed, the share of the engine's that the trainer would choose, the least of a step.
     explained: share of the variance of the returns that the critic explains, in the last five steps.
     """
     found = {name: float(steps[name].iloc[-5:].mean()) for name in ("kl", "entropy") if name in steps}
     if "mismatch_kl" in steps:
         found["drift"] = float(steps["mismatch_kl"].max())
+    if "router_agreement" in steps:
+        found["agreement"] = float(steps["router_agreement"].min())
     if "reward_accuracy" in steps:
         found["ranked"] = float(steps["reward_accuracy"].iloc[-5:].mean())
     if "critic_explained_variance" in steps:

@@ -56,6 +56,8 @@ class Run:
         self.config = config = load_config({**tree, "checkpoint_root_dir": str(folder)}, settings)
         self.storage = open_storage(config.checkpoint_job_dir)
         self.engine = TransformersEngine.from_config(config.explorer.rollout_model, config.model, "cpu")
+        if config.algorithm.enable_router_replay:
+            self.engine.record_experts()
         self.tokenizer = load_tokenizer(config)
         self._weights = Published(0, "", "")
         self._learns_from_rollouts = config.algorithm.schema_type == "experience"

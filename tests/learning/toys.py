@@ -30,6 +30,7 @@ from rftdask.rollouts.workflows.base import PolicyModel, Reward, Step
 from rftdask.rollouts.workflows.registry import workflow
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
+from tests.unit.engines.tiny_models import save_tiny_mixture
 
 LETTERS = "abcdefgh"
 EXITS = {"w": 1, "x": 3, "y": 1, "z": 3}
@@ -116,9 +117,12 @@ def say(dice: random.Random, knows: bool) -> tuple[str, str]:
     return f"{asked if toy == 'echo' else asked.upper()}:", said * times
 
 
-def build_policy(folder: Path, seed: int, *, knows: bool = False) -> None:
-    """Write a tiny model that speaks as `say`; a second or two."""
-    build_toy_model(folder, seed=seed, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2)
+def build_policy(folder: Path, seed: int, *, knows: bool = False, experts: bool = False) -> None:
+    """Write a tiny model that speaks as `say`; a second or two. experts: a mixture, two of eight a token."""
+    if experts:
+        save_tiny_mixture(folder, seed)
+    else:
+        build_toy_model(folder, seed=seed, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2)
     dice = random.Random(seed)
     model, tokenizer = load_policy(str(folder), "float32", "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.0)

@@ -1,7 +1,7 @@
 """TrainingBatch: the rows of one optimizer step as flat numpy arrays. No padding, no torch, no storage.
 
 Letters: N rows; L_i = tokens of row i; R_i = response tokens of row i; S = sum of L_i; Q = sum of R_i; K turns of all
-rows.
+rows; X experts that a token takes.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ class TrainingBatch:
     """[K] int64: number of the environment's state before the turn, -1 where unknown; None: all are."""
     turn_rewards: np.ndarray | None = None
     """[K] float32: what the turn itself earned, 0 where unknown; None: all are."""
+    routed_experts: np.ndarray | None = None
+    """[S, X] int16: experts that the tokens took when they were sampled, -1 where unknown, as of the last of each row;
+    None: all are."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -95,6 +98,10 @@ class TrainingBatch:
         """[L_i] of every row, views."""
         return np.split(self.tokens, np.cumsum(self.lengths)[:-1])
 
+    def row_experts(self) -> list[np.ndarray] | None:
+        """[L_i, X] of every row, views; None: unknown of all."""
+        return None if self.routed_experts is None else np.split(self.routed_experts, np.cumsum(self.lengths)[:-1])
+
     def row_logprobs(self) -> list[np.ndarray]:
         """[R_i] of every row, views."""
         return np.split(self.rollout_logprobs, np.cumsum(self.response_lengths)[:-1])
@@ -126,6 +133,7 @@ class TrainingBatch:
             num_turns=np.ones(count, np.int64),
             uids=tuple(f"{uid}, turn {number}" for uid, number in zip(uids, numbers, strict=True)),
             baselines=None if self.baselines is None else of_row(self.baselines),
+            routed_experts=None,
         )
 
 
@@ -134,6 +142,7 @@ GROUP_KEY = ("taskset", "epoch", "task_index")
 BATCH_COLUMNS = (
     *("uid", *GROUP_KEY, "rollout", "turn", "tokens", "prompt_length", "rollout_logprobs", "loss_mask_runs"),
     *("reward", "min_policy_version", "temperature", "env_state", "turn_reward", "turns"),
+    "routed_experts",
 )
 """Columns of the schema of experiences that a batch is made of."""
 
@@ -188,7 +197,21 @@ def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Trai
         baselines=baseline_rewards,
         states=state_numbers,
         turn_rewards=rewards_of_turns,
+        routed_experts=_experts(_array(table.column("routed_experts")), lengths),
     )
+
+
+def _experts(column: pa.ListArray, lengths: np.ndarray) -> np.ndarray | None:
+    """[S, X] of rows of `lengths` tokens, of which some tell the experts of all but their last token."""
+    told = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+    values, num_tokens = _flat(column, np.int16), int((lengths[told] - 1).sum())
+    if not len(values):
+        return None
+    experts = np.full((int(lengths.sum()), len(values) // num_tokens), -1, np.int16)
+    is_told = np.repeat(np.isin(np.arange(len(lengths)), told), lengths)
+    is_told[np.cumsum(lengths) - 1] = False
+    experts[is_told] = values.reshape(num_tokens, -1)
+    return experts
 
 
 def _turns(
@@ -316,9 +339,10 @@ def mismatched(batch: TrainingBatch, max_tokens: int) -> TrainingBatch:
     return supervised_batch(rows, batch.uids)
 
 
-_UNKNOWN = {"baselines": 0.0, "states": -1, "turn_rewards": 0.0}
-"""Values for the rows or turns of a part that has none, such as demonstrations, where others have."""
-_OF_TURNS = ("states", "turn_rewards")
+_UNKNOWN = {"baselines": 0.0, "states": -1, "turn_rewards": 0.0, "routed_experts": -1}
+"""Values for the rows, turns or tokens of a part that has none, such as demonstrations, where others have."""
+_OF_OTHERS = {"states": "turns", "turn_rewards": "turns", "routed_experts": "tokens"}
+"""What tells their number, where it is not that of the rows."""
 
 
 def join_batches(parts: Sequence[TrainingBatch]) -> TrainingBatch:
@@ -351,8 +375,9 @@ def join_batches(parts: Sequence[TrainingBatch]) -> TrainingBatch:
         if known is None:
             joined[name] = None
             continue
+        counted = _OF_OTHERS.get(name, "lengths")
         filled = [
-            np.full(len(part.turns if name in _OF_TURNS else part), _UNKNOWN[name], known.dtype)
+            np.full((len(getattr(part, counted)), *known.shape[1:]), _UNKNOWN[name], known.dtype)
             if value is None
             else value
             for value, part in zip(values, parts, strict=True)

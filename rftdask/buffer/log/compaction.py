@@ -27,6 +27,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rftdask.buffer.log.schema import EXPERTS_COLUMN
 from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DamagedError, NotFoundError
 from rftdask.storage import Storage
@@ -235,7 +236,7 @@ def merge_shards(shards: Shards) -> Iterator[tuple[MergedFile, bytes]]:
                 table.schema,
                 compression="zstd",
                 compression_level=3,
-                use_dictionary=["shard"],
+                use_dictionary=["shard", EXPERTS_COLUMN],
                 write_statistics=["explore_step", "shard"],
                 use_byte_stream_split=["rollout_logprobs.list.element"],
                 write_page_checksum=True,

@@ -22,10 +22,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-SCHEMA_VERSION = "1.2"
+SCHEMA_VERSION = "1.3"
 """major.minor: a minor change adds nullable columns only; a reader refuses another major."""
-ADDED_COLUMNS = ("env_state", "turn_reward", "turns")
-"""Columns that shards of 1.0 (the last one: of 1.1) lack; read from those, they are null."""
+ADDED_COLUMNS = ("env_state", "turn_reward", "turns", "routed_experts")
+"""Columns that shards of 1.0 lack (`turns`: also of 1.1, `routed_experts`: of 1.2); read from those, they are null."""
+EXPERTS_COLUMN = "routed_experts.list.element"
+"""As Parquet calls what a row's experts are."""
 
 
 class Status(StrEnum):
@@ -130,6 +132,9 @@ class Experience:
     turns: Sequence[Turn] | None = None
     """The calls of the policy that the row holds, in their order; None: one, number `turn` of its rollout, whose tokens
     are the whole response. A row has either these or an env_state and turn_reward of its own."""
+    routed_experts: np.ndarray | None = None
+    """[L - 1, X] int16: the experts that each token but the last took when it was computed, X of all layers together,
+    from the first on; None: not recorded."""
 
     @property
     def group_id(self) -> str:
@@ -225,6 +230,8 @@ _COLUMNS = {
             ]
         )
     ),
+    # Token after token, the same number of each.
+    "routed_experts": _list_of(pa.int16()),
 }
 SCHEMA = pa.schema(
     [pa.field(name, kind, nullable=name in ("reward", *ADDED_COLUMNS)) for name, kind in _COLUMNS.items()],
@@ -277,6 +284,11 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
             raise ValueError(
                 f"experience {e.uid}: its last turn does not end with its {response_length} response tokens"
             )
+        if e.routed_experts is not None and len(e.routed_experts) != len(e.tokens) - 1:
+            raise ValueError(
+                f"experience {e.uid}: routed_experts of {len(e.routed_experts)} tokens, not of all but the last of "
+                f"{len(e.tokens)}"
+            )
         if e.reward is None and e.status.trainable:
             raise ValueError(f"experience {e.uid}: status {e.status} without a reward")
 
@@ -289,6 +301,7 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
         "tokens": _lists([e.tokens for e in experiences], np.int32),
         "rollout_logprobs": _lists([e.rollout_logprobs for e in experiences], np.float32),
         "loss_mask_runs": _lists(masks, np.int32),
+        "routed_experts": _experts([e.routed_experts for e in experiences]),
         "turns": pa.array(
             [None if e.turns is None else list(map(vars, e.turns)) for e in experiences], SCHEMA.field("turns").type
         ),
@@ -323,6 +336,14 @@ def _lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: type[np.number[Any
         values = np.concatenate([as_array(row) for row in filled])
     kind = pa.from_numpy_dtype(dtype)
     return pa.ListArray.from_arrays(pa.array(_offsets(rows)), pa.array(values, kind), type=_list_of(kind))
+
+
+def _experts(rows: Sequence[np.ndarray | None]) -> pa.Array:
+    kind = SCHEMA.field("routed_experts").type
+    if all(row is None for row in rows):
+        return pa.nulls(len(rows), kind)
+    lists = _lists([() if row is None else row.reshape(-1) for row in rows], np.int16)
+    return pa.ListArray.from_arrays(lists.offsets, lists.values, kind, mask=pa.array([row is None for row in rows]))
 
 
 def _offsets(rows: Sequence[Any]) -> np.ndarray:

@@ -18,7 +18,14 @@ from functools import cached_property
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rftdask.buffer.log.schema import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION, Experience, experiences_to_table
+from rftdask.buffer.log.schema import (
+    ADDED_COLUMNS,
+    EXPERTS_COLUMN,
+    SCHEMA,
+    SCHEMA_VERSION,
+    Experience,
+    experiences_to_table,
+)
 from rftdask.errors import DamagedError, DataError
 
 _NAME = re.compile(
@@ -144,8 +151,9 @@ def encode_shard(
         sink,
         compression=codec,
         compression_level=1 if codec == "zstd" else None,
-        # Few rows and many different values: dictionaries and statistics cost more to write than they save.
-        use_dictionary=False,
+        # Few rows and many different values: dictionaries and statistics cost more to write than they save. Not of
+        # experts, which are few: 7 bits in place of 32 where there are 128.
+        use_dictionary=[EXPERTS_COLUMN],
         write_statistics=False,
         # 5 % smaller and a fifth slower to write: worth it where bytes travel.
         use_byte_stream_split=["rollout_logprobs.list.element"] if codec == "zstd" else False,

@@ -42,7 +42,7 @@ _SUFFIX = "sql"
 _BUSY_S = 30  # A writer waits so long for another; a commit takes milliseconds.
 _MAX_TRIES = 5  # Of a transaction, when the database is busy or the connection was lost.
 _CREATE_LOCK = 7_237_231  # Number of the PostgreSQL lock under which tables are made; any constant will do.
-_DTYPES = {pa.int32(): "<i4", pa.float32(): "<f4"}  # Elements of an array in a blob.
+_DTYPES = {pa.int16(): "<i2", pa.int32(): "<i4", pa.float32(): "<f4"}  # Elements of an array in a blob.
 
 _Result = TypeVar("_Result")
 _Work = Callable[[sa.Connection], _Result]
@@ -397,7 +397,7 @@ def _rows_of(table: pa.Table, lines: bytes) -> list[dict[str, Any]]:
         if column.type.value_type not in _DTYPES:
             return [None if value is None else json.dumps(value) for value in column.to_pylist()]
         dtype = _DTYPES[column.type.value_type]
-        return [np.asarray(value.values).astype(dtype).tobytes() for value in column]
+        return [None if not value.is_valid else np.asarray(value.values).astype(dtype).tobytes() for value in column]
 
     columns = {field.name: to_sql(table.column(field.name)) for field in SCHEMA}
     rows = []
@@ -429,7 +429,7 @@ def _table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
             return list((json.loads(value) if line is None else value).items())
         if line is None and pa.types.is_list(field.type):
             if field.type.value_type in _DTYPES:
-                return np.frombuffer(value, _DTYPES[field.type.value_type])
+                return None if value is None else np.frombuffer(value, _DTYPES[field.type.value_type])
             return None if value is None else json.loads(value)
         return value
 

@@ -198,6 +198,27 @@ def _routers_are_heard(config: Config) -> Iterator[Problem]:
             yield "trainer.router_aux_loss_coef", f"{trainer.router_aux_loss_coef} does not go with {other}"
 
 
+@RULES.reading("mode", "algorithm", "explorer.rollout_model", "trainer")
+def _routers_are_replayed(config: Config) -> Iterator[Problem]:
+    engine, trainer = config.explorer.rollout_model, config.trainer
+    if not config.algorithm.enable_router_replay:
+        return
+    explores = config.mode in ("both", "explore", "serve")
+    others = {
+        f"{config.algorithm.algorithm_type}, which learns from a dataset: no engine has told its experts": (
+            config.algorithm.schema_type != "experience"
+        ),
+        f"engine_type {engine.engine_type}, which does not tell its experts here; use transformers": (
+            explores and not engine.traits.records_experts
+        ),
+        "trainer.tensor_parallel_size, which knows no experts": trainer.tensor_parallel_size > 1,
+        "trainer.torch_compile, which calls routers unheard": trainer.torch_compile,
+    }
+    for other, chosen in others.items():
+        if chosen:
+            yield "algorithm.enable_router_replay", f"does not go with {other}"
+
+
 @RULES.reading("algorithm.sample_strategy", "algorithm.sample_strategy_args", "synchronizer.max_staleness")
 def _one_staleness(config: Config) -> Iterator[Problem]:
     args, ours = config.algorithm.sample_strategy_args or {}, config.synchronizer.max_staleness

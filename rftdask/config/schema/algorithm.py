@@ -141,6 +141,9 @@ class AlgorithmConfig(Section):
     bypass_old_logprobs: bool = True
     """True: ratios are taken to the log-probabilities recorded in the rollout. False: to those of the trainer's weights
     before the step, so that every ratio begins at 1. Either is kept for all updates of the step."""
+    enable_router_replay: bool = False
+    """Mixture of experts: the experts that the engine's tokens took are stored with the experience, and the trainer's
+    passes take the same (docs/trainer.md). An engine that cannot tell them is refused."""
     rollout_correction: Free | None = None
     """Importance correction between engine and trainer, for example {method: truncate, level: token, high: 2.0}."""
 

@@ -66,6 +66,8 @@ class EngineTraits:
     """The same requests given at once give the same bits each time."""
     loads_in_flight: ClassVar[bool] = False
     """It may load weights while requests are under way, whose generations tell the oldest and the newest."""
+    records_experts: ClassVar[bool] = False
+    """It can tell which experts of a mixture of experts its tokens took."""
     leaves_device: ClassVar[bool] = False
     """Its `leave_device` frees the memory of its GPUs, so that a trainer and it can take turns on them."""
     spans_nodes: ClassVar[bool] = False

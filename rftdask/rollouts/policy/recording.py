@@ -482,7 +482,8 @@ def _cut_at_stop(tokenizer: Tokenizer, generation: Generation, stop: Sequence[st
             least = middle + 1
     text = decoded(most)
     tokens, logprobs = generation.tokens[:most], generation.logprobs[:most]
-    cut = replace(generation, tokens=tokens, logprobs=logprobs, finish_reason="stop")
+    experts = generation.routed_experts[: len(generation.routed_experts) - (len(generation.tokens) - most)]
+    cut = replace(generation, tokens=tokens, logprobs=logprobs, finish_reason="stop", routed_experts=experts)
     return cut, text[: min(text.index(each) for each in stop if each in text)]
 
 

@@ -35,7 +35,7 @@ class BatchRows:
     def __init__(self, batch: TrainingBatch, device: torch.device, sequence: Ranks | None = None) -> None:
         """sequence: as of `pack_rows`."""
         self._batch, self._device, self._sequence = batch, device, sequence
-        self._tokens = batch.row_tokens()
+        self._tokens, self._experts = batch.row_tokens(), batch.row_experts()
         self._lengths = np.asarray(batch.response_lengths, np.int64)
         # [N] places in Q at which the rows begin: the sum of the lengths before each.
         self._starts = self._lengths.cumsum() - self._lengths
@@ -103,7 +103,9 @@ class BatchRows:
         """The token side of some rows, as `token_logprobs` takes it."""
         tokens = [self._tokens[i] for i in members]
         lengths, temperatures = self._batch.prompt_lengths[members], self._batch.temperatures[members]
-        return {"rows": pack_rows(tokens, lengths, temperatures, self._device, sequence=self._sequence)}
+        experts = None if self._experts is None else [self._experts[i] for i in members]
+        packed = pack_rows(tokens, lengths, temperatures, self._device, sequence=self._sequence, experts=experts)
+        return {"rows": packed}
 
     @torch.no_grad()
     def scored(self, parts: Sequence[np.ndarray], score: Callable[..., Tensor]) -> Tensor:

@@ -13,9 +13,9 @@ from typing import Any, cast
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.utils.output_capturing import OutputRecorder
 
 from rftdask.errors import DataError
+from rftdask.models.routers import routers_of
 
 
 class RouterLoss:
@@ -28,17 +28,14 @@ class RouterLoss:
 
     def __init__(self, model: PreTrainedModel, coef: float) -> None:
         """Raises: DataError: the model has no routers that transformers could tell of."""
-        recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-        routers = recorder.target_class if isinstance(recorder, OutputRecorder) else ()
-        self._routers = [each for each in model.modules() if isinstance(each, routers)]
-        if not isinstance(recorder, OutputRecorder) or not self._routers:
-            raise DataError(
-                f"trainer.router_aux_loss_coef {coef}: {type(model).__name__} has no routers of experts; leave it out"
-            )
+        try:
+            self._routers, self._index = routers_of(model)
+        except DataError as error:
+            raise DataError(f"trainer.router_aux_loss_coef {coef}: {error}; leave it out") from error
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # late: few models need it
 
         self._loss = load_balancing_loss_func
-        self._index, self._coef = recorder.index, coef
+        self._coef = coef
         self._experts_per_token = int(model.config.get_text_config().num_experts_per_tok)
         self._logits: list[Tensor] = []
         """[S, E] of each router and call, E experts, of the last pass."""

@@ -43,8 +43,10 @@ from rftdask.models.lora import (
     needs_weights,
     without_adapters,
 )
+from rftdask.models.routers import Routers
 from rftdask.processes.gpus import use_device
 from rftdask.storage.base import Data
+from rftdask.trainer.attention import PACKED
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.critic import Critic
 from rftdask.trainer.engines.micro_batches import BatchRows, Passes, mini_batches, plan_passes
@@ -69,27 +71,35 @@ from rftdask.trainer.model import (
     token_logprobs,
     turn_off_dropout,
 )
-from rftdask.trainer.packing import pack_rows
+from rftdask.trainer.packing import PackedRows, pack_rows
 from rftdask.trainer.ranks import Ranks
 from rftdask.weights.fingerprint import Fingerprint, fixed_sequences
 from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_MODEL_FILE, MODEL_FILE
 
 _OPTIMIZER = "actor/optim.safetensors"
 _COEFS = "actor/kl_coefs.safetensors"
+_MEANS = {"mismatch_kl": "mismatch_tokens", "router_agreement": "routed_choices"}
+"""Metrics that are means over a number of their own: both are sums over all passes and ranks first."""
 
 Scores = tuple[Tensor, Tensor | None]
 """[B, T] logprobs, and what else was asked for; as of `token_logprobs`."""
 
 
 class Scorer(torch.nn.Module):
-    """`token_logprobs` of a model as one module, so that a strategy sees where a pass begins and ends."""
+    """`token_logprobs` of a model as one module, so that a strategy sees where a pass begins and ends.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    routers: of the model, which then take the experts that the rows tell; None: they choose.
+    """
+
+    def __init__(self, model: torch.nn.Module, routers: Routers | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.routers = model, routers
 
     def forward(self, *, states_alone: bool = False, **inputs: Any) -> Scores | Tensor:
         """Of the packed rows; arguments as of `token_logprobs`. `states_alone`: `predicting_states`, [Q, H]."""
+        if self.routers is not None:
+            # For the backward pass, too, which may compute layers again.
+            self.routers.give(inputs["rows"].experts_SX)
         return predicting_states(self.model, **inputs) if states_alone else token_logprobs(self.model, **inputs)
 
 
@@ -187,8 +197,17 @@ class TorchEngine(TrainEngine):
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         coef = self._trainer.router_aux_loss_coef
         self._router_loss = RouterLoss(self._model, coef) if coef else None
+        self._routers: Routers | None = None
+        if config.algorithm.enable_router_replay:
+            try:
+                self._routers = Routers(self._model)
+            except DataError as error:
+                raise DataError(f"algorithm.enable_router_replay: {error}; leave it out") from error
         # Sharded after adapters are in place, and before the optimizer sees the parameters.
-        self._policy = self._prepared(self._model)
+        self._policy = self._prepared(self._model, self._routers)
+        if self._routers is not None and self._model.config._attn_implementation != PACKED:
+            name = type(self._model).__name__
+            raise DataError(f"algorithm.enable_router_replay: {name} does not compute packed rows; leave it out")
         if self._trainer.torch_compile:
             for layer in layers_of(self._model, self._model._no_split_modules or ()):
                 # Each layer and not the whole: they are alike, so one compilation serves all of
@@ -223,6 +242,7 @@ class TorchEngine(TrainEngine):
     def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         """Score the batch, make its advantages, then its updates, each one of the policy and one of the critic."""
         algorithm, device = self._algorithm, self._device
+        _check_experts(batch, self._routers)
         # The batch is whole on every rank; what a rank computes of it is in `passes`.
         rows = BatchRows(batch, device, self._sequence)
         whole = self._plan(batch, np.arange(len(batch)))
@@ -270,6 +290,7 @@ class TorchEngine(TrainEngine):
                                 # By tokens: the terms of all passes and ranks then add up to a mean over the update.
                                 term = self._router_loss.term(batch.lengths[part].sum() / batch.lengths[members].sum())
                                 loss, more = loss + term, more | {"router_aux_loss": term.detach()}
+                            more |= {} if self._routers is None else self._routers.agreement()
                             loss.backward()
                             # Before the first update alone: after it the weights differ from what sampled by more.
                             if algorithm.schema == "experience" and not updates:
@@ -285,9 +306,8 @@ class TorchEngine(TrainEngine):
                     # Sums over passes and ranks: every loss weighs its tokens by the whole mini-batch, so sums are its
                     # means.
                     of_update = passes.add_metrics({name: float(value) for name, value in sums.items()})
-                    if "mismatch_kl" in of_update:
-                        # Both are sums over all passes by now, so this is the mean over tokens.
-                        of_update["mismatch_kl"] /= max(of_update.pop("mismatch_tokens"), 1.0)
+                    for name in _MEANS.keys() & of_update.keys():
+                        of_update[name] /= max(of_update.pop(_MEANS[name]), 1.0)
                     of_update |= self._optimizer.step(number, step)
                 if self._critic is not None:
                     assert returns_Q is not None
@@ -618,9 +638,10 @@ class TorchEngine(TrainEngine):
         if self._lora is None or self._lora.path is not None:
             return self._load_frozen(self._path, self._lora)
 
-        def without(**inputs: Any) -> Scores:
+        def without(*, rows: PackedRows, **inputs: Any) -> Scores:
             with without_adapters(self._model):
-                scores: Scores = self._policy(**inputs)
+                # The reference chooses its experts itself, as it does where it is a model of its own.
+                scores: Scores = self._policy(rows=replace(rows, experts_SX=None), **inputs)
                 return scores
 
         return without
@@ -648,10 +669,10 @@ class TorchEngine(TrainEngine):
         dtype = frozen_dtype(model_path) if narrow else "float32"
         return self._load(model_path, dtype=dtype, mesh=None if whole else self._strategy.mesh)
 
-    def _prepared(self, model: PreTrainedModel) -> Scorer:
+    def _prepared(self, model: PreTrainedModel, routers: Routers | None = None) -> Scorer:
         # Laid out as the policy is, also where it is frozen: a reference takes as much memory.
         scores_sequences = self._algorithm.policy_loss_fn.scores_sequences
-        scorer = (RowScorer if scores_sequences else Scorer)(model)
+        scorer = (RowScorer if scores_sequences else Scorer)(model, routers)
         self._strategy.prepare(scorer, layers_of(model, model._no_split_modules or ()))
         if self._strategy.mesh is None:
             compute_wide(model)
@@ -677,6 +698,19 @@ def teachers_of(batch: TrainingBatch, config: Config) -> np.ndarray:
         name = next(name for name, number in numbers.items() if number is None)
         raise DataError(f"the rows of {name!r} have no teacher; name it in `teaches` of an explorer.auxiliary_models")
     return np.array([numbers[name] for name in names])
+
+
+def _check_experts(batch: TrainingBatch, routers: Routers | None) -> None:
+    """Raises: DataError: a rollout does not tell its experts, or another number of each token than the routers take."""
+    if routers is None:
+        return
+    rows, num_choices = batch.row_experts(), routers.num_choices
+    remedy = "set algorithm.enable_router_replay in the run that samples, or leave it out here"
+    for number in np.flatnonzero(~batch.experts & (batch.lengths > 1)):
+        if rows is None or rows[number][0, 0] < 0:
+            raise DataError(f"{batch.uids[number]} does not tell the experts that its tokens took; {remedy}")
+    if batch.routed_experts is not None and (told := batch.routed_experts.shape[1]) != num_choices:
+        raise DataError(f"a token of the rollouts took {told} experts, of the policy it takes {num_choices}; {remedy}")
 
 
 @torch.no_grad()

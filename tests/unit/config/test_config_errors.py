@@ -395,6 +395,26 @@ def test_routers_are_heard_where_they_can_be() -> None:
     assert of_two == ["trainer.router_aux_loss_coef: 0.1 does not go with torch_compile, which calls routers unheard"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "other"),
+    [
+        (["explorer.rollout_model.engine_type=vllm"], "engine_type vllm, which does not tell its experts here; use"),
+        (["explorer.rollout_model.engine_type=fake"], "engine_type fake, which does not tell its experts here; use"),
+        (["trainer.torch_compile=true"], "trainer.torch_compile, which calls routers unheard"),
+        (["trainer.tensor_parallel_size=2"], "trainer.tensor_parallel_size, which knows no experts"),
+    ],
+)
+def test_experts_are_replayed_where_they_can_be(overrides: list[str], other: str) -> None:
+    found = problems(grpo(), "algorithm.enable_router_replay=true", *overrides)
+    assert any(each.startswith(f"algorithm.enable_router_replay: does not go with {other}") for each in found)
+    config(grpo(), "algorithm.enable_router_replay=true")
+
+
+def test_rows_of_a_dataset_have_no_experts_to_replay() -> None:
+    [found] = problems(sft(), "algorithm.enable_router_replay=true")
+    assert found.endswith("does not go with sft, which learns from a dataset: no engine has told its experts")
+
+
 def test_a_dataset_may_be_trained_beside_tasks_to_evaluate_and_a_reward_model_may_not() -> None:
     tasks = "buffer.explorer_input.eval_tasksets=[{path: e}]"
     loaded = config(sft(), tasks, "trainer.eval_interval=5", "explorer.eval_interval=7")

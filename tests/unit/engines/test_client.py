@@ -40,10 +40,12 @@ from rftdask.engines.server import (
     TakeTurn,
     serve,
 )
+from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import EngineError, ProcessLostError, RoleError, WaitTimeout
 from rftdask.processes.turns import DeviceTurn, shared_devices
 from tests.unit.engines.engine_contract import engine_spec
 from tests.unit.engines.plugins.broken_engine import CAUSE
+from tests.unit.engines.tiny_models import save_tiny_mixture
 
 DEADLINE_S = 120.0
 
@@ -138,6 +140,19 @@ def test_requests_of_the_runs_kind_are_answered_before_it_is_ready_and_after_the
         *((1, GenerateRequest((0,) * 8, each, 0)) for each in short),
         (2, request(3)),
     ]
+
+
+def test_an_engine_tells_its_experts_or_says_that_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RFTDASK_THREADS", "1")
+    with pytest.raises(RoleError, match="engine FakeEngine does not tell the experts"):
+        serve(replace(engine_spec("fake"), records_experts=True).to_plain(), Parent())  # type: ignore[arg-type]
+    folder = str(save_tiny_mixture(tmp_path))
+    parent = Parent(asks(3))
+    serve(replace(engine_spec("transformers", folder), records_experts=True).to_plain(), parent)  # type: ignore[arg-type]
+    engine = TransformersEngine(folder)
+    engine.record_experts()
+    [expected] = engine.generate([request(3)])
+    assert expected.routed_experts and parent.answers[1:] == [Generated(3, expected)], "also on the way, in messages"
 
 
 class SharingEngine(FakeEngine):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
+from rftdask.engines.fake import FakeEngine
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError, RoleError
 from rftdask.models.toy import build_toy_model
@@ -27,7 +28,7 @@ from tests.unit.engines.engine_contract import (
     make_requests,
     serve,
 )
-from tests.unit.engines.tiny_models import END_IDS, VOCAB_SIZE, save_tiny_qwen2
+from tests.unit.engines.tiny_models import END_IDS, VOCAB_SIZE, save_tiny_mixture, save_tiny_qwen2
 
 PROMPTS = [(5,), (7, 8, 9), (11, 12, 13, 14, 15, 16, 17), (7, 8, 9), (20, 21)]
 
@@ -175,6 +176,35 @@ class TestBatching:
     def test_a_request_above_max_batch_tokens_is_a_batch_of_its_own(self, model_folder: Path) -> None:
         small = TransformersEngine(str(model_folder), max_batch_tokens=1)
         assert len(small.generate(make_requests())) == 6
+
+
+class TestExperts:
+    @pytest.mark.parametrize("max_batch_tokens", [60, 65536])
+    def test_each_request_has_its_own_whoever_its_neighbors_are(self, tmp_path: Path, max_batch_tokens: int) -> None:
+        folder = str(save_tiny_mixture(tmp_path))
+        engine = TransformersEngine(folder, max_batch_tokens=max_batch_tokens)
+        unrecorded = engine.generate(MIXED_REQUESTS)
+        assert all(answer.routed_experts == () for answer in unrecorded)
+        engine.record_experts()
+        answers = engine.generate(MIXED_REQUESTS)
+        assert [replace(answer, routed_experts=()) for answer in answers] == unrecorded, "recording changes no bit"
+        for request, answer in zip(MIXED_REQUESTS, answers, strict=True):
+            [alone] = engine.generate([request])
+            assert answer.routed_experts == alone.routed_experts
+            assert len(alone.routed_experts) == len(request.prompt_tokens) + len(answer.tokens) - 1
+            # What is told of a response's tokens is what they take in one pass over all of it.
+            engine.logprobs([(request.prompt_tokens, answer.tokens)])
+            assert engine._routers is not None
+            taken = engine._routers.taken()[:-1].numpy()
+            assert b"".join(answer.routed_experts) == taken.tobytes()
+
+    def test_a_model_without_experts_is_refused(self, engine: Engine) -> None:
+        with pytest.raises(DataError, match="Qwen2ForCausalLM has no routers of experts"):
+            engine.record_experts()
+
+    def test_an_engine_that_cannot_tell_says_so(self) -> None:
+        with pytest.raises(RoleError, match="engine FakeEngine does not tell the experts"):
+            FakeEngine().record_experts()
 
 
 class TestLogprobs:

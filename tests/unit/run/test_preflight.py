@@ -5,6 +5,7 @@ once; two commands on one run are refused where the storage cannot tell which of
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -229,6 +230,8 @@ def test_what_is_asked_of_experts_and_of_templates_is_checked_against_the_model(
     build_toy_model(world.model, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2)
     of_experts = world.sft("trainer.router_aux_loss_coef=0.1")
     assert "has no experts; leave it out" in problems(of_experts)
+    replayed = world.config("algorithm.enable_router_replay=true")
+    assert re.search("algorithm.enable_router_replay: .* has no experts; leave it out", problems(replayed))
     config = json.loads((world.model / "config.json").read_text())
     # A size that a config.json leaves out is its class's default.
     (world.model / "config.json").write_text(json.dumps({"vocab_size": config["vocab_size"], "model_type": "mixtral"}))

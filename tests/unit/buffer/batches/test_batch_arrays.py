@@ -106,6 +106,24 @@ def test_states_are_numbered_and_what_was_not_told_is_unknown() -> None:
     assert (silent.states, silent.turn_rewards, join_batches([silent, shown]).states) == (None, None, None)
 
 
+def test_experts_stand_at_their_tokens_and_are_unknown_where_nobody_told_them() -> None:
+    def of(task: int, length: int, **told: Any) -> Experience:
+        return experience(task, tokens=(5,) * length, prompt_length=1, rollout_logprobs=(-0.5,) * (length - 1), **told)
+
+    rows = [
+        of(0, 2, routed_experts=np.array([[3, 1]], np.int16)),
+        of(1, 2),
+        of(2, 3, routed_experts=np.array([[0, 2], [299, 4]], np.int16)),
+    ]
+    batch = batch_from_table(experiences_to_table(rows))
+    none = [-1, -1]
+    assert batch.routed_experts is not None
+    assert batch.routed_experts.tolist() == [[3, 1], none, none, none, [0, 2], [299, 4], none]
+    assert [row.tolist() for row in batch.row_experts() or ()][2] == [[0, 2], [299, 4], none]
+    assert batch_from_table(experiences_to_table(rows[1:2])).routed_experts is None
+    assert batch.by_turns().routed_experts is None
+
+
 def test_supervised_rows_have_no_rewards_and_no_logprobs() -> None:
     batch = supervised_batch([((1, 2, 3), 1, None), ((4, 5), 0, (True, False))], ["a", "b"])
     assert batch.tokens.tolist() == [1, 2, 3, 4, 5]

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
+
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.retention import ResumePoint, apply_retention
@@ -22,10 +24,10 @@ from tests.unit.buffer.buffer_cases import make_source, take
 
 def rows(step: int, task: int, version: str = SCHEMA_VERSION) -> list[Experience]:
     """Two rollouts with every field set, the second one failed in task 5; the first is two turns in task 7, which 1.1
-    has no column for.
+    has no column for, as 1.2 has none for the experts of task 7.
     """
     turns = (Turn(0, 0, 1, 0, 4, "user", 7, step - 1, step), Turn(1, 3, 4, 4, 8, "tool", 8, step, step, "attic", 0.5))
-    fails = task == 5
+    experts, fails = np.array([[0, 127], [3, 4], [5, 0], [299, 1], [7, 9]], np.int16), task == 5
     return [
         Experience(
             taskset="golden",
@@ -56,6 +58,7 @@ def rows(step: int, task: int, version: str = SCHEMA_VERSION) -> list[Experience
             env_state=f"room {task}" if rollout else None,
             turn_reward=0.5 if rollout else None,
             turns=turns if task == 7 and not rollout and version != "1.1" else None,
+            routed_experts=experts if task == 7 and version not in ("1.1", "1.2") else None,
         )
         for rollout in (0, 1)
     ]

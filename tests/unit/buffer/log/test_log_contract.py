@@ -21,6 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sqlalchemy as sa
 from hypothesis import HealthCheck, example, given, settings
@@ -142,6 +143,15 @@ class TestLog:
         rows = [conversation(0), experience(1)]
         name = backend.open().commit(rows, explore_step=1, unit=0)
         assert backend.open().read(name).select(SCHEMA.names).equals(experiences_to_table(rows).cast(SCHEMA))
+
+    def test_the_experts_of_a_row_come_back_and_are_null_where_they_were_not_recorded(self, backend: Backend) -> None:
+        told = experience(2, routed_experts=np.array([[0, 299], [7, 1], [3, 4], [5, 6]], np.int16))
+        failed = experience(3, status=Status.FAILED, tokens=(), prompt_length=0, rollout_logprobs=())
+        rows = [experience(1), told, failed]
+        name = backend.open().commit(rows, explore_step=1, unit=0)
+        found = backend.open().read(name)
+        assert found.column("routed_experts").to_pylist() == [None, [0, 299, 7, 1, 3, 4, 5, 6], None]
+        assert found.select(SCHEMA.names).equals(experiences_to_table(rows).cast(SCHEMA))
 
     def test_shards_come_sorted_from_the_step_asked_for(self, backend: Backend) -> None:
         log = backend.open()
@@ -311,7 +321,7 @@ def test_a_line_is_an_experience_that_a_person_can_read(tmp_path: Path) -> None:
     )
     line = (tmp_path / log.path(name)).read_text()
     assert line.startswith(
-        '{"schema": "1.2", "run": "r", "uid": "t/0/3/1/0", "taskset": "t", "epoch": 0, "task_index": 3'
+        '{"schema": "1.3", "run": "r", "uid": "t/0/3/1/0", "taskset": "t", "epoch": 0, "task_index": 3'
     )
     assert '"tokens": [1, 2, 3, 1, 9], "prompt_length": 2, "rollout_logprobs": [-0.5, -0.25, -1.0]' in line
     assert '"loss_mask_runs": [1, 1, 1], "reward": 1.0' in line and "4 \u00b1 1" in line

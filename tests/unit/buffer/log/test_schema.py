@@ -52,6 +52,7 @@ FULL = Experience(
         Turn(2, 1, 2, 0, 4, "user", 2**62, 10, 10, "at 0,1", 0.25),
         Turn(3, 3, 4, 4, 8, "tool", 7, 11, 12),
     ),
+    routed_experts=np.array([[0, 1], [2, 3], [0, 2], [299, 1], [4, 0]], np.int16),
 )
 
 
@@ -65,6 +66,8 @@ def test_every_field_of_an_experience_has_a_column_and_comes_back() -> None:
             assert row[field.name] == list(getattr(FULL, field.name))
         elif field.name == "turns":
             assert [Turn(**turn) for turn in row["turns"]] == list(FULL.turns or ())
+        elif field.name == "routed_experts":
+            assert FULL.routed_experts is not None and row["routed_experts"] == FULL.routed_experts.reshape(-1).tolist()
         elif field.name == "metrics":
             assert dict(row["metrics"]) == dict(FULL.metrics)
         else:
@@ -145,4 +148,4 @@ def test_a_mask_that_is_all_true_costs_nothing() -> None:
 def test_the_schema_is_plain_parquet_with_its_version_in_the_metadata() -> None:
     table = experiences_to_table([FULL], run="my run")
     assert table.schema.equals(SCHEMA)
-    assert table.schema.metadata == {b"rftdask.schema": b"1.2", b"rftdask.run": b'"my run"'}
+    assert table.schema.metadata == {b"rftdask.schema": b"1.3", b"rftdask.run": b'"my run"'}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,13 @@ import pytest
 
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.data.task import Task
-from rftdask.engines.base import GenerateRequest
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.policy.recording import Branch
 from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.workflows.base import PolicyModel, Response, Step
 from rftdask.rollouts.workflows.registry import workflow
-from tests.unit.rollouts.rollout_cases import CharTokenizer, cut_at, outcome, prompt_of, replies, run, task
+from tests.unit.rollouts.rollout_cases import CharTokenizer, cut_at, generation, outcome, prompt_of, replies, run, task
 
 Messages = list[dict[str, Any]]
 _numbers = iter(range(1_000_000))
@@ -73,6 +74,40 @@ def test_thirty_turns_are_one_row_that_holds_each_token_once() -> None:
     assert (row.uid, len(row.turns or ())) == ("t/0/0/0/0", 30)
     assert pieces(row)[:3] == [("policy", "a" * 39), ("tool", f"<tool>{'o' * 62}<assistant>"), ("policy", "a" * 39)]
     assert row.metrics["num_response_tokens"] == 1200 and row.metrics["num_prompt_tokens"] == 3_608 - 1200
+
+
+def test_each_token_of_a_conversation_has_the_experts_of_the_call_that_computed_it_first() -> None:
+    def told(request: GenerateRequest) -> Generation:
+        # The length of its prompt as the expert of every token.
+        answer = generation("ab!", request)
+        length = len(request.prompt_tokens)
+        experts = (length.to_bytes(2, "little") * 3,) * (length + len(answer.tokens) - 1)
+        return replace(answer, routed_experts=experts)
+
+    async def engine(requests: list[GenerateRequest]) -> list[Generation]:
+        return [told(request) for request in requests]
+
+    async def talk(task: Task, model: PolicyModel) -> float:
+        messages = list(ASKED)
+        for _ in range(3):
+            messages += said(await model.chat(messages), ("tool", "o"))
+        return 1.0
+
+    [row] = rows_of(talk, engine)
+    assert row.routed_experts is not None and row.turns is not None and len(row.turns) == 3
+    assert row.routed_experts.shape == (len(row.tokens) - 1, 3)
+    begin = 0
+    for turn in row.turns:
+        length = row.prompt_length + turn.start
+        # The last token of a turn is computed by the next call.
+        end = row.prompt_length + turn.end - 1
+        assert set(row.routed_experts[begin:end].ravel()) == {length}
+        begin = end
+    assert begin == len(row.routed_experts)
+    # Beyond a text to stop at the engine has sampled, and told the experts.
+    [row, *_] = rows_of(talk, engine, sampling=SamplingParams(max_tokens=100, stop=("b",)))
+    assert row.response_text == "a" and row.routed_experts is not None
+    assert len(row.routed_experts) == len(row.tokens) - 1 == row.prompt_length + 1
 
 
 class Merging(CharTokenizer):
