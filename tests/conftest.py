@@ -4,6 +4,7 @@
     tests/crash          a run killed, unplugged and damaged; the quick sample in seconds, the short forms marked slow
     tests/integration    a real Dask cluster in this process or on this machine, seconds
     tests/e2e            real runs and processes killed mid-write; marked slow below, so that none is forgotten
+    tests/e2e/guides     what a user walks through: examples, notebooks, pages, the wheel; marked guides instead
     tests/robustness     bad settings, files, folders, code and words; marked robustness below, a tier of its own
     tests/learning       every algorithm learns its toy, in one process; marked learning below, a tier of its own
     tests/vllm_engine    vLLM on the CPU, minutes, in an environment of its own; marked vllm below
@@ -99,8 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             # Skipped, not deselected, so that the summary counts them; also where the packages happen to be there.
             item.add_marker(pytest.mark.skip(reason="needs more than the default extras; `make extras` runs it"))
         if item.path.is_relative_to(TESTS / "e2e"):
-            item.add_marker("slow")
-        if item.get_closest_marker("slow"):
+            item.add_marker("guides" if item.path.is_relative_to(TESTS / "e2e" / "guides") else "slow")
+        if item.get_closest_marker("slow") or item.get_closest_marker("guides"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
         for folder, marker in (("vllm_engine", "vllm"), ("robustness", "robustness"), ("learning", "learning")):
             if item.path.is_relative_to(TESTS / folder):

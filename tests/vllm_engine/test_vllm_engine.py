@@ -342,7 +342,7 @@ def test_the_gsm8k_config_completes_three_steps_with_vllm(tmp_path: Path, engine
     engine.close()
     data = os.environ.get("RFTDASK_GSM8K")
     if not data:
-        pytest.fail("set RFTDASK_GSM8K to a folder with train.jsonl and test.jsonl; see tests/e2e/test_real_data.py")
+        pytest.fail("set RFTDASK_GSM8K to a folder with train.jsonl and test.jsonl; see test_real_data.py")
     build_toy_model(tmp_path / "model", hidden_size=128, intermediate_size=128, num_layers=1, num_heads=2)
     held_out = tmp_path / "test.jsonl"
     held_out.write_text("".join(Path(data, "test.jsonl").read_text().splitlines(keepends=True)[:NUM_EVAL]))

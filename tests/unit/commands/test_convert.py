@@ -26,8 +26,8 @@ from rftdask.storage import open_storage
 from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from tests.numerics import assert_close
+from tests.unit.trainer.engines.test_torch_engine import SIZES, rollouts
 from tests.unit.trainer.test_lora import trainer
-from tests.unit.trainer.test_torch_engine import SIZES, rollouts
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

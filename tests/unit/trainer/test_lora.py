@@ -30,7 +30,7 @@ from rftdask.trainer.packing import pack_rows
 from rftdask.weights.manifest import write_folder
 from rftdask.weights.published import publish_weights, read_checkpoint_weights
 from tests.numerics import assert_close, assert_same_logprobs
-from tests.unit.trainer.test_torch_engine import SIZES, rollouts
+from tests.unit.trainer.engines.test_torch_engine import SIZES, rollouts
 from tests.unit.trainer.trainer_cases import engine_config
 
 KINDS = {

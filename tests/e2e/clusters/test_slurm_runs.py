@@ -1,0 +1,425 @@
+"""Runs on a real SLURM, with fake models. Promises:
+
+- the five commands of docs/slurm.md, as they stand there, submit, inspect, end, continue and report a run;
+- who has a partition and some tasks has a running job after three commands, with what a node there has;
+- an explorer job that is lost is replaced;
+- in one allocation a run goes on where it was when its driver is killed with -9, with the reward that was submitted;
+- a run whose jobs are preempted and requeued, the controller's, too, and whose trainer is killed with -9 ends as one
+  that nobody disturbed, and each job's worker is told from the one before by its name;
+- a controller that SLURM ends is told so, ends its run with a checkpoint, and comes back if SLURM queues it again;
+- a chain of jobs explores and trains over one log, in rounds, also when SLURM queues a job of either kind again that
+  was in the middle of it;
+- what cannot fit is refused before anything is submitted, and a dry run leaves nothing behind;
+- a run whose trainer cannot start, or waits for what no wait brings, ends with the reason and leaves no job;
+- a limit of submitted jobs costs a run the explorers beyond it, not its life;
+- near its walltime a controller leaves the jobs of its workers to the next, which takes them over, also the one job of
+  a trainer on two nodes; when one of its tasks is lost the job is, and the gang goes on in the next; what it runs is
+  run in a container.
+
+Skipped where SLURM does not answer (`sinfo -h`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from rftdask import Experiment
+from rftdask.cluster import slurm
+from rftdask.cluster.jobs import JobRecord, read_jobs
+from rftdask.errors import RftError
+from rftdask.run.run_folder import lease_holder
+from rftdask.storage import open_storage
+from tests.integration.run_cases import assert_sound, call_cli, num_shards, num_steps, write_config
+
+DEADLINE_S = 300.0
+CHAOS = Path(__file__).parents[3] / "benchmarks" / "chaos.py"
+GUIDE = (Path(__file__).parents[3] / "docs" / "slurm.md").read_text()
+
+
+def has_slurm() -> bool:
+    try:
+        return subprocess.run(["sinfo", "-h"], capture_output=True, timeout=30, check=False).returncode == 0
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return False
+
+
+pytestmark = [
+    pytest.mark.skipif(not has_slurm(), reason="no SLURM answers here (sinfo -h)"),
+    # One after the other: side by side each may hold nodes while it waits for those that another one holds.
+    pytest.mark.xdist_group("slurm"),
+]
+
+
+def block(language: str) -> str:
+    found = re.search(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
+    assert found
+    return found.group(1)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not happen in {DEADLINE_S:.0f} s"
+        time.sleep(0.2)
+
+
+class Demo:
+    """A run in a folder of its own, with the cluster section of the guide."""
+
+    def __init__(self, folder: Path, *overrides: tuple[str, str, object]) -> None:
+        folder.mkdir(exist_ok=True)
+        tree = yaml.safe_load(write_config(folder).read_text())
+        tree.update(name="demo", checkpoint_root_dir=str(folder / "runs"), **yaml.safe_load(block("yaml")))
+        tree["cluster"]["interface"] = "lo"  # all nodes of the tests are this machine
+        for role in tree["cluster"]["slurm"].values():
+            role.update(walltime="00:10:00", prologue=[f"export PYTHONPATH={Path.cwd()} OMP_NUM_THREADS=1"])
+        for section, key, value in overrides:
+            tree[section][key] = value
+        self.config = folder / "run.yaml"
+        self.config.write_text(yaml.safe_dump(tree))
+        self.folder = folder / "runs" / "rftdask" / "demo"
+
+    def jobs(self) -> list[JobRecord]:
+        return read_jobs(open_storage(self.folder))
+
+    def job_ids(self, *roles: str) -> list[str]:
+        return [job.job_id for job in self.jobs() if not roles or job.role in roles]
+
+    def alive(self, *roles: str) -> dict[str, str]:
+        return slurm.states(self.job_ids(*roles))
+
+    def log(self) -> str:
+        return "\n".join(path.read_text() for path in sorted((self.folder / "log").glob("*.log")))
+
+    def wait_for_end(self) -> None:
+        wait_until(lambda: not self.alive(), f"the end of jobs {self.job_ids()}")
+
+    def cancel_all(self) -> None:
+        if self.folder.exists():
+            with contextlib.suppress(RftError):
+                slurm.cancel(self.job_ids("controller", "explore", "train"))
+                wait_until(lambda: not self.alive("controller", "explore", "train"), "the cancellation")
+                slurm.cancel(self.job_ids())
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[Demo]:
+    made = Demo(tmp_path, ("trainer", "total_steps", 100_000), ("buffer", "total_epochs", 100_000))
+    yield made
+    made.cancel_all()
+
+
+def shell(command: str, folder: Path) -> str:
+    """A line of the guide, as a person types it in the folder of its configuration."""
+    done = subprocess.run(
+        ["bash", "-c", f'rftdask() {{ {sys.executable} -m rftdask "$@"; }}; {command}'],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, (command, done.stdout, done.stderr)
+    return done.stdout
+
+
+def test_the_five_commands_of_the_guide_submit_inspect_end_continue_and_report(tmp_path: Path, demo: Demo) -> None:
+    submit, status, cancel, again, report = block("bash").splitlines()
+    assert "submitted controller as job" in shell(submit, tmp_path)
+    assert call_cli("submit", str(demo.config)).code == 2  # it is queued already
+    wait_until(lambda: num_steps(demo.folder) >= 2, "two steps")
+
+    told = shell(status, tmp_path)
+    assert re.search(r"job \d+ +controller +RUNNING", told) and re.search(r"job \d+ +explorer-\d+ +RUNNING", told)
+    experiment = Experiment.attach(demo.folder)
+    assert experiment.client is not None
+    with experiment.client as client:
+        assert client.scheduler.address.startswith("tls://")
+        workers = client.scheduler_info(n_workers=-1)["workers"].values()
+        assert {role for info in workers for role in info["resources"]} == {"control", "trainer", "explorer"}
+
+    assert re.search(r"trainer-\d+-\d+-0-0-1 +trainer +tls://", call_cli("attach", str(demo.folder)).out)
+
+    [controller] = demo.job_ids("controller")
+    shell(cancel, tmp_path)
+    assert demo.alive() == {}
+    assert slurm.reason(controller).startswith("CANCELLED")
+    assert "not running: stopped" in call_cli("status", str(demo.folder)).out
+    stopped_at = assert_sound(demo.folder)["checkpoint"]
+    assert stopped_at >= 2
+
+    tree = yaml.safe_load(demo.config.read_text())
+    tree["trainer"]["total_steps"] = stopped_at + 20
+    demo.config.write_text(yaml.safe_dump(tree))
+    shell(again, tmp_path)
+    wait_until(lambda: num_steps(demo.folder) > stopped_at, "a step of the third life")
+    lost = demo.job_ids("explorer")
+    slurm.cancel(lost)  # its partition wants it back
+    demo.wait_for_end()
+    shell(report, tmp_path)
+    assert (demo.folder / "report.html").exists()
+    assert assert_sound(demo.folder)["step"] == stopped_at + 20
+    assert "not running: finished" in call_cli("status", str(demo.folder)).out
+    logs = call_cli("logs", str(demo.folder), "driver", "-n", "1000").out
+    assert f"job {lost[0]} (explorer-" in logs and "ended: CANCELLED" in logs
+
+
+def test_a_new_user_with_a_partition_has_a_running_job_after_three_commands(tmp_path: Path) -> None:
+    demo = Demo(tmp_path)  # for its tasks
+    demo.config.unlink()
+    fake = "explorer.rollout_model.engine_type=fake trainer.trainer_type=fake monitor.monitor_type=none"
+    fake += " project=rftdask name=demo cluster.interface=lo"
+    shell(f"rftdask init run.yaml --tasks {tmp_path}/tasks.jsonl --model none --slurm main --yes", tmp_path)
+    shell(f"rftdask validate run.yaml {fake}", tmp_path)
+    try:
+        shell(f"rftdask submit run.yaml {fake}", tmp_path)
+        wait_until(lambda: num_steps(demo.folder) >= 1, "a step")
+        assert set(demo.alive().values()) == {"RUNNING"}
+        assert call_cli("cancel", str(demo.folder)).code == 0
+    finally:
+        demo.cancel_all()
+
+
+def test_a_dry_run_shows_the_scripts_and_leaves_nothing(tmp_path: Path) -> None:
+    demo = Demo(tmp_path)
+    shown = call_cli("submit", str(demo.config), "--dry-run")
+    assert shown.code == 0, shown
+    assert shown.out.count("#!/usr/bin/env bash") == 3 and "#SBATCH --gres=gpu:1" in shown.out
+    chain = call_cli("submit", str(demo.config), "--dry-run", "--offline", "--rounds", "2", "trainer.num_ranks=8")
+    assert chain.code == 0, chain
+    assert chain.out.count("--dependency=afterok:") == 3 and chain.out.count("--kill-on-invalid-dep=yes") == 3
+    one = call_cli("submit", str(demo.config), "--dry-run", "--single-allocation", "trainer.num_ranks=2")
+    assert one.code == 0 and one.out.count("#SBATCH hetjob") == 2
+    assert not demo.folder.exists()
+
+
+def test_what_cannot_fit_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
+    demo = Demo(tmp_path, ("explorer", "rollout_model", {"engine_type": "fake", "engine_num": 1000}))
+    refused = call_cli("submit", str(demo.config))
+    assert refused.code == 2 and re.search(r"1000 explorer x 1 = 1000 GPUs, and partition spot has", refused.err)
+    assert not demo.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"prologue": ["echo no module cuda here >&2; exit 3"]}, ("ended as FAILED (exit 3:0)", "no module cuda here")),
+        ({"walltime": "2-00:00:00"}, ("can never start: PENDING (PartitionTimeLimit)",)),
+    ],
+    ids=["failing prologue", "more time than its partition gives"],
+)
+def test_a_run_whose_trainer_cannot_start_ends_with_the_reason(
+    demo: Demo, settings: dict[str, Any], told: tuple[str, ...]
+) -> None:
+    tree = yaml.safe_load(demo.config.read_text())
+    tree["cluster"]["slurm"]["trainer"] |= settings
+    demo.config.write_text(yaml.safe_dump(tree))
+    assert call_cli("submit", str(demo.config)).code == 0
+    demo.wait_for_end()
+    assert demo.alive() == {}
+    assert all(text in demo.log() for text in told), demo.log()
+    assert slurm.reason(demo.job_ids("controller")[0]).startswith("FAILED")
+
+
+def test_a_limit_of_submitted_jobs_costs_explorers_and_not_the_run(tmp_path: Path) -> None:
+    # SLURM needs a database for such limits, so this sbatch has one of its own: three jobs of this run.
+    real, shim = shutil.which("sbatch"), tmp_path / "bin" / "sbatch"
+    shim.parent.mkdir()
+    limit = "sbatch: error: QOSMaxSubmitJobPerUserLimit"
+    count = f'echo >>{tmp_path}/asked; [ "$(wc -l <{tmp_path}/asked)" -le 3 ]'
+    shim.write_text(f'#!/bin/bash\n{{ {count}; }} && exec {real} "$@"\necho "{limit}" >&2; exit 1\n')
+    shim.chmod(0o755)
+    demo = Demo(tmp_path, ("explorer", "rollout_model", {"engine_type": "fake", "engine_num": 4}))
+    tree = yaml.safe_load(demo.config.read_text())
+    tree["cluster"]["slurm"]["controller"]["prologue"].append(f"export PATH={shim.parent}:$PATH")
+    demo.config.write_text(yaml.safe_dump(tree))
+    try:
+        assert call_cli("submit", str(demo.config)).code == 0
+        demo.wait_for_end()
+        assert assert_sound(demo.folder)["step"] == tree["trainer"]["total_steps"], demo.log()
+        assert "2 explorer jobs are there, and one more is tried later: " in demo.log() and limit in demo.log()
+    finally:
+        demo.cancel_all()
+
+
+def test_a_sweep_submits_every_run_and_at_most_so_many_at_a_time(tmp_path: Path) -> None:
+    demo = Demo(tmp_path)
+    sweep = ("sweep", str(demo.config), "seed=0..1", "trainer.total_steps=2")
+    submitted = call_cli(*sweep, "--at-most", "1")
+    assert submitted.code == 0, submitted
+    jobs = re.findall(r"submitted seed-\d as job (\d+)", submitted.err)
+    assert len(jobs) == 2, submitted
+    try:
+        told = [slurm.call("squeue", "--noheader", "--format=%E", "--jobs", job_id).strip() for job_id in jobs[1:]]
+        assert [re.sub(r"\(.*\)", "", text) for text in told] == [f"afterany:{job_id}" for job_id in jobs[:-1]]
+        wait_until(lambda: not slurm.states(jobs), "the end of the sweep")
+        assert call_cli(*sweep, "--table").out.count("finished") == 2
+    finally:
+        slurm.cancel(jobs)
+
+
+CONTAINER = """#!/bin/bash
+[ "$1 $2 $3" = "exec --nv image.sif" ] || exit 9
+shift 3
+echo "$SLURM_JOB_ID $SLURM_PROCID $@" >>{log}
+exec "$@"
+"""
+"""In the place of a container's runner."""
+
+
+def test_a_trainer_on_two_nodes_is_one_job_that_outlives_its_controller(tmp_path: Path, demo: Demo) -> None:
+    tree = yaml.safe_load(demo.config.read_text())
+    runner, wrapped = tmp_path / "apptainer", tmp_path / "wrapped"
+    runner.write_text(CONTAINER.format(log=wrapped))
+    runner.chmod(0o755)
+    tree["cluster"]["slurm"]["template"] = (
+        f"{{% extends 'job.sh' %}}{{% block command %}}{{{{ srun }}}} "
+        f"{{{{ '{runner} exec --nv image.sif' if role != 'controller' }}}} {{{{ command }}}}{{% endblock %}}"
+    )
+    # Five nodes of a GPU each, and there are four: one job waits.
+    tree["trainer"]["num_ranks"] = 2
+    tree["explorer"]["rollout_model"]["engine_num"] = 3
+    tree["cluster"]["slurm"]["explorer"]["exclusive"] = True
+    demo.config.write_text(yaml.safe_dump(tree))
+    assert call_cli("submit", str(demo.config)).code == 0
+    wait_until(lambda: len(demo.job_ids("trainer", "explorer")) == 4, "all jobs")
+    wait_until(lambda: num_steps(demo.folder) >= 2, "two steps")
+    before, [controller] = demo.alive("trainer", "explorer"), demo.job_ids("controller")
+    slurm.call("scancel", "--batch", "--signal=USR1", controller)
+    wait_until(lambda: "queued again before the walltime" in demo.log(), "the requeue")
+    assert set(slurm.states(list(before))) == set(before), "nobody cancelled them"
+    steps = num_steps(demo.folder)
+    wait_until(lambda: num_steps(demo.folder) >= steps + 2, "steps of the second life")
+    assert set(before) <= set(demo.job_ids("trainer", "explorer")), (before, demo.jobs())
+    assert all(f"taking over job {job_id} " in demo.log() for job_id in before)
+    [trainer], in_containers = demo.job_ids("trainer"), wrapped.read_text()
+    assert {line.split()[1] for line in in_containers.splitlines() if line.startswith(trainer)} == {"0", "1"}
+    assert controller not in {line.split()[0] for line in in_containers.splitlines()}
+    [second] = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if (process.info["cmdline"] or ())[1:3] == ["-m", "rftdask.cluster.join"]
+        and process.environ().items() >= {("SLURM_JOB_ID", trainer), ("SLURM_PROCID", "1")}
+    ]
+    for process in (*second.children(recursive=True), second):  # SLURM waits a minute for who still has its output
+        process.kill()
+    wait_until(lambda: demo.job_ids("trainer") not in ([], [trainer]), "another trainer job")
+    steps = num_steps(demo.folder)
+    wait_until(lambda: num_steps(demo.folder) >= steps + 2, "steps of its ranks")
+    assert len(demo.job_ids("trainer")) == 1 and f"job {trainer} (trainer-" in demo.log()
+    assert call_cli("cancel", str(demo.folder)).code == 0
+    assert demo.alive() == {}
+
+
+def test_two_runs_in_an_allocation_that_is_there_are_steps_of_it(tmp_path: Path) -> None:
+    demos = [Demo(tmp_path / name) for name in ("one", "two")]
+    runs = " & ".join(f"{sys.executable} -m rftdask run {demo.config} --progress none" for demo in demos)
+    shell(f"salloc --quiet --nodes=4 --gres=gpu:1 --cpus-per-task=4 --time=10 bash -c '{runs} & wait'", tmp_path)
+    for demo in demos:
+        assert_sound(demo.folder)
+        logs = list((demo.folder / "log").glob("trainer-0-*.log"))
+        assert len(logs) == 1 and re.fullmatch(r"trainer-0-\d+\.\d+\.log", logs[0].name), logs
+        assert "submitted job" in demo.log() and demo.jobs() == []
+
+
+def test_where_no_job_is_queued_again_a_run_says_so_and_a_finished_one_asks_for_none(tmp_path: Path) -> None:
+    demo = Demo(tmp_path)
+    tree = yaml.safe_load(demo.config.read_text())
+    for role in tree["cluster"]["slurm"].values():
+        role["directives"] = ["--no-requeue"]
+    demo.config.write_text(yaml.safe_dump(tree))
+    try:
+        submitted = call_cli("submit", str(demo.config))
+        assert submitted.code == 0 and "warning: SLURM does not queue this job again" in submitted.err, submitted
+        demo.wait_for_end()
+        assert "SLURM does not queue this job again" in demo.log()
+        again = call_cli("submit", str(demo.config))
+        assert again.code == 0 and "has finished, so nothing is submitted" in again.out, again
+        assert demo.alive() == {}
+    finally:
+        demo.cancel_all()
+
+
+def test_one_allocation_comes_back_with_what_was_submitted_when_its_driver_is_killed(
+    tmp_path: Path, demo: Demo
+) -> None:
+    reward = tmp_path / "plugins" / "submitted_reward.py"
+    reward.parent.mkdir()
+    reward.write_text("def scored(response, truth, task):\n    return 0.25\n")
+    taskset = "buffer.explorer_input.taskset"
+    own = (f"explorer.plugin_dirs=[{reward.parent}]", f"{taskset}.default_reward_fn_type=submitted_reward.scored")
+    submit = ("submit", str(demo.config), "--single-allocation", "explorer.rollout_model.engine_num=2", *own)
+    ended = call_cli(*submit)
+    assert ended.code == 0, ended
+    wait_until(lambda: num_steps(demo.folder) >= 2, "two steps")
+    reward.write_text("def scored(response, truth, task):\n    raise ValueError('edited')\n")
+    driver = lease_holder(open_storage(demo.folder), "trainer")
+    assert driver is not None
+    os.kill(driver["pid"], signal.SIGKILL)
+    wait_until(lambda: "queued again after it was killed (exit code 137)" in demo.log(), "the requeue")
+    before = num_steps(demo.folder)
+    # Two: the next entry may still be of the first life, whose rank ends a moment after its driver.
+    wait_until(lambda: num_steps(demo.folder) >= before + 2, "a step of the second life")
+    assert call_cli("cancel", str(demo.folder)).code == 0
+    assert demo.alive() == {}
+    assert assert_sound(demo.folder)["checkpoint"] > before
+    assert set(Experiment.open(demo.folder).experiences()["reward"].dropna()) == {0.25}
+    refused = call_cli(*submit)
+    assert refused.code == 2 and "source submitted_reward: another content" in refused.err, refused
+
+
+def test_a_chain_of_jobs_explores_and_trains_in_rounds_whichever_is_queued_again(tmp_path: Path) -> None:
+    demo = Demo(
+        tmp_path,
+        ("buffer", "total_steps", 40),
+        ("trainer", "total_steps", None),
+        ("trainer", "save_interval", 1),
+        ("synchronizer", "sync_style", "fully_async"),
+    )
+    try:
+        ended = call_cli("submit", str(demo.config), "--offline", "--rounds", "2", "--explore-jobs", "2")
+        assert ended.code == 0, ended
+        (explore,), (train,) = ([j.job_id for j in demo.jobs() if j.name == name] for name in ("explore-1", "train-1"))
+        wait_until(lambda: num_shards(demo.folder) >= 1, "a shard")
+        slurm.call("scontrol", "requeue", f"{explore}_0")  # that drives
+        wait_until((demo.folder / "latest_checkpointed_iteration.txt").exists, "a checkpoint")
+        slurm.call("scontrol", "requeue", train)
+        demo.wait_for_end()
+        status = assert_sound(demo.folder)
+        assert (status["step"], status["explore_step"]) == (40, 40), demo.log()
+    finally:
+        demo.cancel_all()
+
+
+def test_a_run_that_slurm_disturbs_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    # A kill comes with every fifth of the steps; the seed gives the order: controller, preemption, trainer.
+    command = [sys.executable, str(CHAOS), "--slurm", "--explorers", "1", "--local-reference", "--seed", "6"]
+    command += ["--kinds", "preemption,trainer,controller requeue", "--kills", "3", "--steps", "16"]
+    done = subprocess.run([*command, "--folder", str(tmp_path)], capture_output=True, text=True, timeout=600)
+    logs = tmp_path / "runs" / "chaos" / "chaos" / "log"
+    assert done.returncode == 0, (done.stdout, done.stderr, [path.read_text()[-4000:] for path in logs.glob("*.log")])
+    assert "3 kills (1 x controller requeue, 1 x preemption, 1 x trainer)" in done.stdout
+    assert "0 lost, 0 twice, the same ledger, the same bits of weights" in done.stdout
+    said = "".join(path.read_text() for path in logs.glob("controller-*"))
+    assert "SIGTERM: the run ends with a checkpoint" in said
+    assert "losses in a row" not in said, "what a preempted explorer ran is no suspect"
+    # SLURM lets jobs inherit how often the job that submits them was restarted; their own count begins at 0. Of the
+    # trainers, since an explorer may be preempted before it has joined.
+    joined = re.findall(r"worker trainer-\d+-(\d+)-(\d+)-\d+-\d+ .* joined", (logs / "driver.log").read_text())
+    first = {job: number for job, number in reversed(joined)}
+    assert len(first) >= 2 and set(first.values()) == {"0"}, joined

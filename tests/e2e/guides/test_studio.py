@@ -1,0 +1,166 @@
+"""The studio in a real browser, beside a run that lives: its pages say what the run does, and renew themselves.
+
+Promises: curves are drawn and grow while the run goes on; controls change them; filter, comparison, samples and SQL
+work by clicks; no page asks any other host, and no script fails.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.guides.browser import PHONE, Chromium, require_chromium
+from tests.integration.run_cases import RunProcess, run_folder, write_config
+
+DEADLINE_S = 150.0
+NUM_POINTS = "window.curves.data.runs[0].stages[0].x.trainer.step.length"
+
+
+@contextmanager
+def studio(folder: Path, *arguments: str) -> Iterator[str]:
+    """`rftdask studio` as it is typed; the URL that it prints."""
+    command = [sys.executable, "-m", "rftdask", *(arguments or ("studio", str(folder))), "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            found = re.match(r"(http://127\.0\.0\.1:\d+/\S*token=\S+)", said)
+            assert found, said
+            yield found[1]
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, RunProcess]]:
+    """A folder with a run that lives, and the same with another learning rate and two seeds that have ended."""
+    require_chromium()
+    config = write_config(tmp_path_factory.mktemp("studio"), num_tasks=64)
+    folder = config.parent / "runs"
+    with RunProcess("run", str(config), "--progress", "none") as ended:
+        assert ended.end(DEADLINE_S).code == 0
+    for seed in (1, 2):
+        # The same numbers under another seed: what is to be seen is that two runs become one curve.
+        copy = folder / "rftdask" / f"seed-{seed}"
+        shutil.copytree(run_folder(config), copy)
+        told = (copy / "run.json").read_text().replace('"seed": 42', f'"seed": {seed}')
+        (copy / "run.json").write_text(told.replace('"lr": 1e-06', '"lr": 0.5'))
+    with RunProcess("run", str(config), "name=alive", "trainer.total_steps=60", "--progress", "none") as run:
+        yield folder, run
+
+
+def choose(browser: Chromium, control: str, value: str) -> None:
+    """Give a control of the page a value, as a hand would."""
+    browser.evaluate(
+        f"var control = document.getElementById('{control}'); control.value = '{value}'; "
+        "control.dispatchEvent(new Event('input'))"
+    )
+
+
+def test_a_run_is_watched_compared_and_searched(runs: tuple[Path, RunProcess]) -> None:
+    folder, run = runs
+    with studio(folder) as url, Chromium() as browser:
+        browser.open(url)
+        # The list finds the run when it has begun, by itself.
+        browser.wait_for("document.querySelector('tbody').textContent.includes('rftdask/alive')", DEADLINE_S)
+        assert browser.evaluate("document.querySelectorAll('#runs tbody tr').length") == 4
+        choose(browser, "filter", "seed")
+        shown = "[...document.querySelectorAll('#runs tbody tr:not(.hide) b')].map((name) => name.textContent)"
+        assert sorted(browser.evaluate(shown)) == ["rftdask/seed-1", "rftdask/seed-2"]
+        assert browser.evaluate("compare.disabled") is True
+
+        # One run, while it lives.
+        browser.evaluate("[...document.querySelectorAll('a')].find((a) => a.textContent.includes('alive')).click()")
+        browser.wait_for("document.body.dataset.drawn > 5")
+        state = "document.querySelector('[data-live=state]').textContent"
+        points = browser.evaluate(NUM_POINTS)
+        browser.evaluate("window.isSame = true")
+        browser.wait_for(f"{state} === 'finished'", DEADLINE_S)
+        assert run.end(DEADLINE_S).code == 0
+        browser.wait_for(f"{NUM_POINTS} === 60")
+        assert points <= 60 and browser.evaluate("window.isSame"), "the page was not left"
+        assert "60" in browser.evaluate("document.querySelector('[data-live=numbers]').textContent")
+
+        # Its controls.
+        look = "document.querySelector('[data-chart=\"trainer.reward\"] canvas').toDataURL()"
+        before = browser.evaluate(look)
+        choose(browser, "smooth", "0.9")
+        assert browser.evaluate(look) != before
+        choose(browser, "x", "time")
+        assert browser.evaluate(
+            "document.querySelector('[data-chart=\"trainer.loss\"] .u-legend').textContent"
+        ).startswith("time")
+        choose(browser, "metric", "reward spread")
+        assert browser.evaluate("[...document.querySelectorAll('[data-chart]')].map((c) => c.dataset.chart)") == [
+            "trainer.reward_std"
+        ]
+
+        # What it answered.
+        for page in ("Samples", "Distributions", "Experiences", "SQL", "Logs"):
+            browser.evaluate(f"[...document.querySelectorAll('nav a')].find((a) => a.textContent === '{page}').click()")
+            browser.wait_for(
+                f"document.querySelector('nav a.here')?.textContent === '{page}' && document.readyState === 'complete'"
+            )
+            if page == "Samples":
+                assert browser.evaluate("document.querySelectorAll('table.heat tbody tr').length") == 3
+                browser.evaluate("document.querySelector('table.heat td a').click()")
+                browser.wait_for("document.querySelector('section.group b')?.textContent.includes('policy version')")
+                assert browser.evaluate("document.querySelectorAll('.answer').length") >= 2
+            if page == "SQL":
+                browser.evaluate(
+                    "var form = document.forms[0]; form.q.value = 'select 6 * 7 as answer'; form.requestSubmit()"
+                )
+                browser.wait_for("document.querySelector('th')?.textContent === 'answer'")
+                assert browser.evaluate("document.querySelector('td').textContent") == "42"
+            if page == "Logs":
+                assert "trainer-rank-0.log" in browser.evaluate("document.body.textContent")
+
+        # Two seeds are one curve with a band, beside the run of the other setting.
+        browser.open(url)
+        browser.evaluate(
+            "for (const box of document.querySelectorAll('#runs input')) if (!box.value.includes('alive')) box.click()"
+        )
+        browser.evaluate("compare.click()")
+        browser.wait_for("document.body.dataset.drawn > 5")
+        settings = browser.evaluate("[...document.querySelectorAll('tbody code')].map((key) => key.textContent)")
+        assert settings == ["seed", "algorithm.optimizer.lr"]
+        assert browser.evaluate("[...new Set(window.curves.data.runs.map((run) => run.arm))].sort()") == [
+            "lr=0.5",
+            "lr=1e-06",
+        ]
+        assert browser.evaluate("window.curves.plots[1].bands.length") == 1
+
+        assert browser.errors == []
+        root = url.partition("/?")[0]
+        assert [asked for asked in browser.requests if not asked.startswith(root)] == []
+
+
+def test_no_page_is_wider_than_a_phone_and_one_run_is_viewed_alone(runs: tuple[Path, RunProcess]) -> None:
+    folder, _ = runs
+    run = (
+        Path(os.environ["RFTDASK_QUICKSTART"]) / "runs/rftdask/quickstart"
+        if "RFTDASK_QUICKSTART" in os.environ
+        else None
+    )
+    if run is None or not run.is_dir():
+        run = folder / "rftdask" / "seed-1"
+    with studio(folder, "view", str(run)) as url, Chromium() as browser:
+        browser.resize(*PHONE, dark=True)
+        browser.open(url)
+        assert browser.evaluate("location.pathname + location.search") == "/experiences"
+        assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 20, 23)"
+        for page in ("run", "samples", "groups", "distributions", "experiences", "sql", "logs"):
+            browser.open(f"{url.partition('/experiences')[0]}/{page}")
+            if page == "run":
+                browser.wait_for("document.body.dataset.drawn > 5")
+            assert browser.evaluate("document.documentElement.scrollWidth") <= PHONE[0], page
+        assert browser.errors == []

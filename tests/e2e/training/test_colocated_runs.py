@@ -1,0 +1,110 @@
+"""Runs whose trainer and engines take turns on what they compute on (mode colocate). Promises:
+
+- style fixed ends with the very bits of a run that shares nothing, also where an engine, a rank and all of it are
+  killed with -9 in the course of it: who computed out of its turn would compute with NaNs;
+- ranks that left their device go on to the bit, whatever holds their weights, and nothing of theirs stays there;
+- several ranks and engines, and the styles that do not go in lock-step, end sound.
+"""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from torch.distributed.tensor import DTensor
+
+from rftdask.models.toy import build_toy_model
+from rftdask.trainer.engines.strategies.base import local
+from rftdask.trainer.ranks import Ranks
+from tests.e2e.gloo_ranks import run_ranks
+from tests.e2e.toy_runs import DEADLINE_S, run_folder, write_grpo_config
+from tests.e2e.training.test_ranks_agree import batch_for, engine, strategy_of
+from tests.integration import run_cases
+from tests.integration.run_cases import (
+    ENGINE,
+    TRAINER,
+    RunProcess,
+    assert_sound,
+    final_weights,
+    finish_alone,
+    ledger_of,
+    num_steps,
+)
+
+pytestmark = pytest.mark.slow
+
+
+def trained(gangs: dict[int, Ranks], model: str, strategy: str, away: bool) -> tuple[str, int]:
+    """A digest of what a rank of ppo, with critic and reference, holds after three steps; numbers that stayed while it
+    was away from its device."""
+    ranks, stayed = gangs[2], 0
+    trainer = engine(model, "ppo", strategy_of(strategy, ranks), algorithm__kl_loss_fn="k2")
+    for step in (1, 2, 3):
+        trainer.train_step(batch_for("ppo", step), step)
+        trainer.fingerprint()  # its pass leaves weights together that a step would part again
+        if away:
+            trainer.leave_device()
+            stayed += sum(int(local(each).isfinite().sum()) for each in trainer._tensors() if each.is_floating_point())
+            if strategy == "fsdp2":  # what ranks brought together for a pass is put apart again
+                stayed += sum(not isinstance(each, DTensor) for each in trainer._model.parameters())
+            trainer.return_to_device()
+    files = trainer.state_files()
+    return sha256(b"".join(files[name] for name in sorted(files))).hexdigest(), stayed
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_ranks_that_left_their_device_go_on_to_the_bit(tmp_path: Path, strategy: str) -> None:
+    build_toy_model(tmp_path / "model", hidden_size=18, intermediate_size=33, num_layers=2, num_heads=3)
+    for name in ("away", "there"):
+        (tmp_path / name).mkdir()
+    away = run_ranks(2, tmp_path / "away", trained, str(tmp_path / "model"), strategy, True)
+    there = run_ranks(2, tmp_path / "there", trained, str(tmp_path / "model"), strategy, False)
+    assert [digest for digest, _ in away] == [digest for digest, _ in there]
+    assert [stayed for _, stayed in away] == [0, 0]
+
+
+# One thread each, as the runs that are compared have.
+ALONE, TOGETHER = "cluster.num_cpus=2", "cluster.num_cpus=1"
+
+
+def test_turns_change_no_bit_whoever_is_killed(tmp_path: Path) -> None:
+    own = {"total_steps": 5, "save_interval": 2, "save_hf_checkpoint": "never"}
+    # Every other turn begins with weights that were there before, so none are loaded over what came back.
+    sync = {"sync_offset": 0, "sync_interval": 2}
+    undisturbed = write_grpo_config(tmp_path / "both", trainer=own, synchronizer=sync)
+    finish_alone(undisturbed, ALONE)
+    config = write_grpo_config(tmp_path / "colocate", trainer=own, synchronizer=sync)
+    folder = run_folder(config)
+    command = ("run", str(config), TOGETHER, "mode=colocate", "--progress", "plain")
+    with RunProcess(*command) as run:
+        run.wait_until(lambda: num_steps(folder) >= 1, DEADLINE_S)
+        run.children(ENGINE)[0].kill()
+        run.wait_until(lambda: num_steps(folder) >= 2, DEADLINE_S)
+        run.kill()  # the driver and its workers; whoever had the turn ends with them
+        run.wait_for_no_survivors()
+    with RunProcess(*command) as run:
+        run.wait_until(lambda: num_steps(folder) >= 3, DEADLINE_S)
+        run.children(TRAINER)[0].kill()
+        ended = run.end(DEADLINE_S)
+        run.wait_for_no_survivors()
+    assert ended.code == 0, ended
+    assert "they take turns on what each machine has (colocate)" in ended.out + ended.err
+    # Who has NaNs for weights says so and ends, and another one would do its work.
+    logs = "".join(file.read_text() for file in (folder / "log").rglob("engine.log"))
+    assert "not numbers" not in logs
+    assert "up to nan" not in logs
+    written = json.loads((folder / "run.json").read_text())
+    assert written["placement"] == "1 rank, 1 engine; they take turns on what each machine has (colocate)"
+    assert (written["config"]["mode"], written["config"]["cluster"]["colocate"]) == ("both", True)
+    assert assert_sound(folder)["step"] == 5
+    assert ledger_of(folder) == ledger_of(run_folder(undisturbed))
+    assert final_weights(folder) == final_weights(run_folder(undisturbed))
+
+
+def test_two_ranks_and_two_engines_share_two_places(tmp_path: Path) -> None:
+    config = run_cases.write_config(tmp_path)
+    several = ("mode=colocate", "trainer.num_ranks=2", "explorer.rollout_model.engine_num=2")
+    finish_alone(config, *several, "synchronizer.sync_style=fully_async")
+    assert assert_sound(run_cases.run_folder(config))["step"] == 10

@@ -1,0 +1,33 @@
+"""`trainer.torch_compile` changes rounding and nothing else: two steps with compiled layers give the metrics and the
+weights of two steps without, in float32 on a CPU. It needs the C++ compiler that PyTorch calls.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rftdask.models.toy import build_toy_model
+from rftdask.trainer.engines.strategies.base import Strategy
+from rftdask.trainer.ranks import Ranks
+from tests.e2e.gloo_ranks import run_ranks
+from tests.e2e.training.test_ranks_agree import TOLERANCE, metric_difference, trained, weight_difference, weights_of
+
+
+def compare_compiled(gangs: dict[int, Ranks], model: str) -> tuple[float, float, bool]:
+    """Differences of metrics and weights, and whether there was something to tell compiled layers by."""
+    plain, files = trained(model, "grpo", Strategy(gangs[1]))
+    compiled, compiled_files = trained(model, "grpo", Strategy(gangs[1]), trainer__torch_compile=True)
+    weights, expected = weights_of(compiled_files), weights_of(files)
+    same_bits = all(weights[name].equal(expected[name]) for name in expected)
+    return metric_difference(compiled, plain), weight_difference(weights, expected), same_bits
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+def test_compiled_layers_compute_what_others_do(tmp_path: Path) -> None:
+    build_toy_model(tmp_path / "model", hidden_size=18, intermediate_size=33, num_layers=2, num_heads=3)
+    ((metrics, weights, same_bits),) = run_ranks(1, tmp_path, compare_compiled, str(tmp_path / "model"))
+    assert max(metrics, weights) <= TOLERANCE
+    assert not same_bits, "nothing was compiled: the very same bits"

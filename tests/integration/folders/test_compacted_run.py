@@ -1,0 +1,72 @@
+"""Promises of a run whose shards are compacted while it goes on, and again after it ended: it ends as sound as any
+other, no experience is missing for whoever looks at it, and it can be trained again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
+from rftdask.experiment import Experiment
+from rftdask.run.run_folder import Lease
+from rftdask.storage import open_storage
+from rftdask.trainer.checkpoint import checkpoint_steps
+from tests.integration.run_cases import (
+    REPEAT_TIMES,
+    RunProcess,
+    assert_sound,
+    call_cli,
+    num_shards,
+    run_folder,
+    write_config,
+)
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = (
+    "trainer.total_steps=5000",  # it is stopped when a bucket is compacted, however fast or slow the machine is
+    "buffer.total_epochs=5000",
+    "trainer.save_interval=10",
+    "trainer.max_checkpoints_to_keep=2",
+    "explorer.eval_interval=1000",
+    "buffer.trainer_input.experience_buffer.retention.keep=compact",
+)
+
+
+def rows_of(folder: Path) -> str:
+    query = (
+        "select shard, row, uid, state, step, reason from experiences join states using (shard, row, uid) order by all"
+    )
+    ended = call_cli("experiences", str(folder), "--sql", query, "--csv")
+    assert (ended.code, ended.err) == (0, "")
+    return ended.out
+
+
+def test_a_run_that_is_compacted_is_sound_and_complete_for_whoever_looks(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    folder = run_folder(config)
+    first_bucket = 2 * (STEPS_PER_BUCKET - 1)
+    with RunProcess("run", str(config), *SETTINGS) as run:
+        run.wait_until(lambda: len(ParquetLog(open_storage(str(folder))).compacted_shards()) >= first_bucket)
+        run.interrupt()
+        ended = run.end()
+    assert ended.code == 130, ended
+    was, rows = assert_sound(folder), rows_of(folder)
+    assert was["checkpoint"] == was["step"] > STEPS_PER_BUCKET
+    oldest = min(checkpoint_steps(open_storage(str(folder))))
+    with Lease(open_storage(str(folder)), "trainer"):
+        busy = call_cli("compact", str(folder))
+    assert busy.code == 2 and "is being worked on: trainer is process" in busy.err
+    ended = call_cli("compact", str(folder))
+    assert ended.code == 0 and "audit       unchanged" in ended.out, ended
+    waiting = was["experiences"]["waiting"] // REPEAT_TIMES  # a shard holds a group at least
+    assert num_shards(folder) <= waiting + 2 * 2, "what was not trained, or is alone in its bucket"
+    assert assert_sound(folder)["experiences"] == was["experiences"]
+    assert rows_of(folder) == rows
+    assert len(Experiment.open(str(folder)).experiences()) == was["experiences"]["committed"]
+    uid = rows.splitlines()[1].split(",")[2]
+    assert uid in call_cli("trace", str(folder), uid).out
+    ended = call_cli("replay", str(folder), "--from", str(oldest), "--progress", "none")
+    assert ended.code == 0, ended

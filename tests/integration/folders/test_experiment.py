@@ -1,0 +1,107 @@
+"""`Experiment` in a program: from keywords, in a thread, stopped and continued, looked at afterwards; `validate`."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import matplotlib.figure
+import matplotlib.pyplot as plt
+import pytest
+import yaml
+
+from rftdask import Experiment
+from rftdask.monitor.explain import explain
+from tests.integration.run_cases import BATCH_SIZE, DEADLINE_S, REPEAT_TIMES, assert_sound, run_folder, write_config
+
+STEPS = 6
+HEAVY = {"torch", "transformers", "vllm", "dask", "distributed", "pandas"}
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+    """One that was started from keywords in a thread, and has ended."""
+    sections = yaml.safe_load(write_config(tmp_path_factory.mktemp("api")).read_text())
+    sections["trainer"]["total_steps"] = STEPS
+    experiment = Experiment(**sections).start()
+    assert experiment.wait(timeout_s=0.01) is None, "it is still running"
+    summary = experiment.wait(timeout_s=DEADLINE_S)
+    assert summary is not None and summary.status == "finished"
+    return experiment
+
+
+def test_metrics_are_a_frame_with_a_row_for_each_role_and_step(experiment: Experiment) -> None:
+    metrics = experiment.metrics()
+    assert metrics[metrics.role == "trainer"].step.tolist() == list(range(1, STEPS + 1))
+    assert sorted(metrics[metrics.role == "eval"].step) == [0, 5, STEPS]
+    assert set(experiment.metrics("explorer").role) == {"explorer"}
+
+
+def test_every_metric_is_explained(experiment: Experiment) -> None:
+    names = {str(name) for name in experiment.metrics().columns} - {"role", "step", "time_s", "taskset"}
+    assert {name for name in names if explain(name) is None} == set()
+
+
+def test_experiences_are_a_pandas_or_a_dask_frame(experiment: Experiment) -> None:
+    frame = experiment.experiences()
+    assert len(frame) >= STEPS * BATCH_SIZE * REPEAT_TIMES
+    assert frame.uid.is_unique
+    lazy = experiment.experiences(dask=True)
+    assert lazy.reward.count().compute() == len(frame)
+
+
+def test_progress_renders_in_a_notebook(experiment: Experiment) -> None:
+    progress = experiment.progress()
+    assert (progress.step, progress.total_steps) == (STEPS, STEPS)
+    assert f"{STEPS}" in progress._repr_html_()
+
+
+def test_plot_and_report_show_the_run(experiment: Experiment) -> None:
+    figure = experiment.plot()
+    assert isinstance(figure, matplotlib.figure.Figure)
+    plt.close(figure)
+    report = Path(experiment.report()).read_text()
+    assert "<html" in report and experiment.config.name in report
+    assert "http://" not in report and "https://" not in report, "self-contained"
+
+
+def test_an_opened_run_tells_the_same(experiment: Experiment) -> None:
+    opened = Experiment.open(experiment.url)
+    assert opened.url == experiment.url
+    assert opened.metrics().equals(experiment.metrics())
+
+
+def test_a_stopped_experiment_continues_to_its_end(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    experiment = Experiment.from_yaml(config, "trainer.total_steps=30", "explorer.eval_on_startup=false").start()
+    end = time.monotonic() + DEADLINE_S
+    while not experiment.progress().step and time.monotonic() < end:
+        time.sleep(0.01)
+    experiment.stop()
+    summary = experiment.wait(timeout_s=DEADLINE_S)
+    assert summary is not None and summary.status == "stopped"
+    stopped_at = assert_sound(run_folder(config))["checkpoint"]
+    assert 0 < stopped_at < 30
+    summary = experiment.run("none")
+    assert summary.status == "finished"
+    assert assert_sound(run_folder(config))["checkpoint"] == 30
+    assert sorted(experiment.metrics("eval").step)[0] == 5, "eval_on_startup: false, eval_interval: 5"
+
+
+def test_validate_tells_the_plan_and_imports_nothing_heavy(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    program = (
+        "import sys, time; began = time.perf_counter()\n"
+        f"sys.argv = ['rftdask', 'validate', {str(config)!r}]\n"
+        "from rftdask.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as ended: assert not ended.code, ended.code\n"
+        f"print('imported:', sorted({HEAVY!r} & set(sys.modules)))\n"
+        "print(f'validate took {time.perf_counter() - began:.2f} s', file=sys.stderr)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    print(ended.stderr)
+    assert ended.stdout.endswith("imported: []\n"), ended.stdout[-300:]
+    assert "repeat_times: 2" in ended.stdout and "trainer" in ended.stdout

@@ -1,0 +1,76 @@
+"""How a run reads its experiences, by its config. Promises:
+
+- with a replay buffer, back-pressure and operators before the commit, a run ends with every experience in one state;
+- explorers stay within the bound of what lies unread;
+- an operator that fails ends the run with an error that names it and the task.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.storage import open_storage
+from tests.integration.run_cases import (
+    BATCH_SIZE,
+    REPEAT_TIMES,
+    assert_sound,
+    call_cli,
+    finish,
+    ledger_of,
+    run_folder,
+    write_config,
+)
+
+AT = "buffer.trainer_input.experience_buffer"
+PIPELINE = "data_processor.experience_pipeline"
+STEPS = 12
+CAPACITY = BATCH_SIZE * REPEAT_TIMES
+"""One train batch, the least there can be."""
+
+
+@pytest.mark.slow
+def test_replay_back_pressure_and_operators_work_together(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    finish(
+        config,
+        f"buffer.total_steps={STEPS}",
+        f"trainer.total_steps={2 * STEPS}",
+        "synchronizer.sync_style=fully_async",
+        "synchronizer.max_staleness=8",
+        f"{AT}.capacity={CAPACITY}",
+        f"{AT}.replay_buffer={{enable: true, priority_fn: decay_limit_randomization, reuse_cooldown_time: 0}}",
+        f"{PIPELINE}={{stage: commit, operators: [{{name: reward_filter, args: {{threshold: 0.5}}}}]}}",
+        "buffer.explorer_input.eval_tasksets=[]",
+        "buffer.explorer_input.default_reward_fn_type=tests.e2e.toy_reward.varied_reward",
+    )
+    folder = run_folder(config)
+    experiences = assert_sound(folder)["experiences"]
+    # Groups that are used again may bring the trainer to its end before the explorers have come to theirs.
+    assert CAPACITY < experiences["committed"] <= STEPS * BATCH_SIZE * REPEAT_TIMES
+    assert experiences["filtered"] > 0 and experiences["trained"] > 0
+    assert {reason for step in ledger_of(folder) for *_, reason in step} <= {"", "filtered", "stale"}
+    assert_within_the_bound(folder)
+
+
+def assert_within_the_bound(folder: Path) -> None:
+    """When a shard was committed, what lay unread before it was less than the bound: by the times of the files."""
+    ledger = Ledger(open_storage(folder))
+    settled = []
+    for step in range(1, ledger.last_step() + 1):
+        entry = ledger.read(step)
+        assert entry is not None
+        settled.append(((folder / ledger.path(step)).stat().st_mtime, len(entry.positions)))
+    for shard in folder.glob("experiences/0*/*.parquet"):
+        explore_step, batch = (int(part) for part in shard.name.split("-")[:2])
+        before = (explore_step - 1) * BATCH_SIZE + batch * 2
+        read = sum(count for time_s, count in settled if time_s <= shard.stat().st_mtime)
+        assert (before - read) * REPEAT_TIMES < CAPACITY, shard.name
+
+
+def test_a_failing_operator_ends_the_run_and_is_named_with_the_task(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    wrong = "[{name: reward_shaping_mapper, args: {reward_shaping_configs: [{stats_key: accuracy, weight: much}]}}]"
+    ended = call_cli("run", str(config), f"{PIPELINE}={{stage: commit, operators: {wrong}}}", "--progress", "plain")
+    assert ended.code == 1, ended
+    assert "failed 4 times; the last time: OperatorError: operator reward_shaping_mapper failed on task " in ended.err

@@ -1,0 +1,109 @@
+"""`rftdask replay`: the batches of a run trained again from its ledger. Promises:
+
+- the same config ends with the same bits, and says so;
+- another config makes a lineage of its own; nothing of the run is changed;
+- status, audit and experiences take the folder of a lineage like that of a run.
+"""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.commands.replay import compare, prepare
+from rftdask.storage import open_storage
+from tests.integration.run_cases import (
+    assert_sound,
+    call_cli,
+    final_weights,
+    finish,
+    ledger_of,
+    run_folder,
+    write_config,
+)
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an asynchronous run that has ended, with checkpoints 2, 4 and 6."""
+    config = write_config(tmp_path_factory.mktemp("replay"))
+    finish(
+        config,
+        f"trainer.total_steps={STEPS}",
+        "trainer.save_interval=2",
+        "synchronizer.sync_style=fully_async",
+        "buffer.explorer_input.eval_tasksets=[]",
+    )
+    return run_folder(config)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Hash of every file of a run, without its lineages."""
+    files = [p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).parts[0] != "lineages"]
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def test_the_same_again_ends_with_the_same_bits_and_changes_nothing(run: Path) -> None:
+    before, step = contents(run), 4
+    ended = call_cli("replay", str(run), "--from", str(step), "--progress", "none")
+    assert ended.code == 0, ended
+    folder = run / "lineages" / f"from-{step}"
+    assert ended.out.splitlines()[-2:] == [str(folder), f"bit-equal with lineage main at step {STEPS}"]
+    assert final_weights(folder) == final_weights(run)
+    assert contents(run) == before
+    theirs, ours = Ledger(open_storage(run)), Ledger(open_storage(folder), f"from-{step}")
+    for number in range(1, STEPS + 1):
+        first, second = theirs.read(number), ours.read(number)
+        assert first is not None and second is not None
+        assert (first.use, first.drop, first.positions) == (second.use, second.drop, second.positions)
+    status = assert_sound(folder)
+    assert status["step"] == status["checkpoint"] == STEPS
+
+
+def test_another_config_is_a_lineage_of_its_own(run: Path) -> None:
+    before = contents(run)
+    arguments = ("replay", str(run), "--from", "2", "--lineage", "short", "--progress", "none")
+    ended = call_cli(*arguments, "trainer.total_steps=4", "algorithm.optimizer.lr=1e-3")
+    assert ended.code == 0, ended
+    folder = run / "lineages" / "short"
+    assert Ledger(open_storage(folder), "short").last_step() == 4
+    assert contents(run) == before
+    other = call_cli(*arguments, "algorithm.optimizer.lr=2e-3")
+    assert other.code == 2 and "algorithm.optimizer.lr: was 0.001, is 0.002" in other.err
+    experiences = call_cli("experiences", str(folder), "--csv", "--sql", "select count(*) as n from experiences")
+    assert experiences.code == 0 and int(experiences.out.splitlines()[1]) >= STEPS * 8
+
+
+def test_weights_that_differ_are_told(run: Path, tmp_path: Path) -> None:
+    _, ours = prepare(str(run), 4, "differs", [])
+    theirs = open_storage(run)
+    assert compare(theirs, ours).render() == "no checkpoint to compare with lineage main"
+    from rftdask.weights.manifest import write_folder
+
+    write_folder(ours, f"global_step_{STEPS}", {"actor/model.safetensors": b"other"}, lineage="differs", version=STEPS)
+    found = compare(theirs, ours)
+    assert not found.is_equal
+    assert found.render().startswith(f"not equal to lineage main at step {STEPS}: actor/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--from", "3"), "no checkpoint of that step; there are 0, 2, 4"),
+        (("--from", "6"), "has trained steps 1 to 6; begin before one of them"),
+        (("--from", "2", "seed=3"), "needs a name of its own: --lineage NAME"),
+        (("--from", "2", "--lineage", "main", "seed=3"), "take a new name"),
+        (("--from", "2", "--lineage", "x/y"), "take a new name"),
+        (("--from", "2", "--lineage", "b", "buffer.batch_size=8"), "a replay trains the batches that the ledger has"),
+        (("--from", "2", "--lineage", "c", "algorithm.algorithm_type=sft"), "sft learns from a dataset"),
+    ],
+)
+def test_what_cannot_be_replayed_is_told_before_anything_starts(
+    run: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    ended = call_cli("replay", str(run), *arguments)
+    assert ended.code == 2 and message in ended.err, ended
+    assert ledger_of(run), "the run is as it was"

@@ -1,0 +1,59 @@
+"""Promise: a run that removes what it trained ends as sound as any other, and its audit counts what is gone; also where
+exploring and training are two commands.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.storage import open_storage
+from tests.integration.run_cases import RunProcess, assert_sound, finish, num_shards, run_folder, write_config
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = (
+    "trainer.total_steps=5000",  # it is stopped when enough is removed, however fast or slow the machine is
+    "buffer.total_epochs=5000",
+    "trainer.save_interval=5",
+    "trainer.max_checkpoints_to_keep=2",
+    "explorer.eval_interval=1000",
+    "buffer.trainer_input.experience_buffer.retention.keep=none",
+)
+
+
+def test_a_run_that_removes_what_it_trained_is_sound(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    folder = run_folder(config)
+    with RunProcess("run", str(config), *SETTINGS) as run:
+        run.wait_until(lambda: len(ParquetLog(open_storage(str(folder))).removed()) > 10)
+        run.interrupt()
+        ended = run.end()
+    assert ended.code == 130, ended
+    removed = ParquetLog(open_storage(str(folder))).removed()
+    status = assert_sound(folder)
+    assert status["checkpoint"] == status["step"] >= 10
+    assert num_shards(folder) + len(removed) >= 2 * status["step"], "every work unit is there or was removed"
+
+
+def test_training_alone_removes_what_it_trained_too(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    settings = (
+        "buffer.total_steps=12",
+        "trainer.total_steps=null",
+        "trainer.save_interval=3",
+        "trainer.max_checkpoints_to_keep=2",
+        "synchronizer.sync_style=fully_async",
+        "buffer.explorer_input.eval_tasksets=[]",
+        "buffer.trainer_input.experience_buffer.retention.keep=none",
+    )
+    finish(config, *settings, "mode=explore")
+    folder = run_folder(config)
+    assert ParquetLog(open_storage(str(folder))).removed() == []
+    finish(config, *settings, "mode=train")
+    removed = ParquetLog(open_storage(str(folder))).removed()
+    # The checkpoints of steps 9 and 12 are kept, so nothing after step 9 may go.
+    assert {name.explore_step for name in removed} == set(range(1, 10))
+    assert assert_sound(folder)["experiences"]["trained"] == 12 * 4 * 2

@@ -1,0 +1,95 @@
+"""The order of tasks on a whole run: what a selector says is what is rolled out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.storage import open_storage
+from tests.integration.run_cases import (
+    BATCH_SIZE,
+    RunProcess,
+    assert_sound,
+    finish,
+    num_steps,
+    run_folder,
+    write_config,
+)
+
+NUM_TASKS = 16
+
+
+def write_selector_config(folder: Path, selector: dict[str, Any]) -> Path:
+    """A `write_config` whose tasks have the columns weak and strong, and the selector."""
+    config = write_config(folder, NUM_TASKS)
+    tasks = folder / "tasks.jsonl"
+    rows = [json.loads(line) for line in tasks.read_text().splitlines()]
+    columns = [{"weak": i * 7 % NUM_TASKS / 32, "strong": 0.5 + i * 7 % NUM_TASKS / 32} for i in range(NUM_TASKS)]
+    tasks.write_text("".join(json.dumps({**row, **more}) + "\n" for row, more in zip(rows, columns, strict=True)))
+    tree = yaml.safe_load(config.read_text())
+    tree["buffer"]["explorer_input"]["taskset"]["data_selector"] = selector
+    config.write_text(yaml.safe_dump(tree))
+    return config
+
+
+def tasks_of(folder: Path) -> dict[int, list[int]]:
+    """Rows that each explore step ran, in order."""
+    log = ParquetLog(open_storage(folder))
+    steps: dict[int, list[int]] = {}
+    for name in log.shards():
+        steps.setdefault(name.explore_step, []).extend(dict.fromkeys(log.read(name)["task_index"].to_pylist()))
+    return steps
+
+
+def test_easy_to_hard_is_run_from_easy_to_hard_in_each_epoch(tmp_path: Path) -> None:
+    config = write_selector_config(tmp_path, {"selector_type": "offline_easy2hard", "feature_keys": ["strong"]})
+    ended = finish(config)
+    folder = run_folder(config)
+    # The fake engine's answers are random: nothing is learned, which is told while it runs, at its end and later.
+    line = "all rewards of the last"
+    assert ended.out.count(f"note: warning: {line}") == 1 and f"warning: grpo: {line}" in " ".join(ended.out.split())
+    assert line in assert_sound(folder)["warnings"][0]
+    steps = tasks_of(folder)
+    assert len(steps) >= num_steps(folder) == 10
+    easy_to_hard = sorted(range(NUM_TASKS), key=lambda i: -(i * 7 % NUM_TASKS))
+    for step, tasks in steps.items():
+        first = (step - 1) * BATCH_SIZE % NUM_TASKS
+        assert tasks == easy_to_hard[first : first + BATCH_SIZE], step
+
+
+def schedule_of(folder: Path) -> list[Any]:
+    """The tasks that were settled for each explore step, in order."""
+    return [json.loads(path.read_text()) for path in sorted((folder / "schedule").glob("*.json"))]
+
+
+@pytest.mark.slow
+def test_a_learned_order_is_written_down_and_an_interrupted_run_has_the_same(tmp_path: Path) -> None:
+    """Style fixed: what a step learns from is a rule, not a matter of speed."""
+    selector = {
+        "selector_type": "difficulty_based",
+        "feature_keys": ["weak", "strong"],
+        "kwargs": {"target_reward": 0.5, "do_sample": True},
+    }
+    whole = write_selector_config(tmp_path / "whole", selector)
+    finish(whole)
+    killed = write_selector_config(tmp_path / "killed", selector)
+    with RunProcess("run", str(killed), "--progress", "plain") as run:
+        run.wait_until(lambda: num_steps(run_folder(killed)) >= 3)
+        run.kill()
+    before = schedule_of(run_folder(killed))
+    finish(killed)
+
+    for config in (whole, killed):
+        assert_sound(run_folder(config))
+        choices = {choice["step"]: choice for choice in schedule_of(run_folder(config))}
+        for step, tasks in tasks_of(run_folder(config)).items():
+            assert tasks == [index for _, _, index in choices[step]["tasks"]], step
+            assert choices[step]["learned_from"] == max(0, step - 2), "one step off policy"
+    after, other = schedule_of(run_folder(killed)), schedule_of(run_folder(whole))
+    assert after[: len(before)] == before
+    common = min(len(after), len(other))  # how far an explorer is ahead when the trainer ends is a matter of speed
+    assert common >= 10
+    assert after[:common] == other[:common]

@@ -1,0 +1,89 @@
+"""Every sync style, with its intervals and offsets, runs to its end on a real cluster. Promises:
+
+- all steps are trained, each on a full batch, and every experience is trained, dropped for a reason, or waiting;
+- no token staler than the bound of the rules is trained;
+- the pointers name the last step.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rftdask.cluster.layout import plan_layout
+from rftdask.cluster.local import LocalCluster
+from rftdask.config import Config, load_config
+from rftdask.monitor.events import Event
+from rftdask.monitor.metrics import read_metrics
+from rftdask.run.preflight import check_inputs
+from rftdask.run.run_folder import open_run
+from rftdask.run.stage import StageRun
+from rftdask.storage import open_storage
+from rftdask.synchronizer.styles import make_sync_rules
+from tests.integration.run_cases import (
+    BATCH_SIZE,
+    REPEAT_TIMES,
+    assert_sound,
+    num_steps,
+    read_number,
+    run_folder,
+    write_config,
+)
+
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    config = load_config(write_config(tmp_path_factory.mktemp("layout")))
+    with LocalCluster(plan_layout([config], 2)) as cluster:
+        yield cluster
+
+
+def run_stage(cluster: LocalCluster, config: Config) -> list[Event]:
+    """The stage to its end; what its roles said."""
+    events: list[Event] = []
+    storage = open_storage(config.checkpoint_job_dir)
+    config = open_run(storage, config)
+    sizes = check_inputs([config])[0].sizes
+    run = StageRun(config, storage, cluster, plan_layout([config], 2), sizes, events.append, f"{storage.url}/log")
+    result = run.run()
+    assert (result.step, result.stopped) == (STEPS, False)
+    return events
+
+
+@pytest.mark.parametrize(
+    "style, settings",
+    [
+        ("fixed", {"sync_offset": 0}),
+        ("fixed", {"sync_interval": 2, "sync_offset": 1}),
+        ("fixed", {"explorer_sync_interval": 3, "trainer_sync_interval": 2, "sync_offset": 2}),
+        ("explorer_driven", {"sync_offset": 0}),
+        ("explorer_driven", {"sync_interval": 2, "sync_offset": 1}),
+        ("trainer_driven", {"sync_offset": 0}),
+        ("trainer_driven", {"sync_interval": 3, "sync_offset": 1}),
+        ("fully_async", {"sync_offset": 0}),
+        ("fully_async", {"sync_interval": 2, "max_staleness": 1}),
+    ],
+    ids=str,
+)
+def test_a_style_runs_to_its_end_within_its_staleness_bound(
+    cluster: LocalCluster, tmp_path: Path, style: str, settings: dict[str, int]
+) -> None:
+    path = write_config(tmp_path)
+    overrides = [f"synchronizer.{key}={value}" for key, value in settings.items()]
+    config = load_config(path, [f"synchronizer.sync_style={style}", f"trainer.total_steps={STEPS}", *overrides])
+    run_stage(cluster, config)
+
+    folder = run_folder(path)
+    status = assert_sound(folder)
+    assert num_steps(folder) == STEPS
+    assert status["experiences"]["trained"] > 0
+    assert status["experiences"].get("failed", 0) == 0
+    assert read_number(folder / "latest_checkpointed_iteration.txt") == STEPS
+    assert read_number(folder / "latest_state_dict_iteration.txt") == STEPS
+    metrics = read_metrics(open_storage(folder), "trainer")
+    assert metrics["step"].tolist() == list(range(1, STEPS + 1))
+    assert metrics["staleness_max"].max() <= make_sync_rules(config).staleness_bound
+    if style == "fixed":
+        assert set(metrics["num_rows"]) == {BATCH_SIZE * REPEAT_TIMES}, "style fixed drops nothing"

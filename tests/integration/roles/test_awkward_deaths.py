@@ -1,0 +1,133 @@
+"""Deaths at moments when nothing is ready for them, and the scripts of users. Promises:
+
+- a script without a `__main__` guard runs as the README prints it, and Ctrl-C ends it;
+- whoever asks a run to end while its cluster starts gets the exit code of what was sent, and no traceback;
+- SIGHUP ends a run with a checkpoint;
+- a worker that is killed while the cluster starts is started again;
+- a ledger entry that is gone is an error of `run`, also below the checkpoint;
+- where there is no trainer, a task that kills its worker does not end the run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.run_cases import (
+    RunProcess,
+    assert_sound,
+    call_cli,
+    finish_alone,
+    num_steps,
+    read_number,
+    run_folder,
+    status_of,
+    write_config,
+)
+
+pytestmark = pytest.mark.slow
+
+_SCRIPT = """
+import sys
+from rftdask import Experiment
+
+experiment = Experiment.from_yaml(sys.argv[1], *sys.argv[2:]).start()
+experiment.progress()
+experiment.wait()
+print(len(experiment.metrics("trainer")), "steps")
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
+
+
+def workers(run: RunProcess) -> list[psutil.Process]:
+    """What the fork server has forked so far."""
+    below = [process for process in run.survivors() if process.pid != run.process.pid]
+    servers = {process.pid for process in below if process.ppid() == run.process.pid}
+    return [process for process in below if process.ppid() in servers]
+
+
+def send(number: int) -> Callable[[RunProcess], None]:
+    return lambda run: os.killpg(run.process.pid, number)
+
+
+def test_the_script_of_the_readme_needs_no_guard_and_ctrl_c_ends_it(config: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    with RunProcess(str(config), "trainer.total_steps=2", program=(str(script),)) as run:
+        ended = run.end()
+        run.wait_for_no_survivors()
+    assert (ended.code, ended.out) == (0, "2 steps\n"), ended
+    with RunProcess(str(config), "trainer.total_steps=5000", program=(str(script),)) as run:
+        run.wait_until(lambda: num_steps(run_folder(config)) > 3)
+        run.interrupt()
+        run.end(60)
+        run.wait_for_no_survivors()
+
+
+@pytest.mark.parametrize(
+    ("ask", "code"),
+    [(RunProcess.interrupt, 130), (RunProcess.terminate, 143), (send(signal.SIGHUP), 129)],
+    ids=["Ctrl-C", "SIGTERM", "SIGHUP"],
+)
+def test_a_run_that_is_asked_to_end_while_its_cluster_starts_says_so_in_its_code(
+    config: Path, ask: Callable[[RunProcess], None], code: int
+) -> None:
+    with RunProcess("run", str(config), "trainer.total_steps=5000") as run:
+        run.wait_until(lambda: len(workers(run)) > 0)
+        time.sleep(0.3)  # any moment of their imports will do
+        ask(run)
+        ended = run.end()
+        run.wait_for_no_survivors()
+    assert ended.code == code, ended
+    assert "Traceback" not in ended.out + ended.err
+    finish_alone(config, "trainer.total_steps=2")
+
+
+def test_sighup_ends_a_run_with_a_checkpoint(config: Path) -> None:
+    folder = run_folder(config)
+    with RunProcess("run", str(config), "trainer.total_steps=5000", "trainer.save_interval=0") as run:
+        run.wait_until(lambda: num_steps(folder) >= 3)
+        send(signal.SIGHUP)(run)
+        ended = run.end()
+        run.wait_for_no_survivors()
+    assert ended.code == 129 and "Traceback" not in ended.err, ended
+    assert assert_sound(folder)["step"] == read_number(folder / "latest_checkpointed_iteration.txt")
+
+
+def test_a_worker_that_is_killed_while_the_cluster_starts_is_started_again(config: Path) -> None:
+    with RunProcess("run", str(config), "trainer.total_steps=2", "--progress", "plain") as run:
+        run.wait_until(lambda: len(workers(run)) > 0)
+        workers(run)[0].kill()
+        ended = run.end()
+        run.wait_for_no_survivors()
+    assert ended.code == 0 and "Traceback" not in ended.err, ended
+
+
+def test_without_a_trainer_a_task_that_kills_its_worker_does_not_end_the_run(config: Path, tmp_path: Path) -> None:
+    settings = ("mode=explore", "buffer.total_steps=2", "explorer.sandbox.mode=never")
+    poison = {"POISON_FILE": str(tmp_path / "deaths"), "PYTHONPATH": f"{os.getcwd()}:{Path(__file__).parent}"}
+    workflow = "buffer.explorer_input.default_workflow_type=poison_workflow.poisonous"
+    with RunProcess("run", str(config), *settings, workflow, "--progress", "plain", env=poison) as run:
+        ended = run.end()
+        run.wait_for_no_survivors()
+    assert ended.code == 0, ended
+    assert (tmp_path / "deaths").exists()
+    assert status_of(run_folder(config))["experiences"]["committed"] == 16
+
+
+def test_a_ledger_entry_that_is_gone_below_the_checkpoint_is_an_error(config: Path) -> None:
+    finish_alone(config, "trainer.total_steps=2", "trainer.save_interval=2")
+    (run_folder(config) / "ledger" / "main" / "00000001.json").unlink()
+    ended = call_cli("run", str(config), "trainer.total_steps=3", "trainer.save_interval=2")
+    assert ended.code == 1 and "ledger/main/00000001.json is missing" in ended.err, ended
+    assert num_steps(run_folder(config)) == 2

@@ -1,0 +1,191 @@
+"""Explorer workers that come and go, with real processes. Promises:
+
+- a run starts with explorer.min_workers, asks for more while there is work for them, up to explorer.max_workers, and
+  those that join take work units, whoever started them;
+- one that leaves, killed with signal 9, costs its unfinished rollouts and nothing else: the run ends with the ledger
+  and the weights of one that nobody disturbed, and no task is blamed;
+- a task that kills its worker time after time is set aside with status poisoned; its siblings and the run are not
+  held up, and in its next epoch it does not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rftdask.cluster.layout import plan_layout
+from rftdask.cluster.local import LocalCluster
+from rftdask.config import load_config
+from rftdask.experiment import Experiment
+from rftdask.monitor.events import Event, Note
+from rftdask.run.preflight import check_inputs
+from rftdask.run.run_folder import open_run
+from rftdask.run.stage import StageRun
+from rftdask.storage import open_storage
+from tests.integration.run_cases import (
+    DEADLINE_S,
+    ENGINE,
+    TRAINER,
+    RunProcess,
+    assert_sound,
+    final_weights,
+    ledger_of,
+    num_steps,
+    run_folder,
+    worker_of,
+    write_config,
+)
+
+pytestmark = pytest.mark.slow
+
+STEPS = 16
+SETTINGS = (
+    f"trainer.total_steps={STEPS}",
+    "trainer.save_interval=5",
+    "explorer.eval_interval=100",
+    "explorer.eval_on_startup=false",
+    "buffer.explorer_input.default_workflow_type=slow_workflow.uneven",
+    "cluster.num_cpus=4",
+)
+WORKER = "distributed.cli.dask_worker"
+
+
+@pytest.fixture(autouse=True)
+def workflows(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(Path(__file__).parent)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{folder}")
+
+
+ENV = {"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = write_config(tmp_path_factory.mktemp("undisturbed"))
+    with RunProcess("run", str(config), *SETTINGS, env=ENV) as run:
+        assert run.end().code == 0
+    return run_folder(config)
+
+
+def has_engine(worker: psutil.Process) -> bool:
+    """Whether the worker has taken a work unit, at the first of which it starts an engine."""
+    try:
+        return any(ENGINE in " ".join(child.cmdline()) for child in worker.children())
+    except psutil.Error:
+        return False
+
+
+def assert_same_end(folder: Path, undisturbed: Path) -> None:
+    assert assert_sound(folder)["step"] == STEPS
+    assert ledger_of(folder) == ledger_of(undisturbed)
+    assert final_weights(folder) == final_weights(undisturbed)
+
+
+def test_a_run_grows_from_min_workers_to_max_workers_and_loses_one(tmp_path: Path, undisturbed: Path) -> None:
+    config = write_config(tmp_path)
+    folder = run_folder(config)
+    workers = ("explorer.min_workers=1", "explorer.max_workers=2")
+    with RunProcess("run", str(config), *SETTINGS, *workers, "--progress", "plain", env=ENV) as run:
+        run.wait_until(lambda: len(run.children(ENGINE)) == 2)
+        worker_of(run.children(ENGINE)[-1]).kill()
+        ended = run.end()
+        run.wait_for_no_survivors()
+    assert ended.code == 0, ended
+    notes = [line for line in ended.out.splitlines() if line.startswith("note: ")]
+    assert any("asks for 2 explorer workers" in note for note in notes), notes
+    assert not any("poison" in note for note in notes), notes
+    assert_same_end(folder, undisturbed)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+    config = load_config(write_config(tmp_path / "layout"))
+    with LocalCluster(plan_layout([config], 2), tls=False) as cluster:  # a worker from outside has no keys
+        yield cluster
+
+
+def is_there(cluster: LocalCluster, name: str) -> bool:
+    workers = cluster.client.scheduler_info(n_workers=-1)["workers"].values()
+    return any(info["name"] == name for info in workers)
+
+
+def wait_for_rank(running: threading.Thread) -> psutil.Process:
+    """The trainer rank of the cluster in this process."""
+    while running.is_alive():
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if TRAINER in " ".join(child.cmdline()):
+                    return child
+        running.join(0.02)
+    raise AssertionError("the run ended before there was a trainer rank")
+
+
+def test_a_worker_that_somebody_starts_takes_batches_and_may_be_killed(
+    tmp_path: Path, cluster: LocalCluster, undisturbed: Path
+) -> None:
+    path = write_config(tmp_path)
+    folder = run_folder(path)
+    config = load_config(path, SETTINGS)
+    storage = open_storage(config.checkpoint_job_dir)
+    config = open_run(storage, config)
+    sizes = check_inputs([config])[0].sizes
+    events: list[Event] = []
+    layout = plan_layout([config], 2)
+    stage = StageRun(config, storage, cluster, layout, sizes, events.append, f"{folder}/log")
+    running = threading.Thread(target=stage.run)
+    running.start()
+    address = cluster.client.scheduler.address
+    options = ("--resources", "explorer=1", "--nthreads", "1", "--no-nanny", "--no-dashboard", "--name", "late")
+    rank = wait_for_rank(running)
+    rank.suspend()  # until the other has joined, so that however long it takes there is work left for it
+    late = subprocess.Popen([sys.executable, "-m", WORKER, address, *options], stderr=subprocess.DEVNULL)
+    try:
+        while not is_there(cluster, "late") and running.is_alive():
+            running.join(0.05)
+        rank.resume()
+        while not has_engine(psutil.Process(late.pid)) and running.is_alive():
+            running.join(0.02)
+        assert num_steps(folder) < STEPS, "it took no work unit"
+    finally:
+        late.kill()
+        late.wait()
+    running.join(DEADLINE_S)
+    assert not running.is_alive()
+    notes = [event.text for event in events if isinstance(event, Note)]
+    assert any("worker late" in note and "joined" in note for note in notes), notes
+    assert any("worker late" in note and "was lost" in note for note in notes), notes
+    assert not any("poison" in note for note in notes), notes
+    assert_same_end(folder, undisturbed)
+
+
+def test_a_task_that_kills_its_worker_is_set_aside_and_its_siblings_are_not(tmp_path: Path) -> None:
+    config, kills = write_config(tmp_path, num_tasks=8), tmp_path / "kills"
+    settings = (
+        "trainer.total_steps=4",
+        "explorer.eval_on_startup=false",
+        "explorer.eval_interval=100",
+        "explorer.sandbox.mode=never",
+        "buffer.explorer_input.default_workflow_type=poison_workflow.poisonous",
+    )
+    env = {**ENV, "POISON_FILE": str(kills)}
+    with RunProcess("run", str(config), *settings, "--progress", "plain", env=env) as run:
+        ended = run.end()
+    assert ended.code == 0, ended
+    status = assert_sound(run_folder(config))
+    assert status["step"] == 4
+    experiences = Experiment.open(run_folder(config)).experiences()
+    poisoned = experiences[experiences["status"] == "poisoned"]
+    assert set(poisoned["task_index"]) == {5} and sorted(poisoned["epoch"]) == [0, 0, 1, 1]
+    assert set(experiences[experiences["task_index"] != 5]["status"]) == {"ok"}
+    assert len(experiences) == 4 * 4 * 2
+    assert "/0/5 is poisonous and was set aside" in ended.out, ended.out
+    # In its second epoch it does not run; in its first, both of its rollouts may get to the kill.
+    assert set(kills.read_text().split()) == {"0"}

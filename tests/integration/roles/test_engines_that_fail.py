@@ -1,0 +1,31 @@
+"""Promises of runs whose engines cannot work: the second one that fails for one reason ends the run, with the reason in
+the terminal and exit code 1, and no task is blamed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.run_cases import RunProcess, run_folder, status_of, write_config
+from tests.unit.engines.plugins.broken_engine import AT, CAUSE, HOW
+
+pytestmark = pytest.mark.slow
+ENGINE = "tests.unit.engines.plugins.broken_engine.BrokenEngine"
+
+
+# One says why, at what it is asked after the first load of weights; of the other, nobody knows more than that it ended.
+@pytest.mark.parametrize(("how", "at"), [("says", "loaded"), ("ends", "long")])
+def test_the_second_engine_that_fails_for_one_reason_ends_the_run(tmp_path: Path, how: str, at: str) -> None:
+    config = write_config(tmp_path)
+    broken = (f"explorer.rollout_model.engine_type={ENGINE}", f"explorer.env_vars={{{HOW}: {how}, {AT}: {at}}}")
+    with RunProcess("run", str(config), *broken, "--progress", "plain") as run:
+        ended = run.end()
+        run.wait_for_no_survivors()
+    assert ended.code == 1, ended
+    assert CAUSE in ended.err and "two failed for the same reason" in ended.err
+    assert "Traceback" not in ended.err
+    notes = [line for line in ended.out.splitlines() if line.startswith("note: ")]
+    assert len([note for note in notes if "runs again (1 of" in note]) == 1 == len(notes), notes
+    assert "poisoned" not in status_of(run_folder(config))["experiences"]

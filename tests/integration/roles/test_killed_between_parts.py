@@ -1,0 +1,70 @@
+"""Promise, with real processes: a run whose work units are committed in parts, killed with signal 9 while batches
+are half committed, ends with the weights of a run that nobody disturbed and whose batches were committed whole.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.shard import done_units
+from rftdask.storage import open_storage
+from tests.integration.run_cases import RunProcess, assert_sound, final_weights, ledger_of, run_folder, write_config
+
+pytestmark = pytest.mark.slow
+
+STEPS = 8
+SETTINGS = (
+    f"trainer.total_steps={STEPS}",
+    "trainer.save_interval=3",
+    "explorer.eval_interval=100",
+    "explorer.tasks_per_batch=4",
+    "buffer.explorer_input.default_workflow_type=slow_workflow.uneven",
+    "--progress",
+    "plain",
+)
+
+
+def num_half_done(folder: Path) -> int:
+    """Work units of which some groups are committed and some are not."""
+    names = ParquetLog(open_storage(str(folder))).shards()
+    return len({(name.explore_step, name.unit) for name in names} - done_units(names))
+
+
+def is_paused_half_done(run: RunProcess, folder: Path) -> bool:
+    """Whether a batch is half done and stays so, since the run is paused; if not, the run goes on."""
+    if not num_half_done(folder):
+        return False
+    run.pause()
+    if num_half_done(folder):
+        return True
+    run.resume()
+    return False
+
+
+def test_a_run_killed_between_the_parts_of_a_batch_ends_as_if_it_had_not_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    path = {"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}"}
+    whole, parts = write_config(tmp_path / "whole"), write_config(tmp_path / "parts")
+    with RunProcess("run", str(whole), "explorer.flush_age_s=null", *SETTINGS, env=path) as run:
+        assert run.end().code == 0
+    folder = run_folder(parts)
+    settings = ("run", str(parts), "explorer.flush_age_s=0.01", *SETTINGS)
+    for _ in range(2):
+        with RunProcess(*settings, env=path) as run:
+            run.wait_until(lambda run=run: is_paused_half_done(run, folder))
+            run.kill()
+            run.wait_for_no_survivors()
+            assert num_half_done(folder) > 0
+    with RunProcess(*settings, env=path) as run:
+        ended = run.end()
+    assert ended.code == 0, ended
+    names = ParquetLog(open_storage(str(folder))).shards()
+    assert sum(name.part is not None for name in names) > STEPS
+    assert assert_sound(folder)["step"] == assert_sound(run_folder(whole))["step"] == STEPS
+    assert ledger_of(folder) == ledger_of(run_folder(whole))
+    assert final_weights(folder) == final_weights(run_folder(whole))

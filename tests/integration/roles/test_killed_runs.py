@@ -1,0 +1,113 @@
+"""Runs whose processes are killed with signal 9. Promises, with style fixed:
+
+- a run killed as a whole at any moment, and started again until it is done, ends with the ledger and the weights, bit
+  for bit, that it would have had; no process outlives it;
+- the loss of an explorer worker, an engine or the trainer does not end the run: it says so and ends the same way.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.run_cases import (
+    ENGINE,
+    TRAINER,
+    RunProcess,
+    assert_sound,
+    final_weights,
+    finish,
+    ledger_of,
+    num_shards,
+    num_steps,
+    run_folder,
+    worker_of,
+    write_config,
+)
+
+STEPS = 40
+SETTINGS = (f"trainer.total_steps={STEPS}", "trainer.save_interval=7", "explorer.eval_interval=20")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nobody disturbs."""
+    config = write_config(tmp_path_factory.mktemp("undisturbed"))
+    finish(config, *SETTINGS)
+    return run_folder(config)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
+
+
+def start(config: Path) -> RunProcess:
+    return RunProcess("run", str(config), *SETTINGS, "--progress", "plain")
+
+
+def assert_same_end(folder: Path, undisturbed: Path) -> None:
+    status = assert_sound(folder)
+    assert status["checkpoint"] == status["published"] == status["step"] == STEPS
+    assert ledger_of(folder) == ledger_of(undisturbed)
+    assert final_weights(folder) == final_weights(undisturbed)
+
+
+def random_moments() -> Iterator[int]:
+    """Two optimizer steps; other ones every time, and the message of a failure says which."""
+    yield from sorted(random.SystemRandom().sample(range(1, STEPS - 5), 2))
+
+
+@pytest.mark.slow
+def test_a_run_killed_as_a_whole_ends_as_if_it_had_not_been(config: Path, undisturbed: Path) -> None:
+    folder = run_folder(config)
+    moments = list(random_moments())
+    for step in moments:
+        with start(config) as run:
+            run.wait_until(lambda step=step: num_steps(folder) >= step)
+            time.sleep(random.SystemRandom().uniform(0.0, 0.03))  # anywhere within a step
+            run.kill()
+            run.wait_for_no_survivors()
+    with start(config) as run:
+        ended = run.end()
+    assert ended.code == 0, (moments, ended)
+    assert_same_end(folder, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_its_engine_its_trainer_and_its_explorer_worker_are_killed(
+    config: Path, undisturbed: Path
+) -> None:
+    folder = run_folder(config)
+    with start(config) as run:
+        run.wait_until(lambda: num_steps(folder) >= 3)
+        (engine,) = run.children(ENGINE)
+        engine.kill()
+        run.wait_until(lambda: engine not in run.children(ENGINE) and bool(run.children(ENGINE)))
+
+        (trainer,) = run.children(TRAINER)
+        steps = num_steps(folder)
+        trainer.kill()
+        run.wait_until(lambda: num_steps(folder) > steps)
+
+        (engine,) = run.children(ENGINE)
+        shards = num_shards(folder)
+        parent = worker_of(engine)
+        parent.kill()
+        run.wait_until(lambda: num_shards(folder) > shards + 2)
+        assert not is_running(engine), "the engine outlived its worker"
+        ended = run.end()
+        run.wait_for_no_survivors()
+    assert ended.code == 0, ended
+    notes = [line for line in ended.out.splitlines() if line.startswith("note: ")]
+    assert any("engine" in note for note in notes), notes
+    assert any("trainer restarts from its newest checkpoint (1 of 3)" in note for note in notes), notes
+    assert any("worker explorer-0" in note and "was lost" in note for note in notes), notes
+    assert_same_end(folder, undisturbed)
+
+
+def is_running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -1,0 +1,151 @@
+"""Work units that overlap in an engine, with real processes and signal 9. Promises, with style fully_async:
+
+- while the slow rollouts of a unit are under way, the units after it take the slots that it leaves free;
+- a run that is killed as a whole in the middle of several such units, or that loses its worker or its engine then,
+  goes on: nothing is lost, nothing is trained twice, and no task is blamed;
+- so does one whose weights load in flight; its rows tell the oldest and the newest version, and none is too stale;
+- in style fixed no unit begins before the one before it has ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.shard import ShardName, done_units
+from rftdask.monitor.metrics import read_metrics
+from rftdask.storage import open_storage
+from tests.integration.run_cases import (
+    BATCH_SIZE,
+    ENGINE,
+    NUM_EVAL_TASKS,
+    REPEAT_TIMES,
+    RunProcess,
+    assert_sound,
+    ledger_of,
+    num_shards,
+    run_folder,
+    worker_of,
+    write_config,
+)
+
+pytestmark = pytest.mark.slow
+
+STEPS = 10
+SETTINGS = (
+    f"trainer.total_steps={STEPS}",
+    "trainer.save_interval=4",
+    "explorer.eval_interval=100",
+    "explorer.flush_age_s=0.01",
+    "explorer.sandbox.mode=never",
+    "buffer.explorer_input.default_workflow_type=slow_workflow.tailed",
+    "--progress",
+    "plain",
+)
+ASYNC = ("synchronizer.sync_style=fully_async", "synchronizer.max_staleness=6")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
+
+
+def start(config: Path, *more: str) -> RunProcess:
+    path = {"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}"}
+    return RunProcess("run", str(config), *SETTINGS, *more, env=path)
+
+
+def num_half_done(folder: Path) -> int:
+    """Work units of which some groups are committed and some are not: they are under way."""
+    names = ParquetLog(open_storage(str(folder))).shards()
+    return len({(name.explore_step, name.unit) for name in names} - done_units(names))
+
+
+def wait_for_overlap(run: RunProcess, folder: Path) -> None:
+    """Until this process of the run has several units under way."""
+    before = num_shards(folder)
+    run.wait_until(lambda: num_shards(folder) > before and num_half_done(folder) >= 2)
+
+
+def assert_all_once(folder: Path) -> None:
+    """Every rollout of the steps that were trained is in the ledger, and once."""
+    status = assert_sound(folder)
+    assert status["step"] == STEPS
+    settled = Counter((step, unit, row) for entry in ledger_of(folder) for step, unit, row, _ in entry)
+    assert set(settled.values()) == {1}, [row for row, count in settled.items() if count > 1]
+    assert len(settled) == STEPS * BATCH_SIZE * REPEAT_TIMES
+
+
+def test_a_run_killed_in_the_middle_of_overlapping_units_loses_and_doubles_nothing(config: Path) -> None:
+    folder = run_folder(config)
+    for _ in range(2):
+        with start(config, *ASYNC) as run:
+            wait_for_overlap(run, folder)
+            run.kill()
+            run.wait_for_no_survivors()
+    with start(config, *ASYNC) as run:
+        wait_for_overlap(run, folder)
+        (engine,) = run.children(ENGINE)
+        engine.kill()
+        run.wait_until(lambda: engine not in run.children(ENGINE) and bool(run.children(ENGINE)))
+        wait_for_overlap(run, folder)
+        (engine,) = run.children(ENGINE)
+        worker_of(engine).kill()
+        ended = run.end()
+        run.wait_for_no_survivors()
+    assert ended.code == 0, ended
+    assert "poison" not in ended.out and "task by task" not in ended.out, ended.out
+    assert_all_once(folder)
+    occupancy = read_metrics(open_storage(str(folder)), "explorer")["occupancy"]
+    assert occupancy.between(0.0, 1.0).all()
+
+
+def test_responses_that_span_versions_are_trained_once_each_and_within_the_bound(config: Path) -> None:
+    folder = run_folder(config)
+    turns = (
+        "synchronizer.load_in_flight=true",
+        "buffer.explorer_input.default_workflow_type=slow_workflow.two_turns",
+        "buffer.explorer_input.default_eval_workflow_type=slow_workflow.examined",
+        "explorer.eval_interval=2",
+    )
+    with start(config, *ASYNC, *turns) as run:
+        wait_for_overlap(run, folder)
+        run.kill()
+        run.wait_for_no_survivors()
+    with start(config, *ASYNC, *turns) as run:
+        ended = run.end()
+    assert ended.code == 0, ended
+    assert_all_once(folder)
+    log = ParquetLog(open_storage(str(folder)))
+    spans = {(row["min_policy_version"], row["max_policy_version"]) for name in log.shards() for row in rows(log, name)}
+    assert any(oldest < newest for oldest, newest in spans), spans
+    # What is evaluated is one version, whatever is loaded for the units beside it.
+    exams = ParquetLog(open_storage(str(folder)), "eval/held_out")
+    versions = [
+        (row["min_policy_version"], row["max_policy_version"]) for n in exams.shards() for row in rows(exams, n)
+    ]
+    assert len(versions) >= 3 * NUM_EVAL_TASKS and all(oldest == newest for oldest, newest in versions), versions
+    trained = read_metrics(open_storage(str(folder)), "trainer")
+    assert trained["staleness_max"].max() <= 6
+
+
+def rows(log: ParquetLog, name: ShardName) -> list[dict[str, int]]:
+    return log.read(name, ["min_policy_version", "max_policy_version"]).to_pylist()
+
+
+def test_units_of_style_fixed_do_not_overlap(config: Path) -> None:
+    folder = run_folder(config)
+    seen = set()
+
+    def has_ended() -> bool:
+        seen.add(num_half_done(folder))
+        return run.process.poll() is not None
+
+    with start(config, "trainer.total_steps=4") as run:
+        run.wait_until(has_ended)
+        ended = run.end()
+    assert ended.code == 0, ended
+    assert max(seen) == 1

@@ -1,0 +1,133 @@
+"""Promises of `rftdask serve`: a session whose reward was answered with 200 is in the log once, whatever is killed;
+newer weights are served as they are published, and each turn knows its own; a trainer trains on what was served.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.log import open_log
+from rftdask.config import load_config
+from rftdask.storage import open_storage
+from rftdask.weights.published import publish_weights
+from tests.integration.run_cases import (
+    BATCH_SIZE,
+    REPEAT_TIMES,
+    RunProcess,
+    assert_sound,
+    call_cli,
+    run_folder,
+    write_config,
+)
+
+pytestmark = pytest.mark.slow
+TOKEN = "a-token"
+ENV = {"RFTDASK_SERVE_TOKEN": TOKEN}
+
+
+class Served:
+    """A server that has said where it is."""
+
+    def __init__(self, run: RunProcess) -> None:
+        assert run.process.stdout is not None
+        self.run = run
+        line = run.process.stdout.readline()
+        assert line.startswith("serving http://127.0.0.1:"), line
+        self.url = line.split()[1].removesuffix("/v1")
+
+    def post(self, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+        headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.loads(error.read())
+
+    def ask(self, session: str, said: str) -> dict[str, Any]:
+        messages = [{"role": "user", "content": said}]
+        status, answer = self.post(f"/sessions/{session}/v1/chat/completions", model="p", messages=messages)
+        assert status == 200, answer
+        message: dict[str, Any] = answer["choices"][0]["message"]
+        return message
+
+    def version(self) -> int:
+        with urllib.request.urlopen(self.url + "/health", timeout=60) as answer:
+            return int(json.loads(answer.read())["policy_version"])
+
+
+def serve(config: Path) -> RunProcess:
+    return RunProcess("serve", str(config), "--port", "0", env=ENV)
+
+
+def test_a_rewarded_session_outlives_kill_9_and_is_trained(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    sessions = [
+        (f"s{task}-{n}", f"task {task}", task + n / 10) for task in range(BATCH_SIZE) for n in range(REPEAT_TIMES)
+    ]
+    # Killed after one reward of each kind: the first of a group, and the last of one.
+    for first, last in ((0, 3), (3, 4), (4, len(sessions))):
+        with serve(config) as run:
+            served = Served(run)
+            for session, task, reward in sessions[first:last]:
+                served.ask(session, task)
+                status, told = served.post("/feedback", session_id=session, reward=reward, task_id=task)
+                assert status == 200, told
+            served.ask("unrewarded", "forgotten")
+            if last == len(sessions):
+                run.process.terminate()
+                assert run.process.wait(60) == 0
+                assert f"{BATCH_SIZE} groups are in the log, 0 sessions wait" in run.process.stdout.read()  # type: ignore[union-attr]
+            else:
+                run.process.kill()
+                run.process.wait(60)
+                run.wait_for_no_survivors()
+    storage = open_storage(str(run_folder(config)))
+    log = open_log(storage, load_config(config))
+    rows = [row for name in log.shards() for row in log.read(name).to_pylist()]
+    found = sorted((row["task_index"], round(row["reward"], 4)) for row in rows)
+    assert found == [(int(reward), round(reward, 4)) for _, _, reward in sessions]
+    assert all(row["prompt_text"].startswith("task ") and len(row["tokens"]) > row["prompt_length"] for row in rows)
+    ended = call_cli("run", str(config), "mode=train", "trainer.total_steps=1", "--progress", "none")
+    assert ended.code == 0, ended
+    status = assert_sound(run_folder(config))
+    assert status["sealed"] and status["experiences"]["committed"] == len(sessions)
+    entry = Ledger(storage).read(1)
+    assert entry is not None and sum(len(used.rows) for used in entry.use) == len(sessions)
+
+
+def test_newer_weights_are_served_and_each_turn_knows_its_own(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    with serve(config) as run:
+        served = Served(run)
+        said = served.ask("s", "1")
+        storage = open_storage(str(run_folder(config)))
+        publish_weights(storage, 3, b"weights", "main")
+        run.wait_until(lambda: served.version() == 3)
+        messages = [{"role": "user", "content": "1"}, said, {"role": "user", "content": "2"}]
+        assert served.post("/sessions/s/v1/chat/completions", model="p", messages=messages)[0] == 200
+        status, told = served.post("/feedback", session_id="s", reward=1)
+        assert (status, told["policy_versions"]) == (200, [0, 3])
+
+
+def test_a_run_that_was_moved_is_served_where_it_is(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    with serve(config) as run:
+        Served(run)
+        run.process.terminate()
+        assert run.process.wait(60) == 0
+    moved = run_folder(config).rename(tmp_path / "elsewhere")
+    with serve(moved) as run:
+        served = Served(run)
+        served.ask("s", "1")
+        assert served.post("/feedback", session_id="s", reward=1)[0] == 200
+        run.wait_until(lambda: bool(open_log(open_storage(str(moved)), load_config(config)).shards()))
+    assert not run_folder(config).exists()

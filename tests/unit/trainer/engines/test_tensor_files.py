@@ -1,0 +1,193 @@
+"""Promises of tensor files, on one rank; several are in tests/e2e/training (test_ranks_agree, test_checkpoint_format):
+
+- what is loaded is what was saved, to the bit, and the same tensors give the same bytes;
+- what is staged is a copy, the bytes that safetensors itself would write, in the data type that is asked for;
+- however a tensor was cut into parts, the whole of it is loaded, and no file is read without need;
+- PyTorch's own reader finds the same tensors, and no byte is a pickle;
+- what does not fit is refused with names, and an error of storage stays one.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+from torch import Tensor
+
+from rftdask.errors import DamagedError, RoleError
+from rftdask.trainer.engines.tensor_files import SavedTensors, save_tensors, stage_tensors
+from rftdask.trainer.ranks import Ranks
+from tests.numerics import shifted_seed
+
+NAME = "actor/optim.safetensors"
+ALONE = Ranks()
+
+
+class Shelf(dict[str, bytes]):
+    """Files that note how they are read."""
+
+    def __init__(self, files: dict[str, bytes], damaged_after: int = 99) -> None:
+        super().__init__(files)
+        self.reads: list[str] = []
+        self._damaged_after = damaged_after
+
+    def __getitem__(self, name: str) -> bytes:
+        self.reads.append(name)
+        if len(self.reads) > self._damaged_after:
+            raise DamagedError(f"{name} is damaged")
+        return super().__getitem__(name)
+
+
+def some_tensors() -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(shifted_seed(1))
+    return {
+        "layer.weight/exp_avg": torch.randn(5, 3, generator=random),
+        "layer.weight/step": torch.tensor(7.0),
+        "half": torch.randn(4, generator=random).to(torch.bfloat16),
+        "none": torch.zeros(0, 3),
+        "count": torch.tensor(2),
+        "turned": torch.randn(2, 6, generator=random).T,
+    }
+
+
+def loaded(files: dict[str, bytes], name: str = NAME) -> dict[str, Tensor]:
+    saved = SavedTensors(name, files, ALONE)
+    into = {key: saved.empty_like(key, torch.empty(0)) for key in saved.names}
+    saved.load(into)
+    return into
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_what_is_loaded_is_what_was_saved_and_the_same_tensors_give_the_same_bytes(spread: bool) -> None:
+    files = save_tensors(NAME, some_tensors(), ALONE, spread=spread)
+    assert list(files) == [NAME]
+    assert files == save_tensors(NAME, dict(reversed(some_tensors().items())), ALONE, spread=spread)
+    shelf = Shelf(files)
+    assert_equal(loaded(shelf), some_tensors())
+    assert shelf.reads == [NAME]
+
+
+def test_what_is_staged_is_what_safetensors_writes_and_stays_as_it_was() -> None:
+    sizes = {"w": (3, 5), "a.b": (7,), "scalar": (), "nothing": (0, 4)}
+    tensors = {name: torch.randn(size) for name, size in sizes.items()}
+    expected = save(tensors, {"format": "pt"})
+    staged = stage_tensors(tensors, ALONE)
+    tensors["w"].zero_()
+    assert staged == expected
+
+
+def test_staged_tensors_of_floating_point_have_the_type_asked_for() -> None:
+    tensors = {"w": torch.randn(3, 5), "count": torch.arange(4), "cut": torch.randn(4, 6)[:, ::2]}
+    staged = load(bytes(stage_tensors(tensors, ALONE, torch.bfloat16)))
+    assert_equal(staged, {**tensors, "w": tensors["w"].bfloat16(), "cut": tensors["cut"].bfloat16()})
+
+
+def test_a_head_is_json_and_says_where_tensors_begin() -> None:
+    data = bytes(save_tensors(NAME, some_tensors(), ALONE, spread=True)[NAME])
+    head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert list(head["__metadata__"]) == ["DCP_SHARDING_INFO"]
+    sharding = json.loads(head["__metadata__"]["DCP_SHARDING_INFO"])
+    assert sharding["layer.weight/exp_avg"] == {"saved_offsets": [0, 0]}
+    assert sharding.keys() == some_tensors().keys()
+
+
+def test_pytorch_reads_what_we_wrote(tmp_path: Path) -> None:
+    ((_, data),) = save_tensors(NAME, some_tensors(), ALONE, spread=True).items()
+    (tmp_path / "optim.safetensors").write_bytes(data)
+    (tmp_path / "model.safetensors").write_bytes(save({"weight": torch.ones(3)}, {"format": "pt"}))
+    expected = {**some_tensors(), "weight": torch.ones(3)}
+    found = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+        dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
+    assert_equal(found, expected)
+
+
+def test_a_file_of_whole_tensors_is_read_as_it_is() -> None:
+    whole = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
+    assert_equal(loaded({"model.safetensors": save(whole, {"format": "pt"})}, "model.safetensors"), whole)
+
+
+# ---- parts
+
+
+def part_name(number: int) -> str:
+    return f"actor/optim-{number}.safetensors" if number else NAME
+
+
+def cut(tensor: Tensor, rows: Sequence[int], columns: Sequence[int]) -> dict[str, bytes]:
+    """A file for each part."""
+    files = {}
+    for number, ((top, bottom), (left, right)) in enumerate(product(pairwise(rows), pairwise(columns))):
+        head = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [top, left]}})}
+        files[part_name(number)] = save({"w": tensor[top:bottom, left:right].contiguous()}, head)
+    return files
+
+
+def cuts(size: int) -> st.SearchStrategy[list[int]]:
+    return st.sets(st.integers(1, size - 1), max_size=4).map(lambda places: sorted({0, *places, size}))
+
+
+@given(cuts(7), cuts(5))
+def test_the_whole_is_loaded_however_it_was_cut(rows: list[int], columns: list[int]) -> None:
+    whole = torch.arange(35.0).view(7, 5)
+    shelf = Shelf(cut(whole, rows, columns))
+    assert_equal(loaded(shelf), {"w": whole})
+    # Each was looked into, and the last of them was still there when they were needed.
+    assert len(shelf.reads) == 2 * len(shelf) - 1
+
+
+def test_other_files_of_similar_names_are_no_parts() -> None:
+    files = save_tensors(NAME, some_tensors(), ALONE, spread=True)
+    others = {
+        name: b"" for name in ("actor/optim-x.safetensors", "critic/optim.safetensors", "actor/optim.safetensors2")
+    }
+    assert_equal(loaded(files | others), some_tensors())
+
+
+# ---- what is refused
+
+
+def test_parts_that_do_not_say_where_they_begin_are_refused() -> None:
+    # As versions before 0.1 wrote them.
+    files = {part_name(number): save({"w": torch.ones(2)}, {"rftdask": "{}"}) for number in range(2)}
+    with pytest.raises(RoleError, match=r"optim\.safetensors of the checkpoint has parts .*rftdask convert"):
+        SavedTensors(NAME, files, ALONE)
+
+
+def test_files_that_are_not_there_are_named() -> None:
+    with pytest.raises(RoleError, match=r"the checkpoint has no actor/optim\.safetensors"):
+        SavedTensors(NAME, {"actor/model.safetensors": b""}, ALONE)
+
+
+def test_other_names_and_shapes_are_refused() -> None:
+    files = save_tensors(NAME, {"a": torch.ones(2), "b": torch.ones(3)}, ALONE, spread=True)
+    with pytest.raises(RoleError, match=r"does not fit the model, .*: missing \[\], unexpected \['b'\]"):
+        SavedTensors(NAME, files, ALONE).load({"a": torch.ones(2)})
+    with pytest.raises(RoleError, match=r"does not fit the model, .*: missing \['c'\], unexpected \[\]"):
+        SavedTensors(NAME, files, ALONE).load({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(3)})
+    with pytest.raises(RoleError, match=r"does not fit the model: ValueError on rank 0: Size mismatch .* for b"):
+        SavedTensors(NAME, files, ALONE).load({"a": torch.ones(2), "b": torch.ones(4)})
+
+
+def test_a_damaged_file_is_told_as_such() -> None:
+    shelf = Shelf(cut(torch.ones(4, 2), [0, 2, 4], [0, 2]), damaged_after=2)
+    saved = SavedTensors(NAME, shelf, ALONE)
+    with pytest.raises(DamagedError, match=r"optim\.safetensors is damaged"):
+        saved.load({"w": torch.empty(4, 2)})
