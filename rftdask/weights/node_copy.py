@@ -25,15 +25,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rftdask.errors import DamagedError, NotFoundError, StorageError, UserError, WaitTimeout
 from rftdask.storage import Storage
 from rftdask.storage.base import Data, in_order
-from rftdask.weights.delta import DeltaFile
 from rftdask.weights.manifest import BLOCK_BYTES, FileEntry, block_numbers, check_block, read_block
 from rftdask.weights.published import Published, bases_of
+
+if TYPE_CHECKING:
+    from rftdask.weights.delta import DeltaFile
 
 _NUM_READS = 4
 """Blocks that are read and hashed at once."""
@@ -190,6 +193,8 @@ def _made_blocks(
     assert base is not None  # a version that is a delta has a base, and the last one is there as a whole
     held.callback(base.close)
     deltas = []
+    from rftdask.weights.delta import DeltaFile  # late: it needs safetensors, which a light installation lacks
+
     for link in reversed(chain):
         copy = NodeCopy(storage, link.changes, timeout_s)
         held.callback(copy.close)

@@ -266,9 +266,21 @@ def test_every_test_file_has_a_name_of_its_own():
 # ---- light imports
 
 
-@pytest.mark.parametrize("module", ["rftdask", "rftdask.config", "rftdask.storage"])
-def test_reading_a_config_needs_no_model_library(module):
-    code = f"import sys, {module}; print(*sorted({{'torch', 'transformers', 'vllm'}} & sys.modules.keys()))"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("rftdask", "torch transformers vllm distributed pandas"),
+        ("rftdask.config", "torch transformers vllm distributed pandas"),
+        ("rftdask.storage", "torch transformers vllm distributed pandas"),
+        # What a login node has, and what an explorer's worker imports.
+        ("rftdask.run.preflight", "torch transformers vllm safetensors"),
+        ("rftdask.explorer.worker_task", "torch transformers vllm safetensors pandas"),
+        # What starts the fork server of a run, which is to import torch while the driver imports Dask.
+        ("rftdask.cluster.local", "torch transformers distributed pandas"),
+    ],
+)
+def test_what_comes_first_imports_nothing_heavy(module, heavy):
+    code = f"import sys, {module}; print(*sorted({set(heavy.split())!r} & sys.modules.keys()))"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -294,6 +306,12 @@ def folder_problems(package: Path) -> list[str]:
         opening = folder / "__init__.py"
         if not (opening.is_file() and ast.get_docstring(parse(opening.read_text()))):
             problems.append(f"{folder.relative_to(package)}/ has no __init__.py that says what it holds")
+    return problems + full_folders(package)
+
+
+def full_folders(package: Path) -> list[str]:
+    """A sentence for every folder below the top that is too full."""
+    problems = []
     # What has files, since a checkout keeps the compiled ones of a folder that has moved away.
     files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     for folder in sorted({above for path in files for above in path.parents if above.is_relative_to(package)}):
@@ -305,6 +323,8 @@ def folder_problems(package: Path) -> list[str]:
 
 def test_every_folder_says_what_it_holds_and_can_be_overlooked():
     assert folder_problems(ROOT / "rftdask") == []
+    # The folder of unit tests has those of the package's top.
+    assert [problem for problem in full_folders(ROOT / "tests") if not problem.startswith("unit/ ")] == []
 
 
 def test_a_silent_folder_and_a_full_one_are_named(tmp_path):
