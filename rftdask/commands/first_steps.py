@@ -10,6 +10,7 @@ import json
 import shutil
 import textwrap
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,7 @@ def _sections(section: type[Section]) -> list[type[Section]]:
     return [found for each in section.__subclasses__() for found in (each, *_sections(each))]
 
 
+@cache
 def _explanations(section: type[Section]) -> dict[str, str]:
     """The text below each key of a section, and of the sections it extends."""
     found: dict[str, str] = {}

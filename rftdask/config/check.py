@@ -201,13 +201,15 @@ class Checker:
                 (path, f"{show(value)} holds the character NUL, which no file name and no message can")
             )
             return None
+        if self.has_secrets:
+            return value
         # A secret is known by its looks, or by the name of its key in a dict of somebody else's. What is left to the
         # environment is none: only its name stands here.
         is_kept = isinstance(value, str) and is_left_to_environment(value)
         what = find_secret(value) if isinstance(value, str) else ""
         if not what and is_secret_name(name) and isinstance(value, str | int) and value not in _NO_KEY and not is_kept:
             what = "a secret"
-        if not what or self.has_secrets:
+        if not what:
             return value
         instead = (
             "put it into an environment variable and write ${oc.env:NAME} here, which is completed where it is used"

@@ -40,6 +40,12 @@ def read_tree(
     is_completed: whether the text at a path, which has the given value now, is completed from the environment where it
         is used (`fill_from_environment`).
     """
+    if not overrides and isinstance(source, Mapping):
+        try:
+            copy: dict[str, Any] = _plain(source)
+            return copy
+        except (_NotPlainError, RecursionError):
+            pass
     root = _read(source, problems)
     if root is None:
         return None
@@ -48,6 +54,24 @@ def read_tree(
         _apply(root, override, problems)
     tree: dict[str, Any] = _Resolver(problems, is_completed).resolve(root, "")
     return tree
+
+
+class _NotPlainError(Exception):
+    """There is something that OmegaConf would change, resolve or refuse."""
+
+
+def _plain(value: Any) -> Any:
+    """A copy of data that means what it says, as OmegaConf would give it, and a hundred times as fast: run.json is read
+    at every turn. Raises: _NotPlainError.
+    """
+    kind = type(value)
+    if kind is dict and all(type(key) is str for key in value):
+        return {key: _plain(item) for key, item in value.items()}
+    if kind is list or kind is tuple:
+        return [_plain(item) for item in value]
+    if value is None or kind in (bool, int, float) or (kind is str and "${" not in value and value != "???"):
+        return value
+    raise _NotPlainError
 
 
 def escape(value: Any) -> Any:

@@ -103,6 +103,8 @@ def _found(text: str, environment: Mapping[str, str] | None) -> Iterator[tuple[i
             named = is_secret_name(match[1]) or (match[1].isupper() and _VARIABLE.search(match[1]))
             if named and not _SHELL.match(value) and not _NO_SECRET.match(value):
                 yield from told(match, 2, f"a value for {match[1]}")
+    if len(text) < _SHORTEST:
+        return
     for name, value in (os.environ if environment is None else environment).items():
         # Whose value is the path of a file, such as that of one's credentials, is no secret.
         if len(value) < _SHORTEST or value not in text or _NO_SECRET.match(value):

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from rftdask.config import Config, load_config, replace
 from rftdask.config.base import FrozenDict
+from rftdask.config.yaml_source import read_tree
 from rftdask.errors import ConfigError
 
 
@@ -58,6 +59,35 @@ def test_overrides_are_yaml_and_the_last_one_wins() -> None:
     assert loaded.algorithm.optimizer.betas == (0.8, 0.9)
     assert loaded.explorer.env_vars == {"A": "x"}
     assert [taskset.path for taskset in loaded.buffer.explorer_input.eval_tasksets] == ["e1", "e3"]
+
+
+_LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.sampled_from(["???", "${a}", "\\${a}"]),
+)
+
+
+@given(
+    st.dictionaries(
+        st.text(min_size=1),
+        st.recursive(
+            _LEAVES, lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(min_size=1), part, max_size=3)
+        ),
+        max_size=4,
+    )
+)
+def test_plain_data_is_what_the_reader_of_interpolations_makes_of_it(tree: dict) -> None:
+    told: list[tuple[str, str]] = []
+    slow: list[tuple[str, str]] = []
+    # An override has all of it read by OmegaConf.
+    expected = read_tree(tree, ["added=1"], slow)
+    found = read_tree(tree, (), told)
+    assert told == slow
+    assert None if found is None else {**found, "added": 1} == expected
 
 
 @pytest.mark.parametrize(
