@@ -360,7 +360,7 @@ def submit(
     accept_changes: AcceptChanges = False,
     origin: Origin = "",
 ) -> None:
-    """Submit a run to SLURM: a job that drives it and asks for the others, so nobody needs to stay logged in."""
+    """Submit a run to a batch system: a job that drives it and asks for the others, so nobody stays logged in."""
     from rftdask.cluster.batch.slurm_script import NO_REQUEUE, TEMPLATE
     from rftdask.cluster.slurm import is_requeued
     from rftdask.commands.submit import has_finished, plan_submission
@@ -397,7 +397,7 @@ def submit(
     submission.check()
     for job in submission.submit(made_of):
         _say(f"submitted {job.name} as job {job.job_id}")
-        if not is_requeued(job.job_id):
+        if job.system == "slurm" and not is_requeued(job.job_id):
             _warn((NO_REQUEUE,))
     _say(f"the run is {checked.checkpoint_job_dir}; next: rftdask status {checked.checkpoint_job_dir}")
 

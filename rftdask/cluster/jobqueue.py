@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import importlib
 import logging
+import re
 import shlex
 import signal
 import sys
@@ -26,6 +27,8 @@ from distributed import Scheduler, SchedulerPlugin
 
 from rftdask.cluster import slurm
 from rftdask.cluster.base import Cluster, find_cluster
+from rftdask.cluster.batch import queries
+from rftdask.cluster.batch.queries import Query
 from rftdask.cluster.jobs import (
     MAX_FAILED_STARTS,
     MAX_FAILED_SUBMITS,
@@ -57,11 +60,13 @@ _SOON_S = 0.25
 """After a worker was lost: its job ends a moment later, and then there is to be another one. The pauses grow again."""
 _MISSING_S = 120.0
 """Of a worker that was there, before its job counts as lost where the batch system is not asked."""
-_SUBMIT_S = 120.0
+SUBMIT_S = 120.0
 _NO_REASON = "its batch system does not say why"
 _TAKEN = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "CANCELLED", "REVOKED")
 """How a job ends (`reason`) that somebody or something ended who knows nothing of what it ran."""
 _MAX_PAUSE_S = 60.0
+CONTROLLER = "controller"
+"""Role of the job that drives a run, and its key in cluster.options."""
 DEATH_TIMEOUT_S = 600
 """A worker that cannot reach its scheduler for so long ends, and with it its job."""
 
@@ -94,6 +99,8 @@ class BatchJob(Protocol):
 
     cancel_command: ClassVar[str]
     job_id: str
+    _command_template: str
+    """What its script runs."""
 
     def __init__(self, **options: Any) -> None: ...
 
@@ -139,8 +146,8 @@ class JobQueueCluster(RemoteWorkersCluster):
         """How a job ended, as far as its batch system remembers; empty: not known."""
         return ""
 
-    @staticmethod
-    def never_runs(state: str) -> bool:
+    @classmethod
+    def never_runs(cls, state: str) -> bool:
         """Whether a job in this state (`states`) can never start, as its batch system says."""
         return False
 
@@ -185,14 +192,14 @@ class JobQueueCluster(RemoteWorkersCluster):
         """Submit a job; its number. Raises: RftError, RuntimeError, TimeoutError, OSError, ValueError: refused."""
         job = self.load_job_class()(**self.job_options(self._config, role, name, self._folder, self._logs))
         # Its script is written and submitted in the loop of the cluster, as its class wants it.
-        self._cluster.sync(job.start, callback_timeout=_SUBMIT_S)
+        self._cluster.sync(job.start, callback_timeout=SUBMIT_S)
         return str(job.job_id)
 
     @classmethod
     def job_options(cls, config: Config, role: str, name: str, folder: PrivateFolder, log_path: Path) -> dict[str, Any]:
         """Arguments of dask-jobqueue's job class for one worker."""
         options = fill_from_environment(config.cluster.options)
-        given = {key: value for key, value in options.items() if key not in ROLES}
+        given = {key: value for key, value in options.items() if key not in (*ROLES, CONTROLLER)}
         return {
             **cls.common_options(config, role, folder),
             "log_directory": str(log_path),
@@ -213,6 +220,8 @@ class JobQueueCluster(RemoteWorkersCluster):
             # A worker whose driver is gone ends by itself: a killed driver cancels nothing.
             "death_timeout": DEATH_TIMEOUT_S,
             "local_directory": "${TMPDIR:-/tmp}",
+            # It outlives its scheduler, and takes the next one of the run.
+            "worker_command": "rftdask.cluster.join",
             "worker_extra_args": worker_options(role),
             # In the place of its script's shell, so that it is the worker whom the batch system tells to end.
             "python": f"exec {shlex.quote(config.cluster.python or sys.executable)}",
@@ -299,7 +308,7 @@ class JobQueueCluster(RemoteWorkersCluster):
             # The thread first: it would replace the jobs that are cancelled below.
             self._closed.set()
             self._wake.set()
-            self._thread.join(_SUBMIT_S)
+            self._thread.join(SUBMIT_S)
             if not (self.may_return and self.comes_back()):
                 for job in (job for jobs in self._jobs.values() for job in jobs):
                     self.cancel(job.job_id)
@@ -453,42 +462,108 @@ class JobQueueCluster(RemoteWorkersCluster):
         write_jobs(self._storage, [job for role in ROLES for job in self._jobs[role]], self._file)
 
 
-class PbsCluster(JobQueueCluster):
+class OtherCluster(JobQueueCluster):
+    """A batch system other than SLURM, which is asked as `query` says and submitted to through dask-jobqueue."""
+
+    query: ClassVar[Query]
+    walltime_unit_s: ClassVar[float] = 1.0
+    """Of the last part of a walltime."""
+
+    @classmethod
+    def states(cls, job_ids: Sequence[str]) -> dict[str, str] | None:
+        """By one command for all; None: it is not a command here."""
+        return cls.query.states(job_ids)
+
+    @classmethod
+    def never_runs(cls, state: str) -> bool:
+        """Of a job that is held for an error of its own."""
+        return cls.query.never_runs(state)
+
+    @classmethod
+    def cancel(cls, job_id: str) -> None:
+        """A job that has ended is left alone."""
+        try:
+            super().cancel(job_id)
+        except RoleError:
+            if job_id in (cls.states([job_id]) or {}):
+                raise
+
+    @classmethod
+    def controller(cls, config: Config, folder: PrivateFolder, logs: Path, command: str) -> BatchJob:
+        """The job that drives a run, by a command of a shell; it asks for what `cluster.options.controller` says."""
+        options = cls.job_options(config, CONTROLLER, CONTROLLER, folder, logs)
+        job = cls.load_job_class()(**options)
+        # In the place of a worker; a script says nothing else of what it runs.
+        job._command_template = command
+        return job
+
+    @classmethod
+    def walltime_s(cls, config: Config) -> float | None:
+        """Of the controller's job; None: it has none, or one that cannot be read here."""
+        options = config.cluster.options
+        told = str({**options, **options.get(CONTROLLER, {})}.get("walltime", ""))
+        if not re.fullmatch(r"\d+(:\d+)*", told):
+            return None
+        parts = reversed([int(part) for part in told.split(":")])
+        return sum(part * 60**place for place, part in enumerate(parts)) * cls.walltime_unit_s
+
+
+class PbsCluster(OtherCluster):
     """PBS, OpenPBS and Torque."""
 
     cluster_type: ClassVar[str] = "pbs"
+    query = queries.PBS
     job_class: ClassVar[str] = "dask_jobqueue.pbs.PBSJob"
     job_number: ClassVar[str] = "${PBS_JOBID%%.*}"
 
 
-class LsfCluster(JobQueueCluster):
+class LsfCluster(OtherCluster):
     """IBM Spectrum LSF."""
 
     cluster_type: ClassVar[str] = "lsf"
+    query = queries.LSF
+    walltime_unit_s = 60.0
     job_class: ClassVar[str] = "dask_jobqueue.lsf.LSFJob"
     job_number: ClassVar[str] = "${LSB_JOBID}"
 
 
-class SgeCluster(JobQueueCluster):
+class SgeCluster(OtherCluster):
     """Grid Engine."""
 
     cluster_type: ClassVar[str] = "sge"
+    query = queries.SGE
     job_class: ClassVar[str] = "dask_jobqueue.sge.SGEJob"
     job_number: ClassVar[str] = "${JOB_ID}"
 
 
-class HTCondorCluster(JobQueueCluster):
+class HTCondorCluster(OtherCluster):
     """HTCondor."""
 
     cluster_type: ClassVar[str] = "htcondor"
+    query = queries.HTCONDOR
     job_class: ClassVar[str] = "dask_jobqueue.htcondor.HTCondorJob"
-    job_number: ClassVar[str] = "${JOB_ID%%.*}"
+    job_number: ClassVar[str] = "$(ClusterId).$(ProcId)"  # of the submit file: a job finds no number in its environment
+
+    @classmethod
+    def controller(cls, config: Config, folder: PrivateFolder, logs: Path, command: str) -> BatchJob:
+        """In the universe `local`, on the machine that submits, since jobs elsewhere may not submit jobs."""
+        options = config.cluster.options
+        own = options.get(CONTROLLER, {})
+        extra = {
+            "universe": "local",
+            **(options.get("job_extra_directives") or {}),
+            **(own.get("job_extra_directives") or {}),
+        }
+        tree = {**options, CONTROLLER: {**own, "job_extra_directives": extra}}
+        cluster = config.cluster.model_copy(update={"options": tree})
+        return super().controller(config.model_copy(update={"cluster": cluster}), folder, logs, command)
 
 
-class OarCluster(JobQueueCluster):
+class OarCluster(OtherCluster):
     """OAR."""
 
     cluster_type: ClassVar[str] = "oar"
+    query = queries.OAR
     job_class: ClassVar[str] = "dask_jobqueue.oar.OARJob"
     job_number: ClassVar[str] = "${OAR_JOB_ID}"
 

@@ -33,7 +33,6 @@ class SlurmCluster(JobQueueCluster):
     # Not dask-jobqueue, whose jobs are one task on one node; the keys of TLS are made by this one.
     required_package: ClassVar[str | None] = "cryptography"
     # By the words of squeue and sbatch.
-    never_runs = staticmethod(slurm.never_runs)
     is_mistake = staticmethod(slurm.is_mistake)
     is_at_limit = staticmethod(slurm.is_at_limit)
 
@@ -77,6 +76,11 @@ class SlurmCluster(JobQueueCluster):
     def states(cls, job_ids: Sequence[str]) -> dict[str, str]:
         """By squeue; never None, so a job that has left the queue is lost at the next look."""
         return slurm.states(job_ids)
+
+    @classmethod
+    def never_runs(cls, state: str) -> bool:
+        """By SLURM's reason."""
+        return slurm.never_runs(state)
 
     @classmethod
     def reason(cls, job_id: str) -> str:

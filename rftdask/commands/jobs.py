@@ -26,6 +26,7 @@ from rftdask.processes.poll import wait_for
 from rftdask.run.run_folder import (
     ROLES,
     RUN_FILE,
+    STOP_FILE,
     folders_of,
     lease_holder,
     read_driver,
@@ -110,6 +111,14 @@ def read_run_jobs(url: str) -> RunJobs:
     return RunJobs(tuple(jobs), why_not_running(storage, tuple(jobs)), has_begun, used)
 
 
+def _states_of(jobs: Sequence[JobRecord]) -> dict[str, str]:
+    """Of those that have not ended."""
+    alive: dict[str, str] = {}
+    for system in {_system_of(job) for job in jobs}:
+        alive |= system.states([job.job_id for job in jobs if _system_of(job) is system]) or {}
+    return alive
+
+
 def _system_of(job: JobRecord) -> type[JobQueueCluster]:
     # Late: it loads Dask, which the status of a run without jobs does without.
     from rftdask.cluster.jobqueue import system_of
@@ -171,16 +180,26 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
     folder = PrivateFolder.base_of(_config_of(storage), storage)
     # Before anybody asks which jobs run: one that starts in between must find it.
     (folder.path / CANCELLED_FILE).touch(mode=0o600)  # a driver that is about to start looks for it
-    alive = slurm.states([job.job_id for job in drivers])
+    alive = _states_of(drivers)
     for job in drivers:
         state = alive.get(job.job_id)
-        if state == "RUNNING":
+        if state is not None and not state.startswith("PENDING"):
             say(f"job {job.job_id} ({job.name}) writes a checkpoint and ends")
-            slurm.interrupt(job.job_id)
+            if job.system == "slurm":
+                slurm.interrupt(job.job_id)
         elif state is not None:
             say(f"job {job.job_id} ({job.name}) had not started; it is cancelled")
-            slurm.cancel([job.job_id])
-    in_time = wait_for(lambda: not slurm.states([job.job_id for job in drivers]), deadline_s, _LOOK_S)
+            _system_of(job).cancel(job.job_id)
+
+    def has_ended() -> bool:
+        left = _states_of(drivers)
+        # Other systems pass no signal on in one way; the trainer of the stage that runs looks for a file.
+        for stage in folders_of(storage).values() if any(job.system != "slurm" for job in drivers) else ():
+            if left and lease_holder(stage, "trainer") is not None:
+                stage.put(STOP_FILE, b"stop\n")
+        return not left
+
+    in_time = wait_for(has_ended, deadline_s, _LOOK_S)
     # Its workers, if it could not cancel them itself.
     for job in (*drivers, *(job for job in read_jobs(storage) if job.role not in _DRIVERS)):
         _system_of(job).cancel(job.job_id)

@@ -8,9 +8,11 @@ explore, then train, over the same log, as many rounds as asked for.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import shlex
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,14 +20,23 @@ from pathlib import Path
 
 from rftdask.cluster import slurm
 from rftdask.cluster.base import find_cluster
-from rftdask.cluster.batch.slurm_script import ONE_TASK, alike, asks_for, batch_script, command_of, driver_shell, step
-from rftdask.cluster.jobqueue import log_folder
+from rftdask.cluster.batch.slurm_script import (
+    ONE_TASK,
+    HostSystem,
+    alike,
+    asks_for,
+    batch_script,
+    command_of,
+    driver_shell,
+    step,
+)
+from rftdask.cluster.jobqueue import CONTROLLER, SUBMIT_S, OtherCluster, log_folder, system_of
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, SUBMITTED_FILE, JobRecord, read_jobs, write_jobs
 from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, Layout, plan_jobs
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.cluster.slurm import JobShape
 from rftdask.cluster.slurm_cluster import SlurmCluster, chain_shape, check_chain
-from rftdask.config import Config, make_plan, replace
+from rftdask.config import Config, load_config, make_plan, replace
 from rftdask.config.plugins import SUBMITTED
 from rftdask.config.schema.cluster import JobConfig
 from rftdask.errors import FencedError, NotInstalledError, RoleError, UserError
@@ -41,7 +52,9 @@ WARNING_S = 180
 PATIENCE_S = 120
 """Wait for an owner on another machine that was killed a moment ago, and for a scheduler that is starting."""
 _DRIVER_OPTIONS = ("--progress", "plain", "--patience", str(PATIENCE_S), "--with-parent")
-_CONTROLLER = "controller"
+_CONTROLLER = CONTROLLER
+DRIVER_FILE = "driver.sh"
+_RESTARTS_FILE = "restarts"
 _WARNING = f"--signal=B:USR1@{WARNING_S}"
 
 
@@ -73,9 +86,16 @@ class Submission:
     """Scripts that the controller will submit; here only to be looked at."""
     unchecked: str = ""
     """Why it was not checked against what SLURM has; empty: it was."""
+    driver: str = ""
+    """Shell that the controller's job runs on other systems than SLURM."""
 
     def render(self) -> str:
         """The exact scripts, each below what SLURM says to it and the command that submits it."""
+        if self.driver:
+            shown = [f"# {self.folder.path / DRIVER_FILE}\n{self.driver}"]
+            return "\n".join(
+                [*(f"# {each.name}\n{each.text}" for each in (*self.scripts, *self.worker_scripts)), *shown]
+            )
         parts = [f"# not checked against what SLURM has: {self.unchecked}\n"] * bool(self.unchecked)
         for script in (*self.scripts, *self.worker_scripts):
             options = "".join(f" {shlex.quote(option)}" for option in _dependency(script, f"<job of {script.after}>"))
@@ -86,7 +106,7 @@ class Submission:
 
     def check(self) -> None:
         """Ask SLURM what it would do with each script. Raises: UserError: it would refuse one, with its words."""
-        for script in (*self.scripts, *self.worker_scripts):
+        for script in (*self.scripts, *self.worker_scripts) if not self.driver else ():
             if slurm.is_mistake(told := self._foresee(script)):
                 raise UserError(f"SLURM refuses the job of {script.role} (cluster.slurm.{script.role}): {told}")
 
@@ -114,6 +134,7 @@ class Submission:
     def _submit(self, made_of: Sequence[MadeOf], after: str | None) -> list[JobRecord]:
         # Left by an earlier `rftdask cancel`; a driver that finds it ends at once.
         (self.folder.path / CANCELLED_FILE).unlink(missing_ok=True)
+        (self.folder.path / _RESTARTS_FILE).unlink(missing_ok=True)
 
         # Resolved: the job reads no file of the user's, which may change while it waits.
         self.folder.write(CONFIG_FILE, self.config.to_yaml())
@@ -121,6 +142,9 @@ class Submission:
         folders = [name for stage in self.config.stage_configs() for name in stage.explorer.plugin_dirs]
         copy_for_jobs(sources, folders, self.folder.path / SOURCES_FOLDER)
         log_folder(self.storage, self.folder).mkdir(parents=True, exist_ok=True)
+        if self.driver:
+            self.folder.write(DRIVER_FILE, self.driver)
+            return [_start_controller(self.config, self.storage)]
         jobs: dict[str, JobRecord] = {}
         try:
             for script in self.scripts:
@@ -161,13 +185,23 @@ def plan_submission(
     # submits the rest.
     if find_cluster(config.cluster.type).is_one_machine:
         config = replace(config, {"cluster.type": SlurmCluster.cluster_type})
-    if config.cluster.type != SlurmCluster.cluster_type:
-        raise UserError(f"cluster.type is {config.cluster.type}, and rftdask submit is for slurm; use rftdask run")
+    kind = find_cluster(config.cluster.type, config.explorer.plugin_dirs)
+    if not issubclass(kind, SlurmCluster | OtherCluster):
+        raise UserError(
+            f"cluster.type is {config.cluster.type}, and rftdask submit is for batch systems; use rftdask run"
+        )
     stages = config.stage_configs()
     storage = open_storage(config.checkpoint_job_dir)
     for number, stage in enumerate(stages):
         check_run(open_storage(stage.checkpoint_job_dir), stage, free=("model.model_path",) if number else ())
     folder, unchecked = PrivateFolder.base_of(config, storage), ""
+    if issubclass(kind, OtherCluster):
+        if offline or single_allocation:
+            raise UserError(
+                f"--offline and --single-allocation are for cluster.type slurm, and it is {config.cluster.type}; leave "
+                "them out"
+            )
+        return _elsewhere(kind, config, stages, folder, storage)
     layout = None
     try:
         _check_not_submitted(storage)
@@ -199,11 +233,58 @@ def plan_submission(
     return Submission(config, storage, folder, (controller,), tuple(workers), unchecked)
 
 
+def _elsewhere(
+    kind: type[OtherCluster], config: Config, stages: list[Config], folder: PrivateFolder, storage: Storage
+) -> Submission:
+    """The controller's job, and what it will submit, on another batch system than SLURM."""
+    _check_not_submitted(storage)
+    layout, logs = kind.plan(config, stages), log_folder(storage, folder)
+    restarts, path = shlex.quote(str(folder.path / _RESTARTS_FILE)), str(folder.path / CONFIG_FILE)
+    python = shlex.quote(config.cluster.python or sys.executable)
+    walltime_s = kind.walltime_s(config)
+    # These systems let no job queue itself again in one way, so it submits the next one.
+    submit_next = f"{python} -m {__name__} {shlex.quote(path)}"
+    again = f'{{ echo >>{restarts} && {submit_next} && echo "queued again $why" && exit 0; }}'
+    # Nor do they warn of a walltime in one way.
+    warned = f"( sleep {walltime_s - WARNING_S:.0f}; kill -USR1 $$ ) &" if (walltime_s or 0) > 2 * WARNING_S else ""
+    host = HostSystem(restarts=f"$(cat {restarts} 2>/dev/null | wc -l)", again=again, cancel="", first=warned)
+    run = f"{python} {shlex.join(['-m', 'rftdask', 'run', path, *_DRIVER_OPTIONS])}"
+    driver = "\n".join(["#!/usr/bin/env bash", _takes_sources(folder), *driver_shell(folder, run, system=host), ""])
+    script = kind.controller(config, folder, logs, _drive(folder)).job_script()
+    of_cluster, workers = PrivateFolder.of(config, storage), []
+    for role in ROLES:
+        if count := layout.num_workers(role):
+            text = kind.job_script(config, role, count, f"{role}-<number>", of_cluster, logs)
+            workers.append(Script(f"{count} x {role}", role, text))
+    scripts = (Script(_CONTROLLER, _CONTROLLER, script),)
+    return Submission(config, storage, folder, scripts, tuple(workers), driver=driver)
+
+
+def _drive(folder: PrivateFolder) -> str:
+    return f"exec bash {shlex.quote(str(folder.path / DRIVER_FILE))}"
+
+
+def _start_controller(config: Config, storage: Storage) -> JobRecord:
+    """Submit the job that drives a run on another system than SLURM, and note it. Raises: RoleError: it is refused."""
+    kind, folder = find_cluster(config.cluster.type), PrivateFolder.base_of(config, storage)
+    assert issubclass(kind, OtherCluster)
+    job = kind.controller(config, folder, log_folder(storage, folder), _drive(folder))
+    try:
+        asyncio.run(asyncio.wait_for(job.start(), SUBMIT_S))
+    except (RuntimeError, TimeoutError, OSError, ValueError) as error:
+        raise RoleError(f"{config.cluster.type} refuses the job of the controller: {error}") from error
+    record = JobRecord(_CONTROLLER, _CONTROLLER, str(job.job_id), config.cluster.type, time.time())
+    write_jobs(storage, [record], SUBMITTED_FILE)
+    return record
+
+
 def _check_not_submitted(storage: Storage) -> None:
     # Of those that drive the run. Jobs of workers that one has left are taken over by the next.
-    jobs = [job for job in read_jobs(storage, SUBMITTED_FILE) if job.system == SlurmCluster.cluster_type]
+    jobs = read_jobs(storage, SUBMITTED_FILE)
     # Queued counts, too: of two drivers of one run the second would find the first at work, and fail.
-    alive = slurm.states([job.job_id for job in jobs])
+    alive = {}
+    for system in {system_of(job) for job in jobs}:
+        alive |= system.states([job.job_id for job in jobs if system_of(job) is system]) or {}
     if alive:
         told = ", ".join(f"{job.name} is job {job.job_id}, {alive[job.job_id]}" for job in jobs if job.job_id in alive)
         raise FencedError(f"{storage.url} is submitted already: {told}; rftdask cancel {storage.url} ends it")
@@ -351,3 +432,8 @@ def _driver_asks(config: Config) -> tuple[str, ...]:
 
 def _rftdask(config: Config, role: str, *arguments: str, srun: str = "") -> str:
     return command_of(config, role, shlex.join(["-m", "rftdask", *arguments]), srun)
+
+
+if __name__ == "__main__":  # a driver's job, near its walltime
+    queued = load_config(sys.argv[1], was_checked=True)
+    _start_controller(queued, open_storage(queued.checkpoint_job_dir))

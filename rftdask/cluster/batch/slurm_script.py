@@ -10,6 +10,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,37 @@ MAX_RESTARTS = 100
 """Restarts of one job, for whatever reason: a run that is killed each time must not come back for ever."""
 
 
-def driver_shell(folder: PrivateFolder, run: str, beside: Sequence[str] = (), at_end: Sequence[str] = ()) -> list[str]:
+@dataclass(frozen=True)
+class HostSystem:
+    """What the shell that runs a driver says to the batch system of its job."""
+
+    restarts: str
+    """Expands to how often the job was queued again."""
+    again: str
+    """Queues it again; fails where that is refused."""
+    cancel: str
+    """Says that its job was cancelled, where books tell that from a failure; empty: nothing does."""
+    first: str = ""
+    """What is done at the start."""
+
+
+ON_SLURM = HostSystem(
+    restarts="${SLURM_RESTART_COUNT:-0}",
+    again='scontrol requeue "$SLURM_JOB_ID"',
+    cancel='scancel --quiet "$SLURM_JOB_ID" && sleep 60',
+    # Told at the start, and not when the walltime comes.
+    first='case "$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null)" in\n'
+    f'  *" Requeue=0 "*) echo "warning: {NO_REQUEUE}" >&2 ;;\nesac',
+)
+
+
+def driver_shell(
+    folder: PrivateFolder,
+    run: str,
+    beside: Sequence[str] = (),
+    at_end: Sequence[str] = (),
+    system: HostSystem = ON_SLURM,
+) -> list[str]:
     """Shell that runs the driver and passes on what SLURM signals: INT and TERM end it with a checkpoint, USR1 (the
     walltime is near) too, and then the job is queued again, to find those of its workers as it left them. After TERM
     it is not: SLURM knows whether it ends the job (scancel) or queues it again (requeue, preemption).
@@ -75,7 +106,7 @@ def driver_shell(folder: PrivateFolder, run: str, beside: Sequence[str] = (), at
         f"cancelled={shlex.quote(str(folder.path / CANCELLED_FILE))}",
         f"returns={shlex.quote(str(folder.path / RETURNS_FILE))}",
         'rm -f "$returns"',
-        f'may_return() {{ [ ! -e "$cancelled" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MAX_RESTARTS} ]; }}',
+        f'may_return() {{ [ ! -e "$cancelled" ] && [ "{system.restarts}" -lt {MAX_RESTARTS} ]; }}',
         # A signal may come before the driver is there: it is noted, and passed on as soon as there is a process.
         "run= again= stop= code=1",
         "trap 'stop=INT; [ -n \"$run\" ] && kill -INT $run' INT",
@@ -83,10 +114,7 @@ def driver_shell(folder: PrivateFolder, run: str, beside: Sequence[str] = (), at
         # Where the driver finds the file, it leaves the jobs of its workers alone.
         'trap \'stop=INT again=1; may_return && touch "$returns"; [ -n "$run" ] && kill -INT $run\' USR1',
         'if [ -e "$cancelled" ]; then echo "cancelled before it started"; exit 0; fi',
-        # Told at the start, and not when the walltime comes.
-        'case "$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null)" in',
-        f'  *" Requeue=0 "*) echo "warning: {NO_REQUEUE}" >&2 ;;',
-        "esac",
+        *filter(None, [system.first]),
         "set -m  # else a command in the background ignores SIGINT",
         *beside,
         f"{run} &",
@@ -107,13 +135,13 @@ def driver_shell(folder: PrivateFolder, run: str, beside: Sequence[str] = (), at
         '  [ -n "$again" ] && [ $code -eq 130 ] && why="before the walltime"',
         '  [ $code -gt 128 ] && [ $code -ne 130 ] && [ $code -ne 143 ] && why="after it was killed (exit code $code)"',
         '  if [ -n "$why" ]; then',
-        '    if scontrol requeue "$SLURM_JOB_ID"; then echo "queued again $why"; sleep 60',
-        '    else echo "error: SLURM does not queue this job again; submit the run again to go on" >&2; fi',
+        f'    if {system.again}; then echo "queued again $why"; sleep 60',
+        '    else echo "error: this job is not queued again; submit the run again to go on" >&2; fi',
         "  fi",
         "fi",
         *(f"[ $code -eq 143 ] || {command}" for command in at_end),  # else it may come back
         # What somebody cancelled is CANCELLED in SLURM's books too, and not FAILED by its exit code.
-        'if [ -e "$cancelled" ] && [ $code -eq 130 ]; then scancel --quiet "$SLURM_JOB_ID" && sleep 60; fi',
+        *([f'if [ -e "$cancelled" ] && [ $code -eq 130 ]; then {system.cancel}; fi'] * bool(system.cancel)),
         "exit $code",
     ]
 

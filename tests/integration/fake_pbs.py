@@ -1,0 +1,107 @@
+"""qsub, qstat and qdel in the place of PBS's, whose forms they keep: what qsub reads of a script and prints, the table
+of `qstat -u`, what a job finds in its environment. Jobs are processes of this machine, and all of them run at once.
+
+    python fake_pbs.py COMMAND SPOOL ARGUMENT...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+DIRECTIVES = re.compile(r"#PBS -(?P<option>[NqAleoWrjV]) ?(?P<value>.*)")
+SELECT = re.compile(r"select=\d+:ncpus=\d+(:\w+=\w+)*|walltime=\d+:\d\d:\d\d")
+HEAD = """
+fake: 
+                                                            Req'd  Req'd   Elap
+Job ID          Username Queue    Jobname    SessID NDS TSK Memory Time  S Time
+--------------- -------- -------- ---------- ------ --- --- ------ ----- - -----
+"""
+
+
+def install(folder: Path) -> Path:
+    """Make the three commands in a folder; where their jobs are noted."""
+    folder.mkdir()
+    for name in ("qsub", "qstat", "qdel"):
+        (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} {name} {folder}/spool "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder / "spool"
+
+
+def qsub(spool: Path, script: str) -> None:
+    text = Path(script).read_text()
+    told: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.startswith("#PBS"):
+            found = DIRECTIVES.fullmatch(line)
+            if not found:
+                sys.exit(f"qsub: directive error: {line}")
+            told.setdefault(found["option"], []).append(found["value"])
+    if not all(SELECT.fullmatch(value) for value in told["l"]):
+        sys.exit(f"qsub: Illegal attribute or resource value Resource_List: {told['l']}")
+    spool.mkdir(exist_ok=True)
+    number = 100 + len(list(spool.glob("*.json")))
+    copy = spool / f"{number}.SC"
+    copy.write_text(text)
+    # A job has the variables that PBS gives it, and no others of who submitted it.
+    env = {key: os.environ[key] for key in ("HOME", "PATH", "LANG", "USER") if key in os.environ}
+    env |= {"PBS_JOBID": f"{number}.fake", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_QUEUE": told.get("q", ["workq"])[0]}
+    with Path(told["o"][0], f"{told['N'][0]}.o{number}").open("ab") as out:
+        job = subprocess.Popen(
+            ["bash", str(copy)],
+            env=env,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    (spool / f"{number}.json").write_text(json.dumps({"pid": job.pid, "name": told["N"][0], "asked": told}))
+    print(f"{number}.fake")
+
+
+def living(spool: Path) -> dict[str, dict[str, object]]:
+    found = {}
+    for file in spool.glob("*.json"):
+        job = json.loads(file.read_text())
+        try:
+            if psutil.Process(job["pid"]).status() != psutil.STATUS_ZOMBIE:
+                found[file.stem] = job
+        except psutil.Error:
+            continue
+    return found
+
+
+def qstat(spool: Path, option: str, user: str) -> None:
+    assert option == "-u" and user
+    if jobs := living(spool):
+        print(HEAD, end="")
+        for number, job in jobs.items():
+            print(f"{number + '.fake':<15} {user[:8]:<8} workq    {str(job['name'])[:9] + '*'} {job['pid']:>6}", end="")
+            print("   1   1    1gb 01:00 R 00:00")
+
+
+def qdel(spool: Path, job_id: str) -> None:
+    job = living(spool).get(job_id.partition(".")[0])
+    if job is None:
+        print(f"qdel: Unknown Job Id {job_id}", file=sys.stderr)
+        sys.exit(153)
+    group = int(str(job["pid"]))
+    os.killpg(group, signal.SIGTERM)
+    end = time.monotonic() + 10  # kill_delay
+    while psutil.pid_exists(group) and psutil.Process(group).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > end:
+            os.killpg(group, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    {"qsub": qsub, "qstat": qstat, "qdel": qdel}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
