@@ -43,6 +43,7 @@ from rftdask.run.stage import StageRun, StageWork
 from rftdask.run.summary import RunSummary, summarize
 from rftdask.run.view import Stage, stages_of
 from rftdask.storage import Storage, open_storage
+from rftdask.storage.staging import stage_here
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, newest_valid_checkpoint
 
 if TYPE_CHECKING:
@@ -117,6 +118,9 @@ class Experiment:
         """Start, in the background, what the processes of `run` will be forked from: what else there is to do before
         that costs no time. `run` does it, too. Raises: UserError: there is no such cluster.
         """
+        section = self.config.cluster
+        if section.stage_to is not None and section.is_one_machine:  # else on the nodes of the workers
+            stage_here(section.stage_to, section.stage_keep)
         prepare_cluster(self.config, self.config.stage_configs())
         import_ahead()
 

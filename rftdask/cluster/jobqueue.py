@@ -29,6 +29,7 @@ from rftdask.cluster import slurm
 from rftdask.cluster.base import Cluster, find_cluster
 from rftdask.cluster.batch import queries
 from rftdask.cluster.batch.queries import Query
+from rftdask.cluster.batch.slurm_script import staging
 from rftdask.cluster.jobs import (
     MAX_FAILED_STARTS,
     MAX_FAILED_SUBMITS,
@@ -200,13 +201,15 @@ class JobQueueCluster(RemoteWorkersCluster):
         """Arguments of dask-jobqueue's job class for one worker."""
         options = fill_from_environment(config.cluster.options)
         given = {key: value for key, value in options.items() if key not in (*ROLES, CONTROLLER)}
-        return {
+        made = {
             **cls.common_options(config, role, folder),
             "log_directory": str(log_path),
             "name": f"{name}-{cls.job_number}-0",
             **given,
             **options.get(role, {}),
         }
+        key = "job_script_prologue"
+        return made | {key: [*made.get(key, ()), *staging(config)]} if role in ROLES and staging(config) else made
 
     @classmethod
     def common_options(cls, config: Config, role: str, folder: PrivateFolder) -> dict[str, Any]:
@@ -498,14 +501,16 @@ class OtherCluster(JobQueueCluster):
         return job
 
     @classmethod
-    def walltime_s(cls, config: Config) -> float | None:
-        """Of the controller's job; None: it has none, or one that cannot be read here."""
+    def walltime_s(cls, config: Config) -> float:
+        """Of the controller's job; 0: it has none, or one that cannot be read here."""
         options = config.cluster.options
         told = str({**options, **options.get(CONTROLLER, {})}.get("walltime", ""))
         if not re.fullmatch(r"\d+(:\d+)*", told):
-            return None
-        parts = reversed([int(part) for part in told.split(":")])
-        return sum(part * 60**place for place, part in enumerate(parts)) * cls.walltime_unit_s
+            return 0.0
+        seconds = 0.0
+        for part in told.split(":"):
+            seconds = 60 * seconds + int(part)
+        return seconds * cls.walltime_unit_s
 
 
 class PbsCluster(OtherCluster):

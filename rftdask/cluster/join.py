@@ -25,6 +25,7 @@ from rftdask.config import Config
 from rftdask.engines.vllm_follower import ADDRESS, NODES, Nodes, follow
 from rftdask.errors import RoleError
 from rftdask.processes.poll import wait_for
+from rftdask.storage.staging import stage_here, sweep
 
 _LOOK_S = 0.5
 _KNOCK_S = 5.0
@@ -41,6 +42,8 @@ def join(config: Config, folder: PrivateFolder, role: str, patience_s: float) ->
     Args: patience_s: how long to wait for a scheduler, at the start and after one was killed.
     Raises: RoleError: workers cannot be started here.
     """
+    if config.cluster.stage_to is not None:
+        stage_here(config.cluster.stage_to, config.cluster.stage_keep)
     job = os.environ.get("SLURM_JOB_ID", socket.gethostname())
     return _keep_worker(
         folder,
@@ -101,6 +104,13 @@ def _share_engine(folder: Path, count: int, interface: str | None) -> Nodes:
 
 
 def _keep_worker(folder: PrivateFolder, name: str, options: Sequence[str], patience_s: float) -> int:
+    try:
+        return _keep_workers(folder, name, options, patience_s)
+    finally:
+        sweep()
+
+
+def _keep_workers(folder: PrivateFolder, name: str, options: Sequence[str], patience_s: float) -> int:
     started, failures = 0, 0
     while wait_for(lambda: _answers(folder.read_address()), patience_s, _LOOK_S):
         started += 1

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from rftdask.cluster import slurm
 from rftdask.cluster.base import Cluster
-from rftdask.cluster.batch.slurm_script import batch_script, command_of, step
+from rftdask.cluster.batch.slurm_script import batch_script, command_of, staging, step
 from rftdask.cluster.batch.slurm_steps import Steps, allocation, read_allocation, start_step, step_script
 from rftdask.cluster.jobqueue import DEATH_TIMEOUT_S, JobQueueCluster, worker_options
 from rftdask.cluster.layout import ROLES, TRAINER_RESOURCE, Layout, plan_jobs
@@ -106,6 +106,7 @@ class SlurmCluster(JobQueueCluster):
         srun = step(job, shape, "--kill-on-bad-exit=1") if shape.num_tasks > 1 else ""
         submitted = os.environ.get(SUBMITTED, "")
         shell = [
+            *staging(config),
             # Said again, for sites that pass no environment on to jobs.
             *([f"export {SUBMITTED}={shlex.quote(submitted)}"] * bool(submitted)),
             # In the place of its script's shell, so that it is the worker whom the batch system tells to end.

@@ -28,6 +28,7 @@ from rftdask.cluster.batch.slurm_script import (
     batch_script,
     command_of,
     driver_shell,
+    staging,
     step,
 )
 from rftdask.cluster.jobqueue import CONTROLLER, SUBMIT_S, OtherCluster, log_folder, system_of
@@ -246,7 +247,7 @@ def _elsewhere(
     submit_next = f"{python} -m {__name__} {shlex.quote(path)}"
     again = f'{{ echo >>{restarts} && {submit_next} && echo "queued again $why" && exit 0; }}'
     # Nor do they warn of a walltime in one way.
-    warned = f"( sleep {walltime_s - WARNING_S:.0f}; kill -USR1 $$ ) &" if (walltime_s or 0) > 2 * WARNING_S else ""
+    warned = f"( sleep {walltime_s - WARNING_S:.0f}; kill -USR1 $$ ) &" if walltime_s > 2 * WARNING_S else ""
     host = HostSystem(restarts=f"$(cat {restarts} 2>/dev/null | wc -l)", again=again, cancel="", first=warned)
     run = f"{python} {shlex.join(['-m', 'rftdask', 'run', path, *_DRIVER_OPTIONS])}"
     driver = "\n".join(["#!/usr/bin/env bash", _takes_sources(folder), *driver_shell(folder, run, system=host), ""])
@@ -282,7 +283,7 @@ def _check_not_submitted(storage: Storage) -> None:
     # Of those that drive the run. Jobs of workers that one has left are taken over by the next.
     jobs = read_jobs(storage, SUBMITTED_FILE)
     # Queued counts, too: of two drivers of one run the second would find the first at work, and fail.
-    alive = {}
+    alive: dict[str, str] = {}
     for system in {system_of(job) for job in jobs}:
         alive |= system.states([job.job_id for job in jobs if system_of(job) is system]) or {}
     if alive:
@@ -399,7 +400,7 @@ def offline_scripts(
         learn = _rftdask(
             config, TRAINER_RESOURCE, *run, "mode=train", "cluster.type=local", "cluster.node_num=0", *cores
         )
-        shell = [_takes_sources(folder), *driver_shell(folder, learn)]
+        shell = [_takes_sources(folder), *staging(config), *driver_shell(folder, learn)]
         asks, after = _driver_asks(config), name
         name = f"train-{number}"
         text = batch_script(config, name, TRAINER_RESOURCE, train, logs, shell, asks, shape=of_trainer)

@@ -28,6 +28,7 @@ from rftdask.config.plugins import nearest
 from rftdask.errors import DataError
 from rftdask.models.hub import require_hub, without_hub
 from rftdask.storage.checked_json import parse_json
+from rftdask.storage.staging import staged
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 REASONING_GYM = "reasoning-gym:"
@@ -108,6 +109,8 @@ def _open_path(path: str, split: str, subset_name: str | None) -> Dataset:
         filesystem, root = fsspec.core.url_to_fs(fill_from_environment(path))
     except (ImportError, ValueError) as error:  # a protocol that is unknown or whose package is missing
         raise DataError(f"dataset {path}: {error}") from error
+    if "://" not in path:
+        root = staged(root)
     # By its name a file, first: a web server would send all of it to tell whether it is a folder.
     if path.endswith(SUFFIXES) and _answer(path, lambda: filesystem.isfile(root)):
         return _read_files(filesystem, [root], path)

@@ -23,10 +23,12 @@ from rftdask.config.plugins import find_part, load_plugin_folders
 from rftdask.config.schema.explorer import InferenceModelConfig, registered_engines
 from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
+from rftdask.models.hub import local_model
 from rftdask.processes.child import Channel
 from rftdask.processes.gpus import out_of_memory, use_device
 from rftdask.processes.messages import Codec
 from rftdask.processes.turns import DeviceTurn
+from rftdask.storage.staging import staged
 from rftdask.weights.fingerprint import Fingerprint
 
 TARGET = "rftdask.engines.server:serve"
@@ -280,7 +282,13 @@ def _load_engine(spec: Mapping[str, Any], device: str) -> Engine:
     section = InferenceModelConfig.model_validate(spec["section"])
     kind: type[Engine] = find_part("engine", section.engine_type, registered_engines())
     section = section.model_copy(update={"dtype": section.dtype_on(device)})
-    engine = kind.from_config(section, ModelConfig.model_validate(spec["model"]), device)
+    model = ModelConfig.model_validate(spec["model"])
+    if section.traits.has_model and not section.traits.is_external:
+        if section.model_path is None:
+            model = model.model_copy(update={"model_path": staged(local_model(model.model_path))})
+        else:
+            section = section.model_copy(update={"model_path": staged(local_model(section.model_path))})
+    engine = kind.from_config(section, model, device)
     if spec["records_experts"]:
         engine.record_experts()
     log.info("%s is loaded on %s in %s", engine, device, section.dtype)

@@ -21,6 +21,7 @@ from typing import Any
 
 from rftdask.errors import RoleError
 from rftdask.processes.nursery import end_with
+from rftdask.storage.staging import source_of, staged
 
 ENGINE_PID = "RFTDASK_ENGINE_PID"
 """Environment variable of vLLM's processes: the engine's process, with which they end."""
@@ -71,7 +72,9 @@ class Nodes:
         given["distributed_executor_backend"] = "mp"
         number = max(self._starts(), default=0) + 1
         temporary = self.folder / f".start-{number}"
-        temporary.write_text(json.dumps({**given, "on_cpu": on_cpu}))
+        # A copy on this node's own disk is another node's to make.
+        told = {**given, "model": source_of(str(arguments["model"])), "on_cpu": on_cpu}
+        temporary.write_text(json.dumps(told))
         temporary.rename(self.folder / f"start-{number}.json")
         return given
 
@@ -138,6 +141,7 @@ def main(file: str, node_rank: str) -> None:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+    given["model"] = staged(given["model"])
     arguments = AsyncEngineArgs(**given, node_rank=int(node_rank))
     config = arguments.create_engine_config(usage_context=UsageContext.LLM_CLASS, headless=True)
     # It is told what to do by the first node's; its own monitor sees only the processes of this one.

@@ -36,6 +36,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from rftdask.errors import DataError
 from rftdask.models.hub import local_model
 from rftdask.models.model_shape import MAX_LOGITS
+from rftdask.storage.staging import staged
 from rftdask.trainer.attention import check_splits, hidden_states, pack_if_equal
 from rftdask.trainer.engines.strategies.base import distinct_state
 from rftdask.trainer.packing import PackedRows
@@ -74,7 +75,7 @@ def load_policy(
     Raises: DataError: the folder lacks something or is damaged, the model's logits are not lm_head(hidden states), or
     its sequences cannot be split so.
     """
-    source = local_model(model_path)
+    source = staged(local_model(model_path))
     folder = Path(source)
     needed = {"configuration (config.json)": ("config.json",), "weights": _WEIGHTS, "tokenizer": _TOKENIZER}
     for what, patterns in needed.items() if folder.is_dir() else ():

@@ -23,6 +23,7 @@ from rftdask.cluster.slurm import JobShape
 from rftdask.config import Config
 from rftdask.config.schema.cluster import JobConfig
 from rftdask.errors import UserError
+from rftdask.storage.staging import FOLDER, KEEP
 
 ONE_TASK = JobShape(1, 0, 1)
 TEMPLATE = """\
@@ -144,6 +145,14 @@ def driver_shell(
         *([f'if [ -e "$cancelled" ] && [ $code -eq 130 ]; then {system.cancel}; fi'] * bool(system.cancel)),
         "exit $code",
     ]
+
+
+def staging(config: Config) -> list[str]:
+    """Return the shell that says where on its node a job puts models and datasets; its variables are the node's."""
+    section = config.cluster
+    if section.stage_to is None:
+        return []
+    return [f'export {FOLDER}="{section.stage_to}" {KEEP}={int(section.stage_keep)}']
 
 
 def batch_script(

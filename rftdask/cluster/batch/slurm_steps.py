@@ -18,7 +18,7 @@ from typing import ClassVar
 import psutil
 
 from rftdask.cluster import slurm
-from rftdask.cluster.batch.slurm_script import command_of, step
+from rftdask.cluster.batch.slurm_script import command_of, staging, step
 from rftdask.cluster.slurm import Capacity
 from rftdask.config import Config
 from rftdask.config.plugins import SUBMITTED
@@ -65,7 +65,7 @@ def step_script(config: Config, role: str, shape: slurm.JobShape, name: str, wor
     own = f'--name "{name}-{job_id}.$$-0" --local-directory "${{TMPDIR:-/tmp}}"'
     command = command_of(config, role, f"{worker} {own}", step(job, shape, *options))
     log = f'exec >>{shlex.quote(str(logs))}/"{name}-{job_id}.$$.log" 2>&1'
-    return "\n".join([log, *job.prologue, f"exec {command}\n"])
+    return "\n".join([log, *job.prologue, *staging(config), f"exec {command}\n"])
 
 
 def start_step(script: Path) -> str:

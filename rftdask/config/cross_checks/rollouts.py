@@ -82,6 +82,12 @@ def _weights_load_in_flight_where_they_can(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("cluster")
 def _options_are_read(config: Config) -> Iterator[Problem]:
+    if config.cluster.stage_to is not None and config.cluster.type == "existing":
+        yield (
+            "cluster.stage_to",
+            "workers of an existing cluster are started by others; export RFTDASK_STAGE_TO where they start, and leave "
+            "it out here",
+        )
     if config.cluster.options and not config.cluster.takes_options:
         yield "cluster.options", f"cluster.type {config.cluster.type} has no options of its own; leave it out"
 

@@ -27,6 +27,8 @@ import pytest
 from distributed.security import Security
 
 from rftdask.cluster.base import find_cluster
+from rftdask.cluster.batch import queries
+from rftdask.cluster.batch.queries import Query
 from rftdask.cluster.batch.slurm_script import NO_REQUEUE, driver_shell
 from rftdask.cluster.batch.slurm_steps import allocation, read_allocation
 from rftdask.cluster.jobs import (
@@ -358,7 +360,8 @@ def test_every_key_of_a_role_becomes_a_directive() -> None:
 
 
 def test_a_worker_job_names_its_role_its_keys_and_itself(tmp_path: Path) -> None:
-    config = configured(tmp_path, "cluster.slurm.trainer.prologue=[module load cuda]", "cluster.interface=ib0")
+    keys = ("cluster.slurm.trainer.prologue=[module load cuda]", "cluster.interface=ib0")
+    config = configured(tmp_path, *keys, "cluster.stage_to=/local/$USER", "cluster.stage_keep=true")
     script = SlurmCluster.job_script(config, "trainer", 1, "trainer-0", private(config), tmp_path / "log")
     for text in (
         "#SBATCH --job-name=rftdask-trainer-0-try\n",
@@ -367,6 +370,7 @@ def test_a_worker_job_names_its_role_its_keys_and_itself(tmp_path: Path) -> None
         "#SBATCH --requeue\n",
         "#SBATCH --open-mode=append\n",
         "\nmodule load cuda\n",
+        '\nexport RFTDASK_STAGE_TO="/local/$USER" RFTDASK_STAGE_KEEP=1\n',
         "--resources trainer=1 ",
         '--name "trainer-0-${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}" ',
         f"--tls-key {tmp_path}/runs/rftdask/try/control/private/key.pem ",
@@ -430,6 +434,127 @@ def test_other_batch_systems_get_the_same_worker(tmp_path: Path, system: str) ->
     assert "--scheduler-file" in made.job_script()
     if system in ("pbs", "sge"):
         assert "-q gpu" in made.job_script()
+
+
+PBS_TABLE = """
+pbs01: 
+                                                            Req'd  Req'd   Elap
+Job ID          Username Queue    Jobname    SessID NDS TSK Memory Time  S Time
+--------------- -------- -------- ---------- ------ --- --- ------ ----- - -----
+4711.pbs01      me       gpu      rftdask-t*  20341   1   8   64gb 24:00 R 01:12
+4712.pbs01      me       gpu      rftdask-e*    --    1   8   64gb 24:00 Q   -- 
+4713[].pbs01    me       gpu      sweep         --    1   1    4gb 01:00 B   -- 
+4709.pbs01      me       gpu      old         19001   1   1    4gb 01:00 F 00:30
+"""
+SGE_TABLE = """\
+job-ID  prior   name       user         state submit/start at     queue                          slots ja-task-ID 
+-----------------------------------------------------------------------------------------------------------------
+     12 0.55500 rftdask-tr me           r     11/24/2026 00:20:01 gpu.q@node07                       8        
+     13 0.55500 rftdask-ex me           qw    11/24/2026 00:20:03                                    8        
+     14 0.55500 rftdask-ex me           Eqw   11/24/2026 00:20:04                                    8        
+"""
+OAR_TABLE = """\
+Job id    S User     Duration   System message
+--------- - -------- ---------- ------------------------------------------------
+5001      R me        0:12:44 R=8,W=4:0:0,J=B,N=rftdask-trainer-try (Karma=0.001)
+5002      W me        0:00:00 R=8,W=4:0:0,J=B,N=rftdask-explorer-try (Karma=0.001)
+5003      E me        0:00:01 R=8,W=4:0:0,J=B
+"""
+OLD_OAR_TABLE = """\
+Job id     Name           User           Submission Date     S Queue
+---------- -------------- -------------- ------------------- - ----------
+5001       rftdask        me             2026-11-24 00:20:01 R default
+5002       rftdask        me             2026-11-24 00:20:03 W default
+"""
+
+
+@pytest.mark.parametrize(
+    ("query", "told", "states"),
+    [
+        (queries.PBS, PBS_TABLE, {"4711": "RUNNING", "4712": "PENDING (Q)", "4713": "RUNNING"}),
+        (queries.LSF, "7001 RUN\n7002 PEND\n7003 DONE\n7004 EXIT\n", {"7001": "RUNNING", "7002": "PENDING (PEND)"}),
+        (queries.SGE, SGE_TABLE, {"12": "RUNNING", "13": "PENDING (qw)", "14": "PENDING (Eqw)"}),
+        (queries.OAR, OAR_TABLE, {"5001": "RUNNING", "5002": "PENDING (W)"}),
+        (queries.OAR, OLD_OAR_TABLE, {"5001": "RUNNING", "5002": "PENDING (W)"}),
+        (queries.HTCONDOR, "12.0 2\n13.0 1\n14.0 5\n15.0 4\n", {"12.0": "RUNNING", "13.0": "PENDING (1)"}),
+    ],
+)
+def test_what_other_batch_systems_say_of_jobs_is_read(query: Query, told: str, states: dict[str, str]) -> None:
+    found = query.read(told)
+    assert {job_id: state for job_id, state in found.items() if state != "PENDING (5)"} == states
+    stuck = {job_id for job_id, state in found.items() if query.never_runs(state)}
+    assert stuck == ({"14"} if query is queries.SGE else {"14.0"} if query is queries.HTCONDOR else set())
+
+
+def test_a_batch_system_without_its_command_is_not_asked_and_one_without_jobs_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert queries.LSF.states(["1"]) is None and queries.LSF.states([]) == {}
+    bjobs = tmp_path / "bjobs"
+    bjobs.write_text("#!/bin/sh\necho 'No unfinished job found' >&2; exit 255\n")
+    bjobs.chmod(0o755)
+    assert queries.LSF.states(["1"]) == {}
+    bjobs.write_text("#!/bin/sh\necho 'LSF is down. Please wait ...' >&2; exit 255\n")
+    with pytest.raises(RoleError, match="LSF is down"):
+        queries.LSF.states(["1"])
+
+
+ELSEWHERE = {
+    "pbs": (
+        "resource_spec: 'select=1:ncpus=4:ngpus=1:mem=8gb', controller: {resource_spec: 'select=1:ncpus=1:mem=2gb'}",
+        ("#PBS -N rftdask-controller-try", "#PBS -l select=1:ncpus=1:mem=2gb", "#PBS -l walltime=04:00:00"),
+        ("#PBS -l select=1:ncpus=4:ngpus=1:mem=8gb", " --name trainer-<number>-${PBS_JOBID%%.*}-0 "),
+    ),
+    "lsf": (
+        "walltime: '04:00', lsf_units: mb, job_extra_directives: [-gpu num=1], controller: {job_extra_directives: []}",
+        ("#BSUB -J rftdask-controller-try", "#BSUB -W 04:00", "#BSUB -M 8000"),
+        ("#BSUB -gpu num=1", '#BSUB -R "span[hosts=1]"', " --name trainer-<number>-${LSB_JOBID}-0 "),
+    ),
+    "sge": (
+        "resource_spec: gpu=1, job_extra_directives: ['-S /bin/bash'], controller: {resource_spec: mem_free=2G}",
+        ("#$ -N rftdask-controller-try", "#$ -l mem_free=2G", "#$ -l h_rt=04:00:00", "#$ -S /bin/bash"),
+        ("#$ -l gpu=1", " --name trainer-<number>-${JOB_ID}-0 "),
+    ),
+    "oar": (
+        "memory_per_core_property_name: not_applicable, controller: {cores: 1}",
+        ("#OAR -n rftdask-controller-try", "#OAR -l /nodes=1/core=1,walltime=04:00:00"),
+        ("#OAR -l /nodes=1/core=4,walltime=04:00:00", " --name trainer-<number>-${OAR_JOB_ID}-0 "),
+    ),
+    "htcondor": (
+        "disk: 1GB, job_extra_directives: {request_gpus: 1}, controller: {job_extra_directives: {request_gpus: 0}}",
+        ("universe = local", "request_gpus = 0", "Executable = /bin/sh"),
+        ("request_gpus = 1", " --name trainer-<number>-$(ClusterId).$(ProcId)-0 "),
+    ),
+}
+"""By system: options beside the common ones, and what the scripts of controller and trainer say."""
+
+
+@pytest.mark.parametrize("system", ELSEWHERE)
+def test_on_every_batch_system_a_job_drives_the_run_and_asks_for_the_others(
+    system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, *said = ELSEWHERE[system]
+    walltime = "" if system in ("lsf", "htcondor") else "walltime: '04:00:00', "
+    common = ("cluster.python=python3", "cluster.stage_to=$TMPDIR/staged", f"cluster.type={system}")
+    config = configured(tmp_path, *common, f"cluster.options={{cores: 4, memory: 8GB, {walltime}{options}}}")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    submission = plan_submission(config)
+    [controller] = submission.scripts
+    for script, lines in zip((controller, submission.worker_scripts[0]), said, strict=True):
+        assert all(line in script.text for line in lines), script.text
+    driver = f"{tmp_path}/runs/rftdask/try/control/private/driver.sh"
+    assert f"exec bash {driver}" in controller.text and "rftdask.cluster.join" not in controller.text
+    staged = 'export RFTDASK_STAGE_TO="$TMPDIR/staged" RFTDASK_STAGE_KEEP=0'
+    staged = staged.replace('"', '""') if system == "htcondor" else staged
+    assert staged in submission.worker_scripts[0].text and "STAGE" not in controller.text
+    warned = "( sleep 14220; kill -USR1 $$ ) &\n" in submission.driver
+    assert warned == (system != "htcondor"), "near a walltime of four hours"
+    assert "python3 -m rftdask.commands.submit " in submission.driver and "SLURM_" not in submission.driver
+    assert subprocess.run(["/bin/bash", "-n"], input=submission.driver, text=True, check=False).returncode == 0
+    assert submission.render().count(driver) == 2
+    with pytest.raises(UserError, match=r"are for cluster\.type slurm"):
+        plan_submission(config, single_allocation=True)
 
 
 def test_the_controller_is_requeued_and_warned(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ OUR_KEYS = {
     "cluster.interface",
     "cluster.python",
     "cluster.private_folder",
+    "cluster.stage_to",
+    "cluster.stage_keep",
     "cluster.tls",
     "cluster.dashboard_address",
     "cluster.max_queue_s",
