@@ -40,6 +40,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from gpu_train import make_engine, write_model
+from kill_quickstart import SHORT
 from report import Report, make_parser
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -249,12 +250,13 @@ def part_j(place: Place) -> None:
     cluster = "local-cuda" if find_spec("dask_cuda") and place.device == "cuda" else "local"
     runs = place.folder / "runs"
     quickstart = [sys.executable, str(HERE.parent / "examples" / "quickstart.py"), "cluster.colocate=true"]
-    command = [*quickstart, f"cluster.type={cluster}", f"checkpoint_root_dir={runs}"]
+    command = [*quickstart, f"cluster.type={cluster}", f"checkpoint_root_dir={runs}", *(SHORT if place.quick else ())]
     env = {**os.environ, "RFTDASK_RUNS": str(runs)}
     ledger = runs / "rftdask" / "quickstart" / "grpo" / "ledger" / "main"
+    wanted, least = (1, 0.0) if place.quick else (4, 0.8)
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, start_new_session=True) as first:
         deadline = time.monotonic() + 400
-        while first.poll() is None and len(list(ledger.glob("*.json"))) < 4 and time.monotonic() < deadline:
+        while first.poll() is None and len(list(ledger.glob("*.json"))) < wanted and time.monotonic() < deadline:
             time.sleep(0.1)
         os.killpg(first.pid, signal.SIGKILL)
     killed_at = len(list(ledger.glob("*.json")))
@@ -262,8 +264,8 @@ def part_j(place: Place) -> None:
     last = (done.stdout.strip().splitlines() or [""])[-1]
     accuracy = last.partition(" -> ")[2].partition(" ")[0]
     what = f"{cluster}, by turns, killed with -9 at step {killed_at} of the second stage, and started again"
-    learned = done.returncode == 0 and accuracy != "" and float(accuracy) >= 0.8
-    place.add("j", what, f"accuracy {accuracy or done.stderr.strip()[-60:]}", ">= 0.8", learned)
+    learned = done.returncode == 0 and accuracy != "" and float(accuracy) >= least
+    place.add("j", what, f"accuracy {accuracy or done.stderr.strip()[-60:]}", f">= {least}", learned)
 
 
 def _other(place: Place, script: str, *options: str) -> list[dict[str, Any]]:
