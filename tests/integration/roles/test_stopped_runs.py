@@ -54,6 +54,7 @@ def test_a_run_that_is_asked_to_end_writes_a_checkpoint_and_the_same_command_con
     assert assert_sound(folder)["checkpoint"] == 150
 
 
+@pytest.mark.slow
 def test_a_running_folder_refuses_a_second_start_and_goes_on(config: Path) -> None:
     folder = run_folder(config)
     settings = ("trainer.total_steps=5000", "buffer.total_epochs=5000")

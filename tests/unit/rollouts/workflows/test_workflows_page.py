@@ -19,6 +19,7 @@ PAGE = (Path(__file__).parents[4] / "docs/workflows.md").read_text()
 BLOCKS = re.findall(r"```(\w+)(?: file=(\S+))?\n(.*?)```", PAGE, re.DOTALL)
 
 
+@pytest.mark.guides
 def test_the_page_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, Any] = {}
