@@ -100,6 +100,8 @@ class WorkerCache:
         self._tasksets: dict[str, Taskset] = {}
         self._fork_servers: dict[SandboxSpec, ForkServer] = {}
         """Least recently used first."""
+        self._fork_lock = threading.Lock()
+        # Units that overlap use and end these in threads of their own: each takes what it needs once, and keeps it.
         self._auxiliary_engines: dict[EngineSpec, EngineClient] = {}
         self._auxiliary_tokenizers: dict[str, Tokenizer] = {}
         self._task_times_s: dict[int, list[float]] = {}
@@ -219,7 +221,7 @@ class WorkerCache:
 
     def end_turn(self) -> None:
         """All engines may leave devices that they share: a work unit has ended."""
-        for engine in (self._engine, *self._auxiliary_engines.values()):
+        for engine in (self._engine, *tuple(self._auxiliary_engines.values())):
             if engine is not None:
                 engine.end_turn()
 
@@ -245,17 +247,20 @@ class WorkerCache:
 
     def fork_server(self, spec: SandboxSpec) -> ForkServer:
         """A living fork server of `spec`. Raises: UserError: a plug-in cannot be imported."""
-        # Taken out and put back, so that the dict is in the order of use.
-        fork_server = self._fork_servers.pop(spec, None)
-        if fork_server is not None and not fork_server.alive():
-            fork_server.close()
-            fork_server = None
-        # The first of the dict was used longest ago. Units that overlap may need more than are kept.
-        for old in [spec for spec, server in self._fork_servers.items() if not server.in_use]:
-            if len(self._fork_servers) >= _MAX_FORK_SERVERS:
-                self._fork_servers.pop(old).close()
-        self._fork_servers[spec] = fork_server or ForkServer(spec)
-        return self._fork_servers[spec]
+        with self._fork_lock:  # two units that want the same one get the same one
+            kept = self._fork_servers
+            # Taken out and put back, so that the dict is in the order of use.
+            fork_server = kept.pop(spec, None)
+            if fork_server is not None and not fork_server.alive():
+                fork_server.close()
+                fork_server = None
+            # The first of the dict was used longest ago. Units that overlap may need more than are kept.
+            for old, server in list(kept.items()):
+                if len(kept) >= _MAX_FORK_SERVERS and not server.in_use:
+                    kept.pop(old, None)
+                    server.close()
+            kept[spec] = fork_server = fork_server or ForkServer(spec)
+            return fork_server
 
     def auxiliary(self, threads: int) -> dict[str, TextEngine | RemoteModel]:
         """The auxiliary models by name: those of this process, loaded, and those behind an API, for the event loop that
@@ -265,38 +270,39 @@ class WorkerCache:
         if config.algorithm.needs_teacher:
             return {}
         found: dict[str, TextEngine | RemoteModel] = {
-            name: text_engine(engine, self._auxiliary_tokenizers[name], config)
-            for name, engine in self.start_auxiliary(threads).items()
+            name: text_engine(engine, tokenizer, config)
+            for name, (engine, tokenizer) in self.start_auxiliary(threads).items()
         }
         remote = {name: model for name, model in remote_models(config).items() if name != POLICY}
         return found | {name: remote_model(model, config) for name, model in remote.items()}
 
-    def start_auxiliary(self, threads: int) -> dict[str, EngineClient]:
+    def start_auxiliary(self, threads: int) -> dict[str, tuple[EngineClient, Tokenizer]]:
         """The auxiliary models of this process by name, loaded. Raises: RoleError, UserError."""
         config = self._config
         if config.algorithm.needs_teacher:
             return {}
         models = {_name(m): m for m in config.explorer.auxiliary_models if not m.traits.is_external}
         specs = {name: engine_spec(model, config, threads, None) for name, model in models.items()}
-        for spec in list(self._auxiliary_engines):
+        kept = self._auxiliary_engines
+        for spec, engine in list(kept.items()):
             # What is not asked for any more would keep its memory; what died is started again below.
-            if spec not in specs.values() or not self._auxiliary_engines[spec].alive():
-                self._auxiliary_engines.pop(spec).close()
+            if spec not in specs.values() or not engine.alive():
+                kept.pop(spec, None)
+                engine.close()
         # All of them first, so that they load side by side; the tokenizers meanwhile.
+        engines: dict[EngineSpec, EngineClient] = {}
         for spec in specs.values():
-            if spec in self._auxiliary_engines:
-                continue
-            if spec.section.traits.takes_share:
-                for other in (self._engine, *self._auxiliary_engines.values()):
+            if spec not in kept and spec.section.traits.takes_share:
+                for other in (self._engine, *tuple(kept.values())):
                     if other is not None and other.spec.section.traits.takes_share:
                         other.wait_ready()
-            self._auxiliary_engines[spec] = EngineClient(spec)
-        for name, model in models.items():
-            if name not in self._auxiliary_tokenizers:
-                self._auxiliary_tokenizers[name] = _tokenizer(model, config)
-        for spec in specs.values():
-            self._auxiliary_engines[spec].wait_ready()
-        return {name: self._auxiliary_engines[spec] for name, spec in specs.items()}
+            engines[spec] = kept[spec] = kept.get(spec) or EngineClient(spec)
+        known = self._auxiliary_tokenizers
+        tokenizers = {name: known.get(name) or _tokenizer(model, config) for name, model in models.items()}
+        known.update(tokenizers)
+        for each in engines.values():
+            each.wait_ready()
+        return {name: (engines[spec], tokenizers[name]) for name, spec in specs.items()}
 
     def timeout_s(self, explore_step: int) -> float:
         """The limit of an attempt by `explorer.max_timeout` and `explorer.dynamic_timeout`."""
@@ -315,13 +321,11 @@ class WorkerCache:
 
     def drop_auxiliary(self) -> None:
         """End the auxiliary engines and the fork servers, and forget times. Idempotent."""
-        for fork_server in self._fork_servers.values():
-            fork_server.close()
-        self._fork_servers = {}
-        for engine in self._auxiliary_engines.values():
-            engine.close()
-        self._auxiliary_engines = {}
-        self._auxiliary_tokenizers = {}
+        for kept in (self._fork_servers, self._auxiliary_engines):
+            for key in list(kept):  # one by one: another thread may add to them, or take from them, meanwhile
+                if (held := kept.pop(key, None)) is not None:  # type: ignore[call-overload]
+                    held.close()
+        self._auxiliary_tokenizers.clear()
         self._task_times_s = {}
 
 
