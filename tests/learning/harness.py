@@ -62,9 +62,8 @@ class Run:
         self._weights = Published(0, "", "")
         self._learns_from_rollouts = config.algorithm.schema_type == "experience"
         source = config.buffer.explorer_input
-        every = (*source.train_tasksets, *source.eval_tasksets)
-        self._tasksets = {taskset.name: Taskset(taskset) for taskset in every}
-        self._sampling = {taskset.name: sampling_params(taskset, config) for taskset in every}
+        self._sections = (*source.train_tasksets, *source.eval_tasksets)
+        self._tasksets = {taskset.name: Taskset(taskset) for taskset in self._sections}
         self._train_names = [taskset.name for taskset in source.train_tasksets]
         self._eval_names = [taskset.name for taskset in source.eval_tasksets]
         self._explored = 0
@@ -131,7 +130,7 @@ class Run:
             policy=TextEngine(generate, self.tokenizer),
             explorer=self.config.explorer,
             model=self.config.model,
-            sampling=self._sampling,
+            sampling={each.name: sampling_params(each, self.config, max(1, explore_step)) for each in self._sections},
             weights=self._weights,
         )
         # Not asyncio.run, which takes SIGINT over for each unit, and on the way spells out all that the unit gave.

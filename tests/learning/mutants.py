@@ -8,6 +8,7 @@ nothing asks whether that part does what it says. What the mutants do is below; 
 - sign: the loss, or every advantage, times -1.
 - baseline: what is taken off the rewards (the mean of the task, the greedy rollout, the critic's value) is 0.
 - clip: the bound on how far the policy moves from what sampled is taken away.
+- schedule: its beginning or its end holds all along; the hard tasks come first.
 - mask: what is not to be trained is trained.
 """
 
@@ -22,13 +23,14 @@ from unittest import mock
 
 import torch
 
-from rftdask.algorithm import entropy, kl
+from rftdask.algorithm import entropy, kl, selectors
 from rftdask.algorithm.advantages import group, tokens, turns
 from rftdask.algorithm.losses.imitation import jsd, mix, mix_chord, sft, sft_is, sft_phi
 from rftdask.algorithm.losses.preference import bradley_terry, dpo, kto, orpo, simpo
 from rftdask.algorithm.losses.ratio import decoupled_ppo, dppo, gspo, importance_sampling, m2po, ppo, sapo
 from rftdask.algorithm.losses.reinforce import cispo, opmd, rec, sppo, topr, vespo
 from rftdask.buffer.batches import source
+from rftdask.config.schema.buffer import RolloutArgs
 from tests.learning.cases import CASES, crossed, learn
 
 FREE = {"clip_range": 1.0, "clip_range_low": 1.0, "clip_range_high": 1e9}
@@ -168,6 +170,27 @@ def _sign_of_kl(cls: type) -> AbstractContextManager[Any]:
     return mock.patch.object(cls, "per_token", lambda self, *given: -original(self, *given))
 
 
+def _hard_first() -> AbstractContextManager[Any]:
+    original = selectors.EasyToHard.order
+    return mock.patch.object(
+        selectors.EasyToHard, "order", lambda self, features_NF, *more: original(self, -features_NF, *more)
+    )
+
+
+def _one_temperature(name: str) -> AbstractContextManager[Any]:
+    def stays(self: Any, explore_step: int) -> float:
+        return float(self.temperature if self.final_temperature is None else getattr(self, name))
+
+    return mock.patch.object(RolloutArgs, "temperature_at", stays)
+
+
+def _one_coefficient(name: str) -> AbstractContextManager[Any]:
+    def stays(self: Any, step: int, coef: float) -> float:
+        return float(coef if self.final_coef is None else getattr(self, name))
+
+    return mock.patch.object(kl.KlFn, "coef_at", stays)
+
+
 def mutants() -> Iterator[Mutant]:
     """All of them."""
     for cls, (case, loose) in LOSSES.items():
@@ -186,6 +209,11 @@ def mutants() -> Iterator[Mutant]:
     yield Mutant("ClipV: mask", "grpo-clipv", _inverted_filter)
     for fn in (kl.K2, kl.K3, kl.LowVarKl, kl.AbsKl, kl.CorrectedK3):
         yield Mutant(f"{fn.__name__}: sign", f"grpo-{fn.kl_name}", lambda fn=fn: _sign_of_kl(fn))
+    yield Mutant("EasyToHard: sign", "grpo-curriculum", _hard_first)
+    for name in ("temperature", "final_temperature"):
+        yield Mutant(f"RolloutArgs: {name} alone", "grpo-cooling", lambda name=name: _one_temperature(name))
+    for name in ("kl_coef", "final_coef"):
+        yield Mutant(f"KlFn: {name} alone", "grpo-letting_go", lambda name=name: _one_coefficient(name))
     yield Mutant("EntropyBonus: sign", "grpo-entropy", lambda: _sign_of_kl(entropy.EntropyBonus))
 
 

@@ -8,6 +8,7 @@ RFTDASK_LEARNING_SEEDS ("0") names the seeds, such as "0,1,2".
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,14 @@ def test_every_loss_and_every_advantage_has_a_mutant() -> None:
     broken = {mutant.name.partition(":")[0] for mutant in mutants()}
     parts = [*registered_parts("policy_loss_fn").values(), *registered_parts("advantage_fn").values()]
     assert {part.attribute for part in parts} - broken == set()
+
+
+def test_the_table_of_the_page_has_every_bound_of_every_case() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    missing = [
+        f"{case.name}: {name}" for case in CASES for name in case.bounds if f"| `{case.name}` | {name} |" not in page
+    ]
+    assert missing == [], "measure them: python -m tests.learning NAME --markdown"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -9,6 +9,9 @@
 - corridor   "x2>" is cell 2 of the cells 1 to 3 of corridor x, which has its exit at one end. A walk begins in the
              middle and has five turns; the policy says l or r in each, the wrong one more often. Two corridors pay 16
              more however the walk ends.
+- stairs     "x4>" is stair 4 of six, by the name of a corridor with its exit to the right: r leads one stair down, and
+             whoever says something else falls. Only the ground pays, and tasks begin on every stair: from high up next
+             to nobody gets there before the step is known. `low` is the larger the lower.
 
 What is shown (sft), compared (dpo) or read (cpt) are echo's right answers. The teacher is a policy that knows them.
 """
@@ -36,6 +39,9 @@ LETTERS = "abcdefgh"
 EXITS = {"w": 1, "x": 3, "y": 1, "z": 3}
 """Corridor -> the cell of its exit."""
 GIFT = 4.0
+STAIRS = 6
+CLIMBS = 16
+"""Times that a task comes in a run, all of which is one epoch."""
 CORRECT_SHARE = {"echo": 0.3, "unheard": 0.3, "corridor": 0.3}
 """Of what the policy says before it learns."""
 WARM_UP_STEPS = 200
@@ -67,9 +73,23 @@ async def corridor(task: Task, model: PolicyModel) -> Reward:
     return Reward(earned + task.row["gift"], {"accuracy": float(at == out), "length": float(len(steps))}, tuple(steps))
 
 
+@workflow("stairs", in_process=True)
+async def stairs(task: Task, model: PolicyModel) -> Reward:
+    """1 for who gets to the ground."""
+    at = task.row["start"]
+    while at and (await model.generate(f"{task.prompt}{at}>")).text[:1] == "r":
+        at -= 1
+    return Reward(float(at == 0), {"accuracy": float(at == 0), "length": float(task.row["start"] - at)})
+
+
 def write_tables(folder: Path) -> None:
     """Every dataset of the toys as NAME.jsonl."""
     right = [(f"{letter}:", letter) for letter in LETTERS]
+    starts = [
+        {"prompt": name, "response": "", "start": start, "low": STAIRS - start}
+        for start in range(1, STAIRS + 1)
+        for name in "xz"
+    ]
     tables = {
         "echo": [{"prompt": asked, "response": said, "gift": 0.0} for asked, said in right],
         "gifts": [{"prompt": asked, "response": said, "gift": GIFT * (i % 2)} for i, (asked, said) in enumerate(right)],
@@ -80,6 +100,8 @@ def write_tables(folder: Path) -> None:
             {"prompt": name, "response": str(out), "gift": 4 * GIFT * (i // 2)}
             for i, (name, out) in enumerate(EXITS.items())
         ],
+        "stairs": starts,
+        "climbs": [row for row in starts for _ in range(CLIMBS)],
         "pairs": [
             {"prompt": asked, "chosen": said, "rejected": after(said)} for asked, said in right
         ],
