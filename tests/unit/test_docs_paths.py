@@ -1,4 +1,6 @@
-"""Promises of the documentation: every file that it names exists, and so does every heading that it links to."""
+"""Promises of the documentation: every file and every key of a configuration that it names exists, and so does every
+heading that it links to.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from rftdask.config import Config
+from rftdask.config.base import Section, child_of
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md")])
 _CODE = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(r"(?:[\w.-]+/)*[\w-]+\.(?:py|md|yaml|ipynb|toml|sh)")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)#:\s]*)(#[^)\s]*)?\)")
 _EXAMPLE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_KEY = re.compile(rf"`((?:{'|'.join(Config.model_fields)})\.[a-z_][\w.\[\]]*)[`:=]")
+_NO_KEYS = {"model.generate"}
+"""What reads like a key, and is a method of transformers."""
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
@@ -41,6 +49,30 @@ def anchors(file: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert [path for path in named_paths(page.read_text()) if not exists(path)] == []
+
+
+def is_key(key: str, section: type[Section] = Config) -> bool:
+    """Whether `key`, such as "explorer.rollout_model.dtype", is one of a section."""
+    name, _, rest = key.partition(".")
+    info = section.model_fields.get(name.partition("[")[0])
+    if info is None:
+        return not rest and isinstance(getattr(section, name, None), property)
+    child = child_of(info)
+    if child is None or not rest:
+        return True  # a dict of somebody's own, or the key itself
+    return is_key(rest.partition(".")[2] if child[0] == "dict" else rest, child[1])
+
+
+# Pages on the reference system name its keys, too, and the changelog those that are gone.
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if "trinity" not in page.name and page.name != "CHANGELOG.md"],
+    ids=lambda page: page.name,
+)
+def test_every_key_that_a_page_names_exists(page: Path) -> None:
+    named = {key.rstrip(".") for key in _KEY.findall(page.read_text())} - _NO_KEYS
+    assert [key for key in sorted(named) if not is_key(key)] == []
+    assert not is_key("trainer.no_such_key")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
