@@ -114,7 +114,7 @@ class Submission:
     def _foresee(self, script: Script) -> str:
         try:
             return slurm.foresee(script.text)
-        except RoleError as error:  # also a limit that will be none when the job comes
+        except (NotInstalledError, RoleError) as error:  # also a limit that will be none when the job comes
             return " ".join(str(error).split())
 
     def submit(self, made_of: Sequence[MadeOf] = (), after: str | None = None) -> list[JobRecord]:

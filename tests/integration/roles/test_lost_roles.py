@@ -68,10 +68,11 @@ def test_explorers_bank_up_to_the_staleness_bound_while_there_is_no_trainer(tmp_
     settings = (*settings, "explorer.eval_interval=100")
     rules = make_sync_rules(load_config(config, settings))
     with RunProcess("run", str(config), *settings, "--progress", "plain") as run:
-        run.wait_until(lambda: num_steps(folder) >= 2)
+        pointer = folder / "latest_state_dict_iteration.txt"
+        run.wait_until(lambda: num_steps(folder) >= 2 and pointer.exists())
         (trainer,) = run.children(TRAINER)
         trainer.send_signal(signal.SIGSTOP)  # it hangs, with whatever it has published
-        published = read_number(folder / "latest_state_dict_iteration.txt")
+        published = read_number(pointer)
         last = max(step for step in range(1, 21) if rules.weights_for(step).version <= published)
         run.wait_until(lambda: explored(folder)[0] >= last * BATCHES_PER_STEP)
         time.sleep(2.0)  # for the next step to begin, if anything let it
