@@ -510,6 +510,8 @@ def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For p
             _say(f"job {job.job_id:<8} {job.name:<14} {job.state}")
         if found.usage is not None:
             _say(f"took {found.usage.render()}")
+        elif found.usage_unknown:
+            _say(found.usage_unknown)
         if found.why:
             _say(f"not running: {found.why}")
         for stage in stages:

@@ -8,6 +8,7 @@ system knows. The next start cancels what is left of the latter.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -109,6 +110,15 @@ def jobs_file(mode: str) -> str:
 def write_jobs(storage: Storage, jobs: Sequence[JobRecord], file: str) -> None:
     """Replace the note of the jobs of a run, in one put."""
     storage.put(file, json.dumps([asdict(job) for job in jobs], indent=1).encode())
+
+
+def slurm_numbers(storage: Storage, jobs: Sequence[JobRecord]) -> list[str]:
+    """Numbers of all jobs that a run has had on SLURM, also of those that ended long ago; empty: it had none."""
+    if not any("slurm" in job.system for job in jobs):
+        return []
+    # The lists have the jobs of now; each job that began has left a log with its number.
+    logs = (re.fullmatch(r"[a-z]+(?:-\d+)?-(\d+)(?:[_.]\d+)?\.log", name) for name in storage.list("log"))
+    return sorted({job.job_id.partition(".")[0] for job in jobs} | {found[1] for found in logs if found})
 
 
 def read_jobs(storage: Storage, file: str = "") -> list[JobRecord]:

@@ -26,6 +26,10 @@ _NEVER = {
 }
 _NEVER_PER_JOB = re.compile(r"(QOS|Assoc)Max\w+Per(JobLimit|Job|Node)|QOSMin\w+")
 """Reasons of waiting jobs (%r of squeue, job_reason_string in SLURM's source) that the job alone is the cause of."""
+_WELL = {"COMPLETED", "RUNNING", "PENDING", "REQUEUED", "COMPLETING", "CONFIGURING", "RESIZING"}
+"""States in SLURM's books of which there is nothing to tell."""
+_MOST_FAILED = 5
+NO_BOOKS = "SLURM keeps no books here that sacct would read, so GPU hours, queue time and exit reasons are not known"
 _COMMAND_S = 60.0
 """For one command; while its controller restarts SLURM's clients try for some seconds by themselves."""
 
@@ -188,18 +192,21 @@ class Usage:
     """The longest that one of them waited."""
     ends: dict[str, int]
     """How many ended how, or are RUNNING or PENDING."""
+    failed: tuple[str, ...] = ()
+    """Of each that did not end well: its number, how it ended, and why, as far as SLURM says it."""
 
     def render(self) -> str:
-        """In a line."""
+        """In a line, and one for each of the last that did not end well."""
         ends = ", ".join(f"{count} {state}" for state, count in sorted(self.ends.items()))
-        return (
+        told = (
             f"{self.num_jobs} jobs ({ends}), {self.gpu_hours:.1f} GPU hours, up to {self.queue_s / 60:.0f} min in queue"
         )
+        return "\n".join([told, *(f"  job {each}" for each in self.failed[-_MOST_FAILED:])])
 
 
 def usage(ids: Sequence[str]) -> Usage | None:
     """Of these jobs; None: SLURM keeps no books here, or does not answer."""
-    fields = "State,ElapsedRaw,AllocTRES,Submit,Start"
+    fields = "State,ElapsedRaw,AllocTRES,Submit,Start,JobID,ExitCode,Reason"
     options = ("--allocations", "--duplicates", "--noheader", "--parsable2", f"--format={fields}")
     try:
         rows = call("sacct", *options, f"--jobs={','.join(ids)}").splitlines() if ids else []
@@ -209,14 +216,17 @@ def usage(ids: Sequence[str]) -> Usage | None:
         return None
     ends: Counter[str] = Counter()
     gpu_s = queue_s = 0.0
-    for state, elapsed, tres, *times in (row.split("|") for row in rows):
+    failed = []
+    for state, elapsed, tres, *times, job_id, code, why in (row.split("|") for row in rows):
+        if state.split()[0] not in _WELL:
+            failed.append(f"{job_id} {state} (exit {code}{f', {why}' if why not in ('', 'None') else ''})")
         ends[state.split()[0]] += 1  # "CANCELLED by 1000"
         gpus = re.search(r"(?<![\w/])gres/gpu=(\d+)", tres)  # of all types
         gpu_s += int(elapsed or 0) * int(gpus[1] if gpus else 0)
         with suppress(ValueError):  # "Unknown", of one that has not started
             submit, start = map(datetime.fromisoformat, times)
             queue_s = max(queue_s, (start - submit).total_seconds())
-    return Usage(len(rows), gpu_s / 3600, queue_s, dict(ends))
+    return Usage(len(rows), gpu_s / 3600, queue_s, dict(ends), tuple(failed))
 
 
 @dataclass(frozen=True)

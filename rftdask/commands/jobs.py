@@ -6,7 +6,6 @@ Reads storage and the batch system and nothing else, so it tells the same of a r
 from __future__ import annotations
 
 import contextlib
-import re
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from time import sleep
 from typing import TYPE_CHECKING, Any
 
 from rftdask.cluster import slurm
-from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JobRecord, read_jobs
+from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JobRecord, read_jobs, slurm_numbers
 from rftdask.config import Config, load_config
 from rftdask.errors import DataError, NotFoundError, RftError, UserError, WaitTimeout
 from rftdask.monitor.logs import COPY_EVERY_S
@@ -69,6 +68,8 @@ class RunJobs:
     """It has a run folder that other commands can read."""
     usage: slurm.Usage | None = None
     """What its jobs took, also those that have ended; None: no books are kept of it."""
+    usage_unknown: str = ""
+    """Why it is not known of jobs on SLURM."""
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
@@ -104,11 +105,10 @@ def read_run_jobs(url: str) -> RunJobs:
         else:
             ended = _system_of(job).reason(job.job_id) or "ended"
             jobs.append(JobStatus(job.role, job.name, job.job_id, ended, False))
-    # The lists have the jobs of now; each job that began has left a log with its number.
-    logs = (re.fullmatch(r"[a-z]+(?:-\d+)?-(\d+)(?:[_.]\d+)?\.log", name) for name in storage.list("log"))
-    ids = {job.job_id for job in records} | {found[1] for found in logs if found}
-    used = slurm.usage(sorted(ids)) if any("slurm" in job.system for job in records) else None
-    return RunJobs(tuple(jobs), why_not_running(storage, tuple(jobs)), has_begun, used)
+    numbers = slurm_numbers(storage, records)
+    used = slurm.usage(numbers) if numbers else None
+    unknown = slurm.NO_BOOKS if numbers and used is None else ""
+    return RunJobs(tuple(jobs), why_not_running(storage, tuple(jobs)), has_begun, used, unknown)
 
 
 def _states_of(jobs: Sequence[JobRecord]) -> dict[str, str]:

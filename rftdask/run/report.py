@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 
+from rftdask.cluster import slurm
+from rftdask.cluster.jobs import read_jobs, slurm_numbers
 from rftdask.monitor.charts import CHARTS, Stages, chart_svg
 from rftdask.monitor.explain import DIRECTIONS, METRICS, Metric, explain
 from rftdask.monitor.progress import duration
@@ -54,12 +56,15 @@ def write_report(storage: Storage, summary: RunSummary, stages: Stages) -> str:
     Args: stages: (stage name, metrics as `read_metrics` gives them) in the order they ran.
     Raises: StorageError.
     """
-    storage.put(REPORT_NAME, render_report(summary, stages).encode())
+    numbers = slurm_numbers(storage, read_jobs(storage))
+    used = slurm.usage(numbers) if numbers else None
+    took = "" if not numbers else slurm.NO_BOOKS if used is None else used.render()
+    storage.put(REPORT_NAME, render_report(summary, stages, took).encode())
     return f"{storage.url.rstrip('/')}/{REPORT_NAME}"
 
 
-def render_report(summary: RunSummary, stages: Stages) -> str:
-    """The page of `write_report`."""
+def render_report(summary: RunSummary, stages: Stages, took: str = "") -> str:
+    """The page of `write_report`. took: what its jobs on SLURM took, line by line."""
     from jinja2 import Environment, PackageLoader, StrictUndefined  # late: only reports need it
 
     environment = Environment(
@@ -91,6 +96,7 @@ def render_report(summary: RunSummary, stages: Stages) -> str:
         summary=summary,
         date=began.strftime("%Y-%m-%d %H:%M UTC") if summary.started_at_s else "-",
         numbers=numbers,
+        took=took.splitlines(),
         learned=learned(summary),
         charts=[
             {"title": m.label, "unit": m.unit, "direction": DIRECTIONS[m.direction], "svg": svg}

@@ -17,9 +17,11 @@ from rftdask.cli import app
 from rftdask.cluster.jobs import SUBMITTED_FILE, JobRecord, write_jobs
 from rftdask.cluster.join import join
 from rftdask.cluster.secrets_folder import PrivateFolder
+from rftdask.cluster.slurm import NO_BOOKS
 from rftdask.commands.jobs import JobStatus, follow_logs, read_logs, read_run_jobs, why_not_running
 from rftdask.config import load_config
 from rftdask.errors import DataError, RoleError
+from rftdask.run.report import report_run
 from rftdask.run.run_folder import (
     END_FILE,
     RUN_FILE,
@@ -67,10 +69,11 @@ def test_a_run_whose_job_waits_says_so(tmp_path: Path) -> None:
 
 
 SACCT = """\
-COMPLETED|7200|billing=8,cpu=8,gres/gpu:h100=8,gres/gpu=8,mem=64G,node=1|2026-11-23T10:00:00|2026-11-23T10:30:00
-CANCELLED by 1000|1800|billing=1,cpu=1,gres/gpu=1,mem=4G,node=1|2026-11-23T10:00:00|2026-11-23T10:00:05
-PREEMPTED|1800|billing=1,cpu=1,gres/gpu=1,mem=4G,node=1|2026-11-23T10:00:00|2026-11-23T10:01:00
-PENDING|0||2026-11-23T12:00:00|Unknown
+COMPLETED|7200|billing=8,cpu=8,gres/gpu:h100=8,gres/gpu=8,mem=64G,node=1|2026-11-23T10:00:00|2026-11-23T10:30:00|7|0:0|None
+CANCELLED by 1000|1800|billing=1,cpu=1,gres/gpu=1,mem=4G,node=1|2026-11-23T10:00:00|2026-11-23T10:00:05|9|0:15|None
+PREEMPTED|1800|billing=1,cpu=1,gres/gpu=1,mem=4G,node=1|2026-11-23T10:00:00|2026-11-23T10:01:00|12_4|0:0|None
+NODE_FAIL|0|billing=1,cpu=1,gres/gpu=1,mem=4G,node=1|2026-11-23T10:00:00|2026-11-23T10:01:00|13|1:0|NodeDown
+PENDING|0||2026-11-23T12:00:00|Unknown|14|0:0|Priority
 """
 
 
@@ -90,10 +93,19 @@ def test_what_its_jobs_took_is_told_where_slurm_keeps_books(tmp_path: Path, monk
     found = read_run_jobs(str(run))
     assert "--jobs=12,7,9\n" in asked.read_text()
     assert found.usage is not None and found.to_json()["usage"]["gpu_hours"] == 17.0
-    ends = "1 CANCELLED, 1 COMPLETED, 1 PENDING, 1 PREEMPTED"
-    assert found.usage.render() == f"4 jobs ({ends}), 17.0 GPU hours, up to 30 min in queue"
+    ends = "1 CANCELLED, 1 COMPLETED, 1 NODE_FAIL, 1 PENDING, 1 PREEMPTED"
+    told = [
+        f"5 jobs ({ends}), 17.0 GPU hours, up to 30 min in queue",
+        "  job 9 CANCELLED by 1000 (exit 0:15)",
+        "  job 12_4 PREEMPTED (exit 0:0)",
+        "  job 13 NODE_FAIL (exit 1:0, NodeDown)",
+    ]
+    assert found.usage.render().splitlines() == told
+    assert all(line.strip() in Path(report_run(run)).read_text() for line in told)
     (commands / "sacct").write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2; exit 1\n")
-    assert read_run_jobs(str(run)).usage is None
+    without = read_run_jobs(str(run))
+    assert without.usage is None and without.usage_unknown == NO_BOOKS
+    assert NO_BOOKS in Path(report_run(run)).read_text()
 
 
 def test_a_run_with_an_owner_runs(tmp_path: Path) -> None:
