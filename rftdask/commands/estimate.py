@@ -417,7 +417,9 @@ def estimate(
         # What has changed is found by the version before.
         copies = 1 if config.synchronizer.whole_interval == 1 else 2
         why = "a copy of the weights" if copies == 1 else "copies of the weights as they are, and as they were"
-        host.append(Part("publication", copies * published * count, f"{why}, on rank 0"))
+        # Rank 0 has adapters alone.
+        share, who = (1.0, "rank 0") if sizes.trained else (here / sizes.num_ranks, "the ranks, each its part")
+        host.append(Part("publication", share * copies * published * count, f"{why}, on {who}"))
         # The trainer goes on while it is written: weights by rank 0, the optimizer's state by all ranks.
         saved = _MASTER * count + here / sizes.num_ranks * _state_bytes(shape, sizes)[0]
         if sizes.critic is not None:

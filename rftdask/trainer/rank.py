@@ -165,9 +165,12 @@ def build_trainer(
     planned = None if parent is None else parent.schedule_steps  # a replay decays as its parent did
     registered, folders = registered_train_engines(), config.explorer.plugin_dirs
     engine = find_part("trainer engine", config.trainer.trainer_type, registered, folders)
-    # The thread that saves speaks to its like on the other ranks while the ranks train.
+    # The threads that save and publish speak to their like on the other ranks while the ranks train.
     # Made here, since making a group is a call of all ranks, in one order.
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_ANSWER_S)) if ranks.size > 1 else None
+    timeout = timedelta(seconds=_ANSWER_S)
+    savers, publishers = (
+        ProcessRanks(dist.new_group(backend="gloo", timeout=timeout)) if ranks.size > 1 else None for _ in range(2)
+    )
     rules = make_sync_rules(config)
     publishes = algorithm.schema == "experience" or config.evaluates_training
     looked_s, stop_found = 0.0, False
@@ -209,7 +212,7 @@ def build_trainer(
             lineage,
             config.trainer.max_checkpoints_to_keep,
             ranks=ranks,
-            writers=None if group is None else ProcessRanks(group),
+            writers=savers,
             strategy=config.trainer.save_strategy,
         ),
         storage=storage,
@@ -221,6 +224,7 @@ def build_trainer(
         publish_due=publish_due if publishes and parent is None else None,
         should_stop=should_stop,
         emit=emit,
+        publishers=publishers,
         whole_asked=whole_asked,
         whole_interval=config.synchronizer.whole_interval,
         max_weights_to_keep=0 if config.has_both_roles else _WEIGHTS_TO_KEEP,

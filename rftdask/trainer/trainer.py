@@ -58,8 +58,9 @@ _SIGN_OF_LIFE_S = 5.0
 _TURN_LOOK_S = 0.02
 _UIDS = "uids"
 
-Turn: TypeAlias = tuple[Literal["train", "publish", "wait", "stop", "end"], str]
-"""What all ranks do next, and for "train" the ledger entry as JSON. stop: end on request; end: all is trained."""
+Turn: TypeAlias = tuple[Literal["train", "publish", "whole", "wait", "stop", "end"], str]
+"""What all ranks do next, and for "train" the ledger entry as JSON. whole: write all of what was published last; stop:
+end on request; end: all is trained."""
 
 
 class MetricsSink(Protocol):
@@ -99,10 +100,13 @@ class Trainer:
     """Publications from one of the whole weights to the next; those between are of what has changed."""
     whole_asked: Callable[[int], bool] = lambda version: False
     """(last published step) -> whether somebody asks for all of these weights, who cannot make them of what they are
-    made of. Asked by rank 0 before every batch, and while it waits."""
+    made of: once. Asked by rank 0 before every batch, and while it waits."""
     max_weights_to_keep: int = 0
     """Published versions that stay, for a trainer without an explorer beside it; 0: the explorer removes them."""
     ranks: Ranks = field(default_factory=Ranks)
+    publishers: Ranks | None = None
+    """The same ranks over a process group of their own, since its calls are made from a thread: each writes its part of
+    the weights. None: rank 0 writes all, and has all."""
     held_out: Sequence[TrainingBatch] = ()
     """Rows that are not trained, the same on all ranks: what the weights say of them is measured before the first step,
     every `eval_interval` steps and after the last."""
@@ -123,7 +127,7 @@ class Trainer:
         self._published = self._saved = 0
         self._saved_s = time.monotonic()
         self._publishing = Background("publisher")
-        self._publisher = Publisher(self.storage, self.lineage, self.whole_interval)
+        self._publisher = Publisher(self.storage, self.lineage, self.whole_interval, self.publishers)
         # The step that was published last in this life, and what became of it; on rank 0.
         self._publication: tuple[int, Future[PublishedWeights]] | None = None
         self._evaluated = -1
@@ -164,9 +168,9 @@ class Trainer:
                     self.engine.return_to_device()
                 if action in ("stop", "end"):
                     break
-                if action == "publish":
+                if action in ("publish", "whole"):
                     asked = time.perf_counter()
-                    self._publish(step)
+                    (self._publish if action == "publish" else self._publish_whole)(step)
                     began += time.perf_counter() - asked  # no waiting for data
                     continue
 
@@ -237,7 +241,7 @@ class Trainer:
     def _next_turn(self, step: int) -> Turn:
         """What comes after `step`. On rank 0; the entry of a batch is in the ledger when this returns it."""
         if self.whole_interval > 1 and self.whole_asked(self._published):
-            self._publishing.start(partial(self._publisher.write_whole, self._published))
+            return "whole", ""
         if self._is_last(step):
             return "end", ""
         # Before a batch is formed: one that is in the ledger has to be trained, by this life or the next.
@@ -308,20 +312,35 @@ class Trainer:
         return step
 
     def _publish(self, step: int) -> None:
-        """Copy the weights; a thread of rank 0 writes them and moves the pointer. All ranks bring them together."""
+        """Copy the weights; a thread of each rank writes its part, and that of rank 0 moves the pointer. All ranks
+        bring them together.
+        """
         self.doing = f"version {step} is published"
         self._publishing.flush()  # before the copy: no more than one is held
+        self.engine.reuse(self._publisher.take_spare())
         weights, fingerprint = self.engine.weights(), self._fingerprint_of(step)
         self._published = step  # on all ranks: each asks it, when the run ends, whether the last weights are out
-        if self.ranks.is_rank0:
+        if self._writes:
             write = partial(self._write_weights, step, weights, fingerprint)
             self._publication = (step, self._publishing.start(write))
+
+    def _publish_whole(self, step: int) -> None:
+        """Let the threads write all of what was published last, and not only what had changed."""
+        if self._writes:
+            self._publishing.start(partial(self._publisher.write_whole, self._published))
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this rank has a part of what is published."""
+        return self.ranks.is_rank0 or self.publishers is not None
 
     def _write_weights(
         self, step: int, weights: Mapping[str, Data], fingerprint: Fingerprint | None
     ) -> PublishedWeights:
         """Write the weights, then move the pointer. Beside the training."""
         published = self._publisher.publish(step, weights, fingerprint)
+        if not self.ranks.is_rank0:
+            return published
         if self.max_weights_to_keep:
             # Explorers that are other commands read these at their own pace; only their number bounds what lies here.
             kept = published_versions(self.storage)[-self.max_weights_to_keep :]

@@ -24,6 +24,8 @@ CHECKPOINT_POINTER = "latest_checkpointed_iteration.txt"
 REQUEST_FILE = "control/requested_version.txt"
 WHOLE_FILE = "control/whole_version.txt"
 MODEL_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+"""Where several ranks wrote: the file of each tensor, as Hugging Face's readers want it. Engines need none."""
 CHECKPOINT_MODEL_FILE = "actor/model.safetensors"
 CHECKPOINT_ADAPTER_FOLDER = "actor/lora_adapter"
 """In its place, where adapters alone are trained."""
@@ -70,6 +72,11 @@ class Published:
         assert self.delta is not None
         content_hash = Manifest("", 0, dict(self.delta.files)).content_hash
         return replace(self, content_hash=content_hash, files=self.delta.files, delta=None)
+
+
+def model_file(rank: int, num_ranks: int) -> str:
+    """The name of the file that a rank publishes, as Hugging Face's readers know it."""
+    return MODEL_FILE if num_ranks == 1 else f"model-{rank + 1:05}-of-{num_ranks:05}.safetensors"
 
 
 def weights_folder(version: int) -> str:
@@ -136,7 +143,7 @@ def publish_weights(
         files = data if isinstance(data, Mapping) else {MODEL_FILE: data}
         extra = fingerprint_extra(fingerprint)
         manifest = write_folder(storage, weights_folder(version), files, lineage=lineage, version=version, extra=extra)
-        published = _published(manifest, weights_folder(version))
+        published = published_as(manifest, weights_folder(version))
     # Last: a kill before it leaves a folder that nobody names, which the resumed trainer finds valid and keeps.
     move_pointer(storage, WEIGHTS_POINTER, version)
     return published
@@ -179,7 +186,7 @@ def read_published(storage: Storage, version: int) -> Published | None:
     folder = weights_folder(version)
     manifest = _try_manifest(storage, folder)
     # A folder that was copied or renamed by hand is not the version that its name says.
-    return None if manifest is None or manifest.version != version else _published(manifest, folder)
+    return None if manifest is None or manifest.version != version else published_as(manifest, folder)
 
 
 def read_checkpoint_weights(storage: Storage, folder: str) -> Published | None:
@@ -221,11 +228,12 @@ def _weight_files(checkpoint: Manifest) -> dict[str, FileEntry]:
 
 def hash_of_weights(manifest: Manifest) -> str:
     """The content hash of published weights: of the whole, however they are there. Raises: DamagedError."""
-    return _published(manifest, "").content_hash
+    return published_as(manifest, "").content_hash
 
 
-def _published(manifest: Manifest, folder: str) -> Published:
-    files, delta = tuple(sorted(manifest.files.items())), None
+def published_as(manifest: Manifest, folder: str) -> Published:
+    """What a folder with this manifest is to who loads weights. Raises: DamagedError: it cannot be read."""
+    files, delta = tuple((name, entry) for name, entry in sorted(manifest.files.items()) if name != INDEX_FILE), None
     if _DELTA in manifest.extra:
         try:
             told = manifest.extra[_DELTA]

@@ -2,21 +2,25 @@
 before.
 
 Invariants: files, then the manifest, then the pointer; a version is named by its whole, so whoever asks for its hash
-gets the same however it was published; a delta is of nothing but the version that this process wrote before, bit by
+gets the same however it was published; a delta is of nothing but the version that these processes wrote before, bit by
 bit. It knows neither how weights are trained nor who loads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+from rftdask.errors import RftError, StorageError, StorageRefusedError
 from rftdask.storage import Storage
 from rftdask.storage.base import Data
 from rftdask.weights.delta import ENDING, compute_delta
 from rftdask.weights.fingerprint import Fingerprint
-from rftdask.weights.manifest import FileEntry, Manifest, commit_folder, put_files, read_manifest
+from rftdask.weights.manifest import FileEntry, Manifest, commit_folder, put_files
 from rftdask.weights.published import (
+    INDEX_FILE,
     WEIGHTS_POINTER,
     Delta,
     Published,
@@ -24,10 +28,33 @@ from rftdask.weights.published import (
     fingerprint_extra,
     is_loadable,
     move_pointer,
-    publish_weights,
+    published_as,
     read_published,
     weights_folder,
 )
+
+
+class Writers(Protocol):
+    """Those who publish together, as `trainer.ranks.Ranks`."""
+
+    rank: int
+    size: int
+
+    def broadcast(self, message: Any) -> Any:
+        """The message of rank 0. JSON types."""
+
+    def all_gather(self, message: Any) -> list[Any]:
+        """What every rank gives, in their order. JSON types."""
+
+
+class _Alone:
+    rank, size = 0, 1
+
+    def broadcast(self, message: Any) -> Any:
+        return message
+
+    def all_gather(self, message: Any) -> list[Any]:
+        return [message]
 
 
 @dataclass(frozen=True)
@@ -36,89 +63,161 @@ class _Written:
 
     published: Published
     files: Mapping[str, Data]
+    """Those of this rank."""
     num_deltas: int
     """From the whole that it is made of; 0: it is one."""
 
 
 class Publisher:
-    """Example:
+    """Example, on each rank:
 
     publisher = Publisher(storage, "main", whole_interval=10)
     publisher.publish(1, engine.weights(), engine.fingerprint())   # as a whole
     publisher.publish(2, engine.weights(), engine.fingerprint())   # as what has changed since 1
     """
 
-    def __init__(self, storage: Storage, lineage: str, whole_interval: int = 1) -> None:
-        """whole_interval: versions from one that is published as a whole to the next; 1: each is. If more, the bytes of
-        the last one are kept.
+    def __init__(self, storage: Storage, lineage: str, whole_interval: int = 1, writers: Writers | None = None) -> None:
+        """
+        Args:
+            whole_interval: versions from one that is published as a whole to the next; 1: each is. If more, the bytes
+                of the last one are kept.
+            writers: all ranks, which make every call together; None: this one is alone.
         """
         self._storage, self._lineage, self._interval = storage, lineage, whole_interval
+        self._writers: Writers = writers or _Alone()
         self._last: _Written | None = None
+        self._spare: Mapping[str, Data] = {}
+
+    def take_spare(self) -> Mapping[str, Data]:
+        """What was given to `publish` and is needed no more; once. No `publish` is under way."""
+        spare, self._spare = self._spare, {}
+        return spare
 
     def publish(self, version: int, files: Mapping[str, Data], fingerprint: Fingerprint | None = None) -> Published:
-        """Make `files`, which nobody changes any more, the weights of `version`, then move the pointer.
+        """Make the `files` of all ranks, which nobody changes any more, the weights of `version`, then move the
+        pointer. A file that several have is written by the lowest of them.
 
         A version that is there already, with all that it is made of, stays as it is; what follows is a whole.
-        Raises: StorageError.
+        Raises: StorageError: on all ranks, if one of them cannot write.
         """
         last, self._last = self._last, None
-        there = read_published(self._storage, version)
-        if there is not None and is_loadable(self._storage, version):
+        is_there = self._writers.rank == 0 and is_loadable(self._storage, version)
+        if self._writers.broadcast(is_there):
             # Perhaps not the bytes that are here: where steps do not repeat their bits, they are another life's.
-            move_pointer(self._storage, WEIGHTS_POINTER, version)
+            there = read_published(self._storage, version)
+            if there is None:
+                raise StorageError(f"{weights_folder(version)} lost its manifest while it was read")
+            if self._writers.rank == 0:
+                move_pointer(self._storage, WEIGHTS_POINTER, version)
+            self._spare = files
             return there
-        deltas = {}
+        names = self._writers.all_gather(list(files))
+        taken = {name for lower in names[: self._writers.rank] for name in lower}
+        own = {name: data for name, data in files.items() if name not in taken}
+        deltas: dict[str, bytes] | None = None
         if last is not None and last.num_deltas + 1 < self._interval:
-            deltas = _compute_deltas(last.files, files)
-        if deltas and last is not None:
-            published = self._write_deltas(version, files, deltas, last.published, fingerprint)
+            deltas = _compute_deltas(last.files, own)
+        # All or none: a version is made of one other, or of none.
+        if last is None or not all(self._writers.all_gather(deltas is not None)):
+            published = self._write(version, own, {}, fingerprint, None)
         else:
-            published = publish_weights(self._storage, version, files, self._lineage, fingerprint)
+            published = self._write(version, own, deltas or {}, fingerprint, last.published)
+        self._spare = files
         if self._interval > 1:
-            self._last = _Written(published, files, last.num_deltas + 1 if deltas and last is not None else 0)
+            self._spare = {} if last is None else last.files
+            self._last = _Written(published, own, 0 if published.delta is None or last is None else last.num_deltas + 1)
         return published
 
     def write_whole(self, version: int) -> None:
-        """Write a version as a whole, too, if it is the last one and is not there as one. Raises: StorageError."""
+        """Write a version as a whole, too, if it is the last one and is not there as one. Raises: as `publish`."""
         last = self._last
         if last is None or not last.num_deltas or last.published.version != version:
             return
-        folder = last.published.folder
-        manifest = read_manifest(self._storage, folder)
-        if manifest is not None:
-            extra = fingerprint_extra(last.published.fingerprint)
-            entries = put_files(self._storage, folder, last.files)
-            # In one step from the one to the other; who reads the delta meanwhile finds it still.
-            commit_folder(self._storage, folder, Manifest(manifest.lineage, manifest.version, entries, extra))
-            self._last = _Written(replace(last.published, delta=None), last.files, 0)
+        # In one step from the one to the other; who reads the delta meanwhile finds it still.
+        self._write(version, last.files, {}, last.published.fingerprint, None)
+        self._last = replace(last, published=replace(last.published, delta=None), num_deltas=0)
 
-    def _write_deltas(
+    def _write(
         self,
         version: int,
         files: Mapping[str, Data],
         deltas: Mapping[str, bytes],
-        base: Published,
         fingerprint: Fingerprint | None,
+        base: Published | None,
     ) -> Published:
+        """Write what this rank has, and on rank 0 the manifest when all have written; the deltas if there is a base."""
         folder = weights_folder(version)
-        entries = put_files(self._storage, folder, deltas)
-        end = base.version if base.delta is None else base.delta.whole
-        delta = Delta(base.version, base.content_hash, end, tuple(sorted(entries.items())))
-        whole = {name: FileEntry.of(data) for name, data in files.items()}
-        extra = fingerprint_extra(fingerprint) | delta_extra(delta, whole)
-        commit_folder(self._storage, folder, Manifest(self._lineage, version, entries, extra))
-        move_pointer(self._storage, WEIGHTS_POINTER, version)
-        published = read_published(self._storage, version)
-        assert published is not None
-        return published
+        report: dict[str, Any] = {}
+        try:
+            # Without a manifest they are not there yet for anybody.
+            stored = put_files(self._storage, folder, files if base is None else deltas)
+            whole = stored if base is None else {name: FileEntry.of(data) for name, data in files.items()}
+            report = {"stored": _to_json(stored), "whole": _to_json(whole)}
+            if self._writers.size > 1:
+                report["tensors"] = {name: _tensors_in(data) for name, data in files.items()}
+        except RftError as error:
+            if self._writers.size == 1:
+                raise
+            # The others wait for this one's report.
+            report = {"error": str(error), "refused": isinstance(error, StorageRefusedError)}
+        # Also the sign that all have written: the manifest below names files of every rank.
+        reports = self._writers.all_gather(report)
+        for rank, told in enumerate(reports):
+            if "error" in told:
+                kind = StorageRefusedError if told["refused"] else StorageError
+                raise kind(f"rank {rank} could not write its part of version {version}: {told['error']}")
+        entries, made = (_from_json([told[key] for told in reports]) for key in ("stored", "whole"))
+        extra = fingerprint_extra(fingerprint)
+        if base is not None:
+            end = base.version if base.delta is None else base.delta.whole
+            extra |= delta_extra(Delta(base.version, base.content_hash, end, ()), made)
+        elif self._writers.size > 1:
+            index = _index(reports, made)
+            # The same bytes on all ranks, of which rank 0 writes them.
+            entries[INDEX_FILE] = FileEntry.of(index)
+            if self._writers.rank == 0:
+                put_files(self._storage, folder, {INDEX_FILE: index})
+        manifest = Manifest(self._lineage, version, entries, extra)
+        if self._writers.rank == 0:
+            commit_folder(self._storage, folder, manifest)
+            # Last: a kill before it leaves a folder that nobody names, which the resumed trainer finds and keeps.
+            move_pointer(self._storage, WEIGHTS_POINTER, version)
+        return published_as(manifest, folder)
 
 
-def _compute_deltas(old: Mapping[str, Data], new: Mapping[str, Data]) -> dict[str, bytes]:
-    """A delta of each file; {}: they are not the same files, or it would save too little."""
+def _compute_deltas(old: Mapping[str, Data], new: Mapping[str, Data]) -> dict[str, bytes] | None:
+    """A delta of each file; None: they are not the same files, or it would save too little."""
+    if old.keys() != new.keys():
+        return None
     deltas = {}
-    for name, data in new.items() if old.keys() == new.keys() else ():
+    for name, data in new.items():
         delta = compute_delta(old[name], data)
         if delta is None:
-            return {}
+            return None
         deltas[name + ENDING] = delta
     return deltas
+
+
+def _to_json(entries: Mapping[str, FileEntry]) -> dict[str, Any]:
+    return {name: entry.to_json() for name, entry in entries.items()}
+
+
+def _from_json(parts: Sequence[Mapping[str, Any]]) -> dict[str, FileEntry]:
+    return {name: FileEntry.from_json(entry) for part in parts for name, entry in part.items()}
+
+
+def _tensors_in(file: Data) -> list[str]:
+    """Names of the tensors of a safetensors file, by its head: 8 bytes of its length, then JSON; [] if it is none."""
+    try:
+        head = json.loads(bytes(file[8 : 8 + int.from_bytes(file[:8], "little")]))
+    except ValueError:
+        return []
+    return [name for name in head if name != "__metadata__"]
+
+
+def _index(reports: Sequence[Mapping[str, Any]], files: Mapping[str, FileEntry]) -> bytes:
+    """The index of the tensors of all files, in the form of Hugging Face."""
+    places = {tensor: name for told in reports for name, names in told["tensors"].items() for tensor in names}
+    total = sum(entry.size_bytes for entry in files.values())
+    tree = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    return json.dumps(tree, indent=1).encode()

@@ -47,8 +47,12 @@ class TrainEngine(ABC):
     def weights(self) -> Mapping[str, Data]:
         """What explorers load, file name -> bytes: the policy's state dict in safetensors format, tied tensors once, in
         the data type in which engines compute; or its adapters, where they alone are trained. A copy: it is written
-        while the next step changes the weights. Called by all ranks; rank 0 has the files.
+        while the next step changes the weights. Called by all ranks, each of which gets what it is to write; of a file
+        that several have, the lowest one's is written.
         """
+
+    def reuse(self, files: Mapping[str, Data]) -> None:  # noqa: B027 (an engine may make new memory each time)
+        """Told that nobody reads what `weights` gave any more, whose memory may be filled again."""
 
     def fingerprint(self) -> Fingerprint | None:
         """What these weights compute, for engines to reproduce; None: there is no model. Called by all ranks."""

@@ -19,7 +19,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -56,11 +56,22 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def stage_tensors(tensors: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None = None) -> memoryview:
+def stage_tensors(
+    tensors: Mapping[str, Tensor],
+    ranks: Ranks,
+    dtype: torch.dtype | None = None,
+    *,
+    shared: bool = False,
+    spare: Data = b"",
+) -> memoryview:
     """The wholes of `tensors` as a safetensors file in host memory: a copy, which no later step changes, made in one
     pass over them. Called by all ranks; of no bytes on those other than 0.
 
-    Args: dtype: of those of floating point in the file; None: each as it is.
+    Args:
+        dtype: of those of floating point in the file; None: each as it is.
+        shared: each rank gets a file of about as many bytes, with whole tensors, of no bytes if there is none for it;
+            each tensor is in one of them.
+        spare: what an earlier call gave, and nobody reads any more: its memory is used again if it fits.
     """
     kinds = {
         name: (dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype, tensor.shape)
@@ -68,24 +79,42 @@ def stage_tensors(tensors: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtyp
     }
     on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
     # "pt" is what transformers looks for before it reads a file.
-    file, places = _lay_out(kinds if ranks.is_rank0 else {}, {"format": "pt"}, pinned=on_gpu)
+    owners = _owners(kinds, ranks.size if shared else 1)
+    own = {name: kind for name, kind in kinds.items() if owners[name] == ranks.rank}
+    file, places = _lay_out(own, {"format": "pt"}, pinned=on_gpu, spare=spare)
     for name, tensor in tensors.items():
         # Narrow before it travels, over the ranks or off the device: half the bytes. In host memory the copy converts.
         narrow = tensor if type(tensor) is Tensor and tensor.device.type == "cpu" else tensor.to(kinds[name][0])
         whole = full(narrow)  # a call of all ranks where a tensor is spread
-        if ranks.is_rank0:
+        if name in places:
             places[name].copy_(whole, non_blocking=True)
     if on_gpu:
         torch.cuda.synchronize()
-    return file if ranks.is_rank0 else memoryview(b"")
+    return file if own else memoryview(b"")
+
+
+_Kinds: TypeAlias = Mapping[str, tuple[torch.dtype, Sequence[int]]]
+"""Data type and shape by name."""
+
+
+def _owners(kinds: _Kinds, size: int) -> dict[str, int]:
+    """The rank that gets each tensor, so that all get about as many bytes; the same on all ranks."""
+    num_bytes, owners = [0] * size, {}
+    sizes = {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in kinds.items()}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):  # the largest first
+        owners[name] = min(range(size), key=lambda rank: (num_bytes[rank], rank))
+        num_bytes[owners[name]] += sizes[name]
+    return owners
 
 
 def _lay_out(
-    kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str], *, pinned: bool = False
+    kinds: _Kinds, metadata: Mapping[str, str], *, pinned: bool = False, spare: Data = b""
 ) -> tuple[memoryview, dict[str, Tensor]]:
     """Host memory that is a safetensors file with its head written, and in it the places of the tensors, to be filled.
 
-    Args: kinds: dtype and shape by name; of one dtype, the bytes are those of safetensors' own writer.
+    Args:
+        kinds: of one dtype, the bytes are those of safetensors' own writer.
+        spare: memory that is taken if it is of the right size; it is as the others were.
     """
     begins, end, head = dict[str, int](), 0, dict[str, Any](__metadata__=dict(metadata))
     # The widest first, so that each begins at a multiple of its own size.
@@ -95,7 +124,9 @@ def _lay_out(
     text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    if pinned:  # of which PyTorch keeps what was given back: pinning takes longer than the copy
+    if len(spare) == start + end:
+        memory = torch.frombuffer(spare, dtype=torch.uint8)
+    elif pinned:  # of which PyTorch keeps what was given back: pinning takes longer than the copy
         memory = torch.empty(start + end, dtype=torch.uint8, pin_memory=True)
     else:
         pages = mmap.mmap(-1, start + end)

@@ -74,7 +74,7 @@ from rftdask.trainer.model import (
 from rftdask.trainer.packing import PackedRows, pack_rows
 from rftdask.trainer.ranks import Ranks
 from rftdask.weights.fingerprint import Fingerprint, fixed_sequences
-from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_MODEL_FILE, MODEL_FILE
+from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_MODEL_FILE, MODEL_FILE, model_file
 
 _OPTIMIZER = "actor/optim.safetensors"
 _COEFS = "actor/kl_coefs.safetensors"
@@ -184,6 +184,8 @@ class TorchEngine(TrainEngine):
         # Of what engines load: that in which they compute, where it is narrower than the trainer's float32.
         engine_dtype = config.explorer.rollout_model.dtype_on(device)
         self._published_dtype = torch.float32 if self._lora is not None else getattr(torch, engine_dtype)
+        self._spare: Data = b""
+        """Memory of a publication that is written."""
         self._dtype_at_rest = dtype_at_rest(self._path, trust_remote_code=trusted)
         self._adapter_settings = {} if self._lora is None else begin(self._model, self._lora)
         # Names of the adapters' tensors here -> in their file; empty where all weights are trained.
@@ -523,14 +525,24 @@ class TorchEngine(TrainEngine):
 
     def weights(self) -> Mapping[str, Data]:
         """See TrainEngine. Adapters keep the names of PEFT's file, and their data type."""
-        return self._staged(self._published_dtype)
+        if self._adapter:
+            return self._staged()
+        spare, self._spare = self._spare, b""
+        state = distinct_state(self._model)
+        file = stage_tensors(state, self._ranks, self._published_dtype, shared=True, spare=spare)
+        return {model_file(self._ranks.rank, self._ranks.size): file} if file else {}
 
-    def _staged(self, dtype: torch.dtype | None) -> dict[str, Data]:
-        """The weights that are trained, as the files that engines take. Called by all ranks; rank 0 has them."""
+    def reuse(self, files: Mapping[str, Data]) -> None:
+        """See TrainEngine. New pages take the system longer than the copy into them."""
+        if not self._adapter:
+            self._spare = next(iter(files.values()), b"")
+
+    def _staged(self) -> dict[str, Data]:
+        """The weights that are trained, as the optimizer moves them. Called by all ranks; rank 0 has them."""
         state = distinct_state(self._model)
         if self._adapter:
-            state, dtype = {self._adapter[name]: state[name] for name in state if name in self._adapter}, None
-        file = stage_tensors(state, self._ranks, dtype)
+            state = {self._adapter[name]: state[name] for name in state if name in self._adapter}
+        file = stage_tensors(state, self._ranks)
         if not self._ranks.is_rank0:
             return {}
         if not self._adapter:
@@ -566,7 +578,7 @@ class TorchEngine(TrainEngine):
         files = self._optimizer.state_files(_OPTIMIZER)
         if self._critic is not None:
             files |= self._critic.state_files()
-        for name, data in self._staged(None).items():  # as the optimizer moves them
+        for name, data in self._staged().items():
             files[f"{CHECKPOINT_ADAPTER_FOLDER}/{name}" if self._adapter else CHECKPOINT_MODEL_FILE] = data
         if self._ranks.is_rank0:
             files[_COEFS] = save({"kl": self._kl_coefs})

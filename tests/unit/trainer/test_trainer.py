@@ -353,7 +353,13 @@ def test_a_run_that_publishes_what_has_changed_ends_as_one_that_publishes_all_wh
 
 
 def test_who_cannot_make_the_weights_of_a_delta_gets_all_of_them_from_a_trainer_that_waits(storage: Storage) -> None:
-    make_trainer(storage, whole_interval=9, whole_asked=lambda version: version == NUM_STEPS).run()
+    asked: list[int] = []
+
+    def is_asked(version: int) -> bool:
+        asked.append(version)
+        return asked.count(NUM_STEPS) == 1
+
+    make_trainer(storage, whole_interval=9, whole_asked=is_asked).run()
     found = [read_published(storage, version) for version in range(1, NUM_STEPS + 1)]
     assert [one and one.delta and one.delta.base for one in found] == [None, 1, 2, 3, None]
     assert is_valid(storage, f"weights/{NUM_STEPS}", NUM_STEPS)

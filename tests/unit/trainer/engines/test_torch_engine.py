@@ -113,6 +113,19 @@ def test_a_checkpoint_restores_to_the_bit(models: Path, name: str) -> None:
     assert load(bytes(first.state_files()["actor/kl_coefs.safetensors"]))["kl"].tolist() != [0.5, 0.5]
 
 
+def test_memory_that_is_given_back_is_filled_with_the_next_weights(models: Path) -> None:
+    trained, kept = (engine(models, "grpo", explorer__rollout_model={"dtype": "bfloat16"}) for _ in range(2))
+    first = trained.weights()["model.safetensors"]
+    place = np.frombuffer(first, np.uint8).ctypes.data
+    assert np.frombuffer(trained.weights()["model.safetensors"], np.uint8).ctypes.data != place, "it may be read still"
+    trained.reuse({"model.safetensors": first})
+    for each in (trained, kept):
+        each.train_step(rollouts(), 1)
+    again = trained.weights()["model.safetensors"]
+    assert np.frombuffer(again, np.uint8).ctypes.data == place
+    assert again == kept.weights()["model.safetensors"]
+
+
 def test_in_its_warm_up_the_critic_learns_and_the_policy_does_not(models: Path) -> None:
     trained = engine(models, "ppo", trainer__critic_warmup=2)
     start, errors = trained.weights(), []
