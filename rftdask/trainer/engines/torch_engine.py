@@ -115,6 +115,8 @@ class TorchEngine(TrainEngine):
     """Trains the policy of `model.model_path` by an algorithm."""
 
     trainer_type: ClassVar[str] = "torch"
+    _spare: Data = b""
+    """Memory of a publication that is written."""
 
     @classmethod
     def from_config(cls, config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TorchEngine:
@@ -184,8 +186,6 @@ class TorchEngine(TrainEngine):
         # Of what engines load: that in which they compute, where it is narrower than the trainer's float32.
         engine_dtype = config.explorer.rollout_model.dtype_on(device)
         self._published_dtype = torch.float32 if self._lora is not None else getattr(torch, engine_dtype)
-        self._spare: Data = b""
-        """Memory of a publication that is written."""
         self._dtype_at_rest = dtype_at_rest(self._path, trust_remote_code=trusted)
         self._adapter_settings = {} if self._lora is None else begin(self._model, self._lora)
         # Names of the adapters' tensors here -> in their file; empty where all weights are trained.
