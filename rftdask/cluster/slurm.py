@@ -26,8 +26,8 @@ _NEVER = {
 }
 _NEVER_PER_JOB = re.compile(r"(QOS|Assoc)Max\w+Per(JobLimit|Job|Node)|QOSMin\w+")
 """Reasons of waiting jobs (%r of squeue, job_reason_string in SLURM's source) that the job alone is the cause of."""
-_WELL = {"COMPLETED", "RUNNING", "PENDING", "REQUEUED", "COMPLETING", "CONFIGURING", "RESIZING"}
-"""States in SLURM's books of which there is nothing to tell."""
+_WELL = {"COMPLETED", "CANCELLED", "RUNNING", "PENDING", "REQUEUED", "COMPLETING", "CONFIGURING", "RESIZING"}
+"""States in SLURM's books of which there is nothing to tell; a run cancels the jobs of its workers when it ends."""
 _MOST_FAILED = 5
 NO_BOOKS = "SLURM keeps no books here that sacct would read, so GPU hours, queue time and exit reasons are not known"
 _COMMAND_S = 60.0

@@ -14,7 +14,10 @@
 - a limit of submitted jobs costs a run the explorers beyond it, not its life;
 - near its walltime a controller leaves the jobs of its workers to the next, which takes them over, also the one job of
   a trainer on two nodes; when one of its tasks is lost the job is, and the gang goes on in the next; what it runs is
-  run in a container.
+  run in a container;
+- several runs share an allocation that is there; one job of nodes that are alike has a whole run;
+- a node that goes down costs a run its job, and jobs of another user are not its business;
+- where no job is queued again a run says so, and one that has finished asks for none.
 
 Skipped where SLURM does not answer (`sinfo -h`).
 """
@@ -259,16 +262,16 @@ def test_a_limit_of_submitted_jobs_costs_explorers_and_not_the_run(tmp_path: Pat
 
 def test_a_sweep_submits_every_run_and_at_most_so_many_at_a_time(tmp_path: Path) -> None:
     demo = Demo(tmp_path)
-    sweep = ("sweep", str(demo.config), "seed=0..1", "trainer.total_steps=2")
-    submitted = call_cli(*sweep, "--at-most", "1")
+    sweep = ("sweep", str(demo.config), "seed=0..3", "trainer.total_steps=2")
+    submitted = call_cli(*sweep, "--at-most", "2")
     assert submitted.code == 0, submitted
     jobs = re.findall(r"submitted seed-\d as job (\d+)", submitted.err)
-    assert len(jobs) == 2, submitted
+    assert len(jobs) == 4, submitted
     try:
-        told = [slurm.call("squeue", "--noheader", "--format=%E", "--jobs", job_id).strip() for job_id in jobs[1:]]
-        assert [re.sub(r"\(.*\)", "", text) for text in told] == [f"afterany:{job_id}" for job_id in jobs[:-1]]
+        told = [slurm.call("squeue", "--noheader", "--format=%E", "--jobs", job_id).strip() for job_id in jobs[2:]]
+        assert [re.sub(r"\(.*\)", "", text) for text in told] == [f"afterany:{job_id}" for job_id in jobs[:-2]]
         wait_until(lambda: not slurm.states(jobs), "the end of the sweep")
-        assert call_cli(*sweep, "--table").out.count("finished") == 2
+        assert call_cli(*sweep, "--table").out.count("finished") == 4
     finally:
         slurm.cancel(jobs)
 
@@ -335,6 +338,61 @@ def test_two_runs_in_an_allocation_that_is_there_are_steps_of_it(tmp_path: Path)
         logs = list((demo.folder / "log").glob("trainer-0-*.log"))
         assert len(logs) == 1 and re.fullmatch(r"trainer-0-\d+\.\d+\.log", logs[0].name), logs
         assert "submitted job" in demo.log() and demo.jobs() == []
+
+
+def test_one_job_of_nodes_that_are_alike_has_the_whole_run(tmp_path: Path) -> None:
+    demo = Demo(tmp_path)
+    try:
+        submitted = call_cli("submit", str(demo.config), "--single-allocation", "cluster.slurm.heterogeneous=false")
+        assert submitted.code == 0, submitted
+        demo.wait_for_end()
+        assert_sound(demo.folder)
+        assert "not running: finished" in call_cli("status", str(demo.folder)).out, demo.log()
+        assert len(demo.jobs()) == 1
+    finally:
+        demo.cancel_all()
+
+
+def test_a_node_that_goes_down_costs_a_run_its_job_and_no_more(demo: Demo) -> None:
+    assert call_cli("submit", str(demo.config)).code == 0
+    wait_until(lambda: num_steps(demo.folder) >= 2, "two steps")
+    [explorer] = demo.job_ids("explorer")
+    node = slurm.call("squeue", "--noheader", "--jobs", explorer, "--format=%N").strip()
+    try:
+        slurm.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+        wait_until(lambda: slurm.states([explorer]).get(explorer) != "RUNNING", "the loss of the explorer's node")
+        steps = num_steps(demo.folder)
+        wait_until(lambda: num_steps(demo.folder) >= steps + 3, "steps on the nodes that are left")
+        again = slurm.call("squeue", "--noheader", "--me", "--states=RUNNING", "--format=%N").split()
+        assert again and node not in again
+    finally:
+        slurm.call("scontrol", "update", f"nodename={node}", "state=resume")
+    assert call_cli("cancel", str(demo.folder)).code == 0
+    assert_sound(demo.folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root submits as another user")
+def test_jobs_of_another_user_are_neither_seen_nor_touched(tmp_path: Path) -> None:
+    theirs = subprocess.run(
+        ["sbatch", "--parsable", "--chdir=/", "--output=/dev/null", "--wrap", "sleep 600"],
+        cwd="/",
+        user=65534,
+        group=65534,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    demo = Demo(tmp_path)
+    try:
+        assert slurm.states([theirs]) == {} and slurm.expected_starts([theirs]) == {}
+        assert call_cli("submit", str(demo.config)).code == 0
+        demo.wait_for_end()
+        told = slurm.call("squeue", "--noheader", "--jobs", theirs, "--format=%T %u").split()
+        assert told == ["RUNNING", "nobody"]
+        assert (demo.folder / "control" / "private").stat().st_mode & 0o077 == 0
+    finally:
+        demo.cancel_all()
+        slurm.cancel([theirs])
 
 
 def test_where_no_job_is_queued_again_a_run_says_so_and_a_finished_one_asks_for_none(tmp_path: Path) -> None:

@@ -96,7 +96,6 @@ def test_what_its_jobs_took_is_told_where_slurm_keeps_books(tmp_path: Path, monk
     ends = "1 CANCELLED, 1 COMPLETED, 1 NODE_FAIL, 1 PENDING, 1 PREEMPTED"
     told = [
         f"5 jobs ({ends}), 17.0 GPU hours, up to 30 min in queue",
-        "  job 9 CANCELLED by 1000 (exit 0:15)",
         "  job 12_4 PREEMPTED (exit 0:0)",
         "  job 13 NODE_FAIL (exit 1:0, NodeDown)",
     ]
