@@ -61,7 +61,7 @@ def digits(rng: random.Random) -> tuple[str, str, str]:
 
 def letters(rng: random.Random) -> tuple[str, str, str]:
     """Repeat three letters from behind; the teacher repeats them as they are."""
-    word = "".join(rng.choices("abcdefgh", k=3))
+    word = "".join(rng.choices("abcdefghij", k=3))
     return f"{word}<", word[::-1], word
 
 
