@@ -171,7 +171,7 @@ class Publisher:
         if base is not None:
             end = base.version if base.delta is None else base.delta.whole
             extra |= delta_extra(Delta(base.version, base.content_hash, end, ()), made)
-        elif self._writers.size > 1:
+        elif sum(bool(told["whole"]) for told in reports) > 1:  # of one rank's files, such as adapters, none is a part
             index = _index(reports, made)
             # The same bytes on all ranks, of which rank 0 writes them.
             entries[INDEX_FILE] = FileEntry.of(index)

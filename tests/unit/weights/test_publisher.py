@@ -151,6 +151,18 @@ def test_a_reader_of_hugging_face_loads_what_two_ranks_wrote(tmp_path: Path) -> 
         assert torch.equal(again.state_dict()[name], tensor), name
 
 
+def test_what_one_rank_has_alone_such_as_adapters_has_no_index(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+
+    def rank(ranks: Ranks) -> Published:
+        files = {"adapter_model.safetensors": save(tensors(1)), "adapter_config.json": b"{}"}
+        return Publisher(storage, "main", 1, ranks).publish(1, files if ranks.rank == 0 else {})
+
+    published = in_threads(2, rank)[0]
+    assert [name for name, _ in published.files] == ["adapter_config.json", "adapter_model.safetensors"]
+    assert not (tmp_path / "weights" / "1" / INDEX_FILE).exists()
+
+
 def test_a_rank_that_cannot_write_is_the_error_of_all_and_there_is_no_version() -> None:
     storage = new_storage()
 
