@@ -12,7 +12,6 @@ Shapes: D = distinct prompts, B = rows (requests not dropped), V = vocabulary.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +43,7 @@ from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, load_files
 from rftdask.models.routers import Routers
 from rftdask.weights.delta import DeltaFile
 from rftdask.weights.manifest import BLOCK_BYTES
+from rftdask.weights.tensor_heads import read_file_head
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 COMPACT_SHARE = 4
@@ -413,15 +413,13 @@ class Place:
 
 
 def places_of(file: Path) -> list[Place]:
-    """Where each tensor lies in a file, by its head: 8 bytes of its length, then JSON."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        head = json.loads(opened.read(size))
+    """Where each tensor lies in a file."""
+    head, start = read_file_head(file)
     head.pop("__metadata__", None)
     places = []
     for name, told in head.items():
         begin, end = told["data_offsets"]
-        places.append(Place(name, _DTYPES.get(told["dtype"]), 8 + size + begin, 8 + size + end))
+        places.append(Place(name, _DTYPES.get(told["dtype"]), start + begin, start + end))
     return sorted(places, key=lambda place: place.begin)
 
 

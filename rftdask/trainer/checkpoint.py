@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from rftdask.buffer.log.retention import ResumePoint
-from rftdask.errors import DamagedError, RftError, StorageError, StorageRefusedError
+from rftdask.errors import DamagedError, RftError
 from rftdask.storage import Storage
 from rftdask.storage.base import Data, numbers_in
 from rftdask.storage.checked_json import parse_object
@@ -24,8 +24,10 @@ from rftdask.trainer.ranks import Ranks
 from rftdask.weights.manifest import (
     FileEntry,
     Manifest,
+    check_reports,
     commit_folder,
     extend_folder,
+    failure,
     is_valid,
     put_files,
     read_file,
@@ -212,14 +214,10 @@ class Checkpoints:
                 except RftError as error:
                     if self.ranks.size == 1:
                         raise
-                    # The others wait for this one's report.
-                    report = {"error": str(error), "refused": isinstance(error, StorageRefusedError)}
+                    report = failure(error)
         # Also the sign that all have written: the manifest below names files of every rank.
         reports = self._writers.all_gather(report)
-        for rank, told in enumerate(reports):
-            if "error" in told:
-                kind = StorageRefusedError if told["refused"] else StorageError
-                raise kind(f"rank {rank} could not write its part of checkpoint {step}: {told['error']}")
+        check_reports(reports, f"checkpoint {step}")
         if not self.ranks.is_rank0:
             return
         all_entries = {name: FileEntry.from_json(entry) for told in reports for name, entry in told["files"].items()}

@@ -40,6 +40,7 @@ from rftdask.storage.staging import staged
 from rftdask.trainer.attention import check_splits, hidden_states, pack_if_equal
 from rftdask.trainer.engines.strategies.base import distinct_state
 from rftdask.trainer.packing import PackedRows
+from rftdask.weights.tensor_heads import read_file_head
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _LOGITS_OF_A_DIVERGENCE = 4
@@ -188,9 +189,7 @@ def frozen_dtype(model_path: str) -> str:
     """
     kinds = set()
     for file in Path(local_model(model_path)).glob("*.safetensors"):
-        with open(file, "rb") as opened:
-            head = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        kinds |= {told["dtype"] for name, told in head.items() if name != "__metadata__"}
+        kinds |= {told["dtype"] for name, told in read_file_head(file)[0].items() if name != "__metadata__"}
     return {frozenset({"BF16"}): "bfloat16", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "float32")
 
 

@@ -6,12 +6,12 @@ Invariant: a folder without a valid manifest is not there, whatever lies in it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rftdask.errors import DamagedError, NotFoundError
+from rftdask.errors import DamagedError, NotFoundError, RftError, StorageError, StorageRefusedError
 from rftdask.storage import Storage
 from rftdask.storage.base import Data, in_order
 from rftdask.storage.checked_json import dump_checked, load_checked
@@ -176,6 +176,19 @@ def check_block(path: str, data: Data, entry: FileEntry, number: int) -> None:
         size = min(BLOCK_BYTES, entry.size_bytes - start)
         path, entry = f"{path} from byte {start}", FileEntry(size, entry.blocks[number])
     check_file(path, data, entry)
+
+
+def failure(error: RftError) -> dict[str, Any]:
+    """What a rank that could not write its part tells the others, who wait for its report."""
+    return {"error": str(error), "refused": isinstance(error, StorageRefusedError)}
+
+
+def check_reports(reports: Sequence[Mapping[str, Any]], what: str) -> None:
+    """Raises: StorageError: a rank, by its place in `reports`, told its `failure` to write its part of `what`."""
+    for rank, told in enumerate(reports):
+        if "error" in told:
+            kind = StorageRefusedError if told["refused"] else StorageError
+            raise kind(f"rank {rank} could not write its part of {what}: {told['error']}")
 
 
 def _sha256(data: Data) -> str:

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rftdask.errors import RftError, StorageError, StorageRefusedError
+from rftdask.errors import RftError, StorageError
 from rftdask.storage import Storage
 from rftdask.storage.base import Data
 from rftdask.weights.delta import ENDING, compute_delta
 from rftdask.weights.fingerprint import Fingerprint
-from rftdask.weights.manifest import FileEntry, Manifest, commit_folder, put_files
+from rftdask.weights.manifest import FileEntry, Manifest, check_reports, commit_folder, failure, put_files
 from rftdask.weights.published import (
     INDEX_FILE,
     WEIGHTS_POINTER,
@@ -32,6 +32,7 @@ from rftdask.weights.published import (
     read_published,
     weights_folder,
 )
+from rftdask.weights.tensor_heads import read_head
 
 
 class Writers(Protocol):
@@ -158,14 +159,10 @@ class Publisher:
         except RftError as error:
             if self._writers.size == 1:
                 raise
-            # The others wait for this one's report.
-            report = {"error": str(error), "refused": isinstance(error, StorageRefusedError)}
+            report = failure(error)
         # Also the sign that all have written: the manifest below names files of every rank.
         reports = self._writers.all_gather(report)
-        for rank, told in enumerate(reports):
-            if "error" in told:
-                kind = StorageRefusedError if told["refused"] else StorageError
-                raise kind(f"rank {rank} could not write its part of version {version}: {told['error']}")
+        check_reports(reports, f"version {version}")
         entries, made = (_from_json([told[key] for told in reports]) for key in ("stored", "whole"))
         extra = fingerprint_extra(fingerprint)
         if base is not None:
@@ -207,9 +204,9 @@ def _from_json(parts: Sequence[Mapping[str, Any]]) -> dict[str, FileEntry]:
 
 
 def _tensors_in(file: Data) -> list[str]:
-    """Names of the tensors of a safetensors file, by its head: 8 bytes of its length, then JSON; [] if it is none."""
+    """Names of the tensors of a safetensors file; [] if it is none."""
     try:
-        head = json.loads(bytes(file[8 : 8 + int.from_bytes(file[:8], "little")]))
+        head, _ = read_head(lambda begin, end: file[begin:end])
     except ValueError:
         return []
     return [name for name in head if name != "__metadata__"]

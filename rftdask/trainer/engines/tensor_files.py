@@ -19,6 +19,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -42,6 +43,7 @@ from rftdask.errors import RftError, RoleError
 from rftdask.storage.base import Data
 from rftdask.trainer.engines.strategies.base import full
 from rftdask.trainer.ranks import Ranks
+from rftdask.weights.tensor_heads import read_head
 
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """In the head of a file: JSON {name: {"saved_offsets": [first row, first column, ...]}}. The names are PyTorch's."""
@@ -309,16 +311,15 @@ class SavedTensors(_NoFolder, StorageReader):
         return self._held[1][start:stop]
 
     def _look(self, file: str) -> _Look:
-        """What is in a file, by its head: 8 bytes of its length, then JSON."""
-        size = int.from_bytes(self._bytes(file, 0, 8), "little")
-        head = json.loads(bytes(self._bytes(file, 8, 8 + size)))
+        """What is in a file, by its head."""
+        head, start = read_head(partial(self._bytes, file))
         more = head.pop("__metadata__", {})
         placed = json.loads(more[_SHARDING]) if _SHARDING in more else None
         # A file without places in its head holds whole tensors, each beginning at 0.
         chunks = []
         for name, told in head.items():
             offsets = [0] * len(told["shape"]) if placed is None else list(placed[name][_OFFSETS])
-            chunks.append((name, told["dtype"], offsets, told["shape"], 8 + size + told["data_offsets"][0]))
+            chunks.append((name, told["dtype"], offsets, told["shape"], start + told["data_offsets"][0]))
         return file, placed is not None, chunks
 
 

@@ -1,0 +1,29 @@
+"""Heads of safetensors files: what they say of each tensor, and where the bytes of the tensors begin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rftdask.storage.base import Data
+
+Head: TypeAlias = tuple[dict[str, Any], int]
+"""What a file says by the names of its tensors, "__metadata__" among them, and the place of their first byte."""
+
+
+def read_head(part: Callable[[int, int], Data]) -> Head:
+    """The head of a file of which `part` gives the bytes from one place up to another, asked in the order of the file.
+
+    Raises: ValueError: it is no safetensors file.
+    """
+    # 8 bytes of the length of the head, then the head as JSON.
+    start = 8 + int.from_bytes(part(0, 8), "little")
+    return json.loads(bytes(part(8, start))), start
+
+
+def read_file_head(file: Path) -> Head:
+    """As `read_head`, of a file on this machine. Raises: OSError."""
+    with file.open("rb") as opened:
+        return read_head(lambda begin, end: opened.read(end - begin))
