@@ -362,7 +362,7 @@ def submit(
 ) -> None:
     """Submit a run to a batch system: a job that drives it and asks for the others, so nobody stays logged in."""
     from rftdask.cluster.batch.slurm_script import NO_REQUEUE, TEMPLATE
-    from rftdask.cluster.slurm import is_requeued
+    from rftdask.cluster.jobqueue import system_of
     from rftdask.commands.submit import has_finished, plan_submission
 
     if offline and single_allocation:
@@ -397,7 +397,7 @@ def submit(
     submission.check()
     for job in submission.submit(made_of):
         _say(f"submitted {job.name} as job {job.job_id}")
-        if job.system == "slurm" and not is_requeued(job.job_id):
+        if not system_of(job).is_requeued(job.job_id):
             _warn((NO_REQUEUE,))
     _say(f"the run is {checked.checkpoint_job_dir}; next: rftdask status {checked.checkpoint_job_dir}")
 

@@ -51,6 +51,8 @@ class Cluster(ABC):
     """Its workers are processes of the driver's machine."""
     takes_options: ClassVar[bool] = False
     """It reads `cluster.options`, which is refused where it is not read."""
+    spans_nodes: ClassVar[bool] = False
+    """One of its engines may have several whole nodes."""
     required_package: ClassVar[str | None] = None
     """Optional package that it imports."""
     required_extra: ClassVar[str | None] = None

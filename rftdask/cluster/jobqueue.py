@@ -152,6 +152,21 @@ class JobQueueCluster(RemoteWorkersCluster):
         """Whether a job in this state (`states`) can never start, as its batch system says."""
         return False
 
+    @classmethod
+    def expected_starts(cls, job_ids: Sequence[str]) -> dict[str, str]:
+        """When its batch system expects those of the jobs to start that wait, where it says so."""
+        return {}
+
+    @classmethod
+    def is_requeued(cls, job_id: str) -> bool:
+        """Whether the job can come back by itself."""
+        return True
+
+    @classmethod
+    def interrupt(cls, job_id: str) -> bool:
+        """Have a job that drives a run end it with a checkpoint; False: its batch system passes no signal on."""
+        return False
+
     @staticmethod
     def is_mistake(error: str) -> bool:
         """Whether a job was refused for what it asks for, as it would be every time."""
@@ -578,6 +593,14 @@ def system_of(job: JobRecord) -> type[JobQueueCluster]:
     found = find_cluster(job.system)
     assert issubclass(found, JobQueueCluster), job
     return found
+
+
+def states_of(jobs: Sequence[JobRecord]) -> dict[str, str]:
+    """State by number of those that have not ended, as far as their batch systems are asked."""
+    alive: dict[str, str] = {}
+    for system in {system_of(job) for job in jobs}:
+        alive |= system.states([job.job_id for job in jobs if system_of(job) is system]) or {}
+    return alive
 
 
 def log_folder(storage: Storage, folder: PrivateFolder) -> Path:

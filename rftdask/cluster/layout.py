@@ -182,8 +182,7 @@ def plan_machines(config: Config) -> Layout:
         return plan_layout(stages, section.num_cpus or _CORES_ENOUGH, section.gpu_per_node)
     num_gpus = section.gpu_per_node * max(1, section.node_num)
     each = _demand(stages, num_gpus)[3]
-    # On SLURM an engine may have several whole nodes.
-    spans = section.type == "slurm" and section.gpu_per_node and each % section.gpu_per_node == 0
+    spans = section.spans_nodes and section.gpu_per_node and each % section.gpu_per_node == 0
     if section.gpu_per_node and each > section.gpu_per_node and not spans:
         raise UserError(
             f"cluster: an engine works on {each} GPUs (tensor, pipeline and data_parallel_size of "

@@ -29,6 +29,7 @@ class SlurmCluster(JobQueueCluster):
     """Example: with SlurmCluster.start(config, layout, storage) as cluster: cluster.scale("explorer", 8)"""
 
     cluster_type: ClassVar[str] = "slurm"
+    spans_nodes: ClassVar[bool] = True
     takes_options: ClassVar[bool] = False  # what jobs ask for is in `cluster.slurm`
     # Not dask-jobqueue, whose jobs are one task on one node; the keys of TLS are made by this one.
     required_package: ClassVar[str | None] = "cryptography"
@@ -81,6 +82,22 @@ class SlurmCluster(JobQueueCluster):
     def never_runs(cls, state: str) -> bool:
         """By SLURM's reason."""
         return slurm.never_runs(state)
+
+    @classmethod
+    def expected_starts(cls, job_ids: Sequence[str]) -> dict[str, str]:
+        """By squeue."""
+        return slurm.expected_starts(job_ids)
+
+    @classmethod
+    def is_requeued(cls, job_id: str) -> bool:
+        """By scontrol; a site may forbid it."""
+        return slurm.is_requeued(job_id)
+
+    @classmethod
+    def interrupt(cls, job_id: str) -> bool:
+        """By SIGINT to its script."""
+        slurm.interrupt(job_id)
+        return True
 
     @classmethod
     def reason(cls, job_id: str) -> str:

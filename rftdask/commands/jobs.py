@@ -85,13 +85,14 @@ def read_run_jobs(url: str) -> RunJobs:
     if not records and not has_begun:
         read_run(storage)  # raises, with the words for it
     alive: dict[str, str | None] = {}  # state of those that are in a queue; None where the batch system is not asked
+    starts: dict[str, str] = {}
     try:
         for system in {job.system for job in records}:
             own = [job for job in records if job.system == system]
             states = _system_of(own[0]).states([job.job_id for job in own])
             alive.update(dict.fromkeys(job.job_id for job in own) if states is None else states)
-        waiting = [job.job_id for job in records if (alive.get(job.job_id) or "").startswith("PENDING")]
-        starts = slurm.expected_starts(waiting) if any(job.system == "slurm" for job in records) else {}
+            waiting = [job_id for job_id, state in (states or {}).items() if state.startswith("PENDING")]
+            starts |= _system_of(own[0]).expected_starts(waiting)
     except RftError as error:  # the files tell the rest
         told = f"not known: {error}"
         return RunJobs(tuple(JobStatus(j.role, j.name, j.job_id, told, False) for j in records), "", has_begun)
@@ -109,14 +110,6 @@ def read_run_jobs(url: str) -> RunJobs:
     used = slurm.usage(numbers) if numbers else None
     unknown = slurm.NO_BOOKS if numbers and used is None else ""
     return RunJobs(tuple(jobs), why_not_running(storage, tuple(jobs)), has_begun, used, unknown)
-
-
-def _states_of(jobs: Sequence[JobRecord]) -> dict[str, str]:
-    """Of those that have not ended."""
-    alive: dict[str, str] = {}
-    for system in {_system_of(job) for job in jobs}:
-        alive |= system.states([job.job_id for job in jobs if _system_of(job) is system]) or {}
-    return alive
 
 
 def _system_of(job: JobRecord) -> type[JobQueueCluster]:
@@ -180,21 +173,22 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
     folder = PrivateFolder.base_of(_config_of(storage), storage)
     # Before anybody asks which jobs run: one that starts in between must find it.
     (folder.path / CANCELLED_FILE).touch(mode=0o600)  # a driver that is about to start looks for it
-    alive = _states_of(drivers)
+    from rftdask.cluster.jobqueue import states_of  # late: as in `_system_of`
+
+    alive, by_file = states_of(drivers), False
     for job in drivers:
         state = alive.get(job.job_id)
         if state is not None and not state.startswith("PENDING"):
             say(f"job {job.job_id} ({job.name}) writes a checkpoint and ends")
-            if job.system == "slurm":
-                slurm.interrupt(job.job_id)
+            by_file |= not _system_of(job).interrupt(job.job_id)
         elif state is not None:
             say(f"job {job.job_id} ({job.name}) had not started; it is cancelled")
             _system_of(job).cancel(job.job_id)
 
     def has_ended() -> bool:
-        left = _states_of(drivers)
-        # Other systems pass no signal on in one way; the trainer of the stage that runs looks for a file.
-        for stage in folders_of(storage).values() if any(job.system != "slurm" for job in drivers) else ():
+        left = states_of(drivers)
+        # Without a signal: the trainer of the stage that runs looks for a file.
+        for stage in folders_of(storage).values() if by_file else ():
             if left and lease_holder(stage, "trainer") is not None:
                 stage.put(STOP_FILE, b"stop\n")
         return not left

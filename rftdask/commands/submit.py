@@ -31,7 +31,7 @@ from rftdask.cluster.batch.slurm_script import (
     staging,
     step,
 )
-from rftdask.cluster.jobqueue import CONTROLLER, SUBMIT_S, OtherCluster, log_folder, system_of
+from rftdask.cluster.jobqueue import CONTROLLER, SUBMIT_S, OtherCluster, log_folder, states_of
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, SUBMITTED_FILE, JobRecord, read_jobs, write_jobs
 from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, Layout, plan_jobs
 from rftdask.cluster.secrets_folder import PrivateFolder
@@ -41,6 +41,7 @@ from rftdask.config import Config, load_config, make_plan, replace
 from rftdask.config.plugins import SUBMITTED
 from rftdask.config.schema.cluster import JobConfig
 from rftdask.errors import FencedError, NotInstalledError, RoleError, UserError
+from rftdask.processes.poll import wait_for
 from rftdask.run.made_of import MadeOf
 from rftdask.run.run_folder import check_run, read_end
 from rftdask.run.sources import SOURCES_FOLDER, copy_for_jobs
@@ -53,7 +54,7 @@ WARNING_S = 180
 PATIENCE_S = 120
 """Wait for an owner on another machine that was killed a moment ago, and for a scheduler that is starting."""
 _DRIVER_OPTIONS = ("--progress", "plain", "--patience", str(PATIENCE_S), "--with-parent")
-_CONTROLLER = CONTROLLER
+_LOOK_S = 0.2
 DRIVER_FILE = "driver.sh"
 _RESTARTS_FILE = "restarts"
 _WARNING = f"--signal=B:USR1@{WARNING_S}"
@@ -225,7 +226,7 @@ def plan_submission(
         config = replace(config, {"cluster.type": "joined", **pinned})
         script = allocation_script(config, layout, folder, storage)
         return Submission(config, storage, folder, (script,), unchecked=unchecked)
-    controller = Script(_CONTROLLER, _CONTROLLER, controller_text(config, folder, storage))
+    controller = Script(CONTROLLER, CONTROLLER, controller_text(config, folder, storage))
     of_cluster, logs = PrivateFolder.of(config, storage), log_folder(storage, folder)
     workers = []
     for role, count, shape in _jobs_of(config, layout):
@@ -257,7 +258,7 @@ def _elsewhere(
         if count := layout.num_workers(role):
             text = kind.job_script(config, role, count, f"{role}-<number>", of_cluster, logs)
             workers.append(Script(f"{count} x {role}", role, text))
-    scripts = (Script(_CONTROLLER, _CONTROLLER, script),)
+    scripts = (Script(CONTROLLER, CONTROLLER, script),)
     return Submission(config, storage, folder, scripts, tuple(workers), driver=driver)
 
 
@@ -267,14 +268,15 @@ def _drive(folder: PrivateFolder) -> str:
 
 def _start_controller(config: Config, storage: Storage) -> JobRecord:
     """Submit the job that drives a run on another system than SLURM, and note it. Raises: RoleError: it is refused."""
-    kind, folder = find_cluster(config.cluster.type), PrivateFolder.base_of(config, storage)
+    kind = find_cluster(config.cluster.type, config.explorer.plugin_dirs)
+    folder = PrivateFolder.base_of(config, storage)
     assert issubclass(kind, OtherCluster)
     job = kind.controller(config, folder, log_folder(storage, folder), _drive(folder))
     try:
         asyncio.run(asyncio.wait_for(job.start(), SUBMIT_S))
     except (RuntimeError, TimeoutError, OSError, ValueError) as error:
         raise RoleError(f"{config.cluster.type} refuses the job of the controller: {error}") from error
-    record = JobRecord(_CONTROLLER, _CONTROLLER, str(job.job_id), config.cluster.type, time.time())
+    record = JobRecord(CONTROLLER, CONTROLLER, str(job.job_id), config.cluster.type, time.time())
     write_jobs(storage, [record], SUBMITTED_FILE)
     return record
 
@@ -283,19 +285,27 @@ def _check_not_submitted(storage: Storage) -> None:
     # Of those that drive the run. Jobs of workers that one has left are taken over by the next.
     jobs = read_jobs(storage, SUBMITTED_FILE)
     # Queued counts, too: of two drivers of one run the second would find the first at work, and fail.
-    alive: dict[str, str] = {}
-    for system in {system_of(job) for job in jobs}:
-        alive |= system.states([job.job_id for job in jobs if system_of(job) is system]) or {}
-    if alive:
+    if alive := states_of(jobs):
         told = ", ".join(f"{job.name} is job {job.job_id}, {alive[job.job_id]}" for job in jobs if job.job_id in alive)
         raise FencedError(f"{storage.url} is submitted already: {told}; rftdask cancel {storage.url} ends it")
 
 
 @contextlib.contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Raises: FencedError: somebody else submits the run, and has not ended in time."""
     with path.open("a") as file:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
+
+        def is_ours() -> bool:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            except OSError:  # a file system without locks
+                return True
+            return True
+
+        if not wait_for(is_ours, PATIENCE_S, _LOOK_S):
+            raise FencedError(f"another rftdask submit of this run has held {path} for {PATIENCE_S} s; try again")
         yield
 
 
@@ -316,10 +326,10 @@ def has_finished(config: Config, sizes: Sequence[Mapping[str, int]]) -> bool:
 
 def controller_text(config: Config, folder: PrivateFolder, storage: Storage) -> str:
     """The job that drives the run."""
-    run = _rftdask(config, _CONTROLLER, "run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
+    run = _rftdask(config, CONTROLLER, "run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
     shell = [_takes_sources(folder), *driver_shell(folder, run)]
     logs, job = log_folder(storage, folder), config.cluster.slurm.controller
-    return batch_script(config, _CONTROLLER, _CONTROLLER, job, logs, shell, _driver_asks(config))
+    return batch_script(config, CONTROLLER, CONTROLLER, job, logs, shell, _driver_asks(config))
 
 
 def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, storage: Storage) -> Script:
@@ -347,14 +357,14 @@ def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, sto
         work = ("join", str(folder.path / CONFIG_FILE), "--role", role, "--patience", str(PATIENCE_S))
         # In a shell of its own: what the prologue of a role sets is not for the others.
         steps += ["(", *job.prologue, f"exec {_rftdask(config, role, *work, srun=srun)}", ") &"]
-    run = _rftdask(config, _CONTROLLER, "run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
+    run = _rftdask(config, CONTROLLER, "run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
     shell = [_takes_sources(folder), *driver_shell(folder, run, steps)]
     if section.heterogeneous:
         job, shape = section.controller, ONE_TASK
     else:
         job, shape = alike({role: getattr(section, role) for role in parts}, section.controller, parts)
-    text = batch_script(config, _CONTROLLER, _CONTROLLER, job, logs, shell, _driver_asks(config), asks, shape=shape)
-    return Script(_CONTROLLER, _CONTROLLER, text)
+    text = batch_script(config, CONTROLLER, CONTROLLER, job, logs, shell, _driver_asks(config), asks, shape=shape)
+    return Script(CONTROLLER, CONTROLLER, text)
 
 
 def offline_scripts(
@@ -389,7 +399,7 @@ def offline_scripts(
     for number in range(1, rounds + 1):
         # Each round explores on to a later step of the same run.
         run = ("run", path, f"buffer.total_steps={total * number // rounds}", *_DRIVER_OPTIONS)
-        drive = _rftdask(config, _CONTROLLER, *run, "mode=explore", "cluster.type=joined", engines)
+        drive = _rftdask(config, CONTROLLER, *run, "mode=explore", "cluster.type=joined", engines)
         shell = [_takes_sources(folder), *help_out, *driver_shell(folder, drive, [f"{work} &"], [end])]
         asks, name = (f"--array=0-{explore_jobs - 1}", *_driver_asks(config)), f"explore-{number}"
         text = batch_script(

@@ -61,8 +61,8 @@ class _NotPlainError(Exception):
 
 
 def _plain(value: Any) -> Any:
-    """A copy of data that means what it says, as OmegaConf would give it, and a hundred times as fast: run.json is read
-    at every turn. Raises: _NotPlainError.
+    """A copy of data that means what it says, as OmegaConf would give it, and much faster: run.json is read at every
+    turn. Raises: _NotPlainError.
     """
     kind = type(value)
     if kind is dict and all(type(key) is str for key in value):

@@ -100,8 +100,7 @@ class WorkerCache:
         self._tasksets: dict[str, Taskset] = {}
         self._fork_servers: dict[SandboxSpec, ForkServer] = {}
         """Least recently used first."""
-        self._fork_lock = threading.Lock()
-        # Units that overlap use and end these in threads of their own: each takes what it needs once, and keeps it.
+        # These and the fork servers are made in the seat, and may be ended meanwhile by a unit that has given it up.
         self._auxiliary_engines: dict[EngineSpec, EngineClient] = {}
         self._auxiliary_tokenizers: dict[str, Tokenizer] = {}
         self._task_times_s: dict[int, list[float]] = {}
@@ -247,20 +246,19 @@ class WorkerCache:
 
     def fork_server(self, spec: SandboxSpec) -> ForkServer:
         """A living fork server of `spec`. Raises: UserError: a plug-in cannot be imported."""
-        with self._fork_lock:  # two units that want the same one get the same one
-            kept = self._fork_servers
-            # Taken out and put back, so that the dict is in the order of use.
-            fork_server = kept.pop(spec, None)
-            if fork_server is not None and not fork_server.alive():
-                fork_server.close()
-                fork_server = None
-            # The first of the dict was used longest ago. Units that overlap may need more than are kept.
-            for old, server in list(kept.items()):
-                if len(kept) >= _MAX_FORK_SERVERS and not server.in_use:
-                    kept.pop(old, None)
-                    server.close()
-            kept[spec] = fork_server = fork_server or ForkServer(spec)
-            return fork_server
+        kept = self._fork_servers
+        # Taken out and put back, so that the dict is in the order of use.
+        fork_server = kept.pop(spec, None)
+        if fork_server is not None and not fork_server.alive():
+            fork_server.close()
+            fork_server = None
+        # The first of the dict was used longest ago. Units that overlap may need more than are kept.
+        for old, server in list(kept.items()):
+            if len(kept) >= _MAX_FORK_SERVERS and not server.in_use:
+                kept.pop(old, None)
+                server.close()
+        kept[spec] = fork_server = fork_server or ForkServer(spec)
+        return fork_server
 
     def auxiliary(self, threads: int) -> dict[str, TextEngine | RemoteModel]:
         """The auxiliary models by name: those of this process, loaded, and those behind an API, for the event loop that

@@ -10,6 +10,7 @@ stay. It knows no cluster: a job says where by the environment.
 from __future__ import annotations
 
 import atexit
+import errno
 import fcntl
 import hashlib
 import logging
@@ -47,8 +48,8 @@ def staged(path: str, deadline_s: float = DEADLINE_S) -> str:
     """The copy on this node of a file or folder; `path` itself where nothing is staged, it is not there (such as a
     name on the Hub), or the node has no room for it, which is logged.
 
-    Raises: WaitTimeout: another process did not make the copy in time; StorageError: what was written is not what was
-    read; UserError: the folder is another user's.
+    Raises: WaitTimeout: another process did not make the copy in time; StorageError: it cannot be copied, or what was
+    written is not what was read; UserError: the folder is another user's.
     """
     root, source = os.environ.get(FOLDER), Path(path)
     if not root or not source.exists():
@@ -155,6 +156,21 @@ def _fill(place: Path, source: Path, files: list[Path]) -> bool:
         return False
     began = time.monotonic()
     partial.mkdir(mode=0o700)
+    try:
+        _copy(partial, source, files)
+    except OSError as error:  # others use the disk, too, and what is copied may go meanwhile
+        shutil.rmtree(partial, ignore_errors=True)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(f"{source} cannot be staged to {place.parent}: {error}") from error
+        log.warning("%s is not staged: %s", source, error)
+        return False
+    (partial / "source").write_text(str(source))
+    partial.rename(place)
+    log.info("staged %s: %d bytes in %.1f s", source, needed, time.monotonic() - began)
+    return True
+
+
+def _copy(partial: Path, source: Path, files: list[Path]) -> None:
     for file in files:
         target = partial / file.relative_to(source.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +184,3 @@ def _fill(place: Path, source: Path, files: list[Path]) -> bool:
         with target.open("rb") as copied:
             if hashlib.file_digest(copied, "sha256").digest() != read.digest():
                 raise StorageError(f"{target} is not what was written to it; the disk of this node is damaged")
-    (partial / "source").write_text(str(source))
-    partial.rename(place)
-    log.info("staged %s: %d bytes in %.1f s", source, needed, time.monotonic() - began)
-    return True

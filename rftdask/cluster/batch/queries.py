@@ -1,6 +1,6 @@
 """Queries: what PBS, LSF, Grid Engine, OAR and HTCondor say of a user's jobs, by one command for all of them.
 
-It reads what they print; the forms are those of their manuals, which the tests have word for word.
+It reads what they print, in forms that were written down and not recorded: none has been read from a system that runs.
 """
 
 from __future__ import annotations

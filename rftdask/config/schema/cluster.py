@@ -183,3 +183,9 @@ class ClusterConfig(Section):
         """Whether all workers are processes of the driver's machine."""
         part = registered_clusters().get(self.type)
         return bool(part and part.traits["is_one_machine"])
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether an engine may have several whole nodes of this kind of cluster."""
+        part = registered_clusters().get(self.type)
+        return bool(part and part.traits["spans_nodes"])

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 import signal
@@ -59,6 +60,7 @@ from rftdask.cluster.slurm import (
     submit,
 )
 from rftdask.cluster.slurm_cluster import SlurmCluster, SlurmStepsCluster
+from rftdask.commands import submit as submitting
 from rftdask.commands.submit import (
     allocation_script,
     controller_text,
@@ -669,9 +671,17 @@ def test_of_two_submits_at_once_one_wins(tmp_path: Path, monkeypatch: pytest.Mon
     first, second = (plan_submission(configured(tmp_path)) for _ in range(2))
     with ThreadPoolExecutor(2) as threads:
         submits = [threads.submit(each.submit) for each in (first, second)]
-    errors = [error for submit in submits if (error := submit.exception()) is not None]
+    errors = [error for each in submits if (error := each.exception()) is not None]
     assert len(errors) == 1 and isinstance(errors[0], FencedError), errors
     assert "is submitted already: controller is job 7, PENDING (Priority)" in str(errors[0])
+    # One that never ends keeps nobody waiting for ever.
+    monkeypatch.setattr(submitting, "PATIENCE_S", 0.3)
+    third = plan_submission(configured(tmp_path / "other"))
+    third.folder.make()
+    with (third.folder.path / "submit.lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(FencedError, match=r"another rftdask submit of this run has held .*submit\.lock for 0\.3 s"):
+            third.submit()
 
 
 def test_a_step_of_an_allocation_asks_for_exactly_what_a_job_would(

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import Barrier, Event
+from threading import Event
 
 import pytest
 
@@ -18,8 +18,6 @@ from rftdask.errors import ConfigError, DataError, RoleError
 from rftdask.explorer import worker_cache
 from rftdask.explorer.worker_cache import WorkerCache, engine_spec, sampling_params
 from rftdask.rollouts.places import SLOT
-from rftdask.rollouts.sandbox.messages import SandboxSpec
-from rftdask.rollouts.sandbox.pool import ForkServer
 from rftdask.run.run_folder import record_config
 from rftdask.storage import Storage, open_storage
 
@@ -75,22 +73,6 @@ def test_an_engine_knows_each_way_in_which_the_run_samples() -> None:
     assert [(each.max_tokens, each.temperature) for each in auxiliary] == [(8, 0.7)]
     baseline = config("algorithm.algorithm_type=remax", "model.max_response_tokens=8")
     assert [e.temperature for e in engine_spec(baseline.explorer.rollout_model, baseline, 1, None).sampling] == [1, 0]
-
-
-def test_units_that_begin_at_once_have_one_fork_server() -> None:
-    cache, spec = WorkerCache(), SandboxSpec(("simple_workflow",))
-    at_once = Barrier(4)
-
-    def ask() -> ForkServer:
-        at_once.wait(60)
-        return cache.fork_server(spec)
-
-    with ThreadPoolExecutor(4) as threads:
-        found = {id(future.result(60)) for future in [threads.submit(ask) for _ in range(4)]}
-    try:
-        assert found == {id(cache.fork_server(spec))}
-    finally:
-        cache.drop_auxiliary()
 
 
 def test_what_one_unit_ends_another_starts_anew_or_hears_of_by_its_name(storage: Storage) -> None:

@@ -4,6 +4,7 @@ the others wait; what changes is copied anew; what nobody uses goes, unless it i
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from rftdask.config import load_config
 from rftdask.data.datasets import open_dataset
-from rftdask.errors import ConfigError, UserError, WaitTimeout
+from rftdask.errors import ConfigError, StorageError, UserError, WaitTimeout
 from rftdask.storage import staging
 from rftdask.storage.staging import FOLDER, KEEP, source_of, staged, sweep
 
@@ -108,6 +109,20 @@ def test_without_room_without_a_folder_and_of_a_name_nothing_is_staged(
     assert "is not staged: it has 7002 bytes" in caplog.text and "has room for 10" in caplog.text
     monkeypatch.setenv(FOLDER, "")
     assert staged(str(model)) == str(model)
+
+
+def test_a_disk_that_others_fill_meanwhile_is_no_error_and_one_that_breaks_is(
+    node: Path, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(number: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(staging.os, "fsync", lambda _: fail(errno.ENOSPC))
+    assert staged(str(model)) == str(model) and "No space left on device" in caplog.text
+    monkeypatch.setattr(staging.os, "fsync", lambda _: fail(errno.EIO))
+    with pytest.raises(StorageError, match=r"cannot be staged to .*Input/output error"):
+        staged(str(model))
+    assert not list(node.glob("*.partial"))
 
 
 def test_the_folder_of_another_is_refused(node: Path, model: Path, tmp_path: Path) -> None:
