@@ -139,7 +139,6 @@ def run(toy: Path, text: str, *overrides: str) -> Path:
     return toy / "runs" / tree["project"] / tree["name"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_grpo_with_a_workflow_a_reward_and_an_advantage_of_its_style(toy: Path) -> None:
     tasks = f"buffer.explorer_input.taskset.path={toy / 'tasks.jsonl'}"
@@ -151,14 +150,12 @@ def test_grpo_with_a_workflow_a_reward_and_an_advantage_of_its_style(toy: Path) 
     assert Experiment.open(folder).metrics("trainer")["step"].max() == 2
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_sft_of_two_columns(toy: Path) -> None:
     folder = run(toy, SFT, f"buffer.trainer_input.experience_buffer.path={toy / 'tasks.jsonl'}")
     assert Experiment.open(folder).metrics("trainer")["step"].max() == 2
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_explorer_and_a_trainer_as_two_commands(toy: Path) -> None:
     text = GRPO.replace('name: "grpo"', 'name: "async"').replace("'two_turn_math'", "'math_workflow'")
