@@ -22,6 +22,7 @@ from typing import Any
 
 import setproctitle
 
+from rftdask.processes.meter import METER, Meter
 from rftdask.processes.nursery import ADDRESS, SIGNALS, end_with, reseed
 
 MODULE = __name__
@@ -56,6 +57,7 @@ def dask_setup(server: Any) -> None:
         setproctitle.setproctitle(f"rftdask worker {server.name}")
         # Dask hears of the ends of its forks from the fork server, and takes them for dead when that one is.
         end_with(os.getppid())
+    server.metrics[METER] = Meter()
     # Last: a signal that came during the imports is delivered here, to the handlers that are set by now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 

@@ -92,8 +92,6 @@ def stage_status(stage: Stage) -> StageStatus:
         warnings, experiences, problems = stage.warnings, stage.counts, stage.audit.problems if stage.audit else ()
     except DamagedError as error:  # of the ledger: the rest can be told all the same
         warnings, experiences, problems = (), {}, (f"the experiences cannot be counted: {error}",)
-    # The newest row of any role: metrics are written at least once a step.
-    metrics = stage.metrics
     return status(
         # By the leases alone: a run that was killed says nothing, and its lease is found to be nobody's.
         state="running" if roles else "not running",
@@ -110,5 +108,5 @@ def stage_status(stage: Stage) -> StageStatus:
         eval_loss=next(reversed(stage.values("eval", "eval_loss")), None),
         roles=roles,
         # Not below 0: clocks of two machines differ.
-        last_sign_s=max(0.0, time.time() - float(metrics["time_s"].max())) if len(metrics) else None,
+        last_sign_s=max(0.0, time.time() - last_s) if (last_s := stage.span[1]) else None,
     )

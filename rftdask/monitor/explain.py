@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal
 
@@ -27,6 +27,8 @@ class Metric:
     """Where it should go; "watch": neither is better, but a jump tells something."""
     advice: str = ""
     """How to read an odd value."""
+    source: str = field(kw_only=True)
+    """Where the formula is from: modules below rftdask/ that compute it, and what it follows, separated by "; "."""
 
 
 METRICS: dict[str, Metric] = {
@@ -36,6 +38,7 @@ METRICS: dict[str, Metric] = {
         "reward units",
         "up",
         "Flat at its minimum: the tasks are too hard for the policy or the reward function rejects every answer.",
+        source="trainer/trainer.py, explorer/worker_task.py",
     ),
     "reward_std": Metric(
         "Reward spread",
@@ -43,6 +46,7 @@ METRICS: dict[str, Metric] = {
         "reward units",
         "watch",
         "Near 0 nothing can be learned: all siblings of a group got the same reward.",
+        source="trainer/trainer.py; the sigma of GRPO, arXiv:2402.03300",
     ),
     "flat_groups": Metric(
         "Groups without spread",
@@ -50,14 +54,22 @@ METRICS: dict[str, Metric] = {
         "fraction, 0 to 1",
         "down",
         "At 1 nothing is learned: the tasks are too easy or too hard, or the reward tells no two answers apart.",
+        source="trainer/trainer.py; what DAPO filters, arXiv:2503.14476",
     ),
-    "accuracy": Metric("Accuracy", "correct answers / answers, over the whole eval taskset", "fraction, 0 to 1", "up"),
+    "accuracy": Metric(
+        "Accuracy",
+        "correct answers / answers, over the whole eval taskset",
+        "fraction, 0 to 1",
+        "up",
+        source="explorer/evaluation.py",
+    ),
     "loss": Metric(
         "Loss",
         "the loss whose gradient was taken: policy loss + KL and entropy terms, over trained tokens",
         "nats",
         "watch",
         "In reinforcement learning it need not fall; in SFT and DPO it should.",
+        source="algorithm/algorithm.py",
     ),
     "reward_accuracy": Metric(
         "Preferences in order",
@@ -65,6 +77,7 @@ METRICS: dict[str, Metric] = {
         "fraction, 0 to 1",
         "up",
         "At 0.5 nothing is learned. dpo begins at 0, since policy and reference are equal.",
+        source="algorithm/losses/preference; DPO, arXiv:2305.18290",
     ),
     "eval_loss": Metric(
         "Held-out loss",
@@ -72,6 +85,7 @@ METRICS: dict[str, Metric] = {
         "nats",
         "down",
         "Rising while the loss falls: the policy learns its rows by heart; stop earlier or take more data.",
+        source="trainer/trainer.py",
     ),
     "router_aux_loss": Metric(
         "Use of the experts",
@@ -79,6 +93,7 @@ METRICS: dict[str, Metric] = {
         "nats",
         "down",
         "Least where all experts are used alike: the coefficient x the experts that a token takes.",
+        source="trainer/engines/router_loss.py; Switch Transformer, arXiv:2101.03961",
     ),
     "router_agreement": Metric(
         "Routers that agree",
@@ -86,14 +101,18 @@ METRICS: dict[str, Metric] = {
         "share",
         "watch",
         "Below 1 by rounding and by the updates since, which router replay mends. Falling: the engine is behind.",
+        source="trainer/engines/torch_engine.py",
     ),
-    "policy_loss": Metric("Policy loss", "the loss without its KL and entropy terms", "nats", "watch"),
+    "policy_loss": Metric(
+        "Policy loss", "the loss without its KL and entropy terms", "nats", "watch", source="algorithm/algorithm.py"
+    ),
     "kl": Metric(
         "KL to the reference",
         "estimate of KL(policy || reference) per token, from policy_logprobs and ref_logprobs",
         "nats per token",
         "watch",
         "A fast rise: the policy leaves the reference; raise the KL coefficient or lower the learning rate.",
+        source="algorithm/kl.py; k1, k2, k3, Schulman 2020",
     ),
     "entropy": Metric(
         "Entropy",
@@ -101,6 +120,7 @@ METRICS: dict[str, Metric] = {
         "nats per token",
         "watch",
         "Falling to 0 early: the policy no longer explores.",
+        source="algorithm/algorithm.py; Shannon 1948",
     ),
     "grad_norm": Metric(
         "Gradient norm",
@@ -108,6 +128,7 @@ METRICS: dict[str, Metric] = {
         "L2 norm",
         "watch",
         "Spikes: lower the learning rate or check the batch for outliers.",
+        source="trainer/engines/optimizer.py",
     ),
     "mismatch_kl": Metric(
         "Mismatch of trainer and engine",
@@ -115,24 +136,31 @@ METRICS: dict[str, Metric] = {
         "nats per token",
         "watch",
         "Above 0.01 at staleness 0 the engine computes another policy than the trainer; both in float32 give 1e-10.",
+        source="trainer/engines/torch_engine.py; k3, Schulman 2020",
     ),
-    "lr": Metric("Learning rate", "step size the optimizer used", "-", "watch"),
+    "lr": Metric("Learning rate", "step size the optimizer used", "-", "watch", source="trainer/engines/optimizer.py"),
     "staleness": Metric(
         "Staleness",
         "mean over the batch of trainer's policy_version - min_policy_version",
         "optimizer steps",
         "down",
         "0 is on-policy; the bound in the configuration is never passed.",
+        source="trainer/trainer.py",
     ),
-    "staleness_max": Metric("Largest staleness", "largest staleness in the batch", "optimizer steps", "down"),
+    "staleness_max": Metric(
+        "Largest staleness", "largest staleness in the batch", "optimizer steps", "down", source="trainer/trainer.py"
+    ),
     "response_length": Metric(
         "Response length",
         "mean number of response tokens of a rollout, all its turns together",
         "tokens",
         "watch",
         "Growing into the token limit: see the truncated share.",
+        source="trainer/trainer.py, explorer/worker_task.py",
     ),
-    "num_turns": Metric("Turns", "calls of the policy in a rollout, mean", "turns", "watch"),
+    "num_turns": Metric(
+        "Turns", "calls of the policy in a rollout, mean", "turns", "watch", source="explorer/worker_task.py"
+    ),
     **{
         f"branches/{reason}": Metric(
             f"Rows begun: {label}",
@@ -140,6 +168,7 @@ METRICS: dict[str, Metric] = {
             "rows",
             "down",
             "Each trains its whole prompt again; a template that keeps history, or an agent that appends, has none.",
+            source="rollouts/policy/recording.py",
         )
         for reason, label, why in (
             ("answer", "answer rewritten", "an answer is not in the prompt as it was sampled"),
@@ -150,51 +179,128 @@ METRICS: dict[str, Metric] = {
         )
     },
     "truncated": Metric(
-        "Truncated responses", "rollouts that met the token limit / rollouts", "fraction, 0 to 1", "down"
+        "Truncated responses",
+        "rollouts that met the token limit / rollouts",
+        "fraction, 0 to 1",
+        "down",
+        source="explorer/worker_task.py",
     ),
-    "failed": Metric("Failed rollouts", "rollouts that failed or timed out / rollouts", "fraction, 0 to 1", "down"),
+    "failed": Metric(
+        "Failed rollouts",
+        "rollouts that failed or timed out / rollouts",
+        "fraction, 0 to 1",
+        "down",
+        source="explorer/worker_task.py",
+    ),
     "tokens_per_s": Metric(
         "Throughput",
         "trainer: tokens trained / step_s; explorer: response tokens of one engine / seconds that it had its weights",
         "tokens per second",
         "up",
+        source="trainer/trainer.py, explorer/worker_task.py",
     ),
-    "step_s": Metric("Time of a step", "wall time from the end of one step to the end of the next", "seconds", "down"),
+    "step_s": Metric(
+        "Time of a step",
+        "wall time from the end of one step to the end of the next",
+        "seconds",
+        "down",
+        source="trainer/trainer.py, explorer/worker_task.py",
+    ),
     "wait_s": Metric(
         "Waiting",
         "trainer: part of step_s without data; explorer: seconds that its units waited for weights, summed",
         "seconds",
         "down",
+        source="trainer/trainer.py, explorer/worker_task.py",
     ),
-    "num_rows": Metric("Rows in the batch", "experiences trained in the step", "experiences", "watch"),
-    "num_tokens": Metric("Tokens in the batch", "tokens of prompt and response trained in the step", "tokens", "watch"),
+    "num_rows": Metric(
+        "Rows in the batch", "experiences trained in the step", "experiences", "watch", source="trainer/trainer.py"
+    ),
+    "num_tokens": Metric(
+        "Tokens in the batch",
+        "tokens of prompt and response trained in the step",
+        "tokens",
+        "watch",
+        source="trainer/trainer.py",
+    ),
     "num_missing_groups": Metric(
         "Missing groups",
         "groups that a partial batch, made when max_read_timeout passed, is short of a whole one",
         "groups",
         "down",
         "Any: the explorers are slower than buffer.trainer_input.experience_buffer.max_read_timeout allows.",
+        source="buffer/batches/log_source.py",
     ),
     "num_reused_groups": Metric(
-        "Groups used again", "groups in the batch that were trained before (replay_buffer)", "groups", "watch"
+        "Groups used again",
+        "groups in the batch that were trained before (replay_buffer)",
+        "groups",
+        "watch",
+        source="buffer/batches/log_source.py",
     ),
     # ---- what a batch is
-    "num_trained_tokens": Metric("Trained tokens", "tokens in the batch that the loss is taken of", "tokens", "watch"),
-    "num_rollouts": Metric("Rollouts", "rollouts that were trained, or rolled out, or evaluated", "rollouts", "watch"),
-    "num_groups": Metric("Groups", "tasks of which the batch has trainable rollouts", "groups", "watch"),
-    "singleton_groups": Metric(
-        "Groups of one", "groups with one trainable rollout, which has nothing to be compared with", "groups", "down"
+    "num_trained_tokens": Metric(
+        "Trained tokens",
+        "tokens in the batch that the loss is taken of",
+        "tokens",
+        "watch",
+        source="trainer/trainer.py",
     ),
-    "num_anchors": Metric("Anchor states", "environment states that several rollouts share (gigpo)", "states", "up"),
+    "num_rollouts": Metric(
+        "Rollouts",
+        "rollouts that were trained, or rolled out, or evaluated",
+        "rollouts",
+        "watch",
+        source="trainer/trainer.py, explorer/worker_task.py",
+    ),
+    "num_groups": Metric(
+        "Groups",
+        "tasks of which the batch has trainable rollouts",
+        "groups",
+        "watch",
+        source="algorithm/advantages/base.py",
+    ),
+    "singleton_groups": Metric(
+        "Groups of one",
+        "groups with one trainable rollout, which has nothing to be compared with",
+        "groups",
+        "down",
+        source="algorithm/advantages/base.py",
+    ),
+    "num_anchors": Metric(
+        "Anchor states",
+        "environment states that several rollouts share (gigpo)",
+        "states",
+        "up",
+        source="GiGPO, arXiv:2505.10978",
+    ),
     "singleton_anchors": Metric(
-        "Anchor states of one", "states that one rollout alone was in (gigpo)", "states", "down"
+        "Anchor states of one",
+        "states that one rollout alone was in (gigpo)",
+        "states",
+        "down",
+        source="GiGPO, arXiv:2505.10978",
     ),
     "num_masked": Metric(
-        "Rows without a trained token", "such as truncated responses that are masked", "rows", "watch"
+        "Rows without a trained token",
+        "such as truncated responses that are masked",
+        "rows",
+        "watch",
+        source="trainer/trainer.py",
     ),
-    "weight_sum": Metric("Sum of token weights", "sum of the weights that tokens have in the loss", "-", "watch"),
+    "weight_sum": Metric(
+        "Sum of token weights",
+        "sum of the weights that tokens have in the loss",
+        "-",
+        "watch",
+        source="algorithm/algorithm.py; algorithm/aggregation.py",
+    ),
     "num_skipped_steps": Metric(
-        "Steps without an update", "1 where the gradient was not finite, so that no weight changed", "steps", "down"
+        "Steps without an update",
+        "1 where the gradient was not finite, so that no weight changed",
+        "steps",
+        "down",
+        source="trainer/engines/optimizer.py",
     ),
     # ---- what losses say of themselves
     "clip_frac": Metric(
@@ -203,24 +309,35 @@ METRICS: dict[str, Metric] = {
         "fraction, 0 to 1",
         "watch",
         "Above about 0.2 the steps are too large or the data too stale.",
+        source="PPO, arXiv:1707.06347, equation 7",
     ),
     "dual_clip_frac": Metric(
         "Tokens at the outer clip",
         "trained tokens of negative advantage whose ratio is above clip_ratio_c / trained tokens",
         "fraction, 0 to 1",
         "watch",
+        source="dual clip, arXiv:1912.09729, equation 5",
     ),
     "mask_clip_frac": Metric(
-        "Masked tokens of CISPO", "tokens left out for their ratio / trained tokens", "fraction, 0 to 1", "watch"
+        "Masked tokens of CISPO",
+        "tokens left out for their ratio / trained tokens",
+        "fraction, 0 to 1",
+        "watch",
+        source="CISPO, arXiv:2506.13585",
     ),
     "sequence_mask_frac": Metric(
         "Masked sequences",
         "tokens of failures that the policy has moved far away from / trained tokens",
         "fraction, 0 to 1",
         "watch",
+        source="DeepSeek-V3.2, arXiv:2512.02556, section 3.1",
     ),
     "token_filter_frac": Metric(
-        "Filtered tokens", "tokens that the advantage leaves out / trained tokens", "fraction, 0 to 1", "watch"
+        "Filtered tokens",
+        "tokens that the advantage leaves out / trained tokens",
+        "fraction, 0 to 1",
+        "watch",
+        source="Clip_V, arXiv:2602.03392",
     ),
     "ppo_kl": Metric(
         "KL to the old policy",
@@ -228,49 +345,146 @@ METRICS: dict[str, Metric] = {
         "nats per token",
         "watch",
         "Far from 0 the batch is stale, or its updates are large.",
+        source="algorithm/losses/base.py; k1, Schulman 2020",
     ),
-    "kl_coef": Metric("KL coefficient", "weight of the KL term in this step", "-", "watch"),
-    "kl_penalty": Metric("KL penalty", "mean KL to the reference that was taken off the rewards", "nats", "watch"),
-    "kl_penalty_coef": Metric("KL penalty coefficient", "weight of the KL that is taken off the rewards", "-", "watch"),
+    "kl_coef": Metric(
+        "KL coefficient", "weight of the KL term in this step", "-", "watch", source="trainer/engines/torch_engine.py"
+    ),
+    "kl_penalty": Metric(
+        "KL penalty",
+        "mean KL to the reference that was taken off the rewards",
+        "nats",
+        "watch",
+        source="Ziegler et al., arXiv:1909.08593, section 2.2",
+    ),
+    "kl_penalty_coef": Metric(
+        "KL penalty coefficient",
+        "weight of the KL that is taken off the rewards",
+        "-",
+        "watch",
+        source="Ziegler et al., arXiv:1909.08593, section 2.2",
+    ),
     "is_weight": Metric(
-        "Importance weight", "mean of the rollout correction's factors of the trained tokens", "-", "watch"
+        "Importance weight",
+        "mean of the rollout correction's factors of the trained tokens",
+        "-",
+        "watch",
+        source="algorithm/correction.py; arXiv:2510.18855",
     ),
     "is_clip_frac": Metric(
         "Corrected tokens out of bounds",
         "tokens whose importance weight was cut or left out / trained tokens",
         "fraction, 0 to 1",
         "watch",
+        source="algorithm/correction.py; arXiv:2510.18855",
     ),
     "behavior_weight": Metric(
-        "Weight of the sampler", "mean of p_proximal / p_sampler of the tokens that count (decoupled_ppo)", "-", "watch"
+        "Weight of the sampler",
+        "mean of p_proximal / p_sampler of the tokens that count (decoupled_ppo)",
+        "-",
+        "watch",
+        source="AReaL, arXiv:2505.24298",
     ),
     "behavior_cap_frac": Metric(
         "Tokens over the cap",
         "tokens dropped since p_proximal / p_sampler is above behavior_weight_cap / trained tokens",
         "fraction, 0 to 1",
         "watch",
+        source="AReaL, arXiv:2505.24298",
     ),
-    "soft_gate": Metric("Soft gate of SAPO", "mean of the gate that takes the place of the clip", "-", "watch"),
-    "topr_alpha": Metric("Taper of TOPR", "mean factor of the tokens; failures have at most 1", "-", "watch"),
-    "vespo_phi": Metric("Weight of VESPO", "mean of phi, the weight of a sequence's tokens", "-", "watch"),
-    "usual_loss": Metric("Loss of own rollouts", "policy loss of the rows that the policy sampled", "nats", "watch"),
-    "expert_loss": Metric("Loss of demonstrations", "imitation loss of the expert's rows", "nats", "down"),
+    "soft_gate": Metric(
+        "Soft gate of SAPO",
+        "mean of the gate that takes the place of the clip",
+        "-",
+        "watch",
+        source="SAPO, arXiv:2511.20347, equations 5 and 6",
+    ),
+    "topr_alpha": Metric(
+        "Taper of TOPR",
+        "mean factor of the tokens; failures have at most 1",
+        "-",
+        "watch",
+        source="TOPR, arXiv:2503.14286",
+    ),
+    "vespo_phi": Metric(
+        "Weight of VESPO",
+        "mean of phi, the weight of a sequence's tokens",
+        "-",
+        "watch",
+        source="VESPO, arXiv:2602.10693",
+    ),
+    "usual_loss": Metric(
+        "Loss of own rollouts",
+        "policy loss of the rows that the policy sampled",
+        "nats",
+        "watch",
+        source="CHORD, arXiv:2508.11408",
+    ),
+    "expert_loss": Metric(
+        "Loss of demonstrations",
+        "imitation loss of the expert's rows",
+        "nats",
+        "down",
+        source="CHORD, arXiv:2508.11408",
+    ),
     "sft_nll": Metric(
-        "Negative log-likelihood", "mean of -log p of the trained tokens of the dataset", "nats per token", "down"
+        "Negative log-likelihood",
+        "mean of -log p of the trained tokens of the dataset",
+        "nats per token",
+        "down",
+        source="algorithm/losses/imitation/sft.py",
     ),
     "jsd": Metric(
-        "Divergence from the teacher", "mean over positions of the divergence over the vocabulary", "nats", "down"
+        "Divergence from the teacher",
+        "mean over positions of the divergence over the vocabulary",
+        "nats",
+        "down",
+        source="GKD, arXiv:2306.13649, equation 1",
     ),
     "teacher_kl": Metric(
-        "KL to the teacher", "mean of log p_sampler - log p_teacher of the sampled tokens", "nats per token", "down"
+        "KL to the teacher",
+        "mean of log p_sampler - log p_teacher of the sampled tokens",
+        "nats per token",
+        "down",
+        source="algorithm/advantages/tokens.py; MiniLLM, arXiv:2306.08543",
     ),
-    "reward_chosen": Metric("Reward of the chosen", "mean implicit reward, or score, of chosen responses", "-", "up"),
-    "reward_rejected": Metric("Reward of the rejected", "the same of rejected responses", "-", "watch"),
-    "kl_baseline": Metric("KL baseline of KTO", "z0, from responses paired with other prompts", "nats", "watch"),
-    "value_mean": Metric("Mean value", "mean of the critic's values of the trained tokens", "reward units", "watch"),
-    "critic_loss": Metric("Loss of the critic", "clipped squared error of the values", "squared reward units", "down"),
+    "reward_chosen": Metric(
+        "Reward of the chosen",
+        "mean implicit reward, or score, of chosen responses",
+        "-",
+        "up",
+        source="DPO, arXiv:2305.18290",
+    ),
+    "reward_rejected": Metric(
+        "Reward of the rejected", "the same of rejected responses", "-", "watch", source="DPO, arXiv:2305.18290"
+    ),
+    "kl_baseline": Metric(
+        "KL baseline of KTO",
+        "z0, from responses paired with other prompts",
+        "nats",
+        "watch",
+        source="KTO, arXiv:2402.01306, equations 7 and 8",
+    ),
+    "value_mean": Metric(
+        "Mean value",
+        "mean of the critic's values of the trained tokens",
+        "reward units",
+        "watch",
+        source="GAE, arXiv:1506.02438",
+    ),
+    "critic_loss": Metric(
+        "Loss of the critic",
+        "clipped squared error of the values",
+        "squared reward units",
+        "down",
+        source="trainer/engines/critic.py; arXiv:2005.12729",
+    ),
     "critic_error": Metric(
-        "Error of the critic", "mean squared difference of return and value", "squared reward units", "down"
+        "Error of the critic",
+        "mean squared difference of return and value",
+        "squared reward units",
+        "down",
+        source="trainer/engines/critic.py",
     ),
     "critic_explained_variance": Metric(
         "What the critic explains",
@@ -278,33 +492,134 @@ METRICS: dict[str, Metric] = {
         "1 at most",
         "up",
         "At 0 or below the critic is no better than a constant.",
+        source="trainer/engines/critic.py",
     ),
-    "critic_grad_norm": Metric("Gradient norm of the critic", "as grad_norm, of the critic", "L2 norm", "watch"),
-    "critic_lr": Metric("Learning rate of the critic", "step size its optimizer used", "-", "watch"),
+    "critic_grad_norm": Metric(
+        "Gradient norm of the critic",
+        "as grad_norm, of the critic",
+        "L2 norm",
+        "watch",
+        source="trainer/engines/critic.py",
+    ),
+    "critic_lr": Metric(
+        "Learning rate of the critic", "step size its optimizer used", "-", "watch", source="trainer/engines/critic.py"
+    ),
     "critic_num_skipped_steps": Metric(
-        "Steps without an update of the critic", "as num_skipped_steps", "steps", "down"
+        "Steps without an update of the critic",
+        "as num_skipped_steps",
+        "steps",
+        "down",
+        source="trainer/engines/critic.py",
     ),
     # ---- where the time goes
-    "train_s": Metric("Training", "part of step_s in forward and backward passes and the update", "seconds", "down"),
-    "publish_s": Metric("Publishing", "part of step_s in which weights for the engines were made", "seconds", "down"),
-    "checkpoint_s": Metric("Checkpoints", "part of step_s in which a checkpoint was made", "seconds", "down"),
+    "train_s": Metric(
+        "Training",
+        "part of step_s in forward and backward passes and the update",
+        "seconds",
+        "down",
+        source="trainer/trainer.py",
+    ),
+    "publish_s": Metric(
+        "Publishing",
+        "part of step_s in which weights for the engines were made",
+        "seconds",
+        "down",
+        source="trainer/trainer.py",
+    ),
+    "checkpoint_s": Metric(
+        "Checkpoints", "part of step_s in which a checkpoint was made", "seconds", "down", source="trainer/trainer.py"
+    ),
     "generate_s": Metric(
-        "Generating", "seconds that units of the step were in their engines, summed over the units", "seconds", "down"
+        "Generating",
+        "seconds that units of the step were in their engines, summed over the units",
+        "seconds",
+        "down",
+        source="explorer/worker_task.py",
     ),
     "occupancy": Metric(
         "Slots in use",
         "requests under way in an engine / explorer.slots_per_engine, mean over the time from work unit to work unit",
         "fraction, 0 to 1",
         "up",
+        source="explorer/worker_task.py",
     ),
     "load_s": Metric(
-        "Loading of weights", "seconds that engines loaded a version, summed over units", "seconds", "down"
+        "Loading of weights",
+        "seconds that engines loaded a version, summed over units",
+        "seconds",
+        "down",
+        source="explorer/worker_task.py",
     ),
-    "policy_version": Metric("Policy version", "newest version that a unit of the step used", "steps", "watch"),
-    "num_prompt_tokens": Metric("Prompt length", "mean over turns", "tokens", "watch"),
-    "num_response_tokens": Metric("Length of a turn", "response tokens, mean over turns", "tokens", "watch"),
+    "policy_version": Metric(
+        "Policy version",
+        "newest version that a unit of the step used",
+        "steps",
+        "watch",
+        source="explorer/worker_task.py",
+    ),
+    "num_prompt_tokens": Metric("Prompt length", "mean over turns", "tokens", "watch", source="rollouts/attempt.py"),
+    "num_response_tokens": Metric(
+        "Length of a turn", "response tokens, mean over turns", "tokens", "watch", source="rollouts/attempt.py"
+    ),
     "prompt_truncated": Metric(
-        "Cut prompts", "prompts that were longer than max_prompt_tokens / prompts", "fraction, 0 to 1", "down"
+        "Cut prompts",
+        "prompts that were longer than max_prompt_tokens / prompts",
+        "fraction, 0 to 1",
+        "down",
+        source="rollouts/attempt.py",
+    ),
+    # ---- what processes and their machines have in use, a curve for each worker
+    "cpu_cores": Metric(
+        "Cores in use",
+        "CPU seconds of a worker and of all processes that it started / seconds, over some seconds",
+        "cores",
+        "watch",
+        source="processes/meter.py",
+    ),
+    "host_cpu": Metric(
+        "CPU of the machine",
+        "busy cores / cores, over some seconds",
+        "fraction, 0 to 1",
+        "watch",
+        "Near 1 with idle GPUs: rewards, tools or tokenizers hold the run up.",
+        source="processes/meter.py",
+    ),
+    "host_free_gib": Metric(
+        "Host memory left",
+        "what the machine, or the limit of the job or container, still has for this process",
+        "GiB",
+        "watch",
+        "Near 0 the kernel ends the largest process.",
+        source="processes/meter.py",
+    ),
+    "process_gib": Metric(
+        "Memory of a process",
+        "resident memory of the largest process of a worker: its engine or rank",
+        "GiB",
+        "watch",
+        "Growing without end: a leak, in a workflow or a reward that keeps what it has seen.",
+        source="processes/meter.py",
+    ),
+    "gpu_busy": Metric(
+        "GPU in use",
+        "share of the last moment in which a kernel ran (NVML), mean over the GPUs of a worker",
+        "fraction, 0 to 1",
+        "up",
+        "It says that something ran, not how much of the GPU it filled.",
+        source="processes/meter.py",
+    ),
+    "gpu_memory": Metric(
+        "GPU memory in use",
+        "used / total (NVML), over the GPUs of a worker, other processes included",
+        "fraction, 0 to 1",
+        "watch",
+        source="processes/meter.py",
+    ),
+    "gpu_gib": Metric(
+        "GPU memory", "used (NVML), sum over the GPUs of a worker", "GiB", "watch", source="processes/meter.py"
+    ),
+    "num_gpus": Metric(
+        "GPUs", "GPUs that a worker sees and that NVML answers for", "GPUs", "watch", source="processes/meter.py"
     ),
 }
 
@@ -314,25 +629,72 @@ FAMILIES: dict[str, Metric] = {
         "probability that one of k rollouts of a task has a reward of 1 or more, mean over the tasks; arXiv:2107.03374",
         "fraction, 0 to 1",
         "up",
+        source="Chen et al., arXiv:2107.03374, equation 1",
     ),
     r".+/mean@\d+": Metric(
-        "Mean of n", "mean over the n rollouts of a task, then over the tasks", "as the metric", "up"
+        "Mean of n",
+        "mean over the n rollouts of a task, then over the tasks",
+        "as the metric",
+        "up",
+        source="explorer/evaluation.py",
     ),
-    r".+/std@\d+": Metric("Spread of n", "standard deviation over the n rollouts of a task", "as the metric", "watch"),
-    r".+/best@\d+": Metric("Best of k", "expected best of k drawn from a task's rollouts", "as the metric", "up"),
-    r".+/worst@\d+": Metric("Worst of k", "expected worst of k drawn from a task's rollouts", "as the metric", "up"),
-    r".+/(max|min|std)": Metric("Range", "over all rollouts (monitor.detailed_stats)", "as the metric", "watch"),
-    r"rollout/num_retries": Metric("Retries", "attempts after the first, per rollout", "attempts", "down"),
-    r"rollout/queue_s": Metric("Waiting for a place", "seconds per rollout before it began", "seconds", "down"),
+    r".+/std@\d+": Metric(
+        "Spread of n",
+        "standard deviation over the n rollouts of a task",
+        "as the metric",
+        "watch",
+        source="explorer/evaluation.py",
+    ),
+    r".+/best@\d+": Metric(
+        "Best of k",
+        "expected best of k drawn from a task's rollouts",
+        "as the metric",
+        "up",
+        source="explorer/evaluation.py",
+    ),
+    r".+/worst@\d+": Metric(
+        "Worst of k",
+        "expected worst of k drawn from a task's rollouts",
+        "as the metric",
+        "up",
+        source="explorer/evaluation.py",
+    ),
+    r".+/(max|min|std)": Metric(
+        "Range", "over all rollouts (monitor.detailed_stats)", "as the metric", "watch", source="explorer/evaluation.py"
+    ),
+    r"rollout/num_retries": Metric(
+        "Retries", "attempts after the first, per rollout", "attempts", "down", source="rollouts/attempt.py"
+    ),
+    r"rollout/queue_s": Metric(
+        "Waiting for a place", "seconds per rollout before it began", "seconds", "down", source="rollouts/attempt.py"
+    ),
     r"rollout/generate_s": Metric(
-        "Calls of models", "seconds per rollout, of several at once the sum", "seconds", "down"
+        "Calls of models",
+        "seconds per rollout, of several at once the sum",
+        "seconds",
+        "down",
+        source="rollouts/attempt.py",
     ),
     r"rollout/(tool|reward)_s": Metric(
-        "Tools, rewards", "seconds per rollout that the workflow counts", "seconds", "down"
+        "Tools, rewards",
+        "seconds per rollout that the workflow counts",
+        "seconds",
+        "down",
+        source="rollouts/attempt.py",
     ),
-    r"rollout/total_s": Metric("Time of a rollout", "seconds from its first attempt to its end", "seconds", "down"),
+    r"rollout/total_s": Metric(
+        "Time of a rollout",
+        "seconds from its first attempt to its end",
+        "seconds",
+        "down",
+        source="rollouts/attempt.py",
+    ),
     r"(num_dropped_|dropped/).+": Metric(
-        "Dropped rows", "experiences of the batch that are not trained, by their reason; `total`: all", "rows", "down"
+        "Dropped rows",
+        "experiences of the batch that are not trained, by their reason; `total`: all",
+        "rows",
+        "down",
+        source="trainer/trainer.py",
     ),
 }
 """What a name says that is a pattern, for the names that are made: they match it whole."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FOLDER = "metrics"
+MACHINE = "machine"
+"""Role of what worker processes and their machines have in use; the driver writes it."""
 _PART_NAME = re.compile(r"(\d+)-(\d+)\.jsonl")
 _RESERVED = ("role", "step", "time_s")
 _OF_TWO = ("eval",)
@@ -42,13 +44,14 @@ class MetricsRow:
     """
 
     role: str
-    """"trainer", "explorer", "eval" or "run"."""
+    """"trainer", "explorer", "eval", or MACHINE."""
     step: int
-    """trainer: optimizer step; explorer: explore step; eval: policy_version that was evaluated."""
+    """trainer: optimizer step; explorer: explore step; eval: policy_version that was evaluated; machine: Unix seconds,
+    since a process has no steps."""
     time_s: float
     """When it was written, Unix seconds."""
     tags: Mapping[str, str] = field(default_factory=dict)
-    """Tell apart rows of one step: taskset, stage."""
+    """Tell apart rows of one step: taskset, stage, process."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """NaN and infinities come back as NaN."""
 

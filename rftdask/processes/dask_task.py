@@ -23,6 +23,10 @@ class WorkerInfo(TypedDict):
     """Its address where it was given none; an int in Dask's own clusters."""
     resources: Mapping[str, float]
     """How much of each resource it has, whatever runs: {"explorer": 1.0}."""
+    host: str
+    """Its address on the network."""
+    metrics: Mapping[str, Any]
+    """Of its last heartbeat, what its `Meter` told among them."""
 
 
 class AsksScheduler(Protocol):

@@ -24,7 +24,7 @@ from rftdask.run.view import Stage, open_stages
 from rftdask.storage import Storage, open_storage
 
 _NOT_METRICS = {"role", "step", "time_s"}
-_CUSTOM = Metric("", "written by a workflow, a reward function or an operator", "", "watch")
+_CUSTOM = Metric("", "written by a workflow, a reward function or an operator", "", "watch", source="")
 
 
 def report_run(url: str | Path) -> str:

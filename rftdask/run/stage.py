@@ -32,6 +32,7 @@ from rftdask.errors import DamagedError, DataError, FencedError, RoleError, User
 from rftdask.explorer.explorer import Explorer
 from rftdask.monitor.events import CODEC, Ended, Event, Note, Published
 from rftdask.processes.dask_task import workers_of
+from rftdask.run.machines import MachineLog
 from rftdask.run.run_folder import STOP_FILE, Lease, roles_of
 from rftdask.storage import Storage
 from rftdask.synchronizer.actor import ACTOR_NAME, SyncHandle, Synchronizer, start_synchronizer
@@ -125,6 +126,7 @@ class StageRun:
         """What runs in them, by role, and retention."""
         self._workers: dict[str, str | int] = {}
         self._watched = self._tidied = 0.0
+        self._machines = MachineLog(storage)
 
     def run(self) -> Ended:
         """Start the roles, watch them and pass on what they say, until they have ended; how the trainer ended.
@@ -164,6 +166,7 @@ class StageRun:
                     if self._explorer is None and time.monotonic() - self._tidied >= _RETENTION_S:
                         self._tidied = time.monotonic()  # where there is an explorer, it has its own time for this
                         self._remove_old_shards()
+                self._machines.close()
                 # What the roles said between the last look and their end.
                 self._pass_events_on(0.0)
                 if not self._errors and self._explorer is None:
@@ -362,7 +365,9 @@ class StageRun:
             self._cluster.check()
         except RoleError as error:
             self._errors.append(error)
-        workers = {a: info["name"] for a, info in workers_of(self._client).items()}
+        found = workers_of(self._client)
+        self._machines.note(found)
+        workers = {a: info["name"] for a, info in found.items()}
         for address, name in self._workers.items():
             if address not in workers:
                 self._note(f"worker {name} ({address}) was lost; what it had not finished runs again")

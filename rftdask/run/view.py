@@ -21,7 +21,7 @@ from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.config import Config
 from rftdask.monitor.explain import warn_of_learning
-from rftdask.monitor.metrics import read_metrics
+from rftdask.monitor.metrics import MACHINE, read_metrics
 from rftdask.run.run_folder import RUN_FILE, read_run_config
 from rftdask.storage import Storage, open_storage
 from rftdask.weights.published import CHECKPOINT_POINTER, WEIGHTS_POINTER, read_pointer
@@ -124,8 +124,9 @@ class Stage:
     @property
     def span(self) -> tuple[float, float]:
         """Unix seconds of the first and the last row of metrics; 0 where there is none."""
-        times = self.metrics["time_s"] if len(self.metrics) else [0.0]
-        return float(min(times)), float(max(times))
+        # Of roles: what machines have in use is written also while nothing happens.
+        times = self.metrics["time_s"][self.metrics["role"] != MACHINE] if len(self.metrics) else []
+        return float(min(times, default=0.0)), float(max(times, default=0.0))
 
     @property
     def accuracies(self) -> list[Accuracy]:

@@ -15,6 +15,7 @@ import numpy as np
 from rftdask.config import Config
 from rftdask.config.base import plain
 from rftdask.monitor.explain import DIRECTIONS, METRICS, explain
+from rftdask.monitor.metrics import MACHINE
 from rftdask.run.view import Accuracy, Stage
 
 MOST_POINTS = 1000
@@ -58,6 +59,10 @@ SECTIONS: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]] = {
         (("explorer",), "tokens_per_s"),
         (("explorer",), "occupancy"),
     ),
+    "What do machines have in use?": tuple(
+        ((MACHINE,), name)
+        for name in ("gpu_busy", "gpu_memory", "host_cpu", "host_free_gib", "cpu_cores", "process_gib")
+    ),
 }
 """Title -> (roles, the first of which that has it is drawn; metric), in the order of a page."""
 REST = "Everything else"
@@ -67,8 +72,8 @@ _SEED = "seed"
 
 
 def charts_of(stages: Sequence[Stage]) -> list[dict[str, Any]]:
-    """What can be drawn: {"key", "role", "metric", "section", "label", "unit", "direction", "formula", "advice"}, in
-    the order of a page. The key is "<role>.<metric>".
+    """What can be drawn, in the order of a page: {"key", "role", "metric", "section"} and the texts of its `Metric`.
+    The key is "<role>.<metric>".
     """
     measured: dict[tuple[str, str], None] = {}
     for stage in stages:
@@ -98,6 +103,7 @@ def _chart(role: str, metric: str, section: str) -> dict[str, Any]:
         "direction": DIRECTIONS[told.direction] if told else "",
         "formula": told.formula if told else "written by a workflow, a reward function or an operator",
         "advice": told.advice if told else "",
+        "source": told.source if told else "",
     }
 
 
@@ -105,9 +111,10 @@ def curves_of(stages: Sequence[Stage]) -> list[dict[str, Any]]:
     """The curves of a run, for each stage that has some.
 
     {"stage", "mean_of", "x": {line: {"step", "time", "tokens"}}, "y": {"<role>.<metric>": {line: values}}, "error"}: a
-    line is a role, or "eval/<taskset>"; values are floats or None, as many as its x has; time in seconds since the
-    run's first number, tokens that the trainer had trained by then, over all stages; each value is the mean of
-    `mean_of` rows. The error is like y, of accuracies alone: their standard error, from the number of answers.
+    line is a role, "eval/<taskset>" or "machine/<process>"; values are floats or None, as many as its x has; time in
+    seconds since the run's first number, tokens that the trainer had trained by then, over all stages; each value is
+    the mean of `mean_of` rows. The error is like y, of accuracies alone: their standard error, from the number of
+    answers.
     """
     begun = [stage for stage in stages if len(stage.metrics)]
     # A run without stages is called by its algorithm, so that it can stand beside another one's stage.
@@ -115,6 +122,7 @@ def curves_of(stages: Sequence[Stage]) -> list[dict[str, Any]]:
     start, tokens, found = min((stage.span[0] for stage in begun), default=0.0), 0.0, []
     for name, stage in zip(names, begun, strict=True):
         trainer = stage.rows("trainer")
+        steps = trainer if len(trainer) else stage.rows("explorer")
         spent = trainer["num_tokens"].fillna(0.0).cumsum() + tokens if "num_tokens" in trainer else None
         x: dict[str, Any] = {}
         y: dict[str, dict[str, Any]] = {}
@@ -122,11 +130,15 @@ def curves_of(stages: Sequence[Stage]) -> list[dict[str, Any]]:
         mean_of = 1
         for role, rows in stage.metrics.groupby("role", sort=False):
             # No row of a stage without evaluations has the tag; else it is "" where it is missing.
-            parts = rows.groupby("taskset", sort=False) if "taskset" in rows else [("", rows)]
-            for taskset, part in parts:
-                line = f"{role}/{taskset}" if taskset else str(role)
+            tag = "process" if role == MACHINE else "taskset"
+            parts = rows.groupby(tag) if tag in rows else [("", rows)]
+            for of, part in parts:
+                line = f"{role}/{of}" if of else str(role)
                 part = part.sort_values("step")
                 part = part.assign(time=part["time_s"] - start, tokens=math.nan)
+                if role == MACHINE:
+                    # A process has no steps: those that the run had made by then.
+                    part["step"] = np.interp(part["time_s"], steps["time_s"], steps["step"]) if len(steps) else 0.0
                 if spent is not None:
                     # What was trained when the row was written.
                     part["tokens"] = np.interp(part["time_s"], trainer["time_s"], spent, left=tokens)
@@ -165,7 +177,8 @@ def timeline_of(stage: Stage, num_steps: int = 24) -> tuple[dict[str, list[Span]
     """What each role did in the last trainer steps, lane by lane, and how many seconds that were.
 
     A trainer's row is written at the end of its step, whose parts come in the order waiting, training, publishing,
-    checkpoint; of an explorer's units, which overlap, the row tells their sum, which is cut to the time that passed.
+    checkpoint. Of an explorer's units, which overlap, the row tells sums, which are cut to the time that passed:
+    waiting for weights, loading them, generating.
     """
     lanes: dict[str, list[Span]] = {}
     rows = stage.rows("trainer").tail(num_steps)
@@ -182,13 +195,18 @@ def timeline_of(stage: Stage, num_steps: int = 24) -> tuple[dict[str, list[Span]
                 until -= took
     explorer = stage.rows("explorer")
     if "generate_s" in explorer:
-        passed = explorer[["generate_s", "step_s"]].min(axis=1)
-        ends = zip(explorer["time_s"].tolist(), passed.tolist(), explorer["step"].tolist(), strict=True)
-        lanes["explorer"] = [
-            Span("generate", max(at - took, start) - start, min(at, end) - start, int(step))
-            for at, took, step in ends
-            if at > start and at - took < end
-        ]
+        lanes["explorer"] = []
+        for row in explorer[explorer["time_s"] > start].to_dict("records"):
+            parts = [(what, row.get(f"{what}_s", 0.0)) for what in ("generate", "load", "wait")]
+            parts = [(what, took) for what, took in parts if took > 0]  # nor NaN, where it was not measured
+            total = sum(took for _, took in parts)
+            until = row["time_s"]
+            for what, took in parts:
+                took *= min(1.0, row["step_s"] / total)
+                if until - took < end and until > start:
+                    span = Span(what, max(until - took, start) - start, min(until, end) - start, int(row["step"]))
+                    lanes["explorer"].append(span)
+                until -= took
     lanes["evaluation"] = [
         Span("evaluate", at - start, at - start, int(step))
         for at, step in stage.rows("eval")[["time_s", "step"]].itertuples(index=False)

@@ -347,7 +347,7 @@ CORE = [Requirement(text) for text in PROJECT["dependencies"]]
 EXTRAS = {name: [Requirement(text) for text in texts] for name, texts in PROJECT["optional-dependencies"].items()}
 UNPINNED_EXTRAS = {"gpu", "gpu-cu12", "vllm"}
 """Extras whose wheels only machines with a GPU install; constraints.txt says why it leaves them out."""
-OFFERED_BY = {"mlflow": "mlflow-skinny"}
+OFFERED_BY = {"mlflow": "mlflow-skinny", "pynvml": "nvidia-ml-py"}
 """Import name -> distribution, where the names differ and the distribution may be absent."""
 PEERS = {"openrlhf", "trinity", "verl"}
 """What rftdask.testing.conformance, and nothing else, imports to compare our losses with. The versions they ask for

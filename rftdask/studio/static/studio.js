@@ -169,7 +169,7 @@ class Curves {
     const card = document.createElement("div");
     card.className = stages.length > 2 ? "card wide" : "card";
     card.dataset.chart = chart.key;
-    card.title = [chart.formula, chart.advice].filter(Boolean).join("\n");
+    card.title = [chart.formula, chart.advice, chart.source && `Source: ${chart.source}`].filter(Boolean).join("\n");
     const title = document.createElement("h3");
     title.textContent = chart.label;
     const about = document.createElement("p");

@@ -1,12 +1,17 @@
-"""Promises of the warnings of a run: what learns nothing is told in a line with its number, and what learns is not."""
+"""Promises of explanations: every metric has a formula, a unit, a direction and a source that is there; what learns
+nothing is told in a line with its number, and what learns is not.
+"""
 
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
-from rftdask.monitor.explain import WINDOW, Row, warn_of_learning
+import rftdask
+from rftdask.monitor.explain import DIRECTIONS, FAMILIES, METRICS, WINDOW, Row, warn_of_learning
 
 LEARNS = {"num_rows": 8.0, "reward_std": 0.4, "flat_groups": 0.5, "staleness_max": 0.0, "mismatch_kl": 1e-9}
 EXPLORES = {"reward": 0.5, "failed": 0.1, "truncated": 0.2}
@@ -16,6 +21,15 @@ def learning(num_steps: int = 2 * WINDOW, **last: float) -> list[Row]:
     """Steps that learn, of which the last WINDOW have other numbers."""
     steps = [{**LEARNS, "reward": step / 100, "entropy": 2.0, "response_length": 40.0} for step in range(num_steps)]
     return [*steps[:-WINDOW], *({**step, **last} for step in steps[-WINDOW:])]
+
+
+@pytest.mark.parametrize("name", [*METRICS, *FAMILIES])
+def test_a_metric_is_explained_whole(name: str) -> None:
+    told = {**METRICS, **FAMILIES}[name]
+    assert told.label and told.formula and told.unit and told.direction in DIRECTIONS
+    modules = re.findall(r"[\w/]+(?:\.py|/\w+(?=;))", told.source)
+    assert modules or re.search(r"arXiv:\d{4}\.\d{5}", told.source)
+    assert [each for each in modules if not (Path(rftdask.__file__).parent / each).exists()] == []
 
 
 def test_a_run_that_learns_is_not_warned_of() -> None:

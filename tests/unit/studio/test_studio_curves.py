@@ -5,8 +5,10 @@ runs that differ in their seed alone are one arm.
 import itertools
 import math
 
+import pytest
+
 from rftdask.monitor.explain import explain
-from rftdask.monitor.metrics import MetricsWriter
+from rftdask.monitor.metrics import MACHINE, MetricsWriter
 from rftdask.run.view import Stage
 from rftdask.storage import open_storage
 from rftdask.studio.curves import (
@@ -59,6 +61,20 @@ def test_an_accuracy_has_its_standard_error_and_nothing_else_has_one():
         evals.write(2, {"accuracy": 0.5}, taskset="other")
     (told,) = curves_of([stage])
     assert told["error"] == {"eval.accuracy": {"eval/held_out": [0.05, 0.0]}}
+
+
+def test_each_process_has_a_line_at_the_steps_that_the_run_had_made():
+    stage = make_stage("a", 100.0, 3)
+    with MetricsWriter(stage.storage, MACHINE, clock=lambda: 101.5) as machines:
+        for name in ("trainer-0", "explorer-0"):
+            machines.write(101, {"host_cpu": 0.5}, process=name, host="h")
+    (told,) = curves_of([stage])
+    assert told["y"]["machine.host_cpu"] == {"machine/explorer-0": [0.5], "machine/trainer-0": [0.5]}
+    # The rows of steps 1, 2, 3 were written at 101, 102, 103 by a clock that each look moves on.
+    assert told["x"]["machine/trainer-0"]["step"] == [pytest.approx(1.5, abs=1)]
+    assert stage.span[1] < 110
+    sections = {chart["key"]: chart["section"] for chart in charts_of([stage])}
+    assert sections["machine.host_cpu"] == "What do machines have in use?"
 
 
 def test_what_is_no_number_is_a_gap():
@@ -132,7 +148,7 @@ def test_a_timeline_says_what_each_role_did_when():
         trainer.write(1, {"step_s": 10.0, "wait_s": 4.0, "train_s": 5.0, "publish_s": 1.0, "checkpoint_s": 0.0})
         trainer.write(2, {"step_s": 10.0, "wait_s": 0.0, "train_s": 10.0, "publish_s": math.nan})
     with MetricsWriter(stage.storage, "explorer", clock=lambda: 104.0) as explorer:
-        explorer.write(1, {"step_s": 6.0, "generate_s": 9.0})
+        explorer.write(1, {"step_s": 6.0, "generate_s": 6.0, "wait_s": 3.0, "load_s": math.nan})
     lanes, seconds = timeline_of(stage)
     assert seconds == 20.0
     assert lanes == {
@@ -142,6 +158,7 @@ def test_a_timeline_says_what_each_role_did_when():
             Span("wait", 0.0, 4.0, 1),
             Span("train", 10.0, 20.0, 2),
         ],
+        # Two units side by side: 9 s of them in 6 s, of which the first 2 were before the timeline.
         "explorer": [Span("generate", 0.0, 4.0, 1)],
     }
     assert timeline_of(make_stage("b", 0.0, 0)) == ({}, 0.0)
