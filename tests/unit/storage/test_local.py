@@ -5,6 +5,7 @@ Promises: a killed writer leaves no visible name and no torn file; a failed writ
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 
 import rftdask
 from rftdask.errors import StorageError
+from rftdask.storage import local
 from rftdask.storage.base import TMP_PREFIX
 from rftdask.storage.local import LocalStorage
 
@@ -97,6 +99,24 @@ def test_writes_leave_nothing_but_their_file(store: LocalStorage) -> None:
     store.remove("a/b")
     assert sorted(all_names(store.url)) == ["a", "c"]
     assert os.stat(f"{store.url}/a/c").st_nlink == 1
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_large_files_go_past_the_cache_where_their_memory_lies_in_pages(store: LocalStorage, first: int) -> None:
+    data = memoryview(mmap.mmap(-1, 64 * 2**20 + 8192))
+    for place in range(0, len(data), 4096):
+        data[place : place + 8] = place.to_bytes(8, "little")
+    given = data[first:-5]  # it ends within a page
+    store.put("weights", given)
+    path = Path(store.url, "weights")
+    assert path.read_bytes() == given
+    descriptor = os.open(store.url + "/other", os.O_WRONLY | os.O_CREAT)
+    written = local._write_direct(descriptor, given)
+    os.close(descriptor)
+    # A file system may refuse such writes; from an odd place in memory there is none.
+    assert written in ((0,) if first else (0, len(given) // 4096 * 4096))
+    assert Path(store.url, "other").stat().st_size == written
+    path.unlink()
 
 
 @pytest.mark.parametrize("write", [LocalStorage.put, LocalStorage.put_new])
