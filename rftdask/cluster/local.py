@@ -35,6 +35,7 @@ from rftdask.processes.gpus import visible_gpus
 from rftdask.processes.nursery import ADDRESS, nursery, start, umask
 from rftdask.processes.turns import shared_devices
 from rftdask.storage import Storage
+from rftdask.weights.node_copy import sweep
 
 if TYPE_CHECKING:
     from distributed import SpecCluster
@@ -191,4 +192,5 @@ class LocalCluster(Cluster):
     def close(self) -> None:
         """Client, workers and scheduler in turn; then the configuration of Dask as it was."""
         close_in_turn(self.client, self._cluster)
+        sweep()  # weights that workers had mapped, which are not asked whether they have an end
         self._stack.close()

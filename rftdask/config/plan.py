@@ -154,7 +154,8 @@ def _role_plans(config: Config, num_ranks: int) -> list[RolePlan]:
         roles.append(RolePlan(config.trainer.name, config.trainer.num_ranks or left, what))
     if config.mode == "both":
         intervals = f"explorer {sync.explorer_sync_interval}, trainer {sync.trainer_sync_interval}"
-        what = f"{sync.sync_style}; intervals: {intervals}; offset {sync.sync_offset}"
+        method = "nccl (gloo, from host memory)" if config.sync_method == "nccl" else config.sync_method
+        what = f"{sync.sync_style}; intervals: {intervals}; offset {sync.sync_offset}; weights by {method}"
         roles.append(RolePlan("synchronizer", 1, what))
     return roles
 

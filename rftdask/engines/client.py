@@ -39,7 +39,7 @@ from rftdask.errors import (
 )
 from rftdask.processes.child import LOG_LEVEL, Child
 from rftdask.storage import Storage
-from rftdask.weights.node_copy import NodeCopy
+from rftdask.weights.node_copy import NodeCopy, Transport
 from rftdask.weights.published import Published, read_published, request_whole
 
 log = logging.getLogger(__name__)
@@ -113,6 +113,8 @@ class EngineClient:
         """Weights that the engine serves now; version 0 is the model folder as it is."""
         self._copy: NodeCopy | None = None
         """Their files on this machine, kept for its other engines as long as this one serves them."""
+        self._fetched: NodeCopy | None = None
+        """What `fetch` brought here last."""
         self._lock = threading.Lock()
         """Guards the three below, and is held while a message is queued, so that numbers go out in their order."""
         self._num_asked = 0
@@ -315,9 +317,52 @@ class EngineClient:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
+    def fetch(
+        self,
+        storage: Storage,
+        published: Published,
+        timeout_s: float,
+        *,
+        transport: Transport | None = None,
+        called_off: Callable[[], bool] = lambda: False,
+    ) -> Published:
+        """Bring a version that its trainer holds to this machine, where it stays until another one is fetched; one that
+        is on storage needs no fetching. What is to be loaded: the version, which may have been written meanwhile.
+
+        It is tried again until it is there: a trainer that was lost publishes it once more when it has resumed. Whoever
+        has it is asked to write it, too. At 0 s it is tried once, and nobody is asked.
+        Raises: StorageError: it did not come in time; RoleError: called off.
+        """
+        if published.held is None or published == self.weights:
+            return published
+        deadline, asked = time.monotonic() + timeout_s, False
+        while True:
+            try:
+                copy = NodeCopy(storage, published, LOAD_TIMEOUT_S, transport)
+            except (DamagedError, NotFoundError, StorageError, WaitTimeout) as error:
+                problem = f"weights of version {published.version} did not come from those who hold them: {error}"
+            else:
+                self._fetched, before = copy, self._fetched
+                if before is not None:
+                    before.close()
+                return published
+            if called_off():
+                raise RoleError(f"{problem}; nobody wants them any more")
+            if time.monotonic() >= deadline:
+                raise StorageError(problem)
+            if not asked:
+                asked = True
+                log.warning("%s; asks for files", problem)
+                request_whole(storage, published.version)
+            time.sleep(_WHOLE_LOOK_S)
+            published = read_published(storage, published.version) or published
+            if published.held is None:
+                return published
+
     def load(self, storage: Storage, published: Published, *, in_flight: bool = False) -> None:
         """Serve `published` from now on, once what is under way has been answered; in_flight: at once, also for what is
-        under way. Files that fail their checksum are read again, a few times, never loaded.
+        under way. Files that fail their checksum are read again, a few times, never loaded. One that is held has been
+        fetched.
 
         Raises: StorageError: the version is not there or stays damaged; RoleError: the engine could not take it;
             WeightsError: it took it and computes something else. The engine has ended after the last two.
@@ -343,6 +388,9 @@ class EngineClient:
                 raise RoleError(f"the engine serves version {served} after loading {published.version}")
             # Only now: after an error the next call loads again, or finds the engine dead.
             self.weights = published
+            if self._fetched is not None:
+                self._fetched.close()
+                self._fetched = None
 
     def _load(self, storage: Storage, published: Published, in_flight: bool) -> int:
         # One attempt at loading; returns the version that the engine serves then.
@@ -391,8 +439,9 @@ class EngineClient:
             with suppress(ProcessLookupError):
                 os.kill(self._child.pid, signal.SIGKILL)
         self._child.close()
-        if self._copy is not None:
-            self._copy.close()
+        for copy in (self._copy, self._fetched):
+            if copy is not None:
+                copy.close()
 
 
 def _numbered(load: server.LoadWeights, number: int) -> server.LoadWeights:

@@ -281,6 +281,10 @@ def warm_up(run: WarmUp) -> None:
         published = latest_published(storage)
         if published is not None and not _cache.is_busy and not engine.spec.turn_timeout_s and config.mode != "bench":
             with _ending_what_hangs(engine):
+                try:
+                    published = engine.fetch(storage, published, 0.0)
+                except StorageError:  # it is not held any more, or not yet again; the first unit waits for it
+                    return
                 engine.load(storage, published)
 
 
@@ -320,7 +324,7 @@ def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
     loads = config.synchronizer.load_in_flight and shares and not unit.weights.exact and _cache.may_load_in_flight
     if _cache.is_busy and loads and published is not None and is_newer(published, engine.weights):
         with _ending_what_hangs(engine):
-            engine.load(storage, published, in_flight=True)
+            engine.load(storage, _fetch(storage, engine, published, config), in_flight=True)
     elif _cache.is_busy and not may_join(unit.weights, engine.weights, published):
         _cache.wait_until_idle()
         # There may be newer ones by now.
@@ -329,6 +333,8 @@ def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
     if _cache.is_busy:
         return _Served(engine, engine.weights, shares, 0.0, load_s)
     with _ending_what_hangs(engine):
+        if published is not None:
+            published = _fetch(storage, engine, published, config)
         # After the weights are there: who waits for them in its turn would wait for a trainer that waits for this
         # one's end.
         engine.take_turn()
@@ -342,6 +348,11 @@ def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
             engine.wait_ready()
             engine.take_turn()
     return _Served(engine, engine.weights, shares, waited - began, load_s + time.monotonic() - waited)
+
+
+def _fetch(storage: Storage, engine: EngineClient, published: Published, config: Config) -> Published:
+    """The version on this machine, if it is held elsewhere. Raises: StorageError; RoleError: called off."""
+    return engine.fetch(storage, published, config.synchronizer.sync_timeout, called_off=make_called_off())
 
 
 def units_overlap(config: Config, spec: EngineSpec) -> bool:

@@ -56,7 +56,7 @@ from rftdask.rollouts.workflows.base import Reward
 from rftdask.run.run_folder import Lease, open_run, private_files
 from rftdask.serve.bank import TASKSET, Rewarded, SessionBank
 from rftdask.storage import Storage, open_storage
-from rftdask.weights.published import Published, latest_published
+from rftdask.weights.published import Published, latest_written
 
 log = logging.getLogger(__name__)
 
@@ -421,7 +421,7 @@ async def _run(
             host, port = web.servers[0].sockets[0].getsockname()[:2]
             say(f"serving http://{host}:{port}/v1 {key}; its sessions go to {storage.url}")
         while not listening.done():
-            found = await asyncio.to_thread(latest_published, storage)
+            found = await asyncio.to_thread(latest_written, storage)
             if found is not None and found != server.weights:
                 try:
                     # In the order of messages: what was asked before is answered by the weights before.

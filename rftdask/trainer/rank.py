@@ -48,6 +48,7 @@ from rftdask.trainer.batch_filters import AlgorithmFilter
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.process_ranks import ProcessRanks, all_ranks, lost_peer
 from rftdask.trainer.trainer import Trainer, take_turn
+from rftdask.weights.held import Holder
 from rftdask.weights.published import read_requested_version, read_requested_whole
 
 _WEIGHTS_TO_KEEP = 8
@@ -173,6 +174,7 @@ def build_trainer(
     )
     rules = make_sync_rules(config)
     publishes = algorithm.schema == "experience" or config.evaluates_training
+    holder = Holder(storage) if config.sync_method != "checkpoint" else None
     looked_s, stop_found = 0.0, False
 
     def publish_due(step: int, published: int) -> bool:
@@ -190,9 +192,11 @@ def build_trainer(
         if version == answered or now - asked_s < _LOOK_EVERY_S:
             return False
         asked_s = now
-        if read_requested_whole(storage) != version:
+        asked = read_requested_whole(storage)
+        # Older ones may be held as well; of deltas the bytes of the newest alone are here.
+        if asked == answered or (asked != version and (holder is None or asked > version)):
             return False
-        answered = version
+        answered = asked
         return True
 
     def should_stop() -> bool:
@@ -227,6 +231,7 @@ def build_trainer(
         publishers=publishers,
         whole_asked=whole_asked,
         whole_interval=config.synchronizer.whole_interval,
+        holder=holder,
         max_weights_to_keep=0 if config.has_both_roles else _WEIGHTS_TO_KEEP,
         ranks=ranks,
         held_out=read_held_out(config),

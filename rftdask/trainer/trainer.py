@@ -39,9 +39,11 @@ from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.ranks import Ranks
 from rftdask.weights.fingerprint import Fingerprint
+from rftdask.weights.held import Holder
 from rftdask.weights.published import (
     WEIGHTS_HASH,
     fingerprint_extra,
+    held_versions,
     published_versions,
     remove_weights_below,
     restore_pointer,
@@ -101,6 +103,8 @@ class Trainer:
     whole_asked: Callable[[int], bool] = lambda version: False
     """(last published step) -> whether somebody asks for all of these weights, who cannot make them of what they are
     made of: once. Asked by rank 0 before every batch, and while it waits."""
+    holder: Holder | None = None
+    """Takes what is published, in place of files; None: it is written."""
     max_weights_to_keep: int = 0
     """Published versions that stay, for a trainer without an explorer beside it; 0: the explorer removes them."""
     ranks: Ranks = field(default_factory=Ranks)
@@ -127,7 +131,9 @@ class Trainer:
         self._published = self._saved = 0
         self._saved_s = time.monotonic()
         self._publishing = Background("publisher")
-        self._publisher = Publisher(self.storage, self.lineage, self.whole_interval, self.publishers)
+        self._publisher = Publisher(self.storage, self.lineage, self.whole_interval, self.publishers, self.holder)
+        self._again: list[int] = []
+        """What the trainer before published after its checkpoint, and held: it went with it; on rank 0."""
         # The step that was published last in this life, and what became of it; on rank 0.
         self._publication: tuple[int, Future[PublishedWeights]] | None = None
         self._evaluated = -1
@@ -240,7 +246,7 @@ class Trainer:
 
     def _next_turn(self, step: int) -> Turn:
         """What comes after `step`. On rank 0; the entry of a batch is in the ledger when this returns it."""
-        if self.whole_interval > 1 and self.whole_asked(self._published):
+        if (self.whole_interval > 1 or self.holder is not None) and self.whole_asked(self._published):
             return "whole", ""
         if self._is_last(step):
             return "end", ""
@@ -281,7 +287,9 @@ class Trainer:
         return self.total_steps is not None and step >= self.total_steps
 
     def _is_publish_due(self, step: int) -> bool:
-        return self.publish_due is not None and self._published < step and self.publish_due(step, self._published)
+        if self.publish_due is None or self._published >= step:
+            return False
+        return step in self._again or self.publish_due(step, self._published)
 
     def _what_is_due(self, step: int) -> tuple[bool, bool]:
         """Whether the weights after `step` are to be published, and saved."""
@@ -296,6 +304,8 @@ class Trainer:
     def _resume(self) -> int:
         """Load the newest checkpoint; the step that it is of, 0: there is none."""
         found = self.checkpoints.load_newest()
+        if self.ranks.is_rank0 and self.publish_due is not None:
+            self._again = held_versions(self.storage, 0 if found is None else found[0])
         if found is None:
             return 0
         step, state, files = found
@@ -325,9 +335,14 @@ class Trainer:
             self._publication = (step, self._publishing.start(write))
 
     def _publish_whole(self, step: int) -> None:
-        """Let the threads write all of what was published last, and not only what had changed."""
+        """Let the threads write all of what was published last, and not only what had changed, or was held."""
         if self._writes:
             self._publishing.start(partial(self._publisher.write_whole, self._published))
+            self._write_held()
+
+    def _write_held(self) -> Future[None] | None:
+        """Let the threads write what is held; None: this rank holds nothing."""
+        return self._publishing.start(self._publisher.write_held) if self._writes and self.holder is not None else None
 
     @property
     def _writes(self) -> bool:
@@ -368,7 +383,8 @@ class Trainer:
         # Rank 0 alone forms batches and writes the manifest: its cursor is the one that is kept.
         state = {**progress, "source": self.source.state_dict(), **fingerprint_extra(self._fingerprint_of(step))}
         # Goes on in the background; `flush` waits for it.
-        relies_on = partial(_wait_for, step, self._publication)
+        # Also what is held: who resumes makes again what comes after this step, and nothing before it.
+        relies_on = partial(_wait_for, step, self._publication, self._write_held())
         self.checkpoints.save(step, files, state, relies_on, interim=interim and not self._is_of_interval(step))
         self._saved, self._saved_s = step, time.monotonic()
 
@@ -396,6 +412,8 @@ class Trainer:
         unsaved = step > self._saved
         if unsaved:
             self._save(step, last=True, interim=stopped)
+        else:
+            self._write_held()  # what was published after the checkpoint
         # Durable before the trainer says that it has ended, for then nobody waits for it any more.
         self._publishing.flush()
         self.checkpoints.flush()
@@ -407,10 +425,14 @@ class Trainer:
             self.metrics.flush()
 
 
-def _wait_for(step: int, publication: tuple[int, Future[PublishedWeights]] | None) -> dict[str, str]:
+def _wait_for(
+    step: int, publication: tuple[int, Future[PublishedWeights]] | None, written: Future[None] | None
+) -> dict[str, str]:
     """Wait until what is published is there, so that who resumes from a checkpoint finds what it tells of; what the
     manifest of the checkpoint of `step` says of it. Raises: what went wrong with it.
     """
+    if written is not None:
+        written.result()
     if publication is None:
         return {}
     published = publication[1].result()

@@ -4,9 +4,10 @@ them from storage, each byte once, and hashes what it reads; the others wait for
 Of a storage that is a folder the files stay where they are; those of another are put below TMPDIR. Who serves a version
 holds a lock of the kernel on it (flock), which ends with its process however that ends: the lease. A version that is
 there as a delta is made below TMPDIR: of the newest one of its bases that is served here, else of the one that is there
-as a whole. Invariants: what is handed out was verified on this machine, since it was started, and has not been written
-to since; what somebody holds is not removed; what nobody holds any more goes with the last one, or with the next one
-who comes.
+as a whole. Files of a version that its trainer holds in memory lie below /dev/shm: there who holds them has put them
+(held.py), and on other machines a transport does. Invariants: what is handed out was verified on this machine, since it
+was started, and has not been written to since; what somebody holds is not removed; what nobody holds any more goes with
+the last one, or with the next one who comes.
 
 It knows neither engines nor which versions are wanted.
 """
@@ -21,11 +22,11 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -42,6 +43,12 @@ _NUM_READS = 4
 """Blocks that are read and hashed at once."""
 _LOOK_S = 0.02
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+SHARED_MEMORY = "RFTDASK_SHARED_MEMORY"
+"""Variable that names a folder in memory other than /dev/shm, such as where a container has little of that."""
+
+Transport: TypeAlias = Callable[[Published, str, FileEntry], Callable[[int], Data]]
+"""Of a file that is held elsewhere, what gives a block of it by its number, verified. Numbers are asked in their order,
+from several threads. Raises: NotFoundError: nobody there holds it; WaitTimeout."""
 
 
 class NodeCopy:
@@ -53,12 +60,16 @@ class NodeCopy:
         copy.close()                # when another version is served
     """
 
-    def __init__(self, storage: Storage, published: Published, timeout_s: float) -> None:
-        """Raises: NotFoundError, DamagedError: the version is not there, or not what its manifest says. WaitTimeout:
-        another process has not read it in `timeout_s`. StorageError: there is no room for it below TMPDIR.
+    def __init__(
+        self, storage: Storage, published: Published, timeout_s: float, transport: Transport | None = None
+    ) -> None:
+        """transport: for files of a held version that are not on this machine; None: there is no way to them.
+
+        Raises: NotFoundError, DamagedError: the version is not there, or not what its manifest says. WaitTimeout:
+        another process has not read it in `timeout_s`. StorageError: there is no room for it on this machine.
         """
         self._open(storage, published)
-        _sweep(self._folder)
+        _sweep(self._folder.parent, self._folder)
         deadline = time.monotonic() + timeout_s
         try:
             while not (self._has(fcntl.LOCK_SH) and self._is_whole()):
@@ -66,8 +77,8 @@ class NodeCopy:
                 # any more: of several who look at once, one is alone.
                 if self._has(fcntl.LOCK_EX):
                     if not self._is_whole():
-                        with _telling_room():
-                            self._fill(storage, published, timeout_s)
+                        with _telling_room(self._folder.parent.parent):
+                            self._fill(storage, published, timeout_s, transport)
                 elif time.monotonic() > deadline:
                     raise WaitTimeout(f"another process of this machine has not read {published.folder}")
                 else:
@@ -89,10 +100,11 @@ class NodeCopy:
     def _open(self, storage: Storage, published: Published) -> None:
         # A version that is written as a whole after it was a delta has other files here.
         kind = "whole" if published.delta is None else "made"
+        kind = kind if published.held is None else "held"
         name = f"{storage.url}\n{published.folder}\n{published.content_hash}\n{kind}"
-        self._folder = _root() / hashlib.sha256(name.encode()).hexdigest()[:32]
+        self._folder = _root(published.held is not None) / hashlib.sha256(name.encode()).hexdigest()[:32]
         local = {name: storage.local_file(f"{published.folder}/{name}") for name, _ in published.files}
-        here = published.delta is not None
+        here = published.delta is not None or published.held is not None
         self._paths = {name: self._folder / name if here or path is None else path for name, path in local.items()}
         self._lock_file = self._folder.with_suffix(".lock")
         self._held = -1
@@ -135,18 +147,20 @@ class NodeCopy:
         boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
         return [boot, *map(_identity, self._paths.values())]
 
-    def _fill(self, storage: Storage, published: Published, timeout_s: float) -> None:
+    def _fill(self, storage: Storage, published: Published, timeout_s: float, transport: Transport | None) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700)
         # Taken before the reading: a file that is replaced meanwhile is another than the one that was verified.
         before = {path: _identity(path) for path in self._paths.values() if not path.is_relative_to(self._folder)}
         with ExitStack() as held:
             blocks = _stored_blocks(storage, published)
-            if published.delta is not None:
+            if published.held is not None:
+                blocks = _held_blocks(storage, published, self._paths, transport, held)
+            elif published.delta is not None:
                 blocks = _made_blocks(storage, published, timeout_s, held)
             for (name, entry), block in zip(published.files, blocks, strict=True):
                 ours, file = self._paths[name], -1
-                if ours.is_relative_to(self._folder):
+                if ours.is_relative_to(self._folder) and not ours.exists():  # else it is a link to what is here
                     ours.parent.mkdir(parents=True, exist_ok=True)
                     file = os.open(ours, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
@@ -171,6 +185,29 @@ class NodeCopy:
 def _stored_blocks(storage: Storage, published: Published) -> list[Callable[[int], Data]]:
     """For each file what gives a block of it, verified, from storage."""
     return [partial(read_block, storage, f"{published.folder}/{name}", entry) for name, entry in published.files]
+
+
+def _held_blocks(
+    storage: Storage, published: Published, paths: Mapping[str, Path], transport: Transport | None, held: ExitStack
+) -> list[Callable[[int], Data]]:
+    """The same of a version whose files are in the memory of ranks: those of this machine are linked to `paths`.
+
+    Raises: NotFoundError: one of them is elsewhere, and there is no way to it.
+    """
+    blocks: list[Callable[[int], Data]] = []
+    for name, entry in published.files:
+        part = NodeCopy.find(storage, published.part(name))
+        if part is not None:
+            held.callback(part.close)
+            os.link(part.files[0], paths[name])
+            file = os.open(paths[name], os.O_RDONLY | os.O_CLOEXEC)
+            held.callback(os.close, file)
+            blocks.append(partial(_make_block, f"{published.folder}/{name}", entry, file, ()))
+        elif transport is not None:
+            blocks.append(transport(published, name, entry))
+        else:
+            raise NotFoundError(f"{published.folder}/{name} is in the memory of no process of this machine")
+    return blocks
 
 
 def _made_blocks(
@@ -232,20 +269,30 @@ def _identity(path: Path) -> list[int]:
     return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns]
 
 
-def _root() -> Path:
+def _root(in_memory: bool) -> Path:
     """A folder of this user alone. Raises: UserError: somebody else made it."""
-    folder = Path(tempfile.gettempdir(), f"rftdask-weights-{os.getuid()}")
+    memory = os.environ.get(SHARED_MEMORY) or "/dev/shm"
+    # Where there is none, as on a Mac, files that nobody flushes serve as well.
+    place = memory if in_memory and os.path.isdir(memory) else tempfile.gettempdir()
+    folder = Path(place, f"rftdask-weights-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise UserError(f"{folder} is no folder of yours, so others could change weights in it; set TMPDIR")
+        raise UserError(
+            f"{folder} is no folder of yours, so others could change weights in it; set TMPDIR or {SHARED_MEMORY}"
+        )
     return folder
 
 
-def _sweep(own: Path) -> None:
-    """Remove what processes have left that were killed."""
-    for lock_file in own.parent.glob("*.lock"):
-        if lock_file.stem != own.name:
+def sweep() -> None:
+    """Remove what processes of this user have left on this machine that were killed."""
+    for in_memory in (False, True):
+        _sweep(_root(in_memory))
+
+
+def _sweep(root: Path, own: Path | None = None) -> None:
+    for lock_file in root.glob("*.lock"):
+        if own is None or lock_file.stem != own.name:
             _remove_unless_held(lock_file.with_suffix(""))
 
 
@@ -272,13 +319,13 @@ def _is_same(descriptor: int, path: Path) -> bool:
 
 
 @contextmanager
-def _telling_room() -> Iterator[None]:
+def _telling_room(place: Path) -> Iterator[None]:
     try:
         yield
     except (StorageError, NotFoundError, DamagedError):
         raise
     except OSError as error:
         raise StorageError(
-            f"weights cannot be put below {tempfile.gettempdir()}: {error.strerror or error}; free some space, or set "
-            "TMPDIR to another folder of this machine"
+            f"weights cannot be put below {place}: {error.strerror or error}; free some space, or set TMPDIR or "
+            f"{SHARED_MEMORY} to another folder of this machine"
         ) from error

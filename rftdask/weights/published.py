@@ -2,8 +2,9 @@
 
 `weights/<N>/` holds the state dict of policy version N; `latest_state_dict_iteration.txt` holds N, moved after the
 manifest. A version may be there as a delta, what has changed since another one (`Delta`, weights/delta.py); it is named
-by its whole all the same, and says of the whole what its files must be. Invariants: the pointer names only what is
-complete; within a lineage it never goes back; an unreadable pointer is no news; what a kept version is made of stays.
+by its whole all the same, and says of the whole what its files must be. Or its manifest alone is there, and the trainer
+holds its files in memory (`Held`, weights/held.py). Invariants: the pointer names only what is complete; within a
+lineage it never goes back; an unreadable pointer is no news; what a kept version is made of stays.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ CHECKPOINT_ADAPTER_FOLDER = "actor/lora_adapter"
 """In its place, where adapters alone are trained."""
 _DELTA = "delta"
 """In the manifest of a version that is there as what has changed: `Delta` and the files of the whole."""
+_HELD = "held"
+"""In the manifest of a version whose files are not there: `Held`."""
 WEIGHTS_HASH = "weights_hash"
 """In the manifest of a checkpoint: the content hash of the same weights as they were published."""
 
@@ -50,6 +53,18 @@ class Delta:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Who has the files of a version that are not on storage: the ranks that published it, in memory (weights/held.py).
+
+    Such a version lasts as long as they do, unless it becomes files before.
+    """
+
+    addresses: tuple[tuple[str, str], ...] = ()
+    """For each file the host:port at which its rank takes who wants it into a process group; none: Dask's workers are
+    asked."""
+
+
+@dataclass(frozen=True)
 class Published:
     """A version that explorers can load. Version 0, the initial weights, is never published: it is the model folder."""
 
@@ -65,6 +80,8 @@ class Published:
     """What an engine that loaded it must compute; None: the trainer has no model to say so."""
     delta: Delta | None = field(default=None, compare=False)
     """None: it is there as a whole. The same weights either way."""
+    held: Held | None = field(default=None, compare=False)
+    """None: its files are on storage. The same weights either way."""
 
     @property
     def changes(self) -> Published:
@@ -72,6 +89,11 @@ class Published:
         assert self.delta is not None
         content_hash = Manifest("", 0, dict(self.delta.files)).content_hash
         return replace(self, content_hash=content_hash, files=self.delta.files, delta=None)
+
+    def part(self, name: str) -> Published:
+        """One of the files, as if it were a version of its own."""
+        files = tuple((each, entry) for each, entry in self.files if each == name)
+        return replace(self, content_hash=Manifest("", 0, dict(files)).content_hash, files=files)
 
 
 def model_file(rank: int, num_ranks: int) -> str:
@@ -155,6 +177,11 @@ def delta_extra(delta: Delta, whole: Mapping[str, FileEntry]) -> dict[str, Any]:
     return {_DELTA: {**told, "files": {name: entry.to_json() for name, entry in whole.items()}}}
 
 
+def held_extra(held: Held) -> dict[str, Any]:
+    """The `extra` of the manifest of a version whose files are not there."""
+    return {_HELD: {"addresses": dict(held.addresses)}}
+
+
 def bases_of(storage: Storage, published: Published) -> Iterator[Published]:
     """The version that this one is made of, the one that that is made of, and so on to the one that is there as a
     whole; nothing if this one is. Raises: DamagedError: one of them is not there, or is another one by now.
@@ -171,11 +198,14 @@ def bases_of(storage: Storage, published: Published) -> Iterator[Published]:
 
 
 def is_loadable(storage: Storage, version: int) -> bool:
-    """True if a version is there, and all that it is made of; reads every byte."""
+    """True if the files of a version are there, and all that it is made of; reads every byte."""
     try:
         published = read_published(storage, version)
-        return published is not None and all(
-            is_valid(storage, each.folder, each.version) for each in (published, *bases_of(storage, published))
+        # Of one that is held some files may have been written already.
+        return (
+            published is not None
+            and published.held is None
+            and all(is_valid(storage, each.folder, each.version) for each in (published, *bases_of(storage, published)))
         )
     except DamagedError:
         return False
@@ -241,9 +271,15 @@ def published_as(manifest: Manifest, folder: str) -> Published:
             files = tuple((name, FileEntry.from_json(entry)) for name, entry in sorted(told["files"].items()))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"the delta of version {manifest.version} is damaged: {error!r}") from error
+    held = None
+    if _HELD in manifest.extra:
+        try:
+            held = Held(tuple(sorted(manifest.extra[_HELD]["addresses"].items())))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise DamagedError(f"who holds version {manifest.version} cannot be read: {error!r}") from error
     content_hash = replace(manifest, files=dict(files)).content_hash
     fingerprint = fingerprint_of(manifest)
-    return Published(manifest.version, manifest.lineage, content_hash, folder, files, fingerprint, delta)
+    return Published(manifest.version, manifest.lineage, content_hash, folder, files, fingerprint, delta, held)
 
 
 def fingerprint_extra(fingerprint: Fingerprint | None) -> dict[str, Any]:
@@ -279,7 +315,9 @@ def read_requested_version(storage: Storage) -> int:
 
 
 def request_whole(storage: Storage, version: int) -> None:
-    """Ask the trainer to write `version` as a whole: what it is made of is not there any more, or damaged."""
+    """Ask the trainer to write `version` as a whole: what it is made of is not there any more, or damaged, or who
+    asks cannot get it from those who hold it.
+    """
     storage.put(WHOLE_FILE, f"{version}\n".encode())
 
 
@@ -291,6 +329,26 @@ def read_requested_whole(storage: Storage) -> int:
 def published_versions(storage: Storage) -> list[int]:
     """Numbers of the folders below `weights/`, sorted; a folder may still be incomplete."""
     return numbers_in(storage.list("weights"), suffix="/")
+
+
+def held_versions(storage: Storage, after: int) -> list[int]:
+    """Versions beyond `after` that are not there but in the memory of ranks, or were."""
+    found = []
+    for version in published_versions(storage):
+        with suppress(DamagedError):
+            published = read_published(storage, version) if version > after else None
+            if published is not None and published.held is not None:
+                found.append(version)
+    return found
+
+
+def latest_written(storage: Storage) -> Published | None:
+    """The newest version whose files are on storage; None: there is none."""
+    newest = latest_published(storage)
+    if newest is None or newest.held is None:
+        return newest
+    older = (read_published(storage, version) for version in reversed(published_versions(storage)))
+    return next((each for each in older if each is not None and each.held is None), None)
 
 
 def remove_weights_below(storage: Storage, version: int) -> None:

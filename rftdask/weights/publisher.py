@@ -9,6 +9,7 @@ bit. It knows neither how weights are trained nor who loads them.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -18,21 +19,27 @@ from rftdask.storage import Storage
 from rftdask.storage.base import Data
 from rftdask.weights.delta import ENDING, compute_delta
 from rftdask.weights.fingerprint import Fingerprint
+from rftdask.weights.held import Holder
 from rftdask.weights.manifest import FileEntry, Manifest, check_reports, commit_folder, failure, put_files
 from rftdask.weights.published import (
     INDEX_FILE,
     WEIGHTS_POINTER,
     Delta,
+    Held,
     Published,
     delta_extra,
     fingerprint_extra,
+    held_extra,
     is_loadable,
     move_pointer,
     published_as,
+    published_versions,
     read_published,
     weights_folder,
 )
 from rftdask.weights.tensor_heads import read_head
+
+log = logging.getLogger(__name__)
 
 
 class Writers(Protocol):
@@ -77,15 +84,24 @@ class Publisher:
     publisher.publish(2, engine.weights(), engine.fingerprint())   # as what has changed since 1
     """
 
-    def __init__(self, storage: Storage, lineage: str, whole_interval: int = 1, writers: Writers | None = None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        lineage: str,
+        whole_interval: int = 1,
+        writers: Writers | None = None,
+        holder: Holder | None = None,
+    ) -> None:
         """
         Args:
             whole_interval: versions from one that is published as a whole to the next; 1: each is. If more, the bytes
                 of the last one are kept.
             writers: all ranks, which make every call together; None: this one is alone.
+            holder: takes the files of this rank, which are written no sooner than `write_held`; None: they are written.
         """
         self._storage, self._lineage, self._interval = storage, lineage, whole_interval
         self._writers: Writers = writers or _Alone()
+        self._holder = holder
         self._last: _Written | None = None
         self._spare: Mapping[str, Data] = {}
 
@@ -115,6 +131,10 @@ class Publisher:
         names = self._writers.all_gather(list(files))
         taken = {name for lower in names[: self._writers.rank] for name in lower}
         own = {name: data for name, data in files.items() if name not in taken}
+        if self._holder is not None:
+            held = self._hold(self._holder, version, own, fingerprint)
+            self._spare = files
+            return held or self._write(version, own, {}, fingerprint, None)
         deltas: dict[str, bytes] | None = None
         if last is not None and last.num_deltas + 1 < self._interval:
             deltas = _compute_deltas(last.files, own)
@@ -137,6 +157,43 @@ class Publisher:
         # In one step from the one to the other; who reads the delta meanwhile finds it still.
         self._write(version, last.files, {}, last.published.fingerprint, None)
         self._last = replace(last, published=replace(last.published, delta=None), num_deltas=0)
+
+    def write_held(self) -> None:
+        """Write what is held, and what somebody may still load, as files; it is held no more. Raises: as `publish`."""
+        if self._holder is None:
+            return
+        self._holder.keep(self._writers.broadcast(published_versions(self._storage)))
+        for version in self._holder.versions:
+            self._write(version, self._holder.files(version), {}, self._holder.fingerprint(version), None)
+            self._holder.release(version)
+
+    def _hold(
+        self, holder: Holder, version: int, files: Mapping[str, Data], fingerprint: Fingerprint | None
+    ) -> Published | None:
+        """Hold what this rank has, and on rank 0 write the manifest, which says so; None: a rank has no room for it."""
+        try:
+            entries = holder.hold(version, files, fingerprint)
+            report = {"stored": _to_json(entries)}
+        except StorageError as error:
+            log.warning("version %d goes through files: %s", version, error)
+            report = failure(error)
+        reports = self._writers.all_gather(report)
+        if any("error" in told for told in reports):
+            holder.release(version)
+            return None
+        manifest = Manifest(
+            self._lineage,
+            version,
+            _from_json([told["stored"] for told in reports]),
+            fingerprint_extra(fingerprint) | held_extra(Held()),
+        )
+        if self._writers.rank == 0:
+            # Before anybody can load it: what its hash and its fingerprint are outlives those who hold it.
+            commit_folder(self._storage, weights_folder(version), manifest)
+            move_pointer(self._storage, WEIGHTS_POINTER, version)
+        # What the explorer has collected meanwhile nobody asks for.
+        holder.keep(self._writers.broadcast(published_versions(self._storage)))
+        return published_as(manifest, weights_folder(version))
 
     def _write(
         self,

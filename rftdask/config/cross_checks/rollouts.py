@@ -80,6 +80,14 @@ def _weights_load_in_flight_where_they_can(config: Config) -> Iterator[Problem]:
         yield key, f"engine_type {engine.engine_type} loads when nothing is under way; leave it out or use transformers"
 
 
+@RULES.reading("synchronizer")
+def _what_is_held_is_whole(config: Config) -> Iterator[Problem]:
+    interval, method = config.synchronizer.whole_interval, config.synchronizer.sync_method
+    if interval > 1 and method in ("memory", "nccl"):
+        why = f"{interval}: deltas are files, and sync_method {method} writes whole versions alone"
+        yield "synchronizer.whole_interval", f"{why}; set 1, or sync_method: checkpoint"
+
+
 @RULES.reading("cluster")
 def _options_are_read(config: Config) -> Iterator[Problem]:
     if config.cluster.stage_to is not None and config.cluster.type == "existing":

@@ -50,6 +50,7 @@ def warn(config: Config) -> Iterator[Problem]:
     yield from _of_another_place(config)
     yield from _idle_boundaries(config)
     yield from engine_warnings(config)
+    yield from _of_sync_method(config)
     if not config.algorithm.trains_critic:
         critic = {
             "model.critic_model_path": bool(config.model.critic_model_path),
@@ -72,6 +73,13 @@ def warn(config: Config) -> Iterator[Problem]:
         yield "model.chat_template_path", "ignored: model.custom_chat_template is given and wins"
     if not config.continue_from_checkpoint and config.mode == "bench":
         yield "continue_from_checkpoint", "ignored: bench reads the checkpoints of the run"
+
+
+def _of_sync_method(config: Config) -> Iterator[Problem]:
+    key, chosen = "synchronizer.sync_method", config.synchronizer.sync_method
+    if chosen in ("memory", "nccl") and config.sync_method != chosen and config.mode in ("both", "explore", "train"):
+        why = "the engine has no weights of ours" if config.is_external else f"mode {config.mode} has one role alone"
+        yield key, f"{chosen} is not used: {why}, so weights go through files"
 
 
 def _of_another_place(config: Config) -> Iterator[Problem]:

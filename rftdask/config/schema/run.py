@@ -247,6 +247,20 @@ class Config(Section):
         return self.mode == "both" or self.evaluates_training
 
     @property
+    def sync_method(self) -> Literal["checkpoint", "memory", "nccl"]:
+        """How weights travel in this command, whatever `synchronizer.sync_method` leaves open."""
+        chosen = self.synchronizer.sync_method
+        # Without a trainer or without engines of its own there is nobody to hold weights, or nobody to hand them to.
+        if not self.has_both_roles or self.is_external:
+            return "checkpoint"
+        if chosen != "auto":
+            return chosen
+        # On one machine nobody has to be asked for them, and an upload of each version is what costs.
+        is_remote = "://" in self.checkpoint_root_dir and not self.checkpoint_root_dir.startswith(("file:", "local:"))
+        takes_whole = self.synchronizer.whole_interval == 1
+        return "memory" if is_remote and self.cluster.type == "local" and takes_whole else "checkpoint"
+
+    @property
     def eval_interval(self) -> int:
         """Steps between evaluations of tasks. Explore steps: a multiple of the explorer's synchronization interval, at
         least one; beside training on a dataset train steps, 0: before the first and after the last alone.

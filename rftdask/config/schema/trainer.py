@@ -130,13 +130,14 @@ class SynchronizerConfig(Section):
     """
 
     sync_method: Annotated[
-        Literal["checkpoint"],
-        Aliases(
-            {"nccl": "checkpoint", "memory": "checkpoint", "online": "checkpoint", "offline": "checkpoint"},
-            "weights travel through files",
-        ),
-    ] = "checkpoint"
-    """How weights travel: through files of the run."""
+        Literal["auto", "checkpoint", "memory", "nccl"],
+        Aliases({"online": "nccl", "offline": "checkpoint"}, "the name is deprecated"),
+    ] = "auto"
+    """How weights travel. checkpoint: through files of the run. memory, nccl: the trainer holds them in the memory of
+    its machines (/dev/shm), which engines there map, and writes files with each checkpoint alone; other machines get
+    them from Dask workers (memory), or by a process group of gloo, through host memory (nccl). auto: memory where one
+    machine runs on an object store, else checkpoint. What is trained is the same. A command with one role alone takes
+    checkpoint."""
     sync_style: Annotated[
         Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"],
         Aliases(

@@ -4,7 +4,8 @@
   for bit, that it would have had; no process outlives it;
 - the loss of an explorer worker, an engine or the trainer does not end the run: it says so and ends the same way.
 
-Those that are killed publish most of their weights as what has changed, the one that nobody disturbs all of them.
+The one that nobody disturbs publishes its weights as files; those that are killed most of them as what has changed, or
+hold them in memory and write them with each checkpoint alone.
 """
 
 import random
@@ -47,8 +48,11 @@ def config(tmp_path: Path) -> Path:
     return write_config(tmp_path)
 
 
-def start(config: Path) -> RunProcess:
-    return RunProcess("run", str(config), *SETTINGS, "synchronizer.whole_interval=5", "--progress", "plain")
+DELTAS, MEMORY = "synchronizer.whole_interval=5", "synchronizer.sync_method=memory"
+
+
+def start(config: Path, method: str) -> RunProcess:
+    return RunProcess("run", str(config), *SETTINGS, method, "--progress", "plain")
 
 
 def assert_same_end(folder: Path, undisturbed: Path) -> None:
@@ -64,27 +68,29 @@ def random_moments() -> Iterator[int]:
 
 
 @pytest.mark.slow
-def test_a_run_killed_as_a_whole_ends_as_if_it_had_not_been(config: Path, undisturbed: Path) -> None:
+@pytest.mark.parametrize("method", [DELTAS, MEMORY])
+def test_a_run_killed_as_a_whole_ends_as_if_it_had_not_been(config: Path, undisturbed: Path, method: str) -> None:
     folder = run_folder(config)
     moments = list(random_moments())
     for step in moments:
-        with start(config) as run:
+        with start(config, method) as run:
             run.wait_until(lambda step=step: num_steps(folder) >= step)
             time.sleep(random.SystemRandom().uniform(0.0, 0.03))  # anywhere within a step
             run.kill()
             run.wait_for_no_survivors()
-    with start(config) as run:
+    with start(config, method) as run:
         ended = run.end()
     assert ended.code == 0, (moments, ended)
     assert_same_end(folder, undisturbed)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", [DELTAS, MEMORY])
 def test_a_run_goes_on_when_its_engine_its_trainer_and_its_explorer_worker_are_killed(
-    config: Path, undisturbed: Path
+    config: Path, undisturbed: Path, method: str
 ) -> None:
     folder = run_folder(config)
-    with start(config) as run:
+    with start(config, method) as run:
         run.wait_until(lambda: num_steps(folder) >= 3)
         (engine,) = run.children(ENGINE)
         engine.kill()
@@ -108,7 +114,7 @@ def test_a_run_goes_on_when_its_engine_its_trainer_and_its_explorer_worker_are_k
     assert any("engine" in note for note in notes), notes
     assert any("trainer restarts from its newest checkpoint (1 of 3)" in note for note in notes), notes
     assert any("worker explorer-0" in note and "was lost" in note for note in notes), notes
-    assert list(folder.glob("weights/*/*.delta")), "nothing was published as what has changed"
+    assert method == MEMORY or list(folder.glob("weights/*/*.delta")), "nothing was published as what has changed"
     assert_same_end(folder, undisturbed)
 
 

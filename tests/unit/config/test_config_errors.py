@@ -436,9 +436,7 @@ def test_a_dataset_has_no_use_for_the_keys_of_a_log(key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "old", "new"),
     [
-        ("synchronizer.sync_method", "nccl", "checkpoint"),
-        ("synchronizer.sync_method", "memory", "checkpoint"),
-        ("synchronizer.sync_method", "online", "checkpoint"),
+        ("synchronizer.sync_method", "online", "nccl"),
         ("synchronizer.sync_method", "offline", "checkpoint"),
         ("synchronizer.sync_style", "dynamic_by_explorer", "explorer_driven"),
         ("synchronizer.sync_style", "dynamic_by_trainer", "trainer_driven"),

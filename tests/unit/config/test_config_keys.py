@@ -47,7 +47,7 @@ OUR_DEFAULTS: dict[str, object] = {
     "explorer.rollout_model.dtype": "auto",
     "explorer.auxiliary_models[].dtype": "auto",
     "trainer.trainer_type": "torch",
-    "synchronizer.sync_method": "checkpoint",
+    "synchronizer.sync_method": "auto",
     # There a cosine ends at a hundredth of its peak; here, as that of transformers, at 0.
     "algorithm.optimizer.min_lr_ratio": 0.0,
     "algorithm.optimizer.clip_grad": None,  # filled: 1.0, together with trainer.grad_clip

@@ -78,7 +78,7 @@ def test_the_rendered_plan_reads_well() -> None:
         "folder           /data/rftdask/demo\n"
         "explorer         2 x transformers engine, auto, tiny\n"
         "trainer          1 x torch rank, tiny, with a frozen reference model unless its coefficient is 0\n"
-        "synchronizer     1 x fixed; intervals: explorer 1, trainer 1; offset 0\n"
+        "synchronizer     1 x fixed; intervals: explorer 1, trainer 1; offset 0; weights by checkpoint\n"
         "tasks per epoch  40\n"
         "explore steps    10\n"
         "experiences      320\n"

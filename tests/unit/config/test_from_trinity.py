@@ -48,6 +48,8 @@ TOLD = {
     "buffer.explorer_input.taskset.rollout_args.top_k": "effective; absent: -1 with `--from trinity`, "
     "else `model.top_k`",
     "data_processor.experience_pipeline.operators": "effective",
+    "synchronizer.sync_method": "effective; `nccl` is a process group of gloo; absent: `auto`, which chooses by "
+    "what is there, as `rftdask validate` says; `offline` is taken as `checkpoint`; `online` is taken as `nccl`",
     "model.critic_model_path": "effective; absent or empty: `model.model_path`",
     "model.model_path": "effective, required",
     "monitor.monitor_args": "effective; keys and passwords are not taken from a file, each is told with its variable; "
@@ -269,9 +271,9 @@ def test_a_key_of_a_monitor_is_never_written_down() -> None:
 
 
 def test_what_was_read_otherwise_is_seen() -> None:
-    loaded = load_config(tree(explorer={"runner_per_model": 4}, synchronizer={"sync_method": "nccl"}))
+    loaded = load_config(tree(explorer={"runner_per_model": 4}, synchronizer={"sync_method": "online"}))
     assert "- explorer.runner_per_model: 4" in loaded.changes
-    assert {"- synchronizer.sync_method: nccl", "+ synchronizer.sync_method: checkpoint"} <= set(loaded.changes)
+    assert {"- synchronizer.sync_method: online", "+ synchronizer.sync_method: nccl"} <= set(loaded.changes)
     assert "+ explorer.rollout_model.engine_type: vllm" in loaded.changes
     assert load_config(tree()).changes == ()
 
