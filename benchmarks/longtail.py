@@ -42,8 +42,9 @@ REPEAT_TIMES = 8
 """Of a task, or as many as an engine has slots."""
 IN_FLIGHT, ASYNC, FIXED = "fully_async (load_in_flight)", "fully_async", "fixed"
 """What is measured; the first word is the style."""
-ROLLOUTS_PER_S = 200
-"""What the simulated engines are asked for together at most, which two cores can roll out and commit."""
+ROLLOUTS_PER_S, ENGINES_PER_S = 200, 5
+"""What the simulated engines are asked for together at most, which two cores can roll out and commit: rollouts in all,
+and engines whose slots are all refilled once."""
 
 
 def shape(scale: int) -> dict[str, float]:
@@ -160,7 +161,8 @@ def main() -> None:
         for in_flight, engines in cases:
             # Each rollout takes a second in the mean, or as long as the machine needs for so many.
             bare_step_s = (0.2 if args.quick else 1.0) / mean_length(SCALE)
-            step_s = max(bare_step_s, in_flight / ROLLOUTS_PER_S / mean_length(SCALE))
+            refill_s = max(in_flight / ROLLOUTS_PER_S, engines / ENGINES_PER_S)
+            step_s = max(bare_step_s, refill_s / mean_length(SCALE))
             os.environ[STEP_S] = repr(bare_step_s)
             slots = in_flight // engines
             floor = bare(root, TracedSimulation(), slots, slots * refills, SCALE) * bare_step_s

@@ -10,8 +10,10 @@ and what a lost worker costs at most. `Explorer.run` is the whole loop; for each
   while more lies unread than the limits allow; the trainer's next ledger entry unblocks it. Produces a `RolloutTask`.
 - roll out and commit: by the workers, which wait for the weights to be published, with a deadline. The window of units
   that want slots is 1.5 per engine and one more, so that no engine waits for the driver; a unit leaves it when its
-  result arrives or, where units overlap, when all its rollouts have slots, and the next one enters. A worker that joins
-  while others work is given units once its engine is warm.
+  result arrives, and the next one enters. Where units overlap the window is one per engine, and a unit leaves it when
+  all its rollouts have slots and another slot is free: so the next one goes where there is room, and does not wait
+  behind the long responses of one engine while another has nothing to do. A worker that joins while others work is
+  given units once its engine is warm.
 - record: consumes results; a step whose units are all committed is a row of metrics and an event. A unit whose worker
   was lost goes back to the workers, as poison.py says.
 
@@ -93,7 +95,7 @@ _OVERLAP = 2.0**-10
 """Of a worker's resource, for a unit that overlaps with others: so many may be on a worker as have slots. A power of
 two, so that sums are exact."""
 _ADMITTED = "admitted "
-"""Before a key, in the queue of news: the task has all its slots."""
+"""Before a key, in the queue of news: the task has all its slots, and leaves some."""
 _EVAL_PRIORITY = 1_000_000
 """Dask priority of evaluations: above every explore step's, which is minus its number."""
 
@@ -159,6 +161,7 @@ class Explorer:
         self._metrics = {role: MetricsWriter(storage, role) for role in ("explorer", "eval")}
         self._log = open_log(storage, config)
         self._rules = make_sync_rules(config)
+        self._overlaps = self._rules.style is not SyncStyle.FIXED
         self._follows_trainer = config.has_both_roles
         self._order = make_task_order(storage, self._log, config, sizes) if num_steps else None
         self._evals = EvaluationQueue(storage, config, sizes, eval_versions, self._make_unit, self._record_evaluation)
@@ -181,7 +184,7 @@ class Explorer:
         self._under_way: dict[str, tuple[RolloutTask, UnitFuture]] = {}
         """Units on the workers, by the key of their Dask task."""
         self._admitted: set[str] = set()
-        """Keys of those of them that have all the slots they need, which their workers report."""
+        """Keys of those of them that have all the slots they need, and leave some, which their workers report."""
         self._allowed: dict[str, tuple[str, ...]] = {}
         """Addresses of the workers that may run them."""
         self._seen_s: dict[str, float] = {}
@@ -239,7 +242,7 @@ class Explorer:
                 }
                 self._warm_up(workers.keys())
                 num_engines = sum(workers[address] for address in self._warm)
-                window = math.ceil(1.5 * num_engines) + 1
+                window = num_engines if self._overlaps else math.ceil(1.5 * num_engines) + 1
                 self._retry += self._take_vanished(workers.keys())
 
                 # Choose what enters the window. Evaluations first, on half of the engines at most while there is
@@ -449,13 +452,12 @@ class Explorer:
     def _submit(self, unit: RolloutTask) -> None:
         # The time makes the key new: Dask must not answer with what it knows of an earlier attempt.
         key = f"rollouts-{unit.folder.replace('/', '-')}-{unit.explore_step}-{unit.unit_index}-{time.time_ns()}"
-        overlaps = self._rules.style is not SyncStyle.FIXED
         allowed = tuple(sorted(self._warm))
         future = self._client.submit(
             self._task,
             unit,
             key=key,
-            resources={EXPLORER_RESOURCE: _OVERLAP if overlaps else 1},
+            resources={EXPLORER_RESOURCE: _OVERLAP if self._overlaps else 1},
             workers=allowed,
             priority=_EVAL_PRIORITY if unit.is_eval else -unit.explore_step,
             pure=False,

@@ -54,12 +54,15 @@ BEGAN_TOPIC = "rftdask-began"
 """Dask topic where a worker reports which task it has begun: (address, key). So it is known what was running when the
 worker is lost."""
 ADMITTED_TOPIC = "rftdask-admitted"
-"""Dask topic where a worker reports the key of a task all of whose rollouts have slots: it can take another one."""
+"""Dask topic where a worker reports the key of a task all of whose rollouts have slots, and that another slot is free:
+it can take another task."""
 ROW_METRICS = frozenset({"num_prompt_tokens", "num_response_tokens", "prompt_truncated"})
 """Metrics that each row has for itself; every other metric is the rollout's, and stands in each of its rows, but for
 those that begin with `BRANCHES`."""
 BRANCHES = "branches/"
 """Before the reason why a row begins where it does, in a metric of that row alone."""
+_LOOK_S = 0.5
+"""Between two looks whether a unit has ended that waits for a free slot, whose end frees one."""
 _MAX_WAIT_FIXED_S = 5.0
 """Time that a call of the engine waits for rollouts that are busy elsewhere, where which requests share a call must not
 depend on timing (style fixed): longer than any step of a usual workflow. See LockstepQueue."""
@@ -443,7 +446,7 @@ def _roll_out(
     """Run the rollouts of the tasks at `slots`, side by side.
 
     on_group: takes the slot of a task whose rollouts have ended, and their experiences; begin_next: called in this
-    thread once all rollouts have slots, if others may then begin.
+    thread once all rollouts have slots and another is free, if others may then begin.
     """
     model, explorer = config.model, config.explorer
     names = _taskset_names(unit, config)
@@ -497,6 +500,9 @@ def _roll_out(
             running = loop.submit(run())
             running.add_done_callback(lambda _: admitted.set())
             admitted.wait()
+            # Not before there is room: what is sent here waits here, while another engine may have slots free.
+            while not (running.done() or places.wait_for_room(SLOT, _LOOK_S)):
+                pass
             begin_next()
             outcome = running.result()
     if not unit.is_eval:

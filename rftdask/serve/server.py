@@ -1,6 +1,6 @@
 """The server of `rftdask serve`: engines of a run behind OpenAI's API, for agents anywhere.
 
-    POST /v1/chat/completions, /v1/completions    recorded, by session
+    POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages    recorded, by session
     POST /sessions  {"task_id"?}                  a new session, with a key and an address of its own
     POST /feedback  {"session_id"?, "reward", "task_id"?}    the end of a session: 200 once it is durable
     GET  /health                                  the version that is served, and how much is under way
@@ -46,7 +46,7 @@ from rftdask.explorer.worker_cache import engine_spec
 from rftdask.rollouts.attempt import Rollout
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.base import POLICY
-from rftdask.rollouts.policy.endpoint import answer_http, as_response, web_server
+from rftdask.rollouts.policy.endpoint import answer_http, as_response, key_in, web_server
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, refusal
 from rftdask.rollouts.policy.recording import RecordingModel, ServedModel
@@ -171,8 +171,7 @@ class PolicyServer:
 
     def _caller(self, request: Request) -> str | None:
         """The session that a request names, "" if it names none; None: it may not ask."""
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        key = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        key = key_in(request)
         named = str(request.path_params.get("session") or request.headers.get("x-session-id") or "")
         if hmac.compare_digest(key.encode(), self._token.encode()):
             return named

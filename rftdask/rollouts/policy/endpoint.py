@@ -1,4 +1,4 @@
-"""Endpoint: models as OpenAI's API over HTTP on this machine, and clients of the package openai that ask them.
+"""Endpoint: models as OpenAI's and Anthropic's APIs over HTTP on this machine, and clients of openai that ask them.
 
 There is one for each event loop that needs one, on a port of its own and on loopback alone. A client's key says which
 model it asks: every attempt at a rollout has keys of its own, which end with it. An answer is complete before its
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 from weakref import WeakKeyDictionary
 
 from rftdask.errors import UserError
+from rftdask.rollouts.policy import messages_api, responses_api
 from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, chunks_of, refusal
-from rftdask.rollouts.policy.responses_api import events_of
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -151,9 +151,7 @@ class _Endpoint:
             self._socket.close()
 
     def _model(self, request: Request) -> Answering | None:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            return None
+        key = key_in(request)
         # By comparisons that take as long for every wrong key.
         return next(
             (model for own, model in self.models.items() if hmac.compare_digest(own.encode(), key.encode())), None
@@ -217,10 +215,20 @@ async def answer_http(model: Answering, request: Request) -> Response:
         return as_response(answer)
     from starlette.responses import StreamingResponse
 
-    with_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
-    is_response = answer.body["object"] == "response"
-    events = _events(events_of(answer.body) if is_response else chunks_of(answer.body, with_usage))
-    return StreamingResponse(events, headers=dict(answer.headers), media_type="text/event-stream")
+    events: Iterable[Mapping[str, Any]]
+    if answer.body.get("object") == "response":
+        events = responses_api.events_of(answer.body)
+    elif answer.body.get("type") == "message":
+        events = messages_api.events_of(answer.body)
+    else:
+        events = chunks_of(answer.body, bool((asked.get("stream_options") or {}).get("include_usage")))
+    return StreamingResponse(_events(events), headers=dict(answer.headers), media_type="text/event-stream")
+
+
+def key_in(request: Request) -> str:
+    """The key of a request, as OpenAI's clients or as Anthropic's give it; "": there is none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 def as_response(answer: OpenAIAnswer) -> Response:
@@ -233,7 +241,8 @@ def as_response(answer: OpenAIAnswer) -> Response:
 
 async def _events(chunks: Iterable[Mapping[str, Any]]) -> AsyncIterator[bytes]:
     for chunk in chunks:
-        # What the Responses API streams has names.
+        # What the Responses and the Messages API stream has names.
         name = f"event: {chunk['type']}\n" if "type" in chunk else ""
         yield f"{name}data: {json.dumps(chunk)}\n\n".encode()
-    yield b"data: [DONE]\n\n"
+    if not name.startswith("event: message"):
+        yield b"data: [DONE]\n\n"

@@ -99,9 +99,10 @@ def refusal(
     status: int = 400,
     headers: Mapping[str, str] | None = None,
 ) -> OpenAIAnswer:
-    """An error in OpenAI's form."""
+    """An error in OpenAI's form, and in Anthropic's."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    # "type" is where Anthropic's clients look; the rest is theirs, too.
+    body = {"type": "error", "error": {"message": message, "type": kind, "param": param, "code": code}}
     return OpenAIAnswer(status, body, headers=headers or {})
 
 
@@ -141,7 +142,7 @@ def read_request(path: str, body: Any, tokenizer: Tokenizer | None) -> OpenAIReq
     """The request of a body that JSON gave. `tokenizer`: whose template renders it. Raises: BadRequestError."""
     if path not in (CHAT, COMPLETIONS):
         raise BadRequestError(
-            f"there is no {path}; there are {CHAT}, {COMPLETIONS}, responses and models", code="not_found"
+            f"there is no {path}; there are {CHAT}, {COMPLETIONS}, responses, messages and models", code="not_found"
         )
     if not isinstance(body, Mapping):
         raise BadRequestError("the body is no JSON object")
@@ -217,7 +218,10 @@ def _chat_parts(given: dict[str, Any], tools: Any, template: str | None) -> dict
     named |= {name: (name, given.pop(name)) for name in _TEMPLATE_KEYS if name in given}
     for param, (name, value) in named.items():
         # A template takes whatever it is given, and says nothing of what it does not read.
-        if template is not None and name not in template and (name, value) != ("reasoning_effort", "none"):
+        nothing_asked = (name, value) == ("reasoning_effort", "none") or (
+            (name, value) == ("enable_thinking", False) and "think" not in (template or "")
+        )
+        if template is not None and name not in template and not nothing_asked:
             raise BadRequestError(f"{param}: the model's chat template does not read it", param)
     kwargs = dict(named.values())
     if tools:
@@ -349,6 +353,11 @@ def chat_completion(
             )
         message = ChatCompletionMessage(role="assistant", content=parsed.content, refusal=None, **more)
         own: dict[str, Any] = {"token_ids": list(response.tokens)} if asked.token_ids else {}
+        stop = asked.options.get("stop")
+        if stop and finish == "stop" and tokenizer is not None:
+            # The text ends before what it stopped at, which its tokens still hold; the name is vLLM's.
+            rest = tokenizer.decode(list(response.tokens), skip_special_tokens=True)[len(response.text) :]
+            own["stop_reason"] = next((each for each in stop if rest.startswith(each)), None)
         choices.append(Choice(index=index, message=message, finish_reason=finish, logprobs=logprobs, **own))
     own = {"prompt_token_ids": list(told[0].response.prompt_tokens)} if asked.token_ids else {}
     completion: ChatCompletion = ChatCompletion(

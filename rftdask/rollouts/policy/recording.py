@@ -33,6 +33,7 @@ from rftdask.data.tokenizer import (
 )
 from rftdask.engines.base import MIN_TEMPERATURE, GenerateRequest, Generation, SamplingParams
 from rftdask.errors import UserError
+from rftdask.rollouts.policy import messages_api, responses_api
 from rftdask.rollouts.policy.answer_parsers import AnswerParser, ParsedAnswer, parse_tool_calls
 from rftdask.rollouts.policy.base import POLICY, Method, PolicyHandle
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
@@ -50,7 +51,6 @@ from rftdask.rollouts.policy.openai_api import (
     token_usage,
 )
 from rftdask.rollouts.policy.remote import RemoteModel
-from rftdask.rollouts.policy.responses_api import OWN_NAMES, RESPONSES, as_chat, as_response
 from rftdask.rollouts.workflows.base import PromptTooLongError, Response
 
 MAX_CALLS = 1000
@@ -200,8 +200,12 @@ class RecordingModel(PolicyHandle):
         began = time.perf_counter()
         try:
             if method == "openai":
-                answer = self._responses if arguments["path"] == RESPONSES else self._openai
-                return await answer(name, model, **arguments)
+                translated = {
+                    responses_api.RESPONSES: self._responses,
+                    messages_api.MESSAGES: self._messages,
+                    messages_api.COUNT_TOKENS: self._count_tokens,
+                }
+                return await translated.get(arguments["path"], self._openai)(name, model, **arguments)
             if isinstance(model, ServedRemote):
                 return await self._ask_remote(name, model, method, dict(arguments))
             if method == "logprobs":
@@ -219,15 +223,47 @@ class RecordingModel(PolicyHandle):
 
     async def _responses(self, name: str, model: Served, path: str, body: Any) -> OpenAIAnswer:
         """As `_openai`, of the Responses API."""
+        answer = await self._as_chat(name, model, body, responses_api.as_chat, responses_api.OWN_NAMES)
+        if answer.status == 200:
+            answer = replace(answer, body=responses_api.as_response(answer.body, body))
+        return answer
+
+    async def _messages(self, name: str, model: Served, path: str, body: Any) -> OpenAIAnswer:
+        """As `_openai`, of Anthropic's Messages API."""
+        answer = await self._as_chat(name, model, body, messages_api.as_chat, messages_api.OWN_NAMES)
+        return replace(answer, body=messages_api.as_message(answer.body)) if answer.status == 200 else answer
+
+    async def _count_tokens(self, name: str, model: Served, path: str, body: Any) -> OpenAIAnswer:
+        """Tokens of the prompt that a Message would be the answer to."""
+        if not isinstance(model, ServedModel):
+            return refusal("the tokens of a model behind an API are not known here", status=404)
+        try:
+            asked = read_request(CHAT, messages_api.as_chat(body), model.tokenizer)
+            prompt = _render(model.tokenizer, self._as_sampled(name, asked.messages), asked.template_options)
+        except (BadRequestError, TemplateError) as error:
+            return refusal(f"{error}")
+        num_tokens = len(encode_hidden(model.tokenizer, prompt.text, prompt.hidden))
+        return OpenAIAnswer(200, {"input_tokens": num_tokens})
+
+    async def _as_chat(
+        self,
+        name: str,
+        model: Served,
+        body: Any,
+        as_chat: Callable[[Any], dict[str, Any]],
+        own_names: Mapping[str, str],
+    ) -> OpenAIAnswer:
+        """The chat completion of a request in other words; a refusal names its parameter in these."""
         try:
             chat = as_chat(body)
         except BadRequestError as error:
             return refusal(str(error), error.param, error.code)
         answer = await self._openai(name, model, CHAT, chat)
         if answer.status == 200:
-            return replace(answer, body=as_response(answer.body, body))
+            return answer
         told = answer.body["error"]
-        return replace(answer, body={"error": {**told, "param": OWN_NAMES.get(told["param"], told["param"])}})
+        own = own_names.get(told["param"], told["param"])
+        return replace(answer, body={**answer.body, "error": {**told, "param": own}})
 
     async def _openai(self, name: str, model: Served, path: str, body: Any) -> OpenAIAnswer:
         """The answer to a request of OpenAI's API; what cannot be done is one, too."""
