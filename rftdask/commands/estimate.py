@@ -120,10 +120,12 @@ def train_parts(shape: ModelShape, sizes: TrainSizes) -> tuple[Part, ...]:
     trained, adapters = (count, 0) if sizes.trained is None else (sizes.trained, sizes.trained)
     # Share of weights, gradients and optimizer state that lies on one GPU.
     held = 0.0 if sizes.offloaded else 1.0 / sizes.num_ranks if sizes.sharded else 1.0
-    if sizes.tensor_parallel > 1:  # embeddings and norms stay whole
-        held = (shape.num_outside + (count - shape.num_outside) / sizes.tensor_parallel) / count
-    # Frozen weights stay as their files have them, but for layers that are cut.
-    most = _MASTER if sizes.tensor_parallel > 1 else 0
+    cut = sizes.tensor_parallel
+    if cut > 1 and not sizes.offloaded:  # embeddings and norms are not cut
+        held = (shape.num_outside + (count - shape.num_outside) / cut) / count
+        held /= sizes.num_ranks / cut if sizes.sharded else 1
+    # Frozen weights stay as their files have them, but for layers that are cut and not spread.
+    most = _MASTER if cut > 1 and not sizes.sharded else 0
     frozen = sum(model.num_parameters * max(most, min(_MASTER, model.bytes_at_rest)) for model in sizes.frozen)
     base = _MASTER if sizes.trained is None else min(_MASTER, shape.bytes_at_rest)
     state, why = _state_bytes(shape, sizes)
@@ -136,9 +138,9 @@ def train_parts(shape: ModelShape, sizes: TrainSizes) -> tuple[Part, ...]:
         Part("frozen models", held * frozen, f"{len(sizes.frozen)} (reference, teachers)"),
     ]
     if sizes.compute_bytes < _MASTER:
-        whole, summed = count * held if sizes.tensor_parallel > 1 else count, 0.0
+        whole, summed = count * held if cut > 1 else count, 0.0
         if sizes.sharded:  # gathered at a time: two layers, embeddings and output layer
-            layer = (count - shape.num_outside) / max(1, shape.num_layers)
+            layer = (count - shape.num_outside) / max(1, shape.num_layers) / cut
             whole = layer * 2 + shape.num_outside
             if sizes.trained is None:  # added up at a time: what lies outside of the layers, or a layer
                 summed = (sizes.compute_bytes + _MASTER) * max(layer, shape.num_outside)
@@ -162,8 +164,13 @@ def load_bytes(shape: ModelShape, sizes: TrainSizes) -> float:
     """
 
     def most(model: ModelShape, each: int) -> float:
-        if not (sizes.sharded or sizes.offloaded):
+        cut = sizes.tensor_parallel
+        if not (sizes.sharded or sizes.offloaded or cut > 1):
             return float(each * model.num_parameters)
+        if cut > 1:  # as it is then held
+            layers = (model.num_parameters - model.num_outside) / cut
+            rows = (model.num_outside + layers) / (sizes.num_ranks / cut if sizes.sharded else 1)
+            return each * (1.2 * rows + max(map(math.prod, model.weights.values())))
         # Fused experts of which some rank would have none are read whole.
         fused = [math.prod(dims) for dims in model.weights.values() if len(dims) > 2 and dims[0] < sizes.num_ranks]
         rows = sum(fused) + (model.num_parameters - sum(fused)) / sizes.num_ranks
@@ -252,7 +259,7 @@ def train_sizes(config: Config, shape: ModelShape, layout: Layout | None = None)
     if algorithm.trains_critic:
         path = config.model.critic_model_path
         critic = _shape(path, config.model.trust_remote_code) if path else shape
-    fsdp2 = trainer.trainer_strategy == "fsdp2" and trainer.tensor_parallel_size == 1
+    fsdp2 = trainer.trainer_strategy == "fsdp2"
     return TrainSizes(
         tokens=int(min(tokens, config.buffer.train_batch_size * longest)),
         num_ranks=ranks,

@@ -163,9 +163,15 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
         **_ignored("it is read key by key (translate.py)", trainer_config={}),
         **_derived("trust_remote_code"),
         "trainer_config_path": Missing("veRL configuration files", allowed=("",)),
-        "megatron": _missing("Megatron", tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
-                             virtual_pipeline_model_parallel_size=None, expert_model_parallel_size=1,
-                             expert_tensor_parallel_size=None, context_parallel_size=1, sequence_parallel=True),
+        "megatron": {
+            **_missing("pipelines: PyTorch's take micro-batches of one length, and packed ones differ; use "
+                       "trainer.tensor_parallel_size",
+                       pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None),
+            **_missing("experts on other ranks than those that cut layers; use trainer.tensor_parallel_size",
+                       expert_model_parallel_size=1, expert_tensor_parallel_size=None),
+            **_ignored("norms are computed whole by each rank", sequence_parallel=True),
+            **_ignored("it is read key by key (translate.py)", tensor_model_parallel_size=1, context_parallel_size=1),
+        },
     },
     "SynchronizerConfig": {
         **_ignored("there is no collective group", group_name="rollout_weight_sync"),

@@ -33,6 +33,12 @@ VERL = {
     "critic.cliprange_value": "trainer.critic.cliprange_value",
 }
 """veRL's keys below `trainer.trainer_config`, and the ones that take their place."""
+MEGATRON = {
+    "tensor_model_parallel_size": "trainer.tensor_parallel_size",
+    "context_parallel_size": "trainer.ulysses_sequence_parallel_size",
+}
+"""Megatron's keys below `trainer.megatron`, and the ones that take their place."""
+VERL |= {f"{_ACTOR}.megatron.{key}": ours for key, ours in MEGATRON.items()}
 NEEDLESS = {
     "actor_rollout_ref.model.use_remove_padding": "rows are always packed",
     "trainer.balance_batch": "rows are always dealt evenly",
@@ -65,6 +71,7 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Note]]:
     notes: list[Note] = []
     result = _copied(tree)
     _colocate(result)
+    _megatron(result, notes)
     _trainer_config(result, notes)
     _policy(result, notes)
     _eval_names(result, notes)
@@ -104,6 +111,21 @@ def _colocate(tree: dict[str, Any]) -> None:
     if tree.get("mode") == "colocate" and isinstance(tree.get("cluster", {}), dict):
         tree["mode"] = "both"
         tree["cluster"] = {**tree.get("cluster", {}), "colocate": True}
+
+
+def _megatron(tree: dict[str, Any], notes: list[Note]) -> None:
+    """Megatron's sizes, by those that cut and split the same here. What has none stays for the checks to refuse."""
+    given = section(tree, "trainer.megatron")
+    if given.get("expert_model_parallel_size", 1) in (1, given.get("tensor_model_parallel_size", 1)):
+        given.pop("expert_model_parallel_size", None)  # experts go to the ranks that cut layers
+    if given.get("tensor_model_parallel_size", 1) == 1 and "expert_model_parallel_size" in given:
+        given["tensor_model_parallel_size"] = given.pop("expert_model_parallel_size")
+    for key, ours in MEGATRON.items():
+        if (size := given.pop(key, 1)) != 1:
+            taken = give(tree, ours, size)
+            notes.append(
+                (f"trainer.megatron.{key}", f"taken as {ours}" if taken else f"ignored: {ours} is given and wins")
+            )
 
 
 def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -20,8 +20,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
@@ -62,7 +60,7 @@ def load_policy(
     offline: bool = False,
     num_splits: int = 1,
     scalar_head: bool = False,
-    mesh: DeviceMesh | None = None,
+    spread: Callable[[PreTrainedModel], None] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The causal language model of a folder (or hub name), in evaluation mode, and its tokenizer.
 
@@ -71,8 +69,8 @@ def load_policy(
         offline: take a name from the cache of this machine alone.
         num_splits: ranks that are to split each sequence.
         scalar_head: a reward model, with one number in place of the vocabulary's; of a language model it begins at 0.
-        mesh: ranks of which each reads and holds some rows of every weight, as DTensors; a strategy then lays them out,
-            and `check_model` is left to who can make a pass. None: all of it.
+        spread: makes weights without memory DTensors, of which this rank then reads and holds its part alone; a
+            strategy lays them out afterwards, and `check_model` is left to who can make a pass. None: all of it.
     Raises: DataError: the folder lacks something or is damaged, the model's logits are not lm_head(hidden states), or
     its sequences cannot be split so.
     """
@@ -90,7 +88,7 @@ def load_policy(
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
         options |= {"dtype": getattr(torch, dtype), "output_loading_info": True}
         # The random state stays as it was: ranks that hold different rows of a head draw different numbers of numbers.
-        with _LOADING, _rows_alone(mesh, device), torch.random.fork_rng(devices=[]):
+        with _LOADING, _parts_alone(spread, device), torch.random.fork_rng(devices=[]):
             loaded: Any = (
                 AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, **options)
                 if scalar_head
@@ -114,32 +112,26 @@ def load_policy(
             raise DataError(f"model.model_path {model_path}: {name} has no linear head `score` to train")
         if model.config.pad_token_id is None:  # by which transformers finds the end of a row in a batch
             model.config.pad_token_id = tokenizer.pad_token_id
-    if mesh is None:
+    if spread is None:
         check_model(model, num_splits, has_logits=not scalar_head)
     return model, tokenizer
 
 
 @contextmanager
-def _rows_alone(mesh: DeviceMesh | None, device: str) -> Iterator[None]:
-    """Let transformers read into models, for the block, this rank's rows of each weight alone, straight to `device`.
+def _parts_alone(spread: Callable[[PreTrainedModel], None] | None, device: str) -> Iterator[None]:
+    """Let transformers read into models, for the block, this rank's part of each weight alone, straight to `device`.
 
     It fills DTensors so by itself, names and layouts of old files converted, but makes them by plans of its own: by the
     time it would read, they are made here.
     """
-    if mesh is None:
+    if spread is None:
         yield
         return
     theirs: Any = PreTrainedModel
     usual = theirs._load_pretrained_model
 
     def load(model: PreTrainedModel, state_dict: Any, files: list[str], settings: Any, *more: Any) -> Any:
-        for module in model.modules():
-            for name, whole in list(module.named_parameters(recurse=False)):
-                most = -(-len(whole) // mesh.size())
-                if whole.dim() > 2 and most * (mesh.size() - 1) >= len(whole):
-                    continue  # transformers stacks the experts of a rank, and fails at one that has none: read whole
-                rows = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
-                setattr(module, name, torch.nn.Parameter(rows, requires_grad=whole.requires_grad))
+        spread(model)
         with ExitStack() as opened:
             held: dict[str, Any] = dict(state_dict or {})
             for file in () if state_dict is not None else files:

@@ -147,7 +147,6 @@ WORDS = [
     (f'{TASKSET}.default_reward_fn_type="a\\e[31m.b"', "default_reward_fn_type"),
     ("trainer.trainer_type=tourch", "torch"),
     ("trainer.trainer_strategy=fsdp9", "trainer.trainer_strategy"),
-    ("trainer.trainer_strategy=megatron", "trainer.trainer_strategy"),
     ("trainer.save_hf_checkpoint=sometimes", "trainer.save_hf_checkpoint"),
     ("trainer.megatron.pipeline_model_parallel_size=4", "trainer.megatron"),
     ("synchronizer.sync_style=fxied", "fixed"),

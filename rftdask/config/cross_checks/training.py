@@ -174,7 +174,6 @@ def _ranks_make_whole_groups(config: Config) -> Iterator[Problem]:
             yield key, f"{why}; use num_ranks {-(-num_ranks // size) * size}"
     # The plan of a model that cuts its layers knows whole weights, whole sequences and eager layers.
     others = {
-        "trainer_strategy fsdp2, which cuts weights its own way; use ddp": trainer.trainer_strategy == "fsdp2",
         "ulysses_sequence_parallel_size; use one of them": split > 1,
         "torch_compile": trainer.torch_compile,
         "model.lora_configs": bool(config.model.lora_configs),
@@ -211,7 +210,6 @@ def _routers_are_replayed(config: Config) -> Iterator[Problem]:
         f"engine_type {engine.engine_type}, which does not tell its experts here; use transformers": (
             explores and not engine.traits.records_experts
         ),
-        "trainer.tensor_parallel_size, which knows no experts": trainer.tensor_parallel_size > 1,
         "trainer.torch_compile, which calls routers unheard": trainer.torch_compile,
     }
     for other, chosen in others.items():

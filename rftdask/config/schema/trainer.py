@@ -37,8 +37,11 @@ class TrainerConfig(Section):
     """torch: our PyTorch trainer. fake: counts and publishes without learning, for tests."""
     trainer_strategy: Annotated[
         Literal["single", "ddp", "fsdp2"],
-        Later("this strategy", ("megatron",)),
-        Aliases({"fsdp": "fsdp2"}, "the first FSDP of PyTorch is deprecated, fsdp2 takes its place"),
+        Aliases(
+            {"fsdp": "fsdp2", "megatron": "fsdp2"},
+            "fsdp2 takes the place of PyTorch's first FSDP and of Megatron, whose sizes are tensor_parallel_size and "
+            "ulysses_sequence_parallel_size here",
+        ),
     ] = "fsdp2"
     """How ranks share the model. fsdp2: each holds a part of weights, gradients and optimizer state. ddp: each holds
     all of it. single: there is one rank. With one rank all three are the same."""
@@ -97,8 +100,9 @@ class TrainerConfig(Section):
     """Ranks that split each pass among them, every one with a part of its tokens. Divides `num_ranks` and the
     attention heads."""
     tensor_parallel_size: Count = 1
-    """ddp: ranks that cut each layer among them, as the model's own plan says, and compute the same experiences.
-    Divides `num_ranks`, the heads and the inner width."""
+    """Ranks that cut each layer among them, as the model's own plan says (each has some experts of a mixture), and
+    compute the same experiences. fsdp2: what a rank has of a layer is spread over the ranks that have the same part.
+    Divides `num_ranks`, the heads, the inner width and the experts."""
     offload_policy: bool = False
     """fsdp2: weights, gradients and optimizer state in host memory, and the optimizer steps there."""
     save_strategy: Literal["single_thread", "single_process", "single_node", "unrestricted"] = "unrestricted"

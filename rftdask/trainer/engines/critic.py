@@ -69,7 +69,7 @@ class Critic:
         self._cliprange_value = section.cliprange_value
         self._strategy = strategy
         strategy.prepare(self.model, layers_of(body, policy._no_split_modules or ()))
-        if strategy.mesh is not None:
+        if strategy.reads_parts:
             strategy.within(self.model, lambda: check_model(policy, num_splits, has_logits=False))
         # A rate of its own, and no schedule: values have to follow a policy that moves to the end.
         constant = {"lr": section.lr, "lr_warmup_steps": 0, "lr_scheduler_type": "constant"}

@@ -239,17 +239,19 @@ def _optimizer(
     tables = {
         id(each) for part in model.modules() if isinstance(part, torch.nn.Embedding) for each in part.parameters()
     }
-    groups: dict[tuple[bool, bool], list[Tensor]] = {}
+    groups: dict[tuple[int, bool], list[Tensor]] = {}
     for parameter in parameters.values():
         # Norms and biases are vectors. To pull them or rare rows of an embedding to 0 fits nothing better.
         decays = section.decay_all_weights or (parameter.ndim > 1 and id(parameter) not in tables)
-        # Spread and whole weights in groups of their own: one call of PyTorch steps only tensors of one kind.
-        groups.setdefault((isinstance(parameter, DTensor), decays), []).append(parameter)
+        # Weights that are whole, spread, or cut and spread in groups of their own: one call of PyTorch steps only
+        # tensors of one mesh.
+        num_spread = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
+        groups.setdefault((num_spread, decays), []).append(parameter)
     listed = [
         {"params": part, **({} if decays or "weight_decay" not in takes else {"weight_decay": 0.0})}
         for (_, decays), part in sorted(groups.items(), key=lambda item: item[0])
     ]
-    if name.lower() == "adafactor" and any(spread for spread, _ in groups):
+    if name.lower() == "adafactor" and any(num_spread for num_spread, _ in groups):
         raise UserError(
             "algorithm.optimizer.optimizer_type: adafactor of PyTorch cannot step weights that are spread over ranks; "
             "use trainer.trainer_strategy ddp"

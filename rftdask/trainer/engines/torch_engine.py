@@ -122,12 +122,13 @@ class TorchEngine(TrainEngine):
     def from_config(cls, config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TorchEngine:
         """See TrainEngine; the strategy is the one that the section and the number of ranks ask for."""
         trainer, device = config.trainer, torch.device(use_device())
-        # One rank; or whole copies; or, below, weights in parts. At most one of these, by the checks of the config.
+        # One rank; or whole copies; or, below, weights in parts.
         strategy: Strategy = Strategy(ranks) if ranks.size == 1 else DDP(ranks)
+        cut = None
         if (size := trainer.tensor_parallel_size) > 1:
-            strategy = TensorParallel(ranks, ranks.neighbors(size), ranks.across(size), device)
-        elif trainer.trainer_strategy == "fsdp2" and (ranks.size > 1 or trainer.offload_policy):
-            strategy = FSDP2(ranks, device, trainer)
+            strategy = cut = TensorParallel(ranks, ranks.neighbors(size), ranks.across(size), device)
+        if trainer.trainer_strategy == "fsdp2" and (ranks.size > 1 or trainer.offload_policy):
+            strategy = FSDP2(ranks, device, trainer, cut)
         size = trainer.ulysses_sequence_parallel_size
         sequence = ranks.neighbors(size) if size > 1 else None
         return cls(config, algorithm, strategy, sequence, device=device.type, total_steps=total_steps)
@@ -179,7 +180,7 @@ class TorchEngine(TrainEngine):
         )
         self._lora = config.model.lora_configs[0] if config.model.lora_configs else None
         self._model, self._tokenizer = (
-            self._load(self._path, mesh=self._strategy.mesh)
+            self._load(self._path, spread=self._strategy.reading)
             if self._lora is None
             else self._load_base(self._path, self._lora)
         )
@@ -231,7 +232,7 @@ class TorchEngine(TrainEngine):
         self._teachers = [self._load_frozen(model.model_path or "") for model in models]
         self._critic: Critic | None = None
         if algorithm.use_critic:
-            body, _ = self._load(config.model.critic_model_path or self._path, mesh=self._strategy.mesh)
+            body, _ = self._load(config.model.critic_model_path or self._path, spread=self._strategy.reading)
             turn_off_dropout(body)  # values are compared with those before the update
             self._critic = Critic(
                 body, self._trainer.critic, optimizer, grad_clip, self._strategy, folders, self._num_splits
@@ -677,16 +678,16 @@ class TorchEngine(TrainEngine):
         whole = lora is not None and needs_weights(lora)  # adapters that begin with what weights say
         # Cut layers are left in float32: they have functions of their own around every call.
         narrow = not whole and not isinstance(self._strategy, TensorParallel)
-        narrow &= self._strategy.mesh is not None or not self._trainer.torch_compile  # nor are those of compiled calls
+        narrow &= self._strategy.reads_parts or not self._trainer.torch_compile  # nor are those of compiled calls
         dtype = frozen_dtype(model_path) if narrow else "float32"
-        return self._load(model_path, dtype=dtype, mesh=None if whole else self._strategy.mesh)
+        return self._load(model_path, dtype=dtype, spread=None if whole else self._strategy.reading)
 
     def _prepared(self, model: PreTrainedModel, routers: Routers | None = None) -> Scorer:
         # Laid out as the policy is, also where it is frozen: a reference takes as much memory.
         scores_sequences = self._algorithm.policy_loss_fn.scores_sequences
         scorer = (RowScorer if scores_sequences else Scorer)(model, routers)
         self._strategy.prepare(scorer, layers_of(model, model._no_split_modules or ()))
-        if self._strategy.mesh is None:
+        if not self._strategy.reads_parts:
             compute_wide(model)
         else:  # weights are made wide as they are brought together
             self._strategy.within(scorer, lambda: check_model(model, self._num_splits, has_logits=not scores_sequences))

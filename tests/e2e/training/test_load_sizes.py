@@ -1,7 +1,7 @@
 """Promises of loading onto ranks that hold parts of the weights (fsdp2), seen in the memory of real processes:
 
 - until the weights are there a rank never holds more than 1.2 times its part of them and one tensor, and it reads its
-  part of the files alone;
+  part of the files alone, also where pairs of ranks cut layers (tensor_parallel_size);
 - ranks that resume read each byte of a checkpoint twice over all of them, to verify it and to load it;
 - what it holds is, to the bit, what it would hold of a model that was read whole: tied and untied weights, adapters,
   the head of a reward model, a critic, widths that the ranks do not divide, old files of pickles.
@@ -33,6 +33,7 @@ from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines import torch_engine
 from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
+from rftdask.trainer.engines.strategies.tensor import TensorParallel
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.ranks import Ranks
 from tests.e2e.gloo_ranks import run_ranks
@@ -113,30 +114,31 @@ class CountedFile:
         return CountedSlice(self._inner.get_slice(name))
 
 
-def strategy_of(ranks: Ranks) -> Strategy:
-    return FSDP2(ranks, torch.device("cpu"), TrainerConfig()) if ranks.size > 1 else Strategy(ranks)
+def strategy_of(ranks: Ranks, cut: TensorParallel | None = None) -> Strategy:
+    return FSDP2(ranks, torch.device("cpu"), TrainerConfig(), cut) if ranks.size > 1 else Strategy(ranks)
 
 
-def engine(path: str, algorithm: str, ranks: Ranks, **overrides: Any) -> TorchEngine:
-    return TorchEngine(engine_config(path, **overrides), make_algorithm(algorithm), strategy_of(ranks))
+def engine(path: str, algorithm: str, ranks: Ranks, cut: TensorParallel | None = None, **overrides: Any) -> TorchEngine:
+    return TorchEngine(engine_config(path, **overrides), make_algorithm(algorithm), strategy_of(ranks, cut))
 
 
 # ---- in the processes
 
 
-def load_large(gangs: dict[int, Ranks], small: str, large: str) -> dict[int, tuple[int, int, int]]:
-    """By number of ranks: bytes at the peak of own memory until the weights are there, and until the engine is; and
-    bytes that were read of the files."""
+def load_large(gangs: dict[int, Ranks], small: str, large: str) -> dict[tuple[int, bool], tuple[int, int, int]]:
+    """By number of ranks, and whether pairs of them cut layers: bytes at the peak of own memory until the weights are
+    there, and until the engine is; and bytes that were read of the files."""
     found = {}
     torch_engine.load_policy = noted = Noted(torch_engine.load_policy)
     model.safe_open = CountedFile  # type: ignore[assignment,misc]
-    for size in (2, 4):
-        engine(small, "sft", gangs[size])  # what is imported and made once
+    cut = TensorParallel(gangs[4], gangs[2], gangs[4].across(2), torch.device("cpu"))
+    for size, pairs in ((2, None), (4, None), (4, cut)):
+        engine(small, "sft", gangs[size], pairs)  # what is imported and made once
         CountedSlice.num_bytes = 0
         with watched() as seen:
             noted.seen = seen
-            made = engine(large, "sft", gangs[size])
-        found[size] = max(seen[: noted.num_seen]), max(seen), CountedSlice.num_bytes
+            made = engine(large, "sft", gangs[size], pairs)
+        found[size, pairs is not None] = max(seen[: noted.num_seen]), max(seen), CountedSlice.num_bytes
         del made
         gc.collect()
     return found
@@ -207,7 +209,7 @@ def load_cases(gangs: dict[int, Ranks], folder: str) -> dict[str, bool]:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("small")
-    build_toy_model(folder, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1)
+    build_toy_model(folder, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2)
     return str(folder)
 
 
@@ -224,8 +226,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_rank_loads_its_part_of_the_weights_alone(small: str, large: str, tmp_path: Path) -> None:
     tensor, layer = 4 * HIDDEN * INNER, 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
     for found in run_ranks(4, tmp_path, load_large, small, large):
-        for size, (loaded, peak, read) in found.items():
-            part = (layer * LAYERS + 4 * 258 * HIDDEN) / size
+        for (size, cut), (loaded, peak, read) in found.items():
+            part = (layer * LAYERS + 4 * 258 * HIDDEN * (2 if cut else 1)) / size
             assert loaded <= 1.2 * part + tensor, f"{size} ranks, {loaded / MIB:.0f} MiB"
             # A first pass, by which the model is looked at, brings layers together, as those of training do.
             assert peak <= 1.2 * part + 4 * layer, f"{size} ranks, {peak / MIB:.0f} MiB"

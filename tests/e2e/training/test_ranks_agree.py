@@ -3,7 +3,8 @@
 - loss, gradient norm and weights are those of one rank with the full batch, up to a relative difference of 1e-5, for
   ddp and fsdp2, 2 and 4 ranks, and every cut into micro-batches;
 - that is so where groups of ranks split each sequence, also for losses of whole rows and of pairs;
-- and where groups of ranks cut each layer by the model's own plan, tied weights, norms of heads and a critic included;
+- and where groups of ranks cut each layer by the model's own plan, tied weights, norms of heads, experts and a critic
+  included, and where what they have of a layer is spread over the groups (a mesh of two dimensions);
 - and where two teachers have rows of their own, with the logits of all of it in chunks;
 - weights that all ranks hold are the same, to the bit, on all of them;
 - what any number of ranks saved, any other number loads, to the bit.
@@ -39,6 +40,7 @@ from rftdask.trainer.model import token_logprobs
 from rftdask.trainer.ranks import Ranks
 from tests.e2e.gloo_ranks import run_ranks
 from tests.numerics import shifted_seed
+from tests.unit.engines.tiny_models import save_tiny_mixture
 from tests.unit.trainer.trainer_cases import engine_config
 
 ALGORITHMS = ("grpo", "ppo", "mix", "dpo", "sft")
@@ -133,17 +135,24 @@ def batch_for(algorithm: str, seed: int, num_groups: int = 3) -> TrainingBatch:
         rewards=random.random(count).astype(np.float32),
         rollout_logprobs=-5.0 - random.random(len(batch.rollout_logprobs)).astype(np.float32),
         experts=np.zeros(count, bool),
+        # What a tiny mixture replays: of both layers two of eight experts.
+        routed_experts=random.permuted(np.tile(np.arange(8), (len(batch.tokens), 2, 1)), axis=2)[:, :, :2]
+        .reshape(-1, 4)
+        .astype(np.int16),
     )
     shown = supervised_batch([([5, 6, 7, 8], 2, None), ([9, 8, 7], 2, None)], ["dataset:x/0/0", "dataset:x/1/1"])
     return join_batches([own, shown]) if algorithm == "mix" else own
 
 
 def trained(model: str, algorithm: str, strategy: Strategy, **options: Any) -> tuple[list[dict[str, float]], Any]:
-    """The metrics of two steps, of sft and dpo those of held-out rows after them, and the files."""
+    """The metrics of two steps, of sft and dpo those of held-out rows after them, what logits say then; and files."""
     made = engine(model, algorithm, strategy, **options)
     metrics = [made.train_step(batch_for(algorithm, seed), seed) for seed in (1, 2)]
     if algorithm in ("sft", "dpo"):
         metrics.append(made.evaluate([batch_for(algorithm, seed) for seed in (3, 4)]))
+    if algorithm != "reward_model":
+        said = made.fingerprint().logprobs
+        metrics.append({f"logprob_{n}": value for n, value in enumerate(value for row in said for value in row)})
     if not isinstance(strategy, FSDP2):
         whole = [p.detach() for p in made._model.parameters() if not isinstance(p, DTensor)]
         held = b"".join(tensor.numpy().tobytes() for tensor in whole)
@@ -218,29 +227,28 @@ def compare_splits(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
 
 
 def compare_cuts(gangs: dict[int, Ranks], models: list[str]) -> dict[str, float]:
-    """As `compare`, of two ranks that cut layers, and of two groups of two that do; and what is read of what they
-    saved.
+    """As `compare`, of two ranks that cut layers, of two groups of two that do, and of two whose parts are spread over
+    the groups; and what is read of what they saved.
     """
     differences: dict[str, float] = {}
     across = gangs[4].across(2)
-    for algorithm, model in zip(("ppo", "grpo"), models, strict=True):
-        alone, files = trained(model, algorithm, Strategy(gangs[1]))
+    replay: dict[str, Any] = {"algorithm__enable_router_replay": True}
+    for (algorithm, options), model in zip((("ppo", {}), ("grpo", {}), ("grpo", replay)), models, strict=True):
+        alone, files = trained(model, algorithm, Strategy(gangs[1]), **options)
         expected = weights_of(files)
-        for size in (2, 4):
-            options = {"trainer__micro_batch_size": 3, "trainer__gradient_checkpointing": size == 4}
-            strategy = cut_in_two(gangs, size, across)
-            found, files = trained(model, algorithm, strategy, **options)
-            held = {name: data for part in exchange(gangs[size], files) for name, data in part.items()}
-            again = engine(model, algorithm, Strategy(gangs[1]), seed=9)
-            again.load_state_files(held)
-            back = engine(model, algorithm, strategy_of("fsdp2" if size == 4 else "ddp", gangs[size]), seed=8)
-            back.load_state_files(again.state_files())
-            passed_on = {n: d for part in exchange(gangs[size], back.state_files()) for n, d in part.items()}
-            cut = engine(model, algorithm, cut_in_two(gangs, size, across), seed=7)
-            cut.load_state_files(passed_on)
-            assert cut.state_files() == files, "what is read at other cuts is not what was saved"
+        for name, size in (("ddp", 2), ("ddp", 4), ("fsdp2", 4)) if algorithm == "ppo" else (("ddp", 4), ("fsdp2", 4)):
+            more = {"trainer__micro_batch_size": 3, "trainer__gradient_checkpointing": size == 4}
+            found, files = trained(model, algorithm, cut_in_two(gangs, size, across, name), **more, **options)
+            if size == 4:
+                held = {name: data for part in exchange(gangs[4], files) for name, data in part.items()}
+                back = engine(model, algorithm, strategy_of(name, gangs[4]), seed=8)
+                back.load_state_files(held)
+                passed_on = {n: d for part in exchange(gangs[4], back.state_files()) for n, d in part.items()}
+                cut = engine(model, algorithm, cut_in_two(gangs, size, across, name), seed=7)
+                cut.load_state_files(passed_on)
+                assert cut.state_files() == files, "what is read at other cuts is not what was saved"
             if gangs[size].is_rank0:
-                case = f"{algorithm}, {size} ranks"
+                case = f"{Path(model).name}, {name}, {size} ranks"
                 differences[f"metrics: {case}"] = metric_difference(found, alone)
                 differences[f"weights: {case}"] = weight_difference(weights_of(files), expected)
     return differences
@@ -256,6 +264,7 @@ def compare_students(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     torch_engine.token_logprobs = partial(token_logprobs, max_logits=4 * 4 * 258)
     ways = {name: {"strategy": strategy_of(name, gangs[2])} for name in STRATEGIES}
     ways["cut layers"] = {"strategy": cut_in_two(gangs, 2, gangs[1])}
+    ways["cut and spread"] = {"strategy": cut_in_two(gangs, 2, gangs[1], "fsdp2")}
     ways["split rows"] = {"strategy": strategy_of("fsdp2", gangs[2]), "sequence": gangs[2].neighbors(2)}
     for name, options in ways.items():
         found, files = trained(model, "jsd", **options, trainer__micro_batch_size=3, **students)
@@ -265,8 +274,10 @@ def compare_students(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     return differences
 
 
-def cut_in_two(gangs: dict[int, Ranks], size: int, across: Ranks) -> Strategy:
-    return TensorParallel(gangs[size], gangs[2], across if size == 4 else gangs[1], torch.device("cpu"))
+def cut_in_two(gangs: dict[int, Ranks], size: int, across: Ranks, name: str = "ddp") -> Strategy:
+    cpu = torch.device("cpu")
+    cut = TensorParallel(gangs[size], gangs[2], across if size == 4 else gangs[1], cpu)
+    return cut if name == "ddp" else FSDP2(gangs[size], cpu, TrainerConfig(), cut)
 
 
 def weights_of(files: dict[str, bytes]) -> dict[str, torch.Tensor]:
@@ -278,7 +289,7 @@ def metric_difference(found: list[dict[str, float]], expected: list[dict[str, fl
     return max(
         abs(ours[key] - theirs[key]) / max(abs(theirs[key]), 1e-3)
         for ours, theirs in zip(found, expected, strict=True)
-        for key in ("loss", "grad_norm", *(k for k in theirs if k.startswith("critic_")))
+        for key in ("loss", "grad_norm", *(k for k in theirs if k.startswith(("critic_", "logprob_"))))
         if key in theirs
     )
 
@@ -340,8 +351,9 @@ def test_ranks_that_split_sequences_compute_what_one_rank_computes_alone(
 def test_ranks_that_cut_layers_compute_what_one_rank_computes_alone(
     model_of_four_heads: str, model_of_normed_heads: str, tmp_path: Path
 ) -> None:
-    found = run_ranks(4, tmp_path, compare_cuts, [model_of_four_heads, model_of_normed_heads])
-    assert len(found[0]) == 8
+    mixture = str(save_tiny_mixture(tmp_path / "mixture"))
+    found = run_ranks(4, tmp_path, compare_cuts, [model_of_four_heads, model_of_normed_heads, mixture])
+    assert len(found[0]) == 14
     assert max(found[0].values()) <= TOLERANCE, found[0]
 
 
@@ -352,7 +364,7 @@ def test_students_of_two_teachers_learn_on_ranks_what_one_rank_alone_does(
         sizes = {"hidden_size": 16, "intermediate_size": 34, "num_layers": 2, "num_heads": 4}
         build_toy_model(f"{model_of_four_heads}-{seed}", seed=seed, **sizes)
     differences, _ = run_ranks(2, tmp_path, compare_students, model_of_four_heads)
-    assert len(differences) == 8
+    assert len(differences) == 10
     assert max(differences.values()) <= TOLERANCE, differences
 
 

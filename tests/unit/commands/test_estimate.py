@@ -187,6 +187,19 @@ class TestStrategies:
         assert held(num_ranks=4, sharded=True, offloaded=True) == 0
         assert held() == 16 * shape.num_parameters
 
+    def test_cut_layers_are_divided_and_under_fsdp2_all_of_it(self, tmp_path: Path) -> None:
+        shape = self.shape(tmp_path)
+        layers, outside = shape.num_parameters - shape.num_outside, shape.num_outside
+        cut = {part.name: part.num_bytes for part in train_parts(shape, TrainSizes(64, 4, tensor_parallel=2))}
+        assert cut["weights"] == pytest.approx(4 * (outside + layers / 2))
+        mesh = TrainSizes(64, 4, sharded=True, tensor_parallel=2)
+        spread = {part.name: part.num_bytes for part in train_parts(shape, mesh)}
+        assert spread["weights"] == pytest.approx(4 * (outside / 2 + layers / 4))
+        assert spread["optimizer"] == 2 * spread["weights"]
+        # Two layers of which a rank has a half, and what is outside of them.
+        assert spread["products"] == pytest.approx(2 * (layers / shape.num_layers + outside))
+        assert load_bytes(shape, mesh) < load_bytes(shape, replace(mesh, sharded=False)) < 4 * shape.num_parameters
+
     def test_lora_holds_gradients_and_optimizer_state_of_the_adapters_alone(self, tmp_path: Path) -> None:
         shape = self.shape(tmp_path)
         parts = {p.name: p.num_bytes for p in train_parts(shape, TrainSizes(tokens=10, trained=1000))}

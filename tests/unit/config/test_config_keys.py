@@ -23,7 +23,7 @@ from rftdask.config.reference_keys import REFERENCE_KEYS as WITHOUT_FIELD
 from rftdask.config.reference_keys import Derived, Ignored, Missing, Renamed, Secret
 from rftdask.config.schema import algorithm, buffer, cluster, explorer, model, optimizer, run, trainer
 from rftdask.config.schema.walk import walk
-from rftdask.config.translate import OF_THE_POLICY
+from rftdask.config.translate import MEGATRON, OF_THE_POLICY
 
 KEYS = dict(walk(Config))
 SCHEMAS = [algorithm, buffer, cluster, explorer, model, optimizer, run, trainer]
@@ -245,7 +245,12 @@ def test_the_top_level_sections_are_those_of_the_reference() -> None:
     assert sections <= {path.split(".")[0] for path in KEYS}
 
 
-TRANSLATED = {"trainer.trainer_config", *(f"explorer.rollout_model.{key}" for key in OF_THE_POLICY)}
+TRANSLATED = {
+    "trainer.trainer_config",
+    "trainer.megatron.expert_model_parallel_size",
+    *(f"trainer.megatron.{key}" for key in MEGATRON),
+    *(f"explorer.rollout_model.{key}" for key in OF_THE_POLICY),
+}
 """Read in another way before keys are checked: test_translate.py."""
 
 

@@ -21,7 +21,7 @@ from rftdask.config.reference_keys import REFERENCE_NAMES, Derived, Ignored, Mis
 from rftdask.config.schema.algorithm import registered_parts
 from rftdask.config.schema.buffer import registered_rewards, registered_workflows
 from rftdask.config.schema.walk import walk
-from rftdask.config.translate import NEEDLESS, OF_THE_POLICY, VERL
+from rftdask.config.translate import MEGATRON, NEEDLESS, OF_THE_POLICY, VERL
 from rftdask.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -57,6 +57,9 @@ TOLD = {
     "stages[].stage_name": "effective, required",
     "trainer.trainer_config": "read key by key, see below",
     **{f"explorer.rollout_model.{key}": f"taken as `model.{ours}`" for key, ours in OF_THE_POLICY.items()},
+    **{f"trainer.megatron.{key}": f"taken as `{ours}`" for key, ours in MEGATRON.items()},
+    "trainer.megatron.expert_model_parallel_size": "effective where it is `tensor_model_parallel_size`, or that is 1: "
+    "experts go to the ranks that cut layers; else refused",
 }
 
 

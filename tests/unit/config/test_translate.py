@@ -43,6 +43,28 @@ def test_keys_of_verl_take_their_place_and_the_others_are_named() -> None:
     assert len(config.warnings) >= 9
 
 
+def test_sizes_of_megatron_are_those_that_cut_and_split_here() -> None:
+    sizes = "tensor_model_parallel_size: 2, expert_model_parallel_size: 2, sequence_parallel: false"
+    config = loaded("trainer.trainer_strategy=megatron", f"trainer.megatron={{{sizes}}}")
+    assert (config.trainer.trainer_strategy, config.trainer.tensor_parallel_size) == ("fsdp2", 2)
+    told = "\n".join(config.warnings)
+    assert "trainer.megatron.tensor_model_parallel_size: taken as trainer.tensor_parallel_size" in told
+    assert loaded("trainer.megatron.context_parallel_size=4").trainer.ulysses_sequence_parallel_size == 4
+    assert loaded("trainer.megatron.expert_model_parallel_size=8").trainer.tensor_parallel_size == 8
+
+
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ("pipeline_model_parallel_size: 2", "pipelines: PyTorch's take micro-batches of one length, and packed ones"),
+        ("tensor_model_parallel_size: 2, expert_model_parallel_size: 4", "experts on other ranks than those that cut"),
+    ],
+)
+def test_sizes_of_megatron_that_nothing_here_has_are_refused_with_the_reason(sizes: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        loaded(f"trainer.megatron={{{sizes}}}")
+
+
 def test_a_stage_has_keys_of_verl_of_its_own() -> None:
     stages = "[{stage_name: one, mode: both, trainer: {trainer_config: {actor_rollout_ref: {actor: {ppo_epochs: 2}}}}}]"
     [stage] = loaded(f"stages={stages}").stage_configs()

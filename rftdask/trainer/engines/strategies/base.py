@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from transformers import PreTrainedModel
 
 from rftdask.trainer.ranks import Ranks
 
@@ -26,13 +26,22 @@ class Strategy:
     """Whether a pass moves weights between ranks, so that every rank must make the same number of them."""
     sharded: bool = False
     """Whether a rank holds only a part of weights and optimizer state."""
-    mesh: DeviceMesh | None = None
-    """Ranks over which models are to be spread by rows as they are read, before `prepare`; None: read whole."""
+    reads_parts: bool = False
+    """Whether a rank reads its part of the weights alone: models are laid out by `spread` before their files are read,
+    and then by `prepare`."""
     group: Ranks | None = None
     """The ranks that compute the same rows with this one; None: no other."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+
+    @property
+    def reading(self) -> Callable[[PreTrainedModel], None] | None:
+        """`spread` where a rank reads its part alone; None: it reads all."""
+        return self.spread if self.reads_parts else None
+
+    def spread(self, model: PreTrainedModel) -> None:
+        """Make weights that have no memory yet into parts of this rank (DTensors), in place."""
 
     def prepare(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
         """Lay out the weights of `module`, all of whose passes are calls of itself; in place.
@@ -85,12 +94,48 @@ def distinct_state(module: torch.nn.Module) -> dict[str, Tensor]:
 
 def full(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be spread over the ranks."""
+    if isinstance(tensor, DTensor) and tensor.device_mesh.ndim > 1:
+        # Rows first, which were spread last; PyTorch does so too, and warns that it takes two calls.
+        tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of it, sharing memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def take_read(module: torch.nn.Module) -> Sequence[tuple[torch.nn.Module, str, DTensor]]:
+    """Take the parts that were read as `spread` laid them out, and leave weights without a byte in their place, tied
+    ones tied. Returns: (its module, its name there, the part).
+    """
+    read = [
+        (part, name, rows)
+        for part in module.modules()
+        for name, rows in part.named_parameters(recurse=False)
+        if isinstance(rows, DTensor)
+    ]
+    empty: dict[int, torch.nn.Parameter] = {}
+    for part, name, rows in read:
+        if id(rows) not in empty:  # by identity
+            whole = torch.empty(rows.shape, dtype=rows.dtype, device="meta")
+            empty[id(rows)] = torch.nn.Parameter(whole, requires_grad=rows.requires_grad)
+        setattr(part, name, empty[id(rows)])
+    return read
+
+
+def give_back(read: Iterable[tuple[torch.nn.Module, str, DTensor]], device: torch.device | None = None) -> None:
+    """Put what `take_read` took into the weights in whose place they are now, laid out as those are: ranks send each
+    other none. device: where they are to lie; None: where they are.
+    """
+    filled: dict[int, torch.nn.Parameter] = {}
+    for part, name, rows in read:
+        if id(rows) not in filled:
+            laid, held = getattr(part, name), rows.to_local().detach()
+            assert held.shape == laid.to_local().shape, f"{name}: {held.shape} was read, {laid.to_local().shape} laid"
+            whole = DTensor(held.to(device or held.device), laid._spec, requires_grad=rows.requires_grad)
+            filled[id(rows)] = torch.nn.Parameter(whole, requires_grad=rows.requires_grad)
+        setattr(part, name, filled[id(rows)])
 
 
 def layers_of(module: torch.nn.Module, names: Iterable[str]) -> list[torch.nn.Module]:

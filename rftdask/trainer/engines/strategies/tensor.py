@@ -8,22 +8,32 @@ plan leaves out (norms, embeddings) every rank holds. Gradients are added over t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
+from transformers.distributed.tensor_parallel import (
+    ALL_PARALLEL_STYLES,
+    apply_tensor_parallelism,
+    replace_layer_number_by_wildcard,
+)
 
 from rftdask.errors import DataError
-from rftdask.trainer.engines.strategies.base import Strategy, local
+from rftdask.trainer.engines.strategies.base import Strategy, give_back, local, take_read
 from rftdask.trainer.engines.strategies.ddp import add_up
 from rftdask.trainer.ranks import Ranks
 
-_CUT = {"colwise", "colwise_rep", "colwise_gather_output", "rowwise", "rowwise_rep"}
+_EXPERTS = "grouped_gemm"
+"""Weights of all experts, of which each rank holds those of some experts."""
+_CUT = {
+    *("colwise", "colwise_rep", "colwise_gather_output", "rowwise", "rowwise_rep", "rowwise_split_input"),
+    *(_EXPERTS, "ep_router", "moe_tp_experts"),
+}
 _LEFT_WHOLE = "embedding_rowwise"
 """Embeddings, which every rank then holds: looking up costs nothing, and the output layer may share them."""
 _PARTIAL = "replicated_with_grad_allreduce"
@@ -35,26 +45,55 @@ class TensorParallel(Strategy):
     """Cuts layers within a group of neighbors."""
 
     sharded = True
+    reads_parts = True
 
     def __init__(self, ranks: Ranks, group: Ranks, across: Ranks, device: torch.device) -> None:
         """group: the neighbors that share a model with this rank; across: the ranks that hold the same part of it."""
         super().__init__(ranks)
         self.group = self._group = group
         self._across = across
-        members = group.group or dist.group.WORLD
-        assert members is not None, "ranks have met before they share a model"
-        self._mesh = DeviceMesh.from_group(members, device.type)
+        everybody = ranks.group or dist.group.WORLD
+        assert everybody is not None, "ranks have met before they share a model"
+        groups = [across.group or everybody, group.group or everybody]
+        numbers = torch.tensor(dist.get_process_group_ranks(everybody)).view(-1, group.size)
+        self.whole_mesh = DeviceMesh.from_group(groups, device.type, mesh=numbers, mesh_dim_names=("dp", "tp"))
+        """All ranks, a row for each group of neighbors."""
+        self.across_mesh, self.mesh = self.whole_mesh["dp"], self.whole_mesh["tp"]
         self._partial: set[int] = set()
 
+    def spread(self, model: PreTrainedModel) -> None:
+        """See Strategy. Raises: DataError: as of `plan_of`."""
+        plan = plan_of(model, self.mesh.size())
+        for name, module in model.named_modules():
+            for own, _ in list(module.named_parameters(recurse=False)):
+                if (style := _style_of(f"{name}.{own}", plan)) in _CUT:
+                    ALL_PARALLEL_STYLES[style].shard_param(module, own, self.mesh)
+
     def prepare(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
-        """Raises: DataError: the model has no plan, one that we do not know, or sizes that it does not divide."""
-        model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
-        plan = plan_of(model, self._mesh.size())
+        """See Strategy; what was read as `spread` says stays where it is. Raises: DataError: as of `plan_of`."""
+        read = take_read(module)
+        self.cut(module)
+        give_back(read)
+        self.note_partial(module)
+
+    def cut(self, module: torch.nn.Module) -> None:
+        """Cut the model in `module`, its calls included. Raises: DataError: as of `plan_of`."""
+        model = _model_in(module)
+        plan = {name: style for name, style in plan_of(model, self.mesh.size()).items() if style in _CUT}
+        apply_tensor_parallelism(model, self.mesh, plan)
+
+    def note_partial(self, module: torch.nn.Module) -> None:
+        """Remember the weights whose gradients `add_partial` adds up."""
+        model = _model_in(module)
+        plan = plan_of(model, self.mesh.size())
         for name, parameter in model.named_parameters():
-            if plan.get(replace_layer_number_by_wildcard(name.rpartition(".")[0])) == _PARTIAL:
+            if _style_of(name, plan) == _PARTIAL:
                 # By identity: the plan goes by names, and `reduce` is given parameters.
                 self._partial.add(id(parameter))
-        apply_tensor_parallelism(model, self._mesh, {n: style for n, style in plan.items() if style in _CUT})
+
+    def add_partial(self, parameters: Sequence[Tensor]) -> None:
+        """Add up over the neighbors gradients of which each has only the part of its heads."""
+        add_up(self._group, [local(_gradient(p)) for p in parameters if id(p) in self._partial])
 
     def reduce(self, parameters: Sequence[Tensor]) -> None:
         """See Strategy; over the neighbors what each has only its part of, then everything over the groups."""
@@ -65,20 +104,34 @@ class TensorParallel(Strategy):
                 # A gradient that is a partial sum becomes what its parameter is: cut, or whole on every rank.
                 gradient = gradient.redistribute(placements=parameter.placements)
             parameter.grad = gradient
-        add_up(self._group, [local(_gradient(p)) for p in parameters if id(p) in self._partial])
+        self.add_partial(parameters)
         add_up(self._across, [local(_gradient(p)) for p in parameters])
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float) -> float:
         """See Strategy; of a cut weight each rank has some of the squares, of a whole one every rank has all."""
         gradients = [_gradient(p) for p in parameters]
-        cut = [local(g) for g in gradients if _is_cut(g)]
-        whole = [local(g) for g in gradients if not _is_cut(g)]
-        squares = self._group.all_reduce(torch.nn.utils.get_total_norm(cut).square())
-        norm = (squares + torch.nn.utils.get_total_norm(whole).square()).sqrt()
-        if torch.isfinite(norm):
-            # As clip_grads_with_norm_ of PyTorch does, which cannot mix cut tensors and whole ones.
-            torch._foreach_mul_(cut + whole, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return float(norm)
+        cut = [local(g) for g in gradients if is_cut(g)]
+        whole = [local(g) for g in gradients if not is_cut(g)]
+        squares = self._group.all_reduce(get_total_norm(cut).square())
+        return clip_parts(cut + whole, (squares + get_total_norm(whole).square()).sqrt(), max_norm)
+
+
+def clip_parts(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> float:
+    """Scale what this rank holds down to `max_norm`, as clip_grads_with_norm_ of PyTorch does, which cannot mix cut
+    tensors and whole ones. Returns: the norm before; not finite: no scaling."""
+    if torch.isfinite(norm):
+        torch._foreach_mul_(list(gradients), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return float(norm)
+
+
+def _model_in(module: torch.nn.Module) -> PreTrainedModel:
+    return next(part for part in module.modules() if isinstance(part, PreTrainedModel))
+
+
+def _style_of(parameter: str, plan: Mapping[str, str]) -> str | None:
+    """By its own name, else by that of its module."""
+    name = replace_layer_number_by_wildcard(parameter)
+    return plan.get(name, plan.get(name.rpartition(".")[0]))
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -86,25 +139,50 @@ def _gradient(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def _is_cut(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor) and any(isinstance(placement, Shard) for placement in tensor.placements)
+def is_cut(tensor: Tensor) -> bool:
+    """Whether neighbors have different parts of it."""
+    return (
+        isinstance(tensor, DTensor)
+        and "tp" in (tensor.device_mesh.mesh_dim_names or ())
+        and tensor.placements[-1].is_shard()
+    )
 
 
 def plan_of(model: PreTrainedModel, num_parts: int) -> dict[str, str]:
-    """Style by name of module, without weights that two modules share, which every rank holds. Raises: DataError."""
+    """Style by name of module or weight, without weights that two modules share, which every rank holds; experts of a
+    mixture go whole to one rank each. Raises: DataError: the model has no plan, or one that cannot be kept to.
+    """
     plan, name = dict(model.tp_plan), type(model).__name__
     if not plan:
-        raise DataError(f"{name} has no tp_plan, so it cannot be cut over ranks; use trainer_strategy fsdp2")
+        raise DataError(
+            f"{name} has no tp_plan, so it cannot be cut over ranks; leave trainer.tensor_parallel_size out"
+        )
+    config = model.config.get_text_config()
+    sizes = {key: getattr(config, key) for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
+    for path, experts in model.named_modules():
+        own = dict(experts.named_parameters(recurse=False))
+        if not path.endswith(".experts") or not own:
+            continue
+        block = path.removesuffix(".experts")
+        wildcard = replace_layer_number_by_wildcard(block)
+        routers = [n for n, child in model.get_submodule(block).named_children() if is_router(child)]
+        dealt = {f"{wildcard}.experts.{name}": _EXPERTS for name in own}
+        if len(routers) != 1 or any(model.ep_plan.get(key) != _EXPERTS for key in dealt):
+            raise DataError(f"the experts of {name} cannot be dealt to ranks; leave trainer.tensor_parallel_size out")
+        # Not cut along their inner width, as the plan says: a rank's rows would alternate with those of others.
+        plan = {key: style for key, style in plan.items() if not key.startswith(f"{wildcard}.experts")} | dealt
+        plan |= {f"{wildcard}.experts": "moe_tp_experts", f"{wildcard}.{routers[0]}": "ep_router"}
+        sizes["num_experts"] = len(next(iter(own.values())))
     unknown = sorted(set(plan.values()) - _CUT - {_PARTIAL, _LEFT_WHOLE})
     if unknown:
         raise DataError(
-            f"the tp_plan of {name} has {', '.join(unknown)}, not trained so here; use trainer_strategy fsdp2"
+            f"the tp_plan of {name} has {', '.join(unknown)}, not trained so here; "
+            "leave trainer.tensor_parallel_size out"
         )
-    config = model.config.get_text_config()
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, key) % num_parts:
+    for key, size in sizes.items():
+        if size % num_parts:
             raise DataError(
-                f"{name} has {key} {getattr(config, key)}, which {num_parts} ranks cannot share evenly; "
+                f"{name} has {key} {size}, which {num_parts} ranks cannot share evenly; "
                 f"lower trainer.tensor_parallel_size {num_parts}"
             )
     # A weight with two places in the model (embeddings and head) would have to be cut in two ways.
@@ -114,3 +192,8 @@ def plan_of(model: PreTrainedModel, num_parts: int) -> dict[str, str]:
     if config.vocab_size % num_parts:
         shared.add("lm_head")  # its logits are brought together, which takes parts of one size
     return {module: style for module, style in plan.items() if module not in shared}
+
+
+def is_router(module: torch.nn.Module) -> bool:
+    """Whether it gives, as transformers' dealt experts want it, logits, scores and numbers of the chosen experts."""
+    return type(module).__name__.endswith("TopKRouter")

@@ -1,5 +1,6 @@
 """Promises of cutting layers: a plan is the model's own, less what modules share; a model without a plan that we have
-trained by, or whose sizes the ranks do not divide, is refused by name. (What ranks compute: tests/e2e.)
+trained by, or whose sizes the ranks do not divide, is refused by name; experts are dealt whole. (What ranks compute:
+tests/e2e.)
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ SIZES: dict[str, Any] = {
 }
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
 def make_model(config_class: Any = transformers.Qwen2Config, **sizes: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config_class(**SIZES | sizes))
 
@@ -41,6 +45,17 @@ def test_the_plan_cuts_heads_and_inner_features() -> None:
     }
 
 
+@pytest.mark.parametrize("config", [transformers.Qwen3MoeConfig, transformers.Qwen2MoeConfig, transformers.OlmoeConfig])
+def test_experts_go_to_the_ranks_whole(config: Any) -> None:
+    plan, block = plan_of(make_model(config, **EXPERTS), 2), "model.layers.*.mlp."
+    assert {key.removeprefix(block): style for key, style in plan.items() if key.startswith(f"{block}experts")} == {
+        "experts": "moe_tp_experts",
+        "experts.gate_up_proj": "grouped_gemm",
+        "experts.down_proj": "grouped_gemm",
+    }
+    assert plan[f"{block}gate"] == "ep_router"
+
+
 @pytest.mark.parametrize("sizes", [{"tie_word_embeddings": True}, {"vocab_size": 41}])
 def test_an_output_layer_that_is_shared_or_uneven_stays_whole(sizes: dict[str, Any]) -> None:
     assert not plan_of(make_model(**sizes), 2).keys() & {"lm_head", "model.embed_tokens"}
@@ -53,9 +68,11 @@ def test_an_output_layer_that_is_shared_or_uneven_stays_whole(sizes: dict[str, A
         (make_model(num_key_value_heads=1), "num_key_value_heads 1, which 2 ranks cannot share evenly"),
         (make_model(intermediate_size=25), "intermediate_size 25, which 2 ranks"),
         (transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2)), "has no tp_plan"),
+        (make_model(transformers.Qwen3MoeConfig, **EXPERTS | {"num_experts": 5}), "num_experts 5, which 2 ranks"),
+        (make_model(transformers.GraniteMoeConfig, num_local_experts=4), "the experts of GraniteMoeForCausalLM cannot"),
         (
-            make_model(transformers.Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
-            "the tp_plan of Qwen3MoeForCausalLM has .* not trained so here; use trainer_strategy fsdp2",
+            make_model(transformers.DeepseekV2Config, first_k_dense_replace=1, num_key_value_heads=4),
+            "the tp_plan of DeepseekV2ForCausalLM has mla_kv_a_proj.* not trained so here; leave trainer.tensor",
         ),
     ],
 )
