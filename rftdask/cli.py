@@ -257,7 +257,9 @@ def validate(
     else:
         _say(make_plan(checked).render())
     if gpu:
-        _tell_memory(checked, gpu)
+        from rftdask.commands.estimate import tell_memory
+
+        _say(tell_memory(checked, gpu))
 
 
 @app.command()
@@ -313,33 +315,15 @@ def estimate(
     origin: Origin = "",
 ) -> None:
     """Say how much GPU memory a configuration needs, part by part, and what fits; starts nothing."""
-    _tell_memory(_load(config, [*(overrides or []), *_machines(gpus, nodes)], origin), gpu)
+    from rftdask.commands.estimate import tell_memory
+
+    _say(tell_memory(_load(config, [*(overrides or []), *_machines(gpus, nodes)], origin), gpu))
 
 
 def _machines(gpus: int | None, nodes: int | None) -> list[str]:
     """--gpus and --nodes as the settings that they stand for."""
     given = (("cluster.gpu_per_node", gpus), ("cluster.node_num", nodes))
     return [f"{key}={number}" for key, number in given if number is not None]
-
-
-def _tell_memory(checked: Config, gpu: str) -> None:
-    """Print what each role of each stage needs, and whether that fits `gpu`, unless it is ""."""
-    from rftdask.cluster.layout import plan_machines  # late: not every command plans
-    from rftdask.commands.estimate import estimate as estimate_memory
-    from rftdask.commands.estimate import gpu_bytes, render, what_fits
-    from rftdask.models.model_shape import read_shape
-
-    memory = gpu_bytes(gpu) if gpu else None
-    layout = plan_machines(checked)
-    if checked.cluster.gpu_per_node:
-        _say(f"placement  {layout.describe()}")
-    for stage in checked.stage_configs():
-        shape = read_shape(stage.model.model_path, trust_remote_code=stage.model.trust_remote_code)
-        if len(checked.stage_configs()) > 1:
-            _say(f"stage {stage.name}")
-        _say(render(estimate_memory(stage, shape, layout, memory)))
-        if memory is not None:
-            _say("\n".join(what_fits(stage, shape, memory, layout)))
 
 
 @app.command()
@@ -661,13 +645,15 @@ def studio(
     ] = "runs",
     port: Port = 0,
     browser: OpenBrowser = True,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Only show: write, start and stop nothing")] = False,
 ) -> None:
-    """Look at runs in the browser: live curves, answers by step, comparisons, logs; in pages that only this machine
-    sees.
+    """Look at runs in the browser: live curves, answers by step, comparisons, logs; configure, start and stop them. In
+    pages that only this machine sees.
     """
     from rftdask.studio.server import serve
 
-    serve(folder, port, open_browser=browser, say=typer.echo)  # what it says has a token, to be used
+    # What it says has a token, to be used.
+    serve(folder, port, open_browser=browser, say=typer.echo, read_only=read_only)
 
 
 @app.command()

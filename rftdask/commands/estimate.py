@@ -533,6 +533,24 @@ def what_fits(config: Config, shape: ModelShape, memory_bytes: float, layout: La
     return lines
 
 
+def tell_memory(config: Config, gpu: str = "") -> str:
+    """What each role of each stage needs, and whether that fits `gpu`, unless it is "".
+
+    Raises: UserError: the roles fit no machine, or there is no such GPU; DataError: the model's sizes are not known.
+    """
+    memory, layout, lines = gpu_bytes(gpu) if gpu else None, plan_machines(config), list[str]()
+    if config.cluster.gpu_per_node:
+        lines.append(f"placement  {layout.describe()}")
+    for stage in config.stage_configs():
+        shape = read_shape(stage.model.model_path, trust_remote_code=stage.model.trust_remote_code)
+        if len(config.stage_configs()) > 1:
+            lines.append(f"stage {stage.name}")
+        lines.append(render(estimate(stage, shape, layout, memory)))
+        if memory is not None:
+            lines += what_fits(stage, shape, memory, layout)
+    return "\n".join(lines)
+
+
 def render(estimates: list[Estimate]) -> str:
     """A table of text."""
     lines = []

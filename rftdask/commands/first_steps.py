@@ -83,7 +83,7 @@ def json_schema() -> dict[str, Any]:
     for section in sections:
         found = schema if section is Config else schema["$defs"].get(section.__name__)
         if found is not None and "properties" in found:
-            for key, text in _explanations(section).items():
+            for key, text in explanations(section).items():
                 if key in found["properties"]:
                     found["properties"][key]["description"] = text
     return {key: _or_interpolated(value) for key, value in schema.items()}
@@ -94,7 +94,7 @@ def _sections(section: type[Section]) -> list[type[Section]]:
 
 
 @cache
-def _explanations(section: type[Section]) -> dict[str, str]:
+def explanations(section: type[Section]) -> dict[str, str]:
     """The text below each key of a section, and of the sections it extends."""
     found: dict[str, str] = {}
     # From the base down, so that a section that gives a key again explains it in its own words.

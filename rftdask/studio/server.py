@@ -2,9 +2,11 @@
 
 Invariants:
 
-- it listens on 127.0.0.1 only, answers GET and HEAD only, writes nothing, and answers no request that was made for
-  another host name, so that a page elsewhere cannot read a run by pointing its own name at this machine;
+- it listens on 127.0.0.1 only, and answers no request that was made for another host name, so that a page elsewhere
+  cannot read a run by pointing its own name at this machine;
 - every user of this machine reaches 127.0.0.1, so everything asks for the token of the printed URL; a cookie keeps it;
+- GET and HEAD write and start nothing. What does is one address, asked by POST as JSON by a page of this very origin
+  that has the second token, which stands in the pages alone: a cookie is also sent by pages of other ports;
 - a query of the SQL page reaches the tables of one run, and neither files nor settings.
 """
 
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -29,6 +32,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rftdask.commands.first_steps import bundled, describe
 from rftdask.errors import DataError, RftError, UserError
 from rftdask.provenance.browse import LEVELS, SORTS, Filter
 from rftdask.provenance.sql import OVERVIEW, query
@@ -37,9 +41,12 @@ from rftdask.run.run_folder import read_run
 from rftdask.run.summary import time_split
 from rftdask.storage import open_storage
 from rftdask.storage.base import numbers_in
+from rftdask.storage.checked_json import parse_object
+from rftdask.studio.actions import Actions, can_act, fields_of
 from rftdask.studio.answers import TASK_ORDERS, distribution, groups_of, task_table
 from rftdask.studio.curves import arms_of, charts_of, curves_of, differing_settings, timeline_of
 from rftdask.studio.folder import HERE, Folder
+from rftdask.studio.form import FIRST, ROOT, Fields, form_keys
 from rftdask.studio.pages import NO_SCRIPTS, OWN_SCRIPTS, link, render
 
 ADDRESS = "127.0.0.1"
@@ -50,6 +57,7 @@ _SQL_DEADLINE_S = 60.0
 _LOG_LINES = 200
 _TASKS = 50
 _GROUPS = 20
+_MOST_ASKED_BYTES = 1_000_000
 
 
 class _Guard:
@@ -110,8 +118,11 @@ def _message(status: int, title: str, text: str) -> HTMLResponse:
 class Studio:
     """The pages of a folder of runs: each method is one, from a query to an answer."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, *, read_only: bool = False) -> None:
         self.folder = folder
+        self.actions = None if read_only or not can_act(folder) else Actions(folder)
+        self._asking = secrets.token_urlsafe(24)
+        """Who asks for an action shows that he reads the pages."""
 
     def app(self, token: str, cookie: str) -> Starlette:
         """The application that a server runs."""
@@ -129,11 +140,13 @@ class Studio:
             "/sql": self.sql,
             "/logs": self.logs,
             "/reload": self.reload,
+            "/configure": self.configure,
         }
         static = StaticFiles(directory=Path(__file__).parent / "static")
         return Starlette(
             routes=[
                 *(Route(path, page, methods=["GET"]) for path, page in pages.items()),
+                Route("/do", self.do, methods=["POST"]),
                 Route("/favicon.ico", lambda _: Response(status_code=204)),  # browsers ask for one
                 Mount("/static", static),
             ],
@@ -158,7 +171,19 @@ class Studio:
         """What every page of a run says above: which run, and how it stands."""
         line = self.folder.line(name)
         title = self.folder.stages(name)[0].config.name.partition("/")[0] if name == HERE else name
-        return {"run": name, "title": title, "line": line, "url": self.folder.url_of(name), "has_others": name != HERE}
+        return {
+            "run": name,
+            "title": title,
+            "line": line,
+            "url": self.folder.url_of(name),
+            "has_others": name != HERE,
+            **self._can(),
+        }
+
+    def _can(self) -> dict[str, Any]:
+        """What a page needs to offer actions: the token to ask for them, "" where there are none; what was started."""
+        actions = self.actions
+        return {"asking": self._asking if actions else "", "started": actions.started() if actions else []}
 
     # ---- runs
 
@@ -166,7 +191,7 @@ class Studio:
         """All runs, to be filtered, opened and compared."""
         if self.folder.runs() == [HERE]:
             return RedirectResponse(link("run"), status_code=303)
-        return _page("runs.html.j2", scripts=True, lines=self.folder.lines(), url=self.folder.url)
+        return _page("runs.html.j2", scripts=True, lines=self.folder.lines(), url=self.folder.url, **self._can())
 
     def run(self, request: Request) -> Response:
         """One run: why it does not learn, where it stands, its curves."""
@@ -372,6 +397,77 @@ class Studio:
         self.folder.forget()
         return RedirectResponse(link("experiences", run=name), status_code=303)
 
+    # ---- what it does
+
+    def configure(self, request: Request) -> Response:
+        """A configuration as a form. Query: `config`, of the folder; `run`, what that said; `like`, a bundled one."""
+        if self.actions is None:
+            raise HTTPException(404, "this studio only shows: open a folder of runs, without --read-only")
+        asked, fields, name = request.query_params, Fields(), "first"
+        files = {key: path for key, path in bundled().items() if key.startswith("config/")}
+        if "config" in asked:
+            name, fields = asked["config"], self.actions.read(asked["config"])
+        elif "run" in asked:
+            config = self.folder.config(self._name(request))
+            fields = Fields.of_run(config)
+            name = f"{config.name}-2"
+            fields = Fields({**fields.texts, "name": name}, fields.rest)
+        elif asked.get("like") in files:
+            fields = Fields.of_file(files[asked["like"]].read_text())
+            name = fields.texts.get("name", "first")
+        keys = form_keys()
+        sections: dict[str, list[Any]] = {"Where one begins": [keys[path] for path in FIRST]}
+        for path, key in keys.items():
+            if path not in FIRST and path != ROOT:
+                sections.setdefault(key.section or "the run", []).append(key)
+        return _page(
+            "configure.html.j2",
+            scripts=True,
+            url=self.folder.url,
+            name=name,
+            fields=fields,
+            sections=sections,
+            configs=self.actions.configs(),
+            files={key: describe(path) for key, path in files.items()},
+            like=asked.get("like", ""),
+            runs=self.folder.runs(),
+            **self._can(),
+        )
+
+    async def do(self, request: Request) -> Response:
+        """One action, asked by a page: {"do": "form"}, "save", or one of `Actions.start`. Answers with JSON."""
+        headers, actions = request.headers, self.actions
+        asking = headers.get("x-rftdask-asking", "")
+        if (
+            actions is None
+            or headers.get("origin") != f"http://{headers.get('host')}"
+            or headers.get("sec-fetch-site", "same-origin") != "same-origin"
+            or not secrets.compare_digest(asking.encode(), self._asking.encode())
+        ):
+            return JSONResponse({"error": "only a page of this studio may ask for that; load it again"}, 403)
+        if (
+            headers.get("content-type") != "application/json"
+            or int(headers.get("content-length", "0")) > _MOST_ASKED_BYTES
+        ):
+            return JSONResponse({"error": "it is no JSON, or too long"}, 400)
+        try:
+            asked = parse_object(await request.body())
+            return JSONResponse(await run_in_threadpool(self._do, actions, asked))
+        except (RftError, ValueError) as error:
+            return JSONResponse({"error": str(error)}, 400)
+
+    def _do(self, actions: Actions, asked: dict[str, Any]) -> dict[str, Any]:
+        what, of = str(asked.get("do", "")), str(asked.get("of", ""))
+        if what == "form":
+            found = actions.check(fields_of(asked), str(asked.get("gpu", "")))
+            told = {"yaml": found.yaml, "problems": dict(found.problems), "warnings": found.warnings}
+            return {**told, "plan": found.plan, "memory": found.memory}
+        if "fields" in asked:
+            path = actions.save(of, fields_of(asked), replace=asked.get("replace") is True)
+            if what == "save":
+                return {"said": f"wrote {path}"}
+        return {"said": f"began: {actions.start(what, of).command}"}
+
 
 def _number(asked: QueryParams, key: str, default: int) -> int:
     numbers = numbers_in([asked[key]]) if key in asked else [default]
@@ -388,8 +484,11 @@ class StudioServer:
             print(server.address()); server.run()
     """
 
-    def __init__(self, url: str | Path, port: int = 0) -> None:
-        """Port 0 takes a free one. Raises: UserError: the port is taken; StorageError: the URL is of no storage."""
+    def __init__(self, url: str | Path, port: int = 0, *, read_only: bool = False) -> None:
+        """Port 0 takes a free one; read_only: it offers no actions.
+
+        Raises: UserError: the port is taken; StorageError: the URL is of no storage.
+        """
         import uvicorn  # late: only who serves needs it
 
         self.folder = Folder(url)
@@ -408,7 +507,7 @@ class StudioServer:
         self.port: int = self._socket.getsockname()[1]
         self.cookie = f"rftdask-{self.port}"
         """Name of the cookie that keeps the token; browsers tell ports apart by nothing else."""
-        app = Studio(self.folder).app(self.token, self.cookie)
+        app = Studio(self.folder, read_only=read_only).app(self.token, self.cookie)
         # The terminal is the user's: no line for each request.
         config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
         self._server = uvicorn.Server(config)
@@ -432,17 +531,27 @@ class StudioServer:
         self._socket.close()
 
 
-def serve(url: str | Path, port: int, *, page: str = "/", open_browser: bool, say: Callable[[str], object]) -> None:
+def serve(
+    url: str | Path,
+    port: int,
+    *,
+    page: str = "/",
+    open_browser: bool,
+    say: Callable[[str], object],
+    read_only: bool = False,
+) -> None:
     """Serve until Ctrl-C. page: to open first; any but the list is one of a run, which `url` then must be.
 
-    Raises: UserError: the port is taken; DataError: there is nothing at `url`, or no run where it must be one.
+    Raises: UserError: the port is taken; DataError: there is no run where it must be one, or nothing to be shown.
     """
     storage = open_storage(url)
     if page != "/":
         read_run(storage)
     elif not storage.list():
-        raise DataError(f"{storage.url} is empty, or not there; give the folder that runs are below")
-    with StudioServer(url, port) as server:
+        if read_only:
+            raise DataError(f"{storage.url} is empty, or not there; give the folder that runs are below")
+        say(f"{storage.url} is empty, or not there; what is started from the studio will be there")
+    with StudioServer(url, port, read_only=read_only) as server:
         address = server.address(page)
         say(f"{address}  (Ctrl-C ends it)")
         if open_browser:

@@ -41,7 +41,7 @@ LAYERS = (
     {"rollouts", "run.made_of"},
     {"compat", "explorer", "run.view", "trainer"},
     {"cluster", "provenance", "run.preflight", "run.summary", "testing"},
-    {"commands.compact", "commands.convert", "commands.estimate", "commands.status", "run"},
+    {"commands.compact", "commands.convert", "commands.estimate", "commands.first_steps", "commands.status", "run"},
     {"commands.submit"},
     {"commands.jobs"},
     {"experiment", "serve", "studio"},

@@ -19,7 +19,7 @@ from rftdask.studio.server import StudioServer, serve
 from tests.unit.provenance.lineage_cases import Case, conversation, make_run
 
 RUN = "run=p%2Frun"
-PAGES = ("run", "samples", "groups", "distributions", "experiences", "sql", "logs", "compare")
+PAGES = ("configure", "run", "samples", "groups", "distributions", "experiences", "sql", "logs", "compare")
 
 
 class Tags(HTMLParser):
@@ -94,7 +94,7 @@ def test_what_a_model_wrote_is_text_on_every_page(case, server):
 def test_no_page_asks_another_host_or_has_a_script_of_its_own(server, path):
     status, page, headers = fetch(server, path)
     assert status == 200
-    assert Tags(page).sources <= {"static/studio.js", "static/uPlot.iife.min.js"}
+    assert Tags(page).sources <= {f"static/{name}" for name in ("studio.js", "configure.js", "uPlot.iife.min.js")}
     assert "http:" not in page and "https:" not in page
     assert headers["Content-Security-Policy"].startswith("default-src 'none'")
 
@@ -261,7 +261,7 @@ def test_a_port_that_is_taken_is_the_users_to_mend(case, server):
 
 def test_a_folder_that_is_not_there_and_a_run_that_is_none_are_said(tmp_path):
     with pytest.raises(DataError, match="is empty, or not there"):
-        serve(tmp_path / "nope", 0, open_browser=False, say=print)
+        serve(tmp_path / "nope", 0, open_browser=False, say=print, read_only=True)
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="is not a run folder"):
         serve(tmp_path, 0, page="/experiences", open_browser=False, say=print)
