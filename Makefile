@@ -4,7 +4,7 @@
 #   make test         the fast tests                           make slow     real runs, processes killed mid-write
 #   make lint types   ruff; mypy                               make extras   tests of more extras, and against peers
 #   make learning     every algorithm learns its toy         make test-oldest  the fast tests on the oldest PyTorch
-#   make guides       examples, notebooks, pages, the wheel
+#   make guides       examples, notebooks, pages, the wheel   make site      the documentation as a site, in build/site
 #   make robustness   bad settings, files, runs and code       make gpu      what only a GPU shows, into docs/gpu.md
 #   make clean        remove .venv and caches
 #
@@ -29,7 +29,7 @@ GPU_PYTHON ?= python
 # anew; a touched file does not. Written last, so an interrupted installation is taken up again.
 STAMP := $(VENV)/installed-$(shell (cat pyproject.toml constraints.txt; echo "$(EXTRAS) $(CURDIR)") | cksum | cut -d ' ' -f 1)
 
-.PHONY: gpu quickstart test test-oldest robustness learning guides slow extras lint types check install clean
+.PHONY: gpu site quickstart test test-oldest robustness learning guides slow extras lint types check install clean
 .DEFAULT_GOAL := test
 
 quickstart: $(STAMP)
@@ -57,6 +57,9 @@ guides: $(STAMP)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest $(SLOW_PARALLEL) -m slow --durations=30
+
+site: $(STAMP)
+	$(BIN)/python -m sphinx -q -W --keep-going docs build/site
 
 extras:
 	@$(MAKE) --no-print-directory install EXTRAS=dev,agents,reasoning-gym,verifiers

@@ -135,19 +135,45 @@ def quickstart(overrides: Overrides = None) -> None:
     runpy.run_path(str(bundled()["examples/quickstart.py"]))["main"](overrides or [])
 
 
-@app.command()
-def examples(
-    copy: Annotated[str, typer.Option(metavar="NAME", help="Copy this one here")] = "",
-    to: Annotated[str, typer.Option(metavar="FOLDER", help="Of --copy")] = ".",
-) -> None:
-    """List the configurations, examples and notebooks that come with the package, or copy one."""
-    from rftdask.commands.first_steps import bundled, copy_bundled, describe
+examples_app = typer.Typer(help="What comes with the package: configurations, examples, notebooks, a toy to try them.")
+app.add_typer(examples_app, name="examples")
 
-    if copy:
-        _say(f"wrote {copy_bundled(copy, Path(to))}")
-        return
-    for name, path in bundled().items():
-        _say(f"{name}\n    {describe(path)}")
+
+@examples_app.callback(invoke_without_command=True)
+def examples(context: typer.Context) -> None:
+    """List the configurations, examples and notebooks that come with the package."""
+    from rftdask.commands.first_steps import bundled, describe
+
+    if context.invoked_subcommand is None:
+        for name, path in bundled().items():
+            _say(f"{name}\n    {describe(path)}")
+
+
+@examples_app.command()
+def copy(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As listed, or a part of it: ppo_critic")],
+    to: Annotated[str, typer.Argument(metavar="[FOLDER]", help="Where it is copied")] = ".",
+) -> None:
+    """Copy one here, to change and run it; an example with code of its own is a configuration and a module."""
+    from rftdask.commands.first_steps import copy_bundled
+
+    for path in copy_bundled(name, Path(to)):
+        _say(f"wrote {path}")
+
+
+@examples_app.command()
+def toy(
+    to: Annotated[str, typer.Argument(metavar="[FOLDER]", help="Where it is made")] = "toy",
+) -> None:
+    """Make a model that learns in seconds on a CPU, and its tasks, sums: nothing is downloaded."""
+    from rftdask.models.toy import build_toy_model, write_toy_tasks  # late: it needs torch
+
+    folder = Path(to)
+    if (folder / "model").exists():
+        raise UserError(f"{folder / 'model'} is there already; name another folder, or remove it")
+    write_toy_tasks(folder)
+    build_toy_model(folder / "model", hidden_size=128, intermediate_size=256, num_layers=1, num_heads=4)
+    _say(f"wrote {folder}/model, and {folder}/train.jsonl, eval.jsonl and sft.jsonl")
 
 
 @app.command()
@@ -156,6 +182,27 @@ def schema() -> None:
     from rftdask.commands.first_steps import json_schema
 
     _say(json.dumps(json_schema(), indent=1))
+
+
+@app.command("import")
+def import_file(
+    system: Annotated[str, typer.Argument(metavar="SYSTEM", help="trl, verl or trinity")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A script of TRL, or a YAML file; it is not executed")],
+    out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="To be written; else it is printed")] = "",
+) -> None:
+    """Translate a script of TRL or a configuration of verl or Trinity-RFT, and name what has no translation."""
+    from rftdask.commands.import_file import import_from
+
+    text, left = import_from(system, file)
+    if not out:
+        _say(text)
+        return
+    if Path(out).exists():
+        raise UserError(f"{out} is there already; name another one, or remove it")
+    Path(out).write_text(text, encoding="utf-8")
+    _say(f"wrote {out}")
+    for line in left:
+        _say(f"not translated: {line}", err=True)
 
 
 @app.command()
@@ -527,6 +574,20 @@ def convert(
 
     done = convert_checkpoint(run, out, step=step, merge_lora=merge_lora)
     _say(f"{done.folder}: step {done.step} of {done.run}")
+
+
+@app.command()
+def push(
+    run: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Folder or URL of a run or a checkpoint")],
+    repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Model on the Hub; it is made if it is not there")],
+    step: Annotated[int | None, typer.Option(help="Of the checkpoint; without it, the newest")] = None,
+    private: Annotated[bool, typer.Option("--private/--public", help="Of a model that is made")] = True,
+    merge_lora: Annotated[bool, typer.Option("--merge-lora/--adapter", help="LoRA: whole, or the adapter")] = True,
+) -> None:
+    """Upload a checkpoint to the Hugging Face Hub, with a card that tells data, algorithm, settings and results."""
+    from rftdask.commands.push import push as push_model  # late: it imports torch and transformers
+
+    _say(push_model(run, repo, step=step, private=private, merge_lora=merge_lora))
 
 
 @app.command()

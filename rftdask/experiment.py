@@ -331,6 +331,15 @@ class Experiment:
         """The trained model of the last stage, as a Hugging Face folder. Raises: DataError: there is none (yet)."""
         return _trained_model(self._stages()[-1].storage)
 
+    def push_to_hub(self, repo: str, *, step: int | None = None, private: bool = True, merge_lora: bool = True) -> str:
+        """Upload the model to the Hugging Face Hub as "owner/name", with a model card; the page's URL.
+
+        step: of the checkpoint; None: the newest. Raises: UserError: the Hub refuses; DataError: there is no model yet.
+        """
+        from rftdask.commands.push import push  # late: who uploads nothing needs no client of the Hub
+
+        return push(self.url, repo, step=step, private=private, merge_lora=merge_lora)
+
     def _stages(self) -> list[Stage]:
         return stages_of(self.config, open_storage(self.url))
 

@@ -34,11 +34,11 @@ def bundled() -> dict[str, Path]:
     package = Path(__file__).parent.parent
     # In a wheel they are beside the code; in a checkout at its top.
     top = package / "bundled" if (package / "bundled").exists() else package.parent
-    kinds = {"config": "*.yaml", "examples": "*.py", "notebooks": "*.ipynb"}
     return {
-        f"{kind}/{path.relative_to(top / kind)}": path
-        for kind, pattern in kinds.items()
-        for path in sorted((top / kind).rglob(pattern))
+        str(path.relative_to(top)): path
+        for kind in ("config", "examples", "notebooks")
+        for path in sorted((top / kind).rglob("*"))
+        if path.suffix in (".yaml", ".py", ".ipynb")
     }
 
 
@@ -53,20 +53,22 @@ def describe(path: Path) -> str:
     return next((line for line in said if "$schema" not in line), "")
 
 
-def copy_bundled(name: str, folder: Path) -> Path:
-    """Copy a bundled file into `folder`, by its name or its last part. Raises: UserError: no such file, or it is there
-    already.
+def copy_bundled(name: str, folder: Path) -> list[Path]:
+    """Copy a bundled file into `folder`, by its name or its last part; with only the stem all files of that name in one
+    folder. Raises: UserError: no such file, or it is there already.
     """
     files = bundled()
-    found = [key for key in files if name in (key, Path(key).name, Path(key).stem)]
-    if len(found) != 1:
+    found = [key for key in files if name in (key, Path(key).name, Path(key).stem, str(Path(key).with_suffix("")))]
+    if len({Path(key).parent for key in found}) != 1:
         raise UserError(f"there is no one file {name!r}; there are: {', '.join(found or files)}")
-    target = folder / Path(found[0]).name
-    if target.exists():
-        raise UserError(f"{target} is there already; name another folder, or remove it")
+    targets = [folder / Path(key).name for key in found]
+    for target in targets:
+        if target.exists():
+            raise UserError(f"{target} is there already; name another folder, or remove it")
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(files[found[0]], target)
-    return target
+    for key, target in zip(found, targets, strict=True):
+        shutil.copyfile(files[key], target)
+    return targets
 
 
 # ---- the schema

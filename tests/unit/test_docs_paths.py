@@ -1,19 +1,35 @@
-"""Promises of the documentation: every file and every key of a configuration that it names exists, and so does every
-heading that it links to.
+"""Promises of the documentation: every file, key of a configuration and command that it names exists, and so does every
+heading that it links to; what it shows of configurations keeps to the schema.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+import yaml
+from typer.main import get_command
 
+from rftdask.cli import app
+from rftdask.commands.first_steps import json_schema
 from rftdask.config import Config
 from rftdask.config.base import Section, child_of
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md")])
+PAGES = sorted([*ROOT.rglob("docs/**/*.md"), *ROOT.glob("*.md")])
+
+
+def parts_of(schema: Any) -> Any:
+    """The schema of parts of a configuration, in which nothing is required."""
+    if isinstance(schema, dict):
+        return {key: parts_of(value) for key, value in schema.items() if key != "required"}
+    return [parts_of(item) for item in schema] if isinstance(schema, list) else schema
+
+
 _CODE = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(r"(?:[\w.-]+/)*[\w-]+\.(?:py|md|yaml|ipynb|toml|sh)")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)#:\s]*)(#[^)\s]*)?\)")
@@ -22,6 +38,8 @@ _KEY = re.compile(rf"`((?:{'|'.join(Config.model_fields)})\.[a-z_][\w.\[\]]*)[`:
 _NO_KEYS = {"model.generate"}
 """What reads like a key, and is a method of transformers."""
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+COMMAND: Any = get_command(app)
+SCHEMA = jsonschema.Draft202012Validator(parts_of(json_schema()))
 
 
 def named_paths(text: str) -> list[str]:
@@ -37,7 +55,7 @@ def named_paths(text: str) -> list[str]:
 def exists(path: str) -> bool:
     if (ROOT / path).exists() or (ROOT / "rftdask" / path).exists() or (ROOT / "docs" / path).exists():
         return True
-    return "/" not in path and any(ROOT.glob(f"rftdask/**/{path}"))
+    return "/" not in path and any((*ROOT.glob(f"rftdask/**/{path}"), *ROOT.glob(f"examples/**/{path}")))
 
 
 def anchors(file: Path) -> set[str]:
@@ -63,10 +81,10 @@ def is_key(key: str, section: type[Section] = Config) -> bool:
     return is_key(rest.partition(".")[2] if child[0] == "dict" else rest, child[1])
 
 
-# Pages on the reference system name its keys, too, and the changelog those that are gone.
+# Pages on other systems name their keys, too, and the changelog those that are gone.
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if "trinity" not in page.name and page.name != "CHANGELOG.md"],
+    [page for page in PAGES if not page.name.startswith(("from-", "trinity-")) and page.name != "CHANGELOG.md"],
     ids=lambda page: page.name,
 )
 def test_every_key_that_a_page_names_exists(page: Path) -> None:
@@ -85,6 +103,42 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
         elif fragment and file.suffix == ".md" and fragment not in anchors(file):
             broken.append(target + fragment)
     assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_that_a_page_shows_is_one(page: Path) -> None:
+    """Its name, its options and the number of its arguments; what it does is for the tests that type it."""
+    for block in _EXAMPLE.findall(page.read_text()):
+        # A quoted text may have several lines.
+        for shown in re.findall(
+            r'^\s*(?:\$ )?rftdask ((?:[^"\n]|"[^"]*")*)', re.sub(r"\\\n\s*", " ", block), re.MULTILINE
+        ):
+            # Up to a pipe, or to what is said of it in a column beside it.
+            command = re.split(r"\s[|>&]|\s{3,}", shown)[0] if '"' not in shown else shown
+            if "[" not in command.partition("  #")[0]:  # [KEY=VALUE] is how a usage is written
+                parse(COMMAND, shlex.split(command, comments=True))
+
+
+def parse(command: Any, words: list[str]) -> None:
+    """As the command line does it, of a command or a group of them, without running it."""
+    with command.make_context("rftdask", list(words)) as context:
+        rest = [*getattr(context, "_protected_args", ()), *context.args]
+        if hasattr(command, "resolve_command") and rest:
+            _, found, rest = command.resolve_command(context, rest)
+            parse(found, rest)
+
+
+def test_a_command_that_is_none_is_seen() -> None:
+    for wrong in (["runs", "run.yaml"], ["run"], ["status", "RUN", "--no-such-option"]):
+        with pytest.raises(Exception, match=r"No such|Missing"):
+            parse(COMMAND, wrong)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_shows_of_a_configuration_keeps_to_the_schema(page: Path) -> None:
+    for kind, text in re.findall(r"^```(\w+)[^\n]*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        if kind == "yaml" and set(tree := yaml.safe_load(text)) <= Config.model_fields.keys():
+            SCHEMA.validate(tree)
 
 
 def test_a_file_that_is_not_there_is_seen() -> None:

@@ -33,7 +33,7 @@ class MultiTurnWorkflow:
     """
 
     max_turns: int = 8
-    """`workflow_args: {max_turns: ...}` of the taskset wins."""
+    """A taskset may say otherwise in its `workflow_args`."""
 
     async def start(self, task: Task, model: PolicyModel) -> None:
         """Before the first turn."""

@@ -1,4 +1,6 @@
-"""What a run leaves is a Hugging Face model: transformers loads it, and it is the policy of the last checkpoint."""
+"""What a run leaves is a Hugging Face model: transformers loads it, and it is the policy of the last checkpoint; pushed
+to a hub it comes with a card, in one commit.
+"""
 
 from pathlib import Path
 
@@ -9,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rftdask import Experiment
+from tests.e2e.fake_hub import fake_hub
 from tests.e2e.toy_runs import finish, write_grpo_config
-from tests.integration.run_cases import final_weights
+from tests.integration.run_cases import RunProcess, final_weights
 from tests.numerics import assert_same_logprobs
 
 
@@ -53,3 +56,23 @@ def test_the_exported_model_gives_the_logprobs_that_the_engine_recorded(tmp_path
         expected = logprobs[at - 1, tokens[0, at]]
         assert_same_logprobs(torch.tensor(np.array(row.rollout_logprobs)), expected)
         assert tokenizer.decode(tokens[0, : row.prompt_length]) == row.prompt_text
+
+
+def test_a_model_is_pushed_with_its_card(experiment: Experiment) -> None:
+    with fake_hub() as hub:
+        env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HUB_OFFLINE": "0"}
+        with RunProcess("push", experiment.url, "me/sums", env=env) as push:
+            ended = push.end()
+        assert ended.code == 0 and "me/sums" in ended.out, ended
+        assert (hub.private, hub.commits) == ({"me/sums": True}, ["step 3 of tiny"])
+        files = hub.models["me/sums"]
+        exported = Path(experiment.model_path())
+        assert files["model.safetensors"] == (exported / "model.safetensors").read_bytes()
+        assert {"config.json", "tokenizer.json", "README.md"} <= files.keys()
+        card = files["README.md"].decode()
+        assert "library_name: transformers" in card and "- grpo" in card
+        assert "| grpo | grpo | 3 | 0.001 |" in card and "toy/train.jsonl" in card and "4 tasks x 4 rollouts" in card
+        assert "repeat_times: 4" in card, "its settings"
+        with RunProcess("push", experiment.url, "me/sums", env={**env, "HF_TOKEN": "hf_wrong"}) as push:
+            ended = push.end()
+        assert ended.code == 2 and "does not take me/sums" in ended.err and "Traceback" not in ended.err, ended

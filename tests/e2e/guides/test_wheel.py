@@ -32,7 +32,7 @@ def test_the_wheel_alone_has_configurations_examples_and_the_schema(tmp_path: Pa
     assert str(site) in call(python, "-c", "import rftdask; print(rftdask.__file__)")
     assert "rftdask 0." in call(rftdask, "--version")
     assert "config/quickstart.yaml" in call(rftdask, "examples")
-    call(rftdask, "examples", "--copy", "sft.yaml")
+    call(rftdask, "examples", "copy", "sft.yaml")
     call(rftdask, "validate", "sft.yaml")
     call(rftdask, "init", "--yes", "--slurm", "main")
     assert (tmp_path / "run.yaml").exists() and (tmp_path / "rftdask.schema.json").exists()

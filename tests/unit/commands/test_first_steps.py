@@ -139,7 +139,8 @@ def test_what_comes_with_the_package_is_described_and_copied(tmp_path: Path) -> 
     files = bundled()
     assert {"config/sft.yaml", "examples/quickstart.py", "notebooks/quickstart.ipynb"} <= set(files)
     assert all(describe(path).strip() for path in files.values())
-    assert copy_bundled("sft", tmp_path / "new").read_text() == files["config/sft.yaml"].read_text()
+    [copied] = copy_bundled("sft", tmp_path / "new")
+    assert copied.read_text() == files["config/sft.yaml"].read_text()
     with pytest.raises(UserError, match="is there already"):
         copy_bundled("sft.yaml", tmp_path / "new")
     with pytest.raises(UserError, match=r"no one file 'quickstart'; there are: config/quickstart\.yaml, examples"):

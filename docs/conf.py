@@ -1,0 +1,151 @@
+"""The documentation as a site: `make site` writes it to build/site, without a network.
+
+The pages are the Markdown files of this folder, which are read as well where they lie. Whatever the code knows is not
+written down a second time: a line "<!-- generated: NAME -->" of a page stands for what a function of GENERATED gives.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pygments.lexers.special import TextLexer
+from sphinx.application import Sphinx
+
+from rftdask import __version__
+from rftdask.commands.first_steps import bundled, describe, json_schema
+from rftdask.compat import trl, verl
+from rftdask.compat.imported import Key
+from rftdask.monitor.explain import METRICS
+
+DOCS = Path(__file__).parent
+
+project = "rftdask"
+author = "the authors of rftdask"
+release = version = __version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["conf.py", "images"]
+html_theme = "furo"
+html_title = f"rftdask {release}"
+html_show_sphinx = html_show_copyright = False
+# The anchors that these headings have where the files are read as they lie.
+myst_heading_anchors = 4
+myst_enable_extensions = ["deflist"]
+# Docstrings write code in single backticks.
+default_role = "literal"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_google_docstring, napoleon_numpy_docstring = True, False
+
+_OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+(?!CHANGELOG)[^)]*\)")
+"""Links to files of the repository that are no pages."""
+
+
+def config_reference() -> Iterator[str]:
+    """Every key of a configuration, section by section, as the schema has it."""
+    schema = json_schema()
+    definitions = schema["$defs"]
+
+    def kind(node: dict[str, Any]) -> str:
+        if "$ref" in node:
+            return f"[{(name := node['$ref'].rpartition('/')[2])}](#{name.lower()})"
+        if "anyOf" in node:
+            # Any number, truth value or choice may be an interpolation, too, which is not worth a word at each key.
+            written = [option for option in node["anyOf"] if not str(option.get("pattern", "")).startswith(r"^\$")]
+            options = [kind(option) for option in written]
+            return " or ".join(dict.fromkeys(options))
+        if "enum" in node or "const" in node:
+            return " or ".join(f"`{value}`" for value in node.get("enum", [node.get("const")]))
+        if node.get("type") == "array":
+            return f"list of {kind(node.get('items') or {})}"
+        return str(node.get("type", "any"))
+
+    for name, section in {"Config": schema, **definitions}.items():
+        if "properties" not in section:
+            continue
+        yield f"## {name}\n\n{section.get('description', '').strip()}\n"
+        yield "| key | type | default | |\n|---|---|---|---|"
+        for key, node in section["properties"].items():
+            default = "" if "$ref" in node or "default" not in node else f"`{node['default']}`"
+            yield "| " + " | ".join(map(cell, (f"`{key}`", kind(node), default, node.get("description", "")))) + " |"
+        yield ""
+
+
+def cell(text: str) -> str:
+    """Text in one line of a table."""
+    return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
+
+
+def metrics_reference() -> Iterator[str]:
+    """Every metric of the package."""
+    yield "| metric | | formula | unit | better | an odd value | source |\n|---|---|---|---|---|---|---|"
+    better = {"up": "more", "down": "less", "watch": ""}
+    for name, metric in METRICS.items():
+        texts = (metric.label, metric.formula, metric.unit, better[metric.direction], metric.advice, metric.source)
+        yield "| " + " | ".join(map(cell, (f"`{name}`", *texts))) + " |"
+
+
+def commands_reference() -> Iterator[str]:
+    """What `rftdask COMMAND --help` says, as Typer writes it down."""
+    command = [sys.executable, "-m", "typer", "rftdask.cli", "utils", "docs", "--name", "rftdask"]
+    said = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, check=True).stdout
+    yield re.sub(r"^# `rftdask`\n", "", said)
+
+
+def examples_reference() -> Iterator[str]:
+    """What comes with the package, by its own first sentence."""
+    yield "| file | |\n|---|---|"
+    for name, path in bundled().items():
+        yield f"| `{name}` | {cell(describe(path))} |"
+
+
+def imported_keys(tables: Mapping[str, Mapping[str, Key]]) -> Iterator[str]:
+    """What `rftdask import` makes of the keys of another system."""
+    for title, keys in tables.items():
+        yield f"### {title}\n\n| there | here |\n|---|---|"
+        for theirs, key in keys.items():
+            default = f" (there by default `{key.default}`)" if key.default is not None else ""
+            yield f"| `{theirs}` | {f'`{key.ours}`' if key.ours else cell(key.why)}{default} |"
+        yield ""
+
+
+GENERATED: dict[str, Callable[[], Iterator[str]]] = {
+    "trl": lambda: imported_keys({"Of every trainer": trl.KEYS, "Of GRPO and RLOO": trl.ROLLOUT_KEYS}),
+    "verl": lambda: imported_keys({"By key": verl.KEYS}),
+    "config": config_reference,
+    "metrics": metrics_reference,
+    "commands": commands_reference,
+    "examples": examples_reference,
+}
+
+
+def read_page(_: Sphinx, page: str, source: list[str]) -> None:
+    """A page as the site has it."""
+    text = re.sub(r"<!-- generated: (\w+) -->", lambda found: "\n".join(GENERATED[found[1]]()), source[0])
+    # Files of the code are named, and linked where the page lies beside them.
+    source[0] = _OUTSIDE.sub(r"\1", text)
+
+
+def read_docstring(_: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """A docstring as reStructuredText: examples and trees are set as they are, lists stand apart."""
+    found: list[str] = []
+    for line in lines:
+        last = next((each for each in reversed(found) if each), "")
+        if line.startswith("    ") and not last.startswith("    ") and (last == "Example:" or not found[-1]):
+            found += ["", "::", ""]
+        elif line.startswith("- ") and not last.startswith(("- ", "  ")):
+            found.append("")
+        found.append(line)
+    lines[:] = found
+
+
+def setup(app: Sphinx) -> None:
+    """Sphinx calls it."""
+    app.connect("source-read", read_page)
+    app.connect("autodoc-process-docstring", read_docstring, priority=400)  # before napoleon takes sections apart
+    app.add_lexer("mermaid", TextLexer)  # what draws such diagrams is fetched from elsewhere

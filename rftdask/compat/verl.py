@@ -1,0 +1,188 @@
+"""What a configuration of verl (`ppo_trainer.yaml` and its kin) means here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rftdask.compat.imported import Imported, Key
+from rftdask.config.translate import NEEDLESS, VERL, leaves
+from rftdask.errors import DataError
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_OF_RAY = "it configures Ray, and workers are Dask's here: section cluster (docs/slurm.md)"
+KEYS = {
+    "data.train_batch_size": Key("buffer.batch_size", 1024),
+    "data.max_prompt_length": Key("model.max_prompt_tokens", 512),
+    "data.max_response_length": Key("model.max_response_tokens", 512),
+    "actor_rollout_ref.model.path": Key("model.model_path"),
+    "actor_rollout_ref.model.trust_remote_code": Key("model.trust_remote_code"),
+    f"{_ROLLOUT}.n": Key("algorithm.repeat_times", 1),
+    f"{_ROLLOUT}.name": Key("explorer.rollout_model.engine_type", "vllm"),
+    f"{_ROLLOUT}.temperature": Key("model.temperature"),
+    f"{_ROLLOUT}.top_p": Key("model.top_p"),
+    f"{_ROLLOUT}.top_k": Key("model.top_k"),
+    f"{_ROLLOUT}.tensor_model_parallel_size": Key("explorer.rollout_model.tensor_parallel_size", 2),
+    f"{_ROLLOUT}.gpu_memory_utilization": Key("explorer.rollout_model.gpu_memory_utilization", 0.5),
+    f"{_ROLLOUT}.enforce_eager": Key("explorer.rollout_model.enforce_eager"),
+    f"{_ROLLOUT}.load_format": Key("", why="engines load the published files"),
+    f"{_ACTOR}.strategy": Key("trainer.trainer_strategy", "fsdp2"),
+    f"{_ACTOR}.loss_agg_mode": Key("algorithm.loss_agg_mode", "token-mean"),
+    f"{_ACTOR}.clip_ratio": Key("", why="clip_ratio_low and clip_ratio_high are given and win"),
+    f"{_ACTOR}.fsdp_config.fsdp_size": Key("", why="trainer.num_ranks says how many ranks share the weights"),
+    "actor_rollout_ref.hybrid_engine": Key("", why="chosen by GPUs: cluster.colocate (docs/trainer.md)"),
+    f"{_ACTOR}.optim.lr_warmup_steps_ratio": Key("algorithm.optimizer.lr_warmup_steps_ratio"),
+    "critic.model.path": Key("model.critic_model_path"),
+    "algorithm.gamma": Key("algorithm.advantage_fn_args.gamma"),
+    "algorithm.lam": Key("algorithm.advantage_fn_args.lam"),
+    "trainer.total_epochs": Key("buffer.total_epochs", 30),
+    "trainer.total_training_steps": Key("trainer.total_steps"),
+    "trainer.project_name": Key("project", "verl_examples"),
+    "trainer.experiment_name": Key("name", "gsm8k"),
+    "trainer.default_local_dir": Key("checkpoint_root_dir"),
+    "trainer.nnodes": Key("cluster.node_num", 1),
+    "trainer.n_gpus_per_node": Key("cluster.gpu_per_node", 8),
+    "trainer.test_freq": Key("explorer.eval_interval"),
+    "trainer.val_before_train": Key("", why="evaluations begin before the first step"),
+    "trainer.resume_mode": Key("", why="the same command continues a run"),
+    "trainer.logger": Key("", why="monitor.monitor_type; metrics are in files anyway, and the console shows them"),
+    "ray_init.num_cpus": Key("", why=_OF_RAY),
+    "ray_kwargs.ray_init.num_cpus": Key("", why=_OF_RAY),
+    **{key: Key(ours) for key, ours in VERL.items()},
+}
+"""Their keys that one key here takes the place of; what needs more than one is in `read_verl`."""
+ESTIMATORS = {
+    "gae": "ppo",
+    "grpo": "grpo",
+    "rloo": "rloo",
+    "remax": "remax",
+    "reinforce_plus_plus": "reinforceplusplus",
+}
+"""`algorithm.adv_estimator`, and the algorithm that has it."""
+LOSSES = {"gspo": "gspo", "sapo": "sapo", "cispo": "cispo"}
+"""`actor_rollout_ref.actor.policy_loss.loss_mode`, and the algorithm that has it."""
+
+
+def read_verl(path: str | Path) -> Imported:
+    """The configuration that a YAML file of verl comes to. Raises: DataError: it is none of verl."""
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise DataError(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(tree, dict) or not {"actor_rollout_ref", "data", "algorithm"} & tree.keys():
+        raise DataError(f"{path} has neither actor_rollout_ref nor data nor algorithm: it is no configuration of verl")
+    # Negative means never there, and 0 does here.
+    given = {key: 0 if key.endswith("_freq") and value == -1 else value for key, value in leaves(tree)}
+    found = Imported("verl", {key: value for key, value in given.items() if value is not None})
+    _algorithm(found)
+    _data(found)
+    found.take(KEYS)
+    for key in found.given:
+        # A whole section may stand for what is always so here.
+        why = next((why for needless, why in NEEDLESS.items() if f"{key}.".startswith(f"{needless}.")), None)
+        if why is not None and key not in found.taken:
+            found.left[key] = why
+    return found.finish()
+
+
+def _algorithm(found: Imported) -> None:
+    get, actor = found.get, f"{_ACTOR}."
+    estimator, mode = get("algorithm.adv_estimator", "gae"), get(f"{actor}policy_loss.loss_mode", "vanilla")
+    if (name := LOSSES.get(mode) or ESTIMATORS.get(estimator)) is not None:
+        found.say("algorithm.algorithm_type", name, "algorithm.adv_estimator", f"{actor}policy_loss.loss_mode")
+    if estimator not in ESTIMATORS:
+        found.left["algorithm.adv_estimator"] = f"there is no {estimator}; docs/algorithms.md lists what there is"
+    if mode not in LOSSES and mode != "vanilla":
+        found.left[f"{actor}policy_loss.loss_mode"] = f"there is no {mode}; docs/algorithms.md lists what there is"
+    if name != "ppo":
+        for key in ("gamma", "lam"):
+            if f"algorithm.{key}" in found.given:
+                found.taken[f"algorithm.{key}"] = ""
+                found.left[f"algorithm.{key}"] = f"{name} has none"
+    if name == "grpo" and not get("algorithm.norm_adv_by_std_in_grpo", True):
+        found.say("algorithm.advantage_fn_args.std", "none", "algorithm.norm_adv_by_std_in_grpo")
+    elif "algorithm.norm_adv_by_std_in_grpo" in found.given:
+        found.taken["algorithm.norm_adv_by_std_in_grpo"] = "as it is"
+    clip = get(f"{actor}clip_ratio", 0.2)
+    for side in ("low", "high"):
+        theirs = f"{actor}clip_ratio_{side}"
+        if name not in LOSSES.values():
+            found.say(
+                f"algorithm.policy_loss_fn_args.clip_range_{side}", get(theirs, clip), theirs, f"{actor}clip_ratio"
+            )
+    # verl counts prompts, and here experiences are counted.
+    size = get(f"{actor}ppo_mini_batch_size", 256)
+    if size < get("data.train_batch_size", 1024):
+        found.say("trainer.ppo_mini_batch_size", size * get(f"{_ROLLOUT}.n", 1), f"{actor}ppo_mini_batch_size")
+    elif f"{actor}ppo_mini_batch_size" in found.given:
+        found.taken[f"{actor}ppo_mini_batch_size"] = "the whole batch"
+    theirs = ("use_kl_loss", "kl_loss_coef", "kl_loss_type")
+    _kl(found, "kl_loss_fn", tuple(actor + key for key in theirs), "low_var_kl")
+    _kl(
+        found,
+        "kl_penalty_fn",
+        tuple(f"algorithm.{key}" for key in ("use_kl_in_reward", "kl_ctrl.kl_coef", "kl_penalty")),
+        "kl",
+    )
+    if entropy := get(f"{actor}entropy_coeff", 0.0):
+        found.say("algorithm.entropy_loss_fn_args.entropy_coef", entropy, f"{actor}entropy_coeff")
+    elif f"{actor}entropy_coeff" in found.given:
+        found.taken[f"{actor}entropy_coeff"] = "none"
+
+
+def _kl(found: Imported, ours: str, keys: tuple[str, ...], default: str) -> None:
+    """A KL term: its keys are whether there is one, its coefficient and its estimate."""
+    used, coefficient, kind = keys
+    if not found.get(used, False):
+        found.say(f"algorithm.{ours}", "none", *keys)
+        return
+    estimate = found.get(kind, default)
+    found.say(f"algorithm.{ours}", {"kl": "k1", "mse": "k2"}.get(estimate, estimate), used, kind)
+    found.say(f"algorithm.{ours}_args.kl_coef", found.get(coefficient, 0.001), coefficient)
+
+
+def _data(found: Imported) -> None:
+    columns = {"prompt_key": found.get("data.prompt_key", "prompt"), "response_key": "ground_truth"}
+    why = "rows of verl have their answer at reward_model.ground_truth: give it a column of its own, ground_truth"
+    for theirs, is_eval in (("data.train_files", False), ("data.val_files", True)):
+        paths = found.given.get(theirs)
+        names: list[Any] = paths if isinstance(paths, list) else [paths] if paths else []
+        sets: list[dict[str, Any]] = [
+            {"name": f"{'eval' if is_eval else 'train'}_{n}", "path": str(path)} for n, path in enumerate(names)
+        ]
+        for taskset in sets:
+            taskset["format"] = {
+                "prompt_type": "messages",
+                "messages_key": columns["prompt_key"],
+                "response_key": "ground_truth",
+            }
+        if is_eval:
+            keys = {f"{_ROLLOUT}.val_kwargs.{word}": word for word in ("temperature", "top_p", "top_k")}
+            # Greedy unless it is said otherwise, as there.
+            said = {word: found.given[key] for key, word in keys.items() if key in found.given}
+            found.taken.update({key: "rollout_args of eval_tasksets" for key in keys if key in found.given})
+            for taskset in sets:
+                taskset["rollout_args"] = {"temperature": 0.0, **said}
+        if sets:
+            ours = "buffer.explorer_input." + ("eval_tasksets" if is_eval else "tasksets")
+            found.say(ours, sets, theirs, "data.prompt_key")
+            found.left[f"{theirs} (rows)"] = why
+    if found.get("data.shuffle", True):
+        for taskset in found.tree.get("buffer", {}).get("explorer_input", {}).get("tasksets", ()):
+            taskset["data_selector"] = {"selector_type": "shuffle"}
+    if "data.shuffle" in found.given:
+        found.taken["data.shuffle"] = "data_selector"
+    name = found.get("custom_reward_function.name", "compute_score")
+    reward = "math_reward"
+    if path := found.given.get("custom_reward_function.path"):
+        reward = f"{Path(path).stem}.{name}"
+        found.left["custom_reward_function.path"] = (
+            f"{name}(data_source, solution_str, ground_truth, extra_info) is to become {name}(response, truth, task)"
+        )
+        found.taken["custom_reward_function.name"] = "default_reward_fn_type"
+        found.say("explorer.plugin_dirs", [str(Path(path).parent)])
+    else:
+        found.left["(reward)"] = "verl chooses a score by data_source; math_reward stands here, see docs/workflows.md"
+    found.say("buffer.explorer_input.default_reward_fn_type", reward)

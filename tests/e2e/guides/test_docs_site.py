@@ -1,0 +1,91 @@
+"""Promises of the documentation as a site: it is built without a warning and without a network, every link of a page
+leads to a page and an anchor that are there, nothing is fetched from elsewhere, and the reference is the code's.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from rftdask.commands.first_steps import json_schema
+from rftdask.monitor.explain import METRICS
+
+ROOT = Path(__file__).parents[3]
+
+
+class Page(HTMLParser):
+    """The anchors of a page, what its links lead to, and what a browser loads with it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.anchors: set[str] = {""}
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.anchors |= {value for key in ("id", "name") if (value := given.get(key))}
+        if tag == "a" and (target := given.get("href")):
+            self.links.append(target)
+        elif (target := given.get("src") or given.get("href")) and given.get("rel") not in ("canonical", "index"):
+            self.loads.append(target)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    # Without a network: whoever asks a proxy that is not there gets an error.
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "http_proxy": "http://127.0.0.1:9"}
+    env["https_proxy"] = env["http_proxy"]
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(folder / "trees")]
+    done = subprocess.run(
+        [*command, "docs", str(folder / "html")], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+def pages(site: Path) -> Iterator[tuple[Path, Page]]:
+    # What Sphinx writes of itself: sources, search and an index by letters.
+    for path in sorted(site.rglob("*.html")):
+        if "_static" not in path.parts:
+            yield path, Page(path.read_text())
+
+
+def test_every_link_leads_to_a_page_and_an_anchor_that_are_there(site: Path) -> None:
+    found = dict(pages(site))
+    assert len(found) > 40
+    broken = []
+    for path, page in found.items():
+        for link in {*page.links, *page.loads}:
+            parts = urlsplit(link)
+            if parts.scheme or link.startswith("//"):
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            anchors = found[target].anchors if target in found else {unquote(parts.fragment)}
+            if not target.exists() or unquote(parts.fragment) not in anchors:
+                broken.append((path.name, link))
+    assert broken == []
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+    for path, page in pages(site):
+        assert [url for url in page.loads if urlsplit(url).netloc] == [], path
+    for style in site.rglob("*.css"):
+        assert "url(http" not in style.read_text() and "@import" not in style.read_text(), style
+
+
+def test_the_reference_has_every_key_metric_and_command(site: Path) -> None:
+    keys = (site / "reference" / "config.html").read_text()
+    for section in json_schema()["$defs"].values():
+        assert [key for key in section.get("properties", {}) if f">{key}</span>" not in keys] == []
+    metrics = (site / "reference" / "metrics.html").read_text()
+    assert [name for name in METRICS if f">{name}</span>" not in metrics] == []
+    commands = (site / "reference" / "commands.html").read_text()
+    assert [name for name in ("submit", "import", "push") if f'id="rftdask-{name}"' not in commands] == []
+    assert "Experiment.from_yaml" in (site / "reference" / "api.html").read_text()
