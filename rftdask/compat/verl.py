@@ -118,8 +118,8 @@ def _algorithm(found: Imported) -> None:
         found.say("trainer.ppo_mini_batch_size", size * get(f"{_ROLLOUT}.n", 1), f"{actor}ppo_mini_batch_size")
     elif f"{actor}ppo_mini_batch_size" in found.given:
         found.taken[f"{actor}ppo_mini_batch_size"] = "the whole batch"
-    theirs = ("use_kl_loss", "kl_loss_coef", "kl_loss_type")
-    _kl(found, "kl_loss_fn", tuple(actor + key for key in theirs), "low_var_kl")
+    of_loss = ("use_kl_loss", "kl_loss_coef", "kl_loss_type")
+    _kl(found, "kl_loss_fn", tuple(actor + key for key in of_loss), "low_var_kl")
     _kl(
         found,
         "kl_penalty_fn",
