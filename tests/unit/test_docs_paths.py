@@ -49,7 +49,7 @@ def named_paths(text: str) -> list[str]:
     """
     spans = [span.split()[-1] if " " in span else span for span in _CODE.findall(_EXAMPLE.sub("", text))]
     paths = [span.split("::")[0] for span in spans if _PATH.fullmatch(span.split("::")[0])]
-    return [path for path in paths if "/" in path or path.endswith(".py")]
+    return [path for path in paths if ("/" in path or path.endswith(".py")) and "NAME" not in path]
 
 
 def exists(path: str) -> bool:

@@ -41,3 +41,379 @@ LAYERS = (
     {"rollouts", "run.made_of"},
     {"compat", "explorer", "run.view", "trainer"},
     {"cluster", "provenance", "run.preflight", "run.summary", "testing"},
+    {"commands.compact", "commands.convert", "commands.estimate", "commands.first_steps", "commands.status", "run"},
+    {"commands.push", "commands.submit"},
+    {"commands.jobs"},
+    {"experiment", "serve", "studio"},
+    {"commands"},
+    {"cli"},
+    {"", "__main__"},  # the package itself: what users import
+)
+"""Names below `rftdask` of the packages and modules of each layer, the lowest first; the longest that fits counts."""
+
+MOST_ENTRIES = 15
+"""Of a folder below the top, with its __init__.py: what a reader takes in at a look."""
+
+Graph = dict[str, set[str]]
+
+
+# ---- the import graph
+
+
+@functools.cache
+def parse(source: str) -> ast.Module:
+    """Its syntax tree; once for all tests that look at the package's."""
+    return ast.parse(source)
+
+
+def read_modules(package: Path) -> dict[str, ast.Module]:
+    """Dotted name -> syntax tree of every module of the package, without importing any."""
+    trees = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        trees[".".join(parts).removesuffix(".__init__")] = parse(path.read_text())
+    return trees
+
+
+def imported_names(module: str, is_package: bool, tree: ast.Module) -> Iterator[tuple[str, str | None]]:
+    """(module, name or None) of every import anywhere in the tree: late ones and those for type checking count too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: len(module.split(".")) - node.level + is_package] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((source, alias.name) for alias in node.names)
+
+
+def import_graph(package: Path) -> Graph:
+    """Module -> modules of the package that it imports. `from p import m` means the module p.m where there is one."""
+    trees = read_modules(package)
+    packages = {name for name in trees if any(other.startswith(name + ".") for other in trees)}
+    graph: Graph = {name: set() for name in trees}
+    for name, tree in trees.items():
+        for source, item in imported_names(name, name in packages, tree):
+            target = f"{source}.{item}" if f"{source}.{item}" in trees else source
+            if item is not None and item.startswith("__") and target == package.name:
+                continue  # `from rftdask import __version__`: a constant, not what the package offers
+            if target in trees and target != name:
+                graph[name].add(target)
+    return graph
+
+
+def place(module: str) -> str:
+    """The name in LAYERS that a module goes by; its first name below the package where there is none."""
+    below = module.partition(".")[2]
+    names = [name for names in LAYERS for name in names if f"{below}.".startswith(f"{name}.") or name == below]
+    return max(names, key=len, default=below.partition(".")[0])
+
+
+def layer_problems(graph: Graph) -> list[str]:
+    """A sentence for every import that does not point downward and every module without a layer."""
+    level = {name: number for number, names in enumerate(LAYERS) for name in names}
+    unknown = sorted({place(module) for module in graph} - level.keys())
+    problems = [f"{name} has no layer: place it in LAYERS in {Path(__file__).name}" for name in unknown]
+    for module, targets in graph.items():
+        for target in sorted(targets):
+            here, there = place(module), place(target)
+            if here != there and {here, there} <= level.keys() and level[there] >= level[here]:
+                problems.append(f"{module} imports {target}, which is in no lower layer")
+    return problems
+
+
+def find_cycle(graph: Graph) -> list[str]:
+    """The modules of one cycle in order, the first repeated at the end; empty where there is none."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for target in sorted(graph[module]):
+            if cycle := visit(target, [*path, module]):
+                return cycle
+        done.add(module)
+        return []
+
+    return next((cycle for module in sorted(graph) if (cycle := visit(module, []))), [])
+
+
+def test_imports_point_one_way():
+    assert layer_problems(import_graph(ROOT / "rftdask")) == []
+
+
+def test_no_modules_form_an_import_cycle():
+    assert find_cycle(import_graph(ROOT / "rftdask")) == []
+
+
+def late_imports_without_a_reason(package: Path) -> list[str]:
+    """file:line of the imports inside functions that neither a comment in their block of imports explains, nor the
+    docstring of their module, which then says what it imports late.
+    """
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        source = path.read_text()
+        lines, tree = source.splitlines(), parse(source)
+        if re.search(r"\blate\b", ast.get_docstring(tree) or ""):
+            continue
+
+        def is_explained(first: int, last: int, lines: list[str] = lines) -> bool:
+            while lines[first - 1].strip().startswith(("import ", "from ", "#")):
+                first -= 1
+            while lines[last + 1].strip().startswith(("import ", "from ", "#")):
+                last += 1
+            return any("#" in line for line in lines[first : last + 1])
+
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Import | ast.ImportFrom) and not is_explained(
+                        node.lineno - 1, (node.end_lineno or node.lineno) - 1
+                    ):
+                        found.append(f"{path.relative_to(package.parent)}:{node.lineno}")
+    return sorted(set(found))
+
+
+def test_every_late_import_has_a_reason(tmp_path):
+    assert late_imports_without_a_reason(ROOT / "rftdask") == []
+    (tmp_path / "module.py").write_text("def f():\n    import torch\n\n    return torch\n")
+    assert late_imports_without_a_reason(tmp_path) == [f"{tmp_path.name}/module.py:2"]
+
+
+# ---- the import rules can fail
+
+
+def invent(folder: Path, **sources: str) -> Graph:
+    """The import graph of an invented package; `buffer__log="..."` is the source of rftdask/buffer/log.py."""
+    for name, source in sources.items():
+        path = folder / "rftdask" / (name.replace("__", "/") + ".py")
+        for parent in [path.parent, *path.parent.parents]:
+            parent.mkdir(parents=True, exist_ok=True)
+            if parent.is_relative_to(folder / "rftdask"):
+                (parent / "__init__.py").touch()
+        path.write_text(source)
+    return import_graph(folder / "rftdask")
+
+
+def test_a_downward_import_is_allowed(tmp_path):
+    graph = invent(
+        tmp_path, buffer__log="from rftdask.storage.base import Store", storage__base="import rftdask.errors", errors=""
+    )
+    assert graph["rftdask.buffer.log"] == {"rftdask.storage.base"}
+    assert layer_problems(graph) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import rftdask.trainer.loop",
+        "from rftdask.trainer.loop import run",
+        "from rftdask.trainer import loop",
+        "from ..trainer import loop",
+        "def late():\n    from rftdask.trainer.loop import run",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rftdask.trainer.loop import run",
+    ],
+)
+def test_an_upward_import_is_found_however_it_is_written(tmp_path, source):
+    graph = invent(tmp_path, buffer__log=source, trainer__loop="")
+    assert layer_problems(graph) == ["rftdask.buffer.log imports rftdask.trainer.loop, which is in no lower layer"]
+
+
+def test_an_import_within_a_layer_is_found(tmp_path):
+    graph = invent(tmp_path, explorer__loop="from rftdask.trainer import loop", trainer__loop="")
+    assert layer_problems(graph) == ["rftdask.explorer.loop imports rftdask.trainer.loop, which is in no lower layer"]
+
+
+def test_an_import_of_the_package_itself_is_found_unless_it_is_the_version(tmp_path):
+    graph = invent(
+        tmp_path, buffer__log="from rftdask import Experiment", buffer__shard="from rftdask import __version__"
+    )
+    assert layer_problems(graph) == ["rftdask.buffer.log imports rftdask, which is in no lower layer"]
+
+
+def test_a_module_without_a_layer_is_named(tmp_path):
+    assert layer_problems(invent(tmp_path, util="")) == ["util has no layer: place it in LAYERS in test_project.py"]
+
+
+def test_a_cycle_is_found_through_late_and_relative_imports(tmp_path):
+    graph = invent(
+        tmp_path,
+        buffer__log="from . import shard",
+        buffer__shard="from rftdask.buffer.ledger import read",
+        buffer__ledger="def late():\n    import rftdask.buffer.log",
+    )
+    cycle = ["rftdask.buffer.ledger", "rftdask.buffer.log", "rftdask.buffer.shard", "rftdask.buffer.ledger"]
+    assert find_cycle(graph) == cycle
+
+
+def test_a_package_that_offers_its_modules_is_no_cycle(tmp_path):
+    graph = invent(tmp_path, buffer__log="", buffer__shard="from rftdask.buffer import log")
+    (tmp_path / "rftdask/buffer/__init__.py").write_text("from rftdask.buffer.shard import Shard\nfrom .log import Log")
+    assert find_cycle(graph) == []
+    assert find_cycle(import_graph(tmp_path / "rftdask")) == []
+
+
+# ---- the tests
+
+
+def test_every_test_file_has_a_name_of_its_own():
+    # pytest imports a test file by its bare name: two of one name are an error of the collection, after minutes.
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+# ---- light imports
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("rftdask", "torch transformers vllm distributed pandas"),
+        ("rftdask.config", "torch transformers vllm distributed pandas"),
+        ("rftdask.storage", "torch transformers vllm distributed pandas"),
+        # What a login node has, and what an explorer's worker imports.
+        ("rftdask.run.preflight", "torch transformers vllm safetensors"),
+        ("rftdask.explorer.worker_task", "torch transformers vllm safetensors pandas"),
+        # What starts the fork server of a run, which is to import torch while the driver imports Dask.
+        ("rftdask.cluster.local", "torch transformers distributed pandas"),
+    ],
+)
+def test_what_comes_first_imports_nothing_heavy(module, heavy):
+    code = f"import sys, {module}; print(*sorted({set(heavy.split())!r} & sys.modules.keys()))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+def test_a_fake_rank_needs_no_compiler():
+    heavy = {"torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", "transformers"}
+    code = f"import sys, rftdask.trainer.rank, rftdask.trainer.rank; print(*sorted({heavy!r} & sys.modules.keys()))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+# ---- folders
+
+
+def folder_problems(package: Path) -> list[str]:
+    """A sentence for every folder of the package without a docstring, and every one below the top that is too full."""
+    problems = []
+    for folder in sorted({path.parent for path in package.rglob("*.py")}):
+        opening = folder / "__init__.py"
+        if not (opening.is_file() and ast.get_docstring(parse(opening.read_text()))):
+            problems.append(f"{folder.relative_to(package)}/ has no __init__.py that says what it holds")
+    return problems + full_folders(package)
+
+
+def full_folders(package: Path) -> list[str]:
+    """A sentence for every folder below the top that is too full."""
+    problems = []
+    # What has files, since a checkout keeps the compiled ones of a folder that has moved away.
+    files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    for folder in sorted({above for path in files for above in path.parents if above.is_relative_to(package)}):
+        count = len({path.relative_to(folder).parts[0] for path in files if path.is_relative_to(folder)})
+        if count > MOST_ENTRIES and folder != package:
+            problems.append(f"{folder.relative_to(package)}/ has {count} entries, more than {MOST_ENTRIES}")
+    return problems
+
+
+def test_every_folder_says_what_it_holds_and_can_be_overlooked():
+    assert folder_problems(ROOT / "rftdask") == []
+    # The folder of unit tests has those of the package's top.
+    assert [problem for problem in full_folders(ROOT / "tests") if not problem.startswith("unit/ ")] == []
+
+
+def test_a_silent_folder_and_a_full_one_are_named(tmp_path):
+    invent(tmp_path, buffer__log="", **{f"trainer__part{number}": "" for number in range(15)})
+    (tmp_path / "rftdask/__init__.py").write_text('"""All."""')
+    (tmp_path / "rftdask/trainer/__init__.py").write_text('"""Trains."""')
+    (tmp_path / "rftdask/storage").mkdir()
+    (tmp_path / "rftdask/storage/base.py").touch()
+    assert folder_problems(tmp_path / "rftdask") == [
+        "buffer/ has no __init__.py that says what it holds",
+        "storage/ has no __init__.py that says what it holds",
+        "trainer/ has 16 entries, more than 15",
+    ]
+
+
+# ---- dependencies
+
+
+CORE = [Requirement(text) for text in PROJECT["dependencies"]]
+EXTRAS = {name: [Requirement(text) for text in texts] for name, texts in PROJECT["optional-dependencies"].items()}
+UNPINNED_EXTRAS = {"gpu", "gpu-cu12", "vllm"}
+"""Extras whose wheels only machines with a GPU install; constraints.txt says why it leaves them out."""
+OFFERED_BY = {"mlflow": "mlflow-skinny", "pynvml": "nvidia-ml-py"}
+"""Import name -> distribution, where the names differ and the distribution may be absent."""
+PEERS = {"openrlhf", "trinity", "verl"}
+"""What rftdask.testing.conformance, and nothing else, imports to compare our losses with. The versions they ask for
+exclude each other and ours, so no extra could install them; tests/conformance/install_peers.sh does."""
+
+
+def read_pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    return {canonicalize_name(name): version for name, version in pins.items()}
+
+
+def test_what_the_package_imports_is_declared():
+    declared = {canonicalize_name(wanted.name) for wanted in [*CORE, *(w for extra in EXTRAS.values() for w in extra)]}
+    distributions = packages_distributions()
+    undeclared = {}
+    for module, tree in read_modules(ROOT / "rftdask").items():
+        for source, _ in imported_names(module, False, tree):
+            name = source.partition(".")[0]
+            if name in PEERS and module.startswith("rftdask.testing.conformance."):
+                continue
+            offers = {canonicalize_name(offer) for offer in distributions.get(name, [OFFERED_BY.get(name, name)])}
+            if name not in {"", "rftdask", *sys.stdlib_module_names} and not offers & declared:
+                undeclared[name] = module
+    assert undeclared == {}
+
+
+@pytest.mark.parametrize("extra", ["", *sorted(EXTRAS.keys() - UNPINNED_EXTRAS)])
+def test_every_dependency_has_a_pin_that_satisfies_it(extra):
+    pins = read_pins()
+    wanted = [each for each in (EXTRAS[extra] if extra else CORE) if each.name != "rftdask"]
+    unmet = {str(each): pins.get(canonicalize_name(each.name)) for each in wanted}
+    assert {text: pin for text, pin in unmet.items() if pin is None or pin not in Requirement(text).specifier} == {}
+
+
+def test_the_pins_name_no_local_build():
+    assert [pin for pin in read_pins().values() if "+" in pin] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "extras"), [("environment.yml", "dev,notebook"), ("environment-gpu.yml", "gpu,vllm,lora,slurm,sql")]
+)
+def test_the_conda_environments_are_the_constrained_set(file, extras):
+    environment = yaml.safe_load((ROOT / file).read_text())
+    *conda, pip = environment["dependencies"]
+    assert conda == ["python=3.11", "pip"]
+    assert pip == {"pip": ["-c constraints.txt", f"-e .[{extras}]"]}
+    assert "3.11" in Requirement(f"python{PROJECT['requires-python']}").specifier
+    assert environment["name"] == file.replace("environment", PROJECT["name"]).removesuffix(".yml")
+    assert set(extras.split(",")) <= EXTRAS.keys()
+
+
+def test_an_installation_without_extras_is_light_and_pins_nothing():
+    assert {wanted.name for wanted in CORE} & {"torch", "transformers", "datasets", "tensorboard"} == set()
+    assert [str(wanted) for wanted in CORE if "==" in str(wanted)] == []
+    exact = {wanted.name for name in ("gpu", "gpu-cu12") for wanted in EXTRAS[name] if "==" in str(wanted)}
+    assert exact == {"dask", "distributed", "dask-cuda"}
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "versions"),
+    [
+        ("torch", "train", ("2.11.0", "2.12.1", "2.13.0")),
+        ("vllm", "vllm", ("0.26.0", "0.32.0")),
+    ],
+)
+def test_the_versions_that_are_promised_are_in_range(package, extra, versions):
+    (wanted,) = [each for each in EXTRAS[extra] if each.name == package]
+    assert [version for version in versions if version not in wanted.specifier] == []
