@@ -173,6 +173,11 @@ def groups_of(rows: pd.DataFrame, first: int = 0, size: int = 20) -> tuple[list[
     return found, len(parts)
 
 
+def as_passed(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with 1 in place of a reward of 1 or more, and 0 of a lower one: their mean is a pass rate, as pass@1."""
+    return rows.assign(reward=(rows["reward"] >= 1).astype(float).where(rows["reward"].notna()))
+
+
 @dataclass(frozen=True)
 class Distribution:
     """How one number was distributed over the steps of a stage."""
@@ -184,7 +189,8 @@ class Distribution:
     bins: Sequence[str]
     """What each row holds, the highest values first."""
     counts: Sequence[Sequence[int]]
-    """[columns][bins] answers."""
+    """[columns][bins] answers, or what `of` says."""
+    of: str = "rollouts"
 
     @cached_property
     def shares(self) -> list[list[float]]:
@@ -215,3 +221,23 @@ def distribution(
     counts = np.zeros((len(columns), len(names)), dtype=int)
     np.add.at(counts, (place, np.searchsorted(edges, values, side="right") - 1), 1)
     return Distribution(label, stage, columns, names[::-1], counts[:, ::-1].tolist())
+
+
+_OUTCOMES = ("all pass: nothing to learn", "rewards differ: it teaches", "all alike: nothing to learn")
+
+
+def group_outcomes(rows: pd.DataFrame, stage: str, most_columns: int = 40) -> Distribution | None:
+    """Whether the groups of each explore step can teach something: without spread every advantage is 0. None where no
+    group has two rewards.
+    """
+    rows = rows[rows["stage"] == stage].drop_duplicates(["shard", "row"]).dropna(subset=["reward"])
+    groups = rows.groupby(["explore_step", "shard", "taskset", "task_index"])["reward"].agg(["min", "max", "size"])
+    groups = groups[groups["size"] > 1].reset_index()
+    if not len(groups):
+        return None
+    columns = step_bins(groups["explore_step"].to_numpy(), most_columns)
+    place = np.searchsorted([last for _, last in columns], groups["explore_step"].to_numpy())
+    is_flat, passes = groups["min"] == groups["max"], groups["min"] >= 1
+    counts = np.zeros((len(columns), len(_OUTCOMES)), dtype=int)
+    np.add.at(counts, (place, np.where(~is_flat, 1, np.where(passes, 0, 2))), 1)
+    return Distribution("Groups: what they teach", stage, columns, _OUTCOMES, counts.tolist(), "groups")

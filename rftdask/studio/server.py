@@ -43,10 +43,11 @@ from rftdask.storage import open_storage
 from rftdask.storage.base import numbers_in
 from rftdask.storage.checked_json import parse_object
 from rftdask.studio.actions import Actions, can_act, fields_of
-from rftdask.studio.answers import TASK_ORDERS, distribution, groups_of, task_table
+from rftdask.studio.answers import TASK_ORDERS, as_passed, distribution, group_outcomes, groups_of, task_table
 from rftdask.studio.curves import arms_of, charts_of, curves_of, differing_settings, timeline_of
 from rftdask.studio.folder import HERE, Folder
 from rftdask.studio.form import FIRST, ROOT, Fields, form_keys
+from rftdask.studio.machines import workers_of
 from rftdask.studio.pages import NO_SCRIPTS, OWN_SCRIPTS, link, render
 
 ADDRESS = "127.0.0.1"
@@ -138,6 +139,7 @@ class Studio:
             "/experience": self.experience,
             "/distributions": self.distributions,
             "/sql": self.sql,
+            "/cluster": self.cluster,
             "/logs": self.logs,
             "/reload": self.reload,
             "/configure": self.configure,
@@ -242,7 +244,9 @@ class Studio:
         name, asked = self._name(request), request.query_params
         evals = self._of_evals(name, asked)
         rows = self.folder.browser(name, evals=evals).rows
-        chosen = {key: asked.get(key, "") for key in ("stage", "taskset", "text")}
+        chosen = {key: asked.get(key, "") for key in ("stage", "taskset", "text", "show")}
+        if chosen["show"] == "passed":
+            rows = as_passed(rows)
         if chosen["text"]:
             texts = rows["prompt_text"] + "\0" + rows["response_text"]
             rows = rows[texts.str.contains(chosen["text"], case=False, regex=False)]
@@ -341,12 +345,10 @@ class Studio:
         name = self._name(request)
         rows = self.folder.browser(name).rows
         wanted = {"reward": "Reward", "response_length": "Response length (tokens)", "surprise": "Mean logprob"}
-        found = [
-            drawn
-            for stage in rows["stage"].unique()
-            for column, label in wanted.items()
-            if (drawn := distribution(rows, column, label, str(stage))) is not None
-        ]
+        found = []
+        for stage in map(str, rows["stage"].unique()):
+            drawn = [distribution(rows, column, label, stage) for column, label in wanted.items()]
+            found += [each for each in (drawn[0], group_outcomes(rows, stage), *drawn[1:]) if each is not None]
         return _page("distributions.html.j2", **self._head(name), page="distributions", found=found)
 
     def sql(self, request: Request) -> Response:
@@ -377,14 +379,26 @@ class Studio:
 
     # ---- how it runs
 
+    def cluster(self, request: Request) -> Response:
+        """Who works on it and with what, its jobs and their queue, what it took."""
+        name = self._name(request)
+        stages = [stage for stage in self.folder.stages(name) if stage.has_begun]
+        workers = workers_of(stages)
+        told = {
+            "jobs": self.folder.jobs(name),
+            "status": self.folder.status(name),
+            "workers": workers,
+            "hours": sum(worker.seconds for worker in workers) / 3600,
+            "gpu_hours": sum(worker.num_gpus * worker.seconds for worker in workers) / 3600,
+        }
+        return _page("cluster.html.j2", scripts=True, **self._head(name), page="cluster", **told)
+
     def logs(self, request: Request) -> Response:
-        """Who works on it, its jobs, and what they logged last."""
+        """What its processes logged last."""
         name, role = self._name(request), request.query_params.get("role", "")
         logs = self.folder.logs(name, _LOG_LINES)
         names = {log: log.rpartition("/")[2] for log in logs}
         told = {
-            "jobs": self.folder.jobs(name),
-            "status": self.folder.status(name),
             "logs": {log: lines for log, lines in logs.items() if names[log].startswith(role)},
             "roles": sorted({re.split("[-.]", name)[0] for name in names.values()}),
             "role": role,

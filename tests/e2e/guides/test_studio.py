@@ -105,7 +105,7 @@ def test_a_run_is_watched_compared_and_searched(runs: tuple[Path, RunProcess]) -
         ]
 
         # What it answered.
-        for page in ("Samples", "Distributions", "Experiences", "SQL", "Logs"):
+        for page in ("Samples", "Distributions", "Experiences", "SQL", "Cluster", "Logs"):
             browser.evaluate(f"[...document.querySelectorAll('nav a')].find((a) => a.textContent === '{page}').click()")
             browser.wait_for(
                 f"document.querySelector('nav a.here')?.textContent === '{page}' && document.readyState === 'complete'"
@@ -121,6 +121,9 @@ def test_a_run_is_watched_compared_and_searched(runs: tuple[Path, RunProcess]) -
                 )
                 browser.wait_for("document.querySelector('th')?.textContent === 'answer'")
                 assert browser.evaluate("document.querySelector('td').textContent") == "42"
+            if page == "Cluster":
+                workers = browser.evaluate("[...document.querySelectorAll('table.stack b')].map((b) => b.textContent)")
+                assert workers == ["explorer-0", "trainer-0"]
             if page == "Logs":
                 assert "trainer-rank-0.log" in browser.evaluate("document.body.textContent")
 
@@ -158,7 +161,7 @@ def test_no_page_is_wider_than_a_phone_and_one_run_is_viewed_alone(runs: tuple[P
         browser.open(url)
         assert browser.evaluate("location.pathname + location.search") == "/experiences"
         assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 20, 23)"
-        for page in ("run", "samples", "groups", "distributions", "experiences", "sql", "logs"):
+        for page in ("run", "samples", "groups", "distributions", "experiences", "sql", "cluster", "logs"):
             browser.open(f"{url.partition('/experiences')[0]}/{page}")
             if page == "run":
                 browser.wait_for("document.body.dataset.drawn > 5")

@@ -6,10 +6,18 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rftdask.studio.answers import Cell, distribution, groups_of, step_bins, task_table
+from rftdask.studio.answers import (
+    Cell,
+    as_passed,
+    distribution,
+    group_outcomes,
+    groups_of,
+    step_bins,
+    task_table,
+)
 
 
-def rows_of(*answers: tuple[int, int, int, float]) -> pd.DataFrame:
+def rows_of(*answers: tuple[int, int, int, float | None]) -> pd.DataFrame:
     """(explore step, task, rollout, reward)."""
     frame = pd.DataFrame(answers, columns=["explore_step", "task_index", "rollout", "reward"])
     return frame.assign(
@@ -105,3 +113,23 @@ def test_many_values_are_binned_and_none_is_lost():
     drawn = distribution(rows, "reward", "Reward", "rl")
     assert drawn is not None and sum(drawn.counts[0]) == 100
     assert len(drawn.bins) == 16 and min(drawn.counts[0]) >= 5
+
+
+def test_a_group_without_spread_teaches_nothing_whether_it_passes_or_fails():
+    rows = rows_of(
+        *((1, 0, n, 1.0) for n in range(2)),  # all pass
+        *((1, 1, n, float(n)) for n in range(2)),  # they differ
+        *((2, 0, n, 0.5) for n in range(2)),  # all alike
+        (2, 1, 0, 0.0),  # alone
+        (2, 2, 0, 1.0),
+        (2, 2, 1, None),  # alone, beside one that failed
+    )
+    drawn = group_outcomes(rows, "rl")
+    assert drawn is not None
+    assert (drawn.columns, drawn.counts, drawn.of) == ([(1, 1), (2, 2)], [[1, 1, 0], [0, 0, 1]], "groups")
+    assert group_outcomes(rows[rows["task_index"] == 7], "rl") is None
+
+
+def test_a_pass_is_a_reward_of_one_or_more():
+    passed = as_passed(rows_of((1, 0, 0, 1.0), (1, 0, 1, 0.99), (1, 0, 2, 2.0), (1, 0, 3, None)))
+    assert passed["reward"].fillna(-1).tolist() == [1.0, 0.0, 1.0, -1.0]
