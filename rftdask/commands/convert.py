@@ -29,7 +29,7 @@ from rftdask.trainer.checkpoint import (
     newest_valid_checkpoint,
 )
 from rftdask.trainer.model import SCALAR_HEAD, dtype_at_rest, export_hf, load_policy
-from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_MODEL_FILE
+from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, model_files
 
 _STEP = "global_step_"
 _MADE = 4
@@ -123,7 +123,7 @@ def _model_of(storage: Storage, config: Config) -> str:
 
 def _write_model(path: str, config: Config, files: Mapping[str, bytes], folder: Path) -> None:
     trust = config.model.trust_remote_code
-    trained = {} if config.model.lora_configs else load(files[CHECKPOINT_MODEL_FILE])
+    trained = {name: tensor for file in model_files(files) for name, tensor in load(files[file]).items()}
     # The architecture and the tokenizer; the weights, too, where adapters alone were trained.
     model, tokenizer = load_policy(
         path, "float32", "cpu", trust_remote_code=trust, offline=True, scalar_head=SCALAR_HEAD in trained

@@ -427,14 +427,12 @@ def estimate(
         # Rank 0 has adapters alone.
         share, who = (1.0, "rank 0") if sizes.trained else (here / sizes.num_ranks, "the ranks, each its part")
         host.append(Part("publication", share * copies * published * count, f"{why}, on {who}"))
-        # The trainer goes on while it is written: weights by rank 0, the optimizer's state by all ranks.
-        saved = _MASTER * count + here / sizes.num_ranks * _state_bytes(shape, sizes)[0]
+        # The trainer goes on while it is written, each rank its part.
+        saved = share * _MASTER * count + here / sizes.num_ranks * _state_bytes(shape, sizes)[0]
         if sizes.critic is not None:
-            critic = replace(sizes, trained=None)
-            saved += (
-                _MASTER * sizes.critic.num_parameters + here / sizes.num_ranks * _state_bytes(sizes.critic, critic)[0]
-            )
-        host.append(Part("checkpoint", saved, "a copy of weights and optimizer state"))
+            state = _state_bytes(sizes.critic, replace(sizes, trained=None))[0]
+            saved += here / sizes.num_ranks * (_MASTER * sizes.critic.num_parameters + state)
+        host.append(Part("checkpoint", saved, f"a copy of weights and optimizer state, on {who}"))
     if config.has_explorer and not config.is_external:
         num_engines = layout.num_workers("explorer")
         found.append(_explorer(config, shape, num_engines, memory_bytes))

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from rftdask.buffer.log.retention import ResumePoint
-from rftdask.errors import DamagedError, RftError
+from rftdask.errors import DamagedError, NotFoundError, RftError
 from rftdask.storage import Storage
 from rftdask.storage.base import Data, numbers_in
 from rftdask.storage.checked_json import parse_object
@@ -24,12 +24,16 @@ from rftdask.trainer.ranks import Ranks
 from rftdask.weights.manifest import (
     FileEntry,
     Manifest,
+    block_numbers,
+    blocks_of,
     check_reports,
     commit_folder,
     extend_folder,
     failure,
     is_valid,
     put_files,
+    read_block,
+    read_blocks,
     read_file,
     read_manifest,
     remove_folder,
@@ -74,24 +78,25 @@ def oldest_resume_point(storage: Storage) -> ResumePoint | None:
 
 
 class CheckpointFiles(Mapping[str, bytes]):
-    """The files that a manifest names, each read and verified when it is asked for; parts are read as they are.
+    """The files that a manifest names. What was not read and verified before, is when it is asked for.
 
-    Raises: NotFoundError, DamagedError: by `[name]`, as `read_file`.
+    Raises: NotFoundError, DamagedError: by `[name]` and `take_block`, as `read_file`.
     """
 
-    def __init__(self, storage: Storage, folder: str, manifest: Manifest) -> None:
-        self._storage, self._folder, self._manifest = storage, folder, manifest
+    def __init__(self, storage: Storage, folder: str, manifest: Manifest, held: dict[tuple[str, int], bytes]) -> None:
+        """held: blocks that were read and verified; they are let go of here."""
+        self._storage, self._folder, self._manifest, self._held = storage, folder, manifest, held
+        self.blocks = blocks_of(manifest)
+        """(file, number) of all of them."""
 
     def __getitem__(self, name: str) -> bytes:
-        return read_file(self._storage, self._folder, self._manifest, name)
+        return b"".join(self.take_block(name, number) for number in block_numbers(self._manifest.files[name]))
 
-    def part(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop` of a file whose checkpoint was verified. Raises: NotFoundError, DamagedError: it is
-        shorter.
-        """
-        data = self._storage.get_part(f"{self._folder}/{name}", start, stop)
-        if len(data) != stop - start:
-            raise DamagedError(f"{self._folder}/{name} ends before byte {stop}")
+    def take_block(self, name: str, number: int) -> bytes:
+        """A block, verified. All but the first of a file, which has its head, are not held any longer."""
+        data = self._held.pop((name, number), None) if number else self._held.get((name, number))
+        if data is None:
+            return read_block(self._storage, f"{self._folder}/{name}", self._manifest.files[name], number)
         return data
 
     def __contains__(self, name: object) -> bool:
@@ -147,6 +152,7 @@ class Checkpoints:
         self._turns = turns_of(strategy, self.ranks.all_gather(socket.gethostname()))
         self._in_background = strategy != "single_thread"
         self._background = Background("saver")
+        self._spare: Mapping[str, Data] = {}
         self._interim: dict[int, bool] = {}
         """By step, what was read in its manifest."""
         self.on_commit: Callable[[int], None] = lambda step: None
@@ -177,12 +183,18 @@ class Checkpoints:
             self._settle(step)
         # All or none: a rank that went on to write would wait for the reports of those that returned.
         if self.ranks.broadcast(is_there):
+            self._spare = files
             return  # its files are what the manifest says, and must stay so
         write = partial(self._write, step, files, state, relies_on, {INTERIM: True} if interim else {})
         if self._in_background:
             self._background.start(write)
         else:
             write()
+
+    def take_spare(self) -> Mapping[str, Data]:
+        """What was given to `save` and is needed no more; once. All was flushed."""
+        spare, self._spare = self._spare, {}
+        return spare
 
     def check(self) -> None:
         """Look after what is written in the background, without waiting. Raises: what went wrong there."""
@@ -217,6 +229,7 @@ class Checkpoints:
                     report = failure(error)
         # Also the sign that all have written: the manifest below names files of every rank.
         reports = self._writers.all_gather(report)
+        self._spare = files
         check_reports(reports, f"checkpoint {step}")
         if not self.ranks.is_rank0:
             return
@@ -233,7 +246,7 @@ class Checkpoints:
         """The files of a checkpoint; None if it is not there."""
         folder = checkpoint_folder(step)
         manifest = read_manifest(self._storage, folder)
-        return None if manifest is None else CheckpointFiles(self._storage, folder, manifest)
+        return None if manifest is None else CheckpointFiles(self._storage, folder, manifest, {})
 
     def complete(self, step: int, files: Mapping[str, Data], *, interim: bool) -> None:
         """Add files to a checkpoint, unless it has them already, and keep it for good unless it is interim; its
@@ -250,27 +263,40 @@ class Checkpoints:
     def load_newest(self) -> tuple[int, dict[str, Any], Mapping[str, bytes]] | None:
         """(step, state, files) of the newest valid checkpoint, on all ranks what rank 0 found; None if there is none.
 
-        Raises: DamagedError: it went away, or is of another lineage.
+        Raises: DamagedError: it is of another lineage.
         """
-        # Verified by all ranks together, so that each byte is read for it once, before anything is changed by it.
-        place, count = self.ranks.rank, self.ranks.size
+        # Read and verified by all ranks together, before anything is changed by it. Each keeps what it read, as much
+        # as a copy of what it saves, and gives the others what they need of it: no byte is read twice.
         steps = self.ranks.broadcast(checkpoint_steps(self._storage) if self.ranks.is_rank0 else None)
         for step in reversed(steps):
-            folder = checkpoint_folder(step)
-            if all(self.ranks.all_gather(is_valid(self._storage, folder, step, place=place, num_readers=count))):
+            files = self._try_read(step)
+            if all(self.ranks.all_gather(files is not None)):
                 break
         else:
             return None
-        manifest = read_manifest(self._storage, folder)
-        if manifest is None:
-            raise DamagedError(f"{folder} lost its manifest while it was read")
+        assert files is not None
+        state = self.ranks.broadcast(parse_object(files[STATE_FILE]) if self.ranks.is_rank0 else None)
+        if self.ranks.is_rank0:
+            self._settle(step)  # whoever saved it may have been killed before it could
+        return step, state, files
+
+    def _try_read(self, step: int) -> CheckpointFiles | None:
+        """A checkpoint whose share of this rank is read and verified; None: something of it is not what it must be.
+
+        Raises: DamagedError: it is of another lineage.
+        """
+        folder = checkpoint_folder(step)
+        try:
+            manifest = read_manifest(self._storage, folder)
+            if manifest is None or manifest.version != step:
+                return None
+            held = dict(read_blocks(read_block, self._storage, folder, manifest, self.ranks.rank, self.ranks.size))
+        except (NotFoundError, DamagedError):
+            return None
         # Step numbers of two lineages mean different weights; one must not resume from the other's.
         if manifest.lineage != self._lineage:
             raise DamagedError(f"{folder} is of lineage {manifest.lineage}, this trainer works on {self._lineage}")
-        state = parse_object(read_file(self._storage, folder, manifest, STATE_FILE))
-        if self.ranks.is_rank0:
-            self._settle(step)  # whoever saved it may have been killed before it could
-        return step, state, CheckpointFiles(self._storage, folder, manifest)
+        return CheckpointFiles(self._storage, folder, manifest, held)
 
     def _settle(self, newest: int) -> None:
         """Point to `newest`, which was verified or written just now, and drop the oldest before it beyond the limit."""

@@ -30,9 +30,9 @@ class ProcessRanks(Ranks):
         """See Ranks; two messages, since the others must know how many bytes to take."""
         data = json.dumps(message).encode() if self.is_rank0 else b""
         size = torch.tensor([len(data)])
-        dist.broadcast(size, 0, group=self.group)
+        dist.broadcast(size, group=self.group, group_src=0)
         content = _as_tensor(data) if self.is_rank0 else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(content, 0, group=self.group)
+        dist.broadcast(content, group=self.group, group_src=0)
         return json.loads(_as_bytes(content))
 
     def all_gather(self, message: Any) -> list[Any]:

@@ -375,6 +375,8 @@ class Trainer:
         interim: it may go when there are newer ones, unless it is one of the interval.
         """
         self.doing = f"checkpoint {step} is saved"
+        self.checkpoints.flush()  # before the copy: no more than one is held
+        self.engine.reuse(self.checkpoints.take_spare())
         # A copy of the state: the next step changes the weights while these bytes are still being written.
         files = dict(self.engine.state_files())
         if self.section.save_hf_checkpoint == "always" or (last and self.section.save_hf_checkpoint == "last"):

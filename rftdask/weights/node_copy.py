@@ -33,7 +33,7 @@ import numpy as np
 from rftdask.errors import DamagedError, NotFoundError, StorageError, UserError, WaitTimeout
 from rftdask.storage import Storage
 from rftdask.storage.base import Data, in_order
-from rftdask.weights.manifest import BLOCK_BYTES, FileEntry, block_numbers, check_block, read_block
+from rftdask.weights.manifest import BLOCK_BYTES, FileEntry, block_numbers, check_block, read_block, verify_block
 from rftdask.weights.published import Published, bases_of
 
 if TYPE_CHECKING:
@@ -160,7 +160,11 @@ class NodeCopy:
                 blocks = _made_blocks(storage, published, timeout_s, held)
             for (name, entry), block in zip(published.files, blocks, strict=True):
                 ours, file = self._paths[name], -1
-                if ours.is_relative_to(self._folder) and not ours.exists():  # else it is a link to what is here
+                if not ours.is_relative_to(self._folder):  # a file of a folder, which stays where it is
+                    verify = partial(verify_block, storage, f"{published.folder}/{name}", entry)
+                    _do(verify, block_numbers(entry))
+                    continue
+                if not ours.exists():  # else it is a link to what is here
                     ours.parent.mkdir(parents=True, exist_ok=True)
                     file = os.open(ours, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
@@ -171,8 +175,7 @@ class NodeCopy:
                         data, place = data[written:], place + written
 
                 try:
-                    for _ in in_order(take, block_numbers(entry), _NUM_READS):
-                        pass
+                    _do(take, block_numbers(entry))
                 finally:
                     if file >= 0:
                         os.close(file)
@@ -180,6 +183,12 @@ class NodeCopy:
             raise DamagedError(f"{published.folder} changed while it was read")
         # Last: without it nothing here is believed.
         (self._folder / "VERIFIED.json").write_text(json.dumps(self._state()))
+
+
+def _do(work: Callable[[int], None], numbers: Sequence[int]) -> None:
+    """The work for each number, several at once."""
+    for _ in in_order(work, numbers, _NUM_READS):
+        pass
 
 
 def _stored_blocks(storage: Storage, published: Published) -> list[Callable[[int], Data]]:

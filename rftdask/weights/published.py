@@ -9,7 +9,8 @@ lineage it never goes back; an unreadable pointer is no news; what a kept versio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -27,9 +28,14 @@ WHOLE_FILE = "control/whole_version.txt"
 MODEL_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 """Where several ranks wrote: the file of each tensor, as Hugging Face's readers want it. Engines need none."""
-CHECKPOINT_MODEL_FILE = "actor/model.safetensors"
+CHECKPOINT_FOLDER = "actor"
+"""In a checkpoint, of the policy and its optimizer."""
+CHECKPOINT_MODEL_FILE = f"{CHECKPOINT_FOLDER}/{MODEL_FILE}"
+"""Where one rank wrote; several wrote files with the names of `model_file`."""
 CHECKPOINT_ADAPTER_FOLDER = "actor/lora_adapter"
-"""In its place, where adapters alone are trained."""
+"""In the place of the model's files, where adapters alone are trained."""
+_ADAPTERS = f"{CHECKPOINT_ADAPTER_FOLDER}/"
+_MODEL_FILES = re.compile(rf"{CHECKPOINT_FOLDER}/model(-\d+-of-\d+)?\.safetensors")
 _DELTA = "delta"
 """In the manifest of a version that is there as what has changed: `Delta` and the files of the whole."""
 _HELD = "held"
@@ -99,6 +105,11 @@ class Published:
 def model_file(rank: int, num_ranks: int) -> str:
     """The name of the file that a rank publishes, as Hugging Face's readers know it."""
     return MODEL_FILE if num_ranks == 1 else f"model-{rank + 1:05}-of-{num_ranks:05}.safetensors"
+
+
+def model_files(names: Iterable[str]) -> list[str]:
+    """Of the names of a checkpoint's files those of the policy's weights, whoever wrote them; their union is all."""
+    return [name for name in names if _MODEL_FILES.fullmatch(name)]
 
 
 def weights_folder(version: int) -> str:
@@ -249,11 +260,8 @@ def as_published(checkpoint: Manifest) -> Manifest:
 
 
 def _weight_files(checkpoint: Manifest) -> dict[str, FileEntry]:
-    return {
-        name: entry
-        for name, entry in checkpoint.files.items()
-        if name == CHECKPOINT_MODEL_FILE or name.startswith(CHECKPOINT_ADAPTER_FOLDER + "/")
-    }
+    adapters = {name: entry for name, entry in checkpoint.files.items() if name.startswith(_ADAPTERS)}
+    return adapters or {name: checkpoint.files[name] for name in model_files(checkpoint.files)}
 
 
 def hash_of_weights(manifest: Manifest) -> str:

@@ -257,8 +257,11 @@ def read_number(path: Path) -> int:
 
 
 def final_weights(folder: Path) -> bytes:
+    """Of the newest checkpoint, the files of all ranks."""
     step = read_number(folder / "latest_checkpointed_iteration.txt")
-    return (folder / f"global_step_{step}" / "actor" / "model.safetensors").read_bytes()
+    files = sorted((folder / f"global_step_{step}" / "actor").glob("model*.safetensors"))
+    assert files
+    return b"".join(file.read_bytes() for file in files)
 
 
 def ledger_of(folder: Path) -> list[list[tuple[int, int, int, str]]]:

@@ -52,7 +52,7 @@ class TrainEngine(ABC):
         """
 
     def reuse(self, files: Mapping[str, Data]) -> None:  # noqa: B027 (an engine may make new memory each time)
-        """Told that nobody reads what `weights` gave any more, whose memory may be filled again."""
+        """Told that nobody reads what `weights` or `state_files` gave any more, whose memory may be filled again."""
 
     def fingerprint(self) -> Fingerprint | None:
         """What these weights compute, for engines to reproduce; None: there is no model. Called by all ranks."""

@@ -25,8 +25,8 @@ from rftdask.trainer.engines.strategies.base import Strategy, distinct_state, la
 from rftdask.trainer.engines.tensor_files import SavedTensors, stage_tensors
 from rftdask.trainer.model import check_model
 from rftdask.trainer.packing import PackedRows
+from rftdask.weights.published import MODEL_FILE, model_file
 
-_MODEL = "critic/model.safetensors"
 _OPTIMIZER = "critic/optim.safetensors"
 
 
@@ -123,16 +123,18 @@ class Critic:
             **metrics,
         }
 
-    def state_files(self) -> dict[str, Data]:
-        """As of `TrainEngine.state_files`."""
-        files = self.optimizer.state_files(_OPTIMIZER)
-        model = stage_tensors(distinct_state(self.model), self._strategy.ranks)
-        return {**files, _MODEL: model} if self._strategy.ranks.is_rank0 else files
+    def state_files(self, spare: Mapping[str, Data]) -> dict[str, Data]:
+        """As of `TrainEngine.state_files`. spare: what an earlier call gave, whose memory is used again."""
+        files = self.optimizer.state_files(_OPTIMIZER, spare)
+        ranks = self._strategy.ranks
+        name = f"critic/{model_file(ranks.rank, ranks.size)}"
+        model = stage_tensors(distinct_state(self.model), ranks, shared=True, spare=spare.get(name, b""))
+        return {**files, name: model} if model else files
 
     def load_state_files(self, files: Mapping[str, Data]) -> None:
         """As of `TrainEngine.load_state_files`."""
         self.optimizer.load_state_files(_OPTIMIZER, files)
-        SavedTensors(_MODEL, files, self._strategy.ranks).load(distinct_state(self.model))
+        SavedTensors(f"critic/{MODEL_FILE}", files, self._strategy.ranks).load(distinct_state(self.model))
 
 
 def _weighted_variance(values_Q: Tensor, weights_Q: Tensor) -> float:

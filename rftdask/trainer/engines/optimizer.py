@@ -89,7 +89,7 @@ class ModelOptimizer:
             for state in optimizer.state.values():
                 yield from (tensor for value in state.values() for tensor in _flat("", value).values())
 
-    def state_files(self, name: str) -> dict[str, Data]:
+    def state_files(self, name: str, spare: Mapping[str, Data] | None = None) -> dict[str, Data]:
         """Its state by names of parameters, as `save_tensors` does. Called by all ranks.
 
         Raises: UserError: the optimizer keeps something that is no tensor and no number.
@@ -103,7 +103,7 @@ class ModelOptimizer:
         for parameter, state in self._states():
             for key, value in state.items():
                 tensors |= _flat(f"{parameter}/{key}", value)
-        return save_tensors(name, tensors, self._strategy.ranks, spread=self._strategy.sharded)
+        return save_tensors(name, tensors, self._strategy.ranks, spread=self._strategy.sharded, spare=spare)
 
     def load_state_files(self, name: str, files: Mapping[str, Data]) -> None:
         """Restore what `state_files` gave, to the bit, however many ranks wrote it and read it; the weights may change

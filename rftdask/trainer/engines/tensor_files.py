@@ -1,8 +1,9 @@
 """Tensor files: tensors, whole or spread over ranks, as safetensors: their wholes as one file in host memory, for who
 loads them whole (`stage_tensors`), or saved and loaded by `torch.distributed.checkpoint`.
 
-PyTorch plans who writes what, of what several ranks hold one alone, and which part of which file a rank is to read. Its
+PyTorch plans who writes what, of what several ranks hold one alone, and which part of which file a rank is to get. Its
 planners are given bytes by name here, where they expect a file system. Nothing is known of models, nor where files go.
+Of files that are read in blocks each rank has some, and the ranks give each other what they want of them.
 
 The format is that of PyTorch's HuggingFaceStorageWriter, so HuggingFaceStorageReader reads it too: a file for each rank
 that writes, whose head says in JSON where each tensor begins in the whole; a file whose head does not, holds whole
@@ -19,9 +20,9 @@ import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -43,6 +44,7 @@ from rftdask.errors import RftError, RoleError
 from rftdask.storage.base import Data
 from rftdask.trainer.engines.strategies.base import full
 from rftdask.trainer.ranks import Ranks
+from rftdask.weights.manifest import BLOCK_BYTES
 from rftdask.weights.tensor_heads import read_head
 
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
@@ -146,15 +148,19 @@ def _lay_out(
     return file, places
 
 
-def save_tensors(name: str, tensors: Mapping[str, Tensor], ranks: Ranks, *, spread: bool) -> dict[str, Data]:
+def save_tensors(
+    name: str, tensors: Mapping[str, Tensor], ranks: Ranks, *, spread: bool, spare: Mapping[str, Data] | None = None
+) -> dict[str, Data]:
     """Tensors as files, of which each rank gets what it is to write. Called by all ranks, with the same names.
 
     Args:
         name: of the first file; that of rank 1 is `optim-1.safetensors` where this is `optim.safetensors`.
         spread: whether each rank holds parts of its own. What several ranks hold is then for the lowest of them, so
             that a rank which later reads those parts again needs one file more; else they share the work.
+        spare: files of an earlier call, whose memory is used again if it fits.
     """
-    writer = _Writer(f"{name.removesuffix(_ENDING)}-{ranks.rank}{_ENDING}" if ranks.rank else name)
+    own = f"{name.removesuffix(_ENDING)}-{ranks.rank}{_ENDING}" if ranks.rank else name
+    writer = _Writer(own, (spare or {}).get(own, b""))
     planner = DefaultSavePlanner(
         flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=spread
     )
@@ -165,17 +171,23 @@ def save_tensors(name: str, tensors: Mapping[str, Tensor], ranks: Ranks, *, spre
     return writer.files
 
 
+_Part: TypeAlias = tuple[str, int, int]
+"""Of a file: from a byte up to another."""
 _Look = tuple[str, bool, list[tuple[str, str, list[int], list[int], int]]]
 """A file, whether its head says where tensors begin, and of each tensor: name, dtype, offsets, sizes, and the byte of
 the file at which it begins. JSON types."""
 
 
 @runtime_checkable
-class InParts(Protocol):
-    """Files of which a part can be read without the rest."""
+class InBlocks(Protocol):
+    """Files in blocks of BLOCK_BYTES, which are dealt to the ranks one by one."""
 
-    def part(self, name: str, start: int, stop: int) -> bytes:
-        """These bytes of a file."""
+    @property
+    def blocks(self) -> Sequence[tuple[str, int]]:
+        """(file, number) of all of them, the same on all ranks; the block at place i is that of rank i % size."""
+
+    def take_block(self, name: str, number: int) -> Data:
+        """A block of this rank's."""
 
 
 class _NoFolder:
@@ -210,24 +222,28 @@ class SavedTensors(_NoFolder, StorageReader):
     def __init__(self, name: str, files: Mapping[str, Data], ranks: Ranks) -> None:
         """Looks into the heads of the files. Called by all ranks.
 
-        files: if they are `InParts`, of each file a rank reads nothing but what it fills.
+        files: if they are `InBlocks`, a rank reads its own blocks alone, and is given what it fills by the others.
         Raises: RoleError: they are not there, or parts whose place in the whole is not known.
         """
         self._name, self._files, self._ranks = name, files, ranks
         self._held: tuple[str, Data] = ("", b"")
         stem = re.escape(name.removesuffix(_ENDING))
-        pattern = rf"{stem}(-\d+)?{re.escape(_ENDING)}"
+        pattern = rf"{stem}(-\d+(-of-\d+)?)?{re.escape(_ENDING)}"
         # By length, then by name: rank 10 comes after rank 9.
         own = sorted((file for file in files if re.fullmatch(pattern, file)), key=lambda file: (len(file), file))
         if not own:
             raise RoleError(f"the checkpoint has no {name}")
-        # Each rank looks into some of them, its own if as many ranks wrote.
-        looks = ranks.all_gather([self._look(file) for file in own[ranks.rank :: ranks.size]])
+        # Each rank looks into some of them: its own if as many ranks wrote, or those whose beginnings it has.
+        looked = own[ranks.rank :: ranks.size]
+        if isinstance(files, InBlocks):
+            mine = files.blocks[ranks.rank :: ranks.size]
+            looked = [file for file in own if (file, 0) in mine]
+        looks = ranks.all_gather([self._look(file) for file in looked])
         self._places: dict[MetadataIndex, tuple[str, torch.dtype, list[int], int]] = {}
         """Of a part of a tensor: its file, dtype and sizes, and the byte at which it begins."""
         self._tensors: dict[str, TensorStorageMetadata] = {}
         for file, placed, chunks in (look for part in looks for look in part):
-            if not placed and len(own) > 1:
+            if not placed and len(own) > 1 and "-of-" not in file:
                 raise RoleError(
                     f"{file} of the checkpoint has parts of tensors and no {_SHARDING} in its head, so another version "
                     "of rftdask wrote it; begin a new run with what `rftdask convert` makes of it"
@@ -282,16 +298,18 @@ class SavedTensors(_NoFolder, StorageReader):
         """Fill what this rank asked for, tensor by tensor, the file that is in memory first."""
         items = [(self._places[item.storage_index], item) for item in plan.items]
         items.sort(key=lambda item: (item[0][0] != self._held[0], item[0][0], item[0][3]))
+        boxes, wanted = [], []
         for (file, dtype, sizes, begin), item in items:
-            box = [slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True)]
-            target = planner.resolve_tensor(item)
+            boxes.append([slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True)])
+            # Whole rows: they lie one after another, and of weights that are spread a rank has some rows.
+            row = math.prod(sizes[1:]) * dtype.itemsize
+            first, last = (boxes[-1][0].start, boxes[-1][0].stop) if boxes[-1] else (0, 1)
+            wanted.append((file, begin + first * row, begin + last * row))
+        for number, data in self._parts(wanted):
+            (_, dtype, sizes, _), item = items[number]
+            target, box = planner.resolve_tensor(item), boxes[number]
             if target.numel():
-                # Whole rows: they lie one after another, and of weights that are spread a rank has some rows.
-                row = math.prod(sizes[1:]) * dtype.itemsize
-                first, last = (box[0].start, box[0].stop) if box else (0, 1)
-                # A copy that can be written to: torch warns of memory that cannot.
-                data = bytearray(self._bytes(file, begin + first * row, begin + last * row))
-                rows = torch.frombuffer(data, dtype=dtype).view([last - first, *sizes[1:]] if box else [])
+                rows = torch.frombuffer(data, dtype=dtype).view([-1, *sizes[1:]] if box else [])
                 target.copy_(rows[(slice(None), *box[1:])] if box else rows)
             planner.commit_tensor(item, target)
         return _done(None)
@@ -301,18 +319,27 @@ class SavedTensors(_NoFolder, StorageReader):
 
     # ----
 
-    def _bytes(self, file: str, start: int, stop: int) -> Data:
-        """A part of a file; a file that can only be read whole is kept, in case that the next part is of it, too."""
-        if isinstance(self._files, InParts):
-            return self._files.part(file, start, stop)
+    def _parts(self, wanted: Sequence[_Part]) -> Iterator[tuple[int, bytearray]]:
+        """(its place in `wanted`, its bytes) of every part. Called by all ranks, each with what it wants."""
+        if isinstance(self._files, InBlocks):
+            yield from _exchange(self._files, wanted, self._ranks)
+            return
+        for number, (file, start, stop) in enumerate(wanted):
+            # A copy that can be written to: torch warns of memory that cannot.
+            yield number, bytearray(self._whole(file)[start:stop])
+
+    def _whole(self, file: str) -> Data:
+        """A file that can only be read whole, which is kept, in case that the next part is of it, too."""
         if self._held[0] != file:
             self._held = ("", b"")  # both at once may be too much
             self._held = (file, self._files[file])
-        return self._held[1][start:stop]
+        return self._held[1]
 
     def _look(self, file: str) -> _Look:
         """What is in a file, by its head."""
-        head, start = read_head(partial(self._bytes, file))
+        # No head is longer than a block.
+        begins = self._files.take_block(file, 0) if isinstance(self._files, InBlocks) else self._whole(file)
+        head, start = read_head(lambda begin, end: begins[begin:end])
         more = head.pop("__metadata__", {})
         placed = json.loads(more[_SHARDING]) if _SHARDING in more else None
         # A file without places in its head holds whole tensors, each beginning at 0.
@@ -323,11 +350,51 @@ class SavedTensors(_NoFolder, StorageReader):
         return file, placed is not None, chunks
 
 
+def _exchange(files: InBlocks, wanted: Sequence[_Part], ranks: Ranks) -> Iterator[tuple[int, bytearray]]:
+    """As `SavedTensors._parts`. The ranks go through the blocks together, as many at once as there are ranks, each of
+    which gives the others what they want of its own: a byte is read by one rank, and goes where it is wanted alone.
+    """
+    of_block: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {}
+    """By block: the rank that wants a part of it, the place in what that one wants, and the first and last byte in the
+    file. Each rank makes the same of what all want."""
+    for rank, parts in enumerate(ranks.all_gather([list(part) for part in wanted])):
+        for number, (file, start, stop) in enumerate(parts):
+            for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
+                first, last = max(start, block * BLOCK_BYTES), min(stop, (block + 1) * BLOCK_BYTES)
+                of_block.setdefault((file, block), []).append((rank, number, first, last))
+    missing = [stop - start for _, start, stop in wanted]
+    found: dict[int, bytearray] = {}
+    yield from ((number, bytearray()) for number, size in enumerate(missing) if not size)
+    for first_place in range(0, len(files.blocks), ranks.size):
+        at_once = files.blocks[first_place : first_place + ranks.size]
+        given = [sorted(of_block.get(block, [])) for block in at_once]
+        if not any(given):
+            continue
+        send, rows = [0] * ranks.size, [np.empty(0, np.uint8)]
+        if ranks.rank < len(at_once) and given[ranks.rank]:
+            name, block = at_once[ranks.rank]
+            data = np.frombuffer(files.take_block(name, block), np.uint8)
+            for rank, _, first, last in given[ranks.rank]:
+                send[rank] += last - first
+                rows.append(data[first - block * BLOCK_BYTES : last - block * BLOCK_BYTES])
+        own = [[part for part in parts if part[0] == ranks.rank] for parts in given]
+        receive = [sum(last - first for _, _, first, last in parts) for parts in own]
+        receive += [0] * (ranks.size - len(receive))
+        got, place = ranks.all_to_all(torch.from_numpy(np.concatenate(rows)), send, receive).numpy(), 0
+        for _, number, first, last in (part for parts in own for part in parts):
+            _, start, stop = wanted[number]
+            into = found.setdefault(number, bytearray(stop - start))
+            into[first - start : last - start] = got[place : place + last - first].data
+            place, missing[number] = place + last - first, missing[number] - (last - first)
+            if not missing[number]:
+                yield number, found.pop(number)
+
+
 class _Writer(_NoFolder, StorageWriter):
     """Keeps the file of one rank."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, spare: Data) -> None:
+        self._name, self._spare = name, spare
         self.files: dict[str, Data] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -342,7 +409,8 @@ class _Writer(_NoFolder, StorageWriter):
         if tensors:
             kinds = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
             pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
-            file, places = _lay_out(kinds, {_SHARDING: json.dumps(offsets, sort_keys=True)}, pinned=pinned)
+            told = {_SHARDING: json.dumps(offsets, sort_keys=True)}
+            file, places = _lay_out(kinds, told, pinned=pinned, spare=self._spare)
             for key, tensor in tensors.items():
                 places[key].copy_(tensor, non_blocking=True)
             if pinned:

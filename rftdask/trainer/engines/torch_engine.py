@@ -74,7 +74,7 @@ from rftdask.trainer.model import (
 from rftdask.trainer.packing import PackedRows, pack_rows
 from rftdask.trainer.ranks import Ranks
 from rftdask.weights.fingerprint import Fingerprint, fixed_sequences
-from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_MODEL_FILE, MODEL_FILE, model_file
+from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_FOLDER, MODEL_FILE, model_file
 
 _OPTIMIZER = "actor/optim.safetensors"
 _COEFS = "actor/kl_coefs.safetensors"
@@ -115,8 +115,6 @@ class TorchEngine(TrainEngine):
     """Trains the policy of `model.model_path` by an algorithm."""
 
     trainer_type: ClassVar[str] = "torch"
-    _spare: Data = b""
-    """Memory of a publication that is written."""
 
     @classmethod
     def from_config(cls, config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TorchEngine:
@@ -224,12 +222,13 @@ class TorchEngine(TrainEngine):
         self._keeps_proximal = reads_proximal and per_step > 1 and algorithm.schema == "experience"
         folders = config.explorer.plugin_dirs
         self._optimizer = ModelOptimizer(self._model, optimizer, grad_clip, self._strategy, total_updates, folders)
-        self._frozen: list[Scorer] = []
-        """Reference and teachers."""
+        self._frozen: list[Scorer] = []  # reference and teachers
         self._host_copy: HostCopy | None = None
         self._reference = self._load_reference() if algorithm.use_reference else None
         models = config.explorer.auxiliary_models if algorithm.use_teacher else ()
         self._teachers = [self._load_frozen(model.model_path or "") for model in models]
+        # Memory of publications and checkpoints that are written, by the names of their files.
+        self._spare: dict[str, Data] = {}
         self._critic: Critic | None = None
         if algorithm.use_critic:
             body, _ = self._load(config.model.critic_model_path or self._path, spread=self._strategy.reading)
@@ -526,30 +525,27 @@ class TorchEngine(TrainEngine):
 
     def weights(self) -> Mapping[str, Data]:
         """See TrainEngine. Adapters keep the names of PEFT's file, and their data type."""
-        if self._adapter:
-            return self._staged()
-        spare, self._spare = self._spare, b""
-        state = distinct_state(self._model)
-        file = stage_tensors(state, self._ranks, self._published_dtype, shared=True, spare=spare)
-        return {model_file(self._ranks.rank, self._ranks.size): file} if file else {}
+        return self._staged("", None if self._adapter else self._published_dtype)
 
     def reuse(self, files: Mapping[str, Data]) -> None:
         """See TrainEngine. New pages take the system longer than the copy into them."""
-        if not self._adapter:
-            self._spare = next(iter(files.values()), b"")
+        self._spare |= {name: data for name, data in files.items() if isinstance(data, memoryview)}
 
-    def _staged(self) -> dict[str, Data]:
-        """The weights that are trained, as the optimizer moves them. Called by all ranks; rank 0 has them."""
-        state = distinct_state(self._model)
+    def _staged(self, folder: str, dtype: torch.dtype | None) -> dict[str, Data]:
+        """Files of the weights that are trained, `folder` before their names, of which this rank has its own; of
+        adapters rank 0 has all. dtype: None, as the optimizer moves them. Called by all ranks.
+        """
+        state, ranks = distinct_state(self._model), self._ranks
+        name = folder + (ADAPTER_FILE if self._adapter else model_file(ranks.rank, ranks.size))
         if self._adapter:
             state = {self._adapter[name]: state[name] for name in state if name in self._adapter}
-        file = stage_tensors(state, self._ranks)
-        if not self._ranks.is_rank0:
+        file = stage_tensors(state, ranks, dtype, shared=not self._adapter, spare=self._spare.pop(name, b""))
+        if not file:
             return {}
         if not self._adapter:
-            return {MODEL_FILE: file}
+            return {name: file}
         settings = json.dumps(self._adapter_settings, indent=1, sort_keys=True).encode()
-        return {ADAPTER_FILE: file, ADAPTER_CONFIG_FILE: settings}
+        return {name: file, folder + ADAPTER_CONFIG_FILE: settings}
 
     @torch.no_grad()
     def fingerprint(self) -> Fingerprint:
@@ -575,19 +571,20 @@ class TorchEngine(TrainEngine):
         return Fingerprint(sequences, logprobs, str(dtype).removeprefix("torch."))
 
     def state_files(self) -> Mapping[str, Data]:
-        """See TrainEngine; weights and coefficients by rank 0, the optimizer's state by all ranks."""
-        files = self._optimizer.state_files(_OPTIMIZER)
+        """See TrainEngine; adapters and coefficients by rank 0, all else by all ranks."""
+        files = self._optimizer.state_files(_OPTIMIZER, self._spare)
         if self._critic is not None:
-            files |= self._critic.state_files()
-        for name, data in self._staged().items():
-            files[f"{CHECKPOINT_ADAPTER_FOLDER}/{name}" if self._adapter else CHECKPOINT_MODEL_FILE] = data
+            files |= self._critic.state_files(self._spare)
+        files |= self._staged(f"{CHECKPOINT_ADAPTER_FOLDER if self._adapter else CHECKPOINT_FOLDER}/", None)
+        for name in files:
+            self._spare.pop(name, None)  # in use
         if self._ranks.is_rank0:
             files[_COEFS] = save({"kl": self._kl_coefs})
         return files
 
     def load_state_files(self, files: Mapping[str, Data]) -> None:
         """See TrainEngine. Raises: RoleError: the files are of another model or version."""
-        name, own = CHECKPOINT_MODEL_FILE, distinct_state(self._model)
+        name, own = f"{CHECKPOINT_FOLDER}/{MODEL_FILE}", distinct_state(self._model)
         if self._adapter:
             name = f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_FILE}"
             # The checkpoint has PEFT's names, and the loader fills tensors by name, in place.

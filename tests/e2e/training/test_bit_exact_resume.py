@@ -62,5 +62,6 @@ def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path
 def state_of(folder: Path) -> dict[str, bytes]:
     """Every weight and all of the optimizer's state after the last step."""
     last = folder / f"global_step_{STEPS}" / "actor"
-    assert (last / "model.safetensors").read_bytes() == final_weights(folder)
-    return {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+    state = {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+    assert any(path.startswith("model") for path in state)
+    return state

@@ -50,7 +50,8 @@ def test_pytorch_reads_a_checkpoint_of_two_ranks(tmp_path: Path) -> None:
     assert is_valid(open_storage(run), folder.name, version=STEP)
     assert {path.name for path in (folder / "actor").iterdir()} == {
         "kl_coefs.safetensors",
-        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
         "optim-1.safetensors",
         "optim.safetensors",
     }

@@ -144,8 +144,11 @@ def batch_for(algorithm: str, seed: int, num_groups: int = 3) -> TrainingBatch:
     return join_batches([own, shown]) if algorithm == "mix" else own
 
 
-def trained(model: str, algorithm: str, strategy: Strategy, **options: Any) -> tuple[list[dict[str, float]], Any]:
-    """The metrics of two steps, of sft and dpo those of held-out rows after them, what logits say then; and files."""
+def trained(
+    model: str, algorithm: str, strategy: Strategy, **options: Any
+) -> tuple[list[dict[str, float]], Any, dict[str, torch.Tensor]]:
+    """The metrics of two steps, of sft and dpo those of held-out rows after them, what logits say then;
+    the files of this rank, and the weights of all."""
     made = engine(model, algorithm, strategy, **options)
     metrics = [made.train_step(batch_for(algorithm, seed), seed) for seed in (1, 2)]
     if algorithm in ("sft", "dpo"):
@@ -158,7 +161,9 @@ def trained(model: str, algorithm: str, strategy: Strategy, **options: Any) -> t
         held = b"".join(tensor.numpy().tobytes() for tensor in whole)
         hashes = strategy.ranks.all_gather(hashlib.sha256(held).hexdigest())
         assert len(set(hashes)) == 1, "ranks hold different weights"
-    return metrics, made.state_files()
+    files = made.state_files()
+    own = {name: data for name, data in files.items() if "/model" in name}
+    return metrics, files, weights_of({name: d for part in exchange(strategy.ranks, own) for name, d in part.items()})
 
 
 # ---- in the processes
@@ -168,21 +173,20 @@ def compare(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     """Largest relative difference to one rank, by case and what differs; on rank 0 of each gang."""
     differences: dict[str, float] = {}
     for algorithm in ALGORITHMS:
-        alone, files = trained(model, algorithm, Strategy(gangs[1]))
-        expected = weights_of(files)
+        alone, _, expected = trained(model, algorithm, Strategy(gangs[1]))
         for number, name in enumerate(STRATEGIES):
             for size in (2, 4):
                 if size == 2 and dist.get_rank() // 2 != number:
                     continue  # the other two take it
                 for split in SPLITS:
-                    found, files = trained(
+                    found, _, weights = trained(
                         model, algorithm, strategy_of(name, gangs[size]), trainer__micro_batch_size=split
                     )
                     assert [m.keys() for m in found] == [m.keys() for m in alone]
                     if gangs[size].is_rank0:
                         case = f"{algorithm}, {name}, {size} ranks, {split} rows a pass"
                         differences[f"metrics: {case}"] = metric_difference(found, alone)
-                        differences[f"weights: {case}"] = weight_difference(weights_of(files), expected)
+                        differences[f"weights: {case}"] = weight_difference(weights, expected)
     return differences
 
 
@@ -190,15 +194,14 @@ def compare_variants(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     """As `compare`, of what else may be chosen."""
     differences: dict[str, float] = {}
     for variant, (algorithm, options) in VARIANTS.items():
-        alone, files = trained(model, algorithm, Strategy(gangs[1]), **options)
-        expected = weights_of(files)
+        alone, _, expected = trained(model, algorithm, Strategy(gangs[1]), **options)
         for name in STRATEGIES:
-            found, files = trained(
+            found, _, weights = trained(
                 model, algorithm, strategy_of(name, gangs[2]), trainer__micro_batch_size=3, **options
             )
             if gangs[2].is_rank0:
                 differences[f"metrics: {variant}, {name}"] = metric_difference(found, alone)
-                differences[f"weights: {variant}, {name}"] = weight_difference(weights_of(files), expected)
+                differences[f"weights: {variant}, {name}"] = weight_difference(weights, expected)
     return differences
 
 
@@ -206,8 +209,7 @@ def compare_splits(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     """As `compare`, of groups of ranks that split sequences; with one row a pass, 4 ranks split 3 tokens too."""
     differences: dict[str, float] = {}
     for algorithm, cases in SPLIT_GANGS.items():
-        alone, files = trained(model, algorithm, Strategy(gangs[1]))
-        expected = weights_of(files)
+        alone, _, expected = trained(model, algorithm, Strategy(gangs[1]))
         for name, size, parts in cases:
             if size == 2 and dist.get_rank() // 2 != STRATEGIES.index(name):
                 continue  # the other two take it
@@ -217,12 +219,12 @@ def compare_splits(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
                 else {"trainer__micro_batch_size": 3}
             )
             sequence = gangs[size].neighbors(parts)
-            found, files = trained(model, algorithm, strategy_of(name, gangs[size]), sequence=sequence, **options)
+            found, _, weights = trained(model, algorithm, strategy_of(name, gangs[size]), sequence=sequence, **options)
             assert [m.keys() for m in found] == [m.keys() for m in alone]
             if gangs[size].is_rank0:
                 case = f"{algorithm}, {name}, {size} ranks, {parts} split a row"
                 differences[f"metrics: {case}"] = metric_difference(found, alone)
-                differences[f"weights: {case}"] = weight_difference(weights_of(files), expected)
+                differences[f"weights: {case}"] = weight_difference(weights, expected)
     return differences
 
 
@@ -234,11 +236,10 @@ def compare_cuts(gangs: dict[int, Ranks], models: list[str]) -> dict[str, float]
     across = gangs[4].across(2)
     replay: dict[str, Any] = {"algorithm__enable_router_replay": True}
     for (algorithm, options), model in zip((("ppo", {}), ("grpo", {}), ("grpo", replay)), models, strict=True):
-        alone, files = trained(model, algorithm, Strategy(gangs[1]), **options)
-        expected = weights_of(files)
+        alone, _, expected = trained(model, algorithm, Strategy(gangs[1]), **options)
         for name, size in (("ddp", 2), ("ddp", 4), ("fsdp2", 4)) if algorithm == "ppo" else (("ddp", 4), ("fsdp2", 4)):
             more = {"trainer__micro_batch_size": 3, "trainer__gradient_checkpointing": size == 4}
-            found, files = trained(model, algorithm, cut_in_two(gangs, size, across, name), **more, **options)
+            found, files, weights = trained(model, algorithm, cut_in_two(gangs, size, across, name), **more, **options)
             if size == 4:
                 held = {name: data for part in exchange(gangs[4], files) for name, data in part.items()}
                 back = engine(model, algorithm, strategy_of(name, gangs[4]), seed=8)
@@ -250,7 +251,7 @@ def compare_cuts(gangs: dict[int, Ranks], models: list[str]) -> dict[str, float]
             if gangs[size].is_rank0:
                 case = f"{Path(model).name}, {name}, {size} ranks"
                 differences[f"metrics: {case}"] = metric_difference(found, alone)
-                differences[f"weights: {case}"] = weight_difference(weights_of(files), expected)
+                differences[f"weights: {case}"] = weight_difference(weights, expected)
     return differences
 
 
@@ -258,8 +259,8 @@ def compare_students(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     """As `compare`, of two teachers, one of which has a third of the rows, and of every way to share a model."""
     teachers = [{"model_path": f"{model}-1", "teaches": ["u"]}, {"model_path": f"{model}-2"}]
     students: dict[str, Any] = {"algorithm__algorithm_type": "jsd", "explorer__auxiliary_models": teachers}
-    alone, files = trained(model, "jsd", Strategy(gangs[1]), **students)
-    expected, differences = weights_of(files), {}
+    alone, _, expected = trained(model, "jsd", Strategy(gangs[1]), **students)
+    differences: dict[str, float] = {}
     # Four positions at a time, so that both heads are used in the backward pass, too.
     torch_engine.token_logprobs = partial(token_logprobs, max_logits=4 * 4 * 258)
     ways = {name: {"strategy": strategy_of(name, gangs[2])} for name in STRATEGIES}
@@ -267,10 +268,10 @@ def compare_students(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     ways["cut and spread"] = {"strategy": cut_in_two(gangs, 2, gangs[1], "fsdp2")}
     ways["split rows"] = {"strategy": strategy_of("fsdp2", gangs[2]), "sequence": gangs[2].neighbors(2)}
     for name, options in ways.items():
-        found, files = trained(model, "jsd", **options, trainer__micro_batch_size=3, **students)
+        found, _, weights = trained(model, "jsd", **options, trainer__micro_batch_size=3, **students)
         if gangs[2].is_rank0:
             differences[f"metrics: {name}"] = metric_difference(found, alone)
-            differences[f"weights: {name}"] = weight_difference(weights_of(files), expected)
+            differences[f"weights: {name}"] = weight_difference(weights, expected)
     return differences
 
 
@@ -281,8 +282,11 @@ def cut_in_two(gangs: dict[int, Ranks], size: int, across: Ranks, name: str = "d
 
 
 def weights_of(files: dict[str, bytes]) -> dict[str, torch.Tensor]:
-    names = [name for name in files if name.endswith("model.safetensors")]
-    return {f"{name}/{n}": tensor for name in names for n, tensor in load(bytes(files[name])).items()}
+    return {
+        f"{file.partition('/')[0]}/{name}": tensor
+        for file in files
+        for name, tensor in load(bytes(files[file])).items()
+    }
 
 
 def metric_difference(found: list[dict[str, float]], expected: list[dict[str, float]]) -> float:
@@ -304,7 +308,7 @@ def weight_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.
 def save_and_load(gangs: dict[int, Ranks], model: str) -> dict[str, bool]:
     """What is saved by fsdp2 on 4 ranks, read by every kind of gang, and saved again."""
     four = strategy_of("fsdp2", gangs[4])
-    _, own = trained(model, "ppo", four)
+    _, own, _ = trained(model, "ppo", four)
     files = {name: data for part in exchange(gangs[4], own) for name, data in part.items()}
     made: dict[str, bool] = {}
     for name, size in (("single", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp2", 4)):

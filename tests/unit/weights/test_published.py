@@ -19,6 +19,7 @@ from rftdask.weights.published import (
     WEIGHTS_HASH,
     WEIGHTS_POINTER,
     latest_published,
+    model_file,
     move_pointer,
     publish_weights,
     published_versions,
@@ -185,6 +186,16 @@ def test_the_policy_of_a_checkpoint_loads_as_if_published(storage: Storage) -> N
     write_folder(storage, "global_step_5", {"other": b""}, lineage="main", version=5)
     assert read_checkpoint_weights(storage, "global_step_5") is None
     assert read_manifest(storage, "global_step_5") is not None
+
+
+def test_the_policy_of_a_checkpoint_of_several_ranks_has_a_file_of_each(storage: Storage) -> None:
+    files = {model_file(rank, 2): b"part %d" % rank for rank in range(2)}
+    kept = {f"actor/{name}": data for name, data in files.items()}
+    others = {"actor/optim.safetensors": b"adam", "actor/kl_coefs.safetensors": b"k", "critic/model.safetensors": b"c"}
+    write_folder(storage, "global_step_4", {**kept, **others}, lineage="main", version=4)
+    published = read_checkpoint_weights(storage, "global_step_4")
+    assert published is not None and [name for name, _ in published.files] == list(kept)
+    assert published.content_hash == publish_weights(storage, 4, files, "main").content_hash
 
 
 def test_a_checkpoint_names_its_weights_as_they_were_published_in_another_data_type(storage: Storage) -> None:

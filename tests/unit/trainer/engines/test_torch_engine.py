@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised
 from rftdask.config.schema.model import LoraConfig
 from rftdask.errors import DataError, RoleError
 from rftdask.models.toy import build_toy_model
+from rftdask.storage.base import Data
 from rftdask.trainer.checkpoint import STATE_FILE, Checkpoints
 from rftdask.trainer.engines import torch_engine
 from rftdask.trainer.engines.critic import value_loss
@@ -124,6 +125,28 @@ def test_memory_that_is_given_back_is_filled_with_the_next_weights(models: Path)
     again = trained.weights()["model.safetensors"]
     assert np.frombuffer(again, np.uint8).ctypes.data == place
     assert again == kept.weights()["model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_memory_that_is_given_back_is_filled_with_the_next_checkpoint(models: Path, name: str) -> None:
+    trained, kept = engine(models, name), engine(models, name)
+    for each in (trained, kept):
+        each.train_step(rollouts(), 1)
+
+    def places(files: Mapping[str, Data]) -> dict[str, int]:
+        staged = ("model.safetensors", "optim.safetensors")
+        return {n: np.frombuffer(data, np.uint8).ctypes.data for n, data in files.items() if n.endswith(staged)}
+
+    first = trained.state_files()
+    second = trained.state_files()
+    assert not set(places(first).values()) & set(places(second).values()), "they may be read still"
+    given_back = places(first)
+    trained.reuse(first)
+    for each in (trained, kept):
+        each.train_step(rollouts(seed=1), 2)
+    again = trained.state_files()
+    assert places(again) == given_back and len(given_back) == (4 if name == "ppo" else 2)
+    assert again == kept.state_files()
 
 
 def test_in_its_warm_up_the_critic_learns_and_the_policy_does_not(models: Path) -> None:
