@@ -30,6 +30,7 @@ DEFAULTS: Mapping[str, Any] = {
     "explorer.rollout_model.dtype": "bfloat16",
     # Of veRL, whose section is the only place where it can be said.
     "trainer.gradient_checkpointing": True,
+    "trainer.max_checkpoints_to_keep": 0,
 }
 """Those that differ from ours and can be taken over."""
 _AUXILIARY = {"engine_type": "vllm", "dtype": "bfloat16"}

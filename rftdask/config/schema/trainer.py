@@ -87,8 +87,9 @@ class TrainerConfig(Section):
     """Which checkpoints hold a folder in the Hugging Face layout as well."""
     grad_clip: Annotated[float, Filled("algorithm.optimizer.clip_grad, else 1.0")] = absent(ge=0)
     """Largest norm of the gradient; 0 means no limit."""
-    max_checkpoints_to_keep: Natural = 0
-    """Older checkpoints are removed. 0: all of `save_interval` and of the ends are kept."""
+    max_checkpoints_to_keep: Natural = 5
+    """Older checkpoints are removed; each takes 12 bytes a weight with AdamW. 0: all of `save_interval` and of the ends
+    are kept."""
     use_dynamic_bsz: bool = True
     """True: a pass takes as many experiences as `max_token_len_per_gpu` tokens allow, and at most `micro_batch_size`.
     False: `micro_batch_size` experiences, whatever their length; without one, a single one."""

@@ -47,6 +47,8 @@ OUR_DEFAULTS: dict[str, object] = {
     "explorer.rollout_model.dtype": "auto",
     "explorer.auxiliary_models[].dtype": "auto",
     "trainer.trainer_type": "torch",
+    # There all are kept, until the disk is full.
+    "trainer.max_checkpoints_to_keep": 5,
     "synchronizer.sync_method": "auto",
     # There a cosine ends at a hundredth of its peak; here, as that of transformers, at 0.
     "algorithm.optimizer.min_lr_ratio": 0.0,
