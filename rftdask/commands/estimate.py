@@ -106,6 +106,8 @@ class TrainSizes:
     """A reward model: no position has logits."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     deterministic: bool = False
+    master_bytes: int = _MASTER
+    """Bytes of a trained weight, and of its gradient."""
     compute_bytes: int = 2
     """Bytes of a number in a matrix product: 2 on a GPU (bfloat16), 4 on a CPU."""
 
@@ -127,13 +129,13 @@ def train_parts(shape: ModelShape, sizes: TrainSizes) -> tuple[Part, ...]:
     # Frozen weights stay as their files have them, but for layers that are cut and not spread.
     most = _MASTER if cut > 1 and not sizes.sharded else 0
     frozen = sum(model.num_parameters * max(most, min(_MASTER, model.bytes_at_rest)) for model in sizes.frozen)
-    base = _MASTER if sizes.trained is None else min(_MASTER, shape.bytes_at_rest)
+    base = sizes.master_bytes if sizes.trained is None else min(_MASTER, shape.bytes_at_rest)
     state, why = _state_bytes(shape, sizes)
     if sizes.critic:
         state += _state_bytes(sizes.critic, replace(sizes, trained=None))[0]
     parts = [
-        Part("weights", held * (base * count + _MASTER * (critic + adapters)), f"{count:,} of {base} bytes"),
-        Part("gradients", held * _MASTER * (trained + critic), f"{trained:,} in float32"),
+        Part("weights", held * (base * count + sizes.master_bytes * (critic + adapters)), f"{count:,} of {base} bytes"),
+        Part("gradients", held * sizes.master_bytes * (trained + critic), f"{trained:,} of {sizes.master_bytes} bytes"),
         Part("optimizer", held * state, why),
         Part("frozen models", held * frozen, f"{len(sizes.frozen)} (reference, teachers)"),
     ]
@@ -176,10 +178,10 @@ def load_bytes(shape: ModelShape, sizes: TrainSizes) -> float:
         rows = sum(fused) + (model.num_parameters - sum(fused)) / sizes.num_ranks
         return each * (1.2 * rows + max(map(math.prod, model.weights.values())))
 
-    base = _MASTER if sizes.trained is None else min(_MASTER, shape.bytes_at_rest)
+    base = sizes.master_bytes if sizes.trained is None else min(_MASTER, shape.bytes_at_rest)
     held = next((part.num_bytes for part in train_parts(shape, sizes) if part.name == "weights"), 0.0)
     others = [most(model, min(_MASTER, model.bytes_at_rest)) for model in sizes.frozen]
-    others += [most(sizes.critic, _MASTER)] if sizes.critic else []
+    others += [most(sizes.critic, sizes.master_bytes)] if sizes.critic else []
     return max([most(shape, base), *(held + other for other in others)])
 
 
@@ -263,7 +265,8 @@ def train_sizes(config: Config, shape: ModelShape, layout: Layout | None = None)
     return TrainSizes(
         tokens=int(min(tokens, config.buffer.train_batch_size * longest)),
         num_ranks=ranks,
-        sharded=fsdp2 and ranks > 1,
+        sharded=fsdp2 and (ranks > 1 or trainer.master_weights != "float32"),
+        master_bytes=_MASTER if trainer.master_weights == "float32" else 2,
         tensor_parallel=trainer.tensor_parallel_size,
         offloaded=fsdp2 and trainer.offload_policy,
         checkpointing=trainer.gradient_checkpointing,
@@ -428,10 +431,10 @@ def estimate(
         share, who = (1.0, "rank 0") if sizes.trained else (here / sizes.num_ranks, "the ranks, each its part")
         host.append(Part("publication", share * copies * published * count, f"{why}, on {who}"))
         # The trainer goes on while it is written, each rank its part.
-        saved = share * _MASTER * count + here / sizes.num_ranks * _state_bytes(shape, sizes)[0]
+        saved = share * sizes.master_bytes * count + here / sizes.num_ranks * _state_bytes(shape, sizes)[0]
         if sizes.critic is not None:
             state = _state_bytes(sizes.critic, replace(sizes, trained=None))[0]
-            saved += here / sizes.num_ranks * (_MASTER * sizes.critic.num_parameters + state)
+            saved += here / sizes.num_ranks * (sizes.master_bytes * sizes.critic.num_parameters + state)
         host.append(Part("checkpoint", saved, f"a copy of weights and optimizer state, on {who}"))
     if config.has_explorer and not config.is_external:
         num_engines = layout.num_workers("explorer")

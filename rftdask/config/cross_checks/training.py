@@ -183,6 +183,22 @@ def _ranks_make_whole_groups(config: Config) -> Iterator[Problem]:
             yield "trainer.tensor_parallel_size", f"{cut} does not go with {other}"
 
 
+@RULES.reading("trainer.master_weights", "trainer.trainer_strategy", "algorithm.optimizer", "model.lora_configs")
+def _narrow_weights_are_rounded_at_random(config: Config) -> Iterator[Problem]:
+    narrow, name = config.trainer.master_weights, config.algorithm.optimizer.optimizer_type
+    strategy = config.trainer.trainer_strategy
+    others = {
+        f"optimizer_type {name}, which rounds to nearest, so that small steps are lost; use torchao.optim.AdamW8bit": (
+            name in OPTIMIZERS.places
+        ),
+        f"trainer_strategy {strategy}, which computes in the data type of the weights; use fsdp2": strategy != "fsdp2",
+        "model.lora_configs, whose adapters are small; leave it out": bool(config.model.lora_configs),
+    }
+    for other, chosen in others.items():
+        if narrow != "float32" and chosen:
+            yield "trainer.master_weights", f"{narrow} does not go with {other}"
+
+
 @RULES.reading("trainer")
 def _routers_are_heard(config: Config) -> Iterator[Problem]:
     trainer = config.trainer

@@ -104,6 +104,9 @@ class TrainerConfig(Section):
     """Ranks that cut each layer among them, as the model's own plan says (each has some experts of a mixture), and
     compute the same experiences. fsdp2: what a rank has of a layer is spread over the ranks that have the same part.
     Divides `num_ranks`, the heads, the inner width and the experts."""
+    master_weights: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the weights that the optimizer moves, and of their gradients. bfloat16: half of the memory; each
+    step is rounded at random, up or down, so that small ones add up (fsdp2, with an optimizer of torchao.optim)."""
     offload_policy: bool = False
     """fsdp2: weights, gradients and optimizer state in host memory, and the optimizer steps there."""
     save_strategy: Literal["single_thread", "single_process", "single_node", "unrestricted"] = "unrestricted"

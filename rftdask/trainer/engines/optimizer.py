@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,11 +21,15 @@ from rftdask.config.schema.optimizer import OPTIMIZERS, OptimizerConfig
 from rftdask.errors import RoleError, UserError
 from rftdask.storage.base import Data
 from rftdask.trainer.engines.learning_rate import learning_rate
-from rftdask.trainer.engines.strategies.base import Strategy
+from rftdask.trainer.engines.strategies.base import Strategy, local
 from rftdask.trainer.engines.tensor_files import SavedTensors, save_tensors
 
 MAX_SKIPPED_IN_A_ROW = 3
 """Updates with a gradient that is not finite: one may be chance, this many are not."""
+_LEAST_IN_BLOCKS = 4096
+"""Numbers of which torchao keeps the state in blocks, if they are a whole number of them."""
+_LEAST_BLOCK = 32
+"""Numbers of a block that still saves memory: each has a scale of four bytes."""
 _NUM_SKIPPED = "num_skipped_in_a_row"
 _SPARES = "spares_norms_biases_embeddings"
 """In the files of an optimizer that may decay less than all weights; those of older versions decayed all of them."""
@@ -46,7 +51,7 @@ class ModelOptimizer:
         Args:
             grad_clip: largest norm of the gradient; 0: no limit, the norm is measured all the same.
             total_steps: as of `learning_rate`, which raises where it has to be known.
-        Raises: UserError: there is no such optimizer, or it refuses its arguments.
+        Raises: UserError: there is no such optimizer, it refuses its arguments, or ranks cannot share its state.
         """
         self._rate = learning_rate(section, total_steps)
         self._max_norm = grad_clip if grad_clip > 0 else math.inf
@@ -55,7 +60,16 @@ class ModelOptimizer:
         # Spread ones last: PyTorch steps many tensors by one call if all are spread or none is.
         self._parameters = sorted(self._trained.values(), key=lambda parameter: isinstance(parameter, DTensor))
         self._num_skipped_in_a_row = 0
-        self._optimizers = list(_optimizers(model, self._trained, section, plugin_dirs))
+        # torchao's tensors of few bits lose their type within a DTensor: such an optimizer is given this rank's parts.
+        in_parts = section.optimizer_type.startswith("torchao.")
+        self._parts = {
+            name: torch.nn.Parameter(local(weight).detach())
+            for name, weight in self._trained.items()
+            if in_parts and isinstance(weight, DTensor)
+        }
+        stepped = self._trained | self._parts
+        self._optimizers = list(_optimizers(model, self._trained, stepped, section, plugin_dirs))
+        self._check_blocks()
         # What the configuration gives a new optimizer, too: only what differs from it is saved.
         self._began = self._group_state()
 
@@ -87,7 +101,7 @@ class ModelOptimizer:
         """Its state as it lies in memory, but for the parameters."""
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
-                yield from (tensor for value in state.values() for tensor in _flat("", value).values())
+                yield from (tensor for value in state.values() for tensor in _held(value))
 
     def state_files(self, name: str, spare: Mapping[str, Data] | None = None) -> dict[str, Data]:
         """Its state by names of parameters, as `save_tensors` does. Called by all ranks.
@@ -102,7 +116,7 @@ class ModelOptimizer:
         # By names of parameters and not by their numbers, which depend on how they are sorted here.
         for parameter, state in self._states():
             for key, value in state.items():
-                tensors |= _flat(f"{parameter}/{key}", value)
+                tensors |= self._flat(parameter, key, value)
         return save_tensors(name, tensors, self._strategy.ranks, spread=self._strategy.sharded, spare=spare)
 
     def load_state_files(self, name: str, files: Mapping[str, Data]) -> None:
@@ -132,7 +146,7 @@ class ModelOptimizer:
         numbers: list[tuple[dict[str, Any], str, Tensor]] = []
         for parameter, state in self._states():
             for key, value in state.items():
-                flat = _flat(f"{parameter}/{key}", value)
+                flat = self._flat(parameter, key, value)
                 tensors |= flat
                 if isinstance(value, int | float):
                     numbers += [(state, key, tensor) for tensor in flat.values()]
@@ -152,20 +166,65 @@ class ModelOptimizer:
         self._num_skipped_in_a_row = int(num_skipped)
 
     def _step(self, lr: float) -> None:
+        for name, part in self._parts.items():
+            weight = self._trained[name]
+            # Where it lies may have changed since: PyTorch lays parts out anew before the first pass.
+            part.data = local(weight).detach()
+            part.grad = None if weight.grad is None else local(weight.grad)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 if isinstance(group["lr"], Tensor):  # of classes that are compiled
                     group["lr"].fill_(lr)
                 else:
                     group["lr"] = lr
-            optimizer.step()
+            # torchao's compile their step; on a CPU that takes a compiler of C++, and half a minute for each shape.
+            on_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters)
+            with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+                optimizer.step()
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(name of the parameter, its state) of those that have one."""
-        for name, parameter in self._trained.items():
+        for name, parameter in (self._trained | self._parts).items():
             for optimizer in self._optimizers:
                 if parameter in optimizer.state:
                     yield name, optimizer.state[parameter]
+
+    def _flat(self, parameter: str, key: str, value: Any) -> dict[str, Tensor]:
+        """A part of a parameter's state as plain tensors, sharing memory, spread as the parameter is."""
+        name, part, weight = f"{parameter}/{key}", self._parts.get(parameter), self._trained[parameter]
+        if part is None or not isinstance(value, Tensor) or not isinstance(weight, DTensor):
+            return _flat(name, value)
+        if not hasattr(value, "__tensor_flatten__"):
+            return {name: _spread_as(weight, value, weight.shape) if value.shape == part.shape else value}
+        found: dict[str, Tensor] = {}
+        for own in ("codes", "scale"):  # of blocks, of which each row has some (`_check_blocks`)
+            tensor = getattr(value, own)
+            shape: tuple[int, ...] = (weight.numel() // part.numel() * tensor.numel(),)
+            if part.dim() > 1:
+                tensor = tensor.view(len(part), -1)
+                shape = len(weight), weight.numel() // len(weight) * tensor.shape[1] // (part.numel() // len(part))
+            found[f"{name}.{own}"] = _spread_as(weight, tensor, shape)
+        return found
+
+    def _check_blocks(self) -> None:
+        """Whether any other number of ranks could read the state of blocks. Raises: UserError: it could not."""
+        block = getattr(self._optimizers[0], "block_size", 0) if self._parts else 0
+        sizes = self._strategy.ranks.all_gather([part.numel() for part in self._parts.values()]) if block else []
+        for number, (name, part) in enumerate(self._parts.items()):
+            told = {rank[number] for rank in sizes}
+            in_blocks = {size >= _LEAST_IN_BLOCKS and size % block == 0 for size in told}
+            if not block or in_blocks == {False}:
+                continue
+            row = math.prod(part.shape[1:]) if part.dim() > 1 else math.gcd(*told)
+            if in_blocks == {True} and row % block == 0 and (part.dim() > 1 or len(told) == 1):
+                continue
+            fits = math.gcd(row, block)
+            remedy = f"set optimizer_args: {{block_size: {fits}}}" if fits >= _LEAST_BLOCK else "use fewer ranks"
+            raise UserError(
+                f"algorithm.optimizer: the state of {name} lies in blocks of {block} numbers, of which the rows that "
+                f"ranks hold of it ({', '.join(map(str, sorted(told)))} numbers, {row} in a row) are no whole number: "
+                f"{remedy if row % block else 'use fewer ranks'}"
+            )
 
     def _group_state(self, *numbers: int) -> dict[str, int | float]:
         """Numbers that a class keeps in its groups, the same in all of them, of all optimizers or of some."""
@@ -181,6 +240,8 @@ class ModelOptimizer:
         for parameter in self._parameters:
             # None and not 0: the memory is free during the next forward pass.
             parameter.grad = None
+        for part in self._parts.values():
+            part.grad = None
 
 
 def _flat(name: str, value: Any) -> dict[str, Tensor]:
@@ -203,26 +264,53 @@ def _flat(name: str, value: Any) -> dict[str, Tensor]:
     )
 
 
+def _spread_as(weight: DTensor, part: Tensor, shape: Sequence[int]) -> DTensor:
+    """A rank's part of something of this shape whose rows are spread as those of `weight` are."""
+    strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+    return DTensor.from_local(
+        part, weight.device_mesh, weight.placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides)
+    )
+
+
+def _held(value: Any) -> Iterator[Tensor]:
+    """The plain tensors that a part of an optimizer's state is made of."""
+    inside = value.to_local() if isinstance(value, DTensor) else value
+    if hasattr(inside, "__tensor_flatten__"):
+        for name in inside.__tensor_flatten__()[0]:
+            yield from _held(getattr(inside, name))
+    elif isinstance(value, Tensor):
+        yield inside
+
+
 def _optimizers(
-    model: torch.nn.Module, trained: Mapping[str, Tensor], section: OptimizerConfig, plugin_dirs: Sequence[str]
+    model: torch.nn.Module,
+    trained: Mapping[str, Tensor],
+    stepped: Mapping[str, Tensor],
+    section: OptimizerConfig,
+    plugin_dirs: Sequence[str],
 ) -> Iterator[torch.optim.Optimizer]:
-    """The optimizer that the section names; of muon two, since it moves matrices of hidden layers alone."""
+    """The optimizer that the section names; of muon two, since it moves matrices of hidden layers alone.
+
+    stepped: what it is given of each trained parameter.
+    """
     if section.optimizer_type.lower() != "muon":
-        yield _optimizer(section.optimizer_type, model, trained, section, plugin_dirs)
+        yield _optimizer(section.optimizer_type, model, trained, stepped, section, plugin_dirs)
         return
     # Layers are numbered: embeddings, the output layer and a head of a critic stand outside of them.
     # Muon makes the update of a matrix orthogonal, which means nothing for a vector or a table of rows.
     hidden = {n: p for n, p in trained.items() if p.ndim == 2 and any(part.isdigit() for part in n.split("."))}
     if hidden:
-        yield _optimizer("muon", model, hidden, section, plugin_dirs)
+        yield _optimizer("muon", model, hidden, stepped, section, plugin_dirs)
     if rest := {name: parameter for name, parameter in trained.items() if name not in hidden}:
-        yield _optimizer("adamw", model, rest, section.model_copy(update={"optimizer_args": None}), plugin_dirs)
+        others = section.model_copy(update={"optimizer_args": None})
+        yield _optimizer("adamw", model, rest, stepped, others, plugin_dirs)
 
 
 def _optimizer(
     name: str,
     model: torch.nn.Module,
     parameters: Mapping[str, Tensor],
+    stepped: Mapping[str, Tensor],
     section: OptimizerConfig,
     plugin_dirs: Sequence[str],
 ) -> torch.optim.Optimizer:
@@ -235,18 +323,28 @@ def _optimizer(
     elif name == "muon":
         # Its steps are then as large as those of AdamW, so that one rate is good for both (arXiv:2502.16982).
         usual["adjust_lr_fn"] = "match_rms_adamw"
+    if "block_size" in takes and any(stepped[key] is not parameter for key, parameter in parameters.items()):
+        usual["block_size"] = 128  # which divides the rows of more models than 256 does
     arguments = {**{key: value for key, value in usual.items() if key in takes}, **(section.optimizer_args or {})}
+    if any(parameter.dtype == torch.bfloat16 for parameter in parameters.values()):
+        if "bf16_stochastic_round" not in takes:
+            raise UserError(
+                f"trainer.master_weights: bfloat16 does not go with {name}, which has no bf16_stochastic_round and so "
+                "loses small steps; use torchao.optim.AdamW8bit"
+            )
+        arguments["bf16_stochastic_round"] = True
     tables = {
         id(each) for part in model.modules() if isinstance(part, torch.nn.Embedding) for each in part.parameters()
     }
     groups: dict[tuple[int, bool], list[Tensor]] = {}
-    for parameter in parameters.values():
+    for full_name, parameter in parameters.items():
         # Norms and biases are vectors. To pull them or rare rows of an embedding to 0 fits nothing better.
         decays = section.decay_all_weights or (parameter.ndim > 1 and id(parameter) not in tables)
         # Weights that are whole, spread, or cut and spread in groups of their own: one call of PyTorch steps only
         # tensors of one mesh.
-        num_spread = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
-        groups.setdefault((num_spread, decays), []).append(parameter)
+        given = stepped[full_name]
+        num_spread = given.device_mesh.ndim if isinstance(given, DTensor) else 0
+        groups.setdefault((num_spread, decays), []).append(given)
     listed = [
         {"params": part, **({} if decays or "weight_decay" not in takes else {"weight_decay": 0.0})}
         for (_, decays), part in sorted(groups.items(), key=lambda item: item[0])

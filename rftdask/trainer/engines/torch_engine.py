@@ -125,7 +125,9 @@ class TorchEngine(TrainEngine):
         cut = None
         if (size := trainer.tensor_parallel_size) > 1:
             strategy = cut = TensorParallel(ranks, ranks.neighbors(size), ranks.across(size), device)
-        if trainer.trainer_strategy == "fsdp2" and (ranks.size > 1 or trainer.offload_policy):
+        # One rank, too, whose weights lie elsewhere than where they compute, or in another data type.
+        apart = trainer.offload_policy or trainer.master_weights != "float32"
+        if trainer.trainer_strategy == "fsdp2" and (ranks.size > 1 or apart):
             strategy = FSDP2(ranks, device, trainer, cut)
         size = trainer.ulysses_sequence_parallel_size
         sequence = ranks.neighbors(size) if size > 1 else None
@@ -167,10 +169,10 @@ class TorchEngine(TrainEngine):
         self._device = torch.device(device)
         self._num_splits = 1 if sequence is None else sequence.size
         trusted = config.model.trust_remote_code
-        # In float32, whatever the files have: these are the weights that the optimizer moves. Others: `_load_base`.
+        # Whatever the files have: these are the weights that the optimizer moves. Others: `_load_base`.
         self._load = partial(
             load_policy,
-            dtype="float32",
+            dtype=self._trainer.master_weights,
             device=device,
             trust_remote_code=trusted,
             num_splits=self._num_splits,

@@ -1,5 +1,8 @@
 """Promises of optimizers under fsdp2, whose state is spread as the weights are: weights are those of one rank up to
 rounding, and what two ranks saved, one rank loads to the bit.
+
+So it is of weights in bfloat16 with moments of 8 bits (trainer.master_weights), and two ranks that resume go on to the
+same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.strategies.base import Strategy, full
 from rftdask.trainer.ranks import Ranks
 from tests.e2e.gloo_ranks import run_ranks
-from tests.e2e.training.test_ranks_agree import batch_for, engine, strategy_of
+from tests.e2e.training.test_ranks_agree import batch_for, engine, exchange, strategy_of
 
 NAMES = ("muon", "sgd")
 """Matrices that are multiplied over ranks, and a state of one tensor; adamw is in test_ranks_agree.py."""
@@ -35,6 +38,40 @@ def train(gangs: dict[int, Ranks] | None, model: str, name: str, folder: str) ->
     for parameter, state in made._optimizer._states():
         tensors |= {f"{parameter}/{key}": value for key, value in state.items()}
     return save({key: full(tensor.detach()).contiguous() for key, tensor in tensors.items()})
+
+
+NARROW = {
+    "trainer__master_weights": "bfloat16",
+    "algorithm__optimizer__optimizer_type": "torchao.optim.AdamW8bit",
+}
+
+
+def resume_narrow(gangs: dict[int, Ranks], model: str) -> tuple[bool, bool, list[float]]:
+    """Whether two ranks that resume end as those that went on; whether what they saved is the same after one rank had
+    read and saved it; their losses."""
+    strategies = {size: strategy_of("fsdp2", gangs[size]) for size in (1, 2)}
+    first = engine(model, "sft", strategies[2], **NARROW)
+    assert {parameter.dtype for parameter in first._model.parameters()} == {torch.bfloat16}
+    losses = [first.train_step(batch_for("sft", 1), step)["loss"] for step in range(1, STEPS + 1)]
+    parts = exchange(gangs[2], dict(first.state_files()))
+    saved = {name: data for part in parts for name, data in part.items()}
+    second, alone = (engine(model, "sft", strategies[size], seed=5, **NARROW) for size in (2, 1))
+    for each in (second, alone):
+        each.load_state_files(saved)
+    back = engine(model, "sft", strategies[2], seed=6, **NARROW)
+    back.load_state_files(alone.state_files())
+    passed_on = back.state_files() == first.state_files()
+    second._config = first._config  # of the same seed, by which they round
+    for each in (first, second):
+        each.train_step(batch_for("sft", 1), STEPS + 1)
+    return first.state_files() == second.state_files(), passed_on, losses
+
+
+def test_narrow_weights_and_moments_go_on_as_they_were_saved(tmp_path: Path) -> None:
+    build_toy_model(tmp_path / "model", hidden_size=128, intermediate_size=256, num_layers=1, num_heads=2)
+    for same, passed_on, losses in run_ranks(2, tmp_path, resume_narrow, str(tmp_path / "model")):
+        assert (same, passed_on) == (True, True)
+        assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -200,6 +200,16 @@ class TestStrategies:
         assert spread["products"] == pytest.approx(2 * (layers / shape.num_layers + outside))
         assert load_bytes(shape, mesh) < load_bytes(shape, replace(mesh, sharded=False)) < 4 * shape.num_parameters
 
+    def test_narrow_weights_are_half_of_weights_and_gradients(self, tmp_path: Path) -> None:
+        shape = self.shape(tmp_path)
+        settings = ("trainer.master_weights=bfloat16", "algorithm.optimizer.optimizer_type=torchao.optim.AdamW8bit")
+        config = make_config(tmp_path, *settings)
+        parts = {part.name: part.num_bytes for part in train_parts(shape, train_sizes(config, shape))}
+        count = shape.num_parameters
+        assert (parts["weights"], parts["gradients"]) == (2 * count, 2 * count)
+        assert parts["optimizer"] == pytest.approx(2 * count, rel=0.05)
+        assert parts["products"] < 2 * count  # of some layers at a time, also where there is one rank
+
     def test_lora_holds_gradients_and_optimizer_state_of_the_adapters_alone(self, tmp_path: Path) -> None:
         shape = self.shape(tmp_path)
         parts = {p.name: p.num_bytes for p in train_parts(shape, TrainSizes(tokens=10, trained=1000))}

@@ -206,6 +206,21 @@ def test_what_does_not_go_with_cut_layers_is_refused(overrides: list[str], line:
     assert problems(grpo(), *cut, *overrides) == [f"{key}: {line}"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ([], "optimizer_type adam, which rounds to nearest, so that small steps are lost; use torchao.optim.AdamW8bit"),
+        (["trainer.trainer_strategy=ddp"], "trainer_strategy ddp, which computes in the data type of the weights; use"),
+        (["model.lora_configs=[{lora_rank: 4}]"], "model.lora_configs, whose adapters are small; leave it out"),
+    ],
+)
+def test_narrow_weights_are_refused_where_steps_would_be_lost(overrides: list[str], line: str) -> None:
+    settings = ["algorithm.optimizer.optimizer_type=torchao.optim.AdamW8bit"] if overrides else []
+    found = problems(grpo(), "trainer.master_weights=bfloat16", *settings, *overrides)
+    assert len(found) == 1
+    assert found[0].startswith(f"trainer.master_weights: bfloat16 does not go with {line}")
+
+
 def test_a_group_is_never_split_over_batches() -> None:
     assert problems(grpo(), "buffer.train_batch_size=20", "algorithm.repeat_times=8") == [
         "buffer.train_batch_size: 20 is not a multiple of algorithm.repeat_times 8, "

@@ -114,6 +114,7 @@ OUR_KEYS = {
     "explorer.max_workers",
     "explorer.tasks_per_batch",
     "trainer.num_ranks",
+    "trainer.master_weights",
     "trainer.tensor_parallel_size",
     "trainer.max_restarts",
     "trainer.gradient_checkpointing",

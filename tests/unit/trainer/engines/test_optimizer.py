@@ -67,6 +67,51 @@ class Counts(torch.optim.Optimizer):
                     parameter.sub_(parameter.grad, alpha=group["lr"] * group["scale"] * group["total"] / state["steps"])
 
 
+class Wide(torch.nn.Module):
+    """One matrix that torchao's optimizers keep in blocks."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.layers[0](torch.linspace(-1, 1, 64).roll(int(tokens[0]))).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_blocks_of_few_bits_go_through_files_to_the_bit(name: str) -> None:
+    section = {"optimizer_type": f"torchao.optim.{name}"}
+    first, second = Wide(), Wide(seed=1)
+    whole, resumed = optimizer(first, **section), optimizer(second, **section)
+    train(first, whole, range(1, 4))
+    assert any("codes" in key for key in load(bytes(whole.state_files(NAME)[NAME])))
+    resumed.load_state_files(NAME, whole.state_files(NAME))
+    second.load_state_dict(first.state_dict())
+    for model, stepped in ((first, whole), (second, resumed)):
+        train(model, stepped, range(4, 7))
+    assert whole.state_files(NAME) == resumed.state_files(NAME)
+    assert torch.equal(first.layers[0].weight, second.layers[0].weight)
+
+
+def test_steps_that_bfloat16_cannot_tell_add_up_by_chance() -> None:
+    model = Wide().bfloat16()
+    torch.nn.init.ones_(model.layers[0].weight)
+    stepped = optimizer(model, lr=1e-4, weight_decay=0.0, optimizer_type="torchao.optim.AdamW8bit")
+    for step in range(1, 101):
+        model.layers[0].weight.grad = torch.ones_like(model.layers[0].weight)
+        stepped.step(step, step)
+    # A hundred steps of 1e-4, where the next number below 1 is 1 - 2^-8: rounded to the nearest none would be seen.
+    assert model.layers[0].weight.dtype == torch.bfloat16
+    assert float(model.layers[0].weight.detach().float().mean()) == pytest.approx(0.99, abs=3e-4)
+
+
+def test_narrow_weights_want_an_optimizer_that_rounds_at_random() -> None:
+    with pytest.raises(UserError, match=r"bfloat16 does not go with torch.optim.AdamW, which has no bf16"):
+        optimizer(Wide().bfloat16(), optimizer_type="torch.optim.AdamW")
+
+
 OWN = f"{__name__}.Counts"
 ARGUMENTS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9}, OWN: {"scale": 0.5}}
 
