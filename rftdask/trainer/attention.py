@@ -1,11 +1,12 @@
-"""Attention over packed rows: every token sees its own row up to itself, and nothing of any other.
+"""Attention over packed rows: every token sees its own row up to itself, and nothing of any other; what rows that begin
+alike have in common lies in the sequence once (`pack_rows`).
 
 It is an attention implementation of transformers, found under the name `PACKED`; a model that is given `spans` along
 with its tokens passes them on to it. Without `spans` it is plain SDPA, so generating and scoring unpacked rows work as
 before. It knows no model: whether one computes packed rows rightly is measured when it is loaded (`pack_if_equal`).
 
 How: on a GPU in half precision the variable-length kernel of PyTorch, one call for all rows. Elsewhere SDPA over
-batches of rows of one length, which need neither a mask nor padding. A block-diagonal mask over the whole sequence
+batches of pieces of one size, which need neither a mask nor padding. A block-diagonal mask over the whole sequence
 took 10 to 50 times as long on a CPU; padding rows of like length into fewer batches gained nothing.
 """
 
@@ -25,7 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rftdask.trainer.packing import PackedRows, RowSpans, pack_rows
+from rftdask.trainer.packing import PackedRows, Spans, pack_rows
 from rftdask.trainer.sequence import SequenceSplit
 
 PACKED = "rftdask_packed"
@@ -41,7 +42,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    spans: RowSpans | None = None,
+    spans: Spans | None = None,
     split: SequenceSplit | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -82,22 +83,25 @@ def _has_switch(kernel: Callable[..., object]) -> bool:
 
 
 def _by_kernel(
-    query_S: Tensor, key_S: Tensor, value_S: Tensor, spans: RowSpans, scaling: float | None, window: int | None
+    query_S: Tensor, key_S: Tensor, value_S: Tensor, spans: Spans, scaling: float | None, window: int | None
 ) -> Tensor:
-    # Rows lie from the longest to the shortest.
-    longest = spans.lengths[0]
-    # The kernel counts the tokens before one and not the one itself; -1: no limit.
-    left = -1 if window is None or window >= longest else window - 1
+    # What sees the most lies first.
+    longest, most = max(spans.lengths), spans.seen[0]
+    # The kernel counts the tokens before one and not the one itself; -1: no limit. It aligns the ends of a piece and of
+    # what that sees.
+    left = -1 if window is None or window >= most else window - 1
     # PyTorch 2.11 shares heads of keys among those of queries unasked, and does not know the switch that 2.12 wants.
     switch: dict[str, Any] = {"enable_gqa": query_S.shape[1] != key_S.shape[1]} if _has_switch(varlen_attn) else {}
+    if spans.seen_K is not None:
+        key_S, value_S = key_S.index_select(0, spans.seen_K), value_S.index_select(0, spans.seen_K)
     out: Any = varlen_attn(
         query_S.contiguous(),
         key_S.contiguous(),
         value_S.contiguous(),
         spans.ends,
-        spans.ends,
+        spans.seen_ends,
         longest,
-        longest,
+        most,
         scale=scaling,
         window_size=(left, 0),
         **switch,
@@ -110,23 +114,28 @@ def _by_length(
     query_S: Tensor,
     key_S: Tensor,
     value_S: Tensor,
-    spans: RowSpans,
+    spans: Spans,
     scaling: float | None,
     window: int | None,
     dropout: float,
 ) -> Tensor:
-    parts, begin = [], 0
-    for rows, length in spans.blocks:
-        end = begin + rows * length
-        # [rows * length, heads, size] -> [rows, heads, length, size], without a copy.
-        query, key, value = (
-            t[begin:end].unflatten(0, (rows, length)).transpose(1, 2) for t in (query_S, key_S, value_S)
-        )
+    parts, begin, seen_begin = [], 0, 0
+    for pieces, length, seen in spans.blocks:
+        end, seen_end = begin + pieces * length, seen_begin + pieces * seen
+        keys, values = key_S[begin:end], value_S[begin:end]
+        if length < seen:
+            assert spans.seen_K is not None, "who sees more than itself is told what"
+            places = spans.seen_K[seen_begin:seen_end]
+            keys, values = key_S.index_select(0, places), value_S.index_select(0, places)
+        # [pieces * length, heads, size] -> [pieces, heads, length, size], without a copy.
+        query = query_S[begin:end].unflatten(0, (pieces, length)).transpose(1, 2)
+        key, value = (t.unflatten(0, (pieces, seen)).transpose(1, 2) for t in (keys, values))
         mask = None
-        if window is not None and window < length:  # a token sees itself and the window - 1 before it
-            place = torch.arange(length, device=query_S.device)
-            behind = place[:, None] - place[None, :]
-            mask = (behind >= 0) & (behind < window)
+        if length < seen or (window is not None and window < seen):
+            # A token sees itself and what is before it, with a window the window - 1 before it.
+            place = torch.arange(seen, device=query_S.device)
+            behind = place[seen - length :, None] - place[None, :]
+            mask = (behind >= 0) & (behind < (window or seen))
         out = scaled_dot_product_attention(
             query,
             key,
@@ -138,7 +147,7 @@ def _by_length(
             enable_gqa=query_S.shape[1] != key_S.shape[1],
         )
         parts.append(out.transpose(1, 2).flatten(0, 1))
-        begin = end
+        begin, seen_begin = end, seen_end
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -156,8 +165,7 @@ def hidden_states(model: torch.nn.Module, rows: PackedRows) -> Tensor:
     if body.config._attn_implementation == PACKED:
         return _packed_states(body, rows)
     assert rows.split is None, "only rows that are packed are split, see `check_splits`"
-    states = [body(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in _split(rows)]
-    return torch.cat(states)
+    return _states_alone(body, rows)
 
 
 def _packed_states(body: Any, rows: PackedRows) -> Tensor:
@@ -173,9 +181,15 @@ def _packed_states(body: Any, rows: PackedRows) -> Tensor:
     return states
 
 
-def _split(rows: PackedRows) -> tuple[Tensor, ...]:
-    tokens: tuple[Tensor, ...] = rows.tokens_S.split(list(rows.spans.lengths))
-    return tokens
+def _states_alone(body: Any, rows: PackedRows) -> Tensor:
+    """The same of each piece by a pass of its own, over all that it sees."""
+    spans, seen_K = rows.spans, rows.spans.seen_K
+    tokens_K = rows.tokens_S if seen_K is None else rows.tokens_S[seen_K]
+    states = [
+        body(input_ids=tokens[None], use_cache=False).last_hidden_state[0, -length:]
+        for tokens, length in zip(tokens_K.split(list(spans.seen)), spans.lengths, strict=True)
+    ]
+    return torch.cat(states)
 
 
 @torch.no_grad()
@@ -193,12 +207,12 @@ def pack_if_equal(model: PreTrainedModel) -> bool:
     embeddings: Any = model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
     # Of different lengths, so that a state that crosses from one row to the next shows.
-    tokens = [np.arange(3) % vocabulary, np.arange(7) % vocabulary, np.arange(1, 4) % vocabulary]
-    rows = pack_rows(tokens, np.ones(3, np.int64), np.ones(3), model.device)
-    alone = torch.cat([body(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in _split(rows)])
+    tokens = [np.arange(begin, end) % vocabulary for begin, end in ((0, 3), (0, 7), (1, 4), (0, 5))]
+    both = [pack_rows(tokens, np.full(4, 2), np.ones(4), model.device, lean=lean) for lean in (False, True)]
+    alone = torch.cat([_states_alone(body, rows) for rows in both])
     try:
         model.set_attn_implementation(PACKED)
-        packed = _packed_states(body, rows)
+        packed = torch.cat([_packed_states(body, rows) for rows in both])
     except (ValueError, TypeError, RuntimeError, AttributeError):
         # NaN compares as not close, so the model is trained row by row.
         packed = torch.full_like(alone, torch.nan)

@@ -265,7 +265,7 @@ class TeacherStates:
 
 def predicting_states(model: torch.nn.Module, rows: PackedRows) -> Tensor:
     """[Q, H] last hidden states from which each response token is predicted."""
-    return hidden_states(model, rows).index_select(0, rows.place_Q - 1)  # what predicts a token lies one before it
+    return hidden_states(model, rows).index_select(0, rows.before_Q)
 
 
 def token_logprobs(
@@ -317,7 +317,8 @@ def token_logprobs(
 def row_scores(model: torch.nn.Module, rows: PackedRows) -> Tensor:
     """[B, T] float32 score of each row by a reward model, the same at each of its places; with gradient.
 
-    It is read where transformers reads it: at the last token of the row that is not the padding token.
+    It is read where transformers reads it: at the last token of the row that is not the padding token. `rows` are not
+    packed lean.
     """
     scorer: Any = model
     hidden_SH = hidden_states(model, rows)
@@ -327,7 +328,7 @@ def row_scores(model: torch.nn.Module, rows: PackedRows) -> Tensor:
         counted_Q = counted_Q.masked_fill(rows.target_Q == scorer.config.pad_token_id, 0)
     # The largest place that counts; 0 where none does.
     last_B = rows.aligned(counted_Q).amax(dim=-1)
-    prompt_end_B = rows.place_Q[rows.column_Q == 0] - 1
+    prompt_end_B = rows.before_Q[rows.column_Q == 0]
     last_BH, weight_1H, bias_1 = (
         hidden_SH.index_select(0, prompt_end_B + last_B),
         scorer.score.weight,

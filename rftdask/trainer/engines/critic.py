@@ -43,7 +43,7 @@ class ValueModel(torch.nn.Module):
 
     def forward(self, rows: PackedRows) -> Tensor:
         """[B, T] float32 values before the response tokens, 0 beyond their end."""
-        hidden_QH = hidden_states(self.body, rows).index_select(0, rows.place_Q - 1)
+        hidden_QH = hidden_states(self.body, rows).index_select(0, rows.before_Q)
         return rows.aligned(self.head(hidden_QH).float()[:, 0])
 
 

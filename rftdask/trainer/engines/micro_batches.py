@@ -32,9 +32,11 @@ class BatchRows:
     Example, of responses of 2 and 1 tokens: rows.part(values_Q, [1, 0]) == [[values_Q[2], 0], values_Q[:2]]
     """
 
-    def __init__(self, batch: TrainingBatch, device: torch.device, sequence: Ranks | None = None) -> None:
-        """sequence: as of `pack_rows`."""
-        self._batch, self._device, self._sequence = batch, device, sequence
+    def __init__(
+        self, batch: TrainingBatch, device: torch.device, sequence: Ranks | None = None, *, lean: bool = False
+    ) -> None:
+        """sequence, lean: as of `pack_rows`."""
+        self._batch, self._device, self._sequence, self._lean = batch, device, sequence, lean
         self._tokens, self._experts = batch.row_tokens(), batch.row_experts()
         self._lengths = np.asarray(batch.response_lengths, np.int64)
         # [N] places in Q at which the rows begin: the sum of the lengths before each.
@@ -104,8 +106,17 @@ class BatchRows:
         tokens = [self._tokens[i] for i in members]
         lengths, temperatures = self._batch.prompt_lengths[members], self._batch.temperatures[members]
         experts = None if self._experts is None else [self._experts[i] for i in members]
-        packed = pack_rows(tokens, lengths, temperatures, self._device, sequence=self._sequence, experts=experts)
-        return {"rows": packed}
+        return {
+            "rows": pack_rows(
+                tokens,
+                lengths,
+                temperatures,
+                self._device,
+                sequence=self._sequence,
+                experts=experts,
+                lean=self._lean,
+            )
+        }
 
     @torch.no_grad()
     def scored(self, parts: Sequence[np.ndarray], score: Callable[..., Tensor]) -> Tensor:
@@ -211,6 +222,7 @@ def plan_passes(
     unit: int,
     together: bool,
     group: Ranks | None = None,
+    siblings: np.ndarray | None = None,
 ) -> Passes:
     """Rows dealt to the ranks by cost, then cut into micro-batches.
 
@@ -220,18 +232,23 @@ def plan_passes(
         unit: neighbors that are never parted.
         together: all ranks must make the same number of passes.
         group: the ranks that compute the same rows with this one; the rows are dealt to such groups. None: no other.
+        siblings: a number for each row of the batch; neighbors of one number stay together where that leaves passes and
+            ranks of about the same cost. None: nobody has any.
     """
-    size = 1 if group is None else group.size
+    num_parts = ranks.size // (1 if group is None else group.size)
     lengths = lengths[members]
+    costs = row_costs(lengths, hidden_size)
+    units = [rows_of_units(np.array([number]), unit) for number in range(len(members) // unit)]
+    if siblings is not None:
+        units = _joined(units, siblings[members], lengths, costs, costs.sum() / (8 * num_parts), max_tokens, max_rows)
     cut: list[list[np.ndarray]] = []
     # Every rank deals for all of them, by lengths alone, and so knows how many passes the others make.
-    for units in deal(unit_costs(lengths, hidden_size, unit), ranks.size // size):
-        rows = rows_of_units(units, unit)
+    for part in deal(np.array([costs[rows].sum() for rows in units]), num_parts):
         # Within a rank by cost, too: passes of about the same cost keep the peak of the memory low.
-        costs = unit_costs(lengths[rows], hidden_size)
-        parts = micro_batches(lengths[rows], max_tokens=max_tokens, max_rows=max_rows, unit=unit, costs=costs)
-        cut.append([members[rows[part]] for part in parts])
-    own = cut[ranks.rank // size]
+        own_units = [units[number] for number in part]
+        parts = micro_batches(lengths, own_units, max_tokens=max_tokens, max_rows=max_rows, costs=costs)
+        cut.append([members[rows] for rows in parts])
+    own = cut[ranks.rank // (ranks.size // num_parts)]
     # A rank without rows makes a pass all the same, to know the shapes of what it adds nothing to.
     num_idle = max(len(parts) for parts in cut) - len(own) if together else int(not own)
     # The cheapest unit of the batch, which every rank knows.
@@ -239,70 +256,97 @@ def plan_passes(
     return Passes(ranks, group is None or group.is_rank0, own, num_idle, members[rows_of_units(shortest, unit)])
 
 
+def _joined(
+    units: Sequence[np.ndarray],
+    siblings: np.ndarray,
+    lengths: np.ndarray,
+    costs: np.ndarray,
+    max_cost: float,
+    max_tokens: float,
+    max_rows: int | None,
+) -> list[np.ndarray]:
+    """Neighboring units whose first rows are siblings as one, up to the limits."""
+    joined: list[np.ndarray] = []
+    for rows in units:
+        both = np.concatenate([joined[-1], rows]) if joined else rows
+        if (
+            joined
+            and siblings[both[0]] == siblings[rows[0]]
+            and costs[both].sum() <= max_cost
+            and lengths[both].sum() <= max_tokens
+            and (max_rows is None or len(both) <= max_rows)
+        ):
+            joined[-1] = both
+        else:
+            joined.append(rows)
+    return joined
+
+
 def micro_batches(
     lengths: np.ndarray,
+    units: Sequence[np.ndarray] | None = None,
     *,
     max_tokens: float = math.inf,
     max_rows: int | None = None,
-    unit: int = 1,
     costs: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Row numbers of each forward pass: as few as the limits on tokens and rows allow, of about the same cost.
 
     Args:
         lengths: tokens of each row.
-        unit: neighbors that are never parted (2: pairs). A unit beyond a limit goes alone.
+        units: numbers of rows that are never parted. A unit beyond a limit goes alone. None: each row is one.
         costs: of each row; None: its tokens.
     """
-    tokens_U = lengths.reshape(-1, unit).sum(axis=1)
-    costs_U = (lengths if costs is None else costs).reshape(-1, unit).sum(axis=1)
-    num_units = len(tokens_U)
-    max_units = num_units if max_rows is None else max(1, max_rows // unit)
+    units = [np.array([row]) for row in range(len(lengths))] if units is None else units
+    costs = lengths if costs is None else costs
+    tokens_U, costs_U, rows_U = (
+        np.array([v[rows].sum() for rows in units]) for v in (lengths, costs, np.ones_like(lengths))
+    )
     # A lower bound on the number of passes by rows and by tokens; packing them may take more.
-    fewest = max(1, math.ceil(num_units / max(1, max_units)), math.ceil(tokens_U.sum() / max_tokens))
+    most_rows = math.inf if max_rows is None else max_rows
+    fewest = max(1, math.ceil(rows_U.sum() / most_rows), math.ceil(tokens_U.sum() / max_tokens))
+    limits = ((tokens_U, max_tokens), (rows_U, most_rows))
     # A generator: mostly the first try fits.
-    tries = (deal(costs_U, number, tokens_U, max_tokens, max_units) for number in range(fewest, num_units))
+    tries = (deal(costs_U, number, limits) for number in range(fewest, len(units)))
     # The first number of passes into which all fit; at the worst each unit alone.
-    parts = next(filter(None, tries), [np.array([unit]) for unit in range(num_units)])
-    return [rows_of_units(part, unit) for part in parts]
+    parts = next(filter(None, tries), [np.array([unit]) for unit in range(len(units))])
+    return [np.sort(np.concatenate([units[number] for number in part])) for part in parts if len(part)]
 
 
-def deal(
-    costs_U: np.ndarray,
-    num_parts: int,
-    tokens_U: np.ndarray | None = None,
-    max_tokens: float = math.inf,
-    max_units: float = math.inf,
-) -> list[np.ndarray]:
+def deal(costs_U: np.ndarray, num_parts: int, limits: Sequence[tuple[np.ndarray, float]] = ()) -> list[np.ndarray]:
     """Units of each part, ascending: the dearest first, each to the part that is cheapest so far among those with room
     for it. Empty: one fits nowhere. A unit beyond a limit has a part alone.
 
     Without limits no part costs more than the mean plus the dearest unit.
+
+    Args: limits: ([U] what each unit has of something, the most that a part may have).
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    cost_P, tokens_P, units_P = np.zeros(num_parts), np.zeros(num_parts), np.zeros(num_parts, int)
+    cost_P = np.zeros(num_parts)
+    held = [np.zeros(num_parts) for _ in limits]
     # Greedy, the dearest first: near the optimum, and, ties going by number, the same on every rank.
     for unit in np.argsort(-costs_U, kind="stable"):
-        tokens = 0 if tokens_U is None else tokens_U[unit]
+        fits_P = np.ones(num_parts, bool)
+        for of_parts, (of_units, most) in zip(held, limits, strict=True):
+            fits_P &= of_parts + of_units[unit] <= most
         # An empty part takes any unit, also one beyond the limits: it has to be computed somewhere.
-        fits_P = (units_P == 0) | ((tokens_P + tokens <= max_tokens) & (units_P < max_units))
+        fits_P |= [not part for part in parts]
         if not fits_P.any():
             return []
         place = int(np.where(fits_P, cost_P, np.inf).argmin())
         parts[place].append(int(unit))
         cost_P[place] += costs_U[unit]
-        tokens_P[place] += tokens
-        units_P[place] += 1
+        for of_parts, (of_units, _) in zip(held, limits, strict=True):
+            of_parts[place] += of_units[unit]
     return [np.array(sorted(part), dtype=np.int64) for part in parts]
 
 
-def unit_costs(lengths_N: np.ndarray, hidden_size: int, unit: int = 1) -> np.ndarray:
-    """[U] cost of each unit's rows: products with weights, 12 H^2 L a layer, and of attention, H L^2 (causal).
+def row_costs(lengths_N: np.ndarray, hidden_size: int) -> np.ndarray:
+    """[N] cost of each row: products with weights, 12 H^2 L a layer, and of attention, H L^2 (causal).
 
     In units of H a layer; the factor that both have, and the backward pass triples, is left out.
     """
-    costs_N = lengths_N * (12.0 * hidden_size + lengths_N)
-    return np.asarray(costs_N.reshape(-1, unit).sum(axis=1))
+    return lengths_N * (12.0 * hidden_size + lengths_N)
 
 
 def rows_of_units(units: np.ndarray, unit: int) -> np.ndarray:

@@ -248,7 +248,7 @@ class TorchEngine(TrainEngine):
         algorithm, device = self._algorithm, self._device
         _check_experts(batch, self._routers)
         # The batch is whole on every rank; what a rank computes of it is in `passes`.
-        rows = BatchRows(batch, device, self._sequence)
+        rows = BatchRows(batch, device, self._sequence, lean=self._lean)
         whole = self._plan(batch, np.arange(len(batch)))
         # What is drawn at a step depends on the seed and the step alone, so there is no random state to keep.
         torch.manual_seed(self._config.seed * 2**32 + step)
@@ -339,7 +339,10 @@ class TorchEngine(TrainEngine):
         totals, total = defaultdict[str, float](float), 0.0
         self._model.eval()
         for batch in batches:
-            rows, passes = BatchRows(batch, device, self._sequence), self._plan(batch, np.arange(len(batch)))
+            rows, passes = (
+                BatchRows(batch, device, self._sequence, lean=self._lean),
+                self._plan(batch, np.arange(len(batch))),
+            )
             sums = defaultdict[str, float](float)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 scores = self._scores(batch, rows, passes)
@@ -366,6 +369,12 @@ class TorchEngine(TrainEngine):
         self._model.train()
         return {name: value / total for name, value in totals.items() if name != "weight_sum"}
 
+    @property
+    def _lean(self) -> bool:
+        """See `pack_rows`: not where the score of a row is read at its last token, or routers are judged by, or are
+        told, the experts of all tokens."""
+        return not (self._algorithm.policy_loss_fn.scores_sequences or self._router_loss or self._routers)
+
     def _mini_batches(self, batch: TrainingBatch, step: int) -> Iterator[tuple[int, np.ndarray]]:
         """(number of the update in the run, counted from 1; its row numbers) of all updates of a step."""
         count, epochs = self._config.num_mini_batches, self._trainer.ppo_epochs
@@ -385,6 +394,7 @@ class TorchEngine(TrainEngine):
             unit=self._unit,
             together=self._strategy.passes_together,
             group=self._sequence or self._strategy.group,
+            siblings=batch.groups if self._lean else None,  # rollouts of a task have its prompt in common
         )
 
     def _taught(self, batch: TrainingBatch, members: np.ndarray, passes: Passes) -> list[tuple[Scorer | None, Passes]]:
@@ -400,7 +410,10 @@ class TorchEngine(TrainEngine):
     def _kl_baseline(self, batch: TrainingBatch) -> float:
         """Mean of log p_policy - log p_ref over the sequences of a batch, at least 0: an estimate of a KL divergence
         where responses are to other prompts."""
-        rows, passes = BatchRows(batch, self._device, self._sequence), self._plan(batch, np.arange(len(batch)))
+        rows, passes = (
+            BatchRows(batch, self._device, self._sequence, lean=self._lean),
+            self._plan(batch, np.arange(len(batch))),
+        )
         assert self._reference is not None, "a loss with a KL baseline has a reference"
         policy_Q, ref_Q = (
             passes.scored(rows, lambda model=model, **inputs: model(**inputs)[0])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from rftdask.trainer import attention
 from rftdask.trainer.attention import PACKED, hidden_states, pack_if_equal
 from rftdask.trainer.engines.micro_batches import micro_batches
 from rftdask.trainer.model import token_logprobs
-from rftdask.trainer.packing import RowSpans, pack_rows
+from rftdask.trainer.packing import Spans, pack_rows
 from tests.numerics import assert_close, assert_same_logprobs, shifted_seed
 
 VOCAB_SIZE = 40
@@ -60,6 +60,12 @@ lengths_of_rows = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_
 """(prompt, response) tokens of each row."""
 
 
+def siblings(shapes: list[tuple[int, int]], random: np.random.Generator) -> list[np.ndarray]:
+    """Rows of random tokens, in which prompts of one length are equal."""
+    prompts = {length: random.integers(2, VOCAB_SIZE, length) for length, _ in shapes}
+    return [np.concatenate([prompts[p], random.integers(2, VOCAB_SIZE, r)]) for p, r in shapes]
+
+
 def pad(rows: list[np.ndarray], dtype: type) -> Tensor:
     """[rows, longest], zeros after the end of each."""
     padded: np.ndarray = np.zeros((len(rows), max(map(len, rows))), dtype)
@@ -86,12 +92,12 @@ def gradients(model: Any, loss: Tensor) -> list[Tensor]:
 class TestPackedAttention:
     @pytest.mark.parametrize("family", FAMILIES)
     @settings(max_examples=8, deadline=None)
-    @given(shapes=lengths_of_rows, seed=st.integers(0, 99))
+    @given(shapes=lengths_of_rows, seed=st.integers(0, 99), lean=st.booleans())
     def test_packed_equals_padded_in_value_and_gradient(
-        self, family: str, shapes: list[tuple[int, int]], seed: int
+        self, family: str, shapes: list[tuple[int, int]], seed: int, lean: bool
     ) -> None:
         model, random = MODELS[family], np.random.default_rng(shifted_seed(seed))
-        rows = [random.integers(2, VOCAB_SIZE, prompt + response) for prompt, response in shapes]
+        rows = siblings(shapes, random)
         prompts = [prompt for prompt, _ in shapes]
         weights = torch.from_numpy(random.normal(size=(len(rows), 13))).float()
 
@@ -101,7 +107,7 @@ class TestPackedAttention:
         expected = gradients(model, weighted)
 
         assert pack_if_equal(model)
-        logprobs_BT, _ = token_logprobs(model, pack_rows(rows, np.array(prompts), np.ones(len(rows))))
+        logprobs_BT, _ = token_logprobs(model, pack_rows(rows, np.array(prompts), np.ones(len(rows)), lean=lean))
         for values_T, part in zip(logprobs_BT, parts, strict=True):
             assert_same_logprobs(values_T[: len(part)], part)
             assert not values_T[len(part) :].any()
@@ -119,8 +125,10 @@ class TestPackedAttention:
         hook.remove()
         assert shapes == [(1, 7 + 2, 16)]
 
-    def test_a_model_that_cannot_pack_computes_row_by_row_with_the_same_result(self) -> None:
-        model, rows = MODELS["qwen2"], pack_rows([np.arange(2, 9), np.arange(5, 9)], np.array([1, 1]), np.ones(2))
+    @pytest.mark.parametrize("lean", [False, True])
+    def test_a_model_that_cannot_pack_computes_row_by_row_with_the_same_result(self, lean: bool) -> None:
+        tokens = [np.arange(2, 9), np.arange(5, 9), np.arange(2, 6)]
+        model, rows = MODELS["qwen2"], pack_rows(tokens, np.array([2, 1, 2]), np.ones(3), lean=lean)
         assert pack_if_equal(model)
         packed = hidden_states(model, rows)
         model.set_attn_implementation("eager")
@@ -151,11 +159,41 @@ class TestPackRows:
         assert sorted(packed.tokens_S.tolist()) == sorted(np.concatenate(rows).tolist())
         assert (packed.tokens_S % 100 == packed.positions_S).all()
         assert packed.spans.ends.tolist() == [0, *np.cumsum(packed.spans.lengths).tolist()]
-        assert [length for rows, length in packed.spans.blocks for _ in range(rows)] == list(packed.spans.lengths)
-        responses = np.concatenate([row[prompt:] for row, (prompt, _) in zip(rows, shapes, strict=True)])
-        assert packed.tokens_S[packed.place_Q].tolist() == responses.tolist()
-        aligned_BT = packed.aligned(packed.tokens_S[packed.place_Q])
+        assert [length for rows, length, _ in packed.spans.blocks for _ in range(rows)] == list(packed.spans.lengths)
+        assert packed.spans.seen == packed.spans.lengths
+        before = np.concatenate([row[prompt - 1 : -1] for row, (prompt, _) in zip(rows, shapes, strict=True)])
+        assert packed.tokens_S[packed.before_Q].tolist() == before.tolist()
+        aligned_BT = packed.aligned(packed.target_Q)
         assert aligned_BT.tolist() == pad([r[p:] for r, (p, _) in zip(rows, shapes, strict=True)], np.int64).tolist()
+
+    @given(lengths_of_rows)
+    def test_lean_every_prompt_is_packed_once_and_no_token_that_predicts_nothing(
+        self, shapes: list[tuple[int, int]]
+    ) -> None:
+        assume(any(response for _, response in shapes))
+        # Tokens tell their place in the row, those of responses also their row.
+        rows = [
+            np.concatenate([1000 * p + np.arange(p), 10_000 * (i + 1) + np.arange(p, p + r)])
+            for i, (p, r) in enumerate(shapes)
+        ]
+        prompts = np.array([prompt for prompt, _ in shapes])
+        packed, whole = (pack_rows(rows, prompts, np.ones(len(rows)), lean=lean) for lean in (True, False))
+        needed = {p for p, r in shapes if r}
+        assert len(packed.tokens_S) == sum(needed) + sum(max(0, r - 1) for _, r in shapes)
+        assert (packed.tokens_S % 100 == packed.positions_S).all()
+        for name in ("target_Q", "row_Q", "column_Q"):
+            assert torch.equal(getattr(packed, name), getattr(whole, name))
+        assert torch.equal(packed.tokens_S[packed.before_Q], whole.tokens_S[whole.before_Q])
+        # What a token sees is its row up to it.
+        seen = packed.tokens_S if packed.spans.seen_K is None else packed.tokens_S[packed.spans.seen_K]
+        for tokens, own, length in zip(
+            seen.split(list(packed.spans.seen)),
+            packed.tokens_S.split(list(packed.spans.lengths)),
+            packed.spans.lengths,
+            strict=True,
+        ):
+            assert torch.equal(tokens[-length:], own)
+            assert any(np.array_equal(tokens, row[: len(tokens)]) for row in rows)
 
     def test_a_row_without_a_prompt_is_refused(self) -> None:
         with pytest.raises(ValueError, match="a row has no prompt"):
@@ -173,7 +211,8 @@ class TestMicroBatches:
         self, lengths: list[int], max_tokens: int, max_rows: int | None, unit: int
     ) -> None:
         array = np.array(lengths * unit)
-        parts = micro_batches(array, max_tokens=max_tokens, max_rows=max_rows, unit=unit)
+        units = list(np.arange(len(array)).reshape(-1, unit))
+        parts = micro_batches(array, units, max_tokens=max_tokens, max_rows=max_rows)
         assert sorted(np.concatenate(parts).tolist()) == list(range(len(array)))
         for part in parts:
             pairs = part.reshape(-1, unit)
@@ -195,7 +234,7 @@ class TestMicroBatches:
 def test_the_kernel_is_asked_for_shared_heads_where_it_has_a_switch_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch 2.11 has none and shares them unasked; 2.12 refuses without it."""
     query_S, key_S = torch.zeros(6, 4, 8), torch.zeros(6, 2, 8)
-    spans = RowSpans((4, 2), torch.tensor([0, 4, 6], dtype=torch.int32))
+    spans = Spans((4, 2), (4, 2), (ends := torch.tensor([0, 4, 6], dtype=torch.int32)), ends, None)
     asked: list[dict[str, Any]] = []
 
     def of_2_11(

@@ -23,7 +23,7 @@ from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.testing.thread_ranks import in_threads
 from rftdask.trainer.checkpoint import Checkpoints, newest_valid_checkpoint, turns_of
 from rftdask.trainer.engines.fake import FakeTrainEngine
-from rftdask.trainer.engines.micro_batches import deal, plan_passes, rows_of_units, unit_costs
+from rftdask.trainer.engines.micro_batches import deal, plan_passes, row_costs, rows_of_units
 from rftdask.trainer.ranks import Ranks
 from rftdask.trainer.trainer import from_bytes, places_of, to_bytes
 from tests.unit.trainer.trainer_cases import fill_log, make_trainer, new_storage, source_of
@@ -44,7 +44,7 @@ def test_units_are_dealt_once_and_evenly(costs: list[float], size: int) -> None:
 
 
 def test_a_long_row_costs_more_than_short_rows_of_as_many_tokens() -> None:
-    long, short = unit_costs(np.array([1000, 500, 500, 10, 990]), 64, 1)[0], unit_costs(np.array([500, 500]), 64, 2)[0]
+    long, short = row_costs(np.array([1000, 500, 500]), 64)[0], row_costs(np.array([500, 500]), 64).sum()
     assert long == 1000 * (12 * 64 + 1000)
     assert short == 2 * 500 * (12 * 64 + 500)
     assert rows_of_units(np.array([0, 2]), 2).tolist() == [0, 1, 4, 5]
@@ -233,12 +233,17 @@ class OneOf(Ranks):
         self.rank, self.size = rank, size
 
 
-@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 4) | st.none(), st.sampled_from([1, 2]), st.booleans())
+@given(
+    st.integers(1, 12), st.integers(1, 5), st.integers(1, 4) | st.none(), st.sampled_from([1, 2]), st.booleans(),
+    st.none() | st.integers(1, 4),
+)  # fmt: skip
 def test_ranks_make_passes_over_every_row_once_and_as_many_as_each_other_where_they_must(
-    num_units: int, size: int, max_rows: int | None, unit: int, together: bool
+    num_units: int, size: int, max_rows: int | None, unit: int, together: bool, group_size: int | None
 ) -> None:
     lengths = np.arange(3, 3 + num_units * unit) ** 2 % 17 + 1
     limits: dict[str, Any] = {"hidden_size": 8, "max_tokens": 40, "max_rows": max_rows, "unit": unit}
+    if group_size is not None:
+        limits["siblings"] = np.arange(len(lengths)) // group_size
     members = np.arange(len(lengths))[num_units // 2 * unit :]  # the last of them, as a mini-batch may have
     plans = [plan_passes(lengths, members, OneOf(rank, size), **limits, together=together) for rank in range(size)]
     rows = [int(row) for plan in plans for part in plan.own for row in part]
@@ -249,3 +254,19 @@ def test_ranks_make_passes_over_every_row_once_and_as_many_as_each_other_where_t
     for plan in plans:
         assert all(sorted(part // unit) == sorted(np.repeat(np.unique(part // unit), unit)) for part in plan.own)
         assert len(plan.filler) == unit
+        for part in plan.own:
+            assert len(part) == unit or (lengths[part].sum() <= 40 and (max_rows is None or len(part) <= max_rows))
+
+
+def test_siblings_share_passes_and_ranks_cost_the_same() -> None:
+    groups, lengths = np.arange(16).repeat(8), np.arange(128) % 7 + 20
+    limits: dict[str, Any] = {"hidden_size": 8, "max_tokens": 400, "max_rows": None, "unit": 1, "together": True}
+    plans = [
+        [plan_passes(lengths, np.arange(128), OneOf(rank, 4), **limits, siblings=known) for rank in range(4)]
+        for known in (groups, None)
+    ]
+    # [passes] prompts that are computed, with siblings known and without.
+    computed = [sum(len(np.unique(groups[part])) for plan in ranks for part in plan.own) for ranks in plans]
+    assert 1.5 * computed[0] <= computed[1]
+    costs = [lengths[np.concatenate(plan.own)].sum() for plan in plans[0]]
+    assert max(costs) <= 1.15 * min(costs)
