@@ -554,7 +554,7 @@ def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For p
 @app.command()
 def report(run: Run) -> None:
     """Write the report of a run, one self-contained HTML page, and print where it is."""
-    from rftdask.run.report import report_run
+    from rftdask.studio.printed import report_run
 
     _say(report_run(run))
 

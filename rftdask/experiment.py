@@ -37,13 +37,13 @@ from rftdask.processes.dask_task import workers_of
 from rftdask.processes.gpus import free_host_bytes
 from rftdask.run.made_of import WholeContents, check_made_of, copy_sources
 from rftdask.run.preflight import check_inputs
-from rftdask.run.report import import_ahead, report_run, stage_metrics, write_report
 from rftdask.run.run_folder import check_run, note_begin, note_end, open_run, private_files, read_run_config, record_run
 from rftdask.run.stage import StageRun, StageWork
 from rftdask.run.summary import RunSummary, summarize
 from rftdask.run.view import Stage, stages_of
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.staging import stage_here
+from rftdask.studio.printed import import_ahead, report_run, write_report
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, newest_valid_checkpoint
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class Experiment:
                 if folders:
                     found = summarize(self.config, self.url, folders, status=status, began_s=began_s, error=error)
                     self.summary = found
-                    write_report(storage, found, stage_metrics(found, folders))
+                    write_report(storage.url, found)
             logs.close()
         assert self.summary is not None
         return self.summary
@@ -431,7 +431,9 @@ class _Watcher:
         if isinstance(event, Note):
             self.view.note(event.text)
         elif isinstance(event, Evaluated):
-            progress = dataclasses.replace(progress, accuracy=event.metrics.get("accuracy"))
+            progress = dataclasses.replace(
+                progress, accuracy=event.metrics.get("accuracy"), accuracy_step=event.version
+            )
         if isinstance(event, Step):
             rows = self._rows[event.role]
             rows.append(event.metrics)

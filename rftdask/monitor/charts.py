@@ -1,4 +1,4 @@
-"""Charts: metrics as matplotlib figures and as SVG that follows the colors of the page it stands in.
+"""Charts: metrics as matplotlib figures, for notebooks.
 
 Each stage has a panel of its own, all of them equally wide, since a stage of 16 steps may be what a run is about and
 256 steps before it only its preparation. It knows neither storage nor HTML pages, and uses no global state of
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,8 +24,6 @@ Stages = Sequence[tuple[str, "pd.DataFrame"]]
 
 _TEXT, _GRID = "#52525b", "#d4d4d8"
 _SERIES = ("#2a6fdb", "#c2570c", "#0f8a6c", "#7a4fd0", "#b0327a", "#7d6b00")
-_CSS = {_TEXT: "currentColor", _GRID: "var(--grid)"} | {c: f"var(--s{n})" for n, c in enumerate(_SERIES, start=1)}
-"""Colors of the figure -> colors of the page, so that the page's light and dark mode hold for charts too."""
 
 _SMOOTH_FROM = 40
 """With more points than this a curve is drawn faint, under its mean over a window."""
@@ -114,34 +111,6 @@ def plot_metrics(metrics: pd.DataFrame | Stages) -> Figure:
     # A bare Figure shows itself in a notebook only after pyplot was set up there; this one always does.
     setattr(figure, "_repr_svg_", svg)  # noqa: B010 -- no attribute that matplotlib declares
     return figure
-
-
-def chart_svg(chart: Chart, stages: Stages) -> str:
-    """The chart as an `<svg>` element for an HTML page, "" without data. The page defines --grid and --s1 ... --s6."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    panels = panels_of(chart, stages)
-    if not panels:
-        return ""
-    buffer = io.StringIO()
-    # Text stays text (small, in the page's font); the salt makes the same numbers give the same bytes.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.metric}):
-        figure = Figure(figsize=(5.6, 2.5), layout="constrained")
-        _draw(figure, chart, panels, name_stages=len(stages) > 1)
-        figure.savefig(
-            buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        )
-    # The file as an element: no prolog, no metadata, ids of its own, colors and font of the page.
-    svg = buffer.getvalue()
-    svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(r' xmlns(:xlink)?="[^"]*"| (width|height)="[\d.]+pt"', "", svg).replace("xlink:href", "href")
-    # A page has several charts, and an id may stand in it once.
-    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{chart.metric}-", svg)
-    for color, variable in _CSS.items():
-        svg = svg.replace(color, variable)
-    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{chart.title}"', 1)
 
 
 def _draw(figure: Figure | SubFigure, chart: Chart, panels: list[Panel], *, name_stages: bool) -> None:

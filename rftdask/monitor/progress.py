@@ -44,6 +44,8 @@ class Progress:
     reward: float | None = None
     accuracy: float | None = None
     """Newest evaluation, 0 to 1."""
+    accuracy_step: int | None = None
+    """Policy version that was evaluated."""
     loss: float | None = None
     tokens_per_s: float | None = None
     staleness: float | None = None
@@ -57,19 +59,24 @@ class Progress:
 
     def columns(self) -> list[tuple[str, str]]:
         """(label, text) of what is shown, in order; the text is "-" for what is not known."""
-        numbers = {
-            "reward": (self.reward, ".3g"),
-            "accuracy": (self.accuracy, ".1%"),
-            "loss": (self.loss, ".3g"),
-            "tokens/s": (self.tokens_per_s, ",.0f"),
-            "staleness": (self.staleness, ".1f"),
-        }
+
+        def number(value: float | None, form: str) -> str:
+            return "-" if value is None or math.isnan(value) else format(value, form)
+
+        accuracy = number(self.accuracy, ".1%")
+        if accuracy != "-" and self.accuracy_step is not None:
+            accuracy += f" @{self.accuracy_step}"
+        # What matters first: 80 columns have room for seven of them in a row.
         return [
             ("step", f"{self.step}" if self.total_steps is None else f"{self.step}/{self.total_steps}"),
-            *((k, "-" if v is None or math.isnan(v) else format(v, form)) for k, (v, form) in numbers.items()),
+            ("reward", number(self.reward, ".3g")),
+            ("accuracy", accuracy),
+            ("left", "-" if self.eta_s is None else duration(self.eta_s)),
+            ("loss", number(self.loss, ".3g")),
+            ("tokens/s", number(self.tokens_per_s, ",.0f")),
+            ("staleness", number(self.staleness, ".1f")),
             ("workers", str(self.workers)),
             ("elapsed", duration(self.elapsed_s)),
-            ("left", "-" if self.eta_s is None else duration(self.eta_s)),
         ]
 
     @property

@@ -13,11 +13,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
+from rftdask.buffer.log import open_log
+from rftdask.buffer.log.log import EXPERIENCES
 from rftdask.buffer.log.schema import runs_to_mask, sampled_spans
 from rftdask.errors import DamagedError, DataError, NotFoundError
-from rftdask.provenance.tables import STATE_SCHEMA, RunTables
+from rftdask.provenance.tables import EXPERIENCE_SCHEMA, STATE_SCHEMA, RunTables
 from rftdask.run.view import Stage
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, checkpoint_steps
 
@@ -226,20 +229,46 @@ class Browser:
         """One line for each line of `states`, without tokens: columns of the tables, `response_length` in tokens,
         `surprise` (mean logprob of the response), and `group`, whose rows of one shard are siblings.
         """
-        table = self._experiences
-        frame = table.select([*_LIST_COLUMNS, *_NUMBERS, *_TEXT_COLUMNS]).to_pandas()
-        frame["turns"] = turns = table["turns"].to_pylist()
-        frame["response_length"] = [
-            length if told is None else sum(turn["end"] - turn["start"] for turn in told)
-            for length, told in zip(pc.list_value_length(table["rollout_logprobs"]).to_pylist(), turns, strict=True)
-        ]
-        # What was not sampled has a logprob of 0, and adds nothing to the sum.
-        logprobs = zip(table["rollout_logprobs"].to_pandas(), frame["response_length"], strict=True)
-        frame["surprise"] = [sum(values) / count if count else math.nan for values, count in logprobs]
-        groups = frame[["taskset", "epoch", "task_index"]].astype(str)
-        frame["group"] = groups["taskset"] + "/" + groups["epoch"] + "/" + groups["task_index"]
-        states = self._states.drop_columns(["uid"]).to_pandas()
-        return frame.merge(states.astype({"step": "Int64"}), how="left", on=["stage", "shard", "row"])
+        states = self._states.drop_columns(["uid"]).to_pandas().astype({"step": "Int64"})
+        return answer_rows(self._experiences).merge(states, how="left", on=["stage", "shard", "row"])
+
+
+def answer_rows(table: pa.Table) -> pd.DataFrame:
+    """A line for each row of a table of experiences; see `Browser.rows`, whose states it lacks."""
+    frame = table.select([*_LIST_COLUMNS, *_NUMBERS, *_TEXT_COLUMNS]).to_pandas()
+    frame["turns"] = turns = table["turns"].to_pylist()
+    frame["response_length"] = [
+        length if told is None else sum(turn["end"] - turn["start"] for turn in told)
+        for length, told in zip(pc.list_value_length(table["rollout_logprobs"]).to_pylist(), turns, strict=True)
+    ]
+    # What was not sampled has a logprob of 0, and adds nothing to the sum.
+    logprobs = zip(table["rollout_logprobs"].to_pandas(), frame["response_length"], strict=True)
+    frame["surprise"] = [sum(values) / count if count else math.nan for values, count in logprobs]
+    groups = frame[["taskset", "epoch", "task_index"]].astype(str)
+    frame["group"] = groups["taskset"] + "/" + groups["epoch"] + "/" + groups["task_index"]
+    return frame
+
+
+def some_answers(url: str | Path, *, evals: bool = False, most: int) -> tuple[pd.DataFrame, int]:
+    """(about `most` lines as those of `answer_rows`, how many there are): whole shards, evenly from the first to the
+    last. One shard after another is in memory, and tokens of none are kept. Raises: DataError: `url` is no run folder.
+    """
+    import pandas as pd  # late: half a second
+
+    tables = RunTables(url)
+    frames, there = [answer_rows(EXPERIENCE_SCHEMA.empty_table())], 0
+    for stage in tables.stages:
+        names = [name.rstrip("/") for name in stage.storage.list("eval") if name.endswith("/")] if evals else []
+        for folder in [f"eval/{name}" for name in names] if evals else [EXPERIENCES]:
+            shards = open_log(stage.storage, stage.config, folder).shards(0)
+            num_rows = sum(name.num_rows for name in shards)
+            there += num_rows
+            # Of an evaluation the same tasks each time: those of its first unit are the first ones.
+            wanted = [name for name in shards if name.unit == 0] if evals and num_rows > most else shards
+            every = max(1, -(-sum(name.num_rows for name in wanted) // most))
+            kept = {name.text for name in wanted[::every]}
+            frames += [answer_rows(rows) for _, rows in tables.read_shards(stage, folder, kept)]
+    return pd.concat(frames, ignore_index=True), there
 
 
 def records(rows: pd.DataFrame) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ where it is from: `stage`, and for experiences and ledger lines `shard` and `row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -98,10 +98,17 @@ class RunTables:
             self._tables[name] = getattr(self, f"_{name}")()
         return self._tables[name]
 
-    def read_shards(self, stage: Stage, folder: str = EXPERIENCES) -> Iterator[tuple[ShardName, pa.Table]]:
-        """Every readable shard of one log with its rows, in the order of the log; columns as in `EXPERIENCE_SCHEMA`."""
+    def read_shards(
+        self, stage: Stage, folder: str = EXPERIENCES, only: Container[str] | None = None
+    ) -> Iterator[tuple[ShardName, pa.Table]]:
+        """Every readable shard of one log with its rows, in the order of the log; columns as in `EXPERIENCE_SCHEMA`.
+
+        only: names of the shards to read; None: all of them.
+        """
         log = open_log(stage.storage, stage.config, folder)
         for name in log.shards(0):
+            if only is not None and name.text not in only:
+                continue
             table = self._try(partial(log.read, name))
             if table is None:
                 continue

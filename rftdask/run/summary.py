@@ -16,10 +16,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, variance
 from typing import TYPE_CHECKING
 
 from rftdask.buffer.log import open_log
 from rftdask.config import Config
+from rftdask.monitor.explain import METRICS, WINDOW
 from rftdask.monitor.progress import duration
 from rftdask.run.run_folder import package_versions
 from rftdask.run.view import Accuracy, Stage
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 NUM_SAMPLES = 5
+_LOOKED_AT = ("reward", "response_length", "truncated", "flat_groups", "entropy", "kl", "loss", "staleness")
+"""Of which the first and the last steps are compared."""
 
 Interval = tuple[float, float]
 
@@ -75,6 +79,18 @@ class SampleAnswer:
 
 
 @dataclass(frozen=True)
+class Change:
+    """A metric in the first and in the last steps of a stage, each the mean of at most WINDOW of them."""
+
+    stage: str
+    metric: str
+    first: float
+    last: float
+    error: float = math.nan
+    """Standard error of their difference, from the spread of the steps."""
+
+
+@dataclass(frozen=True)
 class RunSummary:
     """All of a run that is not a curve.
 
@@ -94,7 +110,12 @@ class RunSummary:
     accuracy_after: float | None = None
     accuracy_error: float = math.nan
     """Standard error of their difference, from the numbers of answers; nan where it is not known."""
+    num_answers: tuple[int, int] = (0, 0)
+    """To the first and to the last evaluation; 0 where it is not known."""
+    seed: int | None = None
     samples: tuple[SampleAnswer, ...] = ()
+    changes: tuple[Change, ...] = ()
+    """In the order of the stages."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Experiences of all stages: "committed", "trained", "waiting", then the dropped ones by reason."""
     time_split: Mapping[str, float] = field(default_factory=dict)
@@ -127,8 +148,8 @@ def percent(value: float | None) -> str:
 
 
 def learned(summary: RunSummary) -> str:
-    """One sentence: what the run has learned. Example: "accuracy 12.0% -> 61.5% (+49.5 points, standard
-    error 8.3)"."""
+    """One sentence: what the run has learned. Example: "accuracy 12.0% -> 61.5% (+49.5 points, standard error 8.3, 100
+    answers each, seed 42 alone)"."""
     before, after = summary.accuracy_before, summary.accuracy_after
     losses = [(stage.name, *stage.eval_losses) for stage in summary.stages if len(stage.eval_losses) == 2]
     if before is None and losses:
@@ -136,9 +157,15 @@ def learned(summary: RunSummary) -> str:
     # One evaluation is a level and not a change.
     if before is None or after is None:
         return "accuracy was not measured before and after; set eval_interval and an eval taskset to see it"
-    error = summary.accuracy_error
-    of = "" if math.isnan(error) else f", standard error {100 * error:.1f}"
-    return f"accuracy {percent(before)} -> {percent(after)} ({100 * (after - before):+.1f} points{of})"
+    told = [f"{100 * (after - before):+.1f} points"]
+    if not math.isnan(summary.accuracy_error):
+        told.append(f"standard error {100 * summary.accuracy_error:.1f}")
+    first, last = summary.num_answers
+    if first and last:
+        told.append(f"{first:,} answers each" if first == last else f"{first:,} and {last:,} answers")
+    # What another seed would have given, no number of one run tells.
+    told += [f"seed {summary.seed} alone"] * (summary.seed is not None)
+    return f"accuracy {percent(before)} -> {percent(after)} ({', '.join(told)})"
 
 
 def shorten(text: str, max_chars: int = 160) -> str:
@@ -187,7 +214,10 @@ def summarize(
         accuracy_before=looks[0].value if looks else None,
         accuracy_after=looks[-1].value if looks else None,
         accuracy_error=math.hypot(looks[0].error, looks[-1].error) if looks else math.nan,
+        num_answers=(looks[0].num_answers, looks[-1].num_answers) if looks else (0, 0),
+        seed=config.seed,
         samples=_samples(stages),
+        changes=tuple(c for row, stage in zip(rows, stages, strict=True) for c in _changes(row.name, stage)),
         counts=dict(counts),
         time_split=time_split(stages),
         versions=package_versions(),
@@ -200,6 +230,19 @@ def summarize(
             f"{row.name}: {warning}" for row, stage in zip(rows, stages, strict=True) for warning in stage.warnings
         ),
     )
+
+
+def _changes(name: str, stage: Stage) -> list[Change]:
+    """What its first and its last steps measured, where there are enough to tell them apart."""
+    found = []
+    for metric in _LOOKED_AT:
+        values = stage.values("trainer", metric) or stage.values("explorer", metric)
+        size = min(WINDOW, len(values) // 2)
+        if size:
+            first, last = values[:size], values[-size:]
+            error = math.sqrt((variance(first) + variance(last)) / size) if size > 1 else math.nan
+            found.append(Change(name, metric, fmean(first), fmean(last), error))
+    return found
 
 
 def _files_of(url: str, stages: Sequence[Stage]) -> dict[str, str]:
@@ -318,9 +361,6 @@ def render_summary(summary: RunSummary) -> RenderableType:
         # One line, however wide: what is pasted is whole.
         return Text(safe(text), style, no_wrap=True, overflow="ignore")
 
-    def answer(text: str, reward: float | None) -> RenderableType:
-        return Text.assemble(safe(shorten(text)), "" if reward is None else (f"\nreward {reward:.3g}", "dim"))
-
     color = {"finished": "green", "failed": "red"}.get(summary.status, "yellow")
     head = (summary.run_name, "bold"), " ", (summary.status, f"bold {color}"), f" after {duration(summary.seconds)}"
     parts: list[RenderableType] = [Text.assemble(*head)]
@@ -336,14 +376,17 @@ def render_summary(summary: RunSummary) -> RenderableType:
             steps, took = str(stage.steps), duration(stage.seconds)
             table.add_row(shown(stage.name), stage.mode, shown(stage.algorithm), steps, took, *accuracies)
         parts.append(table)
-    if summary.samples:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=True, expand=True)
-        for name, ratio in (("task", 4), ("truth", 1), ("before", 4), ("after", 4)):
-            table.add_column(name, ratio=ratio, overflow="fold", min_width=len(name))
-        for sample in summary.samples[:NUM_SAMPLES]:
-            before, after = answer(sample.before, sample.reward_before), answer(sample.after, sample.reward_after)
-            table.add_row(shown(shorten(sample.prompt)), shown(shorten(sample.truth, 40)), before, after)
+    # Of the last stage: what the run is about.
+    if changes := [change for change in summary.changes if change.stage == summary.changes[-1].stage]:
+        table = Table("what changed", box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("first steps", "last steps", "\u00b1"):
+            table.add_column(name, justify="right")
+        for change in changes:
+            numbers = f"{change.first:.4g}", f"{change.last:.4g}", f"{change.error:.2g}".replace("nan", "")
+            table.add_row(METRICS[change.metric].label, *numbers)
         parts.append(table)
+    if summary.samples:
+        parts.append(_sample_table(summary.samples[:NUM_SAMPLES]))
     if summary.counts:
         dropped = "".join(f", {count:,} dropped ({reason})" for reason, count in summary.dropped.items())
         used = f"{summary.counts['trained']:,} trained{dropped}, {summary.counts['waiting']:,} waiting"
@@ -360,6 +403,24 @@ def render_summary(summary: RunSummary) -> RenderableType:
     for command, meaning in summary.next_commands.items():
         parts += [line(f"  # {meaning}", "dim"), line(f"  {command}", "cyan")]
     return Group(*parts)
+
+
+def _sample_table(samples: Sequence[SampleAnswer]) -> RenderableType:
+    from rich import box  # late, as above
+    from rich.table import Table
+    from rich.text import Text
+
+    def answer(text: str, reward: float | None) -> RenderableType:
+        return Text.assemble(safe(shorten(text)), "" if reward is None else (f"\nreward {reward:.3g}", "dim"))
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=True, expand=True)
+    for name in ("task", "truth", "before", "after"):
+        # rich gives columns with a ratio less than their least width.
+        table.add_column(name, ratio=None if name == "truth" else 1, overflow="fold")
+    for sample in samples:
+        texts = Text(safe(shorten(sample.prompt))), Text(safe(shorten(sample.truth, 40)))
+        table.add_row(*texts, answer(sample.before, sample.reward_before), answer(sample.after, sample.reward_after))
+    return table
 
 
 def print_summary(summary: RunSummary) -> None:

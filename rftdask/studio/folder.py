@@ -24,6 +24,7 @@ from rftdask.config.plan import make_plan
 from rftdask.errors import DataError, NotFoundError, RftError
 from rftdask.provenance.browse import Browser
 from rftdask.run.run_folder import END_FILE, ROLES, RUN_FILE, lease_holder, read_driver, read_end, read_run_config
+from rftdask.run.summary import RunSummary, summarize
 from rftdask.run.view import Stage, open_stages
 from rftdask.storage import open_storage
 from rftdask.storage.base import in_order
@@ -143,6 +144,15 @@ class Folder:
             return line, mark
 
         return self._keep(("line", name), read)[0]
+
+    def summary(self, name: str) -> RunSummary:
+        """What its report says. Raises: DataError: there is no such run; DamagedError: it cannot be counted."""
+        line, url = self.line(name), self.url_of(name)
+
+        def read() -> RunSummary:
+            return summarize(self.config(name), url, self.stages(name), status=line.state, error=line.why)
+
+        return self._keep(("summary", name), read)
 
     def lines(self) -> list[RunLine]:
         """Of all runs, those that run first, then the newest first. One that cannot be read says so, and of many those

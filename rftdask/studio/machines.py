@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import pandas as pd
-
 from rftdask.monitor.metrics import MACHINE
 from rftdask.run.view import Stage
 
@@ -34,6 +32,8 @@ class Worker:
 
 def workers_of(stages: Sequence[Stage]) -> list[Worker]:
     """Every worker that was there in one of the stages, by name."""
+    import pandas as pd  # late: half a second
+
     found = []
     rows = [stage.rows(MACHINE) for stage in stages]
     rows = [each for each in rows if "process" in each and len(each)]

@@ -31,7 +31,8 @@ _PLACE = ("stage", "shard", "row")
 
 def render(template: str, *, scripts: bool = False, **values: Any) -> str:
     """The page of a template. scripts: whether it may run the files of `static`."""
-    return _environment().get_template(template).render(policy=OWN_SCRIPTS if scripts else NO_SCRIPTS, **values)
+    values = {"policy": OWN_SCRIPTS if scripts else NO_SCRIPTS, **values}
+    return _environment().get_template(template).render(values)
 
 
 def static_page(browser: Browser, num_rows: int) -> str:
@@ -39,7 +40,9 @@ def static_page(browser: Browser, num_rows: int) -> str:
     page = browser.page(Filter(), 1, size=num_rows)
     places = dict.fromkeys((row["stage"], row["shard"], row["row"]) for row in page.rows)
     experiences = [shown for place in places if (shown := browser.show(*place)) is not None]
-    return render("static.html.j2", browser=browser, experiences=experiences, num_rows=page.num_rows, levels=LEVELS)
+    return render(
+        "files/static.html.j2", browser=browser, experiences=experiences, num_rows=page.num_rows, levels=LEVELS
+    )
 
 
 @cache
@@ -73,7 +76,12 @@ def _environment() -> Environment:
         # Not below 0: clocks of two machines differ.
         since=lambda at_s: _ago(max(0.0, time.time() - at_s) if at_s else None),
     )
-    environment.globals.update(link=link, place=lambda row: {name: row[name] for name in _PLACE})
+    environment.globals.update(
+        link=link,
+        printed=False,
+        layout="parts/run_base.html.j2",
+        place=lambda row: {name: row[name] for name in _PLACE},
+    )
     return environment
 
 

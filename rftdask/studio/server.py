@@ -38,16 +38,15 @@ from rftdask.provenance.browse import LEVELS, SORTS, Filter
 from rftdask.provenance.sql import OVERVIEW, query
 from rftdask.provenance.tables import TABLES
 from rftdask.run.run_folder import read_run
-from rftdask.run.summary import time_split
 from rftdask.storage import open_storage
 from rftdask.storage.base import numbers_in
 from rftdask.storage.checked_json import parse_object
+from rftdask.studio import contents
 from rftdask.studio.actions import Actions, can_act, fields_of
-from rftdask.studio.answers import TASK_ORDERS, as_passed, distribution, group_outcomes, groups_of, task_table
-from rftdask.studio.curves import arms_of, charts_of, curves_of, differing_settings, timeline_of
+from rftdask.studio.answers import TASK_ORDERS, groups_of
+from rftdask.studio.curves import arms_of, charts_of, curves_of, differing_settings
 from rftdask.studio.folder import HERE, Folder
 from rftdask.studio.form import FIRST, ROOT, Fields, form_keys
-from rftdask.studio.machines import workers_of
 from rftdask.studio.pages import NO_SCRIPTS, OWN_SCRIPTS, link, render
 
 ADDRESS = "127.0.0.1"
@@ -56,7 +55,6 @@ MOST_COMPARED = 24
 _MOST_SQL_ROWS = 500
 _SQL_DEADLINE_S = 60.0
 _LOG_LINES = 200
-_TASKS = 50
 _GROUPS = 20
 _MOST_ASKED_BYTES = 1_000_000
 
@@ -113,7 +111,7 @@ def _page(template: str, *, scripts: bool = False, **values: Any) -> HTMLRespons
 
 
 def _message(status: int, title: str, text: str) -> HTMLResponse:
-    return HTMLResponse(render("message.html.j2", title=title, text=text), status_code=status)
+    return HTMLResponse(render("parts/message.html.j2", title=title, text=text), status_code=status)
 
 
 class Studio:
@@ -141,6 +139,7 @@ class Studio:
             "/sql": self.sql,
             "/cluster": self.cluster,
             "/logs": self.logs,
+            "/about": self.about,
             "/reload": self.reload,
             "/configure": self.configure,
         }
@@ -196,11 +195,9 @@ class Studio:
         return _page("runs.html.j2", scripts=True, lines=self.folder.lines(), url=self.folder.url, **self._can())
 
     def run(self, request: Request) -> Response:
-        """One run: why it does not learn, where it stands, its curves."""
+        """One run: what happened, why it does not learn, where it stands, its curves."""
         name = self._name(request)
-        stages = [stage for stage in self.folder.stages(name) if stage.has_begun]
-        lanes, seconds = timeline_of(stages[-1]) if stages else ({}, 0.0)
-        told = {"lanes": lanes, "lanes_s": seconds, "split": time_split(stages), "status": self.folder.status(name)}
+        told = contents.overview(self.folder, name, self.folder.summary(name))
         return _page("run.html.j2", scripts=True, **self._head(name), page="run", **told)
 
     def curves(self, request: Request) -> Response:
@@ -243,35 +240,11 @@ class Studio:
         """Tasks by steps: which were learned, and which were not."""
         name, asked = self._name(request), request.query_params
         evals = self._of_evals(name, asked)
-        rows = self.folder.browser(name, evals=evals).rows
-        chosen = {key: asked.get(key, "") for key in ("stage", "taskset", "text", "show")}
-        if chosen["show"] == "passed":
-            rows = as_passed(rows)
-        if chosen["text"]:
-            texts = rows["prompt_text"] + "\0" + rows["response_text"]
-            rows = rows[texts.str.contains(chosen["text"], case=False, regex=False)]
-        menus = {key: sorted(map(str, rows[key].unique())) for key in ("stage", "taskset")}
-        for key in menus:
-            if chosen[key]:
-                rows = rows[rows[key] == chosen[key]]
-        order = asked.get("order", "")
-        if order not in TASK_ORDERS:
+        if (order := asked.get("order", "")) not in TASK_ORDERS:
             raise DataError(f"order must be one of {', '.join(filter(None, TASK_ORDERS))}, not {order!r:.100}")
-        number = max(1, _number(asked, "page", 1))
-        table = task_table(rows, order=order, first=(number - 1) * _TASKS, size=_TASKS)
-        return _page(
-            "samples.html.j2",
-            **self._head(name),
-            page="samples",
-            evals=evals,
-            chosen=chosen,
-            menus=menus,
-            order=order,
-            orders=TASK_ORDERS,
-            table=table,
-            number=number,
-            num_pages=-(-table.num_tasks // _TASKS),
-        )
+        rows = self.folder.browser(name, evals=evals).rows
+        told = contents.samples(rows, evals, dict(asked), max(1, _number(asked, "page", 1)))
+        return _page("samples.html.j2", **self._head(name), page="samples", **told)
 
     def task(self, request: Request) -> Response:
         """One task: its answers from the first policy to the last."""
@@ -343,13 +316,8 @@ class Studio:
     def distributions(self, request: Request) -> Response:
         """Rewards and lengths of the rollouts by explore step."""
         name = self._name(request)
-        rows = self.folder.browser(name).rows
-        wanted = {"reward": "Reward", "response_length": "Response length (tokens)", "surprise": "Mean logprob"}
-        found = []
-        for stage in map(str, rows["stage"].unique()):
-            drawn = [distribution(rows, column, label, stage) for column, label in wanted.items()]
-            found += [each for each in (drawn[0], group_outcomes(rows, stage), *drawn[1:]) if each is not None]
-        return _page("distributions.html.j2", **self._head(name), page="distributions", found=found)
+        told = contents.distributions(self.folder.browser(name).rows)
+        return _page("distributions.html.j2", **self._head(name), page="distributions", **told)
 
     def sql(self, request: Request) -> Response:
         """The tables of a run, asked in SQL."""
@@ -382,16 +350,14 @@ class Studio:
     def cluster(self, request: Request) -> Response:
         """Who works on it and with what, its jobs and their queue, what it took."""
         name = self._name(request)
-        stages = [stage for stage in self.folder.stages(name) if stage.has_begun]
-        workers = workers_of(stages)
-        told = {
-            "jobs": self.folder.jobs(name),
-            "status": self.folder.status(name),
-            "workers": workers,
-            "hours": sum(worker.seconds for worker in workers) / 3600,
-            "gpu_hours": sum(worker.num_gpus * worker.seconds for worker in workers) / 3600,
-        }
+        told = contents.cluster(self.folder, name)
         return _page("cluster.html.j2", scripts=True, **self._head(name), page="cluster", **told)
+
+    def about(self, request: Request) -> Response:
+        """What its numbers mean, and what it was made of."""
+        name = self._name(request)
+        told = contents.about(self.folder, name, self.folder.summary(name))
+        return _page("about.html.j2", **self._head(name), page="about", **told)
 
     def logs(self, request: Request) -> Response:
         """What its processes logged last."""

@@ -44,7 +44,8 @@ LAYERS = (
     {"commands.compact", "commands.convert", "commands.estimate", "commands.first_steps", "commands.status", "run"},
     {"commands.push", "commands.submit"},
     {"commands.jobs"},
-    {"experiment", "serve", "studio"},
+    {"studio"},
+    {"experiment", "serve"},
     {"commands"},
     {"cli"},
     {"", "__main__"},  # the package itself: what users import

@@ -21,7 +21,6 @@ from rftdask.cluster.slurm import NO_BOOKS
 from rftdask.commands.jobs import JobStatus, follow_logs, read_logs, read_run_jobs, why_not_running
 from rftdask.config import load_config
 from rftdask.errors import DataError, RoleError
-from rftdask.run.report import report_run
 from rftdask.run.run_folder import (
     END_FILE,
     RUN_FILE,
@@ -33,6 +32,7 @@ from rftdask.run.run_folder import (
     read_run_config,
 )
 from rftdask.storage import open_storage
+from rftdask.studio.printed import report_run
 
 ENDED = JobStatus("controller", "controller", "7", "NODE_FAIL (exit 0:1)", False)
 

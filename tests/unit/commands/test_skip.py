@@ -18,10 +18,10 @@ from rftdask.config import load_config
 from rftdask.errors import DamagedError, FencedError, StorageError, UserError
 from rftdask.provenance.tables import RunTables
 from rftdask.provenance.trace import trace
-from rftdask.run.report import report_run
 from rftdask.run.run_folder import Lease, open_run, record_run
 from rftdask.run.view import open_stages
 from rftdask.storage import Storage, open_storage
+from rftdask.studio.printed import report_run
 from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import checkpoint_steps
 from rftdask.trainer.engines.fake import FakeTrainEngine

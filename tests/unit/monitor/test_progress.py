@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from rftdask.errors import UserError
-from rftdask.monitor.progress import JupyterView, PlainView, Progress, ProgressView, TerminalView, duration
+from rftdask.monitor.progress import JupyterView, PlainView, Progress, ProgressView, TerminalView, duration, panel
 
 PROGRESS = Progress(
     stage="rl",
@@ -27,7 +27,7 @@ PROGRESS = Progress(
 
 def test_a_line_shows_what_is_known_and_nothing_else():
     assert PROGRESS.line() == (
-        "[stage 2/2 rl (both)]  step 12/100  reward 0.412  tokens/s 5,120  workers 3  elapsed 1:05  left 1:01:40"
+        "[stage 2/2 rl (both)]  step 12/100  reward 0.412  left 1:01:40  tokens/s 5,120  workers 3  elapsed 1:05"
     )
     assert Progress("sft", loss=float("nan")).line() == "[sft]  step 0  workers 0  elapsed 0:00"
 
@@ -125,3 +125,17 @@ def test_the_silent_view_prints_nothing(capsys):
 def test_an_unknown_view_is_refused():
     with pytest.raises(UserError, match="use auto, terminal, plain, jupyter, none"):
         ProgressView.create("loud")
+
+
+def test_80_columns_show_what_matters_in_one_row():
+    long = Progress(
+        "grpo", 2, 2, "both", 112, 1000, -0.414, 0.613, 1040, -0.0123, 12345.0, 1.5, 93600.0, 7200.0, workers=12
+    )
+    console = Console(file=io.StringIO(), width=80, color_system=None, legacy_windows=False, record=True)
+    console.print(panel(long))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) == 80
+    labels, values = (line.strip("\u2502 ").split() for line in lines[2:4])
+    assert labels[:4] == ["step", "reward", "accuracy", "left"]
+    assert values[:5] == ["112/1000", "-0.414", "61.3%", "@1040", "2:00:00"]
+    assert "left 2:00:00" in long.line()[:90]

@@ -17,11 +17,11 @@ from rftdask.errors import DataError
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.provenance.tables import RunTables
 from rftdask.provenance.trace import trace
-from rftdask.run.report import report_run
 from rftdask.run.run_folder import note_end, open_run
 from rftdask.run.summary import learned, render_summary, summarize
 from rftdask.run.view import Accuracy, open_stages
 from rftdask.storage import open_storage
+from rftdask.studio.printed import report_run
 
 
 def begin_run(root: Path) -> Path:
@@ -65,7 +65,7 @@ def test_a_report_of_a_run_of_before_has_its_times_and_its_end(tmp_path: Path) -
     note_end(open_storage(folder), "failed", "RoleError: trainer rank 1 died")
     report_run(folder)
     page = (folder / "report.html").read_text()
-    assert '<span class="status failed">failed</span>' in page and "RoleError: trainer rank 1 died" in page
+    assert '<span class="chip failed">failed</span>' in page and "RoleError: trainer rank 1 died" in page
 
 
 def test_accuracies_are_over_all_tasksets_together(tmp_path: Path) -> None:
@@ -79,7 +79,8 @@ def test_accuracies_are_over_all_tasksets_together(tmp_path: Path) -> None:
     assert stage.accuracies == [Accuracy(pytest.approx(0.125), 40), Accuracy(pytest.approx(0.4), 40)]
     assert stage.accuracies[1].error == pytest.approx(0.0775, abs=1e-4)
     summary = summarize(stage.config, str(folder), [stage], status="finished", began_s=0.0)
-    assert learned(summary) == "accuracy 12.5% -> 40.0% (+27.5 points, standard error 9.3)"
+    told = "+27.5 points, standard error 9.3, 40 answers each, seed 42 alone"
+    assert learned(summary) == f"accuracy 12.5% -> 40.0% ({told})"
 
 
 def test_each_part_is_read_once(tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_a_run_that_learned_nothing_says_so_in_status_summary_and_report(tmp_pat
     line = "all rewards of the last 5 steps are 0: "
     assert line in status.warnings[0] and f"  WARNING     {line}" in status.render()
     report_run(url)
-    assert f"Warning: grpo: {line}" in (url / "report.html").read_text()
+    assert f"Warning</b> grpo: {line}" in (url / "report.html").read_text()
     stages = open_stages(url)
     summary = summarize(stages[0].config, str(url), stages, status="finished", began_s=0.0)
     console = Console(width=200, record=True, file=io.StringIO())
