@@ -17,6 +17,8 @@ METER = "rftdask_meter"
 """Name among the metrics of a Dask worker."""
 _EVERY_S = 4.0
 """Between two looks at all processes of a machine, which take milliseconds. Heartbeats come more often."""
+_FIRST_S = 1.0
+"""Before the first look, so that a short run has one, too."""
 _GIB = 2**30
 
 
@@ -37,7 +39,7 @@ class Meter:
     def __call__(self, _worker: object = None) -> Mapping[str, float]:
         """Metrics by name, as `monitor.explain` tells of them, at most some seconds old; empty at the beginning."""
         passed = self._clock() - self._read_s
-        if passed < _EVERY_S:
+        if passed < (_EVERY_S if self._told else _FIRST_S):
             return self._told
         self._read_s += passed
         used_s, largest = self._tree()

@@ -31,10 +31,10 @@ class MachineLog:
         now = self._clock()
         if now - self._wrote_s < max(_EVERY_S, len(workers) * (now - self._began_s) / _ROWS):
             return
-        self._wrote_s = now
         for address, info in workers.items():
             told = info.get("metrics", {}).get(METER)
             if told:  # a worker that has just begun has measured nothing, one of somebody else's cluster has no meter
+                self._wrote_s = now
                 self._metrics.write(int(now), told, process=str(info["name"]), host=info.get("host", address))
 
     def close(self) -> None:

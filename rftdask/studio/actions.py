@@ -30,7 +30,7 @@ CONFIGS = "configs"
 """Where configurations are, below the folder."""
 _NAME = re.compile(r"[\w][\w.-]{0,80}")
 _MOST_STARTED = 30
-_TAIL_BYTES = 6000
+_TAIL_BYTES = 20_000
 
 
 @dataclass(frozen=True)

@@ -233,6 +233,22 @@ def differing_settings(configs: Sequence[Config]) -> dict[str, list[Any]]:
     return found
 
 
+def differing_contents(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """What runs are made of beside their settings, where it differs: the user's code, rows, models, versions.
+
+    runs: {kind: {name: hash or version}} of each, see `Folder.made_of`. Only what two of them have is compared.
+    """
+    found: dict[str, list[Any]] = {}
+    for kind in ("sources", "tasksets", "models", "versions"):
+        parts = [run.get(kind, {}) for run in runs]
+        for name in dict.fromkeys(name for part in parts for name in part):
+            values = [part.get(name) for part in parts]
+            if len({value for value in values if value is not None}) > 1:
+                # Beginnings of hashes; a version is shorter.
+                found[f"{kind}.{name}"] = [None if value is None else str(value)[:12] for value in values]
+    return found
+
+
 def _flat(tree: Any, key: str = "") -> dict[str, Any]:
     if isinstance(tree, Mapping) and tree:
         items = [(str(name), value) for name, value in tree.items()]

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -23,7 +23,16 @@ from rftdask.config import Config
 from rftdask.config.plan import make_plan
 from rftdask.errors import DataError, NotFoundError, RftError
 from rftdask.provenance.browse import Browser
-from rftdask.run.run_folder import END_FILE, ROLES, RUN_FILE, lease_holder, read_driver, read_end, read_run_config
+from rftdask.run.run_folder import (
+    END_FILE,
+    ROLES,
+    RUN_FILE,
+    lease_holder,
+    read_driver,
+    read_end,
+    read_run,
+    read_run_config,
+)
 from rftdask.run.summary import RunSummary, summarize
 from rftdask.run.view import Stage, open_stages
 from rftdask.storage import open_storage
@@ -125,6 +134,21 @@ class Folder:
         """The config with which a run began, its stages within. Raises: DataError: there is no such run."""
         url = self.url_of(name)
         return self._keep(("config", name), lambda: read_run_config(open_storage(url)))
+
+    def made_of(self, name: str) -> Mapping[str, Any]:
+        """What a run wrote down of what it is made of, of all its stages. Raises: DataError: there is no such run."""
+        url = self.url_of(name)
+
+        def read() -> dict[str, Any]:
+            told = [read_run(stage.storage) for stage in self.stages(name) if stage.has_begun] or [
+                read_run(open_storage(url))
+            ]
+            found: dict[str, Any] = {"versions": told[0].get("versions", {})}
+            for kind in ("sources", "tasksets", "models"):
+                found[kind] = {k: v for each in told for k, v in ((each.get("made_of") or {}).get(kind) or {}).items()}
+            return found
+
+        return self._keep(("made_of", name), read)
 
     def line(self, name: str) -> RunLine:
         """What there is to say of a run in one line. Raises: DataError: there is no such run."""

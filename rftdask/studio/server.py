@@ -44,7 +44,7 @@ from rftdask.storage.checked_json import parse_object
 from rftdask.studio import contents
 from rftdask.studio.actions import Actions, can_act, fields_of
 from rftdask.studio.answers import TASK_ORDERS, groups_of
-from rftdask.studio.curves import arms_of, charts_of, curves_of, differing_settings
+from rftdask.studio.curves import arms_of, charts_of, curves_of, differing_contents, differing_settings
 from rftdask.studio.folder import HERE, Folder
 from rftdask.studio.form import FIRST, ROOT, Fields, form_keys
 from rftdask.studio.pages import NO_SCRIPTS, OWN_SCRIPTS, link, render
@@ -205,7 +205,7 @@ class Studio:
         names = self._several(request)
         lines = [self.folder.line(name) for name in names]  # first: of one that has ended the stages are read again
         stages = {name: self.folder.stages(name) for name in names}
-        differing = differing_settings([self.folder.config(name) for name in names])
+        differing = self._differing(names)
         arms = arms_of(names, differing)
         runs = [
             {"run": line.name, "arm": arm, "state": line.state, "stages": curves_of(stages[line.name])}
@@ -216,7 +216,7 @@ class Studio:
     def compare(self, request: Request) -> Response:
         """Several runs: in what they differ, then their curves over each other."""
         names = self._several(request)
-        differing = differing_settings([self.folder.config(name) for name in names])
+        differing = self._differing(names)
         return _page(
             "compare.html.j2",
             scripts=True,
@@ -225,6 +225,10 @@ class Studio:
             differing=differing,
             url=self.folder.url,
         )
+
+    def _differing(self, names: list[str]) -> dict[str, list[Any]]:
+        settings = differing_settings([self.folder.config(name) for name in names])
+        return settings | differing_contents([self.folder.made_of(name) for name in names])
 
     def _several(self, request: Request) -> list[str]:
         names = list(dict.fromkeys(request.query_params.getlist("run"))) or [HERE]
@@ -527,13 +531,14 @@ def serve(
     storage = open_storage(url)
     if page != "/":
         read_run(storage)
-    elif not storage.list():
-        if read_only:
-            raise DataError(f"{storage.url} is empty, or not there; give the folder that runs are below")
-        say(f"{storage.url} is empty, or not there; what is started from the studio will be there")
+    is_empty = page == "/" and not storage.list()
+    if is_empty and read_only:
+        raise DataError(f"{storage.url} is empty, or not there; give the folder that runs are below")
     with StudioServer(url, port, read_only=read_only) as server:
         address = server.address(page)
         say(f"{address}  (Ctrl-C ends it)")
+        if is_empty:
+            say(f"{storage.url} is empty, or not there; what is started from the studio will be there")
         if open_browser:
             webbrowser.open(address)
         try:

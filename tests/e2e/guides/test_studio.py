@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.guides.browser import PHONE, Chromium, require_chromium
+from tests.e2e.guides.browser import LAPTOP, PHONE, Chromium, require_chromium
 from tests.integration.run_cases import RunProcess, run_folder, write_config
 
 DEADLINE_S = 150.0
@@ -88,7 +88,7 @@ def test_a_run_is_watched_compared_and_searched(runs: tuple[Path, RunProcess]) -
         assert run.end(DEADLINE_S).code == 0
         browser.wait_for(f"{NUM_POINTS} === 60")
         assert points <= 60 and browser.evaluate("window.isSame"), "the page was not left"
-        assert "60" in browser.evaluate("document.querySelector('[data-live=numbers]').textContent")
+        assert "60" in browser.evaluate("document.querySelector('[data-live=told]').textContent")
 
         # Its controls.
         look = "document.querySelector('[data-chart=\"trainer.reward\"] canvas').toDataURL()"
@@ -105,7 +105,7 @@ def test_a_run_is_watched_compared_and_searched(runs: tuple[Path, RunProcess]) -
         ]
 
         # What it answered.
-        for page in ("Samples", "Distributions", "Experiences", "SQL", "Cluster", "Logs"):
+        for page in ("Samples", "Distributions", "Experiences", "SQL", "Cluster", "Logs", "About"):
             browser.evaluate(f"[...document.querySelectorAll('nav a')].find((a) => a.textContent === '{page}').click()")
             browser.wait_for(
                 f"document.querySelector('nav a.here')?.textContent === '{page}' && document.readyState === 'complete'"
@@ -147,6 +147,21 @@ def test_a_run_is_watched_compared_and_searched(runs: tuple[Path, RunProcess]) -
         assert [asked for asked in browser.requests if not asked.startswith(root)] == []
 
 
+def test_the_report_is_the_same_pages_in_one_file_and_asks_nobody(runs: tuple[Path, RunProcess]) -> None:
+    report = (runs[0] / "rftdask" / "fake" / "report.html").as_uri()
+    with Chromium() as browser:
+        browser.open(report)
+        browser.wait_for("document.body.dataset.drawn > 5")
+        look = "document.querySelector('[data-chart=\"trainer.staleness\"] canvas').toDataURL()"
+        before = browser.evaluate(look)
+        choose(browser, "x", "time")
+        assert browser.evaluate(look) != before
+        for size in (PHONE, LAPTOP):
+            browser.resize(*size)
+            assert browser.evaluate("document.documentElement.scrollWidth") <= size[0]
+        assert (browser.requests, browser.errors) == ([report], [])
+
+
 def test_no_page_is_wider_than_a_phone_and_one_run_is_viewed_alone(runs: tuple[Path, RunProcess]) -> None:
     folder, _ = runs
     run = (
@@ -161,7 +176,7 @@ def test_no_page_is_wider_than_a_phone_and_one_run_is_viewed_alone(runs: tuple[P
         browser.open(url)
         assert browser.evaluate("location.pathname + location.search") == "/experiences"
         assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 20, 23)"
-        for page in ("run", "samples", "groups", "distributions", "experiences", "sql", "cluster", "logs"):
+        for page in ("run", "samples", "groups", "distributions", "experiences", "sql", "cluster", "logs", "about"):
             browser.open(f"{url.partition('/experiences')[0]}/{page}")
             if page == "run":
                 browser.wait_for("document.body.dataset.drawn > 5")

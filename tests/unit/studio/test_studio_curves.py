@@ -18,6 +18,7 @@ from rftdask.studio.curves import (
     arms_of,
     charts_of,
     curves_of,
+    differing_contents,
     differing_settings,
     timeline_of,
 )
@@ -128,6 +129,16 @@ def test_a_taskset_more_makes_no_difference_of_the_others():
 
     found = differing_settings([config("b"), config("a", "b")])
     assert found and all(".a." in key for key in found), found
+
+
+def test_code_and_rows_that_differ_are_told_where_both_runs_have_them():
+    first = {"sources": {"rewards": "a" * 64, "tools": "t"}, "tasksets": {"sums": "x"}, "versions": {"torch": "2.13.0"}}
+    second = {"sources": {"rewards": "b" * 64}, "tasksets": {"sums": "x"}, "versions": {"torch": "2.13.1"}}
+    assert differing_contents([first, second]) == {
+        "sources.rewards": ["a" * 12, "b" * 12],
+        "versions.torch": ["2.13.0", "2.13.1"],
+    }
+    assert differing_contents([first, first]) == differing_contents([first, {}]) == {}
 
 
 def test_seeds_of_one_setting_are_one_arm():

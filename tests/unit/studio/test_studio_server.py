@@ -19,7 +19,19 @@ from rftdask.studio.server import StudioServer, serve
 from tests.unit.provenance.lineage_cases import Case, conversation, make_run
 
 RUN = "run=p%2Frun"
-PAGES = ("configure", "run", "samples", "groups", "distributions", "experiences", "sql", "cluster", "logs", "compare")
+PAGES = (
+    "configure",
+    "run",
+    "samples",
+    "groups",
+    "distributions",
+    "experiences",
+    "sql",
+    "cluster",
+    "logs",
+    "about",
+    "compare",
+)
 
 
 class Tags(HTMLParser):
