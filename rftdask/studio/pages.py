@@ -90,7 +90,9 @@ def link(path: str, /, *queries: Any, **query: Any) -> str:
     merged: dict[str, Any] = {}
     for part in (*queries, query):
         merged |= part
-    text = urlencode({key: value for key, value in merged.items() if value not in ("", None, False)}, doseq=True)
+    # Not by equality: row 0 is a row.
+    said = {key: value for key, value in merged.items() if value is not None and value is not False and value != ""}
+    text = urlencode(said, doseq=True)
     return f"{path}?{text}" if text else path
 
 

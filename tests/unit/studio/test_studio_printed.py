@@ -124,6 +124,7 @@ def test_it_says_first_what_happened(html: str) -> None:
         found = text.find(words, at)
         assert found >= 0, words
         at = found
+    assert " ago" not in text, "it is read later"
     assert METRICS["reward"].formula in text and METRICS["reward"].source in text and "own_metric" in text
 
 

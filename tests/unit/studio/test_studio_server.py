@@ -3,8 +3,10 @@ a script; the server answers this machine alone, who has the token, and reads on
 nothing else; no name leads out of the folder.
 """
 
+import html
 import http.client
 import json
+import re
 from html.parser import HTMLParser
 from urllib.parse import quote
 
@@ -139,6 +141,12 @@ def test_a_conversation_is_told_turn_by_turn(own_case, own_server):
 def test_an_experience_without_tokens_has_a_page(case, server):
     page = fetch(server, experience_path(case, 3))[1]
     assert "no tokens" in page and "ValueError: no number" in page
+
+
+def test_every_row_of_the_list_has_a_page_the_first_of_a_shard_too(server):
+    listed = fetch(server, f"/experiences?{RUN}")[1]
+    paths = {html.unescape(each) for each in re.findall(r'href="(experience\?[^"]*)"', listed)}
+    assert len(paths) == 16 and {fetch(server, f"/{path}")[0] for path in paths} == {200}
 
 
 def test_the_static_page_holds_the_first_experiences(case):
