@@ -21,6 +21,8 @@ from tests.e2e.guides.browser import LAPTOP, PHONE, Chromium, require_chromium
 from tests.integration.run_cases import RunProcess, run_folder, write_config
 
 DEADLINE_S = 150.0
+NUM_STEPS = 150
+"""Of the run that lives: enough of them to be stopped in the middle."""
 NUM_POINTS = "window.curves.data.runs[0].stages[0].x.trainer.step.length"
 
 
@@ -54,7 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, RunPr
         shutil.copytree(run_folder(config), copy)
         told = (copy / "run.json").read_text().replace('"seed": 42', f'"seed": {seed}')
         (copy / "run.json").write_text(told.replace('"lr": 1e-06', '"lr": 0.5'))
-    with RunProcess("run", str(config), "name=alive", "trainer.total_steps=60", "--progress", "none") as run:
+    with RunProcess("run", str(config), "name=alive", f"trainer.total_steps={NUM_STEPS}", "--progress", "none") as run:
         yield folder, run
 
 
@@ -84,11 +86,18 @@ def test_a_run_is_watched_compared_and_searched(runs: tuple[Path, RunProcess]) -
         state = "document.querySelector('[data-live=state]').textContent"
         points = browser.evaluate(NUM_POINTS)
         browser.evaluate("window.isSame = true")
+        # Stopped with a checkpoint and continued, by its buttons.
+        browser.wait_for(f"{NUM_POINTS} > 3", DEADLINE_S)
+        browser.wait_for("document.querySelector('[data-do=stop]')")
+        browser.evaluate("document.querySelector('[data-do=stop]').click()")
+        assert run.end(DEADLINE_S).code == 130
+        browser.wait_for(f"{state} === 'stopped'", DEADLINE_S)
+        browser.wait_for("document.querySelector('[data-do=continue]')")
+        browser.evaluate("document.querySelector('[data-do=continue]').click()")
         browser.wait_for(f"{state} === 'finished'", DEADLINE_S)
-        assert run.end(DEADLINE_S).code == 0
-        browser.wait_for(f"{NUM_POINTS} === 60")
-        assert points <= 60 and browser.evaluate("window.isSame"), "the page was not left"
-        assert "60" in browser.evaluate("document.querySelector('[data-live=told]').textContent")
+        browser.wait_for(f"{NUM_POINTS} === {NUM_STEPS}")
+        assert points <= NUM_STEPS and browser.evaluate("window.isSame"), "the page was not left"
+        assert str(NUM_STEPS) in browser.evaluate("document.querySelector('[data-live=told]').textContent")
 
         # Its controls.
         look = "document.querySelector('[data-chart=\"trainer.reward\"] canvas').toDataURL()"

@@ -17,8 +17,10 @@ from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.errors import DataError, UserError
 from rftdask.provenance.browse import Browser
 from rftdask.studio.pages import static_page
+from rftdask.studio.printed import report_run
 from rftdask.studio.server import StudioServer, serve
-from tests.unit.provenance.lineage_cases import Case, conversation, make_run
+from tests.unit.provenance.lineage_cases import Case, conversation, make_config, make_run
+from tests.unit.studio.conftest import studio_of
 
 RUN = "run=p%2Frun"
 PAGES = (
@@ -265,6 +267,15 @@ def test_the_printed_url_opens_the_pages(server):
     # Not to another host, whoever wrote the link.
     _, _, headers = fetch(server, f"//evil.example/?token={server.token}", cookie="")
     assert headers["Location"] == "/evil.example/"
+
+
+def test_every_page_of_a_run_on_an_object_store_is_there(s3_url):
+    case = make_run("", make_config(s3_url))
+    with studio_of(case) as server:
+        for path in ("/", *(f"/{page}?{RUN}" for page in PAGES), experience_path(case, 2), f"/curves.json?{RUN}"):
+            assert fetch(server, path)[0] == 200, path
+    report_run(case.url)
+    assert "What happened" in case.storage.get("report.html").decode()
 
 
 def test_a_folder_that_is_a_run_is_that_run(case):
