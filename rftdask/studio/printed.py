@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rftdask.provenance.browse import some_answers
+from rftdask.run.run_folder import read_run
 from rftdask.run.summary import REPORT_NAME, RunSummary
 from rftdask.storage import open_storage
 from rftdask.studio import contents
@@ -47,6 +48,7 @@ def report_run(url: str | Path) -> str:
 
     Raises: DataError: it is no run folder; DamagedError: its experiences cannot be counted; StorageError.
     """
+    read_run(open_storage(url))  # raises, with the words for it, where there is none
     return write_report(str(url), Folder(url).summary(HERE))
 
 
