@@ -42,7 +42,7 @@ test: $(STAMP)
 OLDEST := torch==2.11.0 transformers==5.16.1
 test-oldest:
 	@$(PYTHON) -m venv $(VENV)-oldest
-	grep -vE '^(torch|transformers)==' constraints.txt >$(VENV)-oldest/constraints.txt
+	grep -vE '^(torch|transformers|huggingface[-_]hub)==' constraints.txt >$(VENV)-oldest/constraints.txt
 	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV)-oldest/constraints.txt $(OLDEST) -e ".[dev]"
 	$(VENV)-oldest/bin/python -m pytest $(PARALLEL) tests/unit
 

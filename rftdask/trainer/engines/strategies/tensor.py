@@ -12,16 +12,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import (
-    ALL_PARALLEL_STYLES,
-    apply_tensor_parallelism,
-    replace_layer_number_by_wildcard,
-)
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
 from rftdask.errors import DataError
 from rftdask.trainer.engines.strategies.base import Strategy, give_back, local, take_read
@@ -30,6 +27,8 @@ from rftdask.trainer.ranks import Ranks
 
 _EXPERTS = "grouped_gemm"
 """Weights of all experts, of which each rank holds those of some experts."""
+_DEALT_SINCE = (5, 19)
+"""Release of transformers whose routers have their whole gradient where experts are dealt to ranks."""
 _CUT = {
     *("colwise", "colwise_rep", "colwise_gather_output", "rowwise", "rowwise_rep", "rowwise_split_input"),
     *(_EXPERTS, "ep_router", "moe_tp_experts"),
@@ -63,11 +62,7 @@ class TensorParallel(Strategy):
 
     def spread(self, model: PreTrainedModel) -> None:
         """See Strategy. Raises: DataError: as of `plan_of`."""
-        plan = plan_of(model, self.mesh.size())
-        for name, module in model.named_modules():
-            for own, _ in list(module.named_parameters(recurse=False)):
-                if (style := _style_of(f"{name}.{own}", plan)) in _CUT:
-                    ALL_PARALLEL_STYLES[style].shard_param(module, own, self.mesh)
+        self._cut_weights(model, plan_of(model, self.mesh.size()))
 
     def prepare(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
         """See Strategy; what was read as `spread` says stays where it is. Raises: DataError: as of `plan_of`."""
@@ -79,8 +74,17 @@ class TensorParallel(Strategy):
     def cut(self, module: torch.nn.Module) -> None:
         """Cut the model in `module`, its calls included. Raises: DataError: as of `plan_of`."""
         model = _model_in(module)
-        plan = {name: style for name, style in plan_of(model, self.mesh.size()).items() if style in _CUT}
-        apply_tensor_parallelism(model, self.mesh, plan)
+        plan = plan_of(model, self.mesh.size())
+        self._cut_weights(model, plan)
+        for name, part in model.named_modules():
+            if (style := plan.get(replace_layer_number_by_wildcard(name))) in _CUT:
+                ALL_PARALLEL_STYLES[style].install_forward(part, self.mesh)
+
+    def _cut_weights(self, model: PreTrainedModel, plan: Mapping[str, str]) -> None:
+        for name, module in model.named_modules():
+            for own, _ in list(module.named_parameters(recurse=False)):
+                if (style := _style_of(f"{name}.{own}", plan)) in _CUT:
+                    ALL_PARALLEL_STYLES[style].shard_param(module, own, self.mesh)
 
     def note_partial(self, module: torch.nn.Module) -> None:
         """Remember the weights whose gradients `add_partial` adds up."""
@@ -167,7 +171,12 @@ def plan_of(model: PreTrainedModel, num_parts: int) -> dict[str, str]:
         wildcard = replace_layer_number_by_wildcard(block)
         routers = [n for n, child in model.get_submodule(block).named_children() if is_router(child)]
         dealt = {f"{wildcard}.experts.{name}": _EXPERTS for name in own}
-        if len(routers) != 1 or any(model.ep_plan.get(key) != _EXPERTS for key in dealt):
+        if tuple(map(int, transformers.__version__.split(".")[:2])) < _DEALT_SINCE:
+            raise DataError(
+                f"transformers {transformers.__version__} leaves a part of the gradient of {name}'s routers out where "
+                "experts are dealt to ranks; install 5.19, or leave trainer.tensor_parallel_size out"
+            )
+        if len(routers) != 1 or any((model._ep_plan or {}).get(key) != _EXPERTS for key in dealt):
             raise DataError(f"the experts of {name} cannot be dealt to ranks; leave trainer.tensor_parallel_size out")
         # Not cut along their inner width, as the plan says: a rank's rows would alternate with those of others.
         plan = {key: style for key, style in plan.items() if not key.startswith(f"{wildcard}.experts")} | dealt

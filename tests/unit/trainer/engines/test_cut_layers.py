@@ -56,6 +56,16 @@ def test_experts_go_to_the_ranks_whole(config: Any) -> None:
     assert plan[f"{block}gate"] == "ep_router"
 
 
+def test_experts_are_dealt_where_transformers_has_the_whole_gradient_of_their_routers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model(transformers.Qwen3MoeConfig, **EXPERTS)
+    monkeypatch.setattr(transformers, "__version__", "5.16.1")
+    with pytest.raises(DataError, match=r"transformers 5.16.1 leaves a part of the gradient .* install 5.19"):
+        plan_of(model, 2)
+    assert plan_of(make_model(), 2)
+
+
 @pytest.mark.parametrize("sizes", [{"tie_word_embeddings": True}, {"vocab_size": 41}])
 def test_an_output_layer_that_is_shared_or_uneven_stays_whole(sizes: dict[str, Any]) -> None:
     assert not plan_of(make_model(**sizes), 2).keys() & {"lm_head", "model.embed_tokens"}
