@@ -122,6 +122,14 @@ METRICS: dict[str, Metric] = {
         "Falling to 0 early: the policy no longer explores.",
         source="algorithm/algorithm.py; Shannon 1948",
     ),
+    "rollout_entropy": Metric(
+        "Entropy when sampled",
+        "mean of -log p_engine of the trained tokens as they were sampled, an estimate of the rollouts' entropy",
+        "nats per token",
+        "watch",
+        "Falling to 0 early: the policy no longer explores. Where the loss has an entropy term, `entropy` is exact.",
+        source="trainer/trainer.py; Monte Carlo",
+    ),
     "grad_norm": Metric(
         "Gradient norm",
         "L2 norm of the gradient of all parameters, before clipping",

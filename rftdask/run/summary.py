@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 NUM_SAMPLES = 5
-_LOOKED_AT = ("reward", "response_length", "truncated", "flat_groups", "entropy", "kl", "loss", "staleness")
+_LOOKED_AT = ("reward", "response_length", "truncated", "flat_groups", "rollout_entropy", "kl", "loss", "staleness")
 """Of which the first and the last steps are compared."""
 
 Interval = tuple[float, float]

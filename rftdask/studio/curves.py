@@ -34,7 +34,17 @@ SECTIONS: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]] = {
     ),
     "Is it stable?": tuple(
         (_EITHER, name)
-        for name in ("entropy", "kl", "ppo_kl", "clip_frac", "mismatch_kl", "grad_norm", "critic_loss", "lr")
+        for name in (
+            "entropy",
+            "rollout_entropy",
+            "kl",
+            "ppo_kl",
+            "clip_frac",
+            "mismatch_kl",
+            "grad_norm",
+            "critic_loss",
+            "lr",
+        )
     ),
     "What is it fed?": tuple(
         (_EITHER, name)

@@ -473,6 +473,10 @@ def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[s
             staleness=float(np.mean(staleness[own])),
             staleness_max=float(np.max(staleness[own])),
         )
+        # Of what the engine has said of its tokens; a model behind an API may say nothing.
+        own_logprobs = batch.rollout_logprobs[batch.loss_mask & np.repeat(own, batch.response_lengths)]
+        if own_logprobs.any():
+            metrics["rollout_entropy"] = -float(own_logprobs.mean())
         if len(rewards) > len(stds):  # a lone rollout has nothing to differ from
             metrics["flat_groups"] = float((stds == 0.0).mean())
     # Of the notes those that are counts, such as num_missing_groups of a partial batch.

@@ -449,6 +449,7 @@ def test_the_metrics_of_a_step_say_what_its_batch_was(storage: Storage) -> None:
         "flat_groups": 0.0,
         "staleness": 2.0,
         "staleness_max": 2.0,
+        "rollout_entropy": 1.5,
         "loss": 0.0,
     }
     assert {name: row[name] for name in expected} == expected
