@@ -271,8 +271,8 @@ class Experiment:
         return self._progress
 
     def metrics(self, role: str | None = None) -> pd.DataFrame:
-        """All numbers so far, a row for each role and step (roles: trainer, explorer, eval); with stages, a column
-        tells which.
+        """All numbers so far, a row for each role and step (roles: trainer, explorer, eval, machine); with stages, a
+        column tells which.
         """
         import pandas as pd  # late: only who looks at a run needs it
 
