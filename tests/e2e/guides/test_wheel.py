@@ -37,5 +37,8 @@ def test_the_wheel_alone_has_configurations_examples_and_the_schema(tmp_path: Pa
     call(rftdask, "init", "--yes", "--slurm", "main")
     assert (tmp_path / "run.yaml").exists() and (tmp_path / "rftdask.schema.json").exists()
     call(rftdask, "validate", "run.yaml")
-    report = "from rftdask.run import report; print(report.__file__)"
+    # Pages and their scripts are files beside the code.
+    report = "from rftdask.studio import printed; print(printed.__file__)"
     assert str(site) in call(python, "-c", report)
+    for file in ("templates/files/printed.html.j2", "templates/parts/base.html.j2", "static/configure.js"):
+        assert (site / "rftdask" / "studio" / file).exists(), file
