@@ -120,7 +120,7 @@ class Actions:
             self._made.append(made)
             # Those that have ended, the oldest first; one that runs is kept, so that somebody takes its end.
             ended = [each for each in self._made if each.state != "running"]
-            for each in ended[: len(self._made) - _MOST_STARTED]:
+            for each in ended[: max(0, len(self._made) - _MOST_STARTED)]:
                 self._made.remove(each)
             return made
 
