@@ -104,16 +104,16 @@ def test_a_run_that_was_copied_is_not_continued_elsewhere(tmp_path: Path) -> Non
 def test_a_command_is_started_once_and_says_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     actions = Actions(Folder(tmp_path))
     program = "import sys; print('began', flush=True); sys.stdin.read(); sys.exit({})"
-    codes = iter((0, 3, 0, 0))
+    codes = iter((0, 3, 0, 0, 0))
     monkeypatch.setattr(Actions, "_command", lambda *_: [sys.executable, "-c", program.format(next(codes)), "x"])
-    monkeypatch.setattr(module, "_MOST_STARTED", 3)
+    monkeypatch.setattr(module, "_MOST_STARTED", 4)
     states = []
-    for number in range(4):
+    for number in range(5):
         started = actions.start("start", "first")
         started.process.wait(60)
         states.append(started.state)
-        assert len(actions.started()) == min(3, number + 1), "the oldest that has ended is forgotten, and no other"
-    assert states == ["finished", "failed", "finished", "finished"] and started.tail == "began\n"
+        assert len(actions.started()) == min(4, number + 1), "the oldest that has ended is forgotten, and no other"
+    assert states == ["finished", "failed", *["finished"] * 3] and started.tail == "began\n"
     monkeypatch.setattr(Actions, "_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)", "x", "y"])
     running = actions.start("start", "first")
     try:
