@@ -41,7 +41,7 @@ from rftdask.cluster.jobs import (
     read_jobs,
     write_jobs,
 )
-from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, Layout, plan_jobs
+from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, Layout, plan_jobs
 from rftdask.cluster.preloads import LEAVING
 from rftdask.cluster.remote_scheduler import RemoteWorkersCluster
 from rftdask.cluster.secrets_folder import PrivateFolder
@@ -251,9 +251,13 @@ class JobQueueCluster(RemoteWorkersCluster):
         self._file = jobs_file(config.mode)
         self._logs = log_folder(storage, folder)
         self._folder = folder
-        self._num_workers = {role: layout.num_workers(role) for role in ROLES}
+        self._num_workers = {role: layout.num_in_jobs(role) for role in ROLES}
         self._asked = dict(self._num_workers)
         self._per_job = {role: self.workers_per_job(config, role, asked) for role, asked in self._asked.items()}
+        # Engines that take turns with ranks are in the ranks' job, which stays as long as one of both is needed.
+        self._colocated = layout.colocated
+        if self._colocated:
+            self._per_job[TRAINER_RESOURCE] += layout.num_workers(EXPLORER_RESOURCE)
         self._jobs: dict[str, list[JobRecord]] = {role: [] for role in ROLES}
         self._failed_starts = dict.fromkeys(ROLES, 0)
         self._failed_submits = 0
@@ -296,6 +300,8 @@ class JobQueueCluster(RemoteWorkersCluster):
         """The thread submits or cancels jobs at its next look."""
         if role not in ROLES:
             raise UserError(f"cluster: the workers of a batch system are for {' and '.join(ROLES)}, not for {role!r}")
+        if self._colocated and role == EXPLORER_RESOURCE:
+            return  # each has its place beside a rank
         # One assignment, which the thread reads once a look: no lock is needed.
         self._asked[role] = num_workers
         self._wake.set()
@@ -306,7 +312,7 @@ class JobQueueCluster(RemoteWorkersCluster):
 
     def use(self, roles: Collection[str]) -> None:
         """Jobs of other roles are cancelled at the next look."""
-        self._needed = frozenset(roles)
+        self._needed = frozenset((*roles, TRAINER_RESOURCE) if self._colocated and roles else roles)
         self._wake.set()
 
     def check(self) -> None:

@@ -14,11 +14,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from distributed.utils import get_ip, get_ip_interface
 
+from rftdask.cluster.layout import EXPLORER_RESOURCE, TRAINER_RESOURCE
 from rftdask.cluster.preloads import LEAVING
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.config import Config
@@ -68,6 +70,7 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--death-timeout", type=float, required=True)
     parser.add_argument("--interface")
+    parser.add_argument("--engine-every", type=int, default=0, help="tasks of a node, the first with an engine, too")
     parser.add_argument("--span", type=int, default=1, help="tasks of the job that are one worker, a node each")
     ours, options = parser.parse_known_args()
     options += ["--scheduler-file", str(ours.scheduler_file), "--death-timeout", f"{ours.death_timeout:.0f}"]
@@ -76,7 +79,11 @@ def main() -> None:
         if ours.span == 1:
             # A job may run it several times, as tasks of one step.
             name = f"{ours.name}-{os.environ.get('SLURM_PROCID', '0')}"
-            _keep_worker(PrivateFolder(ours.scheduler_file.parent), name, options, ours.death_timeout)
+            place, every = int(os.environ.get("SLURM_LOCALID", "0")), ours.engine_every
+            engine = [f"{EXPLORER_RESOURCE}=1" if each == f"{TRAINER_RESOURCE}=1" else each for each in options]
+            beside = [sys.executable, "-m", "rftdask.cluster.join", "--name", f"{ours.name}-engine", *engine]
+            with _beside(beside) if every and place % every == 0 else nullcontext():
+                _keep_worker(PrivateFolder(ours.scheduler_file.parent), name, options, ours.death_timeout)
             return
         number, node = divmod(int(os.environ.get("SLURM_PROCID", "0")), ours.span)
         nodes = _share_engine(ours.scheduler_file.parent / f"engine-{ours.name}-{number}", ours.span, ours.interface)
@@ -90,6 +97,24 @@ def main() -> None:
             nodes.end()
     except RoleError as error:
         raise SystemExit(f"error: {error}") from None
+
+
+@contextmanager
+def _beside(command: list[str]) -> Iterator[None]:
+    """Have another process beside this one: if one of them fails, neither goes on."""
+    with subprocess.Popen(command) as other:
+        ended = threading.Event()
+
+        def watch() -> None:
+            if other.wait() and not ended.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=watch, name="beside", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+            other.terminate()
 
 
 def _share_engine(folder: Path, count: int, interface: str | None) -> Nodes:

@@ -21,8 +21,9 @@ EXPLORER_RESOURCE = "explorer"
 ROLES = (TRAINER_RESOURCE, EXPLORER_RESOURCE)
 """Roles that have workers of their own."""
 _EXPLORER_KEYS = "explorer.rollout_model.engine_num or explorer.max_workers"
-_STARTED_BY_HAND = ("joined", "existing")
-"""Types of clusters whose workers somebody else starts, each where he likes."""
+_SHARING = ("joined", "existing", "slurm")
+"""Types of clusters of several machines that may have a rank and an engine on one GPU: those whose workers somebody
+else starts, each where he likes, and that whose jobs have several workers."""
 _CORES_ENOUGH = 1 << 16
 """Of a machine that is not here, and of which nobody said how many it has."""
 
@@ -56,6 +57,12 @@ class Layout:
     def num_workers(self, resource: str) -> int:
         """Workers that hold the resource."""
         return sum(resource in worker.resources for worker in self.workers)
+
+    def num_in_jobs(self, role: str) -> int:
+        """Workers of a role that have jobs of a batch system to themselves: engines that take turns come with the
+        ranks.
+        """
+        return 0 if self.colocated and role == EXPLORER_RESOURCE else self.num_workers(role)
 
     @property
     def colocated(self) -> bool:
@@ -274,13 +281,20 @@ def plan_jobs(stages: list[Config], threads: Mapping[str, int], num_gpus: int | 
     Raises: UserError: ranks that are to work together are no whole number of groups; there are too few GPUs; roles are
     to take turns on GPUs, and have jobs of their own.
     """
-    # Whoever starts workers himself may start both roles on a machine, where they find each other; jobs are apart.
+    # Whoever starts workers himself may start both roles on a machine, where they find each other.
     colocated = any(stage.cluster.colocate for stage in stages)
     ranks, first, most, each = _demand(stages, num_gpus or 0, colocated)
-    if colocated and stages[0].cluster.type not in _STARTED_BY_HAND:
+    kind = stages[0].cluster.type
+    if colocated and kind not in _SHARING:
         raise UserError(
-            f"cluster.colocate: cluster.type {stages[0].cluster.type} has jobs of their own for ranks and engines, "
-            f"which share no GPU; use {', '.join(_STARTED_BY_HAND)} or local, or leave it out (mode: both)"
+            f"cluster.colocate: cluster.type {kind} has jobs of their own for ranks and engines, which share no GPU; "
+            f"use {', '.join(_SHARING)} or local, or leave it out (mode: both)"
+        )
+    if colocated and kind == "slurm" and ranks != most * each:
+        raise UserError(
+            f"cluster.colocate: on SLURM each rank shares its GPU with an engine, and {ranks} trainer ranks have "
+            f"{ranks} GPUs for {most} engines with {each} each; set explorer.rollout_model.engine_num to "
+            f"{max(1, ranks // each)}, or trainer.num_ranks to {most * each}"
         )
     needed = max(ranks, most * each) if colocated else ranks + most * each
     if num_gpus and needed > num_gpus:

@@ -47,7 +47,7 @@ class SlurmCluster(JobQueueCluster):
         # What a whole partition has is nobody's to take; a number of nodes is.
         num_gpus = known if section.node_num and jobs[TRAINER_RESOURCE].num_gpus else None
         layout = plan_jobs(stages, {role: job.cpus for role, job in jobs.items()}, num_gpus)
-        slurm.check_fit({role: cls.shape(config, role, layout.num_workers(role)) for role in ROLES}, jobs, limited)
+        slurm.check_fit({role: cls.shape(config, role, layout.num_in_jobs(role)) for role in ROLES}, jobs, limited)
         return layout
 
     @classmethod
@@ -60,9 +60,8 @@ class SlurmCluster(JobQueueCluster):
     def shape(cls, config: Config, role: str, num_workers: int) -> slurm.JobShape:
         """The jobs of so many workers of a role. Raises: UserError: they leave GPUs or places of a job unused."""
         exploring = [stage for stage in config.stage_configs() if stage.has_explorer]
-        of_engines = max((stage.explorer.gpus_per_worker for stage in exploring), default=1)
         job: WorkerJobConfig = getattr(config.cluster.slurm, role)
-        shape = slurm.shape_of(role, job, num_workers, 1 if role == TRAINER_RESOURCE else of_engines)
+        shape = slurm.shape_of(role, job, num_workers, 1 if role == TRAINER_RESOURCE else _gpus_of_engines(config))
         if shape.span > 1:
             for stage in exploring:
                 check_spans(stage, job)
@@ -168,12 +167,18 @@ def check_spans(stage: Config, job: WorkerJobConfig) -> None:
             )
 
 
+def _gpus_of_engines(config: Config) -> int:
+    return max((s.explorer.gpus_per_worker for s in config.stage_configs() if s.has_explorer), default=1)
+
+
 def _worker(config: Config, role: str, folder: PrivateFolder, span: int) -> str:
     """Arguments of Python for a worker, but for its name and its folder, which the shell of its job knows."""
+    turns = any(stage.cluster.colocate for stage in config.stage_configs())
     return shlex.join(
         [
             *("-m", "rftdask.cluster.join"),
             *(("--span", str(span)) if span > 1 else ()),
+            *(("--engine-every", str(_gpus_of_engines(config))) if role == TRAINER_RESOURCE and turns else ()),
             *folder.worker_options(config.cluster.tls, config.cluster.interface),
             *(*worker_options(role), "--death-timeout", str(DEATH_TIMEOUT_S)),
         ]

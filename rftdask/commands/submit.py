@@ -204,6 +204,11 @@ def plan_submission(
                 "them out"
             )
         return _elsewhere(kind, config, stages, folder, storage)
+    if (offline or single_allocation) and any(stage.cluster.colocate for stage in stages):
+        raise UserError(
+            "cluster.colocate: --offline and --single-allocation give each role nodes of its own, where nobody takes "
+            "turns; leave them out"
+        )
     layout = None
     try:
         _check_not_submitted(storage)
@@ -425,7 +430,7 @@ def _takes_sources(folder: PrivateFolder) -> str:
 
 def _jobs_of(config: Config, layout: Layout) -> list[tuple[str, int, JobShape]]:
     """(role, number of its workers, its jobs) of the roles that have any."""
-    counts = {role: layout.num_workers(role) for role in ROLES}
+    counts = {role: layout.num_in_jobs(role) for role in ROLES}
     return [(role, count, SlurmCluster.shape(config, role, count)) for role, count in counts.items() if count]
 
 

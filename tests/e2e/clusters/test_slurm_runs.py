@@ -15,6 +15,7 @@
 - near its walltime a controller leaves the jobs of its workers to the next, which takes them over, also the one job of
   a trainer on two nodes; when one of its tasks is lost the job is, and the gang goes on in the next; what it runs is
   run in a container;
+- a rank and an engine that take turns on what they compute on are in one job;
 - several runs share an allocation that is there; one job of nodes that are alike has a whole run;
 - a node that goes down costs a run its job, and jobs of another user are not its business;
 - where no job is queued again a run says so, and one that has finished asks for none.
@@ -338,6 +339,28 @@ def test_two_runs_in_an_allocation_that_is_there_are_steps_of_it(tmp_path: Path)
         logs = list((demo.folder / "log").glob("trainer-0-*.log"))
         assert len(logs) == 1 and re.fullmatch(r"trainer-0-\d+\.\d+\.log", logs[0].name), logs
         assert "submitted job" in demo.log() and demo.jobs() == []
+
+
+def test_a_rank_and_an_engine_take_turns_in_one_job(tmp_path: Path) -> None:
+    turns = tmp_path / "turns"
+    turns.mkdir()
+    demo = Demo(tmp_path, ("cluster", "colocate", True))
+    tree = yaml.safe_load(demo.config.read_text())
+    # On a GPU they find each other by its name; here they are told.
+    tree["cluster"]["slurm"]["trainer"]["prologue"].append(f"export RFTDASK_TURNS={turns}:0")
+    tree["explorer"] = {**tree.get("explorer", {}), "max_workers": 1}
+    demo.config.write_text(yaml.safe_dump(tree))
+    try:
+        told = call_cli("submit", str(demo.config))
+        assert told.code == 0, told
+        demo.wait_for_end()
+        assert assert_sound(demo.folder)["step"] == 10
+    finally:
+        demo.cancel_all()
+    assert {path.name for path in turns.iterdir()} == {"door-0", "room-0"}
+    logs = demo.log()
+    assert len(re.findall(r"submitted job \d+ \(trainer-", logs)) == 1
+    assert not re.search(r"submitted job \d+ \(explorer-", logs)
 
 
 def test_one_job_of_nodes_that_are_alike_has_the_whole_run(tmp_path: Path) -> None:

@@ -394,6 +394,18 @@ def test_a_job_of_several_ranks_starts_one_worker_for_each_which_sees_all_gpus_o
     assert f"\n{start}{sys.executable} -m rftdask.cluster.join " in script
 
 
+def test_engines_that_take_turns_start_in_the_job_of_the_ranks(tmp_path: Path) -> None:
+    keys = ("cluster.slurm.trainer={gres: 'gpu:h100:8', cpus: 12}", "mode=colocate", "trainer.num_ranks=16")
+    engines = "explorer.rollout_model={engine_type: vllm, tensor_parallel_size: 2, engine_num: 8}"
+    config = configured(tmp_path, *keys, engines)
+    assert SlurmCluster.shape(config, "trainer", 16) == JobShape(1, 2, 8)
+    script = SlurmCluster.job_script(config, "trainer", 16, "trainer-0", private(config), tmp_path)
+    assert " -m rftdask.cluster.join --engine-every 2 " in script
+    assert "--engine-every" not in SlurmCluster.job_script(
+        configured(tmp_path, keys[0], keys[2], engines), "trainer", 16, "trainer-0", private(config), tmp_path
+    )
+
+
 def test_an_engine_over_two_nodes_is_a_worker_and_one_that_follows(tmp_path: Path) -> None:
     keys = ("cluster.slurm.explorer={gres: 'gpu:h100:8', nodes: 2, cpus: 32}", "cluster.interface=ib0")
     engine = (

@@ -148,8 +148,12 @@ def test_a_run_can_be_planned_for_machines_that_are_elsewhere() -> None:
     )
     with pytest.raises(UserError, match=r"1 trainer \+ 33 explorers .* turns .* = 33 GPUs.*engine_num to 32"):
         plan_machines(stage(33, *four, "cluster.type=joined", "mode=colocate", "trainer.num_ranks=1"))
-    with pytest.raises(UserError, match=r"cluster.colocate: cluster.type slurm has jobs of their own"):
-        plan_machines(stage(1, *four, "cluster.type=slurm", "mode=colocate"))
+    with pytest.raises(UserError, match=r"cluster.colocate: cluster.type pbs has jobs of their own"):
+        plan_machines(stage(1, *four, "cluster.type=pbs", "mode=colocate"))
+    turns = plan_machines(stage(32, *four, "cluster.type=slurm", "mode=colocate"))
+    assert (turns.num_workers("explorer"), turns.num_in_jobs("explorer"), turns.num_in_jobs("trainer")) == (32, 0, 32)
+    with pytest.raises(UserError, match=r"each rank shares its GPU .* 4 trainer ranks .* set .*engine_num to 4, or"):
+        plan_machines(stage(2, *four, "cluster.type=slurm", "mode=colocate", "trainer.num_ranks=4"))
 
 
 def test_gpus_are_those_that_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
