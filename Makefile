@@ -29,7 +29,7 @@ GPU_PYTHON ?= python
 # anew; a touched file does not. Written last, so an interrupted installation is taken up again.
 STAMP := $(VENV)/installed-$(shell (cat pyproject.toml constraints.txt; echo "$(EXTRAS) $(CURDIR)") | cksum | cut -d ' ' -f 1)
 
-.PHONY: gpu site quickstart test test-oldest robustness learning guides slow extras lint types check install clean
+.PHONY: gpu torchao site quickstart test test-oldest robustness learning guides slow extras lint types check install clean
 .DEFAULT_GOAL := test
 
 quickstart: $(STAMP)
@@ -65,6 +65,11 @@ extras:
 	@$(MAKE) --no-print-directory install EXTRAS=dev,agents,reasoning-gym,verifiers
 	tests/conformance/install_peers.sh $(VENV)
 	$(BIN)/python -m pytest -m extras --durations=10
+
+torchao:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/torchao -c constraints.txt torchao
+	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest -m "" -k "bits or narrow or bfloat16" \
+	  tests/unit/trainer/engines/test_optimizer.py tests/e2e/training/test_optimizers_over_ranks.py
 
 # On a machine with a GPU and the extras for it; PART="a b" runs some parts. docs/gpu.md gets a table.
 gpu:

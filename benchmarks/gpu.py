@@ -7,7 +7,9 @@
     b  attention over packed rows in half precision against SDPA in float32: heads of 64 to 256, shared keys, windows
     c  logprobs of the train engine on the GPU against those of the same weights in float32 on the CPU
     d  every algorithm makes two steps on the GPU, with finite losses
-    e  tokens/s, MFU and peak against the estimate of a train step, full and LoRA (benchmarks/gpu_train.py; f is in it)
+    e  tokens/s, MFU and peak against the estimate of a train step, full and LoRA, beside a bare loop
+       (benchmarks/gpu_train.py)
+    f  the same of LoRA on a model of seven billion weights
     g  seconds to publish weights, to load them into an engine and to prove that they are served
     h  a step that does not fit ends in one line that says what to change
     i  rollouts of the engine against `generate` of transformers (benchmarks/generate.py), and vLLM's where it is
@@ -51,7 +53,7 @@ from rftdask.engines.transformers import TransformersEngine
 from rftdask.storage import open_storage
 from rftdask.trainer.attention import packed_attention
 from rftdask.trainer.engines.torch_engine import TorchEngine
-from rftdask.trainer.packing import RowSpans
+from rftdask.trainer.packing import Spans
 from rftdask.trainer.rank import build_algorithm
 from rftdask.weights.published import publish_weights
 
@@ -106,6 +108,7 @@ def part_a(place: Place) -> None:
 def part_b(place: Place) -> None:
     lengths = (50, 3) if place.quick else (700, 512, 64, 3)  # the longest first, as rows are packed
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=place.device)
+    spans = Spans(lengths, lengths, ends, ends, None)  # each row sees itself alone
     half = torch.bfloat16 if place.device == "cuda" else torch.float32
     for size, heads, keys, window in ((64, 8, 8, None), (128, 16, 8, None), (128, 8, 1, 33), (256, 4, 2, None)):
         torch.manual_seed(0)
@@ -113,7 +116,7 @@ def part_b(place: Place) -> None:
         given = [torch.randn(1, n, *shape, device=place.device, dtype=half) for n in (heads, keys, keys)]
         query, key, value = (each.clone().requires_grad_() for each in given)
         module = torch.nn.Module().to(place.device)
-        out, _ = packed_attention(module, query, key, value, None, spans=RowSpans(lengths, ends), sliding_window=window)
+        out, _ = packed_attention(module, query, key, value, None, spans=spans, sliding_window=window)
         out.sum().backward()
         exact = [each.float().clone().requires_grad_() for each in given]
         pieces, at = [], 0
@@ -194,12 +197,23 @@ def _batch_for(name: str, seed: int) -> TrainingBatch:
 
 
 def part_e(place: Place) -> None:
-    for row in _other(place, "gpu_train.py"):
+    _train(place, "e")
+
+
+def part_f(place: Place) -> None:
+    if place.device == "cuda" and torch.cuda.get_device_properties(0).total_memory < 70e9:
+        place.add("f", "LoRA on seven billion weights", "skipped: it is for a GPU of 80 GB")
+        return
+    _train(place, "f", "--large")
+
+
+def _train(place: Place, part: str, *options: str) -> None:
+    for row in _other(place, "gpu_train.py", *options):
         bound, holds = "", None
         if row["against"] == "`rftdask estimate`" and not place.quick:
             share = row["ours"] / row["other"]
             bound, holds = f"{share:.2f} of the estimate, 0.8 to 1.1", 0.8 <= share <= 1.1
-        place.add("e", row["work"], f"{row['ours']:.4g} {row['unit']}", bound, holds)
+        place.add(part, row["work"], f"{row['ours']:.4g} {row['unit']}", bound, holds)
 
 
 def part_g(place: Place) -> None:
@@ -282,7 +296,8 @@ def _other(place: Place, script: str, *options: str) -> list[dict[str, Any]]:
 
 
 PARTS: dict[str, Callable[[Place], None]] = {
-    "a": part_a, "b": part_b, "c": part_c, "d": part_d, "e": part_e, "g": part_g, "h": part_h, "i": part_i, "j": part_j,
+    "a": part_a, "b": part_b, "c": part_c, "d": part_d, "e": part_e, "f": part_f, "g": part_g, "h": part_h,
+    "i": part_i, "j": part_j,
 }  # fmt: skip
 
 

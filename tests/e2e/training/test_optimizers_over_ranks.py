@@ -7,6 +7,7 @@ same bits.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def resume_narrow(gangs: dict[int, Ranks], model: str) -> tuple[bool, bool, list
     return first.state_files() == second.state_files(), passed_on, losses
 
 
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed: make torchao")
 def test_narrow_weights_and_moments_go_on_as_they_were_saved(tmp_path: Path) -> None:
     build_toy_model(tmp_path / "model", hidden_size=128, intermediate_size=256, num_layers=1, num_heads=2)
     for same, passed_on, losses in run_ranks(2, tmp_path, resume_narrow, str(tmp_path / "model")):

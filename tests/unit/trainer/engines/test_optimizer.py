@@ -4,6 +4,7 @@ of weights spares what it should not pull to zero.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -80,6 +81,10 @@ class Wide(torch.nn.Module):
         return loss
 
 
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed: make torchao")
+
+
+@needs_torchao
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 def test_blocks_of_few_bits_go_through_files_to_the_bit(name: str) -> None:
     section = {"optimizer_type": f"torchao.optim.{name}"}
@@ -95,6 +100,7 @@ def test_blocks_of_few_bits_go_through_files_to_the_bit(name: str) -> None:
     assert torch.equal(first.layers[0].weight, second.layers[0].weight)
 
 
+@needs_torchao
 def test_steps_that_bfloat16_cannot_tell_add_up_by_chance() -> None:
     model = Wide().bfloat16()
     torch.nn.init.ones_(model.layers[0].weight)
