@@ -85,7 +85,8 @@ class Layout:
             if own := [worker for worker in self.workers if role in worker.resources]:
                 gpus = [w.gpu + i for w in own if w.gpu is not None for i in range(w.num_gpus)]
                 told.append(f"{len(own)} {what}{'s' * (len(own) > 1)}" + (f" on {_named(gpus)}" if gpus else ""))
-        shared = sorted({number for worker in self.workers for number in worker.shares})
+        engines = (worker for worker in self.workers if EXPLORER_RESOURCE in worker.resources)
+        shared = sorted({number for worker in engines for number in worker.shares})
         if shared:
             has_gpus = any(worker.gpu is not None for worker in self.workers)
             where = _named(shared) if has_gpus else "what each machine has"
@@ -261,10 +262,9 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
         shares = tuple(number for number in range(at, at + each) if number < ranks) if colocated else ()
         gpu, num = (at, each) if has_gpu else (None, 1)
         workers.append(WorkerPlan(f"explorer-{i}", (EXPLORER_RESOURCE,), threads, gpu, num, shares))
-    shared = {number for worker in workers for number in worker.shares}
-    workers[:ranks] = [
-        replace(worker, shares=(i,)) if i in shared else worker for i, worker in enumerate(workers[:ranks])
-    ]
+    if colocated:
+        # Also those without an engine on their device: ranks take their turns together.
+        workers[:ranks] = [replace(worker, shares=(i,)) for i, worker in enumerate(workers[:ranks])]
     if ranks:
         workers[0] = replace(workers[0], resources=(*workers[0].resources, CONTROL_RESOURCE))
     else:

@@ -105,6 +105,12 @@ def test_gpus_are_shared_by_as_many_ranks_and_engines() -> None:
         plan_layout([stage(1, "trainer.num_ranks=9")], 64, num_gpus=8)
 
 
+def test_ranks_take_their_turns_together_also_those_that_have_their_gpu_alone() -> None:
+    layout = plan_layout([stage(1, "mode=colocate", "trainer.num_ranks=3")], 16, num_gpus=3)
+    assert [worker.shares for worker in layout.workers] == [(0,), (1,), (2,), (0,)]
+    assert layout.describe() == "3 ranks on GPUs 0-2, 1 engine on GPU 0; they take turns on GPU 0 (colocate)"
+
+
 def test_a_dataset_is_trained_beside_an_engine_where_there_are_tasks_to_evaluate() -> None:
     dataset = ("mode=train", "algorithm={algorithm_type: sft}", "buffer.trainer_input.experience_buffer.path=d.jsonl")
     tasks = "buffer.explorer_input.eval_tasksets=[{path: e.jsonl}]"
