@@ -109,9 +109,9 @@ def bare_step(folder: str, batch: TrainingBatch) -> Callable[[], object]:
     advantages_Q = advantages_of(batch)[rows.row_Q]
 
     def step() -> None:
-        hidden_QH = hidden_states(model, rows)[rows.place_Q - 1]
+        hidden_QH = hidden_states(model, rows)[rows.before_Q]
         logprobs_QV = torch.log_softmax(head(hidden_QH), -1)
-        logprobs_Q = logprobs_QV.gather(-1, rows.tokens_S[rows.place_Q][:, None])[:, 0]
+        logprobs_Q = logprobs_QV.gather(-1, rows.target_Q[:, None])[:, 0]
         ratio_Q = (logprobs_Q - old_Q).exp()
         loss = -torch.minimum(ratio_Q * advantages_Q, ratio_Q.clamp(0.8, 1.2) * advantages_Q).mean()
         loss.backward()

@@ -21,6 +21,7 @@ from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log import open_log
 from rftdask.config import load_config
 from rftdask.experiment import Experiment
+from rftdask.monitor.metrics import MACHINE
 from rftdask.run.run_folder import read_run
 from rftdask.storage import Storage, open_storage
 from rftdask.weights.published import CHECKPOINT_POINTER, WEIGHTS_POINTER, read_pointer
@@ -96,7 +97,8 @@ def test_who_looks_at_a_run_on_s3_sees_what_a_disk_would_show(killed: str) -> No
     uid = experiment.experiences()["uid"][0]
     ended = call_cli("trace", killed, uid)
     assert ended.code == 0 and "trained" in ended.out, ended
-    assert set(experiment.metrics()["role"]) == {"trainer", "explorer", "eval"}
+    # Rows of what the machine has in use are there if the run was long enough for a heartbeat.
+    assert set(experiment.metrics()["role"]) - {MACHINE} == {"trainer", "explorer", "eval"}
     assert call_cli("report", killed).code == 0
 
 

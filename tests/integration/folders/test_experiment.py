@@ -39,7 +39,8 @@ def test_metrics_are_a_frame_with_a_row_for_each_role_and_step(experiment: Exper
 
 
 def test_every_metric_is_explained(experiment: Experiment) -> None:
-    names = {str(name) for name in experiment.metrics().columns} - {"role", "step", "time_s", "taskset"}
+    tags = {"role", "step", "time_s", "taskset", "host", "process"}
+    names = {str(name) for name in experiment.metrics().columns} - tags
     assert {name for name in names if explain(name) is None} == set()
 
 
