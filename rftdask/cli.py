@@ -591,6 +591,37 @@ def push(
 
 
 @app.command()
+def track(
+    run: Run,
+    to: Annotated[str, typer.Option(metavar="TRACKER", help="tensorboard, wandb, mlflow, swanlab, trackio or yours")],
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of the tracker, as monitor.monitor_args")
+    ] = None,
+    follow: Annotated[bool, typer.Option(help="Until the run has ended, or Ctrl-C")] = False,
+) -> None:
+    """Show a run in a tracker, from its files: also one that has ended, and from an environment that has little else
+    than the tracker's package. What the tracker has had of it is not told again.
+    """
+    import yaml  # late: it loads what only this needs
+
+    from rftdask.run.tracking import track as track_run
+
+    given = {}
+    for arg in args or []:
+        key, sign, value = arg.partition("=")
+        if not sign:
+            raise UserError(f"{arg!r} is no KEY=VALUE; arguments of the tracker are given so, as mode=offline")
+        given[key] = yaml.safe_load(value)
+
+    def wait() -> bool:
+        time.sleep(_LOOK_S)
+        return True
+
+    num_rows = track_run(run, to, given, wait if follow else None)
+    _say(f"{to}: {num_rows} rows of metrics")
+
+
+@app.command()
 def replay(
     run: Run,
     step: Annotated[int, typer.Option("--from", metavar="STEP", help="Step of a checkpoint; 0: the initial model")],

@@ -32,7 +32,6 @@ from rftdask.monitor.explain import WINDOW, warn_of_learning
 from rftdask.monitor.logs import LogFolder, setup_logging
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.progress import Progress, ProgressView, ViewKind
-from rftdask.monitor.trackers import TrackerFeed, make_tracker
 from rftdask.processes.dask_task import workers_of
 from rftdask.processes.gpus import free_host_bytes
 from rftdask.run.made_of import WholeContents, check_made_of, copy_sources
@@ -40,6 +39,7 @@ from rftdask.run.preflight import check_inputs
 from rftdask.run.run_folder import check_run, note_begin, note_end, open_run, private_files, read_run_config, record_run
 from rftdask.run.stage import StageRun, StageWork
 from rftdask.run.summary import RunSummary, summarize
+from rftdask.run.tracking import open_feeds
 from rftdask.run.view import Stage, stages_of
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.staging import stage_here
@@ -395,16 +395,7 @@ class _Watcher:
         """Metrics that a note has warned of."""
         self._logs = LogFolder(storage)
         self.log_folder = str(self._logs.path)
-        tracker = make_tracker(
-            config.monitor.monitor_type,
-            folder=None if "://" in storage.url else Path(storage.url, "monitor"),
-            project=config.project,
-            name=config.name,
-            config=config.to_dict(),
-            args=config.monitor.monitor_args,
-            plugin_dirs=config.explorer.plugin_dirs,
-        )
-        self._feed = TrackerFeed(storage, tracker, config.monitor.monitor_type)
+        self._feeds = open_feeds(config, storage)
 
     def show(self, work: StageWork, layout: Layout) -> None:
         """Show the stage before its first event, and who takes turns on what."""
@@ -459,14 +450,15 @@ class _Watcher:
         self.view.update(progress)
         if now - self._fed > _FEED_EVERY_S:
             self._fed = now
-            self._feed.poll()
+            for feed in self._feeds:
+                feed.poll()
         self._logs.poll()
 
     def close(self) -> None:
         """Feed the tracker what is left, and let go of the logs."""
         self.contents.close()
-        self._feed.poll()
-        self._feed.close()
+        for feed in self._feeds:
+            feed.close()
         self._logs.close()
 
 

@@ -47,7 +47,10 @@ KEYS = {
     "trainer.test_freq": Key("explorer.eval_interval"),
     "trainer.val_before_train": Key("", why="evaluations begin before the first step"),
     "trainer.resume_mode": Key("", why="the same command continues a run"),
-    "trainer.logger": Key("", why="monitor.monitor_type; metrics are in files anyway, and the console shows them"),
+    "trainer.logger": Key(
+        "",
+        why="monitor.monitor_type, and monitor.also; metrics are in files anyway, and the console shows them",
+    ),
     "ray_init.num_cpus": Key("", why=_OF_RAY),
     "ray_kwargs.ray_init.num_cpus": Key("", why=_OF_RAY),
     **{key: Key(ours) for key, ours in VERL.items()},

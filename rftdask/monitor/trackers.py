@@ -1,22 +1,26 @@
-"""Trackers: TensorBoard, Weights & Biases and MLflow as views of the metrics files.
+"""Trackers: TensorBoard, Weights & Biases, MLflow, SwanLab and trackio as views of the files of a run.
 
-The driver feeds a tracker from storage (`TrackerFeed`), never the roles themselves: what the files have, the tracker
-gets, whichever process died. A tracker knows neither storage nor roles.
+A tracker is fed from storage (`TrackerFeed`), never by the roles themselves: what the files have, the tracker gets,
+whichever process died. The driver feeds those of the configuration; `rftdask track` feeds any other one, from another
+environment or when the run has ended. A tracker knows neither storage nor roles.
 
-Invariant: a row is logged at least once; after a crash of the driver the last few may be logged again.
+Invariant: a row is logged at least once; after a crash of who feeds it the last few may be logged again.
 """
 
 from __future__ import annotations
 
+import html
 import json
 import logging
+import math
 import os
 import re
 import tempfile
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,8 +48,27 @@ class TrackedRun:
     """Whether `folder` is lost with this process, because the run is not on a local file system."""
 
 
+@dataclass(frozen=True)
+class Rollout:
+    """One answer of the policy, as a row of a table."""
+
+    task: str
+    """Its group: "gsm8k/0/17"."""
+    rollout: int
+    prompt: str
+    response: str
+    truth: str
+    reward: float | None
+    """None: the rollout failed."""
+    status: str
+
+
+COLUMNS = ("step", *(each.name for each in fields(Rollout)))
+"""Of a table of rollouts; the first is the explore step."""
+
+
 class Tracker(ABC):
-    """Where metrics are shown while the run goes on. Made as `Tracker(run, **monitor_args)`."""
+    """Where a run is shown while it goes on. Made as `Tracker(run, **monitor_args)`."""
 
     monitor_type: ClassVar[str] = ""
     """Name in a configuration. A class without one is named as `package.module.Name`."""
@@ -55,6 +78,9 @@ class Tracker(ABC):
     @abstractmethod
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
         """Show `metrics` as `<role>/<name>` at `step`; `time_s` is when they were measured, Unix seconds."""
+
+    def log_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:  # noqa: B027 -- not all have tables
+        """Show answers of an explore step. They are read only for a tracker that overrides this."""
 
     def flush(self) -> None:  # noqa: B027 -- most trackers have nothing to flush
         """Hand over what is still in memory."""
@@ -82,20 +108,33 @@ class TensorBoardTracker(Tracker):
     def __init__(self, run: TrackedRun) -> None:
         with _extra("tensorboard"):
             # Late: half a second.
-            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+            from tensorboard.plugins.text.metadata import create_summary_metadata
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         # Files that are lost with this process cannot be gone on with, so the next tracker gets all rows again.
         self.keeps_history = not run.is_temporary
         self.folder = run.folder / "tensorboard"
         self._event, self._summary, self._open = event_pb2.Event, summary_pb2.Summary, EventFileWriter
+        self._tensor, self._text = tensor_pb2.TensorProto, types_pb2.DT_STRING
+        self._about_text = create_summary_metadata("rollouts", description="")
         self._writers: dict[str, Any] = {}
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
         """One event; each role has a writer, and so a curve, of its own."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(role, step, values, time_s)
+
+    def log_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """A table in the tab of texts."""
+        text = self._tensor(dtype=self._text, string_val=[markdown_table(step, rollouts).encode()])
+        self._add("explorer", step, [self._summary.Value(tag="rollouts", metadata=self._about_text, tensor=text)], None)
+
+    def _add(self, role: str, step: int, values: list[Any], time_s: float | None) -> None:
         if role not in self._writers:
             self._writers[role] = self._open(str(self.folder / role))
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writers[role].add_event(self._event(wall_time=time_s, step=step, summary=self._summary(value=values)))
+        event = self._event(wall_time=time.time() if time_s is None else time_s, step=step)
+        event.summary.value.extend(values)
+        self._writers[role].add_event(event)
 
     def flush(self) -> None:
         """Writers keep events for up to two minutes otherwise."""
@@ -121,11 +160,11 @@ class WandbTracker(Tracker):
         if wandb.api.api_key is None and "mode" not in args:
             # Its init would ask on the terminal, for ever in a batch job.
             args = {"mode": os.environ.get("WANDB_MODE", "offline"), **args}
-        # The same name at every start, by which a resumed run is found again; 64 characters at most.
-        identity = re.sub(r"[^\w-]", "-", f"{run.project}-{run.name}")[-64:]
+        identity = _plain(f"{run.project}-{run.name}")
         settings = {"project": run.project, "name": run.name, "id": identity, "resume": "allow", "dir": str(run.folder)}
         self._run: Any = wandb.init(**{**settings, "config": dict(run.config), **args})
         self._roles: set[str] = set()
+        self._table = wandb.Table(columns=list(COLUMNS), log_mode="INCREMENTAL")
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
         """`time_s` is not told: a run of Weights & Biases has its own clock."""
@@ -134,6 +173,12 @@ class WandbTracker(Tracker):
             self._run.define_metric(f"{role}/*", step_metric=f"{role}/step")
             self._roles.add(role)
         self._run.log({f"{role}/step": step, **{f"{role}/{key}": value for key, value in metrics.items()}})
+
+    def log_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Rows of one table, which grows: of tables that are logged one by one only the last would be seen."""
+        for row in table_rows(step, rollouts):
+            self._table.add_data(*row)
+        self._run.log({"explorer/step": step, "rollouts": self._table})
 
     def close(self) -> None:
         """Waits until what was logged is uploaded, or written where it is offline."""
@@ -178,9 +223,108 @@ class MlflowTracker(Tracker):
         rows = [self._metric(names[key], value, now_ms, step) for key, value in metrics.items()]
         self._client.log_batch(self._run_id, metrics=rows)
 
+    def log_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """A file for each step, which MLflow shows as a table: one for all would be read again for each step."""
+        table = {"columns": COLUMNS, "data": table_rows(step, rollouts)}
+        self._client.log_dict(self._run_id, table, f"rollouts/{step:08d}.json")
+
     def close(self) -> None:
         """Marks the run as finished; a tracker that comes later marks it as running again."""
         self._client.set_terminated(self._run_id)
+
+
+class SwanLabTracker(Tracker):
+    """One SwanLab experiment, continued by its id; without an API key it is written offline, to be synced later."""
+
+    monitor_type: ClassVar[str] = "swanlab"
+
+    def __init__(self, run: TrackedRun, **args: Any) -> None:
+        """args: further arguments of `swanlab.init`."""
+        with _extra("swanlab"):
+            import swanlab  # late: an optional package
+        # Its init would ask on the terminal. A run that is not online has no id there: each start is an experiment.
+        mode = args.get("mode") or os.environ.get("SWANLAB_MODE") or ("online" if _swanlab_key() else "offline")
+        settings = {
+            "project": _plain(run.project),
+            "name": run.name,
+            "mode": mode,
+            "log_dir": str(run.folder / "swanlab"),
+        }
+        if mode == "online":
+            settings |= {"id": _plain(f"{run.project}-{run.name}"), "resume": "allow"}
+        self._swanlab = swanlab
+        self._run: Any = swanlab.init(**{**settings, "config": dict(run.config), **args})
+
+    def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
+        """`time_s` is not told: SwanLab has its own clock. A curve has no place for a value that is no number."""
+        finite = {f"{role}/{key}": value for key, value in metrics.items() if math.isfinite(value)}
+        if finite:
+            self._run.log(finite, step=step)
+
+    def log_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """A table at each step."""
+        table = self._swanlab.echarts.Table().add(list(COLUMNS), table_rows(step, rollouts))
+        self._run.log({"rollouts": table}, step=step)
+
+    def close(self) -> None:
+        """Waits until what was logged is uploaded, or written where it is offline."""
+        self._run.finish()
+
+
+class TrackioTracker(Tracker):
+    """One trackio run, continued by its name; in trackio's folder, or on the server or Space that `args` name."""
+
+    monitor_type: ClassVar[str] = "trackio"
+
+    def __init__(self, run: TrackedRun, **args: Any) -> None:
+        """args: further arguments of `trackio.init`."""
+        with _extra("trackio"):
+            import trackio  # late: an optional package
+        self._trackio = trackio
+        settings = {"project": _plain(run.project), "name": run.name, "resume": "allow", "embed": False}
+        self._run: Any = trackio.init(**{**settings, "config": dict(run.config), **args})
+
+    def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
+        """`time_s` is not told: trackio has its own clock."""
+        self._run.log({f"{role}/{key}": value for key, value in metrics.items()}, step=step)
+
+    def log_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """A table at each step."""
+        import pandas as pd  # late: half a second
+
+        frame = pd.DataFrame(table_rows(step, rollouts), columns=list(COLUMNS))
+        self._run.log({"rollouts": self._trackio.Table(dataframe=frame)}, step=step)
+
+    def close(self) -> None:
+        """Waits until what was logged is written or sent."""
+        self._run.finish()
+
+
+def _swanlab_key() -> bool:
+    """Whether somebody has logged in, by the variable or by `swanlab login`."""
+    folder = Path(os.environ.get("SWANLAB_SAVE_DIR", "~/.swanlab")).expanduser()
+    return "SWANLAB_API_KEY" in os.environ or (folder / ".netrc").exists()
+
+
+def _plain(name: str) -> str:
+    """A name of letters, digits, "_" and "-", 64 at most; the same at every start, so that a run is found again."""
+    return re.sub(r"[^\w-]", "-", name)[-64:]
+
+
+def table_rows(step: int, rollouts: Sequence[Rollout]) -> list[list[Any]]:
+    """Rows of a table with COLUMNS."""
+    return [[step, *astuple(rollout)] for rollout in rollouts]
+
+
+def markdown_table(step: int, rollouts: Sequence[Rollout]) -> str:
+    """The same as Markdown."""
+
+    def cell(value: Any) -> str:
+        return html.escape(str(value)).replace("|", "&#124;").replace("\n", "<br>")
+
+    lines = [[str(name) for name in COLUMNS], ["---"] * len(COLUMNS)]
+    lines += [[cell(value) for value in row] for row in table_rows(step, rollouts)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def make_tracker(
@@ -231,8 +375,17 @@ class TrackerFeed:
         feed.close()  # the rest, then the tracker
     """
 
-    def __init__(self, storage: Storage, tracker: Tracker, monitor_type: str) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        tracker: Tracker,
+        monitor_type: str,
+        read_rollouts: Callable[[int], Sequence[Rollout]] | None = None,
+    ) -> None:
+        """read_rollouts: gives answers of an explore step, for a tracker that shows them."""
         self._storage, self._tracker = storage, tracker
+        shows = type(tracker).log_rollouts is not Tracker.log_rollouts
+        self._read_rollouts = read_rollouts if shows else None
         self._path = f"monitor/{monitor_type}_cursor.json"
         cursor: dict[str, int] = {}
         if tracker.keeps_history:
@@ -261,6 +414,9 @@ class TrackerFeed:
             # A tag that is not the stage tells apart rows of one step, so it must be in the name.
             prefix = "".join(f"{value}/" for tag, value in sorted(row.tags.items()) if tag != "stage")
             self._tracker.log(row.role, row.step, {prefix + k: v for k, v in row.metrics.items()}, row.time_s)
+            # An explore step is committed before its metrics are written, so what is shown of it is whole.
+            if row.role == "explorer" and self._read_rollouts and (rollouts := self._read_rollouts(row.step)):
+                self._tracker.log_rollouts(row.step, rollouts)
         self._tracker.flush()
 
     def _try(self, call: Callable[[], None]) -> bool:

@@ -57,6 +57,8 @@ _SQL_DEADLINE_S = 60.0
 _LOG_LINES = 200
 _GROUPS = 20
 _MOST_ASKED_BYTES = 1_000_000
+_SAME: dict[str, Any] = {"loop": "asyncio", "http": "h11"}
+"""Of uvicorn: the same, whatever other packages are installed that it would take."""
 
 
 class _Guard:
@@ -493,7 +495,9 @@ class StudioServer:
         """Name of the cookie that keeps the token; browsers tell ports apart by nothing else."""
         app = Studio(self.folder, read_only=read_only).app(self.token, self.cookie)
         # The terminal is the user's: no line for each request.
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, **_SAME
+        )
         self._server = uvicorn.Server(config)
 
     def address(self, path: str = "/", **query: str) -> str:

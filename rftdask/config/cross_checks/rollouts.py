@@ -204,6 +204,17 @@ def _fixed_is_repeatable(config: Config) -> Iterator[Problem]:
         yield "explorer.dynamic_timeout.enable", f"true: the limit depends on measured times, {remedy}"
 
 
+@RULES.reading("monitor")
+def _trackers_are_named_once(config: Config) -> Iterator[Problem]:
+    """Where a tracker has come to is kept by its name."""
+    seen = {config.monitor.monitor_type}
+    for number, tracker in enumerate(config.monitor.also):
+        name = str(tracker.get("name", ""))
+        if name in seen:
+            yield f"monitor.also[{number}].name", f"{name} is there already; a tracker is named once"
+        seen.add(name)
+
+
 def engine_warnings(config: Config) -> Iterator[Problem]:
     """(path, message) of keys without effect."""
     for path, section in config.explorer.engines():

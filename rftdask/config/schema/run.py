@@ -62,11 +62,16 @@ class MonitorConfig(Section):
     monitor_type: Annotated[
         str,
         Named("monitor", partial(read_parts, "rftdask.monitor.trackers", "monitor_type"), "monitor_args", supplied=1),
-        Later("SwanLab", ("swanlab",)),
     ] = "tensorboard"
-    """Tracker: tensorboard, wandb, mlflow, none (only the files in the run folder), or one of your own."""
+    """Tracker: tensorboard, wandb, mlflow, swanlab, trackio, none (only the files in the run folder), or one of your
+    own."""
     monitor_args: Free = no_items()
     """Arguments of the tracker. Keys and tokens are read by the tracker from its environment variables."""
+    also: Annotated[
+        tuple[Free, ...],
+        Named("monitor", partial(read_parts, "rftdask.monitor.trackers", "monitor_type"), supplied=1),
+    ] = ()
+    """Further trackers beside it: [{name, args}, ...], each once."""
     detailed_stats: bool = False
     """Maximum, minimum and standard deviation of evaluation metrics beside the mean: <metric>/max, /min, /std."""
 

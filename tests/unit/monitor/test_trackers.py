@@ -8,7 +8,7 @@ import pytest
 
 from rftdask.errors import UserError
 from rftdask.monitor.metrics import MetricsWriter
-from rftdask.monitor.trackers import NoTracker, Tracker, TrackerFeed, make_tracker
+from rftdask.monitor.trackers import NoTracker, Rollout, Tracker, TrackerFeed, make_tracker
 
 
 class ListTracker(Tracker):
@@ -92,7 +92,7 @@ def test_none_tracks_nothing():
     assert isinstance(make_tracker("none", folder=None, project="p", name="n"), NoTracker)
 
 
-@pytest.mark.parametrize("kind", ["wandb", "mlflow"])
+@pytest.mark.parametrize("kind", ["wandb", "mlflow", "swanlab", "trackio"])
 def test_a_missing_package_is_told_with_its_extra(kind, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, kind, None)  # as if it were not installed
     with pytest.raises(UserError, match=rf'pip install "rftdask\[{kind}\]"'):
@@ -100,5 +100,23 @@ def test_a_missing_package_is_told_with_its_extra(kind, tmp_path, monkeypatch):
 
 
 def test_an_unknown_tracker_is_refused(tmp_path):
-    with pytest.raises(UserError, match="there are mlflow, none, tensorboard, wandb"):
+    with pytest.raises(UserError, match="there are mlflow, none, swanlab, tensorboard, trackio, wandb"):
         make_tracker("neptune", folder=tmp_path, project="p", name="n")
+
+
+class TableTracker(ListTracker):
+    def log_rollouts(self, step, rollouts):
+        self.logged.append(("rollouts", step, [rollout.response for rollout in rollouts]))
+
+
+def test_answers_of_an_explore_step_come_with_its_metrics_for_who_shows_them(storage, clock):
+    with MetricsWriter(storage, "explorer", clock=clock) as writer:
+        writer.write(3, {"reward": 1.0})
+    answers = {3: [Rollout("sums/0/1", 0, "1+1=", "2", "2", 1.0, "ok")]}
+    asked = []
+    shows, does_not = TableTracker(), ListTracker()
+    for tracker in (shows, does_not):
+        TrackerFeed(storage, tracker, type(tracker).__name__, lambda step: asked.append(step) or answers[step]).poll()
+    assert shows.logged == [("explorer", 3, {"reward": 1.0}), ("rollouts", 3, ["2"])]
+    assert does_not.logged == [("explorer", 3, {"reward": 1.0})]
+    assert asked == [3], "they are not read for nothing"

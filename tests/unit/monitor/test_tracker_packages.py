@@ -1,0 +1,116 @@
+"""Promises of the trackers on the packages themselves, without a network: what the files of a run have, curves and
+answers, is in theirs; a run that is continued continues there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rftdask.monitor.metrics import MetricsWriter
+from rftdask.monitor.trackers import Rollout, TrackerFeed, make_tracker
+from rftdask.storage.base import Storage
+
+pytestmark = [
+    pytest.mark.extras,
+    # Of the packages, about themselves.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_accounts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "SWANLAB_API_KEY", "SWANLAB_MODE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # whoever asks anybody gets an error
+
+
+def answers(step: int) -> list[Rollout]:
+    return [Rollout("sums/0/1", i, "1+1=", f"step {step}, <b>|\n{i}", "2", float(i), "ok") for i in range(2)]
+
+
+def feed_twice(kind: str, storage: Storage, folder: Path, clock: Any, **args: Any) -> None:
+    """Two drivers, one after the other: what the second is fed goes on where the first one ended."""
+    for step in (1, 2):
+        with MetricsWriter(storage, "trainer", clock=clock) as writer:
+            writer.write(step, {"loss": 1 / step, "kl": float("nan")}, stage="rl")
+        with MetricsWriter(storage, "explorer", clock=clock) as writer:
+            writer.write(step, {"reward": 0.5 * step})
+        tracker = make_tracker(kind, folder=folder, project="my project", name="a/run", config={"lr": 1}, args=args)
+        feed = TrackerFeed(storage, tracker, kind, answers)
+        assert feed.poll() == 2
+        feed.close()
+        assert feed.error is None
+
+
+def test_tensorboard_has_answers_as_text(storage: Storage, tmp_path: Path, clock: Callable[[], float]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    feed_twice("tensorboard", storage, tmp_path, clock)
+    read = EventAccumulator(str(tmp_path / "tensorboard" / "explorer"))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("reward")] == [(1, 0.5), (2, 1.0)]
+    tables = [(event.step, event.tensor_proto.string_val[0].decode()) for event in read.Tensors("rollouts")]
+    assert [step for step, _ in tables] == [1, 2]
+    assert "| 2 | sums/0/1 | 1 | 1+1= | step 2, &lt;b&gt;&#124;<br>1 | 2 | 1.0 | ok |" in tables[1][1]
+
+
+def test_wandb_offline_is_one_run_with_a_table(storage: Storage, tmp_path: Path, clock: Callable[[], float]) -> None:
+    feed_twice("wandb", storage, tmp_path, clock)
+    runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    assert {run.name.split("-", 3)[3] for run in runs} == {"my-project-a-run"}, "the same id"
+    tables = [json.loads(file.read_text()) for file in (tmp_path / "wandb").rglob("*.table.json")]
+    rows = {(row[0], row[4]) for table in tables for row in table["data"]}
+    assert rows == {(step, f"step {step}, <b>|\n{i}") for step in (1, 2) for i in range(2)}
+
+
+def test_mlflow_is_one_run_with_a_table_of_each_step(
+    storage: Storage, tmp_path: Path, clock: Callable[[], float]
+) -> None:
+    import mlflow
+
+    feed_twice("mlflow", storage, tmp_path, clock)
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlflow").as_uri())
+    [experiment] = [found for found in client.search_experiments() if found.name == "my project"]
+    [run] = client.search_runs([experiment.experiment_id])
+    losses = client.get_metric_history(run.info.run_id, "trainer/loss")
+    assert sorted((each.step, each.value) for each in losses) == [(1, 1.0), (2, 0.5)]
+    tables = [file.path for file in client.list_artifacts(run.info.run_id, "rollouts")]
+    assert tables == ["rollouts/00000001.json", "rollouts/00000002.json"]
+    [table] = (tmp_path / "mlflow").rglob("00000002.json")
+    assert json.loads(table.read_text())["data"][1] == [2, *("sums/0/1", 1, "1+1=", "step 2, <b>|\n1", "2", 1.0, "ok")]
+
+
+def test_swanlab_offline_has_curves_and_tables(storage: Storage, tmp_path: Path, clock: Callable[[], float]) -> None:
+    feed_twice("swanlab", storage, tmp_path, clock)
+    kept = b"".join(file.read_bytes() for file in (tmp_path / "swanlab").rglob("*") if file.is_file())
+    for text in (b"trainer/loss", b"explorer/reward", b"step 1, ", b"step 2, "):
+        assert text in kept, text
+
+
+def test_trackio_is_one_run_with_curves_and_tables(
+    storage: Storage, tmp_path: Path, clock: Callable[[], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import trackio.utils
+    from trackio import sqlite_storage
+
+    for module in (trackio, trackio.utils, sqlite_storage):
+        if hasattr(module, "TRACKIO_DIR"):
+            monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
+    feed_twice("trackio", storage, tmp_path, clock)
+    [database] = (tmp_path / "trackio").glob("my-project*.db")
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("select run_name, step, metrics from metrics").fetchall()
+    logged = [(name, step, json.loads(metrics)) for name, step, metrics in rows]
+    assert {name for name, *_ in logged} == {"a/run"}
+    losses = [(step, metrics["trainer/loss"]) for _, step, metrics in logged if "trainer/loss" in metrics]
+    assert sorted(losses) == [(1, 1.0), (2, 0.5)]
+    tables = [json.dumps(metrics) for _, _, metrics in logged if "rollouts" in metrics]
+    assert len(tables) == 2 and re.search("trackio.table", tables[0])
