@@ -1,0 +1,87 @@
+"""Every train engine of the package keeps the contract of rftdask.testing.train_engine; one that breaks it is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rftdask.algorithm.compose import make_algorithm
+from rftdask.buffer.batches.batch import TrainingBatch
+from rftdask.models.toy import build_toy_model
+from rftdask.testing.train_engine import TrainEngineContract
+from rftdask.trainer.engines.base import TrainEngine
+from rftdask.trainer.engines.fake import FakeTrainEngine
+from rftdask.trainer.engines.torch_engine import TorchEngine
+from tests.unit.trainer.trainer_cases import engine_config
+
+
+class TestFake(TrainEngineContract):
+    def engine(self) -> TrainEngine:
+        return FakeTrainEngine()
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("contract") / "policy"
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
+    build_toy_model(folder, **sizes)
+    yield folder
+    torch.use_deterministic_algorithms(False)
+
+
+class TestTorch(TrainEngineContract):
+    algorithm = "grpo"
+    measures = False
+    model: Path
+
+    @pytest.fixture(autouse=True)
+    def on_the_toy(self, toy: Path) -> None:
+        self.model = toy
+
+    def engine(self) -> TrainEngine:
+        return TorchEngine(engine_config(self.model, deterministic=True), make_algorithm(self.algorithm))
+
+
+class TestTorchOnADataset(TestTorch):
+    algorithm = "sft"
+    measures = True
+
+
+class Forgets(FakeTrainEngine):
+    """Its checkpoints lack what it has learned."""
+
+    def load_state_files(self, files: Any) -> None:
+        pass
+
+
+class Counts(FakeTrainEngine):
+    """Two of them are not the same."""
+
+    number = 0
+
+    def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
+        Counts.number += 1
+        return super().train_step(batch, step + Counts.number)
+
+
+class Measures(FakeTrainEngine):
+    def evaluate(self, batches: Any) -> dict[str, float]:
+        return self.train_step(batches[0], 1)
+
+
+@pytest.mark.parametrize(
+    ("broken", "promise"),
+    [
+        (Forgets, "test_a_checkpoint_goes_on_as_if_nothing_had_happened"),
+        (Counts, "test_the_same_batches_give_the_same_bytes"),
+        (Measures, "test_measuring_trains_nothing"),
+    ],
+)
+def test_an_engine_that_breaks_a_promise_fails(broken: type[TrainEngine], promise: str) -> None:
+    suite = type("Suite", (TrainEngineContract,), {"engine": lambda self: broken()})()
+    with pytest.raises(AssertionError):
+        getattr(suite, promise)()
