@@ -164,6 +164,10 @@ class RolloutResult:
     """Seconds by name of a field of RolloutTimes, summed over the rollouts."""
     pass_rates: Mapping[str, float] = field(default_factory=dict)
     """pass@k by name, mean over the tasks."""
+    reward_sums: Mapping[str, float] = field(default_factory=dict)
+    """By the name of the taskset, over its rollouts that may be trained."""
+    reward_counts: Mapping[str, float] = field(default_factory=dict)
+    """How many those are."""
     note: str = ""
     """News that people should know, such as that the engine had died; "": none."""
 
@@ -619,7 +623,18 @@ def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
         row_metric_sums=dict(row_metric_sums),
         rollout_time_sums={t.name: float(sum(getattr(each, t.name) for each in times)) for t in fields(RolloutTimes)},
         pass_rates=pass_rates(rewards_by_group),
+        reward_sums=_by_taskset(rewards_by_group, sum),
+        reward_counts=_by_taskset(rewards_by_group, len),
     )
+
+
+def _by_taskset(
+    rewards_by_group: Mapping[str, Sequence[float]], measure: Callable[[Sequence[float]], float]
+) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for group_id, rewards in rewards_by_group.items():
+        found[group_id.partition("/")[0]] += float(measure(rewards))  # no name of a taskset has a slash
+    return dict(found)
 
 
 def num_sampled_tokens(row: Experience) -> int:
@@ -645,6 +660,7 @@ def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, f
       because a prompt did not go on where a turn had ended, mean
     - num_prompt_tokens, num_response_tokens, prompt_truncated: mean over the rows of those rollouts
     - response_length: response tokens of such a rollout, all its turns together, mean
+    - taskset/<name>/reward: mean over such rollouts of one taskset, in steps that had tasks of several
     - truncated: share of those that met the token limit; failed: share of all rollouts that failed, timed out or were
       set aside as poisoned
     - rollout/<time>: seconds per rollout, such as rollout/tool_s; pass@k: mean over the tasks
@@ -683,6 +699,9 @@ def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, f
         # Units have equal numbers of tasks but for the last; rollouts of each task are as many everywhere.
         rates = [(r.pass_rates[name], r.num_rollouts) for r in results if name in r.pass_rates]
         metrics[name] = sum(rate * count for rate, count in rates) / max(1, sum(count for _, count in rates))
+    reward_sums, reward_counts = by_name([r.reward_sums for r in results]), by_name([r.reward_counts for r in results])
+    if len(reward_sums) > 1:
+        metrics |= {f"taskset/{name}/reward": value / reward_counts[name] for name, value in reward_sums.items()}
     # Last: a metric of a workflow does not replace one of these by its name.
     return metrics | {
         "reward": total([r.reward_sum for r in results]) / num_rewards,

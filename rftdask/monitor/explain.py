@@ -639,6 +639,13 @@ FAMILIES: dict[str, Metric] = {
         "up",
         source="Chen et al., arXiv:2107.03374, equation 1",
     ),
+    r"taskset/[^/]+/reward": Metric(
+        "Reward of a taskset",
+        "mean over the rollouts of one taskset that may be trained, in steps that had tasks of several",
+        "as the reward",
+        "up",
+        source="explorer/worker_task.py",
+    ),
     r".+/mean@\d+": Metric(
         "Mean of n",
         "mean over the n rollouts of a task, then over the tasks",

@@ -4,6 +4,7 @@ rollouts that may be trained; metrics of turns are means over turns; the greedy 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,6 +79,16 @@ def test_the_greedy_baseline_is_no_sample_and_its_time_is_not_counted() -> None:
     times = [RolloutTimes(generate_s=100.0 if rollout == 2 else 1.0) for _ in (0, 1) for rollout in range(3)]
     metrics = metrics_of(work_unit(2, 2, greedy_baseline=True), turns, times)
     assert (metrics["num_rollouts"], metrics["reward"], metrics["rollout/generate_s"]) == (4, 0.0, 1.0)
+
+
+def test_each_of_several_tasksets_has_its_own_mean() -> None:
+    turns = [turn(0, 0, 0, 1.0, 4), turn(0, 1, 0, 0.0, 4), turn(1, 0, 0, 0.5, 4)]
+    assert not any(name.startswith("taskset/") for name in metrics_of(work_unit(2, 2), turns))
+    others = [replace(each, taskset="u") for each in turns[:1]]
+    units = [summarize_unit(work_unit(2, 2), UnitOutcome(rows, [], [], 0.0)) for rows in (turns, others)]
+    metrics = step_metrics(units, 1.0)
+    assert (metrics["taskset/t/reward"], metrics["taskset/u/reward"]) == (0.5, 1.0)
+    assert metrics["reward"] == pytest.approx(2.5 / 4)
 
 
 def test_the_bytes_of_a_unit_are_those_of_all_that_was_committed() -> None:
