@@ -318,6 +318,8 @@ def debug(
     rollouts: Annotated[int, typer.Option(min=1, help="Of the task, side by side")] = 1,
     folder: Annotated[str, typer.Option(metavar="FOLDER", help="What they give is kept here, for rftdask view")] = "",
     once: Annotated[bool, typer.Option("--once", help="End after the first round")] = False,
+    html: Annotated[str, typer.Option(metavar="FILE", help="Write the conversations of all rounds as one page")] = "",
+    profile: Annotated[str, typer.Option(metavar="FILE", help="Write a profile of Python's, of the last round")] = "",
     origin: Origin = "",
 ) -> None:
     """Load the model once, and roll out one task again and again while you change its workflow or reward."""
@@ -330,11 +332,13 @@ def debug(
     stage = next((each for each in reversed(checked.stage_configs()) if each.has_explorer), checked)
     kept = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="rftdask-debug-"))
     _say("the model is being loaded", err=True)
-    with Debugger(stage, kept, taskset) as debugger:
+    with Debugger(stage, kept, taskset, profile) as debugger:
         while True:
             is_last = once or not sys.stdin.isatty()
             try:
                 _say(debugger.try_task(task, rollouts))
+                if html:
+                    _write_page(kept, html, limit=100)
                 _say(f"\nas pages: rftdask view {kept}", err=True)
             except UserError as error:  # to be mended in the files, and tried again
                 if is_last:
@@ -481,6 +485,26 @@ def join(
     work(checked, PrivateFolder.of(checked, open_storage(checked.checkpoint_job_dir)), role, patience)
 
 
+@app.command()
+def perf(
+    run: Run,
+    path: Annotated[str, typer.Argument(metavar="FILE", help="What is written, for ui.perfetto.dev")] = "timeline.json",
+) -> None:
+    """Write what trainer and explorers did and waited for, step by step, as a timeline for Perfetto or chrome://tracing."""
+    from rftdask.run.view import open_stages
+    from rftdask.studio.curves import trace_events
+
+    events = trace_events(open_stages(run))
+    if not events:
+        raise UserError(f"{run} has made no step yet, so there is no timeline")
+    try:
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    _say(path)
+
+
+@app.command("log", hidden=True)  # as Trinity-RFT's users type it
 @app.command()
 def logs(
     run: Run,
@@ -695,6 +719,54 @@ def experiences(
         safe_console().print(to_terminal(found))
 
 
+data = typer.Typer(help="Make datasets: of a run's experiences, or of another dataset.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
+
+@data.command("export")
+def data_export(
+    run: Run,
+    path: Annotated[str, typer.Argument(metavar="FILE", help="What is written: .jsonl or .parquet")],
+    kind: Annotated[
+        str, typer.Option("--as", help="sft, dpo (best and worst of a group) or tasks (with scores)")
+    ] = "sft",
+    where: Annotated[str, typer.Option(help="SQL condition over the experiences, such as reward >= 1")] = "",
+) -> None:
+    """Write the experiences of a run as a dataset for training offline; each row says where it is from."""
+    from rftdask.curate.export import USE, export
+
+    if kind not in USE:
+        raise UserError(f"--as {kind!r} is none of {', '.join(USE)}")
+    written, dropped = export(run, path, kind, where)  # type: ignore[arg-type]
+    _say(f"{written:,} rows in {path}")
+    for reason, count in dropped.items():
+        _say(f"  left out: {count:,} {reason}")
+    _say(f"in a configuration: {{path: {path}, {USE[kind]}}}")
+
+
+@data.command("refine")
+def data_refine(
+    path: Annotated[str, typer.Argument(metavar="DATASET", help=".jsonl or .parquet: a file, a glob or a folder")],
+    out: Annotated[str, typer.Argument(metavar="FOLDER", help="A new one, or that of this command to go on with")],
+    where: Annotated[str, typer.Option(help="SQL condition over the columns: rows for which it holds stay")] = "",
+    unique: Annotated[
+        list[str] | None, typer.Option(help="Column whose text stands once, but for case and space")
+    ] = None,
+    score: Annotated[str, typer.Option(help="Dotted path of a function (row) -> number, or {name: number}")] = "",
+    top: Annotated[int, typer.Option(min=0, help="Keep so many rows of the largest --score; 0: all")] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="Processes on this machine")] = 2,
+    scheduler: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="A Dask scheduler whose workers do it instead")
+    ] = "",
+) -> None:
+    """Filter, deduplicate and score a dataset over Dask workers, and say what was dropped and why."""
+    from rftdask.curate.refine import Steps, on_workers, refine
+
+    steps = Steps(where, tuple(unique or ()), score, top)
+    with on_workers(workers, scheduler) as submit:
+        _say(refine(path, out, steps, submit).render())
+
+
 @app.command()
 def trace(run: Run, uid: Annotated[str, typer.Argument(help="taskset/epoch/task/rollout/row")]) -> None:
     """Tell the life of one experience: sampled with which weights, trained in which step, and what came of it."""
@@ -712,18 +784,10 @@ def view(
     limit: Annotated[int, typer.Option(min=1, help="Experiences in the page of --html")] = 100,
 ) -> None:
     """Browse the experiences of a run with their tokens: the studio of one run."""
-    from pathlib import Path
-
-    from rftdask.provenance.browse import Browser
-    from rftdask.studio.pages import static_page
     from rftdask.studio.server import serve
 
     if html:
-        page = static_page(Browser(run), limit)
-        try:
-            Path(html).write_text(page, encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise UserError(f"--html {html}: {error.strerror}") from error
+        _write_page(run, html, limit)
         _say(html)
     else:
         # What it says has a token, to be used.
@@ -898,6 +962,18 @@ def _load(config: str, overrides: list[str] | None, origin: str) -> Config:
         _say(f"read as a file of {checked.origin}; rftdask validate tells what that changes", err=True)
     _warn(checked.warnings)
     return checked
+
+
+def _write_page(run: str | Path, html: str, limit: int) -> None:
+    """The experiences of a run as one page. Raises: UserError: the file cannot be written."""
+    from rftdask.provenance.browse import Browser
+    from rftdask.studio.pages import static_page
+
+    page = static_page(Browser(run), limit)
+    try:
+        Path(html).write_text(page, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"--html {html}: {error.strerror}") from error
 
 
 def _say(text: object, err: bool = False) -> None:

@@ -9,7 +9,11 @@ There is no cluster and no trainer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import cProfile
+import io
 import os
+import pstats
 from pathlib import Path
 
 from rftdask.buffer.log import open_log
@@ -31,6 +35,9 @@ from rftdask.run.run_folder import open_run, record_config
 from rftdask.storage import open_storage
 from rftdask.weights.published import Published
 
+_NUM_PROFILED = 15
+"""Functions of a profile that are printed."""
+
 
 class Debugger:
     """The engines of a stage that explores, loaded, and the tasks of one of its tasksets.
@@ -40,11 +47,13 @@ class Debugger:
             print(debugger.try_task(3, rollouts=2))
     """
 
-    def __init__(self, config: Config, folder: Path, taskset: str = "") -> None:
+    def __init__(self, config: Config, folder: Path, taskset: str = "", profile: str = "") -> None:
         """
         Args:
             folder: a new run folder, or that of an earlier debugger of the same configuration.
             taskset: whose tasks; "": the first.
+            profile: a file that gets Python's profile of each round (`python -m pstats FILE`). Workflows then run in
+                this process and not in sandboxes, since a profile sees its own process; "": none is made.
         Raises: UserError, DataError: there is nothing to roll out, or the folder is another run's; RoleError: an
             engine cannot start.
         """
@@ -55,6 +64,9 @@ class Debugger:
         if taskset and taskset not in tasksets:
             raise UserError(f"no taskset is called {taskset!r}; there are {', '.join(tasksets)}")
         self._taskset = tasksets[taskset or next(iter(tasksets))]
+        self._profile = profile
+        if profile:
+            config = replace(config, {"explorer.sandbox.mode": "never"})
         # Never into the log of a run.
         config = replace(config, {"buffer.trainer_input.experience_buffer.storage_type": "queue"})
         self.folder, self._storage = folder, open_storage(folder)
@@ -85,7 +97,9 @@ class Debugger:
         """
         if not 0 <= index < len(self._tasks):
             raise DataError(f"taskset {self._taskset.name} has rows 0 to {len(self._tasks) - 1}, and no row {index}")
-        outcome = asyncio.run(self._roll_out(index, rollouts))
+        profiler = cProfile.Profile() if self._profile else contextlib.nullcontext()
+        with profiler:
+            outcome = asyncio.run(self._roll_out(index, rollouts))
         self._num_rounds += 1
         with UnitWriter(self._log, explore_step=self._num_rounds, unit=0, num_tasks=1, flush_age_s=None) as writer:
             writer.add(0, outcome.experiences)
@@ -100,6 +114,11 @@ class Debugger:
             lines.append(
                 f"rollout {number}: {len(rows)} rows, {num_tokens} tokens; {taken.total_s:.2f} s, of them {parts}"
             )
+        if isinstance(profiler, cProfile.Profile):
+            profiler.dump_stats(self._profile)
+            text = io.StringIO()
+            pstats.Stats(profiler, stream=text).sort_stats("cumulative").print_stats(_NUM_PROFILED)
+            lines += ["", f"profile in {self._profile}, what took longest:", text.getvalue().strip()]
         return "\n".join(lines)
 
     async def _roll_out(self, index: int, rollouts: int) -> UnitOutcome:

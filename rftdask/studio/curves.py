@@ -225,6 +225,25 @@ def timeline_of(stage: Stage, num_steps: int = 24) -> tuple[dict[str, list[Span]
     return {name: spans for name, spans in lanes.items() if spans}, end - start
 
 
+def trace_events(stages: Sequence[Stage]) -> list[dict[str, Any]]:
+    """The timelines of whole stages as Chrome's trace events: a process for each stage, a thread for each role, times
+    in microseconds since the stage's first step. A stage that has made no step gives none.
+    """
+    events: list[dict[str, Any]] = []
+    for process, stage in enumerate(stages, start=1):
+        lanes, _ = timeline_of(stage, num_steps=len(stage.rows("trainer")))
+        if lanes:
+            named = {"name": stage.name or "run"}
+            events.append({"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": named})
+        for thread, (lane, spans) in enumerate(lanes.items(), start=1):
+            place = {"pid": process, "tid": thread}
+            events.append({"ph": "M", **place, "name": "thread_name", "args": {"name": lane}})
+            for span in spans:
+                length = {"ph": "X", "ts": round(span.start * 1e6), "dur": round((span.end - span.start) * 1e6)}
+                events.append({**length, **place, "name": span.what, "args": {"step": span.step}})
+    return events
+
+
 def differing_settings(configs: Sequence[Config]) -> dict[str, list[Any]]:
     """Key -> value of each config, of the keys whose values differ, in the order of the configuration; None where a
     config has no such key. Left out is what names a run and says where it is, and what repeats another key: the seed of

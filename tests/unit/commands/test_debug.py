@@ -4,6 +4,7 @@ what it gave is in a run folder; the log of a run stays as it is.
 
 from __future__ import annotations
 
+import pstats
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,13 @@ def test_another_debugger_of_the_folder_goes_on_after_what_is_there(config: Path
 
 
 def test_the_command_ends_after_a_round_where_nobody_types(config: Path, tmp_path: Path) -> None:
-    ended = call_cli("debug", str(config), "--task", "2", "--folder", str(tmp_path / "debug"))
+    page, profile = tmp_path / "page.html", tmp_path / "profile"
+    files = ("--html", str(page), "--profile", str(profile))
+    ended = call_cli("debug", str(config), "--task", "2", "--folder", str(tmp_path / "debug"), *files)
     assert ended.code == 0, ended
+    assert "taskset_0/0/2/0/0" in page.read_text()
+    assert f"profile in {profile}, what took longest:" in ended.out and "_roll_out" in ended.out
+    assert any("simple_workflow" in name for _, _, name in pstats.Stats(str(profile)).stats)  # type: ignore[attr-defined]
     assert "2+1=" in ended.out
     assert f"rftdask view {tmp_path / 'debug'}" in ended.err
     assert call_cli("trace", str(tmp_path / "debug"), "taskset_0/0/2/0/0").code == 0

@@ -21,6 +21,7 @@ from rftdask.studio.curves import (
     differing_contents,
     differing_settings,
     timeline_of,
+    trace_events,
 )
 from tests.unit.provenance.lineage_cases import make_config
 
@@ -173,3 +174,11 @@ def test_a_timeline_says_what_each_role_did_when():
         "explorer": [Span("generate", 0.0, 4.0, 1)],
     }
     assert timeline_of(make_stage("b", 0.0, 0)) == ({}, 0.0)
+    # As a trace of Chrome's: a process, two threads, and the same spans in microseconds.
+    events = trace_events([make_stage("b", 0.0, 0), stage])
+    assert [(each["pid"], each["tid"], each["args"]["name"]) for each in events if each["ph"] == "M"] == [
+        *((2, 0, "a"), (2, 1, "trainer"), (2, 2, "explorer")),
+    ]
+    [first, *_] = spans = [each for each in events if each["ph"] == "X"]
+    assert first == {"ph": "X", "ts": 9e6, "dur": 1e6, "pid": 2, "tid": 1, "name": "publish", "args": {"step": 1}}
+    assert sum(each["dur"] for each in spans) == 24e6
