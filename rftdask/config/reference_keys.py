@@ -201,24 +201,21 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
 # fmt: on
 """Class of a section -> its keys without a field. A class has those of its bases, too, unless a field has the name."""
 
-_AGENTSCOPE = "it needs AgentScope 1.0; an agent of your own works through model.openai_client(), see docs/workflows.md"
-_JUDGE = "rubric_judge_workflow judges by rubrics, or write the judge's workflow, see docs/workflows.md"
-_ENVIRONMENT = "its environment is a package of its own; bring the workflow as a plug-in, see docs/from-trinity.md"
 _IMAGES = "images and videos are not available in this release"
 # fmt: off
 REFERENCE_NAMES: Mapping[str, Mapping[str, str]] = {
     "workflow": {
-        **dict.fromkeys(("agentscope_workflow_adapter", "agentscope_workflow_adapter_v1", "agentscope_react_workflow",
-                         "as_react_workflow", "agentscope_react_math_workflow", "agentscopev0_react_math_workflow",
-                         "agentscope_v1_react_search_workflow", "email_search_workflow"), _AGENTSCOPE),
-        **dict.fromkeys(("alfworld_workflow", "step_wise_alfworld_workflow", "sciworld_workflow", "webshop_workflow",
-                         "intercode_sql_workflow", "sudoku_workflow"), _ENVIRONMENT),
+        "agentscopev0_react_math_workflow": "it needs AgentScope before 1.0; use agentscope_react_math_workflow",
+        "agentscope_v1_react_search_workflow": "it starts an MCP server by npx that searches the web; write it as a "
+        "function with the tool of your choice, for agentscope_workflow_adapter_v1 (docs/workflows.md)",
+        "email_search_workflow": "it reads a database of mails that its own script makes; bring it as a plug-in",
+        "webshop_workflow": "it needs the package web_agent_site, which is not on PyPI; bring it as a plug-in",
+        "intercode_sql_workflow": "it needs intercode-bench, Docker and MySQL; bring it as a plug-in",
         **dict.fromkeys(("RAFT_alfworld_workflow", "RAFT_reflect_alfworld_workflow"),
                         "it reads files that Trinity-RFT's package does not have, so it runs from its repository only"),
-        **dict.fromkeys(("math_ruler_workflow", "async_math_ruler_workflow", "math_trainable_ruler_workflow",
-                         "rubric_judge_openai_workflow"), _JUDGE),
+        "math_trainable_ruler_workflow": "its judge's answers would be a group of their own, and rows of a workflow "
+        "are one rollout's; math_ruler_workflow has a judge that is not trained",
         **dict.fromkeys(("simple_mm_workflow", "async_simple_mm_workflow"), _IMAGES),
-        "toolcall_workflow": "it is of Trinity-RFT before 0.6; bring it as a plug-in, see docs/from-trinity.md",
     },
     "reward function": {
         "rm_gallery_reward": "it is of Trinity-RFT before 0.6, and needs RM-Gallery; write a reward function",

@@ -7,6 +7,7 @@ said here stays where it is, for the checks to tell (reference_keys.py). Pure.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -63,6 +64,7 @@ OF_THE_POLICY = {
     },
 }
 """Keys of `explorer.rollout_model`, and those of `model` that take their place."""
+_DATABASE = re.compile(r"(?:sqlite|postgresql)[+a-z0-9]*://")
 _SQLITE, _ABSOLUTE = "sqlite:///", "sqlite:////"
 
 
@@ -75,6 +77,7 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Note]]:
     _trainer_config(result, notes)
     _policy(result, notes)
     _eval_names(result, notes)
+    _queues_of_tasks(result, notes)
     return _absolute(result), notes
 
 
@@ -187,6 +190,19 @@ def _eval_names(tree: dict[str, Any], notes: list[Note]) -> None:
             taken.add(f"{name}_eval")
             at = f"buffer.explorer_input.eval_tasksets[{number}].name"
             notes.append((at, f"{name} is a taskset that is trained on; this one is called {name}_eval"))
+
+
+def _queues_of_tasks(tree: dict[str, Any], notes: list[Note]) -> None:
+    """Tasks of type queue, which there is a default that nobody means: their rows are where `path` says."""
+    source, at = section(tree, "buffer.explorer_input"), "buffer.explorer_input"
+    named = {"taskset": source.get("taskset")}
+    for key in ("tasksets", "eval_tasksets"):
+        items = source.get(key)
+        named |= {f"{key}[{number}]": each for number, each in enumerate(items if isinstance(items, list) else ())}
+    for place, taskset in named.items():
+        if isinstance(taskset, dict) and taskset.get("storage_type") == "queue":
+            taskset["storage_type"] = "sql" if _DATABASE.match(str(taskset.get("path"))) else "file"
+            notes.append((f"{at}.{place}.storage_type", f"taken as {taskset['storage_type']}, which its path is"))
 
 
 def _absolute(value: Any) -> Any:

@@ -24,7 +24,7 @@ from rftdask.rollouts.loop_watchdog import BlockedLoopTimeout
 from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.rollouts.policy.recording import Call, RecordingModel, rollout_seed
 from rftdask.rollouts.sandbox.pool import SandboxError, SandboxLostError
-from rftdask.rollouts.workflows.base import PromptTooLongError, Reward, Step, WorkflowFn, as_reward
+from rftdask.rollouts.workflows.base import GroupReward, PromptTooLongError, Reward, Step, WorkflowFn, as_reward
 from rftdask.text.secrets import mask
 from rftdask.weights.published import Published
 
@@ -189,18 +189,47 @@ class Rollout:
         self._check(reward, model)
         return [self._success(calls, n, 0, reward) for n, calls in enumerate(model.sequences)]
 
+    async def reward_group(
+        self, group_reward: GroupReward, ended: Mapping[RolloutKey, list[Experience]]
+    ) -> dict[RolloutKey, list[Experience]]:
+        """The rows of the task's rollouts that may be trained, with the rewards that they get together; as failures
+        where those cannot be had. Raises: RoleError: the engine is gone.
+        """
+        good = {key: rows for key, rows in sorted(ended.items()) if rows and all(row.status.trainable for row in rows)}
+        if not good:
+            return {}
+        model = self.new_model(self)
+        try:
+            texts = [rows[-1].response_text for rows in good.values()]
+            asked = group_reward(self.task, texts, model)
+            rewards = list(await asyncio.wait_for(asked, self.explorer.max_timeout))
+            if len(rewards) != len(texts) or model.calls:
+                raise ValueError(f"a reward for each of {len(texts)} rollouts is wanted, and the policy is not asked")
+            for reward in rewards:
+                self._check_reward(reward)
+        except Exception as error:  # a judge may say anything; all of it becomes a typed, counted result
+            if (failure := self.engine_failure()) is not None:
+                raise failure from None
+            told = mask(" ".join(f"reward of the group: {type(error).__name__}: {error}".split()))[:_MAX_ERROR_LENGTH]
+            return {
+                key: [replace(row, status=Status.FAILED, reward=None, error=told) for row in rows]
+                for key, rows in good.items()
+            }
+        finally:
+            model.close()
+            self.times.reward_s += model.times.get("reward", 0.0)
+        return {
+            key: [
+                replace(row, reward=float(reward.value), metrics={**row.metrics, **_floats(reward.metrics)})
+                for row in rows
+            ]
+            for (key, rows), reward in zip(good.items(), rewards, strict=True)
+        }
+
     def _check(self, reward: Reward, model: RecordingModel) -> None:
         """Raises: TypeError, ValueError: what the workflow returned cannot be trained on, naming workflow and task."""
         where = f"workflow {self.task.workflow}, task {self.task.group_id}"
-        value = reward.value
-        # Everything that the log or the loss could not take, with the words of who wrote the workflow.
-        if not isinstance(value, numbers.Real):
-            raise TypeError(f"reward is {value!r:.100}, not a number ({where})")
-        if not _is_storable(value):
-            raise ValueError(f"reward is {value!r:.100}, not a finite number in float32 ({where})")
-        for name, metric in reward.metrics.items():
-            if not isinstance(metric, numbers.Real):
-                raise ValueError(f"metric {name} is {metric!r:.100}, not a number ({where})")
+        self._check_reward(reward)
         if not model.calls:
             raise ValueError(f"the policy was never called, so there is nothing to train ({where})")
         # One step for each call, by position: nothing else ties them together.
@@ -213,6 +242,19 @@ class Rollout:
                 raise ValueError(
                     f"reward of step {turn} is {step.reward!r:.100}, not a finite number in float32 ({where})"
                 )
+
+    def _check_reward(self, reward: Reward) -> None:
+        """Raises: TypeError, ValueError: as _check, of the number and the metrics."""
+        where = f"workflow {self.task.workflow}, task {self.task.group_id}"
+        value = reward.value
+        # Everything that the log or the loss could not take, with the words of who wrote the workflow.
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"reward is {value!r:.100}, not a number ({where})")
+        if not _is_storable(value):
+            raise ValueError(f"reward is {value!r:.100}, not a finite number in float32 ({where})")
+        for name, metric in reward.metrics.items():
+            if not isinstance(metric, numbers.Real):
+                raise ValueError(f"metric {name} is {metric!r:.100}, not a number ({where})")
 
     def _success(self, calls: Sequence[tuple[int, Call]], ordinal: int, attempt: int, reward: Reward) -> Experience:
         # One sequence of calls, each with its place among all of the rollout, as a row.
@@ -268,7 +310,7 @@ class Rollout:
             turns=None if is_turn else tuple(turns),
             routed_experts=np.frombuffer(b"".join(experts), np.int16).reshape(len(experts), -1) if experts else None,
             metrics={
-                **{name: float(value) for name, value in reward.metrics.items()},
+                **_floats(reward.metrics),
                 "num_prompt_tokens": float(last.num_prompt_tokens + last.num_response_tokens - num_sampled),
                 "num_response_tokens": float(num_sampled),
                 "prompt_truncated": float(any(call.prompt_truncated for _, call in calls)),
@@ -319,3 +361,7 @@ def _is_storable(value: object) -> bool:
         return isinstance(value, numbers.Real) and bool(abs(float(value)) <= _LARGEST)
     except OverflowError:
         return False  # an integer of hundreds of digits
+
+
+def _floats(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}

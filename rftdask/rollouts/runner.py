@@ -360,6 +360,9 @@ class _RunningUnit:
         # Handed on as a whole group: advantages compare siblings.
         if len(ended) < len(siblings):
             return
+        group_reward = self._plan.workflows[rollout.task.workflow].group_reward
+        if group_reward is not None:
+            ended.update(await rollout.reward_group(group_reward, ended))
         if not any(sibling.called_off for sibling in siblings):
             self._task_times_s.append(time.perf_counter() - self._task_began[number])
             if len(self._task_times_s) >= self._num_needed:

@@ -109,6 +109,12 @@ WorkflowFn = Callable[[Task, PolicyModel], Awaitable["float | Reward | Sequence[
 """A list of steps is what each call of the policy earned; their sum is the rollout's reward."""
 
 
+GroupReward = Callable[[Task, Sequence[str], PolicyModel], Awaitable[Sequence[Reward]]]
+"""(task, text of each rollout that ended well, models) -> the reward of each, in their order, in place of its own; its
+metrics are added to the rollout's. The policy cannot be asked: a call of it would be nobody's rollout. What it raises
+fails all of them. Runs on the event loop, so it must not block."""
+
+
 def as_reward(result: Any) -> Reward:
     """Turn what a workflow returned into a Reward; whether it holds numbers is not looked at here."""
     if isinstance(result, Reward):
@@ -121,6 +127,7 @@ def as_reward(result: Any) -> Reward:
 
 __all__ = [
     "AuxiliaryModel",
+    "GroupReward",
     "PolicyModel",
     "PromptTooLongError",
     "Response",

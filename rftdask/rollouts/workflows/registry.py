@@ -17,7 +17,7 @@ from rftdask.config.plugins import requires as required_modules
 from rftdask.config.schema.buffer import registered_workflows
 from rftdask.data.task import Task
 from rftdask.errors import UserError
-from rftdask.rollouts.workflows.base import PolicyModel, WorkflowFn
+from rftdask.rollouts.workflows.base import GroupReward, PolicyModel, WorkflowFn
 
 _Workflow = TypeVar("_Workflow")
 
@@ -35,6 +35,8 @@ class FoundWorkflow:
     """Module that a sandbox imports to have it."""
     requires: tuple[str, ...]
     """Optional modules that it imports."""
+    group_reward: GroupReward | None = None
+    """What gives the rollouts of a task their rewards once all have ended; None: each has its own."""
 
 
 def workflow(
@@ -43,20 +45,27 @@ def workflow(
     in_process: bool | None = None,
     max_concurrent: int | None = None,
     requires: Mapping[str, str] | None = None,
+    group_reward: GroupReward | None = None,
 ) -> Callable[[_Workflow], _Workflow]:
     """Decorator that gives a function, or a class with `run`, a name. Its module has to be imported where rollouts
     run; a plugin folder or a dotted path as the workflow's name does that.
 
     in_process: run it on the event loop, which is faster and which it must never block; None: in a sandbox, where it
     may block, hang or crash. max_concurrent: rollouts of it at the same time in one worker, such as an environment's
-    licenses. requires: optional modules that it imports -> the extra of rftdask that installs them. A class may say the
-    same as attributes.
+    licenses. requires: optional modules that it imports -> the extra of rftdask that installs them.
+    group_reward: an async function that gives the rollouts of a task their rewards together, see GroupReward. A class
+    may say the same as attributes.
 
     Raises: ValueError: the name is taken by another workflow.
     """
 
     def decorate(plugin: _Workflow) -> _Workflow:
-        declared = {"in_process": in_process, "max_concurrent": max_concurrent, "requires": requires}
+        declared = {
+            "in_process": in_process,
+            "max_concurrent": max_concurrent,
+            "requires": requires,
+            "group_reward": group_reward,
+        }
         register("workflow", registered_workflows(), name, plugin, **declared)
         return plugin
 
@@ -95,4 +104,5 @@ def find_workflow(name: str) -> FoundWorkflow:
         max_concurrent=getattr(plugin, "max_concurrent", None),
         module=module_of(plugin),
         requires=tuple(required_modules(plugin)),
+        group_reward=getattr(plugin, "group_reward", None),
     )

@@ -1,4 +1,5 @@
-"""The workflow of a policy that calls tools: here a calculator, which is the arithmetic parser and no Python.
+"""Workflows of a policy that calls tools: a calculator, which is the arithmetic parser and no Python; and calls that
+are compared with the right ones and never made.
 
 The calls are text, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen and Hermes models write them, so
 any chat template will do. What a tool says is a message to the policy, also when it is an error.
@@ -6,6 +7,9 @@ any chat template will do. What a tool says is a message to the policy, also whe
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rftdask.data.task import Task
@@ -34,8 +38,57 @@ TOOLS_SYSTEM_PROMPT = (
 )
 
 
+TOOL_CALLS_PROMPT = (
+    "# Tool\n\n<tools>\n{tools}\n</tools>\n\nFirst think, within <think> </think>. Then write the calls that the "
+    "question needs, as one JSON list within <tool_call> </tool_call>, such as\n"
+    '<think>Bob must know.</think> <tool_call>[{{"name": "email", "arguments": {{"receiver": "Bob"}}}}]</tool_call>\n'
+    "Both stand in one reply. Arguments have the types that the tools say."
+)
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
+"""Of ShareGPT's speakers."""
+
+
+@workflow("toolcall_workflow")
 @workflow("tool_call_workflow")
 async def tool_call_workflow(task: Task, model: PolicyModel) -> Reward:
+    """Ask once for calls of the tools in a row of ToolACE's form; the default reward is tool_call_reward.
+
+    Columns: `tools`, a list of functions (or its JSON); `conversations`, messages {from, value} or {role, content},
+    else the task's chat; `raw_system`, a system prompt that the tools follow; the right calls in the answer's
+    column, or in `answer`, a JSON list of {name, arguments}.
+
+    Raises: ValueError: the row lists no tools.
+    """
+    row = task.row
+    tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
+    if not isinstance(tools, list) or not tools:
+        raise ValueError(f"task {task.group_id}: column tools is no list of functions: {row.get('tools')!r:.200}")
+    functions = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    listed = "\n".join(map(json.dumps, functions))
+    said = row.get("conversations") or task.messages or [{"role": "user", "content": task.prompt}]
+    messages = [_message(each) for each in said]
+    system = str(row.get("raw_system") or "")
+    if messages[0]["role"] == "system":
+        system = system or str(messages[0]["content"])
+        messages = messages[1:]
+    messages.insert(0, {"role": "system", "content": system + TOOL_CALLS_PROMPT.format(tools=listed)})
+    truth = task.truth or row.get("answer") or ""
+    task = replace(task, truth=truth if isinstance(truth, str) else json.dumps(truth))
+    return await wait_for_reward(task, await model.chat(messages), default="tool_call_reward")
+
+
+def _message(said: Mapping[str, Any]) -> dict[str, Any]:
+    if "from" not in said:
+        return dict(said)
+    value = said["value"]
+    return {
+        "role": _ROLES.get(said["from"], said["from"]),
+        "content": value if isinstance(value, str) else json.dumps(value),
+    }
+
+
+@workflow("calculator_workflow")
+async def calculator_workflow(task: Task, model: PolicyModel) -> Reward:
     """Ask, run the tools the policy calls, tell it what they said, until it answers without a call or after the last
     turn. The default reward is math_reward, of the last answer. Metrics: num_tool_calls, num_turns.
 

@@ -283,9 +283,9 @@ def test_what_was_read_otherwise_is_seen() -> None:
 
 def test_a_workflow_that_is_not_here_is_refused_with_what_it_needs() -> None:
     source = tree()
-    source["buffer"]["explorer_input"]["default_workflow_type"] = "alfworld_workflow"
+    source["buffer"]["explorer_input"]["default_workflow_type"] = "webshop_workflow"
     with pytest.raises(
-        ConfigError, match="'alfworld_workflow' of Trinity-RFT is not here: its environment is a package"
+        ConfigError, match="'webshop_workflow' of Trinity-RFT is not here: it needs the package web_agent_site"
     ):
         load_config(source)
 

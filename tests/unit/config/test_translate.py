@@ -43,6 +43,16 @@ def test_keys_of_verl_take_their_place_and_the_others_are_named() -> None:
     assert len(config.warnings) >= 9
 
 
+def test_tasks_of_type_queue_are_where_their_path_says() -> None:
+    taskset = "buffer.explorer_input.taskset"
+    config = loaded(f"{taskset}.storage_type=queue")
+    assert config.buffer.explorer_input.train_tasksets[0].storage_type == "file"
+    assert f"{taskset}.storage_type: taken as file, which its path is" in "\n".join(config.warnings)
+    held_out = "[{name: h, storage_type: queue, path: 'sqlite:////t.db'}]"
+    [held] = loaded(f"buffer.explorer_input.eval_tasksets={held_out}").buffer.explorer_input.eval_tasksets
+    assert held.storage_type == "sql"
+
+
 def test_sizes_of_megatron_are_those_that_cut_and_split_here() -> None:
     sizes = "tensor_model_parallel_size: 2, expert_model_parallel_size: 2, sequence_parallel: false"
     config = loaded("trainer.trainer_strategy=megatron", f"trainer.megatron={{{sizes}}}")

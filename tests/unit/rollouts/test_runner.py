@@ -19,9 +19,20 @@ from rftdask.errors import RoleError, UserError
 from rftdask.rollouts.attempt import STOP_GRACE_S
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.policy.recording import rollout_seed
+from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.workflows.base import PolicyModel, Reward, Step, WorkflowFn
 from rftdask.rollouts.workflows.registry import workflow
-from tests.unit.rollouts.rollout_cases import VERSION, cut_at, generation, prompt_of, replies, run, task
+from tests.unit.rollouts.rollout_cases import (
+    VERSION,
+    CharTokenizer,
+    cut_at,
+    generation,
+    outcome,
+    prompt_of,
+    replies,
+    run,
+    task,
+)
 
 _numbers = iter(range(1_000_000))
 
@@ -413,3 +424,22 @@ def test_a_greedy_baseline_is_one_rollout_more_at_temperature_zero() -> None:
     ]
     temperatures = [request.sampling.temperature for call in calls for request in call]
     assert sorted(temperatures) == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def judged_group(verdict: str, **changes: Any) -> list[Experience]:
+    said = iter(["a", "b", "a"])
+    batch = {"repeat_times": 3, "auxiliary": {"judge": TextEngine(replies(verdict), CharTokenizer())}}
+    policy = TextEngine(replies(lambda request: next(said)), CharTokenizer())
+    return outcome([task(0, "math_ruler_workflow")], policy, batch, **changes).experiences
+
+
+def test_a_group_gets_its_rewards_together_once_all_have_ended() -> None:
+    rows = judged_group("[0.25, 0.75]")
+    assert [(row.response_text, row.reward) for row in rows] == [("a", 0.25), ("b", 0.75), ("a", 0.25)]
+    assert {row.status for row in rows} == {Status.OK} and rows[1].metrics["ruler_score"] == 0.75
+
+
+def test_without_a_verdict_the_whole_group_has_failed() -> None:
+    rows = judged_group("I cannot say")
+    assert [(row.status, row.reward) for row in rows] == [(Status.FAILED, None)] * 3
+    assert rows[0].error.startswith("reward of the group: ValueError: the judge gave no list of 2 scores")

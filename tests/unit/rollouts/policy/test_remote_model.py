@@ -94,7 +94,7 @@ def test_a_plain_prompt_goes_to_completions_and_calls_of_tools_are_text(monkeypa
     with api_server(reply) as server:
         [plain, _] = rollouts(model(server, monkeypatch), [task(0, "simple_workflow", messages=())])
         assert (plain.response_text, server.requests[0]["path"], plain.reward) == ("4", "/v1/completions", 1.0)
-        rows = rollouts(model(server, monkeypatch), [task(0, "tool_call_workflow")])
+        rows = rollouts(model(server, monkeypatch), [task(0, "calculator_workflow")])
     assert [(row.turn, row.reward, row.metrics["num_tool_calls"]) for row in rows[:2]] == [(0, 1.0, 1.0), (1, 1.0, 1.0)]
 
 

@@ -18,8 +18,9 @@ from rftdask.rollouts.rewards import compute_reward, get_reward
 from rftdask.rollouts.rewards.math_answer import overlong_penalty
 from rftdask.rollouts.workflows.base import PolicyModel, Response, Reward, Step, as_reward
 from rftdask.rollouts.workflows.games import board_text, find_action
-from rftdask.rollouts.workflows.judged import parse_verdicts, read_rubric
+from rftdask.rollouts.workflows.judged import parse_rating, parse_verdicts, read_rubric
 from rftdask.rollouts.workflows.registry import find_workflow
+from rftdask.rollouts.workflows.sudoku import has_clash, make_board, read_board
 from rftdask.rollouts.workflows.tools import call_tool
 from rftdask.rollouts.workflows.turns import StepWiseWorkflow, propagate_rewards
 
@@ -56,14 +57,14 @@ def call(expression: Any, name: str = "calculator") -> str:
 
 def test_a_policy_that_calls_its_tool_is_told_the_result_and_rewarded_for_its_last_answer() -> None:
     model = Script(["let me see " + call("6*7"), r"so \boxed{42}"])
-    reward = play("tool_call_workflow", model)
+    reward = play("calculator_workflow", model)
     assert (reward.value, reward.metrics) == (1.0, {"accuracy": 1.0, "num_tool_calls": 1.0, "num_turns": 2.0})
     assert model.asked[1] == "<tool_response>42</tool_response>"
     assert "tool" in model.times and model.state == {"turn": 1, "num_tool_calls": 1}
 
 
 def test_a_policy_that_only_calls_its_tool_ends_after_its_turns() -> None:
-    reward = play("tool_call_workflow", Script([call("1+1")] * 9), workflow_args={"max_turns": 3})
+    reward = play("calculator_workflow", Script([call("1+1")] * 9), workflow_args={"max_turns": 3})
     assert reward.metrics["num_turns"] == 3.0
 
 
@@ -136,6 +137,150 @@ def test_games_read_the_last_action_named_and_show_no_codes() -> None:
     assert board_text("  (Down)\n\x1b[41mS\x1b[0mFFF\n") == "(Down)\n[S]FFF"
     with pytest.raises(ValueError, match=r"workflow_args\.env_id is missing"):
         play("gymnasium_workflow", Script([]))
+
+
+FUNCTION = {"name": "email", "parameters": {"type": "object", "properties": {"to": {"type": "string"}}}}
+ACE = {
+    "tools": json.dumps([FUNCTION]),
+    "raw_system": "Be brief. ",
+    "conversations": [{"from": "human", "value": "tell Bob"}, {"from": "function_call", "value": {"name": "look"}}],
+    "answer": json.dumps([{"name": "email", "arguments": {"to": "Bob", "n": 1}}, {"name": "look", "arguments": {}}]),
+}
+
+
+def calls(*listed: Any, thought: str = "<think>hm</think> ") -> str:
+    return f"{thought}<tool_call>{json.dumps(list(listed))}</tool_call>"
+
+
+EMAIL, LOOK = {"name": "email", "arguments": {"n": 1, "to": "Bob"}}, {"name": "look", "arguments": {}}
+
+
+@pytest.mark.parametrize(
+    ("said", "value", "metrics"),
+    [
+        (calls(LOOK, EMAIL), 1.0, (1.0, 1.0, 1.0)),
+        (calls(EMAIL, {"name": "look", "arguments": {"x": 1}}), 0.0, (0.0, 1.0, 1.0)),
+        (calls(EMAIL), 0.0, (0.0, 1.0, 0.0)),
+        (calls(EMAIL, LOOK, thought=""), 0.0, (0.0, 0.0, 0.0)),
+        (calls(EMAIL, LOOK) + "<think></think>", 0.0, (0.0, 0.0, 0.0)),
+        ("<tool_call>[]</tool_call><think>late</think>", 0.0, (0.0, 0.0, 0.0)),
+        (calls("email"), 0.0, (0.0, 0.0, 0.0)),
+        ("<think></think><tool_call>[" + "[" * 5000 + "</tool_call>", 0.0, (0.0, 0.0, 0.0)),
+    ],
+)
+def test_calls_are_compared_and_not_made(said: str, value: float, metrics: tuple[float, ...]) -> None:
+    """The form of Tool-N1: one thought before the calls, then all of the right ones, in any order."""
+    model = Script([said])
+    reward = play("tool_call_workflow", model, row=ACE, truth="")
+    assert (reward.value, tuple(reward.metrics.values())) == (value, metrics)
+    assert model.asked == ['{"name": "look"}']
+    assert find_workflow("toolcall_workflow").run == find_workflow("tool_call_workflow").run
+
+
+def test_calls_without_tools_or_a_right_answer_are_a_fault_of_the_dataset() -> None:
+    with pytest.raises(ValueError, match="column tools is no list of functions: None"):
+        play("tool_call_workflow", Script([""]))
+    with pytest.raises(ValueError, match="the answer is no JSON list"):
+        play("tool_call_workflow", Script([""]), row={**ACE, "answer": "Bob"}, truth="")
+
+
+def calibrated(answer: str = "42", sure: str = "0.8", before: str = "") -> str:
+    parts = f"<think>w</think>\n<answer>{answer}</answer>\n<analysis>c</analysis>\n"
+    return f"{before}{parts}<confidence>{sure}</confidence>"
+
+
+@pytest.mark.parametrize(
+    ("said", "parts"),
+    [
+        (calibrated(), (0.5, 0.5, 0.5 * (1 - 0.2**2), 8e-6, 0.0)),
+        (calibrated("41", "0.2"), (0.5, 0.0, 0.5 * (1 - 0.2**2), 2e-6, 0.0)),
+        (calibrated(before="<answer>1</answer> <confidence>0.1</confidence> "), (0.5, 0.5, 0.48, 8e-6, 0.0)),
+        (calibrated() + " and more", (0.0, 0.0, 0.0, 8e-6, 0.0)),
+        (calibrated(before="<answer>never closed "), (0.0, 0.0, 0.0, 8e-6, 0.0)),
+        (calibrated("4<analysis>2</analysis>"), (0.0, 0.0, 0.0, 8e-6, 0.0)),
+        (calibrated().replace("\n<analysis>", "so <analysis>"), (0.0, 0.0, 0.0, 8e-6, 0.0)),
+        (calibrated(sure="1"), (0.5, 0.5, 0.5, 1e-5, 1e-5)),
+        (calibrated(sure="0.009"), (0.5, 0.5, 0.5 * (1 - 0.991**2), 9e-8, 1e-5)),
+        *((calibrated(sure=sure), (0.0,) * 5) for sure in ("", "sure", "NaN", "inf", "-0.01", "1.01")),
+        (calibrated() + "<confidence>0.1", (0.0,) * 5),
+        ("", (0.0,) * 5),
+    ],
+)
+def test_an_answer_that_says_how_sure_it_is_gets_its_brier_score(said: str, parts: tuple[float, ...]) -> None:
+    scored = compute_reward(task(reward_fn="rlcr_reward"), said, "")
+    assert tuple(scored.metrics.values()) == pytest.approx(parts) and scored.value == pytest.approx(sum(parts))
+
+
+def test_without_a_truth_a_low_confidence_earns_nothing_and_weights_are_checked() -> None:
+    scored = compute_reward(task(reward_fn="rlcr_reward", truth=""), calibrated(sure="0"), "")
+    assert scored.metrics["brier"] == 0.0 and scored.metrics["format"] == 0.5
+    whole = dict(zip(scored.metrics, (1.0, 2.0, 3.0, 0.0, 0.0), strict=True))
+    arguments = {"weights": whole}
+    assert (
+        compute_reward(task(reward_fn="rlcr_reward", reward_fn_args=arguments), calibrated(sure="1"), "").value == 6.0
+    )
+    for weights in ({"format": 1.0}, {**whole, "other": 1.0}, {**whole, "format": math.nan}):
+        with pytest.raises(ValueError, match="needs a finite number for each of format, accuracy, brier"):
+            compute_reward(task(reward_fn="rlcr_reward", reward_fn_args={"weights": weights}), "", "")
+
+
+SMALL = [[0, 2, 3, 4], [3, 4, 1, 2], [2, 1, 4, 3], [4, 3, 2, 0]]
+
+
+def test_a_sudoku_is_filled_and_the_last_move_earns_the_reward() -> None:
+    reward = play("sudoku_workflow", Script(["0 0 1", "3 3 1\n"]), row={"puzzle": SMALL})
+    assert (reward.value, [step.reward for step in reward.steps]) == (1.0, [0.0, 1.0])
+    assert reward.metrics == {"num_turns": 2.0, "num_moves": 2.0, "solved": 1.0}
+    assert SMALL[0][0] == 0  # the row of the dataset is as it was
+    flat = "".join(str(cell) for row in SMALL for cell in row)
+    assert play("sudoku_workflow", Script(["0 0 1\n3 3 1"]), row={"puzzle": flat.replace("0", ".")}).value == 1.0
+
+
+@pytest.mark.parametrize("said", ["", "I give up", "0 0 2", "0 1 1", "0 0 5", "4 0 1", "0 0 1\n" * 6, "0 0 1 1"])
+def test_a_wrong_move_ends_a_sudoku(said: str) -> None:
+    reward = play("sudoku_workflow", Script([said, "0 0 1"]), row={"puzzle": SMALL})
+    assert (reward.value, len(reward.steps)) == (-1.0, 1)
+
+
+def test_a_sudoku_may_be_made_and_is_the_same_for_all_rollouts_of_a_task() -> None:
+    for size in (4, 9, 16):
+        board = make_board(size, "hard", 7)
+        assert board == make_board(size, "hard", 7) != make_board(size, "hard", 8)
+        assert not has_clash(board) and sum(cell == 0 for row in board for cell in row) == size * size * 2 // 3
+    for bad in ("123", [[1, 1], [0, 0]], [[1, 2, 3, 4]] * 4, [[5, 0, 0, 0], *[[0] * 4] * 3], 7):
+        with pytest.raises(ValueError, match="no square board"):
+            read_board(bad)
+
+
+def group(model: Script, answers: Sequence[str], **fields: Any) -> list[Reward]:
+    async def judged() -> list[Reward]:
+        group_reward = find_workflow("math_ruler_workflow").group_reward
+        assert group_reward is not None
+        return list(await group_reward(task(**fields), answers, model))  # type: ignore[arg-type]
+
+    return asyncio.run(judged())
+
+
+def test_a_judge_scores_the_answers_of_a_group_against_each_other() -> None:
+    model = Script([], ["[1, 2, 3] no: [0.9, -3]"])
+    assert [reward.value for reward in group(model, ["a", "b", "a"])] == [0.9, 0.0, 0.9]
+    assert model.asked[0].count("Answer ") == 2  # the same text twice is one answer
+    with pytest.raises(ValueError, match="no list of 2 scores"):
+        group(Script([], ["[0.1, 0.2, 0.3]"]), ["a", "b"])
+    own = play("math_ruler_workflow", Script([r"\boxed{42}"]))
+    assert (own.value, own.metrics) == (0.0, {"accuracy": 1.0, "gold_reward": 1.0})
+
+
+def test_a_judge_rates_by_a_rubric_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_rating('so {"rating": 3} no ```json\n{"rating" : 10}```') == 10
+    for text in ("", '{"rating": 11}', '{"rating": 0}', '{"rating": 7.5}'):
+        with pytest.raises(ValueError, match="no rating from 1 to 10"):
+            parse_rating(text)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    with pytest.raises(ValueError, match="judge_model_name must be set, and the variable OPENAI_BASE_URL"):
+        play("rubric_judge_openai_workflow", Script([""]), row={"rubric": ["a"]})
+    rubric = [{"title": "Polite", "description": "says please", "weight": 2}]
+    assert read_rubric(rubric, task()) == [("Polite: says please", 2.0)]
 
 
 class Counts(StepWiseWorkflow):
