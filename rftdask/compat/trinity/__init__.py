@@ -12,7 +12,18 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from rftdask.compat.trinity import algorithm, experience, model, monitor, operators, registry, rewards, task, workflows
+from rftdask.compat.trinity import (
+    algorithm,
+    experience,
+    marks,
+    model,
+    monitor,
+    operators,
+    registry,
+    rewards,
+    task,
+    workflows,
+)
 from rftdask.errors import UserError
 
 _PACKAGES = ("common", "common.models", "utils", "buffer", "buffer.operators", "buffer.selector", "algorithm")
@@ -37,6 +48,7 @@ _MODULES = {
     "algorithm.advantage_fn.advantage_fn": algorithm,
     "algorithm.policy_loss_fn": algorithm,
     "algorithm.policy_loss_fn.policy_loss_fn": algorithm,
+    "utils.annotations": marks,
     "utils.monitor": monitor,
     "utils.registry": registry,
 }

@@ -196,6 +196,9 @@ class _Recorder:
         self._model = model
 
     async def openai(self, path: str, body: Any) -> OpenAIAnswer:
+        if body.get("tool_choice") == "required":
+            # Nothing guides what is sampled here; agents that want a call ask again where there was none.
+            body = {**body, "tool_choice": "auto"}
         answer = await cast(Answering, self._model._asked).openai(path, body)
         for response in answer.responses:
             self._model._recorded(response, body.get("messages", body.get("prompt")))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rftdask.compat.trinity.registry import Registry
+from rftdask.config.plugins import parameters_of
 from rftdask.config.schema.buffer import registered_rewards
 from rftdask.data.task import Task
 from rftdask.rollouts.rewards.registry import compute_reward, get_reward
@@ -58,10 +59,13 @@ def _ours(name: str, task: Task | None = None) -> type[RewardFn]:
         def __init__(self, **kwargs: Any) -> None:
             self._arguments = kwargs
 
-        def __call__(self, *, response: str, truth: Any = None, **_: Any) -> dict[str, float]:  # type: ignore[override]
+        def __call__(self, response: str, truth: Any = None, **given: Any) -> dict[str, float]:  # type: ignore[override]
             like = task or Task("", 0, 0)
             asked = Task(like.taskset, like.epoch, like.index, like.prompt, like.messages, str(truth or ""))
-            found = compute_reward(asked, response, name, self._arguments)
+            # There a call may give some of them, too, beside much that only others take.
+            takes = parameters_of(get_reward(name), supplied=3) or {}
+            own = {key: value for key, value in given.items() if key in takes}
+            found = compute_reward(asked, response, name, {**self._arguments, **own})
             return {"reward": found.value}
 
     Ours.__name__ = Ours.__qualname__ = name
