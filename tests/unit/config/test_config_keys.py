@@ -215,6 +215,7 @@ def test_every_key_of_ours_is_of_the_reference_or_listed_as_ours() -> None:
         "temperature_steps",
         "max_memory_gb",
         "max_processes",
+        "also",  # of the monitor: further trackers
         "bubblewrap",
         "bubblewrap_network",
         "mode",
