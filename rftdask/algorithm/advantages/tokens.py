@@ -84,22 +84,18 @@ class Gae(AdvantageFn):
             require(0.0 <= getattr(self, name) <= 1.0, f"{name} must be within [0, 1], got {getattr(self, name)}")
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """Backward over the T columns, all N rows at once; in float64, because the sums are as long as a rollout."""
+        """In float64, because the sums are as long as a rollout."""
         assert inputs.values_NT is not None
         mask_NT = used_mask(inputs)
         values_NT = torch.where(mask_NT, inputs.values_NT, 0.0).double()
         rewards_NT = torch.where(mask_NT, inputs.token_rewards(), 0.0).double()
-        advantages_NT = torch.zeros_like(values_NT)
         # Behind the last trained token there is nothing: V' and A' are 0, the rollout has ended there.
-        next_value_N = values_NT.new_zeros(len(values_NT))
-        next_advantage_N = values_NT.new_zeros(len(values_NT))
-        for t in range(values_NT.shape[1] - 1, -1, -1):
-            delta_N = rewards_NT[:, t] + self.gamma * next_value_N - values_NT[:, t]
-            # Where the token is not trained, what was carried from behind it is carried on.
-            here_N = delta_N + self.gamma * self.lam * next_advantage_N
-            next_advantage_N = torch.where(mask_NT[:, t], here_N, next_advantage_N)
-            next_value_N = torch.where(mask_NT[:, t], values_NT[:, t], next_value_N)
-            advantages_NT[:, t] = next_advantage_N
+        column_T, num_columns = torch.arange(mask_NT.shape[1], device=mask_NT.device), mask_NT.shape[1]
+        nearest_NT = torch.where(mask_NT, column_T, num_columns).flip(1).cummin(1).values.flip(1)
+        pad = torch.nn.functional.pad
+        next_value_NT = pad(values_NT, (0, 1)).gather(1, pad(nearest_NT[:, 1:], (0, 1), value=num_columns))
+        delta_NT = rewards_NT + self.gamma * next_value_NT - values_NT
+        advantages_NT = discounted_sums(delta_NT, mask_NT, self.gamma * self.lam)
         # What the critic is to learn, so it must not be whitened.
         returns_NT = advantages_NT + values_NT
         if self.whiten:
@@ -126,7 +122,7 @@ class ReinforcePlusPlus(AdvantageFn):
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         """Returns [N, T], before and after whitening, are 0 where no token is trained."""
         mask_NT = used_mask(inputs)
-        returns_NT = rewards_to_go(torch.where(mask_NT, inputs.token_rewards(), 0.0), mask_NT, self.gamma)
+        returns_NT = discounted_sums(inputs.token_rewards(), mask_NT, self.gamma)
         # Normalized over the whole batch, which stands in place of a baseline by task.
         return token_result(inputs, whiten(returns_NT, mask_NT), returns_NT=returns_NT)
 
@@ -151,7 +147,7 @@ class Remax(AdvantageFn):
         """The baseline [N] is the reward of a greedy rollout, which is itself not trained on."""
         assert inputs.baseline_rewards_N is not None
         mask_NT = used_mask(inputs)
-        returns_NT = rewards_to_go(torch.where(mask_NT, inputs.token_rewards(), 0.0), mask_NT, 1.0)
+        returns_NT = discounted_sums(inputs.token_rewards(), mask_NT, 1.0)
         # The baseline depends on the task alone, not on the sampled tokens, so the gradient stays unbiased.
         return token_result(inputs, returns_NT - inputs.baseline_rewards_N[:, None], returns_NT=returns_NT)
 
@@ -264,15 +260,28 @@ class ClipV(AdvantageFn):
         return filtered(inputs, grpo, dropped_NT)
 
 
-def rewards_to_go(rewards_NT: Tensor, mask_NT: Tensor, gamma: float) -> Tensor:
-    """[N, T] float64, r_t + gamma * (the same of the next trained token)."""
-    returns_NT = torch.zeros_like(rewards_NT, dtype=torch.float64)
-    ahead_N = returns_NT.new_zeros(len(rewards_NT))
-    for t in range(rewards_NT.shape[1] - 1, -1, -1):
-        # Untrained tokens neither add a reward nor discount: gamma is per trained token.
-        ahead_N = torch.where(mask_NT[:, t], rewards_NT[:, t] + gamma * ahead_N, ahead_N)
-        returns_NT[:, t] = ahead_N
-    return returns_NT
+_CACHED = 2**17
+"""Numbers of some rows that a core keeps near it, over all rounds of their sums."""
+
+
+def discounted_sums(values_NT: Tensor, mask_NT: Tensor, gamma: float) -> Tensor:
+    """[N, T] float64, v_t + gamma * (the same of the next trained token); an untrained token has that of the next.
+
+    In log2(T) rounds over all columns, each of which joins runs of twice the length: column by column the sums of a
+    response of 64 thousand tokens would take more than a second.
+    """
+    sums_NT = torch.where(mask_NT, values_NT, 0.0).double()
+    # Untrained tokens neither add a value nor discount: gamma is per trained token.
+    factors_NT = torch.ones_like(sums_NT).masked_fill(mask_NT, gamma)
+    rows = max(1, _CACHED // max(1, sums_NT.shape[1]))
+    for sums_BT, factors_BT in zip(sums_NT.split(rows), factors_NT.split(rows), strict=True):
+        length = 1
+        while length < sums_BT.shape[1]:
+            # Of a run: its own sum, and by what it multiplies that of the run behind it.
+            sums_BT[:, :-length] += factors_BT[:, :-length] * sums_BT[:, length:]
+            factors_BT[:, :-length] = factors_BT[:, :-length] * factors_BT[:, length:]
+            length *= 2
+    return sums_NT
 
 
 def student_and_teacher(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:

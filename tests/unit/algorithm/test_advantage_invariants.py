@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rftdask.algorithm.advantages import tokens
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.drops import DropReason
@@ -252,3 +253,17 @@ def test_the_coefficient_of_a_kl_term_may_follow_a_schedule_of_steps() -> None:
     ):
         with pytest.raises(UserError, match=message):
             make_algorithm("grpo", kl_loss_fn_args=wrong)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 0.97, 1.0])
+def test_discounted_sums_are_those_of_a_loop_from_behind(gamma: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "_CACHED", 20)  # a row or two at a time
+    for width in (0, 1, 2, 3, 8, 9, 50):
+        generator = torch.Generator().manual_seed(shifted_seed(width))
+        values_NT = torch.randn(5, width, generator=generator, dtype=torch.float64)
+        mask_NT = torch.rand(5, width, generator=generator) > 0.3
+        wanted_NT, behind_N = torch.zeros(5, width, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+        for t in reversed(range(width)):
+            behind_N = torch.where(mask_NT[:, t], values_NT[:, t] + gamma * behind_N, behind_N)
+            wanted_NT[:, t] = behind_N
+        torch.testing.assert_close(tokens.discounted_sums(values_NT, mask_NT, gamma), wanted_NT, rtol=1e-12, atol=1e-12)
