@@ -353,10 +353,22 @@ def check_groups(stages: Sequence[Config], ranks: int) -> None:
 
 
 def _advice(ranks: int, explorers: int, places: int, each: int, colocated: bool) -> str:
-    # What would fit, by changing the fewest: engines beside the ranks that there are, else ranks beside the engines.
-    beside, left = (0, places) if colocated else (ranks, places - explorers * each)
-    if explorers * each > places - beside and beside + each <= places:
-        return f"lower engine_num to {(places - beside) // each}"
-    if 0 < left < ranks:
-        return f"lower num_ranks to {left}"
-    return "use one machine whose GPUs they share by turns (cluster.type local, mode colocate)"
+    """What would fit, by changing the fewest: engines beside the ranks that there are, else ranks beside the engines,
+    else both, in about the same shares.
+    """
+    if explorers and each > places:
+        return f"lower explorer.rollout_model.tensor_parallel_size (or pipeline, data), so that an engine has {places}"
+    turns = f"num_ranks {min(ranks, places)}, engine_num {min(explorers, places // each)}"
+    if colocated:  # who takes turns has all places
+        changes = {"engine_num": min(explorers, places // each), "num_ranks": min(ranks, places)}
+    elif explorers and ranks + each <= places:
+        changes = {"engine_num": min(explorers, (places - ranks) // each)}
+    elif places - explorers * each > 0:
+        changes = {"num_ranks": min(ranks, places - explorers * each)}
+    elif places > each:
+        engines = max(1, min((places - 1) // each, places * explorers // (ranks + explorers * each)))
+        changes = {"engine_num": engines, "num_ranks": min(ranks, places - engines * each)}
+    else:
+        return f"use one machine whose GPUs they share by turns (cluster.type local, mode colocate, {turns})"
+    now = {"engine_num": explorers, "num_ranks": ranks}
+    return "lower " + " and ".join(f"{key} to {number}" for key, number in changes.items() if number < now[key])
