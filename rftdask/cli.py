@@ -260,6 +260,7 @@ def validate(
 ) -> None:
     """Check a configuration; print it as resolved, and the plan: roles, workers, places, steps, experiences."""
     from rftdask.cluster.layout import TRAINER_RESOURCE, plan_machines  # late: not every command plans
+    from rftdask.commands.estimate import check_jobs, tell_memory
     from rftdask.processes.gpus import visible_gpus
 
     checked = load_config(config, [*(overrides or []), *_machines(gpus, nodes)], origin=origin)
@@ -301,11 +302,10 @@ def validate(
         _say(make_plan(checked, layout.num_workers(TRAINER_RESOURCE)).render())
         if not (gpu and checked.cluster.gpu_per_node):  # else it is told below
             _say(f"placement  {layout.describe()}")
+        check_jobs(checked.stage_configs(), layout)
     else:
         _say(make_plan(checked).render())
     if gpu:
-        from rftdask.commands.estimate import tell_memory
-
         _say(tell_memory(checked, gpu))
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from rftdask.cluster.base import plan_cluster, prepare_cluster, start_cluster
 from rftdask.cluster.layout import Layout
-from rftdask.commands.estimate import check_host
+from rftdask.commands.estimate import check_host, check_jobs
 from rftdask.config import Config, load_config, replace
 from rftdask.errors import DataError, RoleError, StorageError, UserError
 from rftdask.monitor.events import Evaluated, Event, Note, Step
@@ -466,6 +466,7 @@ def _planned(config: Config, stages: list[Config]) -> Layout:
     """The workers of the run. Raises: UserError: they cannot be had, or this machine lacks host memory for them."""
     layout = plan_cluster(config, stages)
     check_host(stages, layout, free_host_bytes())
+    check_jobs(stages, layout)
     return layout
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from rftdask.cluster.layout import Layout, num_ranks, plan_machines
+from rftdask.cluster.layout import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout, num_ranks, plan_machines
+from rftdask.cluster.slurm import megabytes
 from rftdask.config import Config
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.optimizer import OptimizerConfig
@@ -40,6 +41,8 @@ _NUM_SMS = 132
 """Multiprocessors of a GPU (H100, H200), which the attention's deterministic backward pass divides its work over."""
 _PROCESS = 1.5 * GB
 """Host memory of a rank or an engine with its libraries."""
+_OF_ENGINES = ("engines", "asleep")
+"""Parts of host memory that are of engines; the others are of ranks."""
 _GRAPHS = 1.0 * GB
 """Allowance for vLLM's CUDA graphs, which it measures when it starts."""
 _BLOCK = 16
@@ -63,6 +66,8 @@ class Part:
     name: str
     num_bytes: float
     why: str
+    count: int = 0
+    """Processes that it is of, where it is of a number of them."""
 
 
 @dataclass(frozen=True)
@@ -410,7 +415,7 @@ def estimate(
             problem = f"a rank holds {loading / GB:.1f} GB while it loads; take fsdp2 and more ranks, or LoRA"
         found.append(Estimate(config.trainer.name, sizes.num_ranks, train_parts(shape, sizes), problem))
         here = int(min(sizes.num_ranks, a_machine))
-        host.append(Part("ranks", here * _PROCESS, f"{here} processes"))
+        host.append(Part("ranks", here * _PROCESS, f"{here} processes", here))
         if sizes.offloaded or layout.colocated:
             lying = train_parts(shape, replace(sizes, offloaded=False))
             wanted = kept_bytes | ({"gradients"} if sizes.offloaded else set())
@@ -440,7 +445,7 @@ def estimate(
         num_engines = layout.num_workers("explorer")
         found.append(_explorer(config, shape, num_engines, memory_bytes))
         here = int(min(num_engines, max(1, a_machine // config.explorer.gpus_per_worker)))
-        host.append(Part("engines", here * _PROCESS, f"{here} processes"))
+        host.append(Part("engines", here * _PROCESS, f"{here} processes", here))
         if layout.colocated:
             weights = sum(part.num_bytes for part in found[-1].parts if part.name == "weights")
             host.append(Part("asleep", here * weights, "weights of the engines, while ranks train"))
@@ -477,6 +482,35 @@ def check_host(stages: Sequence[Config], layout: Layout, free_bytes: float) -> N
                 f"host memory: stage {stage.name} needs about {host.total_bytes / GB:.1f} GB of this machine's "
                 f"({parts}), and {free_bytes / GB:.1f} GB are free; give it {change}"
             )
+
+
+def check_jobs(stages: Sequence[Config], layout: Layout) -> None:
+    """Whether what ranks and engines keep in host memory fits what SLURM gives their jobs, where those have GPUs.
+
+    Raises: UserError: it does not, part by part.
+    """
+    for stage in stages if stages[0].cluster.type == "slurm" else ():
+        try:
+            host = estimate(stage, layout=layout)[-1]
+        except UserError:
+            continue  # of a model whose shape is not known, nothing is known
+        jobs = {TRAINER_RESOURCE: stage.cluster.slurm.trainer, EXPLORER_RESOURCE: stage.cluster.slurm.explorer}
+        for role, job in jobs.items():
+            # Engines that take turns are in the job of the ranks, one with each as many as its GPUs are for.
+            shared = layout.colocated and role == TRAINER_RESOURCE
+            kept = [part for part in host.parts if shared or (part.name in _OF_ENGINES) == (role == EXPLORER_RESOURCE)]
+            count = next((part.count for part in kept if part.count), 0)
+            if not (count and job.num_gpus) or job.exclusive or (layout.colocated and not shared):
+                continue
+            needed, given = sum(part.num_bytes for part in kept) / count, megabytes(job.memory) * 2**20
+            if needed > given:
+                parts = ", ".join(f"{part.name} {part.num_bytes / count / GB:.1f}" for part in kept)
+                raise UserError(
+                    f"cluster.slurm.{role}.memory is {job.memory}, and stage {stage.name} keeps about "
+                    f"{needed / GB:.1f} GB in host memory for each {'rank' if role == TRAINER_RESOURCE else 'engine'} "
+                    f"({parts}); set it to {math.ceil(needed / GB)}GB or more, or exclusive: true, which has all of a "
+                    "node's"
+                )
 
 
 def gpu_bytes(name: str) -> float:

@@ -37,6 +37,7 @@ from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, L
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.cluster.slurm import JobShape
 from rftdask.cluster.slurm_cluster import SlurmCluster, chain_shape, check_chain
+from rftdask.commands.estimate import check_jobs
 from rftdask.config import Config, load_config, make_plan, replace
 from rftdask.config.plugins import SUBMITTED
 from rftdask.config.schema.cluster import JobConfig
@@ -224,6 +225,7 @@ def plan_submission(
         scripts = offline_scripts(config, folder, storage, rounds, explore_jobs)
         return Submission(config, storage, folder, scripts, unchecked=unchecked)
     layout = layout or plan_jobs(stages, {role: getattr(config.cluster.slurm, role).cpus for role in ROLES})
+    check_jobs(stages, layout)
     if single_allocation:
         # The run is to find as many ranks as there are parts for.
         ranks = layout.num_workers(TRAINER_RESOURCE)

@@ -23,12 +23,13 @@ from benchmarks import sizes
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import supervised_batch
 from rftdask.cli import app
-from rftdask.cluster.layout import plan_layout
+from rftdask.cluster.layout import plan_layout, plan_machines
 from rftdask.commands.estimate import (
     GB,
     TrainSizes,
     activation_bytes,
     check_host,
+    check_jobs,
     engine_parts,
     estimate,
     gpu_bytes,
@@ -404,6 +405,8 @@ class TestVllm:
 def test_published_peaks_are_met_within_a_third() -> None:
     for model, num_gpus, lora_rank, tokens, peak in sizes.PEAKS:
         assert 0.85 <= sizes.peak_bytes(model, num_gpus, lora_rank, tokens) / sizes.GIB / peak <= 1.35, model
+    for model, num_gpus, tokens, peak in sizes.WITH_ALL_LOGITS:
+        assert 0.85 <= sizes.peak_with_all_logits(model, num_gpus, tokens) / sizes.GIB / peak <= 1.15, model
 
 
 def test_the_page_of_sizes_is_what_estimate_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -450,3 +453,26 @@ def test_a_run_that_needs_more_host_memory_than_there_is_does_not_start() -> Non
     with pytest.raises(UserError, match=r"host memory: stage rft needs .*offloaded \d.*asleep .*5.0 GB are fr"):
         check_host([config], layout, 5 * GB)
     check_host([config], plan_layout([config], 16), 5 * GB)  # on a CPU nothing lies beside its place
+
+
+def test_jobs_of_slurm_have_the_host_memory_that_their_ranks_and_engines_keep() -> None:
+    path = Path(__file__).parents[3] / "config" / "gpus" / "gpus-32.yaml"
+
+    def check(*settings: str) -> None:
+        config = load_config(path, settings)
+        check_jobs(config.stage_configs(), plan_machines(config))
+
+    check()
+    usual = "cluster.slurm.trainer.memory=4GB"  # SLURM's, where nobody says more
+    with pytest.raises(
+        UserError, match=r"trainer.memory is 4GB.* 30\.2 GB .*for each rank \(ranks 1.5, publ.*set it to 31GB or"
+    ):
+        check(usual, "cluster.slurm.trainer.exclusive=false")
+    check("cluster.slurm.trainer.memory=31GB", "cluster.slurm.trainer.exclusive=false")
+    check(usual)  # of whole nodes it has all
+    with pytest.raises(UserError, match=r"explorer.memory is 1GB.* for each engine \(engines 1.5\); set it to 2GB"):
+        check("cluster.slurm.explorer.memory=1GB")
+    # Where they take turns, ranks and engines are in one job, and what waits lies there, too.
+    turns = ("mode=colocate", "trainer.num_ranks=8", "explorer.rollout_model.engine_num=2", "cluster.node_num=1")
+    with pytest.raises(UserError, match=r"trainer.memory is 60GB.*\(ranks 1.5, offloaded .*engines 0.4, asleep"):
+        check(*turns, "cluster.slurm.trainer.exclusive=false", "cluster.slurm.trainer.memory=60GB")
