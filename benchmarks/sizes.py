@@ -19,6 +19,7 @@ from rftdask.commands.estimate import (
     estimate,
     gpu_bytes,
     load_bytes,
+    logit_bytes,
     train_parts,
     train_sizes,
 )
@@ -55,6 +56,10 @@ PEAKS = (
     ("Qwen/Qwen3-30B-A3B", 8, 0, 16_384, 74.59),
     ("Qwen/Qwen3-30B-A3B", 8, 0, 65_536, 105.35),
 )
+_TITAN = "https://github.com/pytorch/torchtitan/blob/31a17bf/benchmarks/llama3_h100_202412_torchtitan.md"
+# (model, GPUs, tokens a pass and rank, published peak in GiB): FSDP2, layers computed again and compiled, products of 8
+# bits, and all logits of a pass at once, in float32.
+WITH_ALL_LOGITS = (("meta-llama/Llama-3.1-8B", 8, 32_768, 83.9),)
 _VERL = "https://github.com/verl-project/verl/blob/a74fc52/docs/perf/device_tuning.rst"
 # (model, rank of LoRA or 0, GPUs of 80 GB of the smallest run that is published).
 SMALLEST = (
@@ -155,6 +160,13 @@ def peak_bytes(model: str, num_gpus: int, lora_rank: int, tokens: int) -> float:
     return sum(each.num_bytes for each in train_parts(shape, sizes))
 
 
+def peak_with_all_logits(model: str, num_gpus: int, tokens: int) -> float:
+    """The same, were all logits of a pass made at once: as many bytes of each as we have of those of a chunk."""
+    shape = read_shape(model)
+    more = 12.0 * tokens * shape.vocab_size - logit_bytes(shape, tokens)
+    return peak_bytes(model, num_gpus, 0, tokens) + more
+
+
 def fewest_ranks(model: str, lora_rank: int, offloaded: bool) -> int:
     """The fewest GPUs of 80 GB that a trainer with passes of 4,096 tokens fits, a power of two."""
     shape = read_shape(model)
@@ -226,10 +238,15 @@ experts are left out. A ratio above 1 means that we ask for more.
         ours = peak_bytes(model, num_gpus, lora_rank, tokens) / GIB
         what = f"LoRA {lora_rank}" if lora_rank else "all"
         print(f"| {model} | {num_gpus} | {what} | {tokens:,} | {peak:.1f} | {ours:.1f} | {ours / peak:.2f} |")
+    for model, num_gpus, tokens, peak in WITH_ALL_LOGITS:
+        ours = peak_with_all_logits(model, num_gpus, tokens) / GIB
+        print(f"| {model} | {num_gpus} | all, all logits | {tokens:,} | {peak:.1f} | {ours:.1f} | {ours / peak:.2f} |")
     print(f"""
-torchtitan's table ([Llama 3.1 8B on 8 H100](
-https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md)) keeps all logits of a
-pass, which we never do, and its first row some activations: its 82.4 GiB are of another algorithm, so no ratio is told.
+The last row is [torchtitan's]({_TITAN}),
+which trains on all tokens and keeps all logits of a pass; we never do, so for this row the estimate is of all of them,
+at as many bytes as those of our chunks. Where its ranks split sequences of 65,536 to 262,144 tokens, each has as many
+tokens and the same peak (84.0 to 84.5). Its rows with some activations kept, or split over the ranks that cut layers,
+are of another algorithm, and left out.
 
 verl tells the smallest machines on which runs of GRPO worked, trainer and engines on the same GPUs ([table](
 {_VERL})). Ours are the
