@@ -71,9 +71,10 @@ torchao:
 	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest -m "" -k "bits or narrow or bfloat16" \
 	  tests/unit/trainer/engines/test_optimizer.py tests/e2e/training/test_optimizers_over_ranks.py
 
-# On a machine with a GPU and the extras for it; PART="a b" runs some parts. docs/gpu.md gets a table.
+# On a machine with a GPU and the extras for it; PART="a b" runs some parts. The table of docs/gpu.md gets their rows. TINY=1
+# tries it out on a CPU, and measures nothing.
 gpu:
-	$(GPU_PYTHON) benchmarks/gpu.py --append docs/gpu.md $(if $(PART),--parts $(PART))
+	$(GPU_PYTHON) benchmarks/gpu.py $(if $(TINY),--tiny,--append docs/gpu.md) $(if $(PART),--parts $(PART))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

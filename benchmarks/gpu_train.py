@@ -1,8 +1,9 @@
-"""Tokens per second, MFU and peak memory of a train step on one GPU, for a Qwen3-0.6B-shaped model.
+"""Tokens per second, MFU and peak memory of a train step on one GPU, for a Qwen3-0.6B-shaped model, beside a bare loop
+and TRL.
 
-    python benchmarks/gpu_train.py [--lengths 16384 65536] [--runs 5] [--json FILE]     on one GPU
-    python benchmarks/gpu_train.py --large                  LoRA on a Qwen2.5-7B-shaped model, at 16,384 tokens
-    python benchmarks/gpu_train.py --quick [--large]                                    anywhere: a tiny shape
+    python benchmarks/gpu_train.py [--lengths 16384 65536] [--runs 3] [--json FILE]     on one GPU
+    python benchmarks/gpu_train.py --peak        memory alone, of the same and of LoRA on a Qwen2.5-7B-shaped model
+    python benchmarks/gpu_train.py --tiny [--peak]                                      anywhere: a tiny shape
 
 The weights are random; the configuration is written out below, so nothing is downloaded. A step is
 `TorchEngine.train_step` on one rollout of the given length (a prompt of 1,024 tokens): forward, PPO's clipped loss
@@ -13,8 +14,11 @@ MFU counts what the model needs, not what is computed again: for each token 6 op
 (4 for LoRA, whose frozen weights have no gradient), and 12 * layers * heads * size of a head * length / 2 of attention.
 Sources: arXiv:2204.02311 appendix B, halved since attention is causal. The peak is the maker's dense bfloat16 figure.
 
-Beside it a bare loop at the first length: transformers' own loss on the same tokens, in the same data types, with the
-same AdamW, and with all logits at once.
+Beside it, at each length and in the same run, in the same data types and with activations computed again, too: a bare
+loop, transformers' own loss on the same tokens with PyTorch's AdamW; and `GRPOTrainer.training_step` of TRL on the same
+rollout, prepared, with its own optimizer. Both make all logits at once; where that does not fit the GPU it is said. TRL
+is in the extra `conformance`; without it its rows are left out, which is said. First, logprobs alone: ours in chunks of
+logits, PyTorch's fused cross entropy (2.13) and Liger's, which says whether one of those is worth its rounding.
 
 To be held against prime-rl's rows of 2026-02-01 for one H100 (benchmarks/results/BENCHMARKS.md there, recomputing
 activations too): full 11.90k tokens/s, 11.1 % at 16k and 10.15k, 26.8 % at 64k; LoRA 13.34k, 10.9 % and 9.97k, 25.2 %.
@@ -22,14 +26,20 @@ activations too): full 11.90k tokens/s, 11.1 % at 16k and 10.15k, 26.8 % at 64k;
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from peft import LoraConfig as PeftConfig
 from report import Report, make_parser
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -40,13 +50,20 @@ from rftdask.config import load_config
 from rftdask.config.schema.model import LoraConfig
 from rftdask.models.model_shape import ModelShape, read_shape
 from rftdask.models.toy import build_toy_model
+from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.torch_engine import TorchEngine
+from rftdask.trainer.model import predicting_states, token_logprobs
+from rftdask.trainer.packing import pack_rows
+from rftdask.trainer.process_ranks import ProcessRanks
 
 PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12}
 """Dense bfloat16 by the makers' data sheets; the first name that the device's name contains."""
 LORA_RANK = 16
 PRIME_RL = {(False, 16_384): 11_900, (False, 65_536): 10_150, (True, 16_384): 13_340, (True, 65_536): 9_970}
 """(LoRA, length) -> tokens/s on one H100, of 2026-02-01."""
+MFU_AIM = 0.4
+"""At 16,384 tokens, all weights trained."""
+Step = Callable[[], object]
 
 
 def write_model(folder: str, tiny: bool, large: bool = False) -> None:
@@ -79,6 +96,14 @@ def write_model(folder: str, tiny: bool, large: bool = False) -> None:
         AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
 
 
+def model_folder(models: Path, tiny: bool, large: bool = False) -> str:
+    """Of the one of 0.6 billion weights, or of seven; made where it is not there."""
+    folder = models / ("7b" if large else "0.6b")
+    if not folder.exists():
+        write_model(str(folder), tiny, large)
+    return str(folder)
+
+
 def make_batch(length: int, prompt: int, vocab_size: int) -> TrainingBatch:
     random = np.random.default_rng(0)
     rows = [(random.integers(2, vocab_size, length).tolist(), prompt, None)]
@@ -87,7 +112,8 @@ def make_batch(length: int, prompt: int, vocab_size: int) -> TrainingBatch:
     return replace(batch, rewards=np.ones(1, np.float32), rollout_logprobs=logprobs, experts=np.zeros(1, bool))
 
 
-def make_engine(folder: str, device: str, lora: bool) -> TorchEngine:
+def make_engine(folder: str, device: str, lora: bool, *, sharded: bool = False) -> TorchEngine:
+    """sharded: by fsdp2, as the one rank of the process group that there is then."""
     tree: dict[str, Any] = {
         "mode": "train",
         "model": {"model_path": folder, "max_model_len": 10**9},
@@ -98,7 +124,9 @@ def make_engine(folder: str, device: str, lora: bool) -> TorchEngine:
     }
     if lora:
         tree["model"]["lora_configs"] = [{"lora_rank": LORA_RANK}]
-    return TorchEngine(load_config(tree), make_algorithm("reinforceplusplus", kl_loss_fn="none"), device=device)
+    config = load_config(tree)
+    strategy = FSDP2(ProcessRanks(), torch.device(device), config.trainer) if sharded else None
+    return TorchEngine(config, make_algorithm("reinforceplusplus", kl_loss_fn="none"), strategy, device=device)
 
 
 def flops_of_step(shape: ModelShape, length: int, lora: bool) -> float:
@@ -114,77 +142,219 @@ def peak_flops(device: str) -> float | None:
     return next((peak for gpu, peak in PEAK_FLOPS.items() if all(word in name for word in gpu.split())), None)
 
 
-def measure(report: Report, folder: str, device: str, length: int, prompt: int, lora: bool, runs: int) -> None:
-    shape = read_shape(folder)
-    engine = make_engine(folder, device, lora)
-    batch = make_batch(length, prompt, shape.vocab_size)
+def step_seconds(step: Step, device: str, runs: int) -> tuple[float, float]:
+    """(median seconds of a step, GB at its peak on the GPU, 0 without one). Raises: torch.OutOfMemoryError."""
     times = []
-    for step in range(1, runs + 3):  # the first two make the optimizer's state and fill the allocator
+    for _ in range(runs + 2):  # the first two make the optimizer's state and fill the allocator
         if device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
-        engine.train_step(batch, step)
+        step()
         if device == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    seconds = median(times[2:])
-    trained = shape.lora_parameters(LoraConfig(lora_rank=LORA_RANK)) if lora else None
-    sizes = TrainSizes(tokens=length, checkpointing=True, trained=trained, compute_bytes=2 if device == "cuda" else 4)
-    expected = sum(part.num_bytes for part in train_parts(shape, sizes)) / GB
-    peak, flops = peak_flops(device), flops_of_step(shape, length, lora)
-    work = f"{'LoRA' if lora else 'full'}, {length:,} tokens"
-    theirs = PRIME_RL.get((lora, length)) if peak == PEAK_FLOPS["H100"] else None
-    report.add(work, length / seconds, "tokens/s", against="prime-rl" if theirs else "", other=theirs)
-    if peak:
-        report.add(f"{work}: of the peak", flops / seconds / peak, "MFU")
-    if device == "cuda":
-        held = torch.cuda.max_memory_allocated() / GB
-        report.add(f"{work}: memory", held, "GB", less_is_better=True, against="`rftdask estimate`", other=expected)
+    return median(times[2:]), torch.cuda.max_memory_allocated() / GB if device == "cuda" else 0.0
 
 
-def bare_loop(folder: str, device: str, length: int, runs: int) -> float:
-    """Tokens per second of transformers' model and loss, and PyTorch's optimizer, with nothing around them."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def our_step(folder: str, device: str, batch: TrainingBatch, lora: bool) -> Step:
+    engine, steps = make_engine(folder, device, lora), iter(range(1, 10**6))
+    return lambda: engine.train_step(batch, next(steps))
+
+
+def bare_step(folder: str, device: str, batch: TrainingBatch, lora: bool) -> Step:
+    """transformers' model and loss, and PyTorch's optimizer, with nothing around them."""
+    # Frozen weights as they are in the file, as ours are.
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto" if lora else torch.float32)
+    if lora:
+        model.enable_input_require_grads()
+        model.add_adapter(PeftConfig(r=LORA_RANK, target_modules="all-linear"))
     model.to(device).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-    tokens = torch.randint(2, model.config.vocab_size, (1, length), device=device)
-    times = []
-    for _ in range(runs + 2):
-        began = time.perf_counter()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
+    tokens = torch.from_numpy(batch.tokens).long()[None].to(device)
+
+    def step() -> None:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    return step
+
+
+def trl_step(folder: str, device: str, batch: TrainingBatch, lora: bool) -> Step:
+    from datasets import Dataset  # late, as is trl: an extra that the others do without
+    from trl import GRPOConfig, GRPOTrainer
+
+    scratch, prompt = f"{folder}-trl", int(batch.prompt_lengths[0])
+    args = GRPOConfig(
+        output_dir=scratch, use_cpu=device == "cpu", bf16=device == "cuda", report_to=[], beta=0.0, learning_rate=1e-6,
+        per_device_train_batch_size=1, num_generations=2, steps_per_generation=2, num_iterations=10**6,
+        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}, disable_tqdm=True,
+        max_completion_length=len(batch.tokens) - prompt, model_init_kwargs={"dtype": "auto" if lora else "float32"},
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=folder, args=args, reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        train_dataset=Dataset.from_list([{"prompt": "1"}] * 2),
+        peft_config=PeftConfig(r=LORA_RANK, target_modules="all-linear") if lora else None,
+    )  # fmt: skip
+    tokens = torch.from_numpy(batch.tokens).long()[None].to(device)
+    inputs = {
+        "prompt_ids": tokens[:, :prompt],
+        "completion_ids": tokens[:, prompt:],
+        "old_per_token_logps": torch.from_numpy(batch.rollout_logprobs)[None].to(device),
+        "advantages": torch.ones(1, device=device),
+        "num_items_in_batch": torch.tensor(len(batch.tokens) - prompt, device=device),
+    }
+    inputs |= {f"{part}_mask": torch.ones_like(inputs[f"{part}_ids"]) for part in ("prompt", "completion")}
+    trainer._step, trainer._buffered_inputs = 1, [inputs, inputs]  # past the step that generates
+    trainer.current_gradient_accumulation_steps = 1
+    model: Any = trainer.model
+    model.train()
+    optimizer = trainer.create_optimizer()
+
+    def step() -> None:
+        trainer.training_step(model, {}, None)
+        optimizer.step()
+        model.zero_grad()
+
+    return step
+
+
+PEERS: dict[str, Callable[[str, str, TrainingBatch, bool], Step]] = {"a bare loop": bare_step, "TRL": trl_step}
+
+
+def measure(report: Report, folder: str, device: str, length: int, prompt: int, lora: bool, runs: int) -> None:
+    """Speed of ours and of its peers, one after the other."""
+    shape = read_shape(folder)
+    batch, work = make_batch(length, prompt, shape.vocab_size), f"{'LoRA' if lora else 'full'}, {length:,} tokens"
+    seconds, held = step_seconds(our_step(folder, device, batch, lora), device, runs)
+    peak, flops = peak_flops(device), flops_of_step(shape, length, lora)
+    theirs = PRIME_RL.get((lora, length)) if peak == PEAK_FLOPS["H100"] else None
+    report.add(work, length / seconds, "tokens/s", against="prime-rl" if theirs else "", other=theirs)
+    if peak:
+        aim = MFU_AIM if not lora and length == 16_384 else None
+        report.add(f"{work}: of the peak", flops / seconds / peak, "MFU", goal=aim)
+    if device == "cuda":
+        report.add(f"{work}: memory", held, "GB", less_is_better=True)
+    for name, peer in PEERS.items():
+        if name == "TRL" and find_spec("trl") is None:
+            print("TRL is not installed, so it is left out; it is in the extra conformance")
+            continue
+        free()
+        try:
+            of_peer, held_by_peer = step_seconds(peer(folder, device, batch, lora), device, runs)
+        except torch.OutOfMemoryError:
+            most = torch.cuda.max_memory_allocated() / GB
+            report.add(f"{work}: {name} is out of memory", most, "GB", less_is_better=True)
+            continue
+        report.add(work, length / seconds, "tokens/s", against=name, other=length / of_peer)
         if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return length / median(times[2:])
+            report.add(f"{work}: memory", held, "GB", less_is_better=True, against=name, other=held_by_peer)
+    free()
+
+
+def measure_heads(report: Report, device: str, length: int, tiny: bool, runs: int) -> None:
+    """Logprobs of all tokens and their gradient, ours in chunks of logits, and fused: PyTorch's and Liger's."""
+    hidden_size, vocab_size = (64, 512) if tiny else (1024, 151_936)
+    sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "num_hidden_layers": 0, "num_attention_heads": 8}
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(Qwen3Config(**sizes, head_dim=hidden_size // 8))
+    batch = make_batch(length, 1, vocab_size)
+    rows = pack_rows(batch.row_tokens(), batch.prompt_lengths, batch.temperatures, torch.device(device))
+    half = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def ours() -> torch.Tensor:
+        return token_logprobs(model, rows)[0]
+
+    def states() -> torch.Tensor:
+        return predicting_states(model, rows)
+
+    def of_torch() -> torch.Tensor:
+        options = torch.nn.LinearCrossEntropyOptions()
+        given: Any = states().to(half), model.lm_head.weight.to(half), rows.target_Q
+        return -torch.nn.functional.linear_cross_entropy(*given, reduction="none", options=options)
+
+    def of_liger() -> torch.Tensor:
+        from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Fused  # late: of no extra of ours
+
+        return -Fused.apply(states().to(half), model.lm_head.weight.to(half), rows.target_Q)
+
+    ways = {"ours": ours}
+    ways |= {"PyTorch's": of_torch} if hasattr(torch.nn.functional, "linear_cross_entropy") else {}
+    ways |= {"Liger's": of_liger} if find_spec("liger_kernel") else {}
+    seconds = {}
+    for name, way in ways.items():
+
+        def step(way: Callable[[], torch.Tensor] = way) -> None:
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                way().sum().backward()
+            model.zero_grad()
+
+        seconds[name], held = step_seconds(step, device, runs)
+        work = f"logprobs of {length:,} tokens, {vocab_size:,} words"
+        against, other = ("", None) if name == "ours" else (f"{name} fused cross entropy", seconds[name])
+        report.add(work, seconds["ours"], "s", less_is_better=True, against=against, other=other)
+        if device == "cuda":
+            report.add(f"{work}: memory, {name}", held, "GB", less_is_better=True)
+    if "Liger's" not in ways:
+        print("Liger is not installed, so it is left out (liger-kernel; on an H100 with its extra cutedsl)")
+
+
+def measure_peak(report: Report, folder: str, device: str, length: int, prompt: int, lora: bool, name: str) -> None:
+    """The peak of a step against the estimate; on a CPU the estimate alone."""
+    shape = read_shape(folder)
+    _, held = step_seconds(our_step(folder, device, make_batch(length, prompt, shape.vocab_size), lora), device, 1)
+    trained = shape.lora_parameters(LoraConfig(lora_rank=LORA_RANK)) if lora else None
+    sizes = TrainSizes(tokens=length, checkpointing=True, trained=trained, compute_bytes=2 if device == "cuda" else 4)
+    expected = sum(part.num_bytes for part in train_parts(shape, sizes)) / GB
+    work = f"{name}, {'LoRA' if lora else 'full'}, {length:,} tokens"
+    if device == "cuda":
+        report.add(f"{work}: memory", held, "GB", less_is_better=True, against="`rftdask estimate`", other=expected)
+    else:
+        report.add(f"{work}: the estimate, without a GPU to hold it against", expected, "GB", less_is_better=True)
+    free()
+
+
+def free() -> None:
+    """What a model before had is given back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, "--tiny")
     parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, 65_536])
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--large", action="store_true", help="LoRA on seven billion weights")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--peak", action="store_true", help="the peak of memory alone, against the estimate")
+    parser.add_argument("--models", type=Path, default=None, metavar="FOLDER", help="where models are kept, or made")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not args.quick:
-        raise SystemExit("there is no GPU here; --quick tries the script out on the CPU, and measures nothing")
+        raise SystemExit("there is no GPU here; --tiny tries the script out on the CPU, and measures nothing")
     lengths, prompt, runs = ([256], 32, 1) if args.quick else (args.lengths, 1024, args.runs)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU: no GPU number exists, the script runs, no more"
     print(f"{name}; torch {torch.__version__}{'; tiny shape' if args.quick else ''}")
     report = Report(args)
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(folder, args.quick, args.large)
-        for lora in (True,) if args.large else (False, True):
-            for length in lengths[:1] if args.large else lengths:
-                measure(report, folder, device, length, prompt, lora, runs)
-        if not args.large:
-            report.add(
-                f"a bare loop, full, {lengths[0]:,} tokens", bare_loop(folder, device, lengths[0], runs), "tokens/s"
-            )
+    warnings.simplefilter("ignore")  # of TRL
+    with tempfile.TemporaryDirectory() as scratch:
+        models = args.models or Path(scratch)
+        if not args.peak:
+            measure_heads(report, device, lengths[0], args.quick, runs)
+            for lora in (False, True):
+                for length in lengths:
+                    measure(report, model_folder(models, args.quick), device, length, prompt, lora, runs)
+        else:
+            for lora in (False, True):
+                folder = model_folder(models, args.quick)
+                measure_peak(report, folder, device, lengths[0], prompt, lora, "0.6B")
+            if args.quick or torch.cuda.get_device_properties(0).total_memory > 70e9:
+                folder = model_folder(models, args.quick, large=True)
+                measure_peak(report, folder, device, lengths[0], prompt, True, "7B")
+            else:
+                print("7B is left out: it is for a GPU of 80 GB")
     report.write()
 
 

@@ -1,6 +1,6 @@
 """Rows of a benchmark: printed as they are measured, written as JSON at the end. What is measured is not known here.
 
-    parser = make_parser(__doc__)             # --quick and --json FILE, and whatever the benchmark adds
+    parser = make_parser(__doc__)             # --quick (--tiny of those for GPUs) and --json FILE, and what it adds
     report = Report(parser.parse_args())
     report.add("durable writes", 53_200, "experiences/s", against="pyarrow alone", other=67_000, goal=40_000)
     report.write()
@@ -55,10 +55,11 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def make_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the two options of every benchmark and its docstring as help."""
+def make_parser(doc: str | None, quick: str = "--quick") -> argparse.ArgumentParser:
+    """Return a parser with the two options of every benchmark and its docstring as help. quick: name of the first."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="see that it works: little work, numbers that say nothing")
+    told = "see that it works: little work, numbers that say nothing"
+    parser.add_argument(quick, action="store_true", dest="quick", help=told)
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows there, too")
     return parser
 

@@ -8,6 +8,7 @@
     tests/robustness     bad settings, files, folders, code and words; marked robustness below, a tier of its own
     tests/learning       every algorithm learns its toy, in one process; marked learning below, a tier of its own
     tests/vllm_engine    vLLM on the CPU, minutes, in an environment of its own; marked vllm below
+    tests/gpu            what only a GPU shows, minutes; marked gpu below
 
 The variables are set in the environment, not in the libraries: the processes that tests start must see them too.
 """
@@ -103,7 +104,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("guides" if item.path.is_relative_to(TESTS / "e2e" / "guides") else "slow")
         if item.get_closest_marker("slow") or item.get_closest_marker("guides"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
-        for folder, marker in (("vllm_engine", "vllm"), ("robustness", "robustness"), ("learning", "learning")):
+        tiers = {"vllm_engine": "vllm", "robustness": "robustness", "learning": "learning", "gpu": "gpu"}
+        for folder, marker in tiers.items():
             if item.path.is_relative_to(TESTS / folder):
                 item.add_marker(marker)
     if getattr(config.option, "loadgroup", False):

@@ -1,5 +1,5 @@
-"""Promises of every script in benchmarks/ that can be run: --quick ends well, with what CI installs, and --json writes
-the rows that benchmarks/report.py describes. How fast anything was is not looked at.
+"""Promises of every script in benchmarks/ that can be run: --quick (--tiny of those for GPUs) ends well, with what CI
+installs, and --json writes the rows that benchmarks/report.py describes. How fast anything was is not looked at.
 """
 
 import json
@@ -19,7 +19,10 @@ NUMBERS, TEXTS = ("ours", "other", "ratio", "goal"), ("work", "unit", "against")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_quick_run_ends_well_and_writes_its_rows(name: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    command = [sys.executable, str(FOLDER / f"{name}.py"), "--quick", "--json", str(file)]
+    quick = "--tiny" if name.startswith("gpu") else "--quick"
+    command = [sys.executable, str(FOLDER / f"{name}.py"), quick, "--json", str(file)]
+    if name == "gpu":  # its table is built up by several commands
+        command += ["--append", str(tmp_path / "gpu.md")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path)
     assert done.returncode == 0, (done.stdout[-4000:], done.stderr[-4000:])
     found = json.loads(file.read_text())
@@ -33,6 +36,11 @@ def test_a_quick_run_ends_well_and_writes_its_rows(name: str, tmp_path: Path) ->
         assert (row["ratio"] is not None) == bool(row["against"])
         assert row["goal_of"] in ("ours", "ratio")
     assert len({(row["work"], row["unit"], row["against"]) for row in found["rows"]}) == len(found["rows"])
+    if name == "gpu":
+        table = (tmp_path / "gpu.md").read_text().splitlines()
+        assert {line[2] for line in table if line[2] in "abcdefghij"} == set("abcdefghij")
+        assert table[:2] == ["| part | what | found | bound |", "|---|---|---|---|"]
+        assert all(line.count("|") == 5 for line in table)
     if name == "chaos":  # the short form of what docs/reliability.md promises of a run whose every role is killed
         assert "5 kills (1 x driver, 1 x engine, 1 x explorer worker, 1 x trainer, 1 x trainer worker)" in done.stdout
         assert "0 lost, 0 twice, the same ledger, the same bits of weights" in done.stdout

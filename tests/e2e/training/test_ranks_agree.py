@@ -1,7 +1,8 @@
 """Ranks that share a model compute what one rank computes alone. Promises, in float32 on a CPU:
 
 - loss, gradient norm and weights are those of one rank with the full batch, up to a relative difference of 1e-5, for
-  ddp and fsdp2, 2 and 4 ranks, and every cut into micro-batches;
+  ddp and fsdp2, 2 and 4 ranks, and every cut into micro-batches; and so is each element of the gradient, by a step of
+  plain descent, and what logits say of fixed sequences;
 - that is so where groups of ranks split each sequence, also for losses of whole rows and of pairs;
 - and where groups of ranks cut each layer by the model's own plan, tied weights, norms of heads, experts and a critic
   included, and where what they have of a layer is spread over the groups (a mesh of two dimensions);
@@ -47,6 +48,8 @@ ALGORITHMS = ("grpo", "ppo", "mix", "dpo", "sft")
 STRATEGIES = ("ddp", "fsdp2")
 SPLITS = (None, 1, 3)
 TOLERANCE = 1e-5
+RATE = 100.0
+"""Of plain descent: so large that the weights after a step are the gradient, and not what they were rounded to."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "activations again": ("grpo", {"trainer__gradient_checkpointing": True}),
     "adapters": ("grpo", {"model__lora_configs": [{"lora_rank": 4}]}),
@@ -166,6 +169,19 @@ def trained(
     return metrics, files, weights_of({name: d for part in exchange(strategy.ranks, own) for name, d in part.items()})
 
 
+def gradient(model: str, algorithm: str, strategy: Strategy, **options: Any) -> dict[str, torch.Tensor]:
+    """Of the policy, as a step of plain descent shows it."""
+    plain = {f"algorithm__optimizer__{key}": value for key, value in (("lr", RATE), ("weight_decay", 0.0))}
+    plain |= {"algorithm__optimizer__optimizer_type": "sgd", "trainer__grad_clip": 1e9, **options}
+    made, states = engine(model, algorithm, strategy, **plain), []
+    for step in (0, 1):
+        if step:
+            made.train_step(batch_for(algorithm, step), step)
+        own = {name: bytes(data) for name, data in made.state_files().items() if "actor/model" in name}
+        states.append(weights_of({n: data for part in exchange(strategy.ranks, own) for n, data in part.items()}))
+    return {name: (states[0][name] - states[1][name]) / RATE for name in states[0]}
+
+
 # ---- in the processes
 
 
@@ -174,10 +190,14 @@ def compare(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     differences: dict[str, float] = {}
     for algorithm in ALGORITHMS:
         alone, _, expected = trained(model, algorithm, Strategy(gangs[1]))
+        descent = gradient(model, algorithm, Strategy(gangs[1]))
         for number, name in enumerate(STRATEGIES):
             for size in (2, 4):
                 if size == 2 and dist.get_rank() // 2 != number:
                     continue  # the other two take it
+                down = gradient(model, algorithm, strategy_of(name, gangs[size]))
+                if gangs[size].is_rank0:
+                    differences[f"gradient: {algorithm}, {name}, {size} ranks"] = weight_difference(down, descent)
                 for split in SPLITS:
                     found, _, weights = trained(
                         model, algorithm, strategy_of(name, gangs[size]), trainer__micro_batch_size=split
@@ -210,6 +230,7 @@ def compare_splits(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     differences: dict[str, float] = {}
     for algorithm, cases in SPLIT_GANGS.items():
         alone, _, expected = trained(model, algorithm, Strategy(gangs[1]))
+        descent = gradient(model, algorithm, Strategy(gangs[1]))
         for name, size, parts in cases:
             if size == 2 and dist.get_rank() // 2 != STRATEGIES.index(name):
                 continue  # the other two take it
@@ -221,8 +242,10 @@ def compare_splits(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
             sequence = gangs[size].neighbors(parts)
             found, _, weights = trained(model, algorithm, strategy_of(name, gangs[size]), sequence=sequence, **options)
             assert [m.keys() for m in found] == [m.keys() for m in alone]
+            down = gradient(model, algorithm, strategy_of(name, gangs[size]), sequence=sequence, **options)
             if gangs[size].is_rank0:
                 case = f"{algorithm}, {name}, {size} ranks, {parts} split a row"
+                differences[f"gradient: {case}"] = weight_difference(down, descent)
                 differences[f"metrics: {case}"] = metric_difference(found, alone)
                 differences[f"weights: {case}"] = weight_difference(weights, expected)
     return differences
@@ -237,6 +260,7 @@ def compare_cuts(gangs: dict[int, Ranks], models: list[str]) -> dict[str, float]
     replay: dict[str, Any] = {"algorithm__enable_router_replay": True}
     for (algorithm, options), model in zip((("ppo", {}), ("grpo", {}), ("grpo", replay)), models, strict=True):
         alone, _, expected = trained(model, algorithm, Strategy(gangs[1]), **options)
+        descent = gradient(model, algorithm, Strategy(gangs[1]), **options)
         for name, size in (("ddp", 2), ("ddp", 4), ("fsdp2", 4)) if algorithm == "ppo" else (("ddp", 4), ("fsdp2", 4)):
             more = {"trainer__micro_batch_size": 3, "trainer__gradient_checkpointing": size == 4}
             found, files, weights = trained(model, algorithm, cut_in_two(gangs, size, across, name), **more, **options)
@@ -248,8 +272,10 @@ def compare_cuts(gangs: dict[int, Ranks], models: list[str]) -> dict[str, float]
                 cut = engine(model, algorithm, cut_in_two(gangs, size, across, name), seed=7)
                 cut.load_state_files(passed_on)
                 assert cut.state_files() == files, "what is read at other cuts is not what was saved"
+            down = gradient(model, algorithm, cut_in_two(gangs, size, across, name), **more, **options)
             if gangs[size].is_rank0:
                 case = f"{Path(model).name}, {name}, {size} ranks"
+                differences[f"gradient: {case}"] = weight_difference(down, descent)
                 differences[f"metrics: {case}"] = metric_difference(found, alone)
                 differences[f"weights: {case}"] = weight_difference(weights, expected)
     return differences
@@ -299,7 +325,8 @@ def metric_difference(found: list[dict[str, float]], expected: list[dict[str, fl
 
 
 def weight_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """In the largest element. A step of Adam is about 1e-3 in every element, and the largest weight 1."""
+    """In the largest element, of weights or of a gradient. A step of Adam is about 1e-3 in every element, and the
+    largest weight 1."""
     assert found.keys() == expected.keys()
     largest = max(float(tensor.abs().max()) for tensor in expected.values())
     return max(float((found[n] - expected[n]).abs().max()) for n in expected) / largest
@@ -331,7 +358,7 @@ def exchange(ranks: Ranks, files: dict[str, bytes]) -> list[dict[str, bytes]]:
 
 def test_ranks_compute_what_one_rank_computes_alone(model: str, tmp_path: Path) -> None:
     merged = {case: value for part in run_ranks(4, tmp_path, compare, model) for case, value in part.items()}
-    assert len(merged) == 2 * len(ALGORITHMS) * len(STRATEGIES) * 2 * len(SPLITS)
+    assert len(merged) == len(ALGORITHMS) * len(STRATEGIES) * 2 * (2 * len(SPLITS) + 1)
     worst = dict(sorted(merged.items(), key=lambda item: -item[1])[:5])
     assert max(worst.values()) <= TOLERANCE, worst
 
@@ -347,7 +374,7 @@ def test_ranks_that_split_sequences_compute_what_one_rank_computes_alone(
 ) -> None:
     found = run_ranks(4, tmp_path, compare_splits, model_of_four_heads)
     merged = {case: value for part in found for case, value in part.items()}
-    assert len(merged) == 2 * sum(len(cases) for cases in SPLIT_GANGS.values())
+    assert len(merged) == 3 * sum(len(cases) for cases in SPLIT_GANGS.values())
     worst = dict(sorted(merged.items(), key=lambda item: -item[1])[:5])
     assert max(worst.values()) <= TOLERANCE, worst
 
@@ -357,7 +384,7 @@ def test_ranks_that_cut_layers_compute_what_one_rank_computes_alone(
 ) -> None:
     mixture = str(save_tiny_mixture(tmp_path / "mixture"))
     found = run_ranks(4, tmp_path, compare_cuts, [model_of_four_heads, model_of_normed_heads, mixture])
-    assert len(found[0]) == 14
+    assert len(found[0]) == 21
     assert max(found[0].values()) <= TOLERANCE, found[0]
 
 

@@ -1,0 +1,22 @@
+"""Promises of what only a GPU shows: every part of `make gpu` keeps its bounds on the GPU that is here.
+
+The same whole, tiny and on a CPU, is a test of tests/e2e/test_benchmarks.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that this torch can use")
+
+
+@pytest.mark.parametrize("part", "abcdefghij")
+def test_a_part_keeps_its_bounds(part: str) -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), "--parts", part], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, (done.stdout[-4000:], done.stderr[-4000:])
