@@ -164,6 +164,7 @@ def copy(
 @examples_app.command()
 def toy(
     to: Annotated[str, typer.Argument(metavar="[FOLDER]", help="Where it is made")] = "toy",
+    warm: Annotated[bool, typer.Option("--warm", help="Let it learn to add first, half a minute")] = False,
 ) -> None:
     """Make a model that learns in seconds on a CPU, and its tasks, sums: nothing is downloaded."""
     from rftdask.models.toy import build_toy_model, write_toy_tasks  # late: it needs torch
@@ -172,8 +173,42 @@ def toy(
     if (folder / "model").exists():
         raise UserError(f"{folder / 'model'} is there already; name another folder, or remove it")
     write_toy_tasks(folder)
-    build_toy_model(folder / "model", hidden_size=128, intermediate_size=256, num_layers=1, num_heads=4)
-    _say(f"wrote {folder}/model, and {folder}/train.jsonl, eval.jsonl and sft.jsonl")
+    if warm:
+        from rftdask.commands.convert import convert  # late: it needs torch
+        from rftdask.experiment import Experiment  # late: it loads Dask
+
+        with tempfile.TemporaryDirectory(prefix="rftdask-toy-") as made:
+            # As wide as that of config/quickstart.yaml, whose warm-up this is.
+            build_toy_model(Path(made) / "raw", hidden_size=256, intermediate_size=512, num_layers=1, num_heads=8)
+            tree = {
+                "mode": "train",
+                "name": "warmup",
+                "checkpoint_root_dir": made,
+                "model": {"model_path": f"{made}/raw", "max_prompt_tokens": 16, "max_response_tokens": 4},
+                "algorithm": {
+                    "algorithm_type": "sft",
+                    "optimizer": {"lr": 4e-4, "lr_warmup_steps": 5, "betas": [0.9, 0.99], "weight_decay": 0.0},
+                },
+                "buffer": {
+                    "train_batch_size": 32,
+                    "total_epochs": 100,
+                    "trainer_input": {
+                        "experience_buffer": {
+                            "path": str(folder / "sft.jsonl"),
+                            "format": {"prompt_type": "raw"},
+                            "data_selector": {"selector_type": "shuffle"},
+                        }
+                    },
+                },
+                "trainer": {"total_steps": 320},
+                "monitor": {"monitor_type": "none"},
+            }
+            experiment = Experiment(load_config(tree))
+            experiment.run()
+            convert(experiment.url, folder / "model")
+    else:
+        build_toy_model(folder / "model", hidden_size=128, intermediate_size=256, num_layers=1, num_heads=4)
+    _say(f"wrote {folder}/model, and {', '.join(sorted(path.name for path in folder.glob('*.jsonl')))} beside it")
 
 
 @app.command()

@@ -12,7 +12,7 @@ and for one version of torch for the weights.
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 PAD, EOS = "<|pad|>", "<|eos|>"
@@ -90,7 +90,7 @@ def write_toy_tasks(
     num_answers: int = 16,
     correct_share: float = 0.3,
 ) -> None:
-    """Write sft.jsonl, train.jsonl and eval.jsonl into `folder`, which is created if missing.
+    """Write sft, train, eval, pairs and graded.jsonl into `folder`, which is created if missing.
 
     Args:
         seed: of the split, the errors and the order of the rows.
@@ -99,7 +99,8 @@ def write_toy_tasks(
         num_answers: warm-up answers for each training question.
         correct_share: share of right ones among them; the others are ten too high.
 
-    `sft.jsonl` has rows {"prompt", "response"}, the others {"question", "answer"}.
+    `sft.jsonl` has rows {"prompt", "response"}, `pairs.jsonl` {"prompt", "chosen", "rejected"}, the others {"question",
+    "answer"}; in `graded.jsonl` {"ease"}, too, which is the more the smaller the numbers are.
 
     Raises: ValueError: no question would be left for training, or `correct_share` is not in [0, 1].
     """
@@ -121,9 +122,13 @@ def write_toy_tasks(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _write_rows(folder / "sft.jsonl", warm_up)
+    sums = [(f"{a}+{b}=", a + b) for a, b in train_pairs]
+    pairs_of_answers = [{"prompt": q, "chosen": str(n), "rejected": str(n + 10)} for q, n in sums]
+    _write_rows(folder / "pairs.jsonl", pairs_of_answers)
+    _write_rows(folder / "graded.jsonl", [{"question": q, "answer": str(n), "ease": -n} for q, n in sums])
     for name, rows in (("train", train_pairs), ("eval", eval_pairs)):
         _write_rows(folder / f"{name}.jsonl", [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in rows])
 
 
-def _write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
+def _write_rows(path: Path, rows: Sequence[Mapping[str, str | int]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8", newline="\n")

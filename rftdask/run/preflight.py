@@ -220,6 +220,7 @@ def _try_workflows(stage: Config, tasks: list[Task], problems: list[str], unchec
 
 def _check_algorithm(stage: Config) -> None:
     """The parts of the algorithm go together, and what it learns from beside rollouts is there."""
+    load_plugin_folders(stage.explorer.plugin_dirs)  # in a process that may not know the user's algorithms
     if stage.data_processor.experience_pipeline.operators:
         # Late, as below: it needs torch, which reading and checking a config does without.
         from rftdask.buffer.batches.operator_pipeline import operators_of

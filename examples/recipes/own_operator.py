@@ -1,0 +1,16 @@
+"""No reward is more than a bound: what a batch looks like before the algorithm sees it."""
+
+from dataclasses import dataclass, replace
+
+from rftdask.algorithm.operators import ExperienceTable, Operator
+
+
+@dataclass(frozen=True)
+class CapReward(Operator):
+    """Rewards of at most `most`; how many were more is a metric."""
+
+    most: float = 1.0
+
+    def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
+        capped_N = table.rewards_N.clamp(max=self.most)
+        return replace(table, rewards_N=capped_N), {"capped": float((table.rewards_N > self.most).sum())}
