@@ -2,6 +2,9 @@
 
 It outlives a scheduler that is killed or that may return: the worker ends, and another one is started as soon as a
 scheduler answers again. It ends well with the run, which takes its address back, or when none answers for a while.
+
+Every worker of a job starts after it, and has it beside it as long as it lives: so it loads neither Dask nor a
+configuration.
 """
 
 from __future__ import annotations
@@ -17,17 +20,18 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-
-from distributed.utils import get_ip, get_ip_interface
+from typing import TYPE_CHECKING
 
 from rftdask.cluster.layout import EXPLORER_RESOURCE, TRAINER_RESOURCE
 from rftdask.cluster.preloads import LEAVING
 from rftdask.cluster.secrets_folder import PrivateFolder
-from rftdask.config import Config
 from rftdask.engines.vllm_follower import ADDRESS, NODES, Nodes, follow
 from rftdask.errors import RoleError
 from rftdask.processes.poll import wait_for
 from rftdask.storage.staging import stage_here, sweep
+
+if TYPE_CHECKING:
+    from rftdask.config import Config
 
 _LOOK_S = 0.5
 _KNOCK_S = 5.0
@@ -119,6 +123,8 @@ def _beside(command: list[str]) -> Iterator[None]:
 
 def _share_engine(folder: Path, count: int, interface: str | None) -> Nodes:
     """Say to the engine of this task what it shares with those of the other nodes, and on which interface."""
+    from distributed.utils import get_ip, get_ip_interface  # late: most jobs share no engine
+
     folder.mkdir(mode=0o700, exist_ok=True)
     os.environ[NODES] = f"{count}:{folder}"
     os.environ.setdefault(ADDRESS, get_ip() if interface is None else get_ip_interface(interface))

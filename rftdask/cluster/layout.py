@@ -10,10 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from rftdask.config import Config
 from rftdask.errors import UserError
 from rftdask.processes.gpus import visible_gpus
+
+if TYPE_CHECKING:  # a job's first process needs the names below alone
+    from rftdask.config import Config
 
 CONTROL_RESOURCE = "control"
 TRAINER_RESOURCE = "trainer"

@@ -13,12 +13,15 @@ import os
 import stat
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from distributed.security import Security
-
-from rftdask.config import Config
 from rftdask.errors import UserError
-from rftdask.storage import Storage
+
+if TYPE_CHECKING:  # a job's first process has a folder, and no time for a configuration, a storage and Dask
+    from distributed.security import Security
+
+    from rftdask.config import Config
+    from rftdask.storage import Storage
 
 SCHEDULER_FILE = "scheduler.json"
 _FILES = {"ca": "ca.pem", "cert": "cert.pem", "key": "key.pem"}
@@ -74,6 +77,8 @@ class PrivateFolder:
 
     def make_keys(self) -> Security:
         """The keys of the run, made at the first start; for the scheduler, the workers and the clients alike."""
+        from distributed.security import Security  # late: as above
+
         self.make()
         newest = self.path / _FILES["key"]
         if not newest.exists() or time.time() - newest.stat().st_mtime > _RENEW_S:
@@ -89,6 +94,8 @@ class PrivateFolder:
 
     def security(self) -> Security:
         """From the keys that are there. Raises: UserError: there are none."""
+        from distributed.security import Security  # late: as above
+
         paths = self._key_paths()
         if not all(map(os.path.exists, paths.values())):
             raise UserError(f"{self.path} has no TLS keys: the run has no cluster, or it is another user's")

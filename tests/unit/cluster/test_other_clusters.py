@@ -3,13 +3,15 @@
 - the workers of an existing cluster get roles only if none has one, and too few are refused with the arithmetic;
 - dask-cuda is asked for the workers of the layout, with their names, resources and GPUs, and for nothing that takes GPU
   memory. Its class is a stand-in here, whose arguments are those of dask-cuda 26.10: no test has run it on a GPU;
-- a cluster that closes slowly, as when a worker is just starting on a busy machine, does not fail the run that ended.
+- a cluster that closes slowly, as when a worker is just starting on a busy machine, does not fail the run that ended;
+- what starts a worker in a job, and stays beside it, loads neither Dask nor a configuration.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -193,3 +195,9 @@ def test_a_cluster_that_closes_too_slowly_fails_no_run_and_the_next_part_is_clos
     assert closed == [1e6, 12]
     (message,) = caplog.messages
     assert "too slow to close" in message
+
+
+def test_the_first_process_of_a_job_loads_neither_dask_nor_a_configuration() -> None:
+    heavy = {"distributed", "dask", "pydantic", "torch", "numpy"}
+    code = f"import sys, rftdask.cluster.join; print(sorted({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
