@@ -112,10 +112,9 @@ class LocalCluster(Cluster):
     def __init__(self, layout: Layout, dashboard_address: str | None = None, tls: bool = True) -> None:
         """dashboard_address: host:port of Dask's dashboard; None: no dashboard (it costs seconds of start-up)."""
         import dask
-        from distributed import Client
         from distributed.security import Security
 
-        from rftdask.processes.dask_cluster import DASK_CONFIG, METHOD
+        from rftdask.processes.dask_cluster import DASK_CONFIG, METHOD, connect
 
         self._stack = contextlib.ExitStack()
         # Global to the process, and put back by `close`: a notebook may have a cluster of its own.
@@ -141,7 +140,7 @@ class LocalCluster(Cluster):
         with contextlib.ExitStack() as failing:
             failing.callback(self._stack.close)
             self._cluster = self._start(layout, dashboard_address)
-            self.client = Client(self._cluster)  # the default client: actor calls look for it
+            self.client = connect(self._cluster)
             failing.callback(close_in_turn, self.client, self._cluster)
             try:
                 self.client.wait_for_workers(len(layout.workers), timeout=_START_DEADLINE_S)

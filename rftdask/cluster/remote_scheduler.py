@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 import dask
-from distributed import Client
 from distributed.utils import get_ip, get_ip_interface
 
 from rftdask.cluster.base import Cluster, close_in_turn
@@ -18,7 +17,7 @@ from rftdask.cluster.local import worker_spec
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.config import Config
 from rftdask.errors import UserError, WaitTimeout
-from rftdask.processes.dask_cluster import DASK_CONFIG, start_dask
+from rftdask.processes.dask_cluster import DASK_CONFIG, connect, start_dask
 from rftdask.storage import Storage
 
 _START_DEADLINE_S = 120
@@ -60,7 +59,7 @@ class RemoteWorkersCluster(Cluster):
         # One worker beside the driver, for what no rollout may kill: the synchronizer.
         control = worker_spec("control-0", (CONTROL_RESOURCE,), {}, security=self.security, **options)
         self._cluster = start_dask({"control-0": control}, cluster.dashboard_address, self.security, **options)
-        self.client = Client(self._cluster, security=self.security)  # the default client: actor calls look for it
+        self.client = connect(self._cluster)
         self.address = str(self._cluster.scheduler_address)
         # From here on workers find this scheduler, so it is written when everything else is there.
         folder.write_address(self.address)

@@ -13,7 +13,7 @@ from typing import Any
 
 import dask
 import distributed.utils
-from distributed import Scheduler, SpecCluster
+from distributed import Client, Scheduler, SpecCluster
 from distributed.security import Security
 
 from rftdask.errors import RoleError
@@ -88,3 +88,16 @@ def start_dask(
         f"the workers of this machine did not start, {_START_ATTEMPTS} times: {type(last).__name__}: {last}; is there "
         "memory for them? The log of the driver has more"
     ) from last
+
+
+def connect(cluster: SpecCluster) -> Client:
+    """The default client of a cluster of this process, for which actor calls look. Raises: RoleError: none starts."""
+    for attempt in range(_START_ATTEMPTS):
+        try:
+            return Client(cluster, security=cluster.security)
+        # Where what Dask waits for is cancelled, its `sync` has neither a result nor an error and trips over that; a
+        # client is nothing but connections to this process, so there is another one.
+        except UnboundLocalError as error:
+            last = error
+            log.warning("Dask's client did not start (%d of %d): it was cancelled", attempt + 1, _START_ATTEMPTS)
+    raise RoleError(f"Dask's client was cancelled as it started, {_START_ATTEMPTS} times") from last

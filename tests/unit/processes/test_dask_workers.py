@@ -1,11 +1,17 @@
-"""Promises of what is known of workers: all of them, whatever else the client asks meanwhile."""
+"""Promises of what is known of workers: all of them, whatever else the client asks meanwhile; and of the client: where
+its start is cancelled there is another one, and a reason where there is none.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
+import pytest
 from distributed import Client, LocalCluster
 
+from rftdask.errors import RoleError
+from rftdask.processes.dask_cluster import connect
 from rftdask.processes.dask_task import workers_of
 
 
@@ -28,3 +34,23 @@ def test_workers_are_told_while_the_client_asks_for_none_of_them() -> None:
         finally:
             ended.set()
             asking.join()
+
+
+def test_a_client_whose_start_is_cancelled_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts, start = list[str](), Client._start
+    cancelled = 1
+
+    async def cancelled_at_first(self: Client, *args: object, **options: object) -> object:
+        starts.append(self.id)
+        if len(starts) <= cancelled:
+            raise asyncio.CancelledError
+        return await start(self, *args, **options)
+
+    monkeypatch.setattr(Client, "_start", cancelled_at_first)
+    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as cluster:
+        with connect(cluster) as client:
+            assert client.submit(int, "7").result(timeout=30) == 7
+        assert len(set(starts)) == 2
+        cancelled = 9
+        with pytest.raises(RoleError, match="cancelled as it started, 3 times"):
+            connect(cluster)
