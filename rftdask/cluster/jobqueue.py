@@ -31,6 +31,7 @@ from rftdask.cluster.batch import queries
 from rftdask.cluster.batch.queries import Query
 from rftdask.cluster.batch.slurm_script import staging
 from rftdask.cluster.jobs import (
+    JOB_PREFIX,
     MAX_FAILED_STARTS,
     MAX_FAILED_SUBMITS,
     RETURNS_FILE,
@@ -153,6 +154,11 @@ class JobQueueCluster(RemoteWorkersCluster):
         return False
 
     @classmethod
+    def is_ending(cls, state: str) -> bool:
+        """Whether a job in this state (`states`) is in its queue only until its processes have ended, for good."""
+        return False
+
+    @classmethod
     def expected_starts(cls, job_ids: Sequence[str]) -> dict[str, str]:
         """When its batch system expects those of the jobs to start that wait, where it says so."""
         return {}
@@ -232,7 +238,7 @@ class JobQueueCluster(RemoteWorkersCluster):
         return {
             # Its command is what a shell reads.
             "scheduler": shlex.join(folder.worker_options(config.cluster.tls, config.cluster.interface)),
-            "job_name": f"rftdask-{role}-{config.name.replace('/', '-')}",
+            "job_name": f"{JOB_PREFIX}{role}-{config.name.replace('/', '-')}",
             "processes": 1,
             "nanny": True,
             # A worker whose driver is gone ends by itself: a killed driver cancels nothing.
@@ -393,7 +399,8 @@ class JobQueueCluster(RemoteWorkersCluster):
             taken = frozenset(job_id for job_id, reason in reasons.items() if reason.startswith(_TAKEN))
             failed, each = self._failed_starts[role], self._per_job[role]
             asked = self._asked[role] if role in needed else 0
-            change = plan_change(jobs, alive, asked, failed, taken, each)
+            ending = frozenset(job_id for job_id, state in (states or {}).items() if self.is_ending(state))
+            change = plan_change(jobs, alive, asked, failed, taken, each, ending)
             for job in change.lost:
                 log.warning("job %s (%s) ended: %s", job.job_id, job.name, reasons[job.job_id] or _NO_REASON)
             gone = {job.job_id for job in (*change.lost, *change.cancel)}

@@ -24,6 +24,8 @@ CANCELLED_FILE = "cancelled"
 """There, too: a submitted job that is about to start ends at once."""
 RETURNS_FILE = "returns"
 """There, too: the controller is queued again, so its jobs stay for it."""
+JOB_PREFIX = "rftdask-"
+"""Of the names of all jobs, before their role and the run's name."""
 MAX_FAILED_STARTS = 2
 """Jobs of a role in a row that ended by themselves without their worker having joined, before the run fails."""
 MAX_FAILED_SUBMITS = 8
@@ -72,11 +74,14 @@ def plan_change(
     num_failed_starts: int,
     taken: frozenset[str] = frozenset(),
     per_job: int = 1,
+    ending: frozenset[str] = frozenset(),
 ) -> Change:
     """For one role.
 
     Args: jobs: oldest first; alive: ids of those that wait or run; num_asked: workers; taken: ids of those that the
-    batch system ended on its own, which says nothing of whether workers can start; per_job: workers of each job.
+    batch system ended on its own, which says nothing of whether workers can start; per_job: workers of each job;
+    ending: ids of those alive that are being ended for good. Their places are filled at once, since that may take
+    minutes; how they ended is known when they have.
     """
     # No more workers than were asked for, but for those of a job that has the first.
     num_jobs = max(min(1, num_asked), num_asked // per_job)
@@ -88,8 +93,10 @@ def plan_change(
     # One that has joined proves that workers can start here, whatever became of others.
     if any(job.joined for job in kept):
         failed = 0
+    # One that never joined may have failed by itself, which is to be known before there is another.
+    stay = [job for job in kept if not (job.joined and job.job_id in ending)]
     # Too many: the newest go, which have the least to lose.
-    return Change(lost, tuple(kept[num_jobs:]), max(0, num_jobs - len(kept)), failed)
+    return Change(lost, tuple(stay[num_jobs:]), max(0, num_jobs - len(stay)), failed)
 
 
 def note_workers(job: JobRecord, is_there: bool, now_s: float) -> JobRecord:

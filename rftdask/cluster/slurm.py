@@ -30,6 +30,7 @@ _WELL = {"COMPLETED", "CANCELLED", "RUNNING", "PENDING", "REQUEUED", "COMPLETING
 """States in SLURM's books of which there is nothing to tell; a run cancels the jobs of its workers when it ends."""
 _MOST_FAILED = 5
 NO_BOOKS = "SLURM keeps no books here that sacct would read, so GPU hours, queue time and exit reasons are not known"
+ENDING = "COMPLETING"
 _COMMAND_S = 60.0
 """For one command; while its controller restarts SLURM's clients try for some seconds by themselves."""
 
@@ -138,16 +139,20 @@ def interrupt(job_id: str) -> None:
 
 def states(ids: Sequence[str]) -> dict[str, str]:
     """State of those of the jobs that are still in the queue, such as "RUNNING" or, with SLURM's reason,
-    "PENDING (Resources)"; the others have ended.
+    "PENDING (Resources)"; the others have ended. ENDING of one whose processes are being ended for good; REQUEUED, if
+    it comes back then.
     """
     if not ids:
         return {}
     # All of the user's: asking by number fails once SLURM has forgotten one of them.
-    lines = call("squeue", "--noheader", "--array", "--me", "--format=%A %F %T %r").splitlines()
+    lines = call("squeue", "--noheader", "--array", "--me", "--format=%A %F %T %M %r").splitlines()
     # %F is the number of the array: it runs if one of its tasks does, so those are taken last.
-    rows = sorted((line.split(maxsplit=3) for line in lines), key=lambda row: row[2] == "RUNNING")
+    rows = sorted((line.split(maxsplit=4) for line in lines), key=lambda row: row[2] == "RUNNING")
     found: dict[str, str] = {}
-    for number, array, state, *why in rows:
+    for number, array, state, used, *why in rows:
+        # Of both SLURM says COMPLETING; one that is queued again has used no time of its next start.
+        if state == ENDING and used == "0:00":
+            state = "REQUEUED"
         is_told = state == "PENDING" and why and why[0].strip() != "None"
         found[number] = found[array] = f"{state} ({why[0].strip()})" if is_told else state
     return {job_id: found[job_id] for job_id in ids if job_id in found}
@@ -199,7 +204,7 @@ class Usage:
         """In a line, and one for each of the last that did not end well."""
         ends = ", ".join(f"{count} {state}" for state, count in sorted(self.ends.items()))
         told = (
-            f"{self.num_jobs} jobs ({ends}), {self.gpu_hours:.1f} GPU hours, up to {self.queue_s / 60:.0f} min in queue"
+            f"{self.num_jobs} jobs ({ends}), {self.gpu_hours:.2f} GPU hours, up to {self.queue_s / 60:.0f} min in queue"
         )
         return "\n".join([told, *(f"  job {each}" for each in self.failed[-_MOST_FAILED:])])
 

@@ -83,6 +83,11 @@ class SlurmCluster(JobQueueCluster):
         return slurm.never_runs(state)
 
     @classmethod
+    def is_ending(cls, state: str) -> bool:
+        """By squeue; epilogs and processes that do not end may keep it there for minutes."""
+        return state == slurm.ENDING
+
+    @classmethod
     def expected_starts(cls, job_ids: Sequence[str]) -> dict[str, str]:
         """By squeue."""
         return slurm.expected_starts(job_ids)

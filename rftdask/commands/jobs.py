@@ -17,7 +17,7 @@ from time import sleep
 from typing import TYPE_CHECKING, Any
 
 from rftdask.cluster import slurm
-from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JobRecord, read_jobs, slurm_numbers
+from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JOB_PREFIX, JobRecord, read_jobs, slurm_numbers
 from rftdask.config import Config, load_config
 from rftdask.errors import DataError, NotFoundError, RftError, UserError, WaitTimeout
 from rftdask.monitor.logs import COPY_EVERY_S
@@ -209,7 +209,8 @@ def read_logs(url: str, role: str, num_lines: int) -> Iterator[tuple[str, list[s
     with _log_folders(url) as folders:
         files = _log_files(folders, role)
         if not files:
-            there = {path.name.split("-")[0].split(".")[0] for path in _log_files(folders, "").values()}
+            names = (path.name.removeprefix(JOB_PREFIX) for path in _log_files(folders, "").values())
+            there = {name.split("-")[0].split(".")[0] for name in names}
             raise DataError(f"{url} has no log of {role!r}; there are: {', '.join(sorted(there)) or 'none'}")
         for name, path in files.items():
             with path.open(encoding="utf-8", errors="replace") as lines:
@@ -259,7 +260,11 @@ def _log_folders(url: str) -> Iterator[list[tuple[str, Path]]]:
 
 def _log_files(folders: Sequence[tuple[str, Path]], role: str) -> dict[str, Path]:
     """Logs by name: "driver.log", "grpo/trainer-0-12.log" of a stage; on remote storage each start has a folder."""
-    found = [(stage, folder, path) for stage, folder in folders for path in sorted(folder.rglob(f"{role}*.log"))]
+    # Of LSF .out and .err; PBS and Grid Engine name a log by its job alone: rftdask-controller-demo.o12.
+    forms = (f"{role}*.log", f"{role}*.out", f"{role}*.err", f"{JOB_PREFIX}{role}*-*.[oe][0-9]*")
+    found = [
+        (stage, folder, path) for stage, folder in folders for form in forms for path in sorted(folder.rglob(form))
+    ]
     return {f"{stage}/{path.relative_to(folder)}".lstrip("/"): path for stage, folder, path in found}
 
 

@@ -255,8 +255,8 @@ def _elsewhere(
     submit_next = f"{python} -m {__name__} {shlex.quote(path)}"
     again = f'{{ echo >>{restarts} && {submit_next} && echo "queued again $why" && exit 0; }}'
     # Nor do they warn of a walltime in one way.
-    warned = f"( sleep {walltime_s - WARNING_S:.0f}; kill -USR1 $$ ) &" if walltime_s > 2 * WARNING_S else ""
-    host = HostSystem(restarts=f"$(cat {restarts} 2>/dev/null | wc -l)", again=again, cancel="", first=warned)
+    first = warning(walltime_s - WARNING_S) if walltime_s > 2 * WARNING_S else ""
+    host = HostSystem(restarts=f"$(cat {restarts} 2>/dev/null | wc -l)", again=again, cancel="", first=first)
     run = f"{python} {shlex.join(['-m', 'rftdask', 'run', path, *_DRIVER_OPTIONS])}"
     driver = "\n".join(["#!/usr/bin/env bash", _takes_sources(folder), *driver_shell(folder, run, system=host), ""])
     script = kind.controller(config, folder, logs, _drive(folder)).job_script()
@@ -267,6 +267,20 @@ def _elsewhere(
             workers.append(Script(f"{count} x {role}", role, text))
     scripts = (Script(CONTROLLER, CONTROLLER, script),)
     return Submission(config, storage, folder, scripts, tuple(workers), driver=driver)
+
+
+def warning(after_s: float) -> str:
+    """Return the shell that sends its own shell USR1 after so many seconds, and that ends with it: the number of a
+    shell that is gone may be another process's by then.
+    """
+    return "\n".join(
+        [
+            "set -m  # a group of its own, which is ended whole",
+            f"( sleep {after_s:.0f}; kill -USR1 $$ ) &",
+            "warns=$!",
+            "trap 'kill -- -$warns 2>/dev/null' EXIT",
+        ]
+    )
 
 
 def _drive(folder: PrivateFolder) -> str:

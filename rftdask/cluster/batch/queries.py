@@ -1,6 +1,7 @@
 """Queries: what PBS, LSF, Grid Engine, OAR and HTCondor say of a user's jobs, by one command for all of them.
 
-It reads what they print, in forms that were written down and not recorded: none has been read from a system that runs.
+It reads what they print. Of Grid Engine that was recorded, and PBS' table was read from SLURM's commands of Torque; the
+forms of the others are written down from what is known of them.
 """
 
 from __future__ import annotations

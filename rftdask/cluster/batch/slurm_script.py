@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 
 from rftdask.cluster import slurm
-from rftdask.cluster.jobs import CANCELLED_FILE, RETURNS_FILE
+from rftdask.cluster.jobs import CANCELLED_FILE, JOB_PREFIX, RETURNS_FILE
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.cluster.slurm import JobShape
 from rftdask.config import Config
@@ -179,7 +179,7 @@ def batch_script(
     """
     # --requeue lets SLURM start it again after the loss of its node, and append keeps what it had logged before.
     directives = [
-        f"--job-name=rftdask-{name}-{config.name.replace('/', '-')}",
+        f"--job-name={JOB_PREFIX}{name}-{config.name.replace('/', '-')}",
         f"--output={logs}/{name}-{number}.log",
         "--open-mode=append",
         "--requeue",

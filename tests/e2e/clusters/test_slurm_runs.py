@@ -2,7 +2,7 @@
 
 - the five commands of docs/slurm.md, as they stand there, submit, inspect, end, continue and report a run;
 - who has a partition and some tasks has a running job after three commands, with what a node there has;
-- an explorer job that is lost is replaced;
+- an explorer job that is lost is replaced, also while SLURM still ends its processes, if it is not to come back;
 - in one allocation a run goes on where it was when its driver is killed with -9, with the reward that was submitted;
 - a run whose jobs are preempted and requeued, the controller's, too, and whose trainer is killed with -9 ends as one
   that nobody disturbed, and each job's worker is told from the one before by its name;
@@ -210,6 +210,23 @@ def test_a_dry_run_shows_the_scripts_and_leaves_nothing(tmp_path: Path) -> None:
     one = call_cli("submit", str(demo.config), "--dry-run", "--single-allocation", "trainer.num_ranks=2")
     assert one.code == 0 and one.out.count("#SBATCH hetjob") == 2
     assert not demo.folder.exists()
+
+
+def test_a_job_that_is_being_ended_is_told_from_one_that_comes_back(tmp_path: Path) -> None:
+    script = tmp_path / "slow.sh"
+    script.write_text(f"#!/bin/bash\ntrap 'sleep 3; exit 0' TERM\ntouch {tmp_path}/$SLURM_JOB_ID\nsleep 100 & wait\n")
+    jobs = [slurm.submit(str(script), "--requeue", "--output=/dev/null", "--time=1") for _ in range(2)]
+    try:
+        wait_until(lambda: all((tmp_path / job_id).exists() for job_id in jobs), "the traps")
+        # It has used no time of its next start: what tells one from the other is told in seconds.
+        wait_until(lambda: "0:00" not in slurm.call("squeue", "--me", "--format=%M", "-h").split(), "a second")
+        slurm.cancel(jobs[:1])
+        slurm.call("scontrol", "requeue", jobs[1])
+        assert slurm.states(jobs) == {jobs[0]: slurm.ENDING, jobs[1]: "REQUEUED"}
+        wait_until(lambda: slurm.states(jobs).get(jobs[1]) == "PENDING (BeginTime)", "the other in the queue")
+        assert jobs[0] not in slurm.states(jobs)
+    finally:
+        slurm.cancel(jobs)
 
 
 def test_what_cannot_fit_is_refused_with_the_arithmetic(tmp_path: Path) -> None:

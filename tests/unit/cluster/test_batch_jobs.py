@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shlex
@@ -30,7 +31,7 @@ from distributed.security import Security
 from rftdask.cluster.base import find_cluster
 from rftdask.cluster.batch import queries
 from rftdask.cluster.batch.queries import Query
-from rftdask.cluster.batch.slurm_script import NO_REQUEUE, driver_shell
+from rftdask.cluster.batch.slurm_script import NO_REQUEUE, HostSystem, driver_shell
 from rftdask.cluster.batch.slurm_steps import allocation, read_allocation
 from rftdask.cluster.jobs import (
     CANCELLED_FILE,
@@ -67,6 +68,7 @@ from rftdask.commands.submit import (
     has_finished,
     offline_scripts,
     plan_submission,
+    warning,
 )
 from rftdask.config import Config, load_config, replace
 from rftdask.config.schema.cluster import JobConfig, WorkerJobConfig, count_gres
@@ -122,6 +124,15 @@ def test_jobs_that_end_before_their_worker_joined_are_counted_until_one_joins() 
 
 def test_jobs_that_the_batch_system_ended_say_nothing_of_whether_workers_can_start() -> None:
     assert plan_change([job(1), job(2)], frozenset(), 2, 0, frozenset({"1"})).num_failed_starts == 1
+
+
+def test_the_place_of_a_job_that_is_being_ended_is_filled_before_it_has_ended() -> None:
+    jobs = [job(1, joined=True), job(2, joined=True), job(3)]
+    change = plan_change(jobs, frozenset("123"), 3, 0, ending=frozenset("1"))
+    assert (change.lost, change.cancel, change.num_new) == ((), (), 1)
+    # One that has never joined may be one that fails by itself.
+    assert plan_change(jobs, frozenset("123"), 3, 0, ending=frozenset("3")).num_new == 0
+    assert plan_change(jobs, frozenset("123"), 2, 0, ending=frozenset("1")).cancel == ()
 
 
 @pytest.mark.parametrize(
@@ -463,10 +474,13 @@ Job ID          Username Queue    Jobname    SessID NDS TSK Memory Time  S Time
 SGE_TABLE = """\
 job-ID  prior   name       user         state submit/start at     queue                          slots ja-task-ID 
 -----------------------------------------------------------------------------------------------------------------
-     12 0.55500 rftdask-tr me           r     11/24/2026 00:20:01 gpu.q@node07                       8        
-     13 0.55500 rftdask-ex me           qw    11/24/2026 00:20:03                                    8        
-     14 0.55500 rftdask-ex me           Eqw   11/24/2026 00:20:04                                    8        
+      2 0.75000 rftdask-co root         r     11/24/2026 19:35:13 all.q@vm                           1        
+      3 0.58803 rftdask-tr root         r     11/24/2026 19:35:59 all.q@vm                           1        
+      9 0.25000 t.sh       root         t     11/24/2026 19:37:35 all.q@vm                           1        
+      7 0.25000 badwd      root         Eqw   11/24/2026 19:37:33                                    1        
+      8 0.00000 held       root         hqw   11/24/2026 19:37:34                                    1        
 """
+"""Recorded from Grid Engine 8.1.9, but for the `t`, which lasts too short a time."""
 OAR_TABLE = """\
 Job id    S User     Duration   System message
 --------- - -------- ---------- ------------------------------------------------
@@ -487,7 +501,11 @@ Job id     Name           User           Submission Date     S Queue
     [
         (queries.PBS, PBS_TABLE, {"4711": "RUNNING", "4712": "PENDING (Q)", "4713": "RUNNING"}),
         (queries.LSF, "7001 RUN\n7002 PEND\n7003 DONE\n7004 EXIT\n", {"7001": "RUNNING", "7002": "PENDING (PEND)"}),
-        (queries.SGE, SGE_TABLE, {"12": "RUNNING", "13": "PENDING (qw)", "14": "PENDING (Eqw)"}),
+        (
+            queries.SGE,
+            SGE_TABLE,
+            {"2": "RUNNING", "3": "RUNNING", "9": "RUNNING", "7": "PENDING (Eqw)", "8": "PENDING (hqw)"},
+        ),
         (queries.OAR, OAR_TABLE, {"5001": "RUNNING", "5002": "PENDING (W)"}),
         (queries.OAR, OLD_OAR_TABLE, {"5001": "RUNNING", "5002": "PENDING (W)"}),
         (queries.HTCONDOR, "12.0 2\n13.0 1\n14.0 5\n15.0 4\n", {"12.0": "RUNNING", "13.0": "PENDING (1)"}),
@@ -497,7 +515,7 @@ def test_what_other_batch_systems_say_of_jobs_is_read(query: Query, told: str, s
     found = query.read(told)
     assert {job_id: state for job_id, state in found.items() if state != "PENDING (5)"} == states
     stuck = {job_id for job_id, state in found.items() if query.never_runs(state)}
-    assert stuck == ({"14"} if query is queries.SGE else {"14.0"} if query is queries.HTCONDOR else set())
+    assert stuck == ({"7"} if query is queries.SGE else {"14.0"} if query is queries.HTCONDOR else set())
 
 
 def test_a_batch_system_without_its_command_is_not_asked_and_one_without_jobs_says_so(
@@ -877,6 +895,31 @@ def test_a_controller_ends_with_its_driver_and_comes_back_when_it_should(
     assert (tmp_path / RETURNS_FILE).exists() == (sent is signal.SIGUSR1 and not cancelled)
     if requeued:
         assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+
+
+def test_who_warns_of_the_walltime_warns_the_driver_and_ends_with_its_script(tmp_path: Path) -> None:
+    (tmp_path / "driver.py").write_text(DRIVER)
+    run = shlex.join([sys.executable, "-S", str(tmp_path / "driver.py"), str(tmp_path / "ready")])
+    for after_s, command, code in ((1, run, 130), (700, "sleep 0.1", 0)):
+        system = HostSystem(restarts="0", again=f"touch {tmp_path}/again", cancel="", first=warning(after_s))
+        script = "\n".join(driver_shell(PrivateFolder(tmp_path), command, system=system)).replace("sleep 60", ":")
+        with subprocess.Popen(["bash", "-c", script], start_new_session=True) as controller:
+            assert controller.wait(60) == code
+            left = [each for each in psutil.process_iter() if _session(each.pid) == controller.pid]
+            wait_for(lambda left=left: not any(map(_runs, left)))
+        assert (tmp_path / "again").exists()  # after the first, whose walltime came
+
+
+def _session(pid: int) -> int:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return 0
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def test_a_driver_does_not_outlive_the_script_of_its_job(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_what_its_jobs_took_is_told_where_slurm_keeps_books(tmp_path: Path, monk
     assert found.usage is not None and found.to_json()["usage"]["gpu_hours"] == 17.0
     ends = "1 CANCELLED, 1 COMPLETED, 1 NODE_FAIL, 1 PENDING, 1 PREEMPTED"
     told = [
-        f"5 jobs ({ends}), 17.0 GPU hours, up to 30 min in queue",
+        f"5 jobs ({ends}), 17.00 GPU hours, up to 30 min in queue",
         "  job 12_4 PREEMPTED (exit 0:0)",
         "  job 13 NODE_FAIL (exit 1:0, NodeDown)",
     ]
@@ -123,6 +123,17 @@ def test_logs_are_asked_for_by_the_beginning_of_their_names(tmp_path: Path) -> N
     assert [name for name, _ in read_logs(str(tmp_path), "", 2)] == ["driver.log", "trainer-0-12.log"]
     with pytest.raises(DataError, match=r"no log of 'engine'; there are: driver, trainer"):
         list(read_logs(str(tmp_path), "engine", 2))
+
+
+@pytest.mark.parametrize(
+    "name", ["rftdask-trainer-try.o12", "rftdask-trainer-try.e12", "trainer-0-12.err", "trainer-0-12.out"]
+)
+def test_logs_that_a_batch_system_names_are_found_by_their_role(tmp_path: Path, name: str) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / name).write_text("one\ntwo\n")
+    assert list(read_logs(str(tmp_path), "trainer", 1)) == [(name, ["two"])]
+    with pytest.raises(DataError, match="there are: trainer"):
+        list(read_logs(str(tmp_path), "engine", 1))
 
 
 def test_logs_of_stages_are_named_by_their_stage(tmp_path: Path) -> None:
