@@ -691,7 +691,7 @@ def test_scripts_are_shown_with_what_slurm_says_and_refused_in_its_words(
 def test_of_two_submits_at_once_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = {
         "sbatch": "cat >/dev/null; echo 7",
-        "squeue": "echo 7 7 PENDING Priority",
+        "squeue": "echo 7 7 PENDING 0:00 Priority",
         "sinfo": "echo 'm|4|8|gpu:1|9|1'",
     }
     for name, body in commands.items():
