@@ -62,7 +62,7 @@ site: $(STAMP)
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/site
 
 extras:
-	@$(MAKE) --no-print-directory install EXTRAS=dev,agents,agentscope,reasoning-gym,sciworld,trackers,verifiers
+	@$(MAKE) --no-print-directory install EXTRAS=dev,agents,agentscope,reasoning-gym,sciworld,textarena,trackers,verifiers
 	tests/conformance/install_peers.sh $(VENV)
 	$(BIN)/python -m pytest -m extras --durations=10
 

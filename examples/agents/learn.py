@@ -1,7 +1,7 @@
-"""The agent of tool_loop.py learns to use its tool, in about a minute on a laptop: makes a toy policy, then runs
-tool_loop.yaml.
+"""An agent learns to use its tool, in about a minute on a laptop: makes a toy policy, then runs tool_loop.yaml.
 
-    python examples/agents/learn.py [KEY=VALUE]...
+    python examples/agents/learn.py [KEY=VALUE]...                     the package openai: with_openai/tool_loop.py
+    python examples/agents/learn.py langgraph_agent [KEY=VALUE]...     with_langgraph/langgraph_agent.py
 
 The toy knows how to call the tool and how to read what it says (`sft.jsonl`), and guesses seven times in ten. The
 rewards alone teach it to call.
@@ -51,14 +51,19 @@ def make_toy(assets: Path) -> None:
     call(partial(build_toy_model, assets / "model", **sizes))  # in one of the run's processes, which have torch
 
 
-def main(overrides: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     began = time.monotonic()
-    experiment = Experiment.from_yaml(HERE / "tool_loop.yaml", f"explorer.plugin_dirs=[{HERE}]", *overrides)
+    agent, overrides = "tool_loop", arguments
+    if arguments and "=" not in arguments[0]:
+        agent, *overrides = arguments
+    [program] = HERE.glob(f"with_*/{agent}.py")
+    own = (f"name={agent}", f"explorer.plugin_dirs=[{program.parent}]")
+    experiment = Experiment.from_yaml(HERE / "tool_loop.yaml", *own, *overrides)
     experiment.prepare()
     make_toy(Path(experiment.config.checkpoint_root_dir) / "tool_loop_toy")
     summary = experiment.run()
     before, after = summary.accuracy_before, summary.accuracy_after
-    print(f"tool loop: reward {before:.2f} -> {after:.2f} in {time.monotonic() - began:.0f} s, run: {experiment.url}")
+    print(f"{agent}: reward {before:.2f} -> {after:.2f} in {time.monotonic() - began:.0f} s, run: {experiment.url}")
 
 
 if __name__ == "__main__":

@@ -197,6 +197,7 @@ def _render(stage: StagePlan) -> str:
 
 GENERATED = "reasoning-gym:"
 """Prefix of a generated dataset; its size is `dataset_args.size`."""
+_SEEDS = "seeds:"
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _GENERATED_SIZE = 1000
 """Size of a reasoning-gym dataset when none is given, as the one who reads it has it."""
@@ -207,6 +208,9 @@ def count_rows(path: str, split: str, dataset_args: dict[str, object]) -> int | 
     if path.startswith(GENERATED):
         size = dataset_args.get("size", _GENERATED_SIZE)
         return size if isinstance(size, int) else None
+    if path.startswith(_SEEDS):
+        count = path.removeprefix(_SEEDS)
+        return int(count) if count.isdecimal() else None
     place = Path(path).expanduser()
     if place.is_file():
         return _count_file(place)

@@ -33,6 +33,7 @@ from rftdask.storage.staging import staged
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 REASONING_GYM = "reasoning-gym:"
 VERIFIERS = "verifiers:"
+SEEDS = "seeds:"
 _HASHED_ROWS = 1000
 """At a time, to be held in memory."""
 ANSWER_TIMEOUT_S = 30.0
@@ -68,7 +69,8 @@ def open_dataset(
     Args:
         path: .jsonl, .json, .csv or .parquet file (any fsspec URL), a folder of them, a folder written by
             `datasets.save_to_disk`, a Hub name such as "openai/gsm8k", or a generator: "reasoning-gym:countdown",
-            "verifiers:<taskset>".
+            "verifiers:<taskset>", or "seeds:<N>", rows {"prompt": "game 0", "seed": 0}
+            and so on, for games that need no more.
         split: of a folder, the files whose name begins with it ("train.jsonl", "train-00000-of-00002.parquet"); ignored
             for a single file and for a generator.
         subset_name: a subfolder, or the configuration of a Hub dataset.
@@ -82,6 +84,13 @@ def open_dataset(
         return _reasoning_gym(path, dict(dataset_args or {}))
     if path.startswith(VERIFIERS):
         return _verifiers(path, dict(dataset_args or {}))
+    if path.startswith(SEEDS):
+        count = path.removeprefix(SEEDS)
+        if dataset_args or not count.isdecimal() or not int(count):
+            raise DataError(f"dataset {path}: it is {SEEDS}<number of rows>, without dataset_args")
+        return RowsDataset(
+            [[{"prompt": f"game {seed}", "response": "", "seed": seed} for seed in range(int(count))]], _digest([path])
+        )
     if dataset_args:
         raise DataError(
             f"dataset {path}: dataset_args {sorted(dataset_args)} are for {REASONING_GYM}<name> and {VERIFIERS}<name> "

@@ -116,9 +116,10 @@ class TasksetConfig(Section):
     storage_type: Literal["file", "sql"] = "file"
     """What `path` is. sql: the rows of a table, in the order of its primary key."""
     path: Annotated[str, Completed()] = Field(min_length=1)
-    """File or folder (.jsonl, .json, .csv, .parquet), dataset name on the Hub, reasoning-gym:<dataset>, or
-    verifiers:<taskset>. sql: the database, postgresql://user@host/name or sqlite:////folder/file.db; a URL with a
-    password is given as ${oc.env:NAME} and never written down."""
+    """File or folder (.jsonl, .json, .csv, .parquet), dataset name on the Hub, reasoning-gym:<dataset>,
+    verifiers:<taskset>, or seeds:<number of rows> for games, which are told nothing else. sql: the database,
+    postgresql://user@host/name or sqlite:////folder/file.db; a URL with a password is given as ${oc.env:NAME} and
+    never written down."""
     dataset_args: Free = no_items()
     """Arguments of a generated dataset, for example {size: 500, seed: 1} for reasoning-gym; of verifiers: size and
     the environment's settings."""

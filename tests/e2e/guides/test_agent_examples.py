@@ -1,18 +1,32 @@
-"""Promise of examples/agents: an agent on openai's client learns to use its tool, from rewards alone."""
+"""Promise of examples/agents: an agent on openai's client, and one of LangGraph, learn to use their tool, from rewards
+alone.
+"""
 
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.integration.run_cases import RunProcess
 
-ROOT = Path(__file__).parents[3]
+AGENTS = Path(__file__).parents[3] / "examples/agents"
 DEADLINE_S = 400.0
-LAST_LINE = re.compile(r"tool loop: reward (\d\.\d\d) -> (\d\.\d\d) in (\d+) s, run: (\S+)")
+LAST_LINE = re.compile(r"[\w ]+: reward (\d\.\d\d) -> (\d\.\d\d) in (\d+) s.*")
 
 
-def test_the_tool_loop_learns_to_call_its_tool(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "program",
+    [
+        ("learn.py",),
+        pytest.param(("learn.py", "langgraph_agent"), marks=pytest.mark.extras),
+    ],
+    ids=["tool_loop", "langgraph"],
+)
+def test_an_agent_learns_to_call_its_tool(program: tuple[str, ...], tmp_path: Path) -> None:
+    if program[-1] == "langgraph_agent":
+        pytest.importorskip("langgraph.prebuilt")
     env = {"RFTDASK_RUNS": str(tmp_path)}
-    with RunProcess(program=(str(ROOT / "examples/agents/learn.py"),), env=env) as run:
+    with RunProcess(program=(str(AGENTS / program[0]), *program[1:]), env=env) as run:
         ended = run.end(DEADLINE_S)
         assert ended.code == 0, ended
         run.wait_for_no_survivors()

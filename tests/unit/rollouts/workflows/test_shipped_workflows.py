@@ -31,12 +31,14 @@ class Script(PolicyHandle):
     def __init__(self, answers: Sequence[str], judged: Sequence[Any] = ()) -> None:
         super().__init__(("judge",) if judged else ())
         self.asked: list[str] = []
+        self.num_messages: list[int] = []
         self._answers = {POLICY: iter(answers), "judge": iter(judged)}
 
     async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
         said = next(self._answers[name])
         if method == "logprobs":
             return said
+        self.num_messages.append(len(arguments.get("messages", ())))
         prompt = arguments["messages"][-1]["content"] if method == "chat" else arguments["prompt"]
         self.asked.append(f"{name}{prompt}")
         return Response(said, (1,), tuple(range(len(said))), (), "stop")
@@ -129,6 +131,45 @@ def test_a_frozen_lake_is_crossed_in_text() -> None:
     assert [step.reward for step in reward.steps] == [0.0, 0.0, 0.0, -0.1, 0.0, 0.0, 1.0]
     assert "[S]FFF" in model.asked[0] and model.asked[0].endswith("Answer with one of: Left, Down, Right, Up.")
     assert not find_workflow("frozen_lake_workflow").in_process
+
+
+def test_a_game_with_history_is_a_chat_and_may_show_its_state() -> None:
+    pytest.importorskip("gymnasium")
+    arguments = {"env_id": "Blackjack-v1", "actions": ["Stick", "Hit"], "show": "state", "history": True}
+    model = Script(["Hit", "Hit", "Stick", "Stick"])
+    reward = play("gymnasium_workflow", model, workflow_args=arguments, row={"seed": 2})
+    assert len(reward.steps) == len(model.asked) > 1
+    assert model.asked[0].startswith(f"({reward.steps[0].state.strip('()')})")  # type: ignore[union-attr]
+    assert model.num_messages == [2 * turn + 1 for turn in range(len(model.asked))]
+
+
+@pytest.mark.extras
+@pytest.mark.filterwarnings("ignore")
+def test_a_game_of_textarena_is_a_chat_of_what_it_says() -> None:
+    pytest.importorskip("textarena")
+    arguments = {"env_id": "GuessTheNumber-v0"}
+    model = Script([f"[{number}]" for number in range(1, 21)])
+    reward = play("textarena_workflow", model, workflow_args=arguments, row={"seed": 3})
+    assert model.asked[0].startswith("You are Player 0.") and "higher" in model.asked[1]
+    assert "Guess The Number" not in model.asked[1], "what was said stays said"
+    assert reward.metrics["num_turns"] == len(model.asked) and model.num_messages[1] == 3
+    assert reward.metrics["success"] == float(reward.value > 0)
+    again = play(
+        "textarena_workflow", Script(["[5]"] * 20), workflow_args={**arguments, "max_turns": 2}, row={"seed": 3}
+    )
+    assert again.metrics["num_turns"] <= 2
+    with pytest.raises(ValueError, match="an opponent where num_players"):
+        play("textarena_workflow", Script([]), workflow_args={"env_id": "TicTacToe-v0", "num_players": 2})
+
+
+@pytest.mark.extras
+@pytest.mark.filterwarnings("ignore")
+def test_an_auxiliary_model_plays_the_other_seat() -> None:
+    pytest.importorskip("textarena")
+    arguments = {"env_id": "TicTacToe-v0", "num_players": 2, "opponent": "judge"}
+    model = Script(["[0]", "[1]", "[2]"], judged=["[4]", "[7]"])
+    reward = play("textarena_workflow", model, workflow_args=arguments)
+    assert (reward.value, reward.metrics["num_turns"]) == (1.0, 3.0)
 
 
 def test_games_read_the_last_action_named_and_show_no_codes() -> None:

@@ -1,4 +1,5 @@
-"""An agent as it would be written for any service: the package openai, a tool, a loop. See learn.py, which trains it.
+"""An agent as it would be written for any service: the package openai, a tool, a loop. See ../learn.py, which
+trains it.
 
 The policy is asked for the number behind a letter. The number is another in each task, so it can only be looked up.
 """
