@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import longtail_parts
-from longtail_parts import STEP_S, TRACE, TracedSimulation, TracedTransformers, lengths
+from longtail_parts import TRACE, TracedSimulation, TracedTransformers, lengths
 from report import Report, make_parser
+from simulated import STEP_S
 
 from rftdask import Experiment
 from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams

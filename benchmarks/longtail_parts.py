@@ -1,8 +1,6 @@
 """What longtail.py runs: a workflow that asks for responses of given lengths, and engines that write down their use.
 
-An engine appends a line to a file of its own for each response: when it entered, when it left, its tokens. The
-simulated one decodes a token of all that is under way in `STEP_S` seconds, however many there are, as a GPU that is not
-full; it says how many tokens there are by the clock, so that a late wake-up costs no tokens.
+An engine appends a line to a file of its own for each response: when it entered, when it left, its tokens.
 """
 
 from __future__ import annotations
@@ -13,19 +11,17 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from simulated import SimulatedEngine
 
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, Take
-from rftdask.engines.fake import FakeEngine
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.rollouts.workflows.base import PolicyModel, Task
 from rftdask.rollouts.workflows.registry import workflow
 
-TRACE, STEP_S, COUNT = "LONGTAIL_TRACE", "LONGTAIL_STEP_S", "LONGTAIL_COUNT"
-"""Environment: the folder of the engines' files, seconds of a decoding step."""
-_TICK_S = 0.002
-"""Between two looks of the simulated engine whether something came: four steps or more of what it simulates."""
+TRACE = "LONGTAIL_TRACE"
+"""Environment: the folder of the engines' files."""
 _asked: Counter[str] = Counter()
 
 
@@ -64,31 +60,6 @@ class _Traced(Engine):
                 give(number, generation)
 
             super().serve(taken, given)  # type: ignore[safe-super]  # of the engine that comes next
-
-
-class SimulatedEngine(FakeEngine):
-    """Decodes by the clock."""
-
-    def serve(self, take: Take, give: Give) -> None:
-        """As `FakeEngine`, with responses as long as they are asked for."""
-        step_s = float(os.environ[STEP_S])
-        under_way: dict[int, tuple[float, GenerateRequest, int]] = {}
-        while True:
-            now = time.perf_counter()
-            for number, request in take():
-                if request is None:
-                    under_way.pop(number, None)
-                else:
-                    ends = now + request.sampling.max_tokens * step_s
-                    under_way[number] = ends, request, self.policy_version
-            if not under_way:
-                return
-            for number in [number for number, (ends, _, _) in under_way.items() if ends <= now]:
-                give(number, self._answer(*under_way.pop(number)[1:]))
-            time.sleep(_TICK_S)
-
-    def _length(self, request: GenerateRequest) -> int:
-        return request.sampling.max_tokens
 
 
 class TracedSimulation(_Traced, SimulatedEngine):

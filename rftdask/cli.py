@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -17,7 +18,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -251,9 +251,13 @@ def run(
     origin: Origin = "",
 ) -> None:
     """Run a configuration to its end, or continue it. Ctrl-C (exit code 130), SIGTERM (143) and SIGHUP (129) end with a
-    checkpoint.
+    checkpoint. In mode serve: serve the policy, as `rftdask serve` does.
     """
     checked = _load(config, overrides, origin)
+    if checked.mode == "serve":
+        from rftdask.serve.server import ServeOptions, serve_policy
+
+        return serve_policy(checked, ServeOptions.of(checked), typer.echo)
     # Late: the other commands need neither Dask nor pandas. What the run's processes are forked from starts first, and
     # imports torch while this process imports those.
     from rftdask.cluster.base import prepare_cluster
@@ -594,7 +598,7 @@ def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For p
     found = read_run_jobs(run)
     stages = read_status(run) if found.has_begun else []
     if as_json:
-        _say(json.dumps({**found.to_json(), "stages": [asdict(stage) for stage in stages]}, indent=1))
+        _say(json.dumps({**found.to_json(), "stages": [dataclasses.asdict(stage) for stage in stages]}, indent=1))
     else:
         for job in found.jobs:
             _say(f"job {job.job_id:<8} {job.name:<14} {job.state}")
@@ -851,10 +855,12 @@ def studio(
 def serve(
     config: Annotated[str, typer.Argument(metavar="CONFIG|RUN", help="YAML file, or folder or URL of a run")],
     overrides: Overrides = None,
-    host: Annotated[str, typer.Option(help="Address to listen at; who reaches it needs the key")] = "127.0.0.1",
-    port: Port = 8000,
+    host: Annotated[str | None, typer.Option(help="Address to listen at; default: explorer.listen_address")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Default: explorer.proxy_port")] = None,
     max_concurrent: Annotated[int, typer.Option(min=1, help="Requests under way at once; more get a 429")] = 64,
     group_age: Annotated[float, typer.Option(min=0, help="Seconds that a session waits for others of its task")] = 600,
+    tls_cert: Annotated[str, typer.Option(help="Certificate chain (PEM): serve HTTPS; with --tls-key")] = "",
+    tls_key: Annotated[str, typer.Option(help="Private key (PEM) of the certificate")] = "",
 ) -> None:
     """Serve the policy as OpenAI's API; sessions that are rewarded become experiences for `mode: train`."""
     from rftdask.run.run_folder import RUN_FILE, read_run_config
@@ -866,7 +872,15 @@ def serve(
         checked = load_config(read_run_config(storage).to_dict(), overrides or [], was_checked=True)
     else:
         checked, storage = _load(config, overrides, ""), None
-    options = ServeOptions(host, port, max_concurrent, group_age)
+    own = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
+    options = dataclasses.replace(
+        ServeOptions.of(checked),
+        max_concurrent=max_concurrent,
+        group_age_s=group_age,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        **own,
+    )
     serve_policy(checked, options, typer.echo, storage)  # what it says has the key, to be used
 
 

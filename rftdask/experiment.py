@@ -119,6 +119,8 @@ class Experiment:
         that costs no time. `run` does it, too. Raises: UserError: there is no such cluster.
         """
         section = self.config.cluster
+        if self.config.mode == "serve":
+            raise UserError("mode serve has no end to wait for: `rftdask run`, or `rftdask serve`, serves it")
         if section.stage_to is not None and section.is_one_machine:  # else on the nodes of the workers
             stage_here(section.stage_to, section.stage_keep)
         prepare_cluster(self.config, self.config.stage_configs())

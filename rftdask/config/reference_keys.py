@@ -150,7 +150,7 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
         **_ignored("every rollout of a task runs, fails and is retried on its own, as with 1",
                    max_repeat_times_per_runner=None),
         **_ignored("synchronizer.max_staleness bounds the lead", max_inflight_batches=2),
-        **_ignored("only mode serve reads it; `rftdask serve` has options", proxy_port=8010, listen_address="0.0.0.0",
+        **_ignored("a server looks five times a second whether its engines live",
                    service_status_check_interval=60.0, min_running_model_num=1, db_url=None),
     },
     "TrainerConfig": {

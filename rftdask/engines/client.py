@@ -129,6 +129,8 @@ class EngineClient:
         self._used_since_s = self._counted_s = time.monotonic()
         self.answered_s = time.monotonic()
         """Time of its last answer of any kind."""
+        self.cache_tokens: int | None = None
+        """See Engine; once it is ready."""
         self._outbox: SimpleQueue[server.FromClient | None] = SimpleQueue()
         """Messages to write; None ends the writer."""
         self._child = Child(
@@ -288,6 +290,7 @@ class EngineClient:
                 self.answered_s = time.monotonic()
                 if isinstance(message, server.Ready):
                     self._used_since_s = self.answered_s
+                    self.cache_tokens = message.cache_tokens
                 elif isinstance(message, server.Generated) and future is not None:
                     self._count_generating(-1)
             # False for one that was cancelled meanwhile: its answer is dropped.

@@ -115,6 +115,8 @@ class Ready:
     """The model is loaded and has answered; the first message of all."""
 
     pid: int
+    cache_tokens: int | None = None
+    """See Engine."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     # The policy's engine waits for a rank that wants the device; another model is asked in the course of its turn.
     waits = {"timeout_s": spec["turn_timeout_s"], "beside": spec["section"]["model_path"] is not None}
     engine = _make_engine(spec, device, None if turn is None else partial(turn.wait, **waits))
-    channel.send(FROM_SERVER.encode(Ready(os.getpid())))
+    channel.send(FROM_SERVER.encode(Ready(os.getpid(), engine.cache_tokens)))
     again = _smoke_requests(spec, longest=False)
     """What is asked once more, when it has loaded its first weights or adapters."""
     message: FromClient | None = None

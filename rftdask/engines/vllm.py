@@ -73,7 +73,18 @@ class _LoRARequest(Protocol):
     lora_path: str
 
 
+class _CacheConfig(Protocol):
+    num_gpu_blocks: int | None
+    block_size: int
+
+
+class _VllmConfig(Protocol):
+    cache_config: _CacheConfig
+
+
 class _AsyncLLM(Protocol):
+    vllm_config: _VllmConfig
+
     def generate(
         self, prompt: object, sampling_params: object, request_id: str, *, lora_request: _LoRARequest | None
     ) -> AsyncIterator[_RequestOutput]: ...
@@ -412,6 +423,9 @@ class VllmEngine(Engine):
             self._running = asyncio.run_coroutine_threadsafe(start(), self._loop).result()
         except (ValueError, OSError, RuntimeError) as error:
             raise DataError(f"vLLM cannot serve model {model_path}: {self._cause() or error}") from error
+        cache = self._running.vllm_config.cache_config
+        # None of a model without such a cache.
+        self.cache_tokens = cache.num_gpu_blocks and cache.num_gpu_blocks * cache.block_size
         if not all(self._run(self._llm.collective_rpc("use_tempered_logprobs"), "its first call")):
             raise RoleError(f"{self} has a sampler that is not vLLM's own, so its logprobs cannot be trusted")
 

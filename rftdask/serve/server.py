@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import importlib
 import json
 import logging
 import math
@@ -23,6 +24,7 @@ import os
 import re
 import secrets
 import signal
+import ssl
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -86,24 +88,63 @@ class ServeOptions:
     """Seconds that a session waits for others of its task before it is a group without them."""
     session_idle_s: float = 3600.0
     """Seconds after which a session that nobody asks or rewards is forgotten."""
+    tls_cert: str = ""
+    """Certificate chain of the server, a PEM file; "": it speaks HTTP."""
+    tls_key: str = ""
+    """Its private key, a PEM file."""
+
+    @classmethod
+    def of(cls, config: Config) -> ServeOptions:
+        """As a configuration says."""
+        return cls(config.explorer.listen_address, config.explorer.proxy_port)
+
+    @property
+    def tls(self) -> dict[str, str]:
+        """The same as uvicorn takes it. Raises: UserError: the files are no certificate with its key."""
+        if not self.tls_cert and not self.tls_key:
+            return {}
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_cert, self.tls_key, password="")
+        except OSError as error:  # of ssl, too
+            raise UserError(
+                f"--tls-cert {self.tls_cert!r} and --tls-key {self.tls_key!r} are no certificate with its key, as PEM "
+                f"files without a password: {error}"
+            ) from error
+        return {"ssl_certfile": self.tls_cert, "ssl_keyfile": self.tls_key}
 
 
-class _Balanced(RequestQueue):
-    """Several engines, of which the one with the least to do is asked."""
+class FullError(RuntimeError):
+    """The engines' memory is full of what is under way."""
 
-    def __init__(self, queues: Sequence[StreamingQueue]) -> None:
+
+class Balanced(RequestQueue):
+    """Several engines, of which the one with the least to do is asked, as long as its memory of keys and values has
+    room for a request's prompt and longest answer; one that nothing is under way in takes any.
+
+    Args: queues: of the engines; num_tokens: that each has room for; None: not known, so nothing is refused.
+    """
+
+    def __init__(self, queues: Sequence[RequestQueue], num_tokens: Sequence[int | None]) -> None:
         super().__init__()
-        self._queues = list(queues)
+        self._queues, self._num_tokens = list(queues), list(num_tokens)
         self._under_way = [0] * len(queues)
+        """Tokens of prompts and longest answers, by engine."""
 
     async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
-        """See RequestQueue."""
+        """See RequestQueue. Raises: FullError."""
         number = self._under_way.index(min(self._under_way))
-        self._under_way[number] += 1
+        needed, under_way = len(request.prompt_tokens) + request.sampling.max_tokens, self._under_way[number]
+        room = self._num_tokens[number]
+        if room is not None and under_way and under_way + needed > room:
+            raise FullError(
+                f"the request may need {needed} tokens of the engine's memory, of whose {room} {under_way} are taken; "
+                "come again, or ask for fewer max_tokens"
+            )
+        self._under_way[number] += needed
         try:
             return await self._queues[number].generate(key, turn, request)
         finally:
-            self._under_way[number] -= 1
+            self._under_way[number] -= needed
 
     async def close(self) -> None:
         """See RequestQueue."""
@@ -201,12 +242,7 @@ class PolicyServer:
         if not _SESSION_ID.fullmatch(session_id):
             return refusal("a session's name is up to 100 letters, digits, dots, hyphens, underscores", "session_id")
         if self._under_way >= self._options.max_concurrent:
-            return refusal(
-                f"{self._under_way} requests are under way, which is all this server takes; come again",
-                code="rate_limit_exceeded",
-                status=429,
-                headers={"Retry-After": str(_RETRY_AFTER_S)},
-            )
+            return _come_again(f"{self._under_way} requests are under way, which is all this server takes; come again")
         if session_id not in self._sessions:
             has_ended = await asyncio.to_thread(self._bank.find, session_id) is not None
         else:
@@ -221,6 +257,8 @@ class PolicyServer:
         session.under_way += 1
         try:
             answer = await session.model.ask(POLICY, "openai", {"path": path, "body": body})
+        except FullError as error:
+            return _come_again(str(error))
         finally:
             self._under_way -= 1
             session.under_way -= 1
@@ -330,6 +368,11 @@ class PolicyServer:
         ).rewarded(session.model, reward)
 
 
+def _come_again(why: str) -> OpenAIAnswer:
+    headers = {"Retry-After": str(_RETRY_AFTER_S)}
+    return refusal(why, code="rate_limit_exceeded", status=429, headers=headers)
+
+
 async def _never(task: Task, model: Any) -> float:
     raise AssertionError("a served session runs no workflow")
 
@@ -351,14 +394,15 @@ def serve_policy(
     """Serve the policy of a run until SIGINT or SIGTERM, recording into its experience log; then say in the log how far
     it is complete, so that a trainer that has all of it ends.
 
-    Args: config: of the run, of whatever mode; it is served as mode explore does. say: takes lines for who started it.
+    Args: config: of the run, of whatever mode. say: takes lines for who started it.
         storage: the run's folder, which may not be where its config has it; None: it is there.
     Raises: UserError: it cannot be served; FencedError: another process explores for the run; RoleError: an engine
         died.
     """
     if config.stages or config.is_external or config.algorithm.schema_type != "experience":
         raise UserError("what is served is the policy of a run that learns from rollouts, without stages")
-    config = replace(config, {"mode": "explore"})
+    config = replace(config, {"mode": "serve"})
+    options.tls  # noqa: B018 -- what is wrong with it is told before anything starts
     storage = storage or open_storage(config.checkpoint_job_dir)
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
@@ -374,14 +418,17 @@ def serve_policy(
         for engine in engines:
             stack.callback(engine.close)
         tokenizer = load_tokenizer(config)
+        # What answers are made of takes most of a second, which the first who asks need not wait for.
+        importlib.import_module("openai.types.chat")
         parser = AnswerParser(tokenizer, section.tool_call_parser, section.reasoning_parser)
         for engine in engines:
             engine.wait_ready()
 
         async def run() -> None:
             queues = [StreamingQueue(Streaming(each.submit, _ENGINE_TIMEOUT_S, str(each))) for each in engines]
-            queue = _Balanced(queues)
-            served = ServedModel(queue, tokenizer, model_sampling(config.model), config.model, None, parser)
+            queue = Balanced(queues, [each.cache_tokens for each in engines])
+            sampling, guided = model_sampling(config.model), section.traits.guides_sampling
+            served = ServedModel(queue, tokenizer, sampling, config.model, None, parser, guided)
             server = PolicyServer(config, served, bank, token, options)
             try:
                 await _run(server, options, engines, storage, f"with the key {token}", say)
@@ -405,7 +452,9 @@ async def _run(
 
     Raises: StorageError; RoleError: an engine died. Who is started next takes over.
     """
-    web = web_server(server.app(), host=options.host, port=options.port, timeout_graceful_shutdown=_CLOSE_S)
+    web = web_server(
+        server.app(), host=options.host, port=options.port, timeout_graceful_shutdown=_CLOSE_S, **options.tls
+    )
 
     def end() -> None:
         web.should_exit = True
@@ -418,7 +467,8 @@ async def _run(
             await asyncio.sleep(0.01)
         if web.started:
             host, port = web.servers[0].sockets[0].getsockname()[:2]
-            say(f"serving http://{host}:{port}/v1 {key}; its sessions go to {storage.url}")
+            scheme = "https" if options.tls_cert else "http"
+            say(f"serving {scheme}://{host}:{port}/v1 {key}; its sessions go to {storage.url}")
         while not listening.done():
             found = await asyncio.to_thread(latest_written, storage)
             if found is not None and found != server.weights:

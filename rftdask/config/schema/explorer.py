@@ -66,6 +66,8 @@ class EngineTraits:
     """The same requests given at once give the same bits each time."""
     loads_in_flight: ClassVar[bool] = False
     """It may load weights while requests are under way, whose generations tell the oldest and the newest."""
+    guides_sampling: ClassVar[bool] = False
+    """It samples by `SamplingParams.grammar` and `bad_tokens`."""
     records_experts: ClassVar[bool] = False
     """It can tell which experts of a mixture of experts its tokens took."""
     leaves_device: ClassVar[bool] = False
@@ -289,6 +291,10 @@ class ExplorerConfig(Section):
     """Do not wait for the slowest tasks."""
     dynamic_timeout: DynamicTimeoutConfig = DynamicTimeoutConfig()
     """A time limit that follows the mean."""
+    listen_address: str = "127.0.0.1"
+    """Mode serve, and `rftdask serve`: address to listen at; who reaches it needs the key."""
+    proxy_port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Mode serve, and `rftdask serve`: 0 takes a free one."""
 
     def engines(self) -> list[tuple[str, InferenceModelConfig]]:
         """(path, section) of the policy's engines and of the auxiliary ones."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
-from rftdask.config.base import Free, Later, Named, Section, no_items, plain
+from rftdask.config.base import Free, Named, Section, no_items, plain
 from rftdask.config.plugins import read_parts
 from rftdask.config.schema.algorithm import AlgorithmConfig, registered_parts, takes_demonstrations
 from rftdask.config.schema.buffer import BufferConfig
@@ -27,10 +27,7 @@ MAX_TASKS_PER_UNIT = 64
 EXPERT_BUFFER = "sft_dataset"
 """Auxiliary buffer of the demonstrations, where there is one of this name and sample_strategy_args name no other."""
 
-Mode = Annotated[
-    Literal["both", "explore", "train", "bench", "colocate"],
-    Later("`rftdask serve CONFIG mode=explore` serves", ("serve",)),
-]
+Mode = Literal["both", "explore", "train", "bench", "serve", "colocate"]
 
 
 _LONGEST_NAME = 200

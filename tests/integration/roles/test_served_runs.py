@@ -4,17 +4,29 @@ newer weights are served as they are published, and each turn knows its own; a t
 
 from __future__ import annotations
 
+import datetime
+import ipaddress
 import json
+import ssl
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
+from rftdask import Experiment
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log import open_log
 from rftdask.config import load_config
+from rftdask.errors import UserError
 from rftdask.storage import open_storage
 from rftdask.weights.published import publish_weights
 from tests.integration.run_cases import (
@@ -64,8 +76,8 @@ class Served:
             return int(json.loads(answer.read())["policy_version"])
 
 
-def serve(config: Path) -> RunProcess:
-    return RunProcess("serve", str(config), "--port", "0", env=ENV)
+def serve(config: Path, *more: str) -> RunProcess:
+    return RunProcess("serve", str(config), "--port", "0", *more, env=ENV)
 
 
 def test_a_rewarded_session_outlives_kill_9_and_is_trained(tmp_path: Path) -> None:
@@ -131,3 +143,47 @@ def test_a_run_that_was_moved_is_served_where_it_is(tmp_path: Path) -> None:
         assert served.post("/feedback", session_id="s", reward=1)[0] == 200
         run.wait_until(lambda: bool(open_log(open_storage(str(moved)), load_config(config)).shards()))
     assert not run_folder(config).exists()
+
+
+def test_a_server_with_a_certificate_speaks_https_alone(tmp_path: Path) -> None:
+    config, key = write_config(tmp_path), ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now)
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    cert_file, key_file = tmp_path / "cert.pem", tmp_path / "key.pem"
+    cert_file.write_bytes(certificate.public_bytes(Encoding.PEM))
+    key_file.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    refused = call_cli("serve", str(config), "--tls-cert", str(cert_file))
+    assert refused.code == 2 and "--tls-key ''" in refused.err, refused
+    with serve(config, "--tls-cert", str(cert_file), "--tls-key", str(key_file)) as run:
+        assert run.process.stdout is not None
+        url = run.process.stdout.readline().split()[1]
+        assert url.startswith("https://127.0.0.1:")
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        with httpx.Client(verify=ssl.create_default_context(cafile=str(cert_file)), headers=headers) as client:
+            assert client.get(f"{url}/models").json()["data"][0]["id"] == "policy"
+        with pytest.raises(httpx.ConnectError, match="self-signed certificate"):
+            httpx.get(f"{url}/models")
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.get(f"{url}/models".replace("https", "http"))
+
+
+def test_a_configuration_of_mode_serve_is_served_by_run_and_needs_no_tasks(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    tree = yaml.safe_load(config.read_text())
+    del tree["buffer"]["explorer_input"]
+    tree["explorer"]["proxy_port"] = 0
+    config.write_text(yaml.safe_dump({**tree, "mode": "serve"}))
+    assert call_cli("validate", str(config)).code == 0
+    with RunProcess("run", str(config), env=ENV) as run:
+        assert Served(run).ask("s", "hi")["role"] == "assistant"
+        run.process.terminate()
+        assert run.process.wait(60) == 0
+    with pytest.raises(UserError, match="mode serve has no end"):
+        Experiment.from_yaml(config).run()

@@ -35,7 +35,7 @@ def test_all_mistakes_are_told_at_once_sorted_by_path() -> None:
         "algorithm.repeat_time: unknown key; did you mean repeat_times?",
         "buffer.batch_size: 2.5 is not a whole number",
         "explorers: unknown key; did you mean explorer?",
-        "mode: 'bth' is not one of both, explore, train, bench, colocate; did you mean both?",
+        "mode: 'bth' is not one of both, explore, train, bench, serve, colocate; did you mean both?",
         "model.max_model_len: max_prompt_tokens 50 + max_response_tokens 30 = 80 exceeds max_model_len 64; "
         "lower one of them or raise max_model_len",
         "model.model_path: required, and not given",

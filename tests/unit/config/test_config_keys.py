@@ -37,6 +37,8 @@ COMPUTED = re.compile(
 """The reference gives no default for these, or computes it."""
 
 OUR_DEFAULTS: dict[str, object] = {
+    "explorer.listen_address": "127.0.0.1",
+    "explorer.proxy_port": 8000,
     # The same decay is the default of the priority function itself, and another function takes other arguments.
     "buffer.trainer_input.experience_buffer.replay_buffer.priority_fn_args": {},
     "project": "rftdask",

@@ -37,6 +37,8 @@ SAME_AS = {
 """Sections that stand in several places, with the place under which the page lists their keys."""
 _BUFFER = "buffer.trainer_input.experience_buffer"
 TOLD = {
+    "explorer.listen_address": "effective; absent: `127.0.0.1`, which this machine alone reaches",
+    "explorer.proxy_port": "effective; absent: `8000`",
     "checkpoint_job_dir": "computed; refused when it is set",
     "checkpoint_root_dir": "effective; absent or empty: the working folder with `--from trinity`, else `./runs`",
     f"{_BUFFER}.capacity": "effective, in experiences; with `--from trinity` a given one is multiplied by "

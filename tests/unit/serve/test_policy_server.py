@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.recording import ServedModel
 from rftdask.serve.bank import SessionBank
-from rftdask.serve.server import PolicyServer, ServeOptions
+from rftdask.serve.server import Balanced, FullError, PolicyServer, ServeOptions
 from rftdask.storage import open_storage
 from rftdask.weights.published import Published
 from tests.unit.rollouts.rollout_cases import MODEL, CharTokenizer, generation
@@ -209,3 +210,60 @@ def test_a_session_that_nobody_asks_is_forgotten() -> None:
         assert (await case.feedback(session_id="s", reward=1))[0] == 404
 
     run(check, session_idle_s=-1)
+
+
+def sized(num_tokens: int) -> GenerateRequest:
+    """A request that may need so many tokens of an engine's memory."""
+    return GenerateRequest((1,) * 4, SamplingParams(max_tokens=num_tokens - 4), 0)
+
+
+def test_a_request_enters_the_engine_with_the_most_room_or_is_told_to_come_again() -> None:
+    async def check() -> None:
+        queues = [Queue(), Queue()]
+        for queue in queues:
+            queue.goes_on.clear()
+        balanced, key = Balanced(queues, [100, 100]), RolloutKey(0, 0)
+        under_way = []
+        for num_tokens in (60, 30, 40, 25, 300):
+            under_way.append(asyncio.create_task(balanced.generate(key, 0, sized(num_tokens))))
+            await asyncio.sleep(0)
+        # 60 | 30, then 60 | 70, then 85 | 70, and no room for 300.
+        assert [queue.num_asked for queue in queues] == [2, 2]
+        with pytest.raises(FullError, match="may need 300 tokens"):
+            await under_way.pop()
+        for queue in queues:
+            queue.goes_on.set()
+        await asyncio.gather(*under_way)
+        # One by itself is never too large, and an engine that says nothing takes any.
+        await balanced.generate(key, 0, sized(300))
+        free = Queue()
+        await asyncio.gather(*(Balanced([free], [None]).generate(key, 0, sized(9999)) for _ in range(3)))
+        assert free.num_asked == 3
+
+    asyncio.run(check())
+
+
+def test_an_answer_for_which_there_is_no_memory_is_a_429_and_leaves_nothing_behind() -> None:
+    async def check(case: Case) -> None:
+        served = case.server._served
+        case.server._served = replace(served, queue=Balanced([case.queue], [60]))
+        one, two = (case.client(f"/sessions/{name}/v1", max_retries=0) for name in ("one", "two"))
+        case.queue.goes_on.clear()
+        first = asyncio.create_task(case.ask(one))
+        while not case.queue.num_asked:
+            await asyncio.sleep(0.01)
+        with pytest.raises(openai.RateLimitError, match="come again") as raised:
+            await case.ask(two, n=2)
+        assert raised.value.response.headers["Retry-After"] == "1"
+        case.queue.goes_on.set()
+        await first
+        # Of two answers to one request the second finds no room: neither is of the session.
+        case.queue.goes_on.clear()
+        with pytest.raises(openai.RateLimitError):
+            await case.ask(two, n=2)
+        case.queue.goes_on.set()
+        await case.ask(two)
+        status, told = await case.feedback(session_id="two", reward=1)
+        assert (status, told["num_rows"]) == (200, 1)
+
+    run(check)

@@ -1,0 +1,167 @@
+"""What `rftdask serve` adds to an answer, with hundreds of agents at once.
+
+    OMP_NUM_THREADS=1 python benchmarks/serve.py [--sessions 512] [--turns 8] [--tokens 200] [--answer-s 8]
+                                                 [--quick] [--json FILE]
+
+Sessions side by side, each of some turns: what was said goes back with each turn, so a session is one conversation; at
+its end it is rewarded. The server is a process as a user starts it, with the simulated engine of simulated.py,
+which decodes an answer in so many seconds by the clock, however many are under way. Overhead is what a call takes
+beyond what the same request takes in the bare engine, asked in a process by itself with as many side by side.
+
+All agents are one process on the same machine, whose own work is in the overhead too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import yaml
+from report import Report, make_parser
+from simulated import STEP_S, SimulatedEngine
+
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+
+TOKEN = "a-token"
+
+
+def write_config(root: Path, tokens: int, turns: int) -> Path:
+    tree = {
+        "name": "served",
+        "mode": "serve",
+        "checkpoint_root_dir": str(root / "runs"),
+        "model": {"model_path": "none", "max_prompt_tokens": 8 * tokens * turns, "max_response_tokens": tokens},
+        "algorithm": {"algorithm_type": "grpo", "repeat_times": 8, "kl_loss_fn": "none"},
+        "buffer": {"batch_size": 8},
+        "explorer": {
+            "rollout_model": {"engine_type": "simulated.SimulatedEngine"},
+            "proxy_port": 0,
+        },
+        "monitor": {"monitor_type": "none"},
+    }
+    path = root / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def bare(sessions: int, turns: int, tokens: int) -> list[float]:
+    """Seconds of each answer of the engine itself, in which each session asks again once it is answered."""
+    began: dict[int, float] = {}
+    left, taken_s = {number: turns for number in range(sessions)}, []
+    asking, numbers = list(range(sessions)), itertools.count()
+    session_of: dict[int, int] = {}
+
+    def take() -> list[tuple[int, GenerateRequest | None]]:
+        taken: list[tuple[int, GenerateRequest | None]] = []
+        while asking:
+            session, number = asking.pop(), next(numbers)
+            session_of[number], began[number] = session, time.perf_counter()
+            sampling = SamplingParams(max_tokens=tokens, min_tokens=tokens)
+            taken.append((number, GenerateRequest((1, 2, 3), sampling, seed=number)))
+        return taken
+
+    def give(number: int, generation: Generation) -> None:
+        taken_s.append(time.perf_counter() - began[number])
+        session = session_of[number]
+        left[session] -= 1
+        if left[session]:
+            asking.append(session)
+
+    SimulatedEngine().serve(take, give)
+    return taken_s
+
+
+async def play(url: str, sessions: int, turns: int, tokens: int, ramp_s: float) -> tuple[list[float], list[float], int]:
+    """Seconds of each answer and of each reward, and answers that said to come again."""
+    answers_s: list[float] = []
+    rewards_s: list[float] = []
+    num_refused = 0
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits) as client:
+
+        async def session(number: int) -> None:
+            nonlocal num_refused
+            # Agents do not begin in the same moment.
+            await asyncio.sleep(ramp_s * number / sessions)
+            messages: list[dict[str, Any]] = []
+            for turn in range(turns):
+                messages.append({"role": "user", "content": f"turn {turn}"})
+                body = {"model": "policy", "messages": messages, "max_tokens": tokens}
+                while True:
+                    began = time.perf_counter()
+                    answer = await client.post(f"/sessions/s{number}/v1/chat/completions", json=body)
+                    if answer.status_code != 429:
+                        break
+                    num_refused += 1
+                    await asyncio.sleep(float(answer.headers["Retry-After"]))
+                assert answer.status_code == 200, answer.text
+                answers_s.append(time.perf_counter() - began)
+                messages.append(answer.json()["choices"][0]["message"])
+            began = time.perf_counter()
+            told = {"session_id": f"s{number}", "reward": number % 2, "task_id": str(number // 8)}
+            answer = await client.post("/feedback", json=told)
+            assert answer.status_code == 200 and answer.json()["num_rows"] >= 1, answer.text
+            rewards_s.append(time.perf_counter() - began)
+
+        await asyncio.gather(*map(session, range(sessions)))
+    return answers_s, rewards_s, num_refused
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--sessions", type=int, default=512, help="at once")
+    parser.add_argument("--turns", type=int, default=8, help="of each")
+    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
+    parser.add_argument("--answer-s", type=float, default=8.0, help="seconds in which the engine decodes an answer")
+    args = parser.parse_args()
+    report = Report(args)
+    sessions, turns, tokens, answer_s = args.sessions, args.turns, args.tokens, args.answer_s
+    if args.quick:
+        sessions, turns, tokens, answer_s = 8, 2, 20, 0.2
+    with tempfile.TemporaryDirectory(prefix="rftdask-serve-") as folder:
+        root = Path(folder)
+        os.environ[STEP_S] = repr(answer_s / tokens)
+        floor_s = bare(sessions, turns, tokens)
+        program = [sys.executable, "-m", "rftdask", "serve", str(write_config(root, tokens, turns))]
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        server = subprocess.Popen(
+            [*program, "--max-concurrent", str(2 * sessions)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "RFTDASK_SERVE_TOKEN": TOKEN, "PYTHONPATH": path},
+        )
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().split()[1].removesuffix("/v1")
+            began = time.perf_counter()
+            answers_s, rewards_s, num_refused = asyncio.run(play(url, sessions, turns, tokens, answer_s))
+            wall_s = time.perf_counter() - began
+        finally:
+            server.terminate()
+            server.wait(60)
+    what = f"{sessions} sessions of {turns} turns"
+    floor = float(np.median(floor_s))
+    for share in (50, 99):
+        overhead = float(np.percentile(answers_s, share)) - floor
+        report.add(f"{what}, overhead of an answer, p{share}", overhead, "s", less_is_better=True)
+    for share in (50, 99):
+        report.add(f"{what}, a reward, p{share}", float(np.percentile(rewards_s, share)), "s", less_is_better=True)
+    report.add(f"{what}, answers", len(answers_s) / wall_s, "1/s", against="the bare engine", other=sessions / floor)
+    print(
+        f"    the bare engine: p50 {floor:.3f} s, p99 {np.percentile(floor_s, 99):.3f} s; {num_refused} times refused"
+    )
+    report.write()
+
+
+if __name__ == "__main__":
+    main()
