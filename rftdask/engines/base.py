@@ -4,7 +4,7 @@ An engine knows nothing of tasks, text, rewards or storage. Its batch is continu
 under way, and each is answered when it is finished. Two promises that its users build on:
 - a request's tokens depend on the weights, the prompt, the sampling parameters, the seed, and, by the rounding of sums,
   on what it was generated beside; so the same list of requests given at once, twice, gives the same bits.
-- `rollout_logprobs` are of softmax(logits / temperature), before top-p and top-k.
+- `rollout_logprobs` are of softmax(logits / temperature), before top-p, top-k, and what a grammar allows.
 """
 
 from __future__ import annotations
@@ -45,6 +45,15 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Texts of which the first that is complete ends a response. An engine may go on past it, as vLLM does here, where
     it knows no text: what is beyond is cut off where tokens become text (rollouts/policy/recording.py)."""
+    grammar: str = ""
+    """Form of a response, a grammar in llguidance's Lark; "": any. Only engines that `guide_sampling` are asked."""
+    bad_tokens: tuple[tuple[int, ...], ...] = ()
+    """Tokens in a row that must not come. Of a response whose grammar allows nothing else, it ends there."""
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether what may come next depends on what came."""
+        return bool(self.grammar or self.bad_tokens)
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,8 @@ class Engine(EngineTraits, ABC):
     """Version of the weights it serves; 0 = as in the model folder."""
     dtype: str = "float32"
     """Data type in which it computes."""
+    cache_tokens: int | None = None
+    """Tokens of prompts and answers whose keys and values it has room for at once; None: not known."""
 
     @classmethod
     @abstractmethod

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rftdask.engines.base import GenerateRequest, Generation
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.engines.guides import Guide
 from rftdask.engines.sampling import SamplingRows, draw_uniforms, sample_tokens
 
 
@@ -139,11 +140,13 @@ class DecodeBatch:
         device: torch.device,
         decode: Callable[[list[int]], str] | None = None,
         num_choices: int = 0,
+        guide: Callable[[SamplingParams], Guide] | None = None,
     ) -> None:
         """
         Args:
             decode: gives the text of tokens, for requests that stop at texts; None: they go on to their end.
             num_choices: X.
+            guide: makes the guide of a request that asks for one; None: none does.
         """
         self.columns = 0
         """W: of the cache and the newest token together."""
@@ -158,6 +161,9 @@ class DecodeBatch:
         self.told: set[int] = set()
         """Numbers of rows that have finished, and whose answer was given or is not wanted."""
         self._decode = decode
+        self._guide = guide
+        self._guides: dict[int, Guide] = {}
+        """Of the rows that have one, by number."""
         self._stopped: set[int] = set()
         """Numbers of rows that a text has ended."""
         self._num_choices = num_choices
@@ -206,6 +212,9 @@ class DecodeBatch:
         """
         numbers = list(islice(self._waiting, num_newcomers))
         requests = [self._waiting.pop(number) for number in numbers]
+        for number, request in zip(numbers, requests, strict=True):
+            if request.sampling.is_guided and self._guide is not None:
+                self._guides[number] = self._guide(request.sampling)
         prompts = Prompts(requests, self._device)
         columns = max(self.columns, prompts.longest)
         newcomers = _Rows.make(requests, self._vocab_size, columns, self._device, self._num_choices)
@@ -266,6 +275,7 @@ class DecodeBatch:
             num_sampled_B=rows.length_B,
             end_ids=self._end_ids,
             seen_BV=rows.seen_BV,
+            may_come_BV=self._may_come(),
         )
         if rows.seen_BV.shape[1]:
             rows.seen_BV.scatter_(1, tokens_B[:, None], True)
@@ -277,9 +287,22 @@ class DecodeBatch:
         ended_B = torch.isin(tokens_B, self._end_ids) & ~self._ignore_end_B
         rows.done_B = rows.done_B | ended_B | (rows.length_B >= self._max_tokens_B)
         self.columns += 1
+        for row, number in enumerate(self.numbers if self._guides else ()):
+            if number in self._guides:
+                self._guides[number].take(int(tokens_B[row]))
         if self._stopping:
             self._stop_at_texts()
         return tokens_B
+
+    def _may_come(self) -> Tensor | None:
+        """[B, V] bool: the tokens that guides allow; None: no row has one."""
+        if not self._guides:
+            return None
+        allowed_BV = np.ones((len(self.numbers), self._vocab_size), bool)
+        for row, number in enumerate(self.numbers):
+            if number in self._guides:
+                allowed_BV[row] = self._guides[number].allowed()
+        return torch.from_numpy(allowed_BV).to(self._device)
 
     def _stop_at_texts(self) -> None:
         # End the rows in which a text that they stop at is complete. It waits for the device, for these rows alone.
@@ -339,6 +362,7 @@ class DecodeBatch:
         for number in self.told:
             del self._requests[number], self._entered_at[number]
             self._prompt_experts.pop(number, None)
+            self._guides.pop(number, None)
         self._stopped -= self.told
         self.told = set()
         # Indices into the rows as they were: the cache is cut by the same.

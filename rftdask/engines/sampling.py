@@ -130,6 +130,7 @@ def sample_tokens(
     num_sampled_B: Tensor | None = None,
     end_ids: Tensor | None = None,
     seen_BV: Tensor | None = None,
+    may_come_BV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample one token for each row.
 
@@ -140,10 +141,11 @@ def sample_tokens(
             None: none in any row.
         end_ids: [E] int64; None if there are no end tokens.
         seen_BV: bool, tokens of the prompt and of the response so far; needed only if rows.uses_penalty.
+        may_come_BV: bool, at least one in each row; None: all may.
     Returns:
         tokens_B int64, and logprobs_B float32 of softmax(logits / temperature): before the repetition penalty,
-        min_tokens, top-k and top-p, because that is what a trainer computes again from the tokens. NaN where logits
-        are not numbers.
+        min_tokens, what may not come, top-k and top-p, because that is what a trainer computes again from the tokens.
+        NaN where logits are not numbers.
     """
     logits_BV = logits_BV.float()
     all_logprobs_BV = torch.log_softmax(logits_BV / rows.temperature_B[:, None], dim=-1)
@@ -154,6 +156,8 @@ def sample_tokens(
         # Row by row: each has its own number of tokens so far.
         forbidden_B = rows.min_tokens_B > (0 if num_sampled_B is None else num_sampled_B)
         allowed_BV = forbid_tokens(allowed_BV, end_ids, forbidden_B)
+    if may_come_BV is not None:
+        allowed_BV = allowed_BV.masked_fill(~may_come_BV, -torch.inf)
     # int64 [B], filled below by the kind of each row.
     tokens_B = torch.zeros_like(rows.top_k_B)
     if rows.uses_sampling:

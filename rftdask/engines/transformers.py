@@ -34,8 +34,17 @@ from transformers.cache_utils import DynamicLayer
 
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
-from rftdask.engines.base import MAX_BATCH_TOKENS, MIN_TEMPERATURE, Engine, GenerateRequest, Give, Take
+from rftdask.engines.base import (
+    MAX_BATCH_TOKENS,
+    MIN_TEMPERATURE,
+    Engine,
+    GenerateRequest,
+    Give,
+    SamplingParams,
+    Take,
+)
 from rftdask.engines.decode_batch import DecodeBatch
+from rftdask.engines.guides import Guide, Guides
 from rftdask.errors import DamagedError, DataError, RoleError
 from rftdask.models.host_copy import HostCopy
 from rftdask.models.hub import local_model
@@ -65,6 +74,7 @@ class TransformersEngine(Engine):
     engine_type = "transformers"
     repeats_bits = True
     loads_in_flight = True
+    guides_sampling = True
     records_experts = True
     leaves_device = True
     imports_ahead = ("rftdask.engines.transformers", "transformers.models.auto.modeling_auto")
@@ -82,7 +92,7 @@ class TransformersEngine(Engine):
         self.model_path = model_path
         self.dtype = dtype
         self.device = torch.device(device)
-        self.max_batch_tokens = max_batch_tokens
+        self.max_batch_tokens = self.cache_tokens = max_batch_tokens
         source = local_model(model_path)
         try:
             loaded = AutoModelForCausalLM.from_pretrained(
@@ -104,6 +114,7 @@ class TransformersEngine(Engine):
         """Where the tensors lie in the files that were loaded last; none of adapters, and before the first load."""
         self._host_copy: HostCopy | None = None
         self._tokenizer: Any = None
+        self._guides: Guides | None = None
         self._routers: Routers | None = None
         self._trust_remote_code = trust_remote_code
         cast(torch.nn.Module, model).to(self.device).eval()
@@ -126,18 +137,26 @@ class TransformersEngine(Engine):
 
     def serve(self, take: Take, give: Give) -> None:
         num_choices = 0 if self._routers is None else self._routers.num_choices
-        batch = DecodeBatch(self._end_ids, self._vocab_size, self.device, self._text_of, num_choices)
+        batch = DecodeBatch(self._end_ids, self._vocab_size, self.device, self._text_of, num_choices, self._guide)
         try:
             with torch.inference_mode():
                 self._serve(batch, take, give)
         except RuntimeError as error:  # torch's own: out of memory, a failed kernel
             raise RoleError(f"{self} failed on a batch of {len(batch.numbers)} requests: {error}") from error
 
-    def _text_of(self, tokens: list[int]) -> str:
-        if self._tokenizer is None:  # only who stops at texts needs one
+    def _own_tokenizer(self) -> Any:
+        if self._tokenizer is None:  # only who stops at texts, or is guided, needs one
             source = local_model(self.model_path)
             self._tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=self._trust_remote_code)
-        return cast(str, self._tokenizer.decode(tokens, skip_special_tokens=True))
+        return self._tokenizer
+
+    def _text_of(self, tokens: list[int]) -> str:
+        return cast(str, self._own_tokenizer().decode(tokens, skip_special_tokens=True))
+
+    def _guide(self, sampling: SamplingParams) -> Guide:
+        if self._guides is None:
+            self._guides = Guides(self._own_tokenizer(), self._vocab_size, self._end_ids.tolist())
+        return self._guides.guide(sampling)
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         """See Engine. One pair after the other, without padding, so that the bits depend on the pair alone."""

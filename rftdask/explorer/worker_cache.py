@@ -415,7 +415,7 @@ def text_engine(client: EngineClient, tokenizer: Tokenizer, config: Config) -> T
     streaming = Streaming(client.submit, timeout_s, str(client), lambda: client.answered_s)
     section = client.spec.section
     parser = AnswerParser(tokenizer, section.tool_call_parser, section.reasoning_parser)
-    return TextEngine(generate if in_calls else streaming, tokenizer, logprobs, parser)
+    return TextEngine(generate if in_calls else streaming, tokenizer, logprobs, parser, section.traits.guides_sampling)
 
 
 def _name(model: InferenceModelConfig) -> str:

@@ -271,6 +271,7 @@ class Rollout:
             start = len(call.request.prompt_tokens) - prompt_length
             end = start + len(generation.tokens)
             logprobs[start:end], mask[start:end] = generation.logprobs, True
+            mask[start + call.forced.start : start + call.forced.stop] = False
             # Of what stood there before, those of the call that sampled by them.
             experts += generation.routed_experts[len(experts) :]
             text_start = len(text) + len(call.added_text)

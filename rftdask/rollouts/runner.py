@@ -55,6 +55,8 @@ class TextEngine:
     """None: the engine cannot score given tokens."""
     parser: AnswerParser | None = None
     """Of its answers, as OpenAI's API tells them; None: the one that its chat template shows."""
+    is_guided: bool = False
+    """See EngineTraits.guides_sampling."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,9 @@ async def run_work_unit(
         queue = StreamingQueue(generate) if isinstance(generate, Streaming) else LockstepQueue(generate, wait_s)
         queues.append(queue)
         parser = engine.parser or AnswerParser(engine.tokenizer)
-        return lambda sampling: ServedModel(queue, engine.tokenizer, sampling, own, engine.logprobs, parser)
+        return lambda sampling: ServedModel(
+            queue, engine.tokenizer, sampling, own, engine.logprobs, parser, engine.is_guided
+        )
 
     serve_policy = serve(policy, max_wait_s, model)
     queue = queues[0] if queues else None

@@ -102,6 +102,39 @@ class AnswerParser:
         content, calls = self._calls(content, tools)
         return ParsedAnswer(content, thoughts, calls)
 
+    def grammar(self, schema: Mapping[str, Any], prompt: str, *, are_calls: bool, max_calls: int | None = None) -> str:
+        """The grammar, in llguidance's Lark, of answers to a rendered prompt that are JSON of `schema`, or calls that
+        are; thoughts may come before.
+
+        Raises: UserError: calls, or thoughts, of this model are not written in a way for which there is one.
+        """
+        if self._by_template or self._thoughts_name not in ("none", *_OWN_THOUGHTS):
+            raise UserError(
+                "an answer is guided where thoughts are in <think>: explorer.rollout_model.reasoning_parser"
+            )
+        if are_calls and self._calls_name != "hermes":
+            raise UserError(
+                f"calls are guided as JSON within <tool_call>, not as {self._calls_name!r}: "
+                "explorer.rollout_model.tool_call_parser"
+            )
+        # Without spaces of its own choice: a policy that has learned little would write them for ever.
+        spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        answer = f"%json {json.dumps({**schema, 'x-guidance': spaces})}"
+        rules = {"start": "answer", "answer": answer}
+        if are_calls:
+            more = "" if max_calls == 1 else ' ("\\n" call)*'
+            rules |= {
+                "answer": f"call{more}",
+                "call": '"<tool_call>" "\\n"? json "\\n"? "</tool_call>"',
+                "json": answer,
+            }
+        if self._thoughts_name != "none":
+            # Lazy: to the first end of thoughts, after which the answer begins.
+            begun = prompt.rstrip().endswith("<think>")
+            rules["start"] = r'thoughts "\n"* answer' if begun else r'("\n"* thoughts "\n"*)? answer'
+            rules["thoughts[lazy]"] = rf"/{'' if begun else '<think>'}(?s:.*)<\/think>/"
+        return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
+
     def _calls_parser(self) -> _ParseCalls:
         name = self._calls_name
         if name == "none":

@@ -40,6 +40,7 @@ _NUMBERS: Mapping[str, tuple[str, type, float, float]] = {
     "max_completion_tokens": ("max_tokens", int, 1, 2**31),
     "min_tokens": ("min_tokens", int, 0, 2**31),
     "repetition_penalty": ("repetition_penalty", float, 1e-3, 100),
+    "thinking_token_budget": ("thinking_token_budget", int, 0, 2**31),
 }
 """Parameter -> (field of SamplingParams, type, least, most)."""
 _WITHOUT_EFFECT = frozenset(
@@ -53,7 +54,6 @@ _NOTHING_ASKED: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
-    "bad_words": ([],),
     "top_logprobs": (0,),
     "modalities": (["text"],),
     "verbosity": ("medium",),
@@ -66,7 +66,7 @@ _NOTHING_ASKED: Mapping[str, Sequence[Any]] = {
 """Parameters that are accepted with these values alone, which ask for nothing."""
 _TEMPLATE_KEYS = ("enable_thinking", "reasoning_effort")
 """Parameters that the chat template reads."""
-_GUIDED = "engines here do not guide what is sampled: ask for it in a message, and look at the answer"
+NOT_GUIDED = "its engine does not guide what is sampled: ask for it in a message, and look at the answer"
 
 
 class BadRequestError(ValueError):
@@ -115,6 +115,18 @@ MODELS = OpenAIAnswer(
 
 
 @dataclass(frozen=True)
+class Form:
+    """What an answer has to be, thoughts before it aside: JSON of a schema, or calls of tools."""
+
+    param: Literal["response_format", "tool_choice"]
+    """Who asks for it."""
+    schema: Mapping[str, Any]
+    """Of the answer, or of a call: {"name": ..., "arguments": ...}."""
+    max_calls: int | None = None
+    """Of tools; None: as many as the policy likes."""
+
+
+@dataclass(frozen=True)
 class OpenAIRequest:
     """A request, checked, in the words of `PolicyModel`."""
 
@@ -130,6 +142,8 @@ class OpenAIRequest:
     """Given to the chat template, `tools` among them."""
     tools: list[Any] | None = None
     """Tools whose calls in an answer become its `tool_calls`; None: an answer is text."""
+    form: Form | None = None
+    """What an answer has to be; None: anything."""
     only_first_call: bool = False
     n: int = 1
     """Answers to each prompt."""
@@ -153,8 +167,9 @@ def read_request(path: str, body: Any, tokenizer: Tokenizer | None) -> OpenAIReq
     for name in [name for name in _NUMBERS if name in given]:
         key, kind, least, most = _NUMBERS[name]
         options[key] = _number(name, given.pop(name), kind, least, most)
-    if stop := _stop(given.pop("stop", None)):
-        options["stop"] = stop
+    for name in ("stop", "bad_words"):
+        if texts := _texts(name, given.pop(name, None)):
+            options[name] = texts
     n = int(_number("n", given.pop("n", 1), int, 1, MAX_CHOICES))
     seed = given.pop("seed", None)
     if seed is not None:
@@ -191,7 +206,7 @@ def read_request(path: str, body: Any, tokenizer: Tokenizer | None) -> OpenAIReq
 
 
 _KNOWN = (
-    *("messages", "prompt", "model", "stop", "n", "seed", "stream", "logprobs", "tools", "tool_choice"),
+    *("messages", "prompt", "model", "stop", "bad_words", "n", "seed", "stream", "logprobs", "tools", "tool_choice"),
     *("parallel_tool_calls", "response_format", "chat_template_kwargs", "return_token_ids"),
 )
 
@@ -201,13 +216,8 @@ def _chat_parts(given: dict[str, Any], tools: Any, template: str | None) -> dict
     messages = given.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise BadRequestError("messages must be a list of at least one message", "messages")
-    form = given.pop("response_format", None)
-    if form is not None and (not isinstance(form, Mapping) or form.get("type") != "text"):
-        kind = form.get("type") if isinstance(form, Mapping) else form
-        raise BadRequestError(f"response_format {kind!r:.60} is not supported: {_GUIDED}", "response_format")
+    form = _answer_form(given.pop("response_format", None))
     choice = given.pop("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise BadRequestError(f"tool_choice {choice!r:.100} is not supported: {_GUIDED}", "tool_choice")
     parallel = _flag("parallel_tool_calls", given, True)
     options = given.pop("chat_template_kwargs", {})
     if not isinstance(options, Mapping) or not {"messages", "tools", "tokenize"}.isdisjoint(options):
@@ -231,10 +241,15 @@ def _chat_parts(given: dict[str, Any], tools: Any, template: str | None) -> dict
             told = "give the model one that does (model.chat_template_path), or tell of the tools in a message"
             raise BadRequestError(f"tools: the model's chat template does not show them; {told}", "tools")
         kwargs["tools"] = tools
+    if choice not in ("auto", "none"):
+        if form is not None:
+            raise BadRequestError("an answer is either of a response_format or calls of tools", "tool_choice")
+        form = _call_form(choice, tools, parallel)
     return {
         "messages": [plain_message(message) for message in messages],
         "template_options": kwargs,
-        "tools": tools if tools and choice == "auto" else None,
+        "tools": tools if tools and choice != "none" else None,
+        "form": form,
         "only_first_call": not parallel,
     }
 
@@ -261,11 +276,53 @@ def _flag(name: str, given: dict[str, Any], default: bool = False) -> bool:
     return value
 
 
-def _stop(value: Any) -> tuple[str, ...]:
+def _texts(name: str, value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value or []
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise BadRequestError("stop must be a text, or a list of texts, none of them empty", "stop")
+        raise BadRequestError(f"{name} must be a text, or a list of texts, none of them empty", name)
     return tuple(texts)
+
+
+def _answer_form(asked: Any) -> Form | None:
+    """The form that a response_format asks for. Raises: BadRequestError."""
+    kind = asked.get("type") if isinstance(asked, Mapping) else asked
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return Form("response_format", {"type": "object"})
+    told = asked.get("json_schema") if kind == "json_schema" else None
+    schema = told.get("schema") if isinstance(told, Mapping) else None
+    if not isinstance(schema, Mapping):
+        known = '{"type": "json_schema", "json_schema": {"schema": {...}}}, json_object, or text'
+        raise BadRequestError(f"response_format {asked!r:.100} is not supported; it is {known}", "response_format")
+    return Form("response_format", schema)
+
+
+def _call_form(choice: Any, tools: Sequence[Any] | None, parallel: bool) -> Form:
+    """The form of the calls that a tool_choice asks for. Raises: BadRequestError."""
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools or ()}
+    name, chosen = None, choice
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        chosen = "required" if name in functions else choice
+    if chosen != "required" or not functions:
+        known = "auto, none, required, or a function of `tools`"
+        raise BadRequestError(f"tool_choice {choice!r:.100} is not supported; it is {known}", "tool_choice")
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": own},
+                "arguments": function.get("parameters") or {"type": "object", "properties": {}},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for own, function in functions.items()
+        if name in (None, own)
+    ]
+    return Form("tool_choice", calls[0] if len(calls) == 1 else {"anyOf": calls}, None if parallel and not name else 1)
 
 
 def plain_message(message: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
@@ -39,7 +39,9 @@ from rftdask.rollouts.policy.base import POLICY, Method, PolicyHandle
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.openai_api import (
     CHAT,
+    NOT_GUIDED,
     BadRequestError,
+    Form,
     OpenAIAnswer,
     OpenAIRequest,
     Told,
@@ -55,6 +57,8 @@ from rftdask.rollouts.workflows.base import PromptTooLongError, Response
 
 MAX_CALLS = 1000
 """Most calls of models in one attempt; a workflow that asks on and on ends as a failure, not by filling the memory."""
+
+_THOUGHTS_END = "</think>"
 
 LogprobsBatch = Callable[[list[tuple[tuple[int, ...], tuple[int, ...]]]], Awaitable[list[tuple[float, ...]]]]
 """Natural-log probabilities of the second tokens of each pair after the first, at temperature 1."""
@@ -73,6 +77,8 @@ class ServedModel:
     """None: the engine cannot score given tokens."""
     parser: AnswerParser | None = None
     """Of its answers, as OpenAI's API tells them; None: the one that its chat template shows."""
+    is_guided: bool = False
+    """Its engine samples by grammars and what must not come."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,8 @@ class Call:
     sequence: str = ""
     """The prompt with the answer, as a template renders them, with special tokens hidden where a text spells one: what
     later prompts are compared with."""
+    forced: range = range(0)
+    """Tokens of the answer that the policy did not write: they ended its thoughts."""
 
 
 def rollout_seed(run_seed: int, group_id: str, rollout: int, turn: int) -> int:
@@ -283,15 +291,18 @@ class RecordingModel(PolicyHandle):
                 seed = None if asked.seed is None else f"{asked.seed}/{number}"
                 if not isinstance(model, ServedModel):
                     return await self._openai_remote(name, model, asked, messages, prompt)
-                turn, response = await self._generate(name, model, prompt, asked.options, seed)
+                assert parser is not None
+                options = dict(asked.options)
+                if asked.form is not None:
+                    options["grammar"] = _grammar(model, parser, asked.form, prompt.text, options)
+                turn, response = await self._generate(name, model, prompt, options, seed)
                 if asked.path != CHAT:
                     return Told(response, ParsedAnswer(response.text, None, ()), turn)
-                assert parser is not None
                 parsed = parser.parse(response.text, response.tokens, prompt.text, asked.tools)
                 return Told(response, parsed, turn)
 
             # All of them begin in this pass of the event loop, in their order: who is which turn is no matter of time.
-            told = await asyncio.gather(*(sample(prompt, i) for prompt in prompts for i in range(asked.n)))
+            told = await _all_or_none(sample(prompt, i) for prompt in prompts for i in range(asked.n))
         except PromptTooLongError as error:
             return refusal(str(error), "messages", "context_length_exceeded")
         except BadRequestError as error:
@@ -330,6 +341,8 @@ class RecordingModel(PolicyHandle):
         given = {**asked.options, **asked.template_options, **({} if asked.seed is None else {"seed": asked.seed})}
         given |= {"logprobs": True} if asked.logprobs else {}
         passed_on = {"tools", "max_tokens", "temperature", "top_p", "top_k", "min_tokens", "repetition_penalty"}
+        if asked.form is not None:
+            raise BadRequestError(f"{asked.form.param} is not passed on to a model behind an API", asked.form.param)
         for param in given.keys() - passed_on:
             raise BadRequestError(f"{param} is not passed on to a model behind an API", param)
         is_chat = asked.path == CHAT
@@ -364,7 +377,13 @@ class RecordingModel(PolicyHandle):
         tokens, truncated = _limited(model, tokens)
         if not tokens:
             raise ValueError("the prompt is empty")
-        request = GenerateRequest(tuple(tokens), _sampling(model.sampling, sampling), seed)
+        options = dict(sampling)
+        budget = options.pop("thinking_token_budget", None)
+        if words := options.pop("bad_words", ()):
+            options["bad_tokens"] = _bad_tokens(model.tokenizer, words)
+        request = GenerateRequest(tuple(tokens), _sampling(model.sampling, options), seed)
+        if request.sampling.is_guided and not model.is_guided:
+            raise BadRequestError(f"bad_words, and answers of a form, are not supported: {NOT_GUIDED}", "bad_words")
         branch = self._branch(parent, prompt, request.sampling, truncated) if name == POLICY else None
         extends = parent if branch is None else None
         # Before it is answered: which of two calls side by side goes on must not depend on which is answered first.
@@ -373,7 +392,10 @@ class RecordingModel(PolicyHandle):
         if extends is not None:
             self._extended.add(extends)
         try:
-            generation = await model.queue.generate(self._key, turn, request)
+            if budget is None:
+                generation, forced = await model.queue.generate(self._key, turn, request), range(0)
+            else:
+                generation, forced = await self._think(model, turn, request, prompt, budget)
         except BaseException:
             # It was never answered, so another may go on from there.
             if name == POLICY:
@@ -403,8 +425,50 @@ class RecordingModel(PolicyHandle):
                 "" if extends is None else show_hidden(added, hidden),
                 source,
                 prompt + sampled_text(model.tokenizer, generation.tokens),
+                forced,
             )
         return turn, response
+
+    async def _think(
+        self, model: ServedModel, turn: int, request: GenerateRequest, prompt: str, budget: int
+    ) -> tuple[Generation, range]:
+        """An answer whose thoughts have at most `budget` tokens, and which of its tokens ended them in place of the
+        policy. It is asked in two: to the end of the thoughts, and from there on.
+        """
+        if not isinstance(budget, int) or budget < 0:
+            raise ValueError(f"thinking_token_budget must be a number of tokens, not {budget!r:.60}")
+        sampling, text, thoughts = request.sampling, "", None
+        if budget:
+            stop = (*sampling.stop, _THOUGHTS_END)
+            short = replace(sampling, max_tokens=min(budget, sampling.max_tokens), min_tokens=0, stop=stop)
+            thoughts = await model.queue.generate(self._key, turn, replace(request, sampling=short))
+            thoughts, _ = _cut_at_stop(model.tokenizer, thoughts, stop)
+            text = sampled_text(model.tokenizer, thoughts.tokens)
+            has_ended = thoughts.finish_reason == "stop" and _THOUGHTS_END not in text
+            if has_ended or len(thoughts.tokens) >= sampling.max_tokens:
+                return thoughts, range(0)
+        begun = () if thoughts is None else thoughts.tokens
+        is_thinking = text.lstrip().startswith("<think>") or prompt.rstrip().endswith("<think>")
+        if is_thinking and _THOUGHTS_END not in text:
+            end = encode_hidden(model.tokenizer, f"\n{_THOUGHTS_END}\n\n", {})
+            begun = (*begun, *end[: sampling.max_tokens - len(begun) - 1])
+        forced = range(0 if thoughts is None else len(thoughts.tokens), len(begun))
+        least = max(0, sampling.min_tokens - len(begun))
+        rest = await model.queue.generate(
+            self._key,
+            turn,
+            GenerateRequest(
+                (*request.prompt_tokens, *begun),
+                replace(sampling, max_tokens=sampling.max_tokens - len(begun), min_tokens=least),
+                # By the same seed it would draw the very numbers by which the thoughts were drawn.
+                rollout_seed(request.seed, "after thoughts", 0, 0),
+            ),
+        )
+        first = rest if thoughts is None else thoughts
+        logprobs = (*(() if thoughts is None else thoughts.logprobs), *([0.0] * len(forced)), *rest.logprobs)
+        oldest = min(first.min_policy_version, rest.min_policy_version)
+        whole = replace(rest, tokens=(*begun, *rest.tokens), logprobs=logprobs, min_policy_version=oldest)
+        return whole, forced
 
     def _parent(self, prompt: str) -> int | None:
         """Turn of the call whose prompt and answer, of all, are the longest beginning of this prompt; None: of none."""
@@ -433,6 +497,8 @@ class RecordingModel(PolicyHandle):
         asked = [dict(m) for m in options.pop("messages")] if method == "chat" else options.pop("prompt")
         tools = options.pop("tools", None) or ()
         turn, seed = self._next_turn(name)
+        if options.get("grammar"):
+            raise ValueError("a model behind an API is not guided by a grammar")
         request = GenerateRequest((), _sampling(served.sampling, options), seed)
         answer = await served.model.ask(asked, request.sampling, seed, tools)
         response = Response(answer.text, (), (), (), answer.finish_reason)
@@ -459,6 +525,44 @@ class RecordingModel(PolicyHandle):
         """Answer no further calls: an attempt that will not stop must not go on beside its retry."""
         self._closed = True
         self.close_clients()
+
+
+async def _all_or_none(work: Iterable[Coroutine[Any, Any, Told]]) -> list[Told]:
+    """The results, in their order. Where one fails, the others are called off: nothing of them is told or recorded."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _grammar(model: ServedModel, parser: AnswerParser, form: Form, prompt: str, options: Mapping[str, Any]) -> str:
+    """The grammar of a form, tried. Raises: BadRequestError: the engine, or the form, does not allow it."""
+    if not model.is_guided:
+        raise BadRequestError(f"{form.param} is not supported: {NOT_GUIDED}", form.param)
+    for name in ("min_tokens", "stop"):
+        if options.get(name):
+            raise BadRequestError(f"{name} does not go with {form.param}: an answer ends where its form does", name)
+    try:
+        import llguidance  # late: only an answer of a form needs it
+    except ImportError:
+        needed = "pip install 'rftdask[train]' where engines run"
+        raise BadRequestError(f"{form.param} needs llguidance: {needed}", form.param) from None
+    try:
+        are_calls = form.param == "tool_choice"
+        grammar = parser.grammar(form.schema, prompt, are_calls=are_calls, max_calls=form.max_calls)
+    except UserError as error:
+        raise BadRequestError(f"{form.param} is not supported: {error}", form.param) from error
+    if problem := llguidance.LLMatcher.validate_grammar(llguidance.LLMatcher.grammar_from_lark(grammar)):
+        raise BadRequestError(f"{form.param}: no answer can be guided by this schema: {problem:.500}", form.param)
+    return grammar
+
+
+def _bad_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The words as tokens, as they begin a text and as they go on in one."""
+    spelled = (text for word in words for text in (word, f" {word.lstrip()}"))
+    return tuple(dict.fromkeys(tuple(encode_hidden(tokenizer, text, {})) for text in spelled))
 
 
 async def _logprobs(model: ServedModel, prompt: str, response: str) -> tuple[float, ...]:
@@ -538,8 +642,9 @@ def _sampling(defaults: SamplingParams, asked: Mapping[str, Any]) -> SamplingPar
         raise ValueError(f"max_tokens >= 1, 0 < top_p <= 1 and repetition_penalty > 0 must hold: {dict(asked)!r:.200}")
     if sampling.temperature != 0 and sampling.temperature < MIN_TEMPERATURE:
         raise ValueError(f"temperature {sampling.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
-    # The run's limit is what memory and deadlines were planned with.
-    return replace(sampling, max_tokens=min(int(sampling.max_tokens), defaults.max_tokens))
+    # The run's limit is what memory and deadlines were planned with; what has a form ends where the form does.
+    least = 0 if sampling.grammar else sampling.min_tokens
+    return replace(sampling, max_tokens=min(int(sampling.max_tokens), defaults.max_tokens), min_tokens=least)
 
 
 def _encode_raw(tokenizer: Tokenizer, prompt: str) -> list[int]:

@@ -56,7 +56,10 @@ def as_chat(body: Any) -> dict[str, Any]:
         functions = [{key: tool[key] for key in keys if tool.get(key) is not None} for tool in tools]
         chat["tools"] = [{"type": "function", "function": function} for function in functions]
     if "tool_choice" in given:
-        chat["tool_choice"] = given.pop("tool_choice")
+        choice = given.pop("tool_choice")
+        if isinstance(choice, Mapping) and choice.get("type") == "function":
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        chat["tool_choice"] = choice
     for name, parts in (
         ("text", {"format": "response_format", "verbosity": "verbosity"}),
         ("reasoning", {"effort": "reasoning_effort"}),
@@ -67,6 +70,9 @@ def as_chat(body: Any) -> dict[str, Any]:
         if strange:
             raise BadRequestError(f"{name}={asked!r:.100} is not supported: it may hold {', '.join(parts)}", name)
         chat |= {parts[key]: value for key, value in asked.items() if key in parts and value is not None}
+    form = chat.get("response_format")
+    if isinstance(form, Mapping) and form.get("type") == "json_schema":
+        chat["response_format"] = {"type": "json_schema", "json_schema": form}
     for name, value in given.items():
         if value not in _NOTHING_ASKED.get(name, ()):
             kept = ": no conversation is kept here, so tell all of it in `input`" * (
