@@ -8,7 +8,7 @@ type of its engine. Rows:
 
 - blocking: how long a training step waits for a publication: `TorchEngine.weights`, the copy off the device in the
   data type of the engine; first: into memory that has to be made, which happens once in a run, or twice with deltas.
-  Floor: one `copy_` of the same tensors into host memory that is there already.
+  Floor: one `copy_` of the same tensors into the same memory, once it is there.
 - visible: from the beginning of a publication until the pointer names it. Floor: one sequential write of as many bytes
   with an fsync at its end, as `dd conv=fsync` makes it.
 - verify: what the first engine's worker on a machine reads of a version before the engine loads it, and the next
@@ -18,11 +18,19 @@ type of its engine. Rows:
   it. Its bytes; visible; made: the whole as a machine makes it of the version before; in place: an engine that serves
   the version before. Bytes and calls to storage, of the trainer and of one machine, are counted at a storage in memory,
   which gets the calls that an object store would.
-- checkpoint: the copy of the state that a step waits for, and how long its writing takes.
+- checkpoint: the copy of the weights in float32 that a step waits for, and how long its writing takes. The state of
+  the optimizer, twice as many bytes by the same way, is left out: beside all else it would not fit a small machine.
+- methods (weight_methods.py): each way in which weights travel, with 1, 4 and 16 simulated engines: blocking, visible,
+  until all engines have read every byte, bytes that all processes moved, host peak of an engine's process.
+
+7B does not fit the memory of a small machine: its float32 weights alone are 30 GB. There the values of one layer stand
+for those of all, and four ranks of one machine write their parts one after the other, so that the memory is that of
+one; times are sums over the ranks. Methods are left out there, since what is held would have to fit /dev/shm.
 
 Bytes are what the process asked of the system to read and write (rchar and wchar of /proc/self/io); host peaks are of
 this process (VmHWM), above what it held before. All floors are measured in the same round as what they are compared
-with, and ratios are of medians. It needs some 7 GB of memory and disk for 0.5B, 16 GB for 1.5B without checkpoints, and
+with, and ratios are of medians. It needs some 8 GB of memory for 0.5B, 13 GB for 1.5B without checkpoints and methods
+(there without changes in place and counted calls), 8 GB for 7B, whose files take 31 GB of the disk for a while, and
 cleans up.
 """
 
@@ -43,6 +51,7 @@ from typing import Any
 import torch
 from report import Report, make_parser
 from transformers import AutoModelForCausalLM, Qwen2Config
+from weight_methods import cases, run_methods
 
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.config import load_config
@@ -53,16 +62,24 @@ from rftdask.storage.base import Data
 from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.strategies.base import distinct_state
+from rftdask.trainer.engines.tensor_files import stage_tensors
 from rftdask.trainer.engines.torch_engine import TorchEngine
+from rftdask.trainer.ranks import Ranks
+from rftdask.weights.manifest import FileEntry, Manifest, commit_folder, put_files
 from rftdask.weights.node_copy import NodeCopy
-from rftdask.weights.published import read_published
+from rftdask.weights.published import model_file, published_as, read_published, weights_folder
 from rftdask.weights.publisher import Publisher
+from rftdask.weights.tensor_heads import read_head
 
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
     "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    "7B": {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28},
 }
+DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+_PARTS = 4
+"""Ranks of 7B."""
 _PIECE = 64 * 2**20
 TIMEOUT_S = 600.0
 
@@ -128,6 +145,11 @@ def write_floor(path: Path, data: memoryview) -> None:
         os.fsync(file.fileno())
 
 
+def copy_all(tensors: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
+    for name, target in into.items():
+        target.copy_(tensors[name])
+
+
 def read_floor(path: Path) -> None:
     piece = bytearray(_PIECE)
     with path.open("rb", buffering=0) as file:
@@ -163,13 +185,33 @@ def main() -> None:
     parser.add_argument("--folder", default=None, help="where the disk is that is measured")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-checkpoint", action="store_true", help="leave out what takes the most memory")
+    parser.add_argument(
+        "--engines", type=int, nargs="*", default=[1, 4, 16], help="of the methods; none: leave them out"
+    )
+    parser.add_argument("--machines", type=int, default=2, help="beside the trainer's, each with a copy in /dev/shm")
+    parser.add_argument("--only-methods", action="store_true")
     arguments = parser.parse_args()
     report, size = Report(arguments), "tiny" if arguments.quick else arguments.size
     folder = tempfile.mkdtemp(prefix="rftdask-weights-", dir=arguments.folder)
     try:
-        write_model(f"{folder}/model", size)
-        repeats = 1 if arguments.quick else arguments.repeats
-        run(report, folder, size, arguments.dtype, repeats, checkpoints=not arguments.no_checkpoint)
+        repeats = 2 if arguments.quick else max(2, arguments.repeats)
+        if size == "7B":
+            run_in_parts(report, folder, SHAPES[size], repeats)
+        else:
+            write_model(f"{folder}/model", size)
+            trainer = make_engine(f"{folder}/model", arguments.dtype)
+            if not arguments.only_methods:
+                run(report, trainer, folder, size, arguments.dtype, repeats, checkpoints=not arguments.no_checkpoint)
+            engines = arguments.engines[:1] if arguments.quick else arguments.engines
+            if engines:
+                trainer.reuse(trainer.weights())  # new memory costs the first publication of a run alone
+
+                def stage() -> tuple[float, dict[str, Data]]:
+                    used, files = measure(trainer.weights)
+                    trainer.reuse(files)  # for the next case; this one has read it by then
+                    return used.wall_s, files
+
+                run_methods(report, folder, size, stage, cases(engines, arguments.machines))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     report.write()
@@ -178,26 +220,96 @@ def main() -> None:
 LEARNING_RATES = (1e-6, 1e-5)
 
 
-def run(report: Report, folder: str, size: str, dtype: str, repeats: int, *, checkpoints: bool) -> None:
-    trainer = make_engine(f"{folder}/model", dtype)
+def run_in_parts(report: Report, folder: str, shape: Mapping[str, int], repeats: int) -> None:
+    """Publish and verify a model whose ranks come one after the other."""
+    width, between = shape["hidden_size"], shape["intermediate_size"]
+    heads = 128 * 4  # of keys and of values
+    layer = {
+        "self_attn.q_proj.weight": (width, width), "self_attn.q_proj.bias": (width,),
+        "self_attn.k_proj.weight": (heads, width), "self_attn.k_proj.bias": (heads,),
+        "self_attn.v_proj.weight": (heads, width), "self_attn.v_proj.bias": (heads,),
+        "self_attn.o_proj.weight": (width, width), "mlp.gate_proj.weight": (between, width),
+        "mlp.up_proj.weight": (between, width), "mlp.down_proj.weight": (width, between),
+        "input_layernorm.weight": (width,), "post_attention_layernorm.weight": (width,),
+    }  # fmt: skip
+    # Filled with something: memory that was never written is one page of zeros.
+    values = {name: torch.full(sizes, 0.02) for name, sizes in layer.items()}
+    tensors = {
+        f"model.layers.{number}.{name}": value
+        for number in range(shape["num_hidden_layers"])
+        for name, value in values.items()
+    }
+    tensors["model.embed_tokens.weight"] = tensors["lm_head.weight"] = torch.full((152_064, width), 0.02)
+    storage, times = open_storage(f"{folder}/run"), Times()
+    plain, note, num_bytes = Path(folder, "plain"), times.note, 0
+    for round_number in range(repeats + 1):  # the first only makes memory
+        entries: dict[str, FileEntry] = {}
+        for rank in range(_PARTS):
+            ranks = Ranks()
+            ranks.rank, ranks.size = rank, _PARTS
+            file = stage_tensors(tensors, ranks, torch.bfloat16, shared=True)  # makes the memory of this rank
+            file = note("blocking", partial(stage_tensors, tensors, ranks, torch.bfloat16, shared=True, spare=file))
+            into = views(file)
+
+            note("copy floor", partial(copy_all, tensors, into))
+            entries |= note("written", partial(put_files, storage, weights_folder(1), {model_file(rank, _PARTS): file}))
+            note("write floor", partial(write_floor, plain, memoryview(file)))
+            drop_caches(plain)
+            note("read floor", partial(read_floor, plain))
+            plain.unlink()
+            del into, file
+        num_bytes = sum(entry.size_bytes for entry in entries.values())
+        manifest = Manifest("main", 1, entries)
+        note("committed", partial(commit_folder, storage, weights_folder(1), manifest))
+        published = published_as(manifest, weights_folder(1))
+        for name in entries:
+            drop_caches(Path(storage.url, weights_folder(1), name))
+        note("verify", partial(NodeCopy, storage, published, TIMEOUT_S)).close()
+        storage.remove(weights_folder(1))
+        if round_number == 0:
+            times.took.clear()
+    took = {name: sum(used.wall_s for used in all_used) / repeats for name, all_used in times.took.items()}
+    took["visible"] = took["blocking"] + took["written"] + took["committed"]
+    print(f"7B in bfloat16: {num_bytes / 1e9:.2f} GB a version, {_PARTS} ranks one after the other; {repeats} rounds")
+    for name, floor in {"blocking": "copy floor", "visible": "write floor", "verify": "read floor"}.items():
+        goal = {} if name == "verify" else {"goal": 1 / 1.2, "goal_of": "ratio"}
+        what = f"7B bfloat16, {name}"
+        report.add(what, took[name], "s", less_is_better=True, against=floor, other=took[floor], **goal)
+    for name in ("blocking", "written", "verify"):
+        peak = max(used.peak_bytes for used in times.took[name])
+        report.add(f"7B, {name}: host peak of a rank above its part", peak / 1e9, "GB", less_is_better=True)
+
+
+def views(file: Data) -> dict[str, torch.Tensor]:
+    """The tensors in a file."""
+    head, start = read_head(lambda begin, end: file[begin:end])
+    memory, found = torch.frombuffer(file, dtype=torch.uint8), {}
+    for name, told in head.items():
+        if name != "__metadata__":
+            (begin, end), dtype = told["data_offsets"], DTYPES[told["dtype"]]
+            found[name] = memory[start + begin : start + end].view(dtype).view(told["shape"])
+    return found
+
+
+def run(
+    report: Report, trainer: TorchEngine, folder: str, size: str, dtype: str, repeats: int, *, checkpoints: bool
+) -> None:
     storage = open_storage(f"{folder}/run")
     publisher = Publisher(storage, "main")
     engine = TransformersEngine(f"{folder}/model", dtype=dtype)
-    tensors, into = distinct_state(trainer._model), engine._model.state_dict()
+    tensors = distinct_state(trainer._model)
     times = Times()
     note = times.note
-
-    def copy_floor() -> None:
-        for name, tensor in tensors.items():
-            into[name].copy_(tensor)
 
     plain = Path(folder, "plain")
     note("first copy", trainer.weights)
     trainer.reuse(trainer.weights())
+    checkpoint = Checkpoints(storage, "main")
     for version in range(1, repeats + 1):
-        note("copy floor", copy_floor)
         trainer.reuse(publisher.take_spare())
         weights = note("blocking", trainer.weights)
+        # Into the same memory, of which nobody has to make a page.
+        note("copy floor", partial(copy_all, tensors, views(next(iter(weights.values())))))
         published = note("written", partial(publisher.publish, version, weights))
         ((name, data),) = weights.items()
         note("write floor", partial(write_floor, plain, memoryview(data)))
@@ -214,10 +326,13 @@ def run(report: Report, folder: str, size: str, dtype: str, repeats: int, *, che
         drop_caches(file)
         note("load", partial(engine.load_weights, version, [file]))
         if checkpoints:
-            files = note("checkpoint copy", trainer.state_files)
+            files = note("checkpoint copy" if version > 1 else "first checkpoint copy", trainer.state_files)
             checkpoint_bytes = sum(len(data) for data in files.values())
-            note("checkpoint", partial(Checkpoints(storage, "main").save, version, files, {}))
-            del files
+            (state,) = (data for name, data in files.items() if name.endswith("model.safetensors"))
+            note("checkpoint floor", partial(copy_all, tensors, views(state)))
+            note("checkpoint", partial(checkpoint.save, version, files, {}))
+            del files, state
+            trainer.reuse(checkpoint.take_spare())
             storage.remove(f"global_step_{version}")
         storage.remove(published.folder)
 
@@ -239,8 +354,10 @@ def run(report: Report, folder: str, size: str, dtype: str, repeats: int, *, che
             took["checkpoint copy"],
             "s",
             less_is_better=True,
-            against="copy floor for its bytes",
-            other=took["copy floor"] * share,
+            against="copy floor",
+            other=took["checkpoint floor"],
+            goal=1 / 1.2,
+            goal_of="ratio",
         )
         report.add(
             f"{size}, checkpoint written",
@@ -251,7 +368,10 @@ def run(report: Report, folder: str, size: str, dtype: str, repeats: int, *, che
             other=took["write floor"] * share,
         )
     if dtype != "float32":
-        run_deltas(report, trainer, engine, storage, times, size, repeats)
+        # Two copies of a version, beside the model that is trained: with the engine's, 1.5B would not fit.
+        served = None if size == "1.5B" else engine
+        del engine
+        run_deltas(report, trainer, served, storage, times, size, repeats)
     for name in ("first copy", "blocking", "written", "verify", "load", "checkpoint copy", "checkpoint"):
         if name not in times.took:
             continue
@@ -264,7 +384,7 @@ def run(report: Report, folder: str, size: str, dtype: str, repeats: int, *, che
 def run_deltas(
     report: Report,
     trainer: TorchEngine,
-    engine: TransformersEngine,
+    engine: TransformersEngine | None,
     storage: Storage,
     times: Times,
     size: str,
@@ -287,20 +407,27 @@ def run_deltas(
             delta_bytes = sum(entry.size_bytes for _, entry in published.delta.files)
             served = NodeCopy(storage, base, TIMEOUT_S)
             made = times.note(f"delta made {lr}", partial(NodeCopy, storage, published, TIMEOUT_S))
-            engine.load_weights(base.version, served.files)
-            changes = NodeCopy(storage, published.changes, TIMEOUT_S)
-            assert times.note(f"delta in place {lr}", partial(engine.try_load_changes, version, changes.files, None))
-            for copy in (served, made, changes):
+            if engine is not None:
+                engine.load_weights(base.version, served.files)
+                changes = NodeCopy(storage, published.changes, TIMEOUT_S)
+                change = partial(engine.try_load_changes, version, changes.files, None)
+                assert times.note(f"delta in place {lr}", change)
+                changes.close()
+            for copy in (served, made):
                 copy.close()
-        took = {name: times.seconds(f"delta {name} {lr}") for name in ("written", "made", "in place")}
+        took = {name: times.seconds(f"delta {name} {lr}") for name in ("written", "made")}
         visible = times.seconds("delta copy") + took["written"]
         report.add(f"{size}, lr {lr:g}, delta", 100 * delta_bytes / num_bytes, "% of the whole", less_is_better=True)
         against = {"against": "write floor of the whole", "other": times.seconds("write floor")}
         report.add(f"{size}, lr {lr:g}, delta visible", visible, "s", less_is_better=True, **against)
         report.add(f"{size}, lr {lr:g}, delta made by a machine", took["made"], "s", less_is_better=True)
-        report.add(f"{size}, lr {lr:g}, delta in place", took["in place"], "s", less_is_better=True)
         first += 1 + repeats
         del weights, publisher
+        if engine is None:
+            continue
+        report.add(
+            f"{size}, lr {lr:g}, delta in place", times.seconds(f"delta in place {lr}"), "s", less_is_better=True
+        )
         for kind, (calls, moved) in count_calls(trainer, tensors, lr).items():
             report.add(f"{size}, lr {lr:g}, {kind}: calls", calls, "calls", less_is_better=True)
             report.add(f"{size}, lr {lr:g}, {kind}: bytes", moved / 1e9, "GB", less_is_better=True)

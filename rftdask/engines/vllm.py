@@ -127,6 +127,8 @@ class VllmEngine(Engine):
     engine_type = "vllm"
     required_package = "vllm"
     takes_dora = False
+    loads_in_flight = True
+    loads_adapters_in_flight = False  # what is under way asks for its own, which goes when another is loaded
     leaves_device = True
     takes_share = True
     spans_nodes = True
@@ -332,7 +334,8 @@ class VllmEngine(Engine):
         return [output async for output in outputs][-1]
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:
-        """Load weights as in `Engine`. Requests that are under way would go on with the new weights."""
+        """Load weights as in `Engine`. Requests that are under way go on with the new weights: vLLM computes their keys
+        and values again."""
         self._run(self._load(version, files), f"loading version {version}")
         self.policy_version = version
 
@@ -341,8 +344,8 @@ class VllmEngine(Engine):
         if missing:
             raise RoleError(f"{self} cannot load version {version}: no such file: {', '.join(missing)}")
         by_name = {file.name: file for file in files}
-        # "keep": what is under way stays in its place, and goes on with the new weights. Nothing is under way when the
-        # client asks, see server.py.
+        # "keep": what is under way goes on with the new weights, and since caches are cleared by it, its tokens so far
+        # are computed again with them. What they were sampled with is in their logprobs, and in the oldest version.
         await self._llm.pause_generation(mode="keep")
         if ADAPTER_FILE not in by_name:
             await self._llm.collective_rpc("load_published", args=([str(file) for file in files],))
@@ -364,7 +367,8 @@ class VllmEngine(Engine):
         await self._llm.resume_generation()
 
     def load_anew(self, version: int, files: Sequence[Path]) -> None:
-        """Start vLLM again, on a folder with these weights in place of the model's own; about a minute."""
+        """Start vLLM again, on a folder with these weights in place of the model's own; about a minute. What is under
+        way is lost."""
         if any(file.name == ADAPTER_FILE for file in files):
             self._start(self.model_path)
             self.load_weights(version, files)

@@ -38,7 +38,7 @@ from rftdask.explorer.worker_cache import (
     sampling_params,
     text_engine,
 )
-from rftdask.processes.dask_task import make_called_off
+from rftdask.processes.dask_task import host_of, make_called_off, workers_of
 from rftdask.rollouts.attempt import RolloutTimes
 from rftdask.rollouts.places import SLOT, SharedPlaces
 from rftdask.rollouts.policy.base import POLICY
@@ -47,6 +47,8 @@ from rftdask.rollouts.runner import TextEngine, UnitOutcome, run_work_unit
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle
 from rftdask.synchronizer.styles import WeightRequirement
+from rftdask.weights.dask_tree import over_dask, serve_blocks
+from rftdask.weights.node_copy import Transport
 from rftdask.weights.published import Published, latest_published, read_checkpoint_weights, read_published
 
 EXPLORER_RESOURCE = "explorer"
@@ -289,7 +291,7 @@ def warm_up(run: WarmUp) -> None:
         if published is not None and not _cache.is_busy and not engine.spec.turn_timeout_s and config.mode != "bench":
             with _ending_what_hangs(engine):
                 try:
-                    published = engine.fetch(storage, published, 0.0)
+                    published = engine.fetch(storage, published, 0.0, transport=_transport(storage, config))
                 except StorageError:  # it is not held any more, or not yet again; the first unit waits for it
                     return
                 engine.load(storage, published)
@@ -359,7 +361,25 @@ def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
 
 def _fetch(storage: Storage, engine: EngineClient, published: Published, config: Config) -> Published:
     """The version on this machine, if it is held elsewhere. Raises: StorageError; RoleError: called off."""
-    return engine.fetch(storage, published, config.synchronizer.sync_timeout, called_off=make_called_off())
+    if published.held is None or published == engine.weights:
+        return published
+    transport, timeout_s = _transport(storage, config), config.synchronizer.sync_timeout
+    return engine.fetch(storage, published, timeout_s, transport=transport, called_off=make_called_off())
+
+
+def _transport(storage: Storage, config: Config) -> Transport | None:
+    """How a version that is held on another machine comes to this one; None: there is no other."""
+    if config.cluster.is_one_machine or config.sync_method == "checkpoint":
+        return None
+    worker = get_worker()
+    if config.sync_method == "nccl":
+        from rftdask.weights.process_group import over_group  # late: torch, which no other method needs here
+
+        return over_group(host_of(worker.address))
+    serve_blocks(worker)
+    workers = workers_of(get_client())
+    peers = [address for address, told in workers.items() if told["resources"].get(EXPLORER_RESOURCE)]
+    return over_dask(storage, worker, peers)
 
 
 def units_overlap(config: Config, spec: EngineSpec) -> bool:

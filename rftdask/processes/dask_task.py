@@ -49,6 +49,11 @@ def workers_of(client: AsksScheduler) -> Mapping[str, WorkerInfo]:
     return workers
 
 
+def host_of(address: str) -> str:
+    """The host in an address of Dask's, such as tcp://10.0.0.7:4001."""
+    return address.rsplit(":", 1)[0].split("//")[-1]
+
+
 def make_called_off() -> Callable[[], bool]:
     """To be called in a task: a function that tells whether the task was cancelled since, or its worker is closing."""
     worker = get_worker()

@@ -37,8 +37,9 @@ from rftdask.errors import (
 )
 from rftdask.monitor.events import CODEC, Ended
 from rftdask.processes.child import LOG_LEVEL, Child
-from rftdask.processes.dask_task import LEAVING_TOPIC, AsksScheduler, make_called_off, workers_of
+from rftdask.processes.dask_task import LEAVING_TOPIC, AsksScheduler, host_of, make_called_off, workers_of
 from rftdask.trainer.flight_recorder import forget, left_behind, recording
+from rftdask.weights.dask_tree import serve_blocks
 
 TOPIC = "rftdask"
 TRAINER_RESOURCE = "trainer"
@@ -116,19 +117,17 @@ class RankSpec:
     rank: int = 0
     rendezvous: str = ""
     """Where ranks meet: a folder that only their owner may enter, or the host:port where rank 0 listens."""
+    address: str = ""
+    """Of its Dask worker."""
 
 
 def free_address(dask_worker: Worker) -> str:
     """host:port, of this host and a port that is free now, on the worker that will run rank 0."""
-    host = _host_of(dask_worker.address)
+    host = host_of(dask_worker.address)
     # Free at this moment, and perhaps taken when rank 0 listens: then the try is lost, and the next has another port.
     with socket.socket() as probe:
         probe.bind((host, 0))
         return f"{host}:{probe.getsockname()[1]}"
-
-
-def _host_of(address: str) -> str:
-    return address.rsplit(":", 1)[0].split("//")[-1]  # of Dask's, such as tcp://10.0.0.7:4001
 
 
 def interface_of(host: str) -> str | None:
@@ -155,15 +154,16 @@ def supervise(spec: RankSpec, address: str) -> Ended:
         # here.
         raise ProcessLostError(f"rank {spec.rank} was meant for {address}, which is gone; this is {worker.address}")
     called_off = make_called_off()
+    serve_blocks(worker)  # of weights that the rank holds in the memory of this machine
     # gloo and NCCL know no keys, so they are kept on one interface; the user's own choice stays.
-    interface = interface_of(_host_of(address))
+    interface = interface_of(host_of(address))
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
     sockets = {name: os.environ.get(name, interface or "") for name in names}
     # A process of its own: a rank that crashes or is killed must not take the Dask worker with it.
     forget(spec.log_folder, spec.rank)
     child = Child(
         RANK,
-        asdict(spec),
+        asdict(replace(spec, address=address)),
         name=f"trainer-rank-{spec.rank}",
         threads=spec.threads,
         env={LOG_LEVEL: spec.config["log"]["level"], **sockets, **recording(spec.log_folder)},
@@ -283,7 +283,7 @@ class Gang:
     def _meeting_place(self, addresses: Sequence[str], folder: str) -> str:
         """Where ranks meet: `folder` on one machine, else a port of the first worker's."""
         # Loopback addresses: all workers are of this machine.
-        if all(_host_of(address).startswith("127.") for address in addresses):
+        if all(host_of(address).startswith("127.") for address in addresses):
             return folder
         try:
             return str(self.client.run(free_address, workers=[addresses[0]])[addresses[0]])

@@ -39,6 +39,7 @@ from rftdask.errors import NotInstalledError, UserError
 from rftdask.monitor.events import CODEC, Alive, Event
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.child import Channel
+from rftdask.processes.dask_task import host_of
 from rftdask.processes.gpus import out_of_memory, use_device
 from rftdask.processes.turns import DeviceTurn
 from rftdask.run.run_folder import STOP_FILE
@@ -49,6 +50,7 @@ from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.process_ranks import ProcessRanks, all_ranks, lost_peer
 from rftdask.trainer.trainer import Trainer, take_turn
 from rftdask.weights.held import Holder
+from rftdask.weights.process_group import Door
 from rftdask.weights.published import read_requested_version, read_requested_whole
 
 _WEIGHTS_TO_KEEP = 8
@@ -98,7 +100,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
         if turn is not None:  # before a model is loaded onto the device
             take_turn(turn, all_ranks(), config.synchronizer.sync_timeout, lambda: emit(Alive()))
         with MetricsWriter(storage, "trainer") as metrics:
-            trainer = build_trainer(config, storage, spec["total_steps"], metrics, emit)
+            trainer = build_trainer(config, storage, spec["total_steps"], metrics, emit, spec["address"])
             trainer.turn, trainer.turn_timeout_s = turn, config.synchronizer.sync_timeout
             ended = trainer.run()
     except (RuntimeError, MemoryError) as error:
@@ -152,11 +154,17 @@ def meeting_place(rendezvous: str, rank: int, size: int) -> Any:
 
 
 def build_trainer(
-    config: Config, storage: Storage, total_steps: int | None, metrics: MetricsWriter, emit: Callable[[Event], None]
+    config: Config,
+    storage: Storage,
+    total_steps: int | None,
+    metrics: MetricsWriter,
+    emit: Callable[[Event], None],
+    address: str = "",
 ) -> Trainer:
     """Build the trainer of this rank, all its models loaded.
 
-    total_steps: steps of whole batches that the data fills; None: it is not known. Raises: UserError, DataError.
+    total_steps: steps of whole batches that the data fills; None: it is not known. address: of its Dask worker.
+    Raises: UserError, DataError.
     """
     ranks = all_ranks()
     lineage, parent = lineage_of(storage), read_parent(storage)
@@ -174,7 +182,7 @@ def build_trainer(
     )
     rules = make_sync_rules(config)
     publishes = algorithm.schema == "experience" or config.evaluates_training
-    holder = Holder(storage) if config.sync_method != "checkpoint" else None
+    holder = build_holder(config, storage, address) if config.sync_method != "checkpoint" else None
     looked_s, stop_found = 0.0, False
 
     def publish_due(step: int, published: int) -> bool:
@@ -237,6 +245,13 @@ def build_trainer(
         held_out=read_held_out(config),
         eval_metrics=MetricsWriter(storage, "eval"),
     )
+
+
+def build_holder(config: Config, storage: Storage, address: str) -> Holder:
+    """Who holds what this rank publishes, for engines on its machine and, by `synchronizer.sync_method`, on others."""
+    if config.cluster.is_one_machine:
+        return Holder(storage)
+    return Holder(storage, Door(storage, host_of(address)).address if config.sync_method == "nccl" else address)
 
 
 def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> BatchSource:

@@ -36,8 +36,9 @@ class Holder:
         holder.keep({7, 8})                                                 # all others go
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, address: str = "") -> None:
+        """address: of who gives what is held here to other machines (dask_tree.py, process_group.py); "": nobody."""
+        self._storage, self.address = storage, address
         self._held: dict[int, dict[str, NodeCopy]] = {}
         self._fingerprints: dict[int, Fingerprint | None] = {}
 

@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _NUM_READS = 4
 """Blocks that are read and hashed at once."""
 _LOOK_S = 0.02
+_VERIFIED = "VERIFIED.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SHARED_MEMORY = "RFTDASK_SHARED_MEMORY"
 """Variable that names a folder in memory other than /dev/shm, such as where a container has little of that."""
@@ -98,11 +100,7 @@ class NodeCopy:
         return None
 
     def _open(self, storage: Storage, published: Published) -> None:
-        # A version that is written as a whole after it was a delta has other files here.
-        kind = "whole" if published.delta is None else "made"
-        kind = kind if published.held is None else "held"
-        name = f"{storage.url}\n{published.folder}\n{published.content_hash}\n{kind}"
-        self._folder = _root(published.held is not None) / hashlib.sha256(name.encode()).hexdigest()[:32]
+        self._folder = _root(published.held is not None) / copy_name(storage, published)
         local = {name: storage.local_file(f"{published.folder}/{name}") for name, _ in published.files}
         here = published.delta is not None or published.held is not None
         self._paths = {name: self._folder / name if here or path is None else path for name, path in local.items()}
@@ -139,7 +137,7 @@ class NodeCopy:
     def _is_whole(self) -> bool:
         # What was verified is still the same files: a write changes one of these numbers.
         with suppress(OSError, ValueError, NotFoundError):
-            return bool(json.loads((self._folder / "VERIFIED.json").read_bytes()) == self._state())
+            return bool(json.loads((self._folder / _VERIFIED).read_bytes()) == self._state())
         return False
 
     def _state(self) -> list[object]:
@@ -168,11 +166,15 @@ class NodeCopy:
                     ours.parent.mkdir(parents=True, exist_ok=True)
                     file = os.open(ours, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
-                def take(number: int, block: Callable[[int], Data] = block, file: int = file) -> None:
+                def take(
+                    number: int, block: Callable[[int], Data] = block, file: int = file, ours: Path = ours
+                ) -> None:
                     data, place = memoryview(block(number)), number * BLOCK_BYTES
                     while file >= 0 and data:
                         written = os.pwrite(file, data, place)
                         data, place = data[written:], place + written
+                    if published.held is not None:  # from here on another machine may have it from this one
+                        _mark(ours, number).touch()
 
                 try:
                     _do(take, block_numbers(entry))
@@ -182,7 +184,7 @@ class NodeCopy:
         if any(_identity(path) != found for path, found in before.items()):
             raise DamagedError(f"{published.folder} changed while it was read")
         # Last: without it nothing here is believed.
-        (self._folder / "VERIFIED.json").write_text(json.dumps(self._state()))
+        (self._folder / _VERIFIED).write_text(json.dumps(self._state()))
 
 
 def _do(work: Callable[[int], None], numbers: Sequence[int]) -> None:
@@ -267,6 +269,54 @@ def _make_block(path: str, entry: FileEntry, base: int, deltas: Sequence[DeltaFi
         words[positions] ^= xors
     check_block(path, memoryview(data), entry, number)
     return memoryview(data)
+
+
+def copy_name(storage: Storage, published: Published) -> str:
+    """The name of a version's folder on every machine."""
+    # A version that is written as a whole after it was a delta has other files here.
+    kind = "whole" if published.delta is None else "made"
+    kind = kind if published.held is None else "held"
+    name = f"{storage.url}\n{published.folder}\n{published.content_hash}\n{kind}"
+    return hashlib.sha256(name.encode()).hexdigest()[:32]
+
+
+def held_block(copies: Sequence[str], file: str, number: int) -> bytes | bool:
+    """A block of a file that is held on this machine, in one of the copies with these names; True: some process is
+    bringing it here; False: it is not here. Who is given it verifies it.
+
+    Raises: ValueError: they are no names of copies.
+    """
+    is_coming = False
+    for copy in copies:
+        folder = _root(in_memory=True) / copy
+        path = folder / file
+        if not re.fullmatch("[0-9a-f]{32}", copy) or not path.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{copy}/{file} is no file of a version")
+        with suppress(FileNotFoundError), path.open("rb") as opened:  # what is open stays, also if it is removed now
+            if (folder / _VERIFIED).exists() or _mark(path, number).exists():
+                return os.pread(opened.fileno(), BLOCK_BYTES, number * BLOCK_BYTES)
+        is_coming = is_coming or _is_filled_now(folder)
+    return is_coming
+
+
+def place() -> str:
+    """Names the memory of this machine, to whom everybody on it says the same."""
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    return f"{os.uname().nodename} {boot} {_root(in_memory=True)}"
+
+
+def _mark(path: Path, number: int) -> Path:
+    """There once a block of a file is, while others of it are still missing."""
+    return path.with_name(f"{path.name}.{number}")
+
+
+def _is_filled_now(folder: Path) -> bool:
+    with suppress(FileNotFoundError), folder.with_suffix(".lock").open("rb") as lock_file:
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _identity(path: Path) -> list[int]:

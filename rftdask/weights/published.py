@@ -66,8 +66,9 @@ class Held:
     """
 
     addresses: tuple[tuple[str, str], ...] = ()
-    """For each file the host:port at which its rank takes who wants it into a process group; none: Dask's workers are
-    asked."""
+    """For each file where other machines get it: tcp://host:port or tls://host:port, a Dask worker on the machine of
+    its rank (dask_tree.py), or host:port, where that takes who wants it into a process group (process_group.py). None:
+    nowhere, since all engines are on the machine of the trainer."""
 
 
 @dataclass(frozen=True)

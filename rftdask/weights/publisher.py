@@ -173,7 +173,7 @@ class Publisher:
         """Hold what this rank has, and on rank 0 write the manifest, which says so; None: a rank has no room for it."""
         try:
             entries = holder.hold(version, files, fingerprint)
-            report = {"stored": _to_json(entries)}
+            report = {"stored": _to_json(entries), "address": holder.address}
         except StorageError as error:
             log.warning("version %d goes through files: %s", version, error)
             report = failure(error)
@@ -181,11 +181,12 @@ class Publisher:
         if any("error" in told for told in reports):
             holder.release(version)
             return None
+        addresses = {name: told["address"] for told in reports for name in told["stored"] if told["address"]}
         manifest = Manifest(
             self._lineage,
             version,
             _from_json([told["stored"] for told in reports]),
-            fingerprint_extra(fingerprint) | held_extra(Held()),
+            fingerprint_extra(fingerprint) | held_extra(Held(tuple(addresses.items()))),
         )
         if self._writers.rank == 0:
             # Before anybody can load it: what its hash and its fingerprint are outlives those who hold it.

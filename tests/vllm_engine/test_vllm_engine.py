@@ -23,6 +23,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save
 
 from rftdask import Experiment
 from rftdask.algorithm.compose import make_algorithm
@@ -34,10 +35,14 @@ from rftdask.engines.vllm import VllmEngine, _mixed
 from rftdask.engines.vllm_follower import ADDRESS, NODES
 from rftdask.errors import RoleError
 from rftdask.models.toy import build_toy_model
+from rftdask.storage import open_storage
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import token_logprobs
 from rftdask.trainer.packing import pack_rows
 from rftdask.weights.fingerprint import Fingerprint, fixed_sequences
+from rftdask.weights.node_copy import NodeCopy
+from rftdask.weights.published import read_published
+from rftdask.weights.publisher import Publisher
 from tests.integration.run_cases import RunProcess, assert_sound, run_folder, status_of, write_config
 from tests.unit.engines.engine_contract import ContinuousContract, EngineContract
 from tests.unit.trainer.trainer_cases import engine_config
@@ -263,6 +268,61 @@ def test_loaded_weights_are_proven_and_no_cached_prefix_outlives_them(
         assert (answer.tokens, answer.min_policy_version) == (expected.tokens, 10 + version)
         assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert engine._llm is served_by, "loaded in place, tied embeddings and all, not started again"
+
+
+def test_a_response_under_way_goes_on_with_new_weights(
+    engine: VllmEngine, folders: dict[int, Path], others: dict[int, TransformersEngine]
+) -> None:
+    engine.load_verified(30, weights_of(folders[0]), fingerprint_of(others[0]))
+    long = GenerateRequest((3, 4, 5), SamplingParams(100, ignore_eos=True), 1)
+    short = GenerateRequest((3, 4), SamplingParams(1), 2)
+    answers: dict[int, Generation] = {}
+    looks: list[list[tuple[int, GenerateRequest | None]]] = [[(2, short)], [(0, long), (1, short)]]
+
+    def take() -> Sequence[tuple[int, GenerateRequest | None]]:
+        if len(looks) == 1 and 1 in answers and 0 not in answers:
+            engine.load_verified(31, weights_of(folders[1]), fingerprint_of(others[1]))
+            return looks.pop()
+        return looks.pop() if len(looks) == 2 else []
+
+    engine.serve(take, answers.__setitem__)
+    versions = {number: (each.min_policy_version, each.max_policy_version) for number, each in answers.items()}
+    assert versions == {0: (30, 31), 1: (30, 30), 2: (31, 31)}
+    # Each token has the logprob with which it was sampled; after the change what came before is computed anew.
+    pair = (long.prompt_tokens, answers[0].tokens)
+    old, new = (np.array(others[version].logprobs([pair])[0]) for version in (0, 1))
+    said = np.array(answers[0].logprobs)
+    of_old = np.abs(said - old) < 1e-3
+    changed = int(np.argmin(of_old))
+    assert 0 < changed < len(said), "loaded before its first or after its last token"
+    assert np.abs(said - new)[changed:].max() < 1e-3
+
+
+def test_a_delta_becomes_the_whole_that_is_loaded(
+    tmp_path: Path, engine: VllmEngine, folders: dict[int, Path], others: dict[int, TransformersEngine]
+) -> None:
+    """vLLM changes nothing in place: its machine makes the file. Some values of version 0 are those of version 1."""
+    storage = open_storage(str(tmp_path / "run"))
+    publisher = Publisher(storage, "main", whole_interval=2)
+    tensors = load_file(weights_of(folders[0])[0])
+    published = []
+    for version in (1, 2):
+        publisher.publish(version, {"model.safetensors": bytearray(save(tensors, {"format": "pt"}))})
+        found = read_published(storage, version)
+        assert found is not None
+        published.append(found)
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
+    assert published[0].delta is None and published[1].delta is not None
+    assert storage.list("weights/2") == ["MANIFEST.json", "model.safetensors.delta"]
+    other = TransformersEngine(str(folders[0]))
+    for each in published:
+        copy = NodeCopy(storage, each, 60.0)
+        assert not engine.try_load_changes(each.version, copy.files, None)
+        other.load_weights(each.version, copy.files)
+        engine.load_verified(each.version, copy.files, fingerprint_of(other))
+        assert largest_gap(engine, other) < 1e-4
+        copy.close()
+    assert largest_gap(engine, others[0]) > 1e-3
 
 
 class VllmsOwnReload(Engine):

@@ -67,7 +67,7 @@ def _engines_keep_their_promises(config: Config) -> Iterator[Problem]:
         )
 
 
-@RULES.reading("synchronizer", "explorer.rollout_model", "cluster.colocate")
+@RULES.reading("synchronizer", "explorer.rollout_model", "cluster.colocate", "model.lora_configs")
 def _weights_load_in_flight_where_they_can(config: Config) -> Iterator[Problem]:
     key, engine = "synchronizer.load_in_flight", config.explorer.rollout_model
     if not config.synchronizer.load_in_flight:
@@ -77,7 +77,10 @@ def _weights_load_in_flight_where_they_can(config: Config) -> Iterator[Problem]:
     if config.cluster.colocate:
         yield key, "an engine that takes turns with a trainer has nothing under way as it loads; leave it out"
     if not engine.traits.loads_in_flight:
-        yield key, f"engine_type {engine.engine_type} loads when nothing is under way; leave it out or use transformers"
+        yield key, f"engine_type {engine.engine_type} loads when nothing is under way; leave it out"
+    elif config.model.lora_configs and not engine.traits.loads_adapters_in_flight:
+        why = f"engine_type {engine.engine_type} loads adapters when nothing is under way"
+        yield key, f"{why}; leave it out, or use transformers"
 
 
 @RULES.reading("synchronizer")

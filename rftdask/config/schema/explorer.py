@@ -68,6 +68,8 @@ class EngineTraits:
     """It may load weights while requests are under way, whose generations tell the oldest and the newest."""
     guides_sampling: ClassVar[bool] = False
     """It samples by `SamplingParams.grammar` and `bad_tokens`."""
+    loads_adapters_in_flight: ClassVar[bool] = True
+    """The same of adapters; of an engine that may load weights so."""
     records_experts: ClassVar[bool] = False
     """It can tell which experts of a mixture of experts its tokens took."""
     leaves_device: ClassVar[bool] = False

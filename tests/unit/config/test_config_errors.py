@@ -117,9 +117,10 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
             {
                 "synchronizer": {"load_in_flight": True, "sync_style": "fully_async"},
                 "explorer": {"rollout_model": {"engine_type": "vllm"}},
+                "model": {"model_path": "m", "max_model_len": 64, "lora_configs": [{}]},
             },
-            "synchronizer.load_in_flight: engine_type vllm loads when nothing is under way; leave it out or use "
-            "transformers",
+            "synchronizer.load_in_flight: engine_type vllm loads adapters when nothing is under way; leave it out, or "
+            "use transformers",
         ),
         (
             {

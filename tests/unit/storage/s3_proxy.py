@@ -45,6 +45,8 @@ class FaultyS3(ThreadingHTTPServer):
         self.upstream = endpoint.removeprefix("http://")
         self.script: list[str] = []
         self.num_puts = 0
+        self.num_calls = self.num_bytes = 0
+        """Requests of any kind, and the bytes of their bodies and of the answers'."""
         self.choose = choose or self._next_of_script
 
     def _next_of_script(self, method: str, path: str) -> str:
@@ -70,6 +72,8 @@ class Handler(BaseHTTPRequestHandler):
             headers = {name: value for name, value in headers.items() if not name.lower().startswith("x-amz-meta-")}
         if word not in ("refused", "conflict", "forbidden"):
             status, reply_headers, reply = self.forward(headers, body)
+            self.server.num_calls += 1
+            self.server.num_bytes += len(body) + len(reply)
         if word == "dropped":
             self.close_connection = True
             return

@@ -1,0 +1,228 @@
+"""The ways in which weights travel, one beside the other, for `weights.py`: method x engines, each in a process.
+
+Each engine is a process that waits for the pointer, brings the version to its machine as an explorer's worker does
+(`NodeCopy` with the transport of its method), and reads every byte of the mapped files once, as loading does, into
+memory that it uses again. Machines are folders of /dev/shm: engines of one share it, others have their own, so what
+goes from one to the other crosses sockets, on loopback.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distributed import Client, Nanny, SpecCluster, get_worker
+from report import Report
+
+from rftdask.storage import Storage, open_storage
+from rftdask.storage.base import Data
+from rftdask.weights.dask_tree import over_dask, serve_blocks
+from rftdask.weights.held import Holder
+from rftdask.weights.manifest import FileEntry, remove_folder
+from rftdask.weights.node_copy import SHARED_MEMORY, NodeCopy, Transport
+from rftdask.weights.process_group import Door, over_group
+from rftdask.weights.published import Published, latest_published, weights_folder
+from rftdask.weights.publisher import Publisher
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 300.0
+_PIECE = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method, and where its engines are."""
+
+    method: str
+    engines: int
+    machines: int
+    """Of the engines, other than the trainer's; 0: all are on the trainer's."""
+
+    def __str__(self) -> str:
+        where = "on the trainer's machine" if not self.machines else f"on {self.machines} other machines"
+        return f"{self.method}, {self.engines} engines {where}"
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine's process tells."""
+
+    end_s: float
+    """By the clock of the machine, when it had read every byte."""
+    moved_bytes: int
+    """Read and written by calls of the system, and what came from another machine."""
+    peak_bytes: int
+    """Of anonymous memory, above what it held before: mapped files belong to the machine."""
+
+
+def cases(engines: Sequence[int], machines: int) -> list[Case]:
+    """Each method with each number of engines, on the trainer's machine and, where something travels, on others."""
+    found = [Case(method, count, 0) for method in ("checkpoint", "memory") for count in engines]
+    return found + [Case(method, count, min(count, machines)) for method in ("memory", "nccl") for count in engines]
+
+
+def run_methods(
+    report: Report, folder: str, size: str, stage: Callable[[], tuple[float, dict[str, Data]]], work: list[Case]
+) -> None:
+    """stage: copies the weights off the trainer; how long the step waited, and the files."""
+    memories = Path(os.environ.get(SHARED_MEMORY) or "/dev/shm", f"rftdask-benchmark-{os.getpid()}")
+    names = ["trainer", *(f"engine-{number}" for number in range(max(case.engines for case in work)))]
+    spec = {
+        name: {
+            "cls": Nanny,
+            "options": {"name": name, "nthreads": 2, "memory_limit": 0, "dashboard": False, "host": HOST},
+        }
+        for name in names
+    }
+    (memories / "trainer").mkdir(parents=True)
+    os.environ[SHARED_MEMORY] = str(memories / "trainer")
+    try:
+        no_page = {"cls": "distributed.Scheduler", "options": {"dashboard": False}}
+        with SpecCluster(spec, scheduler=no_page) as cluster, Client(cluster, set_as_default=False) as client:
+            told = client.scheduler_info(n_workers=-1)["workers"]
+            addresses = {str(worker["name"]): address for address, worker in told.items()}
+            give = client.submit(_give, str(memories / "trainer"), workers=["trainer"], pure=False)
+            give.result(timeout=TIMEOUT_S)
+            for case in work:
+                _run(report, f"{folder}/methods", size, stage, case, client, addresses, memories)
+    finally:
+        for left in sorted(memories.rglob("*"), reverse=True):
+            left.rmdir() if left.is_dir() else left.unlink()
+        memories.rmdir()
+
+
+def _run(
+    report: Report,
+    url: str,
+    size: str,
+    stage: Callable[[], tuple[float, dict[str, Data]]],
+    case: Case,
+    client: Client,
+    addresses: dict[str, str],
+    memories: Path,
+) -> None:
+    storage = open_storage(url)
+    last = latest_published(storage)
+    version = 1 if last is None else last.version + 1
+    holder = None
+    if case.method != "checkpoint":
+        address = Door(storage, HOST).address if case.method == "nccl" else addresses["trainer"]
+        holder = Holder(storage, address)
+    publisher = Publisher(storage, "main", holder=holder)
+    peers = [address for name, address in addresses.items() if name != "trainer"][: case.engines]
+    waiting = []
+    for number in range(case.engines):
+        name = f"machine-{number % case.machines}" if case.machines else "trainer"
+        (memories / name).mkdir(exist_ok=True)
+        serve = partial(_serve, url, version, case.method, str(memories / name), peers)
+        waiting.append(client.submit(serve, workers=[f"engine-{number}"], pure=False))
+    time.sleep(1.0)  # all look at the pointer
+    before = _moved()
+    began = time.time()
+    blocking_s, files = stage()
+    num_bytes = sum(map(len, files.values()))
+    published = publisher.publish(version, files)
+    visible_s = time.time() - began
+    assert (published.held is not None) == (case.method != "checkpoint")
+    engines: list[Served] = [future.result(timeout=TIMEOUT_S) for future in waiting]
+    served_s = max(engine.end_s for engine in engines) - began
+    moved = _moved() - before + sum(engine.moved_bytes for engine in engines)
+    remove_folder(storage, weights_folder(version))
+    if holder is not None:
+        holder.release(version)
+    what = f"{size}, {case}"
+    report.add(f"{what}: blocking", blocking_s, "s", less_is_better=True)
+    report.add(f"{what}: visible", visible_s, "s", less_is_better=True)
+    report.add(f"{what}: all engines have read it", served_s, "s", less_is_better=True)
+    report.add(f"{what}: bytes moved", moved / num_bytes, "times the version", less_is_better=True)
+    peak = max(engine.peak_bytes for engine in engines) / 1e9
+    report.add(f"{what}: host peak of an engine's process", peak, "GB", less_is_better=True)
+
+
+def _give(memory: str) -> None:
+    os.environ[SHARED_MEMORY] = memory
+    serve_blocks(get_worker())
+
+
+def _serve(url: str, version: int, method: str, memory: str, peers: list[str]) -> Served:
+    os.environ[SHARED_MEMORY] = memory
+    storage, fetched = open_storage(url), [0]
+    transport: Transport | None = None
+    if method == "memory":
+        serve_blocks(get_worker())
+        transport = _counted(over_dask(storage, get_worker(), peers), fetched)
+    elif method == "nccl":
+        transport = _counted(over_group(HOST), fetched)
+    peak, moved = Peak(), _moved()
+    copy = _copy(storage, version, transport)
+    piece = bytearray(_PIECE)
+    for path in copy.files:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            for start in range(0, len(mapped), _PIECE):
+                part = memoryview(mapped)[start : start + _PIECE]
+                piece[: len(part)] = part
+                part.release()
+    end_s = time.time()
+    copy.close()
+    return Served(end_s, _moved() - moved + fetched[0], peak.stop())
+
+
+def _copy(storage: Storage, version: int, transport: Transport | None) -> NodeCopy:
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        published = latest_published(storage)
+        if published is not None and published.version >= version:
+            return NodeCopy(storage, published, TIMEOUT_S, transport)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"version {version} was not published")
+        time.sleep(0.05)
+
+
+def _counted(transport: Transport, fetched: list[int]) -> Transport:
+    def counting(published: Published, name: str, entry: FileEntry) -> Callable[[int], Data]:
+        take = transport(published, name, entry)
+
+        def block(number: int) -> Data:
+            data = take(number)
+            fetched[0] += len(data)
+            return data
+
+        return block
+
+    return counting
+
+
+def _moved() -> int:
+    told: dict[str, Any] = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(told["rchar"]) + int(told["wchar"])
+
+
+class Peak:
+    """The most anonymous memory of this process, above what it has now; looked at every 5 ms."""
+
+    def __init__(self) -> None:
+        self._before = self._most = self._now()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.005):
+            self._most = max(self._most, self._now())
+
+    def _now(self) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
+
+    def stop(self) -> int:
+        """Bytes."""
+        self._ended.set()
+        self._thread.join()
+        return self._most - self._before

@@ -1,0 +1,187 @@
+"""The contract of the ways in which weights travel: checkpoint, memory and nccl. Every machine is a Dask worker with a
+memory of its own, whose engine is a child process; the trainer is on another one. Promises, whatever the method:
+
+- every machine serves the versions that were published, in their order, with their bytes, hash and fingerprint;
+- a machine that joins late gets what there is, and nobody waits for it;
+- whoever is killed with signal 9 while versions travel (a machine, its engine, the trainer) takes nothing along: the
+  others get theirs, and so does the process that takes its place, once the trainer has published again what it held;
+- what a trainer holds is a file when it is asked to write it, and nothing else on storage than its manifest before;
+- a run over these machines trains the same, bit for bit, and asks for no files where it can do without.
+"""
+
+import os
+import random
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rftdask.cluster.layout import Layout, WorkerPlan
+from rftdask.cluster.local import LocalCluster
+from tests.integration.run_cases import (
+    assert_sound,
+    final_weights,
+    finish_alone,
+    ledger_of,
+    run_folder,
+    write_config,
+)
+from tests.integration.weights import weight_parties as parties
+from tests.integration.weights.weight_parties import Said
+
+DEADLINE_S = 180.0
+TRAINER, ENGINES = "trainer-0", ("explorer-1", "explorer-2")
+PLANS = (WorkerPlan(TRAINER, ("trainer",), 1), *(WorkerPlan(name, ("explorer",), 1) for name in ENGINES))
+
+
+class Machines(LocalCluster):
+    """Workers each of which has a memory of its own, so that nothing but sockets and storage joins them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        super().__init__(Layout(PLANS), tls=False)  # a command that joins it has no keys
+
+    def _worker_spec(self, worker: WorkerPlan) -> dict[str, Any]:
+        memory = self.folder / f"memory-{worker.name}"
+        memory.mkdir(exist_ok=True)
+        spec = super()._worker_spec(worker)
+        spec["options"]["env"] |= {"RFTDASK_SHARED_MEMORY": str(memory), "TMPDIR": str(memory)}
+        return spec
+
+    def addresses(self) -> dict[str, str]:
+        """Of the workers that live, by name."""
+        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+        return {str(told["name"]): address for address, told in workers.items()}
+
+    def wait_for(self, name: str, other_than: str = "") -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while self.addresses().get(name, other_than) == other_than:
+            assert time.monotonic() < deadline, f"{name} did not come"
+            time.sleep(0.02)
+
+    def kill(self, name: str) -> None:
+        """With signal 9; its nanny starts another one."""
+        address = self.addresses()[name]
+        os.kill(self.client.run(os.getpid, workers=[address])[address], signal.SIGKILL)
+        self.wait_for(name, other_than=address)
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    with Machines(tmp_path_factory.mktemp("machines")) as started:
+        yield started
+
+
+class Run:
+    """A run of one method on the machines."""
+
+    def __init__(self, machines: Machines, folder: Path, method: str) -> None:
+        # A name of its own: pytest gives the folder of a test that passed to the next one, and processes here live on.
+        self.machines, self.url = machines, str(folder / f"run-{uuid.uuid4().hex[:8]}")
+        self.config = write_config(folder)
+        text = self.config.read_text().replace("synchronizer:", f"synchronizer:\n  sync_method: {method}")
+        elsewhere = "cluster:\n  type: existing\n  options: {address: 'tcp://127.0.0.1:1'}"
+        self.config.write_text(text.replace("cluster:", elsewhere))
+
+    def begin(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """The future of a call on a machine."""
+        return self.machines.client.submit(call, *arguments, workers=[name], pure=False)
+
+    def publish(self, *versions: int) -> list[Said]:
+        future = self.begin(TRAINER, parties.publish, str(self.config), self.url, list(versions))
+        said: list[Said] = future.result(timeout=DEADLINE_S)
+        return said
+
+    def serve(self, version: int, names: tuple[str, ...] = ENGINES) -> dict[str, Any]:
+        """By the engines of machines; futures of what they say."""
+        return {name: self.begin(name, parties.serve, str(self.config), self.url, version) for name in names}
+
+
+def results(futures: dict[str, Any]) -> list[Said]:
+    return [future.result(timeout=DEADLINE_S) for future in futures.values()]
+
+
+@pytest.fixture(params=["checkpoint", "memory", "nccl"])
+def method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def run(machines: Machines, tmp_path: Path, method: str) -> Run:
+    return Run(machines, tmp_path, method)
+
+
+def test_all_machines_serve_what_was_published_also_one_that_joins_late(run: Run, method: str) -> None:
+    said = run.publish(1, 2, 3)
+    for each in said:
+        assert each.fingerprint == parties.fingerprint(each.version)
+        assert results(run.serve(each.version)) == [each] * len(ENGINES)
+    files = sorted(path.name for path in Path(run.url, "weights", "3").iterdir())
+    assert files == ["MANIFEST.json", *["model.safetensors"] * (method == "checkpoint")]
+    # While those that are there go on with the next version, one joins.
+    (fourth,) = run.publish(4)
+    under_way = run.serve(4)
+    before = run.machines.addresses().keys()
+    run.machines.scale("explorer", len(before))
+    while not (joined := run.machines.addresses().keys() - before):
+        time.sleep(0.02)
+    assert results(run.serve(3, tuple(joined))) == [said[-1]]
+    assert results(under_way) == [fourth] * len(ENGINES)
+    # Collected where nobody needs it; what stays becomes files when it is asked for.
+    run.begin(TRAINER, parties.collect, run.url, 4).result(timeout=DEADLINE_S)
+    run.begin(TRAINER, parties.write_held, run.url).result(timeout=DEADLINE_S)
+    assert [path.name for path in Path(run.url, "weights").iterdir()] == ["4"]
+    written = Path(run.url, "weights", "4", "model.safetensors").read_bytes()
+    assert written == bytes(parties.weights(4)["model.safetensors"])
+
+
+def test_whoever_is_killed_takes_nothing_along(run: Run) -> None:
+    told = []
+    for version, victim in ((3, ENGINES[0]), (6, TRAINER), (9, f"the engine of {ENGINES[1]}")):
+        (said,) = run.publish(version)
+        under_way = run.serve(version)
+        pause_s = random.SystemRandom().uniform(0.0, 0.3)
+        told.append((victim, pause_s))
+        time.sleep(pause_s)
+        if victim in (TRAINER, *ENGINES):
+            run.machines.kill(victim)
+        else:
+            pid = run.begin(ENGINES[1], parties.engine_pid, str(run.config)).result(timeout=DEADLINE_S)
+            os.kill(pid, signal.SIGKILL)
+        if victim == TRAINER:
+            # As one that resumes: what was published after its checkpoint, and held, at the same steps.
+            assert run.publish(version) == [said], told
+        for name, future in under_way.items():
+            if name in victim:
+                # A task whose worker or engine was lost is another's to run again, as the explorer does.
+                future.cancel()
+                future = run.serve(version, (name,))[name]
+            assert future.result(timeout=DEADLINE_S) == said, (name, told)
+
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def by_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on one machine whose weights are files."""
+    config = write_config(tmp_path_factory.mktemp("by-files"))
+    finish_alone(config, f"trainer.total_steps={STEPS}", "synchronizer.sync_method=checkpoint")
+    return run_folder(config)
+
+
+@pytest.mark.parametrize("method", ["memory", "nccl"])
+def test_a_run_over_machines_trains_the_same(machines: Machines, tmp_path: Path, method: str, by_files: Path) -> None:
+    config = write_config(tmp_path)
+    where = f"cluster.options={{address: '{machines.client.scheduler.address}'}}"
+    steps = f"trainer.total_steps={STEPS}"
+    finish_alone(config, "cluster.type=existing", where, steps, f"synchronizer.sync_method={method}")
+    folder = run_folder(config)
+    assert assert_sound(folder)["step"] == STEPS
+    assert ledger_of(folder) == ledger_of(by_files)
+    assert final_weights(folder) == final_weights(by_files)
+    assert not (folder / "control" / "whole_version.txt").exists(), "it asked for files"

@@ -1,0 +1,107 @@
+"""What the parties of `test_weight_methods.py` do, in processes of their own: a trainer that publishes, and machines
+whose engines serve what was published. Each Dask worker is a machine: its RFTDASK_SHARED_MEMORY is its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from distributed import get_worker
+
+from rftdask.config import Config, load_config
+from rftdask.engines.client import EngineClient
+from rftdask.explorer.worker_cache import engine_spec
+from rftdask.explorer.worker_task import _transport
+from rftdask.storage import open_storage
+from rftdask.storage.base import Data
+from rftdask.synchronizer.actor import SyncHandle
+from rftdask.trainer.rank import build_holder
+from rftdask.weights.dask_tree import serve_blocks
+from rftdask.weights.fingerprint import Fingerprint
+from rftdask.weights.manifest import BLOCK_BYTES
+from rftdask.weights.published import read_published, remove_weights_below
+from rftdask.weights.publisher import Publisher
+
+TIMEOUT_S = 120.0
+_publishers: dict[str, Publisher] = {}
+"""Of this process, by URL: a trainer that was killed has lost them, with all that they held."""
+_engine: EngineClient | None = None
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a party says of a version."""
+
+    version: int
+    content_hash: str
+    fingerprint: Fingerprint | None
+    sha256: str
+    """Of the bytes of its files, one after another."""
+
+
+def weights(version: int) -> dict[str, Data]:
+    """The files of a version, of which every third has two blocks."""
+    size = BLOCK_BYTES + 1000 if version % 3 == 0 else 1000
+    return {"model.safetensors": bytearray(version.to_bytes(2, "little") * (size // 2))}
+
+
+def fingerprint(version: int) -> Fingerprint:
+    return Fingerprint(sequences=((3, 1, version),), logprobs=((-2.5, -0.1),), dtype="float32")
+
+
+def publish(config_file: str, url: str, versions: list[int]) -> list[Said]:
+    """Publish versions in turn."""
+    config, storage, worker = load_config(config_file), open_storage(url), get_worker()
+    if url not in _publishers:
+        serve_blocks(worker)
+        holds = config.sync_method != "checkpoint"
+        holder = build_holder(config, storage, worker.address) if holds else None
+        _publishers[url] = Publisher(storage, "main", holder=holder)
+    said = []
+    for version in versions:
+        published = _publishers[url].publish(version, weights(version), fingerprint(version))
+        sha256 = hashlib.sha256(weights(version)["model.safetensors"]).hexdigest()
+        said.append(Said(version, published.content_hash, published.fingerprint, sha256))
+    return said
+
+
+def collect(url: str, version: int) -> None:
+    """Remove what is older, as the explorer does."""
+    remove_weights_below(open_storage(url), version)
+
+
+def write_held(url: str) -> None:
+    """Write what is held, as the trainer does between two steps when it is asked to."""
+    _publishers[url].write_held()
+
+
+def engine_of(config: Config) -> EngineClient:
+    """The engine of this machine, a child process."""
+    global _engine
+    if _engine is None or not _engine.alive():
+        _engine = EngineClient(engine_spec(config.explorer.rollout_model, config, 1, None))
+        _engine.wait_ready()
+    return _engine
+
+
+def serve(config_file: str, url: str, version: int) -> Said:
+    """Wait for a version, bring it here and have the engine serve it."""
+    config, storage = load_config(config_file), open_storage(url)
+    engine = engine_of(config)
+    SyncHandle(storage, None).wait_for_version(version, TIMEOUT_S)
+    published = read_published(storage, version)
+    assert published is not None
+    published = engine.fetch(storage, published, TIMEOUT_S, transport=_transport(storage, config))
+    engine.load(storage, published)
+    assert engine._copy is not None
+    digest = hashlib.sha256()
+    for file in engine._copy.files:
+        digest.update(Path(file).read_bytes())
+    return Said(engine.weights.version, engine.weights.content_hash, engine.weights.fingerprint, digest.hexdigest())
+
+
+def engine_pid(config_file: str) -> int:
+    """The process of this machine's engine."""
+    return engine_of(load_config(config_file))._child.pid
