@@ -349,6 +349,10 @@ class EngineClient:
                 if before is not None:
                     before.close()
                 return published
+            # Perhaps it is a file by now: with a checkpoint, or at the end of a run, it is held no more.
+            published = read_published(storage, published.version) or published
+            if published.held is None:
+                return published
             if called_off():
                 raise RoleError(f"{problem}; nobody wants them any more")
             if time.monotonic() >= deadline:
@@ -358,9 +362,6 @@ class EngineClient:
                 log.warning("%s; asks for files", problem)
                 request_whole(storage, published.version)
             time.sleep(_WHOLE_LOOK_S)
-            published = read_published(storage, published.version) or published
-            if published.held is None:
-                return published
 
     def load(self, storage: Storage, published: Published, *, in_flight: bool = False) -> None:
         """Serve `published` from now on, once what is under way has been answered; in_flight: at once, also for what is
