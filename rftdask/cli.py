@@ -872,14 +872,15 @@ def serve(
         checked = load_config(read_run_config(storage).to_dict(), overrides or [], was_checked=True)
     else:
         checked, storage = _load(config, overrides, ""), None
-    own = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
+    told = ServeOptions.of(checked)
     options = dataclasses.replace(
-        ServeOptions.of(checked),
+        told,
+        host=told.host if host is None else host,
+        port=told.port if port is None else port,
         max_concurrent=max_concurrent,
         group_age_s=group_age,
         tls_cert=tls_cert,
         tls_key=tls_key,
-        **own,
     )
     serve_policy(checked, options, typer.echo, storage)  # what it says has the key, to be used
 

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from distributed import Worker
-from distributed.protocol import to_serialize
+from distributed.protocol.serialize import to_serialize
 from distributed.utils import sync
 
 from rftdask.errors import NotFoundError, RftError

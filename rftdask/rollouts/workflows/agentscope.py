@@ -84,13 +84,13 @@ async def agentscope_workflow_adapter_v1(task: Task, model: PolicyModel) -> Rewa
 
     Raises: ValueError: no workflow_func, or nobody gives a reward.
     """
-    functions = {key: task.workflow_args.get(key) for key in ("workflow_func", "judge_func")}
-    if not functions["workflow_func"]:
+    name, judge_name = (task.workflow_args.get(key) for key in ("workflow_func", "judge_func"))
+    if not name:
         raise ValueError("workflow_args.workflow_func is missing: the dotted path of an async function (task, model)")
-    run, judge = (find_part("function", name, {}) if name else None for name in functions.values())
+    run, judge = find_part("function", name, {}), find_part("function", judge_name, {}) if judge_name else None
     names = getattr(model, "auxiliary_names", ())
     offered = {
-        "auxiliary_models": {name: chat_model(model.auxiliary(name), name) for name in names},
+        "auxiliary_models": {each: chat_model(model.auxiliary(each), each) for each in names},
         "logger": logging.getLogger("rftdask.rollouts"),
     }
     row = dict(task.row)
@@ -100,7 +100,7 @@ async def agentscope_workflow_adapter_v1(task: Task, model: PolicyModel) -> Rewa
         judged = await judge(task=row, response=output.response, **_taken(judge, offered))
         reward, metrics = judged.reward, {**metrics, **(judged.metrics or {})}
     if reward is None:
-        raise ValueError(f"{functions['workflow_func']} gave no reward, and workflow_args has no judge_func")
+        raise ValueError(f"{name} gave no reward, and workflow_args has no judge_func")
     return Reward(reward, metrics)
 
 
