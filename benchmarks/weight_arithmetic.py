@@ -100,15 +100,35 @@ WAYS = (("checkpoint", 1.0), ("checkpoint, deltas of 2 %", 0.02), ("memory or nc
 
 
 def main() -> None:
+    from report import Report, make_parser  # late: beside this script, and not there for a test that imports it
+
+    args = make_parser(__doc__).parse_args()
+    print_table()
+    if args.json is not None:
+        report = Report(args)
+        for model, billions in MODELS.items():
+            for num_gpus in NUM_GPUS:
+                for way, share in WAYS:
+                    told = costs(billions, num_gpus, way.partition(",")[0], share)
+                    report.add(f"{model}, {num_gpus} GPUs, {way}: all serve it", told.served_s, "s", less_is_better=True)
+        report.write()
+
+
+def print_table() -> None:
+    """Print the table of docs/weights.md."""
     print("| model | GPUs | method | step waits | visible | all engines serve it | rank, machine | storage |")
     print("|---|---|---|---|---|---|---|---|")
     for model, billions in MODELS.items():
         for num_gpus in NUM_GPUS:
             for way, share in WAYS:
                 told = costs(billions, num_gpus, way.partition(",")[0], share)
-                seconds = " | ".join(f"{value:.2g} s" for value in (told.blocking_s, told.visible_s, told.served_s))
-                memory = f"{told.rank_bytes / GB:.2g}, {told.machine_bytes / GB:.3g} GB"
-                print(f"| {model} | {num_gpus} | {way} | {seconds} | {memory} | {told.storage_bytes / GB:,.3g} GB |")
+                seconds = " | ".join(f"{_short(value)} s" for value in (told.blocking_s, told.visible_s, told.served_s))
+                memory = f"{_short(told.rank_bytes / GB)}, {_short(told.machine_bytes / GB)} GB"
+                print(f"| {model} | {num_gpus} | {way} | {seconds} | {memory} | {_short(told.storage_bytes / GB)} GB |")
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from dask.utils import parse_bytes
-
 from rftdask.cluster.layout import TRAINER_RESOURCE
 from rftdask.config.schema.cluster import JobConfig, WorkerJobConfig, count_gres
 from rftdask.errors import NotInstalledError, RoleError, UserError
@@ -96,6 +94,8 @@ def directives(job: JobConfig) -> list[str]:
 
 def megabytes(memory: str) -> int:
     """ "4GB" -> 3815, in units of 2**20 bytes, rounded up. Raises: UserError: it is no amount of memory."""
+    from dask.utils import parse_bytes  # late: who plans a run imports nothing heavy
+
     try:
         return -(-int(parse_bytes(memory)) // 2**20)
     except ValueError as error:

@@ -54,19 +54,25 @@ def describe(path: Path) -> str:
 
 
 def copy_bundled(name: str, folder: Path) -> list[Path]:
-    """Copy a bundled file into `folder`, by its name or its last part; with only the stem all files of that name in one
-    folder. Raises: UserError: no such file, or it is there already.
+    """Copy into `folder` a bundled file, by its name or its last part; with only the stem all files of that name in one
+    folder; by the name of a folder all that is in it. Raises: UserError: no such file, or it is there already.
     """
     files = bundled()
+    tops = {parent for key in files for parent in Path(key).parents if name in (str(parent), parent.name)}
     found = [key for key in files if name in (key, Path(key).name, Path(key).stem, str(Path(key).with_suffix("")))]
-    if len({Path(key).parent for key in found}) != 1:
+    if not found and len(tops) == 1:
+        found = [key for key in files if tops & set(Path(key).parents)]
+    else:
+        tops = {Path(key).parent for key in found}
+    if len(tops) != 1:
         raise UserError(f"there is no one file {name!r}; there are: {', '.join(found or files)}")
-    targets = [folder / Path(key).name for key in found]
+    [top] = tops
+    targets = [folder / Path(key).relative_to(top) for key in found]
     for target in targets:
         if target.exists():
             raise UserError(f"{target} is there already; name another folder, or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
     for key, target in zip(found, targets, strict=True):
+        target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(files[key], target)
     return targets
 

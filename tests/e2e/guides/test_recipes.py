@@ -22,7 +22,7 @@ RECIPES = sorted(
     Path(name).stem for name in bundled() if name.startswith("examples/recipes/") and name.endswith(".yaml")
 )
 PLAIN = [name for name in RECIPES if name not in ("offline_batch", "s3", "sft_then_grpo", "slurm", "sweep")]
-NEEDS = {"reasoning_gym": "reasoning_gym", "gymnasium": "gymnasium", "lora": "peft"}
+NEEDS = {"basic_arithmetic": "reasoning_gym", "frozen_lake": "gymnasium", "lora": "peft"}
 DEADLINE_S = 400.0
 FEW = "trainer.total_steps=2"
 

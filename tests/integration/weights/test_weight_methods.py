@@ -139,6 +139,7 @@ def test_all_machines_serve_what_was_published_also_one_that_joins_late(run: Run
     assert written == bytes(parties.weights(4)["model.safetensors"])
 
 
+@pytest.mark.slow
 def test_whoever_is_killed_takes_nothing_along(run: Run) -> None:
     told = []
     for version, victim in ((3, ENGINES[0]), (6, TRAINER), (9, f"the engine of {ENGINES[1]}")):

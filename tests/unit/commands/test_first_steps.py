@@ -148,6 +148,13 @@ def test_what_comes_with_the_package_is_described_and_copied(tmp_path: Path) -> 
     assert "main" in runpy.run_path(str(files["examples/quickstart.py"]))  # as `rftdask quickstart` does
 
 
+def test_a_folder_is_copied_with_all_that_is_in_it(tmp_path: Path) -> None:
+    for name in ("agents", "examples/agents"):
+        copied = {str(path.relative_to(tmp_path / name)) for path in copy_bundled(name, tmp_path / name)}
+        assert {"learn.py", "tool_loop.yaml", "with_openai/tool_loop.py"} <= copied
+        assert (tmp_path / name / "with_openai" / "tool_loop.py").is_file()
+
+
 def test_the_doctor_of_a_machine_tells_what_is_there() -> None:
     found = {finding.part: finding for finding in check_environment()}
     assert found["torch"].state == "ok" and found["rftdask"].text.startswith("0.")

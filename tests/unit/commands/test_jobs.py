@@ -214,7 +214,10 @@ def test_followed_logs_tell_their_end_and_then_each_whole_line_that_comes(tmp_pa
     assert next(told) == ("trainer-0-12.log", ["six"])
 
 
-def test_status_for_programs_lists_the_jobs_of_a_run_that_has_not_begun(tmp_path: Path) -> None:
+def test_status_for_programs_lists_the_jobs_of_a_run_that_has_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")  # no batch system, whatever this machine has
     write_jobs(open_storage(tmp_path), [JobRecord("controller", "controller", "7", "pbs", 1.0)], SUBMITTED_FILE)
     told = json.loads(CliRunner().invoke(app, ["status", str(tmp_path), "--json"]).output)
     job = {"role": "controller", "name": "controller", "job_id": "7", "state": "not asked", "is_alive": False}

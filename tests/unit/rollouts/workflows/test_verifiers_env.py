@@ -88,7 +88,7 @@ def test_turns_with_tools_are_recorded_each_with_its_tokens() -> None:
 
 
 def test_a_failed_episode_is_a_failure_that_says_why() -> None:
-    asks = {"id": "addition-env", "parameters": {"response_format": {"type": "json_object"}}}
+    asks = {"id": "addition-env", "parameters": {"response_format": {"type": "grammar"}}}
     [failed] = rollouts(taskset(agent={"harness": asks}), replies("it is 1"))
     assert (failed.status, failed.reward) == (Status.FAILED, None)
-    assert "response_format 'json_object' is not supported" in failed.error
+    assert "response_format {'type': 'grammar'} is not supported" in failed.error

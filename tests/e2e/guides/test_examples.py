@@ -1,0 +1,65 @@
+"""Promises of examples/agents: an agent on openai's client, and one of LangGraph, learn to use their tool, from rewards
+alone; and of examples/environments: each file runs as it is, but for its model and its size, without a network.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.toy_runs import finish
+from tests.integration.run_cases import RunProcess
+
+ROOT = Path(__file__).parents[3]
+AGENTS = ROOT / "examples/agents"
+ENVIRONMENTS = ROOT / "examples/environments"
+ADDITION = ROOT / "tests/unit/rollouts/workflows"  # where the environment of verifiers.yaml is
+DEADLINE_S = 400.0
+LAST_LINE = re.compile(r"[\w ]+: reward (\d\.\d\d) -> (\d\.\d\d) in (\d+) s.*")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ("learn.py",),
+        pytest.param(("learn.py", "langgraph_agent"), marks=pytest.mark.extras),
+    ],
+    ids=["tool_loop", "langgraph"],
+)
+def test_an_agent_learns_to_call_its_tool(program: tuple[str, ...], tmp_path: Path) -> None:
+    if program[-1] == "langgraph_agent":
+        pytest.importorskip("langgraph.prebuilt")
+    env = {"RFTDASK_RUNS": str(tmp_path)}
+    with RunProcess(program=(str(AGENTS / program[0]), *program[1:]), env=env) as run:
+        ended = run.end(DEADLINE_S)
+        assert ended.code == 0, ended
+        run.wait_for_no_survivors()
+    last = LAST_LINE.fullmatch(ended.out.splitlines()[-1])
+    assert last is not None, ended.out[-500:]
+    print(last[0])
+    before, after = float(last[1]), float(last[2])
+    assert after >= 0.5 and after >= before + 0.3, last[0]
+
+
+def test_every_environment_is_tried() -> None:
+    assert {file.stem for file in ENVIRONMENTS.glob("*.yaml")} == {"gymnasium", "textarena", "reasoning_gym", "verifiers"}
+    assert all(len(file.read_text().splitlines()) <= 10 for file in ENVIRONMENTS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("gymnasium", "gymnasium"),
+        pytest.param("textarena", "textarena", marks=pytest.mark.extras),
+        pytest.param("reasoning_gym", "reasoning_gym", marks=pytest.mark.extras),
+        pytest.param("verifiers", "verifiers", marks=pytest.mark.extras),
+    ],
+)
+def test_an_environment_runs_as_it_is(name: str, package: str, tmp_path: Path) -> None:
+    pytest.importorskip(package)
+    small = ("model.model_path=none", "explorer.rollout_model.engine_type=fake", "trainer.trainer_type=fake")
+    small += ("buffer.batch_size=2", "algorithm.repeat_times=2", "algorithm.kl_loss_fn=none", "trainer.total_steps=1")
+    small += ("model.max_response_tokens=8", "model.max_prompt_tokens=4000", "monitor.monitor_type=none")
+    small += (f"checkpoint_root_dir={tmp_path}", "cluster.num_cpus=2", "explorer.max_retry_times=0")
+    told = finish(str(ENVIRONMENTS / f"{name}.yaml"), *small, env={"PYTHONPATH": f"{ROOT}:{ADDITION}"})
+    assert "failed" not in told.lower() or "failed 0" in told.lower(), told
