@@ -29,7 +29,7 @@ GPU_PYTHON ?= python
 # anew; a touched file does not. Written last, so an interrupted installation is taken up again.
 STAMP := $(VENV)/installed-$(shell (cat pyproject.toml constraints.txt; echo "$(EXTRAS) $(CURDIR)") | cksum | cut -d ' ' -f 1)
 
-.PHONY: gpu torchao site quickstart test test-oldest robustness learning guides slow extras lint types check install clean
+.PHONY: agentscope gpu torchao site quickstart test test-oldest robustness learning guides slow extras lint types check install clean
 .DEFAULT_GOAL := test
 
 quickstart: $(STAMP)
@@ -62,9 +62,17 @@ site: $(STAMP)
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/site
 
 extras:
-	@$(MAKE) --no-print-directory install EXTRAS=dev,agents,agentscope,reasoning-gym,sciworld,textarena,trackers,verifiers
+	@$(MAKE) --no-print-directory install EXTRAS=dev,agents,reasoning-gym,sciworld,textarena,trackers,verifiers
 	tests/conformance/install_peers.sh $(VENV)
+	@$(MAKE) --no-print-directory agentscope EXTRAS=dev,agents,reasoning-gym,sciworld,textarena,trackers,verifiers
 	$(BIN)/python -m pytest -m extras --durations=10
+
+# Its mcp beside the environment, where verifiers needs another one.
+agentscope: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "agentscope<2" greenlet
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/mcp1 "mcp<2"
+	PYTHONPATH=$(VENV)/mcp1 $(BIN)/python -m pytest -m extras -k agentscope \
+	  tests/unit/compat/test_trinity_wheel.py tests/unit/rollouts/workflows/test_workflows_page.py
 
 torchao:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/torchao -c constraints.txt torchao
