@@ -285,17 +285,23 @@ class EngineClient:
             except RftError as error:
                 self._fail(self._blamed(error))
                 return
+            answers: list[tuple[int, Any]]
+            if isinstance(message, server.Generated):
+                answers = [(answer.number, answer.generation) for answer in message.answers]
+            else:
+                answers = [(0 if isinstance(message, server.Ready) else message.number, message)]
             with self._lock:
-                future = self._asked.pop(0 if isinstance(message, server.Ready) else message.number, None)
+                futures = [self._asked.pop(number, None) for number, _ in answers]
                 self.answered_s = time.monotonic()
                 if isinstance(message, server.Ready):
                     self._used_since_s = self.answered_s
                     self.cache_tokens = message.cache_tokens
-                elif isinstance(message, server.Generated) and future is not None:
-                    self._count_generating(-1)
-            # False for one that was cancelled meanwhile: its answer is dropped.
-            if future is not None and future.set_running_or_notify_cancel():
-                future.set_result(message.generation if isinstance(message, server.Generated) else message)
+                elif isinstance(message, server.Generated):
+                    self._count_generating(-sum(future is not None for future in futures))
+            for future, (_, answer) in zip(futures, answers, strict=True):
+                # False for one that was cancelled meanwhile: its answer is dropped.
+                if future is not None and future.set_running_or_notify_cancel():
+                    future.set_result(answer)
 
     def _blamed(self, error: RftError) -> RftError:
         # The error of the process, as one that says whether a task may be to blame: only for a loss while it worked.

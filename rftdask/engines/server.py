@@ -120,9 +120,16 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Generated:
+class Answer:
     number: int
     generation: Generation
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Requests that were finished in one step of the engine."""
+
+    answers: tuple[Answer, ...]
 
 
 @dataclass(frozen=True)
@@ -169,9 +176,19 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
         plain = channel.try_receive()
         return None if plain is None else FROM_CLIENT.decode(plain)
 
+    finished: list[Answer] = []
+    """Not sent yet: those of one step go together, since a message costs both sides more than what is in it."""
+
+    def send_finished() -> None:
+        if finished:
+            channel.send(FROM_SERVER.encode(Generated(tuple(finished))))
+            finished.clear()
+
     def take() -> list[tuple[int, GenerateRequest | None]]:
-        # Up to the first message that waits for the end of all requests; nothing that came after it is taken.
+        # Between two steps. Up to the first message that waits for the end of all requests; nothing that came after it
+        # is taken.
         nonlocal message
+        send_finished()
         taken: list[tuple[int, GenerateRequest | None]] = []
         message = message or try_receive()
         while _comes_between_steps(message):
@@ -185,7 +202,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
         return taken
 
     def give(number: int, generation: Generation) -> None:
-        channel.send(FROM_SERVER.encode(Generated(number, generation)))
+        finished.append(Answer(number, generation))
 
     # One message at a time, in the order sent: so a `LoadWeights` that is not for requests under way waits until every
     # request before it is answered, and no answer mixes two versions.
@@ -205,8 +222,11 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
             if isinstance(message, Generate | Drop):
                 # It ends when nothing is under way; `take` has left the next message of another kind in `message`, or
                 # None.
-                with _telling_memory(spec, "the engine generates"):
-                    engine.serve(take, give)
+                try:
+                    with _telling_memory(spec, "the engine generates"):
+                        engine.serve(take, give)
+                finally:
+                    send_finished()
                 continue
             answer: FromServer
             if isinstance(message, TakeTurn):

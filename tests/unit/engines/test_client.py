@@ -25,6 +25,7 @@ from rftdask.engines.fake import FakeEngine
 from rftdask.engines.server import (
     FROM_CLIENT,
     FROM_SERVER,
+    Answer,
     EndTurn,
     FromClient,
     FromServer,
@@ -80,6 +81,11 @@ class Parent:
         self.on_answer(self.answers[-1])
 
 
+def generated(answers: Sequence[FromServer]) -> list[tuple[int, Generation]]:
+    messages = [answer for answer in answers if isinstance(answer, Generated)]
+    return [(answer.number, answer.generation) for message in messages for answer in message.answers]
+
+
 def asks(*numbers: int) -> Generate:
     return Generate(tuple(NumberedRequest(number, request(number)) for number in numbers))
 
@@ -92,11 +98,11 @@ def test_weights_are_loaded_between_those_who_asked_before_and_those_who_ask_aft
     serve(engine_spec("fake").to_plain(), parent)  # type: ignore[arg-type]
     ready, *answers = parent.answers
     assert ready == Ready(os.getpid())
-    numbers = [answer.number for answer in answers if not isinstance(answer, Ready)]
-    assert numbers == [1, 2, 3, 4, 5, 6]
-    assert answers[3] == Loaded(4, 9)
-    assert isinstance(answers[5], Scored) and len(answers[5].logprobs[0]) == 2
-    generations = [answer.generation for answer in answers if isinstance(answer, Generated)]
+    assert [type(answer) for answer in answers] == [Generated, Loaded, Generated, Scored], "those of a step are one"
+    assert [number for number, _ in generated(answers)] == [1, 2, 3, 5]
+    assert answers[1] == Loaded(4, 9)
+    assert isinstance(answers[3], Scored) and answers[3].number == 6 and len(answers[3].logprobs[0]) == 2
+    generations = [generation for _, generation in generated(answers)]
     assert [(each.min_policy_version, each.max_policy_version) for each in generations] == [(0, 0)] * 3 + [(9, 9)]
     assert generations == [*FakeEngine().generate([request(n) for n in (1, 2, 3)]), generations[3]]
 
@@ -107,7 +113,7 @@ def test_weights_in_flight_do_not_wait_for_those_who_asked_before(tmp_path: Path
     parent = Parent(asks(1), LoadWeights(4, 9, (str(file),), None, in_flight=True), asks(5))
     serve(engine_spec("fake").to_plain(), parent)  # type: ignore[arg-type]
     assert parent.answers[1] == Loaded(4, 9)
-    assert [answer.number for answer in parent.answers[2:] if isinstance(answer, Generated)] == [1, 5]
+    assert [number for number, _ in generated(parent.answers[2:])] == [1, 5]
 
 
 class CountedEngine(FakeEngine):
@@ -152,7 +158,7 @@ def test_an_engine_tells_its_experts_or_says_that_it_cannot(tmp_path: Path, monk
     engine = TransformersEngine(folder)
     engine.record_experts()
     [expected] = engine.generate([request(3)])
-    assert expected.routed_experts and parent.answers[1:] == [Generated(3, expected)], "also on the way, in messages"
+    assert expected.routed_experts and parent.answers[1:] == [Generated((Answer(3, expected),))], "also on the way, in messages"
 
 
 class SharingEngine(FakeEngine):
