@@ -151,7 +151,9 @@ def examples(context: typer.Context) -> None:
 
 @examples_app.command()
 def copy(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As listed, or a part of it: ppo_critic, or a folder: agents")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="As listed, or a part of it: ppo_critic, or a folder: agents")
+    ],
     to: Annotated[str, typer.Argument(metavar="[FOLDER]", help="Where it is copied")] = ".",
 ) -> None:
     """Copy one here, to change and run it; an example with code of its own is a configuration and a module."""

@@ -165,52 +165,20 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     # The policy's engine waits for a rank that wants the device; another model is asked in the course of its turn.
     waits = {"timeout_s": spec["turn_timeout_s"], "beside": spec["section"]["model_path"] is not None}
     engine = _make_engine(spec, device, None if turn is None else partial(turn.wait, **waits))
-    channel.send(FROM_SERVER.encode(Ready(os.getpid(), engine.cache_tokens)))
+    client = _ClientOf(engine, spec, channel)
+    client.send(Ready(os.getpid(), engine.cache_tokens))
     again = _smoke_requests(spec, longest=False)
     """What is asked once more, when it has loaded its first weights or adapters."""
-    message: FromClient | None = None
     rests = True
     """Whether it may leave the device: nobody has begun what it is to stay for."""
-
-    def try_receive() -> FromClient | None:
-        plain = channel.try_receive()
-        return None if plain is None else FROM_CLIENT.decode(plain)
-
-    finished: list[Answer] = []
-    """Not sent yet: those of one step go together, since a message costs both sides more than what is in it."""
-
-    def send_finished() -> None:
-        if finished:
-            channel.send(FROM_SERVER.encode(Generated(tuple(finished))))
-            finished.clear()
-
-    def take() -> list[tuple[int, GenerateRequest | None]]:
-        # Between two steps. Up to the first message that waits for the end of all requests; nothing that came after it
-        # is taken.
-        nonlocal message
-        send_finished()
-        taken: list[tuple[int, GenerateRequest | None]] = []
-        message = message or try_receive()
-        while _comes_between_steps(message):
-            if isinstance(message, Generate):
-                taken += [(each.number, each.request) for each in message.requests]
-            elif isinstance(message, Drop):
-                taken += [(number, None) for number in message.numbers]
-            elif isinstance(message, LoadWeights):
-                channel.send(FROM_SERVER.encode(_load(engine, spec, message, [])))
-            message = try_receive()
-        return taken
-
-    def give(number: int, generation: Generation) -> None:
-        finished.append(Answer(number, generation))
 
     # One message at a time, in the order sent: so a `LoadWeights` that is not for requests under way waits until every
     # request before it is answered, and no answer mixes two versions.
     # The second argument of iter is what would end the loop, and no message is it: the process
     # ends when its client has gone, see `Channel`.
     for plain in channel if turn is None else iter(partial(channel.try_receive, _LOOK_S), channel):
-        message = None if plain is None else FROM_CLIENT.decode(plain)
-        while message is not None:
+        client.message = None if plain is None else FROM_CLIENT.decode(plain)
+        while (message := client.message) is not None:
             if isinstance(message, EndTurn):
                 rests = True
                 break
@@ -220,27 +188,69 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
                 with _telling_memory(spec, "the engine returns to its GPU"):
                     engine.return_to_device()
             if isinstance(message, Generate | Drop):
-                # It ends when nothing is under way; `take` has left the next message of another kind in `message`, or
-                # None.
-                try:
-                    with _telling_memory(spec, "the engine generates"):
-                        engine.serve(take, give)
-                finally:
-                    send_finished()
+                client.generate()
                 continue
-            answer: FromServer
             if isinstance(message, TakeTurn):
-                answer = HasTurn(message.number)
+                client.send(HasTurn(message.number))
             elif isinstance(message, Score):
-                answer = Scored(message.number, tuple(engine.logprobs(message.pairs)))
+                client.send(Scored(message.number, tuple(engine.logprobs(message.pairs))))
             else:
-                answer = _load(engine, spec, message, again)
-            channel.send(FROM_SERVER.encode(answer))
-            message = None
+                client.send(_load(engine, spec, message, again))
+            client.message = None
         # Nothing came for a moment, or a unit has ended: also where the next one follows at once, the rank is next.
         if turn is not None and rests and turn.held and turn.is_wanted:
             engine.leave_device()
             turn.leave()
+
+
+class _ClientOf:
+    """The client, as its engine sees it while it generates: what it wants comes between two steps."""
+
+    def __init__(self, engine: Engine, spec: Mapping[str, Any], channel: Channel) -> None:
+        self._engine, self._spec, self._channel = engine, spec, channel
+        self.message: FromClient | None = None
+        """The message that is next."""
+        self._finished: list[Answer] = []
+        """Not sent yet: those of one step go together, since a message costs both sides more than what is in it."""
+
+    def generate(self) -> None:
+        """Answer requests from `message` on until none is under way; leaves the first message of another kind in it."""
+        try:
+            with _telling_memory(self._spec, "the engine generates"):
+                self._engine.serve(self._take, self._give)
+        finally:
+            self._send_finished()
+
+    def send(self, answer: FromServer) -> None:
+        self._channel.send(FROM_SERVER.encode(answer))
+
+    def _take(self) -> list[tuple[int, GenerateRequest | None]]:
+        # Up to the first message that waits for the end of all requests; nothing that came after it is taken.
+        self._send_finished()
+        taken: list[tuple[int, GenerateRequest | None]] = []
+        message = self.message or self._receive()
+        while _comes_between_steps(message):
+            if isinstance(message, Generate):
+                taken += [(each.number, each.request) for each in message.requests]
+            elif isinstance(message, Drop):
+                taken += [(number, None) for number in message.numbers]
+            elif isinstance(message, LoadWeights):
+                self.send(_load(self._engine, self._spec, message, []))
+            message = self._receive()
+        self.message = message
+        return taken
+
+    def _give(self, number: int, generation: Generation) -> None:
+        self._finished.append(Answer(number, generation))
+
+    def _send_finished(self) -> None:
+        if self._finished:
+            self.send(Generated(tuple(self._finished)))
+            self._finished.clear()
+
+    def _receive(self) -> FromClient | None:
+        plain = self._channel.try_receive()
+        return None if plain is None else FROM_CLIENT.decode(plain)
 
 
 def _comes_between_steps(message: FromClient | None) -> bool:

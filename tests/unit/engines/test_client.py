@@ -158,7 +158,9 @@ def test_an_engine_tells_its_experts_or_says_that_it_cannot(tmp_path: Path, monk
     engine = TransformersEngine(folder)
     engine.record_experts()
     [expected] = engine.generate([request(3)])
-    assert expected.routed_experts and parent.answers[1:] == [Generated((Answer(3, expected),))], "also on the way, in messages"
+    assert expected.routed_experts and parent.answers[1:] == [Generated((Answer(3, expected),))], (
+        "also on the way, in messages"
+    )
 
 
 class SharingEngine(FakeEngine):
