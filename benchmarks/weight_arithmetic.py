@@ -110,7 +110,9 @@ def main() -> None:
             for num_gpus in NUM_GPUS:
                 for way, share in WAYS:
                     told = costs(billions, num_gpus, way.partition(",")[0], share)
-                    report.add(f"{model}, {num_gpus} GPUs, {way}: all serve it", told.served_s, "s", less_is_better=True)
+                    report.add(
+                        f"{model}, {num_gpus} GPUs, {way}: all serve it", told.served_s, "s", less_is_better=True
+                    )
         report.write()
 
 

@@ -42,7 +42,12 @@ def test_an_agent_learns_to_call_its_tool(program: tuple[str, ...], tmp_path: Pa
 
 
 def test_every_environment_is_tried() -> None:
-    assert {file.stem for file in ENVIRONMENTS.glob("*.yaml")} == {"gymnasium", "textarena", "reasoning_gym", "verifiers"}
+    assert {file.stem for file in ENVIRONMENTS.glob("*.yaml")} == {
+        "gymnasium",
+        "textarena",
+        "reasoning_gym",
+        "verifiers",
+    }
     assert all(len(file.read_text().splitlines()) <= 10 for file in ENVIRONMENTS.glob("*.yaml"))
 
 

@@ -1,10 +1,12 @@
-"""Promise of examples/recipes: copied into an empty folder, each does on the toy what its first lines say."""
+"""Promise of examples/recipes: copied into an empty folder, each does on the toy what its first lines say. Those that
+are one run go one after the other in one process, as cells of a notebook do, which imports what they need once.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,27 +23,43 @@ ROOT = Path(__file__).parents[3]
 RECIPES = sorted(
     Path(name).stem for name in bundled() if name.startswith("examples/recipes/") and name.endswith(".yaml")
 )
-PLAIN = [name for name in RECIPES if name not in ("offline_batch", "s3", "sft_then_grpo", "slurm", "sweep")]
-NEEDS = {"basic_arithmetic": "reasoning_gym", "frozen_lake": "gymnasium", "lora": "peft"}
+PLAIN = [
+    name
+    for name in RECIPES
+    if name not in ("basic_arithmetic", "offline_batch", "s3", "sft_then_grpo", "slurm", "sweep")
+]
+NUM_PROCESSES = 3
 DEADLINE_S = 400.0
 FEW = "trainer.total_steps=2"
 
 
+ONE_AFTER_THE_OTHER = """
+import os, sys
+from rftdask import Experiment
+for folder in sys.argv[2:]:
+    os.chdir(folder)
+    name = os.path.basename(folder)
+    print("recipe", name, flush=True)
+    Experiment.from_yaml(f"{name}.yaml", sys.argv[1]).run()
+"""
+
+
+def copy(name: str, folder: Path) -> Path:
+    """Copies a recipe into an empty folder, and makes a toy that is not warm: what is to be seen is that the recipe
+    runs. Returns the folder of its run.
+    """
+    copy_bundled(name, folder)
+    write_toy_tasks(folder / "toy")
+    build_tiny_model(folder / "toy" / "model")
+    return folder / "runs" / "recipes" / name
+
+
 @pytest.fixture
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Copies a recipe into an empty folder, goes there, and makes a toy that is not warm: what is to be seen is that
-    the recipe runs.
-    """
-
-    def copy(name: str) -> Path:
-        copy_bundled(f"{name}", tmp_path)
-        write_toy_tasks(tmp_path / "toy")
-        build_tiny_model(tmp_path / "toy" / "model")
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.delenv("RFTDASK_RUNS", raising=False)
-        return tmp_path / "runs" / "recipes" / name
-
-    return copy
+    """`copy` into this test's folder, and goes there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RFTDASK_RUNS", raising=False)
+    return partial(copy, folder=tmp_path)
 
 
 def finish(*arguments: str, **env: str) -> Ended:
@@ -55,12 +73,22 @@ def steps(folder: Path) -> int:
     return int((folder / "latest_checkpointed_iteration.txt").read_text())
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_a_recipe_runs(name: str, copied: Callable[[str], Path]) -> None:
-    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
-        pytest.skip(f"needs {NEEDS[name]}")
-    run = copied(name)
-    finish("run", f"{name}.yaml", FEW, "--progress", "none")
+@pytest.mark.parametrize("share", range(NUM_PROCESSES))
+def test_recipes_run(share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RFTDASK_RUNS", raising=False)
+    names = PLAIN[share::NUM_PROCESSES]
+    runs = {name: copy(name, tmp_path / name) for name in names}
+    folders = [str(tmp_path / name) for name in names]
+    with RunProcess(FEW, *folders, program=("-c", ONE_AFTER_THE_OTHER), env={"PYTHONPATH": str(ROOT)}) as run:
+        ended = run.end(len(names) * DEADLINE_S)
+        assert ended.code == 0, ended
+    assert {name: steps(folder) for name, folder in runs.items()} == dict.fromkeys(names, 2)
+
+
+def test_tasks_of_reasoning_gym(copied: Callable[[str], Path]) -> None:
+    pytest.importorskip("reasoning_gym")
+    run = copied("basic_arithmetic")
+    finish("run", "basic_arithmetic.yaml", FEW, "--progress", "none")
     assert steps(run) == 2
 
 
