@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 280.0
+DEADLINE_S = 560.0
 
 
 def run_crash_test(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:

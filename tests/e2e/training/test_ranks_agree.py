@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "activations again": ("grpo", {"trainer__gradient_checkpointing": True}),
     "adapters": ("grpo", {"model__lora_configs": [{"lora_rank": 4}]}),
     "a KL baseline": ("kto", {"algorithm__optimizer__lr": 1e-2}),
-    "a head of one number": ("reward_model", {"algorithm__optimizer__lr": 1e-2}),
+    "a head of one number": ("reward_model", {"algorithm__optimizer__lr": 3e-3}),
     "several updates": (
         "grpo",
         {
@@ -165,7 +165,7 @@ def trained(
         hashes = strategy.ranks.all_gather(hashlib.sha256(held).hexdigest())
         assert len(set(hashes)) == 1, "ranks hold different weights"
     files = made.state_files()
-    own = {name: data for name, data in files.items() if "/model" in name}
+    own = {name: data for name, data in files.items() if "model" in Path(name).name}  # or adapter_model
     return metrics, files, weights_of({name: d for part in exchange(strategy.ranks, own) for name, d in part.items()})
 
 
@@ -366,7 +366,7 @@ def test_ranks_compute_what_one_rank_computes_alone(model: str, tmp_path: Path) 
 def test_adapters_and_activations_computed_again_change_nothing_of_that(model: str, tmp_path: Path) -> None:
     differences = [part for part in run_ranks(2, tmp_path, compare_variants, model) if part]
     assert len(differences[0]) == 2 * len(VARIANTS) * len(STRATEGIES)
-    assert max(differences[0].values()) <= TOLERANCE, differences
+    assert max(differences[0].values()) <= TOLERANCE, "\n".join(f"{k} {v:.2e}" for k, v in differences[0].items())
 
 
 def test_ranks_that_split_sequences_compute_what_one_rank_computes_alone(
