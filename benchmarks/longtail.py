@@ -169,7 +169,7 @@ def main() -> None:
             floor = bare(root, TracedSimulation(), slots, slots * refills, SCALE) * bare_step_s
             what = f"{in_flight} in flight, {engines} engines x {slots} slots"
             # Each is a whole run, whose start is most of a quick one.
-            for style, goal in ((IN_FLIGHT, 0.85), *(() if args.quick else ((ASYNC, 0.85),)), (FIXED, None)):
+            for style, goal in ((IN_FLIGHT, 0.85), *(() if args.quick else ((ASYNC, 0.85), (FIXED, None)))):
                 # Lock-step wastes most of its time: a few steps say as much.
                 steps = refills if goal else max(2, refills // 10)
                 rate, told = roll_out(

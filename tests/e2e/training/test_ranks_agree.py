@@ -46,7 +46,7 @@ from tests.unit.trainer.trainer_cases import engine_config
 
 ALGORITHMS = ("grpo", "ppo", "mix", "dpo", "sft")
 STRATEGIES = ("ddp", "fsdp2")
-SPLITS = (None, 1, 3)
+SPLITS = (None, 1)
 TOLERANCE = 1e-5
 RATE = 100.0
 """Of plain descent: so large that the weights after a step are the gradient, and not what they were rounded to."""
