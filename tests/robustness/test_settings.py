@@ -101,7 +101,7 @@ NUMBERS = [
 
 WORDS = [
     ("mode=bth", "mode"),
-    ("mode=serve", "mode"),
+    ("mode=server", "mode"),
     ("name=..", "name"),
     ("name=a/../../b", "name"),
     ("name=/etc", "name"),
