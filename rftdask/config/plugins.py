@@ -108,7 +108,8 @@ def load_plugin_folders(folders: Sequence[str]) -> None:
         try:
             importlib.invalidate_caches()  # for what was written a moment ago
             break
-        except RuntimeError:  # "dictionary changed size": another thread imported meanwhile, and once more it is good
+        # "dictionary changed size", or an entry is gone: another thread imported meanwhile, and once more it is good.
+        except (RuntimeError, KeyError):
             if not tries_left:
                 raise
     for path in plugin_folders(folders):
