@@ -61,10 +61,11 @@ slow: $(STAMP)
 site: $(STAMP)
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/site
 
+WIDE := dev,agents,reasoning-gym,sciworld,textarena,trackers,verifiers
 extras:
-	@$(MAKE) --no-print-directory install EXTRAS=dev,agents,reasoning-gym,sciworld,textarena,trackers,verifiers
+	@$(MAKE) --no-print-directory install EXTRAS=$(WIDE)
 	tests/conformance/install_peers.sh $(VENV)
-	@$(MAKE) --no-print-directory agentscope EXTRAS=dev,agents,reasoning-gym,sciworld,textarena,trackers,verifiers
+	@$(MAKE) --no-print-directory agentscope EXTRAS=$(WIDE)
 	$(BIN)/python -m pytest -m extras --durations=10
 
 # Its mcp beside the environment, where verifiers needs another one.

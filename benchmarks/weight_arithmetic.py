@@ -9,6 +9,7 @@ the machines train and half generate; where there is one machine, it does both.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 GB = 1e9
@@ -99,6 +100,14 @@ def costs(billions: float, num_gpus: int, method: str, delta_share: float = 1.0,
 WAYS = (("checkpoint", 1.0), ("checkpoint, deltas of 2 %", 0.02), ("memory or nccl", 1.0))
 
 
+def cases() -> Iterator[tuple[str, int, str, Costs]]:
+    """(model, number of GPUs, way, what it costs), in the order of the table."""
+    for model, billions in MODELS.items():
+        for num_gpus in NUM_GPUS:
+            for way, share in WAYS:
+                yield model, num_gpus, way, costs(billions, num_gpus, way.partition(",")[0], share)
+
+
 def main() -> None:
     from report import Report, make_parser  # late: beside this script, and not there for a test that imports it
 
@@ -106,13 +115,9 @@ def main() -> None:
     print_table()
     if args.json is not None:
         report = Report(args)
-        for model, billions in MODELS.items():
-            for num_gpus in NUM_GPUS:
-                for way, share in WAYS:
-                    told = costs(billions, num_gpus, way.partition(",")[0], share)
-                    report.add(
-                        f"{model}, {num_gpus} GPUs, {way}: all serve it", told.served_s, "s", less_is_better=True
-                    )
+        for model, num_gpus, way, told in cases():
+            work = f"{model}, {num_gpus} GPUs, {way}: all serve it"
+            report.add(work, told.served_s, "s", less_is_better=True)
         report.write()
 
 
@@ -120,13 +125,10 @@ def print_table() -> None:
     """Print the table of docs/weights.md."""
     print("| model | GPUs | method | step waits | visible | all engines serve it | rank, machine | storage |")
     print("|---|---|---|---|---|---|---|---|")
-    for model, billions in MODELS.items():
-        for num_gpus in NUM_GPUS:
-            for way, share in WAYS:
-                told = costs(billions, num_gpus, way.partition(",")[0], share)
-                seconds = " | ".join(f"{_short(value)} s" for value in (told.blocking_s, told.visible_s, told.served_s))
-                memory = f"{_short(told.rank_bytes / GB)}, {_short(told.machine_bytes / GB)} GB"
-                print(f"| {model} | {num_gpus} | {way} | {seconds} | {memory} | {_short(told.storage_bytes / GB)} GB |")
+    for model, num_gpus, way, told in cases():
+        seconds = " | ".join(f"{_short(value)} s" for value in (told.blocking_s, told.visible_s, told.served_s))
+        memory = f"{_short(told.rank_bytes / GB)}, {_short(told.machine_bytes / GB)} GB"
+        print(f"| {model} | {num_gpus} | {way} | {seconds} | {memory} | {_short(told.storage_bytes / GB)} GB |")
 
 
 def _short(value: float) -> str:

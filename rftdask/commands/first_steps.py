@@ -58,12 +58,12 @@ def copy_bundled(name: str, folder: Path) -> list[Path]:
     folder; by the name of a folder all that is in it. Raises: UserError: no such file, or it is there already.
     """
     files = bundled()
-    tops = {parent for key in files for parent in Path(key).parents if name in (str(parent), parent.name)}
     found = [key for key in files if name in (key, Path(key).name, Path(key).stem, str(Path(key).with_suffix("")))]
-    if not found and len(tops) == 1:
+    tops = {Path(key).parent for key in found}
+    if not found:
+        folders = {folder for key in files for folder in Path(key).parents if folder.name}  # but for "."
+        tops = {folder for folder in folders if name in (str(folder), folder.name)}
         found = [key for key in files if tops & set(Path(key).parents)]
-    else:
-        tops = {Path(key).parent for key in found}
     if len(tops) != 1:
         raise UserError(f"there is no one file {name!r}; there are: {', '.join(found or files)}")
     [top] = tops

@@ -153,6 +153,9 @@ def test_a_folder_is_copied_with_all_that_is_in_it(tmp_path: Path) -> None:
         copied = {str(path.relative_to(tmp_path / name)) for path in copy_bundled(name, tmp_path / name)}
         assert {"learn.py", "tool_loop.yaml", "with_openai/tool_loop.py"} <= copied
         assert (tmp_path / name / "with_openai" / "tool_loop.py").is_file()
+    for name in (".", "", "agent"):
+        with pytest.raises(UserError, match="no one file"):
+            copy_bundled(name, tmp_path)
 
 
 def test_the_doctor_of_a_machine_tells_what_is_there() -> None:
