@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -114,6 +115,26 @@ def test_weights_in_flight_do_not_wait_for_those_who_asked_before(tmp_path: Path
     serve(engine_spec("fake").to_plain(), parent)  # type: ignore[arg-type]
     assert parent.answers[1] == Loaded(4, 9)
     assert [number for number, _ in generated(parent.answers[2:])] == [1, 5]
+
+
+class FailingEngine(FakeEngine):
+    """Answers one request, and fails."""
+
+    def serve(self, take: Take, give: Give) -> None:
+        [(number, asked)] = take()
+        assert asked is not None
+        give(number, self.generate([asked])[0])
+        raise RoleError("out of order")
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        return FakeEngine().generate(requests)
+
+
+def test_what_was_finished_when_an_engine_fails_is_answered() -> None:
+    parent = Parent(asks(7))
+    with pytest.raises(RoleError, match="out of order"):
+        serve(engine_spec(f"{__name__}.FailingEngine").to_plain(), parent)  # type: ignore[arg-type]
+    assert [number for number, _ in generated(parent.answers)] == [7]
 
 
 class CountedEngine(FakeEngine):
@@ -223,6 +244,14 @@ def broken_client(how: str, at: str) -> EngineClient:
     env = (("TEST_BROKEN_AT", at), ("TEST_BROKEN_HOW", how))
     spec = replace(engine_spec("BrokenEngine"), plugin_dirs=(folder,), env=env, sampling=(SamplingParams(3),))
     return EngineClient(spec)
+
+
+def test_nothing_is_under_way_when_all_that_was_asked_together_is_answered(client: EngineClient) -> None:
+    client.generate([request(1)] * 3, timeout_s=60)
+    assert client.take_use()[0] > 0
+    time.sleep(0.02)
+    request_s, passed_s = client.take_use()
+    assert request_s == 0.0 and passed_s >= 0.02
 
 
 @pytest.mark.parametrize(("how", "kind"), [("says", EngineError), ("ends", EngineError), ("killed", RoleError)])
