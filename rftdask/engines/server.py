@@ -229,13 +229,15 @@ class _ClientOf:
         self._send_finished()
         taken: list[tuple[int, GenerateRequest | None]] = []
         message = self.message or self._receive()
-        while _comes_between_steps(message):
+        while True:
             if isinstance(message, Generate):
                 taken += [(each.number, each.request) for each in message.requests]
             elif isinstance(message, Drop):
                 taken += [(number, None) for number in message.numbers]
-            elif isinstance(message, LoadWeights):
+            elif isinstance(message, LoadWeights) and message.in_flight:
                 self.send(_load(self._engine, self._spec, message, []))
+            else:
+                break
             message = self._receive()
         self.message = message
         return taken
@@ -251,10 +253,6 @@ class _ClientOf:
     def _receive(self) -> FromClient | None:
         plain = self._channel.try_receive()
         return None if plain is None else FROM_CLIENT.decode(plain)
-
-
-def _comes_between_steps(message: FromClient | None) -> bool:
-    return isinstance(message, Generate | Drop) or (isinstance(message, LoadWeights) and message.in_flight)
 
 
 def _load(engine: Engine, spec: Mapping[str, Any], message: LoadWeights, again: list[GenerateRequest]) -> Loaded:
