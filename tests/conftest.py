@@ -21,6 +21,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 from hypothesis import settings
 
 # One thread each: several workers share two cores. Numeric tests hold for any number; see CONTRIBUTING.
@@ -76,6 +77,15 @@ LONGEST_FIRST = (
     "test_real_data.py",
 )
 """The slow files that take longest; a long test that begins last leaves the other cores idle."""
+TIERS = {
+    "e2e/guides": "guides",
+    "e2e": "slow",
+    "vllm_engine": "vllm",
+    "robustness": "robustness",
+    "learning": "learning",
+    "gpu": "gpu",
+}
+"""The marker that every test in a folder has; the first folder that a file is in counts."""
 SLOW_TIMEOUT_S = 1500
 """Of a test of real runs, whose every wait has its own deadline: some minutes, on a machine that does much else."""
 
@@ -93,6 +103,21 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return max(1, 5 * cores // 2 if config.getoption("dist") == "loadgroup" else 3 * cores // 2)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out the files in which -m can choose nothing, whose imports take each process half a minute in all: no
+    subset of the markers that are written in one, with that of its folder, fits.
+    """
+    if collection_path.suffix != ".py":
+        return None
+    chosen = Expression.compile(config.option.markexpr)
+    text = collection_path.read_text()
+    written = [name for name in TIERS.values() if f"mark.{name}" in text] + ["extras"] * ("mark.extras" in text)
+    always = [tier] if (tier := tier_of(collection_path)) else []
+    subsets = itertools.product(*([[], [name]] for name in written))
+    fits = (chosen.evaluate({*always, *itertools.chain(*subset)}.__contains__) for subset in subsets)
+    return None if any(fits) else True
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m decides what runs, and before xdist looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     leaves_out_extras = "extras" not in config.option.markexpr
@@ -100,14 +125,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if leaves_out_extras and item.get_closest_marker("extras"):
             # Skipped, not deselected, so that the summary counts them; also where the packages happen to be there.
             item.add_marker(pytest.mark.skip(reason="needs more than the default extras; `make extras` runs it"))
-        if item.path.is_relative_to(TESTS / "e2e"):
-            item.add_marker("guides" if item.path.is_relative_to(TESTS / "e2e" / "guides") else "slow")
+        if tier := tier_of(item.path):
+            item.add_marker(tier)
         if item.get_closest_marker("slow") or item.get_closest_marker("guides"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
-        tiers = {"vllm_engine": "vllm", "robustness": "robustness", "learning": "learning", "gpu": "gpu"}
-        for folder, marker in tiers.items():
-            if item.path.is_relative_to(TESTS / folder):
-                item.add_marker(marker)
     if getattr(config.option, "loadgroup", False):
         # Tests that share a fixture of their module stay together; all others are dealt out one by one.
         for item in items:
@@ -131,6 +152,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.fail(
             "with this pytest this pytest-xdist does not hold the tests of a group together, and is silent about it"
         )
+
+
+def tier_of(path: Path) -> str | None:
+    return next((marker for folder, marker in TIERS.items() if path.is_relative_to(TESTS / folder)), None)
 
 
 def deal(items: list[pytest.Item]) -> list[pytest.Item]:
