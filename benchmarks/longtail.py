@@ -180,13 +180,13 @@ def main() -> None:
                 )
                 print(f"    as its metrics tell: {told:.2f}")
         if not args.no_model:
-            in_flight, count = (8, 16) if args.quick else (32, 32 * refills)
+            in_flight, count, scale = (8, 16, LONGEST // 16) if args.quick else (32, 32 * refills, MODEL_SCALE)
             build_toy_model(root / "model", hidden_size=64, intermediate_size=128, num_heads=2)
             engine = TracedTransformers(str(root / "model"))
-            floor = in_flight * bare(root, engine, in_flight, count, MODEL_SCALE)
+            floor = in_flight * bare(root, engine, in_flight, count, scale)
             for style, goal in ((ASYNC, 0.85), *(() if args.quick else ((FIXED, None),))):
                 rate, _ = roll_out(
-                    root, "TracedTransformers", in_flight, 1, style, count // in_flight, args.staleness, MODEL_SCALE, 0
+                    root, "TracedTransformers", in_flight, 1, style, count // in_flight, args.staleness, scale, 0
                 )
                 report.add(
                     f"a small model, {in_flight} in flight, {style}", in_flight * rate, "tokens/s",

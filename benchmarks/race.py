@@ -86,6 +86,9 @@ def write_task(folder: Path, task: str, seed: int, warm_up_steps: int) -> None:
     build_toy_model(
         folder / "cold", seed=seed, hidden_size=256, intermediate_size=512, num_layers=1, num_heads=8
     )  # as the quickstart's
+    if warm_up_steps == 0:
+        (folder / "model").symlink_to("cold")
+        return
     tree = common(folder, folder / "cold", "warm-up", seed) | {
         "mode": "train",
         "algorithm": {"algorithm_type": "sft", "optimizer": {"lr": LR, "betas": BETAS, "weight_decay": 0.0}},
@@ -328,7 +331,7 @@ def main() -> None:
             task,
             range(1 if args.quick else args.seeds),
             2 if args.quick else args.steps,
-            5 if args.quick else 320,
+            0 if args.quick else 320,
             report,
         )
     report.write()

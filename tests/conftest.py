@@ -14,6 +14,7 @@ The variables are set in the environment, not in the libraries: the processes th
 """
 
 import gc
+import importlib
 import itertools
 import os
 import shutil
@@ -140,7 +141,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = deal(items)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any(item.path.is_relative_to(TESTS / "e2e") for item in session.items):
+        # Whichever run in this process is the first, theirs need all of it.
+        local = importlib.import_module("rftdask.cluster.local")  # late: its libraries read the variables above
+        local.start_fork_server(
+            importlib.import_module("rftdask.engines.transformers").TransformersEngine.imports_ahead
+        )
     # What was imported stays: without this each full collection looks at all of torch again, 5 % of the fast tests.
     gc.collect()
     gc.freeze()

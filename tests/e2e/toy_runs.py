@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from rftdask.models.toy import build_toy_model, write_toy_tasks
-from tests.integration.run_cases import RunProcess
+from tests.integration.run_cases import call_cli
 
 DEADLINE_S = 400.0
 
@@ -66,10 +66,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def finish(*arguments: str, env: dict[str, str] | None = None) -> str:
-    """`rftdask run` to its end, which must be a success; its output."""
-    with RunProcess("run", *arguments, "--progress", "plain", env=env) as run:
-        ended = run.end(DEADLINE_S)
-        assert ended.code == 0, ended
-        run.wait_for_no_survivors()
+def finish(*arguments: str) -> str:
+    """`rftdask run` to its end, in this process, whose fork server all such runs share; it must be a success."""
+    ended = call_cli("run", *arguments, "--progress", "plain")
+    assert ended.code == 0, ended
     return ended.out

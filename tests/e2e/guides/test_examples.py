@@ -60,11 +60,12 @@ def test_every_environment_is_tried() -> None:
         pytest.param("verifiers", "verifiers", marks=pytest.mark.extras),
     ],
 )
-def test_an_environment_runs_as_it_is(name: str, package: str, tmp_path: Path) -> None:
+def test_an_environment_runs_as_it_is(name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(package)
+    monkeypatch.syspath_prepend(ADDITION)
     small = ("model.model_path=none", "explorer.rollout_model.engine_type=fake", "trainer.trainer_type=fake")
     small += ("buffer.batch_size=2", "algorithm.repeat_times=2", "algorithm.kl_loss_fn=none", "trainer.total_steps=1")
     small += ("model.max_response_tokens=8", "model.max_prompt_tokens=4000", "monitor.monitor_type=none")
     small += (f"checkpoint_root_dir={tmp_path}", "cluster.num_cpus=2", "explorer.max_retry_times=0")
-    told = finish(str(ENVIRONMENTS / f"{name}.yaml"), *small, env={"PYTHONPATH": f"{ROOT}:{ADDITION}"})
+    told = finish(str(ENVIRONMENTS / f"{name}.yaml"), *small)
     assert "failed" not in told.lower() or "failed 0" in told.lower(), told

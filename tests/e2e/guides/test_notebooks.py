@@ -1,29 +1,48 @@
-"""The notebooks run as they are, cell by cell, with few steps, also where nothing but the notebook is."""
+"""The notebooks run as they are, cell by cell, with few steps, also where nothing but the notebook is: one after the
+other in one kernel, which forgets all names in between and has its imports behind it.
+"""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client.manager import KernelManager, start_new_kernel
 from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).parents[3] / "notebooks"
 CELL_DEADLINE_S = 240
 SHOWN = {"steer_a_run.ipynb": "application/vnd.jupyter.widget-view+json"}
 """What one shows beside curves, if no tables."""
+FEW_STEPS = {
+    "RFTDASK_NOTEBOOK_WARMUP_STEPS": "3",
+    "RFTDASK_NOTEBOOK_GRPO_STEPS": "2",
+    "PYTHONPATH": str(NOTEBOOKS.parent),
+}
+
+# Of the Jupyter client, about its own paths and loops.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the Jupyter client, about its own paths and loops
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[KernelManager]:
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in FEW_STEPS.items():
+            patch.setenv(key, value)
+        patch.delenv("MPLBACKEND", raising=False)  # the kernel brings its own
+        manager, client = start_new_kernel()
+    client.stop_channels()
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in NOTEBOOKS.glob("*.ipynb")))
-def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RFTDASK_RUNS", str(tmp_path))
-    monkeypatch.setenv("RFTDASK_NOTEBOOK_WARMUP_STEPS", "3")
-    monkeypatch.setenv("RFTDASK_NOTEBOOK_GRPO_STEPS", "2")
-    monkeypatch.setenv("PYTHONPATH", str(NOTEBOOKS.parent))
-    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel brings its own
+def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path, kernel: KernelManager) -> None:
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "committed without outputs"
-    client = NotebookClient(notebook, timeout=CELL_DEADLINE_S, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute()
+    here = f"%reset -f\nimport os\nos.environ['RFTDASK_RUNS'] = {str(tmp_path)!r}\nos.chdir({str(tmp_path)!r})\ndel os"
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(here))
+    NotebookClient(notebook, timeout=CELL_DEADLINE_S, km=kernel).execute()
 
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert not [output for output in shown if output.get("name") == "stderr"], "a newcomer sees no warnings"

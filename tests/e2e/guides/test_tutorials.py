@@ -4,12 +4,15 @@ bash block is typed, and the lines of a text block after one are among what it p
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.integration.run_cases import call_cli
 
 DOCS = Path(__file__).parents[3] / "docs"
 WALKS = (
@@ -32,35 +35,48 @@ def test_every_tutorial_is_walked() -> None:
 
 
 @pytest.mark.parametrize("walk", WALKS, ids=lambda walk: Path(walk[0]).stem)
-def test_a_tutorial_does_what_it_says(walk: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_tutorial_does_what_it_says(walk: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = tmp_path / "bin"
     commands.mkdir()
-    for name, words in (("rftdask", "-m rftdask"), ("python", "")):
-        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
-        (commands / name).chmod(0o755)
     # Nothing else, so that this machine's SLURM, if it has one, is not asked.
-    (commands / "head").symlink_to(str(shutil.which("head")))
-    env = {**os.environ, "PATH": str(commands), "PYTHONPATH": str(DOCS.parent)}
+    for name in ("head", "bash"):
+        (commands / name).symlink_to(str(shutil.which(name)))
+    (commands / "python").write_text(f'#!/bin/bash\nexec "{sys.executable}" "$@"\n')
+    (commands / "python").chmod(0o755)
+    monkeypatch.setenv("PATH", str(commands))
+    monkeypatch.setenv("PYTHONPATH", str(DOCS.parent))
     folder = tmp_path / "empty"
     folder.mkdir()
-
-    def call(*command: str) -> str:
-        done = subprocess.run(
-            command, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL
-        )
-        assert done.returncode == 0, (command, done.stdout[-3000:], done.stderr[-3000:])
-        return done.stdout + done.stderr
-
+    monkeypatch.chdir(folder)
     for page in walk:
         said = ""
         for language, file, text in blocks(page):
             if file:
                 (folder / file).write_text(text)
             elif language == "bash":
-                said = call("/bin/bash", "-euo", "pipefail", "-c", text)
+                said = "".join(typed(line) for line in text.replace("\\\n", "").splitlines())
             elif language == "text":
                 for line in text.splitlines():
                     expected = ".*".join(re.escape(part) for part in line.split("..."))
                     assert re.search(f"^{expected}", said, re.MULTILINE), (line, said)
             elif language == "python" and text.startswith(("from ", "import ")):
-                call(sys.executable, "-c", text)
+                exec(text, {"__name__": "__main__"})
+
+
+def typed(line: str) -> str:
+    """What a line prints. Commands of ours run in this process, which has its imports behind it, one after the other:
+    none has modules of the user that an earlier one imported.
+    """
+    if not line.startswith("rftdask "):
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", line], capture_output=True, text=True, timeout=DEADLINE_S
+        )
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+        return done.stdout + done.stderr
+    before = set(sys.modules)
+    ended = call_cli(*shlex.split(line, comments=True)[1:])
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(os.getcwd()):
+            del sys.modules[name]
+    assert ended.code == 0, (line, ended)
+    return ended.out + ended.err

@@ -21,9 +21,9 @@ def test_the_wheel_alone_has_configurations_examples_and_the_schema(tmp_path: Pa
     pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
     call(*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT))
     [wheel] = tmp_path.glob("rftdask-*.whl")
-    call(sys.executable, "-m", "venv", str(tmp_path / "venv"))
+    call(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv"))
     python = str(tmp_path / "venv" / "bin" / "python")
-    call(python, *pip[1:], "install", "--no-deps", str(wheel))
+    call(*pip, "--python", python, "install", "--no-deps", str(wheel))
     # What it needs is not fetched again: it is found behind its own packages, without the checkout, whose path file is
     # read only in the environment that has it.
     site = Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
