@@ -20,6 +20,8 @@ EXTRAS ?= dev
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Nothing waits here: as many processes as cores, each of which makes the toys once.
 LEARNING_PARALLEL ?= -n $(shell nproc)
+# Most of these are runs that follow each other in one process, which keep a core and a half busy.
+GUIDES_PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
 SLOW_PARALLEL ?= -n auto --maxprocesses 6 --dist loadgroup --no-loadscope-reorder
 
 BIN := $(VENV)/bin
@@ -53,7 +55,7 @@ learning: $(STAMP)
 	$(BIN)/python -m pytest $(LEARNING_PARALLEL) -m learning --durations=10
 
 guides: $(STAMP)
-	$(BIN)/python -m pytest $(SLOW_PARALLEL) -m guides --durations=10
+	$(BIN)/python -m pytest $(GUIDES_PARALLEL) -m guides --durations=10
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest $(SLOW_PARALLEL) -m slow --durations=30

@@ -146,6 +146,7 @@ _preparation_data = multiprocessing.spawn.get_preparation_data
 def _without_main(name: str) -> dict[str, Any]:
     # Python has a process of its own import the script that starts it: one without a `__main__` guard would start its
     # run in each of ours, which need nothing of it, for what they are sent is of modules or pickled by value.
+    vars(sys.modules["__main__"]).setdefault("__spec__", None)  # `%reset` of a notebook takes it away, and Python reads it
     data = _preparation_data(name)
     if name in WITHOUT_MAIN:
         for key in ("init_main_from_name", "init_main_from_path"):

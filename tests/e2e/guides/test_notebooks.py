@@ -37,12 +37,17 @@ def kernel() -> Iterator[KernelManager]:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in NOTEBOOKS.glob("*.ipynb")))
-def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path, kernel: KernelManager) -> None:
+def test_a_notebook_runs_from_top_to_bottom(
+    name: str, tmp_path_factory: pytest.TempPathFactory, kernel: KernelManager
+) -> None:
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "committed without outputs"
-    here = f"%reset -f\nimport os\nos.environ['RFTDASK_RUNS'] = {str(tmp_path)!r}\nos.chdir({str(tmp_path)!r})\ndel os"
+    folder = str(tmp_path_factory.mktemp("empty"))  # which stays, as the kernel does
+    here = f"%reset -f\nimport os\nos.environ['RFTDASK_RUNS'] = {folder!r}\nos.chdir({folder!r})\ndel os"
     notebook.cells.insert(0, nbformat.v4.new_code_cell(here))
-    NotebookClient(notebook, timeout=CELL_DEADLINE_S, km=kernel).execute()
+    client = NotebookClient(notebook, timeout=CELL_DEADLINE_S, km=kernel)
+    client.execute()
+    client.kc.stop_channels()
 
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert not [output for output in shown if output.get("name") == "stderr"], "a newcomer sees no warnings"
