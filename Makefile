@@ -6,7 +6,7 @@
 #   make learning     every algorithm learns its toy         make test-oldest  the fast tests on the oldest PyTorch
 #   make guides       examples, notebooks, pages, the wheel   make site      the documentation as a site, in build/site
 #   make robustness   bad settings, files, runs and code       make gpu      what only a GPU shows, into docs/gpu.md
-#   make clean        remove .venv and caches
+#   make clean        remove .venv and caches                 make long     slow ones that take longest, not in CI
 #
 # PYTHON=python3.12 picks the interpreter, VENV=path the environment, EXTRAS=dev,gpu what is installed with the package;
 # EXTRAS= is the light installation of a login node, without torch.
@@ -31,7 +31,7 @@ GPU_PYTHON ?= python
 # anew; a touched file does not. Written last, so an interrupted installation is taken up again.
 STAMP := $(VENV)/installed-$(shell (cat pyproject.toml constraints.txt; echo "$(EXTRAS) $(CURDIR)") | cksum | cut -d ' ' -f 1)
 
-.PHONY: agentscope gpu torchao site quickstart test test-oldest robustness learning guides slow extras lint types check install clean
+.PHONY: agentscope gpu torchao site quickstart test test-oldest robustness learning guides slow long extras lint types check install clean
 .DEFAULT_GOAL := test
 
 quickstart: $(STAMP)
@@ -58,7 +58,10 @@ guides: $(STAMP)
 	$(BIN)/python -m pytest $(GUIDES_PARALLEL) -m guides --durations=10
 
 slow: $(STAMP)
-	$(BIN)/python -m pytest $(SLOW_PARALLEL) -m slow --durations=30
+	$(BIN)/python -m pytest $(SLOW_PARALLEL) -m "slow and not long" --durations=30
+
+long: $(STAMP)
+	$(BIN)/python -m pytest $(SLOW_PARALLEL) -m long --durations=30
 
 site: $(STAMP)
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/site

@@ -112,7 +112,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     chosen = Expression.compile(config.option.markexpr)
     text = collection_path.read_text()
-    written = [name for name in TIERS.values() if f"mark.{name}" in text] + ["extras"] * ("mark.extras" in text)
+    names = [line.partition(":")[0] for line in config.getini("markers")]
+    written = [name for name in names if f"mark.{name}" in text]
     always = [tier] if (tier := tier_of(collection_path)) else []
     subsets = itertools.product(*([[], [name]] for name in written))
     fits = (chosen.evaluate({*always, *itertools.chain(*subset)}.__contains__) for subset in subsets)

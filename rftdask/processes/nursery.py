@@ -37,6 +37,9 @@ from typing import IO, Any, TypeVar
 import msgpack
 import setproctitle
 
+from rftdask.processes import forked_imports
+from rftdask.processes.forked_imports import IMPORTS
+
 T = TypeVar("T")
 
 ADDRESS = "RFTDASK_NURSERY"
@@ -146,7 +149,9 @@ _preparation_data = multiprocessing.spawn.get_preparation_data
 def _without_main(name: str) -> dict[str, Any]:
     # Python has a process of its own import the script that starts it: one without a `__main__` guard would start its
     # run in each of ours, which need nothing of it, for what they are sent is of modules or pickled by value.
-    vars(sys.modules["__main__"]).setdefault("__spec__", None)  # `%reset` of a notebook takes it away, and Python reads it
+    vars(sys.modules["__main__"]).setdefault(
+        "__spec__", None
+    )  # `%reset` of a notebook takes it away, and Python reads it
     data = _preparation_data(name)
     if name in WITHOUT_MAIN:
         for key in ("init_main_from_name", "init_main_from_path"):
@@ -165,14 +170,15 @@ def start(modules: Sequence[str]) -> None:
     if not _is_started:
         atexit.register(_end_fork_server, os.getpid())
     _is_started = True
+    forkserver.set_forkserver_preload([forked_imports.__name__])
     # This module, too: what the nursery needs must not be imported in a fork.
-    forkserver.set_forkserver_preload([__name__, *modules])
-    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    environment = {**_ENVIRONMENT, IMPORTS: ",".join([__name__, *modules])}
+    before = {name: os.environ.get(name) for name in environment}
     # Both servers, and all that is forked, have the mask of this thread.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     resource_tracker.ensure_running()  # it unblocks two of them, the first time
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    os.environ.update({name: value for name, value in _ENVIRONMENT.items() if before[name] is None})
+    os.environ.update({name: value for name, value in environment.items() if before[name] is None})
     try:
         forkserver.ensure_running()
     finally:
@@ -266,8 +272,7 @@ class _Nursery:
         end_with(os.getppid())
         os.umask(mask)
         setproctitle.setproctitle(f"rftdask nursery of {os.getppid()}")
-        gc.collect()
-        gc.freeze()  # the collector would otherwise touch, and so copy, every page in every fork
+        gc.freeze()  # also what came since the imports: a look of the collector would copy its pages in every fork
         cls(listener, driver)._run()
         os._exit(0)
 

@@ -42,6 +42,7 @@ def test_power_losses_rivals_and_damage_lose_nothing(tmp_path: Path) -> None:
     assert all(figures["num_trained_again"] > 0 for figures in report["parts"] if figures["part"] != "damage")
 
 
+@pytest.mark.long
 def test_without_any_one_protection_something_breaks(tmp_path: Path) -> None:
     code, report = run_crash_test(tmp_path, "--only", "protections", "--every", "12")
     assert {p["protection"] for p in report["protections"] if p["num_broken"]} == set(PROTECTIONS)

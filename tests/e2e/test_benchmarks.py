@@ -14,17 +14,24 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 PARTS_OF_GPU = {"gpu_train"}
 """What gpu.py runs."""
 NAMES = sorted({path.stem for path in FOLDER.glob("*.py") if "\nif __name__ ==" in path.read_text()} - PARTS_OF_GPU)
+SHORT = ("chaos", "rollouts", "serve", "sizes", "weight_arithmetic")
+"""Those whose quick form is short; of gpu.py the parts that start neither another benchmark nor the quickstart."""
+ALL_PARTS, SHORT_PARTS = "abcdefghij", "abcdgh"
+CASES = [
+    *(pytest.param(name, ALL_PARTS, id=name, marks=[] if name in SHORT else pytest.mark.long) for name in NAMES),
+    pytest.param("gpu", SHORT_PARTS, id="gpu, short parts"),
+]
 DEADLINE_S = 900.0
 NUMBERS, TEXTS = ("ours", "other", "ratio", "goal"), ("work", "unit", "against")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_quick_run_ends_well_and_writes_its_rows(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "parts"), CASES)
+def test_a_quick_run_ends_well_and_writes_its_rows(name: str, parts: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     quick = "--tiny" if name.startswith("gpu") else "--quick"
     command = [sys.executable, str(FOLDER / f"{name}.py"), quick, "--json", str(file)]
     if name == "gpu":  # its table is built up by several commands
-        command += ["--append", str(tmp_path / "gpu.md")]
+        command += ["--append", str(tmp_path / "gpu.md"), "--parts", *parts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path)
     assert done.returncode == 0, (done.stdout[-4000:], done.stderr[-4000:])
     found = json.loads(file.read_text())
@@ -40,7 +47,7 @@ def test_a_quick_run_ends_well_and_writes_its_rows(name: str, tmp_path: Path) ->
     assert len({(row["work"], row["unit"], row["against"]) for row in found["rows"]}) == len(found["rows"])
     if name == "gpu":
         table = (tmp_path / "gpu.md").read_text().splitlines()
-        assert {line[2] for line in table if line[2] in "abcdefghij"} == set("abcdefghij")
+        assert {line[2] for line in table if line[2] in ALL_PARTS} == set(parts)
         assert table[:2] == ["| part | what | found | bound |", "|---|---|---|---|"]
         assert all(line.count("|") == 5 for line in table)
     if name == "chaos":  # the short form of what docs/reliability.md promises of a run whose every role is killed

@@ -278,6 +278,7 @@ def test_a_limit_of_submitted_jobs_costs_explorers_and_not_the_run(tmp_path: Pat
         demo.cancel_all()
 
 
+@pytest.mark.long
 def test_a_sweep_submits_every_run_and_at_most_so_many_at_a_time(tmp_path: Path) -> None:
     demo = Demo(tmp_path)
     sweep = ("sweep", str(demo.config), "seed=0..3", "trainer.total_steps=2")
@@ -347,6 +348,7 @@ def test_a_trainer_on_two_nodes_is_one_job_that_outlives_its_controller(tmp_path
     assert demo.alive() == {}
 
 
+@pytest.mark.long
 def test_two_runs_in_an_allocation_that_is_there_are_steps_of_it(tmp_path: Path) -> None:
     demos = [Demo(tmp_path / name) for name in ("one", "two")]
     runs = " & ".join(f"{sys.executable} -m rftdask run {demo.config} --progress none" for demo in demos)
@@ -358,6 +360,7 @@ def test_two_runs_in_an_allocation_that_is_there_are_steps_of_it(tmp_path: Path)
         assert "submitted job" in demo.log() and demo.jobs() == []
 
 
+@pytest.mark.long
 def test_a_rank_and_an_engine_take_turns_in_one_job(tmp_path: Path) -> None:
     turns = tmp_path / "turns"
     turns.mkdir()
@@ -453,6 +456,7 @@ def test_where_no_job_is_queued_again_a_run_says_so_and_a_finished_one_asks_for_
         demo.cancel_all()
 
 
+@pytest.mark.long
 def test_one_allocation_comes_back_with_what_was_submitted_when_its_driver_is_killed(
     tmp_path: Path, demo: Demo
 ) -> None:
@@ -481,6 +485,7 @@ def test_one_allocation_comes_back_with_what_was_submitted_when_its_driver_is_ki
     assert refused.code == 2 and "source submitted_reward: another content" in refused.err, refused
 
 
+@pytest.mark.long
 def test_a_chain_of_jobs_explores_and_trains_in_rounds_whichever_is_queued_again(tmp_path: Path) -> None:
     demo = Demo(
         tmp_path,
@@ -504,6 +509,7 @@ def test_a_chain_of_jobs_explores_and_trains_in_rounds_whichever_is_queued_again
         demo.cancel_all()
 
 
+@pytest.mark.long
 def test_a_run_that_slurm_disturbs_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     # A kill comes with every fifth of the steps; the seed gives the order: controller, preemption, trainer.
     command = [sys.executable, str(CHAOS), "--slurm", "--explorers", "1", "--local-reference", "--seed", "6"]

@@ -22,7 +22,7 @@ RECIPES = sorted(
 PLAIN = [
     name
     for name in RECIPES
-    if name not in ("basic_arithmetic", "offline_batch", "s3", "sft_then_grpo", "slurm", "sweep")
+    if name not in ("basic_arithmetic", "episodes", "offline_batch", "s3", "sft_then_grpo", "slurm", "sweep")
 ]
 FEW = "trainer.total_steps=2"
 
@@ -66,6 +66,13 @@ def test_tasks_of_reasoning_gym(copied: Callable[[str], Path]) -> None:
     pytest.importorskip("reasoning_gym")
     run = copied("basic_arithmetic")
     finish("basic_arithmetic.yaml", FEW)
+    assert steps(run) == 2
+
+
+@pytest.mark.extras
+def test_episodes_of_verifiers(copied: Callable[[str], Path]) -> None:
+    run = copied("episodes")
+    finish("episodes.yaml", FEW)
     assert steps(run) == 2
 
 

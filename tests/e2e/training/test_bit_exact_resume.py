@@ -25,7 +25,7 @@ def write_config(folder: Path, num_ranks: int) -> Path:
     return write_grpo_config(folder, trainer=trainer, algorithm=algorithm, cluster={"num_cpus": 1 + num_ranks})
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path, num_ranks: int) -> None:
     undisturbed = write_config(tmp_path / "undisturbed", num_ranks)
     # In this process, which has loaded what a driver loads.

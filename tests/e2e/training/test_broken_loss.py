@@ -20,17 +20,17 @@ from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import open_storage
 from tests.e2e.own_stack import STACKS, read_own_calls
 from tests.e2e.toy_runs import DEADLINE_S, run_folder, write_grpo_config
-from tests.integration.run_cases import RunProcess, assert_sound, num_steps
+from tests.integration.run_cases import RunProcess, assert_sound, call_cli, num_steps
 
 ADVICE = "a restart would meet this error again: mend its cause, then run the same command again"
 
 
-def test_a_loss_that_raises_ends_the_run_with_its_traceback_and_what_to_do(tmp_path: Path) -> None:
+def test_a_loss_that_raises_ends_the_run_with_its_traceback_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = write_grpo_config(tmp_path, algorithm={"policy_loss_fn": "tests.e2e.own_losses.BrokenLoss"})
-    env = {STACKS: str(tmp_path / "stacks.jsonl")}
-    with RunProcess("run", str(config), "--progress", "plain", env=env) as run:
-        ended = run.end(DEADLINE_S)
-        run.wait_for_no_survivors()
+    monkeypatch.setenv(STACKS, str(tmp_path / "stacks.jsonl"))
+    ended = call_cli("run", str(config), "--progress", "plain")
     assert ended.code == 1, ended
 
     # What was raised and where, down to the user's own line; and, as the last line of all, what to do.
@@ -50,12 +50,11 @@ def test_a_loss_that_raises_ends_the_run_with_its_traceback_and_what_to_do(tmp_p
     assert_sound(folder)
 
 
-def test_a_lack_of_memory_ends_the_run_with_what_to_change(tmp_path: Path) -> None:
+def test_a_lack_of_memory_ends_the_run_with_what_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_grpo_config(tmp_path, algorithm={"policy_loss_fn": "tests.e2e.own_losses.GreedyLoss"})
     stacks = tmp_path / "stacks.jsonl"
-    with RunProcess("run", str(config), "--progress", "plain", env={STACKS: str(stacks)}) as run:
-        ended = run.end(DEADLINE_S)
-        run.wait_for_no_survivors()
+    monkeypatch.setenv(STACKS, str(stacks))
+    ended = call_cli("run", str(config), "--progress", "plain")
     assert ended.code == 2, ended
     told = " ".join(ended.err.split())
     assert "out of GPU memory while step 1 is trained: CUDA out of memory. Tried to allocate 2.00 GiB." in told, ended

@@ -44,7 +44,9 @@ def running(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize(("num_ranks", "kills"), [(2, ("worker", "rank")), (4, ("rank",))])
+@pytest.mark.parametrize(
+    ("num_ranks", "kills"), [(2, ("worker", "rank")), pytest.param(4, ("rank",), marks=pytest.mark.long)]
+)
 def test_a_gang_outlives_its_ranks_and_their_workers(
     tmp_path: Path, undisturbed: Path, num_ranks: int, kills: tuple[str, ...]
 ) -> None:

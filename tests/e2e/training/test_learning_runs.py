@@ -33,6 +33,7 @@ def finished(case: Case, folder: Path, **sections: object) -> Experiment:
     return run
 
 
+@pytest.mark.long
 def test_a_student_of_experts_that_are_replayed_learns_what_its_teacher_knows(tmp_path: Path) -> None:
     mixture_of(0)
     case = Case("jsd", toy="echo", steps=16, model="experts")

@@ -112,11 +112,6 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
         yield cluster
 
 
-def is_there(cluster: LocalCluster, name: str) -> bool:
-    workers = cluster.client.scheduler_info(n_workers=-1)["workers"].values()
-    return any(info["name"] == name for info in workers)
-
-
 def wait_for_rank(running: threading.Thread) -> psutil.Process:
     """The trainer rank of the cluster in this process."""
     while running.is_alive():
@@ -148,7 +143,7 @@ def test_a_worker_that_somebody_starts_takes_batches_and_may_be_killed(
     rank.suspend()  # until the other has joined, so that however long it takes there is work left for it
     late = subprocess.Popen([sys.executable, "-m", WORKER, address, *options], stderr=subprocess.DEVNULL)
     try:
-        while not is_there(cluster, "late") and running.is_alive():
+        while not any(isinstance(e, Note) and "worker late" in e.text for e in events) and running.is_alive():
             running.join(0.05)
         rank.resume()
         while not has_engine(psutil.Process(late.pid)) and running.is_alive():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -145,6 +146,10 @@ def test_a_call_returns_and_raises_what_the_function_does(address: str) -> None:
         call(broken, "raises")
     assert caught.value.problems == ["a.b: no", "c.d: no"]
     assert call(broken, f"ends but in {os.getpid()}") == os.getpid(), "who kills a fork does not end a run"
+
+
+def test_the_collector_looks_at_nothing_that_the_fork_server_imported(address: str) -> None:
+    assert call(gc.isenabled) and call(gc.get_freeze_count) > 10_000
 
 
 def test_without_a_fork_server_a_call_is_one_here(monkeypatch: pytest.MonkeyPatch) -> None:
