@@ -55,7 +55,7 @@ learning: $(STAMP)
 	$(BIN)/python -m pytest $(LEARNING_PARALLEL) -m learning --durations=10
 
 guides: $(STAMP)
-	$(BIN)/python -m pytest $(GUIDES_PARALLEL) -m guides --durations=10
+	$(BIN)/python -m pytest $(GUIDES_PARALLEL) -m "guides and not long" --durations=10
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest $(SLOW_PARALLEL) -m "slow and not long" --durations=30

@@ -49,6 +49,7 @@ def test_without_any_one_protection_something_breaks(tmp_path: Path) -> None:
     assert code == 0
 
 
+@pytest.mark.long
 def test_a_failure_is_exit_code_1(tmp_path: Path) -> None:
     code, report = run_crash_test(tmp_path, "--only", "protections", "--every", "1000000")
     assert code == 1

@@ -89,6 +89,7 @@ def test_explore_first_train_afterwards(copied: Callable[[str], Path]) -> None:
     assert steps(run) == 2
 
 
+@pytest.mark.long  # tests/unit/commands/test_sweep.py has one, too
 def test_a_sweep_ends_with_a_table(copied: Callable[[str], Path]) -> None:
     copied("sweep")
     told = call("sweep", "sweep.yaml", "algorithm.optimizer.lr=2e-4,4e-4", "trainer.total_steps=1", "--at-most", "2")

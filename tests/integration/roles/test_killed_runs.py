@@ -68,7 +68,7 @@ def random_moments() -> Iterator[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [DELTAS, MEMORY])
+@pytest.mark.parametrize("method", [DELTAS, pytest.param(MEMORY, marks=pytest.mark.long)])
 def test_a_run_killed_as_a_whole_ends_as_if_it_had_not_been(config: Path, undisturbed: Path, method: str) -> None:
     folder = run_folder(config)
     moments = list(random_moments())
@@ -85,7 +85,7 @@ def test_a_run_killed_as_a_whole_ends_as_if_it_had_not_been(config: Path, undist
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [DELTAS, MEMORY])
+@pytest.mark.parametrize("method", [DELTAS, pytest.param(MEMORY, marks=pytest.mark.long)])
 def test_a_run_goes_on_when_its_engine_its_trainer_and_its_explorer_worker_are_killed(
     config: Path, undisturbed: Path, method: str
 ) -> None:
