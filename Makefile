@@ -21,7 +21,7 @@ PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Nothing waits here: as many processes as cores, each of which makes the toys once.
 LEARNING_PARALLEL ?= -n $(shell nproc)
 # Most of these are runs that follow each other in one process, which keep a core and a half busy.
-GUIDES_PARALLEL ?= -n 3 --dist loadgroup --no-loadscope-reorder
+GUIDES_PARALLEL ?= -n $(shell expr 3 \* $$(nproc) / 2) --dist loadgroup --no-loadscope-reorder
 SLOW_PARALLEL ?= -n auto --maxprocesses 6 --dist loadgroup --no-loadscope-reorder
 
 BIN := $(VENV)/bin

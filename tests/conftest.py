@@ -14,7 +14,6 @@ The variables are set in the environment, not in the libraries: the processes th
 """
 
 import gc
-import importlib
 import itertools
 import os
 import shutil
@@ -108,7 +107,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leaves out the files in which -m can choose nothing, whose imports take each process half a minute in all: no
     subset of the markers that are written in one, with that of its folder, fits.
     """
-    if collection_path.suffix != ".py":
+    if collection_path.suffix != ".py" or not config.option.markexpr:
         return None
     chosen = Expression.compile(config.option.markexpr)
     text = collection_path.read_text()
@@ -145,10 +144,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any(item.path.is_relative_to(TESTS / "e2e") for item in session.items):
         # Whichever run in this process is the first, theirs need all of it.
-        local = importlib.import_module("rftdask.cluster.local")  # late: its libraries read the variables above
-        local.start_fork_server(
-            importlib.import_module("rftdask.engines.transformers").TransformersEngine.imports_ahead
-        )
+        from rftdask.cluster.local import start_fork_server  # late: its libraries read the variables above
+        from rftdask.engines.transformers import TransformersEngine
+
+        start_fork_server(TransformersEngine.imports_ahead)
     # What was imported stays: without this each full collection looks at all of torch again, 5 % of the fast tests.
     gc.collect()
     gc.freeze()

@@ -1,7 +1,5 @@
-"""What the fork server of nursery.py imports, as this module is imported there: the modules that `IMPORTS` names.
-
-The garbage collector is off meanwhile, which saves a tenth of the time, and what was imported is never looked at again,
-by no fork either: a look writes to every object, and so copies its page.
+"""What the fork server of nursery.py imports first: the modules that it is told of, with the garbage collector off. Nor
+does the collector look at them later, in any fork: a look writes to every object, and so copies its page.
 """
 
 import contextlib
@@ -9,8 +7,7 @@ import gc
 import importlib
 import os
 
-IMPORTS = "RFTDASK_IMPORTS"
-"""Environment: names of modules, with commas between them."""
+from rftdask.processes.nursery import IMPORTS
 
 if names := os.environ.pop(IMPORTS, ""):
     gc.disable()

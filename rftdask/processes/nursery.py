@@ -37,13 +37,12 @@ from typing import IO, Any, TypeVar
 import msgpack
 import setproctitle
 
-from rftdask.processes import forked_imports
-from rftdask.processes.forked_imports import IMPORTS
-
 T = TypeVar("T")
 
 ADDRESS = "RFTDASK_NURSERY"
 """Environment of a worker: the socket of the nursery that forks for it."""
+IMPORTS = "RFTDASK_IMPORTS"
+"""Environment of a fork server that begins: the modules that forked_imports.py imports, with commas between them."""
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 """What a terminal or a batch system sends to all processes of a run, of which only the driver acts on it."""
 _ENVIRONMENT = {
@@ -149,9 +148,8 @@ _preparation_data = multiprocessing.spawn.get_preparation_data
 def _without_main(name: str) -> dict[str, Any]:
     # Python has a process of its own import the script that starts it: one without a `__main__` guard would start its
     # run in each of ours, which need nothing of it, for what they are sent is of modules or pickled by value.
-    vars(sys.modules["__main__"]).setdefault(
-        "__spec__", None
-    )  # `%reset` of a notebook takes it away, and Python reads it
+    # What `%reset` of a notebook takes away, and Python reads.
+    vars(sys.modules["__main__"]).setdefault("__spec__", None)
     data = _preparation_data(name)
     if name in WITHOUT_MAIN:
         for key in ("init_main_from_name", "init_main_from_path"):
@@ -170,9 +168,11 @@ def start(modules: Sequence[str]) -> None:
     if not _is_started:
         atexit.register(_end_fork_server, os.getpid())
     _is_started = True
-    forkserver.set_forkserver_preload([forked_imports.__name__])
-    # This module, too: what the nursery needs must not be imported in a fork.
-    environment = {**_ENVIRONMENT, IMPORTS: ",".join([__name__, *modules])}
+    # This module, too: what the nursery needs must not be imported in a fork. The first imports them all; a server that
+    # Python starts again, because somebody killed this one, has no such variable, and imports them one by one.
+    imports = [__name__, *modules]
+    forkserver.set_forkserver_preload(["rftdask.processes.forked_imports", *imports])
+    environment = {**_ENVIRONMENT, IMPORTS: ",".join(imports)}
     before = {name: os.environ.get(name) for name in environment}
     # Both servers, and all that is forked, have the mask of this thread.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -1,5 +1,6 @@
 """Promises of every script in benchmarks/ that can be run: --quick (--tiny of those for GPUs) ends well, with what CI
-installs, and --json writes the rows that benchmarks/report.py describes. How fast anything was is not looked at.
+installs, and --json writes the rows that benchmarks/report.py describes. How fast anything was is not looked at. Those
+whose quick form takes minutes are marked long.
 """
 
 import json

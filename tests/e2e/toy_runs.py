@@ -9,7 +9,6 @@ from typing import Any
 import yaml
 
 from rftdask.models.toy import build_toy_model, write_toy_tasks
-from tests.integration.run_cases import call_cli
 
 DEADLINE_S = 400.0
 
@@ -64,10 +63,3 @@ def run_folder(config: Path) -> Path:
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def finish(*arguments: str) -> str:
-    """`rftdask run` to its end, in this process, whose fork server all such runs share; it must be a success."""
-    ended = call_cli("run", *arguments, "--progress", "plain")
-    assert ended.code == 0, ended
-    return ended.out

@@ -224,7 +224,7 @@ def _ticks(deadline_s: float, every_s: float = 0.01) -> Iterator[None]:
         time.sleep(every_s)
 
 
-def finish(config: Path, *overrides: str) -> Ended:
+def finish(config: Path | str, *overrides: str) -> Ended:
     """Run to the end in this process, whose fork server all such runs share; it must succeed."""
     ended = call_cli("run", str(config), *overrides, "--progress", "plain")
     assert ended.code == 0, ended

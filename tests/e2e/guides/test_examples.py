@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.toy_runs import finish
-from tests.integration.run_cases import RunProcess
+from tests.integration.run_cases import RunProcess, finish
 
 ROOT = Path(__file__).parents[3]
 AGENTS = ROOT / "examples/agents"
@@ -67,5 +66,5 @@ def test_an_environment_runs_as_it_is(name: str, package: str, tmp_path: Path, m
     small += ("buffer.batch_size=2", "algorithm.repeat_times=2", "algorithm.kl_loss_fn=none", "trainer.total_steps=1")
     small += ("model.max_response_tokens=8", "model.max_prompt_tokens=4000", "monitor.monitor_type=none")
     small += (f"checkpoint_root_dir={tmp_path}", "cluster.num_cpus=2", "explorer.max_retry_times=0")
-    told = finish(str(ENVIRONMENTS / f"{name}.yaml"), *small)
+    told = finish(ENVIRONMENTS / f"{name}.yaml", *small).out
     assert "failed" not in told.lower() or "failed 0" in told.lower(), told

@@ -12,15 +12,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rftdask import Experiment
 from tests.e2e.fake_hub import fake_hub
-from tests.e2e.toy_runs import finish, write_grpo_config
-from tests.integration.run_cases import RunProcess, final_weights
+from tests.e2e.toy_runs import write_grpo_config
+from tests.integration.run_cases import RunProcess, final_weights, finish
 from tests.numerics import assert_same_logprobs
 
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
     config = write_grpo_config(tmp_path_factory.mktemp("export"), trainer={"total_steps": 3, "save_interval": 0})
-    finish(str(config))
+    finish(config)
     return Experiment.from_yaml(config)
 
 
@@ -41,7 +41,7 @@ def test_the_exported_model_gives_the_logprobs_that_the_engine_recorded(tmp_path
     taskset = f"buffer.explorer_input.eval_tasksets=[{{name: few, path: {few}, {columns}}}]"
     config = held_out.parents[1] / "config.yaml"
     settings = ("trainer.total_steps=3", "trainer.save_interval=0", "explorer.bench_on_latest_checkpoint=true")
-    finish(str(config), taskset, *settings, "mode=bench")
+    finish(config, taskset, *settings, "mode=bench")
 
     model = AutoModelForCausalLM.from_pretrained(experiment.model_path(), dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(experiment.model_path())

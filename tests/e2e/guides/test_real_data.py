@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 
 from rftdask import Experiment
-from tests.e2e.toy_runs import build_tiny_model, finish, run_folder, write_grpo_config, write_rows
-from tests.integration.run_cases import assert_sound, num_steps
+from tests.e2e.toy_runs import build_tiny_model, run_folder, write_grpo_config, write_rows
+from tests.integration.run_cases import assert_sound, finish, num_steps
 
 ROOT = Path(__file__).parents[3]
 NUM_EVAL = 8

@@ -12,8 +12,8 @@ import pytest
 from rftdask.commands.first_steps import bundled, copy_bundled
 from rftdask.models.toy import write_toy_tasks
 from tests.e2e.clusters.test_slurm_runs import has_slurm
-from tests.e2e.toy_runs import build_tiny_model, finish
-from tests.integration.run_cases import call_cli
+from tests.e2e.toy_runs import build_tiny_model
+from tests.integration.run_cases import call_cli, finish
 from tests.unit.storage.s3_proxy import S3Process
 
 RECIPES = sorted(

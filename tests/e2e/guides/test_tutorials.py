@@ -77,7 +77,11 @@ def typed(line: str) -> str:
     """
     if not line.startswith("rftdask "):
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", line], capture_output=True, text=True, timeout=DEADLINE_S
+            ["bash", "-euo", "pipefail", "-c", line],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
         )
         assert done.returncode == 0, (line, done.stdout, done.stderr)
         return done.stdout + done.stderr

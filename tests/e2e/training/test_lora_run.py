@@ -11,13 +11,14 @@ from transformers import AutoModelForCausalLM
 from rftdask.commands.convert import convert
 from rftdask.monitor.metrics import read_metrics
 from rftdask.storage import open_storage
-from tests.e2e.toy_runs import finish, run_folder, write_grpo_config
+from tests.e2e.toy_runs import run_folder, write_grpo_config
+from tests.integration.run_cases import finish
 
 
 def test_explorers_sample_with_adapters_that_two_ranks_train(tmp_path: Path) -> None:
     config = write_grpo_config(tmp_path, trainer={"total_steps": 3, "num_ranks": 2, "save_interval": 0})
     lora = "model.lora_configs=[{lora_rank: 4, lora_alpha: 64, use_rslora: true}]"
-    finish(str(config), lora, "synchronizer.sync_offset=0", "cluster.num_cpus=3")
+    finish(config, lora, "synchronizer.sync_offset=0", "cluster.num_cpus=3")
     run = run_folder(config)
     published = sorted(path.name for path in (run / "weights" / "3").iterdir())
     assert published == ["MANIFEST.json", "adapter_config.json", "adapter_model.safetensors"]

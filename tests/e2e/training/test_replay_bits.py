@@ -9,8 +9,8 @@ import pytest
 
 from rftdask.commands.replay import replay
 from rftdask.provenance.tables import RunTables
-from tests.e2e.toy_runs import finish, run_folder, write_grpo_config
-from tests.integration.run_cases import final_weights
+from tests.e2e.toy_runs import run_folder, write_grpo_config
+from tests.integration.run_cases import final_weights, finish
 
 STEPS = 6
 
@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         synchronizer={"sync_style": "fully_async", "max_staleness": 3},
         algorithm={"optimizer": {"lr": 1.0e-3, "lr_scheduler_type": "cosine"}},
     )
-    finish(str(config))
+    finish(config)
     return run_folder(config)
 
 
