@@ -145,6 +145,8 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None)
     # Tasksets one by one, then their workflows, then a dataset to train on, then whether there is enough for a batch.
     explores = stage.mode in ("both", "explore") and stage.algorithm.schema_type == "experience"
     tasks: list[Task] = []
+    with _noted(problems, unchecked):
+        load_plugin_folders(folders)  # first: a file of theirs may be what makes the tasks
     for config in (
         *(source.train_tasksets if explores else ()),
         *(source.eval_tasksets if stage.has_explorer else ()),
@@ -152,7 +154,6 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None)
         # Until it can be read; so later checks find every name.
         sizes[config.name] = 0
         with _noted(problems, unchecked):
-            load_plugin_folders(folders)  # first: a file of theirs may be what makes the tasks
             taskset = Taskset(config)
             taskset.check()
             if make_selector(config.data_selector, tuple(folders)).features:
@@ -160,6 +161,7 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None)
             sizes[config.name] = len(taskset)
             kind = "" if config in source.train_tasksets else "eval/"
             inputs.fingerprints[f"{kind}{config.name}"] = taskset.fingerprint
+            load_plugin_folders(folders)  # again: where that failed, nothing of them can be found
             samples = taskset.samples()
             modules = {f"workflow {name}": find_workflow(name).module for name in {task.workflow for task in samples}}
             rewards = {task.reward_fn for task in samples} - {""}
