@@ -107,7 +107,9 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
     """
     folder = Path(model_path)
     is_whole, known = True, None
-    if not folder.exists() and is_model_name(model_path):
+    if not folder.exists():
+        if not is_model_name(model_path):
+            raise DataError(f"model.model_path {model_path} cannot be sized: it is no folder, and no name on the Hub")
         folder = cached_folder(model_path) or folder
         is_whole = has_weights(folder)  # the cache may hold some of the files
         known = None if is_whole else known_model(model_path)

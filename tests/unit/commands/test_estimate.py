@@ -171,6 +171,16 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         read_shape(str(tmp_path))
 
 
+def test_what_is_no_folder_and_no_name_is_refused_without_asking_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*args: object, **options: object) -> None:
+        raise AssertionError("the Hub was asked")
+
+    monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", ask)
+    with pytest.raises(DataError, match="no folder, and no name on the Hub"):
+        read_shape("none")
+
+
+
 class TestStrategies:
     def shape(self, tmp_path: Path) -> ModelShape:
         transformers.AutoModelForCausalLM.from_config(FAMILIES["llama"]).save_pretrained(tmp_path)
