@@ -88,7 +88,15 @@ async def dask_teardown(server: Any) -> None:
         logging.getLogger("tornado.application").setLevel(logging.CRITICAL)
     elif address := server.worker_address:
         with contextlib.suppress(OSError, TimeoutError):
-            await asyncio.wait_for(server.scheduler.log_event(topic=LEAVING_TOPIC, msg=address), _SAY_S)
+            await asyncio.wait_for(_say_leaving(server, LEAVING_TOPIC, address), _SAY_S)
         if server.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(server.pid, signal.SIGKILL)
+
+
+async def _say_leaving(nanny: Any, topic: str, address: str) -> None:
+    # Of a scheduler that is gone this says so at once; Dask would knock until its deadline.
+    host, _, port = nanny.scheduler.address.rpartition("//")[2].rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.close()
+    await nanny.scheduler.log_event(topic=topic, msg=address)

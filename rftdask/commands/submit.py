@@ -253,7 +253,7 @@ def _elsewhere(
     walltime_s = kind.walltime_s(config)
     # These systems let no job queue itself again in one way, so it submits the next one.
     submit_next = f"{python} -m {__name__} {shlex.quote(path)}"
-    again = f'{{ echo >>{restarts} && {submit_next} && echo "queued again $why" && exit 0; }}'
+    again = f'{{ echo >>{restarts} && {submit_next} && echo "queued again before the walltime" && exit 0; }}'
     # Nor do they warn of a walltime in one way.
     first = warning(walltime_s - WARNING_S) if walltime_s > 2 * WARNING_S else ""
     host = HostSystem(restarts=f"$(cat {restarts} 2>/dev/null | wc -l)", again=again, cancel="", first=first)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypedDict
 
 from distributed import get_worker
+from distributed.core import Status
 
 LEAVING_TOPIC = "rftdask-leaving"
 """Where it is said of a worker, by its address, that it was told to end by who gave it, and not for what it runs."""
@@ -60,6 +61,10 @@ def make_called_off() -> Callable[[], bool]:
     key = worker.get_current_task()
 
     def called_off() -> bool:
+        # Dask forgets nothing of a worker that closes, as it does when its scheduler is lost, and waits half a minute
+        # for its threads.
+        if worker.status in (Status.closing, Status.closed, Status.failed):
+            return True
         # Gone, or cancelled and still running: Dask forgets a cancelled task once its thread has returned.
         state = worker.state.tasks.get(key)
         return state is None or state.state == "cancelled"

@@ -80,6 +80,8 @@ class HostSystem:
     """Says that its job was cancelled, where books tell that from a failure; empty: nothing does."""
     first: str = ""
     """What is done at the start."""
+    queued: str = "false"
+    """Succeeds, once the job is told to end, if it is queued again by who tells it."""
 
 
 ON_SLURM = HostSystem(
@@ -89,6 +91,9 @@ ON_SLURM = HostSystem(
     # Told at the start, and not when the walltime comes.
     first='case "$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null)" in\n'
     f'  *" Requeue=0 "*) echo "warning: {NO_REQUEUE}" >&2 ;;\nesac',
+    # SLURM counts a requeue, also one by preemption, before it signals.
+    queued='scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null'
+    ' | grep -q " Restarts=$((${SLURM_RESTART_COUNT:-0} + 1)) "',
 )
 
 
@@ -101,7 +106,8 @@ def driver_shell(
 ) -> list[str]:
     """Shell that runs the driver and passes on what SLURM signals: INT and TERM end it with a checkpoint, USR1 (the
     walltime is near) too, and then the job is queued again, to find those of its workers as it left them. After TERM
-    it is not: SLURM knows whether it ends the job (scancel) or queues it again (requeue, preemption).
+    it is not: SLURM knows whether it ends the job (scancel) or queues it again (requeue, preemption), and its workers'
+    jobs stay in the latter. A driver that is killed is started again here, without a queue.
     """
     return [
         f"cancelled={shlex.quote(str(folder.path / CANCELLED_FILE))}",
@@ -109,36 +115,37 @@ def driver_shell(
         'rm -f "$returns"',
         f'may_return() {{ [ ! -e "$cancelled" ] && [ "{system.restarts}" -lt {MAX_RESTARTS} ]; }}',
         # A signal may come before the driver is there: it is noted, and passed on as soon as there is a process.
-        "run= again= stop= code=1",
-        "trap 'stop=INT; [ -n \"$run\" ] && kill -INT $run' INT",
-        "trap 'stop=TERM; [ -n \"$run\" ] && kill -TERM $run' TERM",
-        # Where the driver finds the file, it leaves the jobs of its workers alone.
-        'trap \'stop=INT again=1; may_return && touch "$returns"; [ -n "$run" ] && kill -INT $run\' USR1',
+        "run= again= asked= stop= code=1 kills=0",
+        "trap 'asked=1 stop=INT; [ -n \"$run\" ] && kill -INT $run' INT",
+        # Where the driver finds the file as it ends, it leaves the jobs of its workers alone.
+        f"queued() {{ {system.queued}; }}",
+        'trap \'asked=1 stop=TERM; [ -n "$run" ] && kill -TERM $run; may_return && queued && touch "$returns"\' TERM',
+        'trap \'asked=1 stop=INT again=1; may_return && touch "$returns"; [ -n "$run" ] && kill -INT $run\' USR1',
         'if [ -e "$cancelled" ]; then echo "cancelled before it started"; exit 0; fi',
         *filter(None, [system.first]),
         "set -m  # else a command in the background ignores SIGINT",
         *beside,
+        "while :; do",
         f"{run} &",
-        "run=$!",
-        '[ -n "$stop" ] && kill -$stop $run',
+        "  run=$!",
+        '  [ -n "$stop" ] && kill -$stop $run',
         # `wait` ends at a trapped signal, long before the driver does: then it waits again. 127 says that it was
         # collected by the wait before, whose code counts.
-        "while :; do",
-        "  stop=",
-        "  wait $run; now=$?",
-        "  [ $now -ne 127 ] && code=$now",
-        '  [ -z "$stop" ] && break  # else it was the signal that ended the wait',
+        "  while :; do",
+        "    stop=",
+        "    wait $run; now=$?",
+        "    [ $now -ne 127 ] && code=$now",
+        '    [ -z "$stop" ] && break  # else it was the signal that ended the wait',
+        "  done",
+        # 130 and 143 are INT and TERM, of which it ends by itself.
+        '  [ $code -gt 128 ] && [ $code -ne 130 ] && [ $code -ne 143 ] && [ -z "$asked" ] || break',
+        f"  [ $kills -lt {MAX_RESTARTS} ] && may_return || break",
+        "  kills=$((kills + 1))",
+        '  echo "started again after it was killed (exit code $code)"',
         "done",
-        # Queued again by itself only near the walltime, and after a kill that nobody asked for. 130 and 143 are INT and
-        # TERM.
-        "if may_return; then",
-        "  why=",
-        '  [ -n "$again" ] && [ $code -eq 130 ] && why="before the walltime"',
-        '  [ $code -gt 128 ] && [ $code -ne 130 ] && [ $code -ne 143 ] && why="after it was killed (exit code $code)"',
-        '  if [ -n "$why" ]; then',
-        f'    if {system.again}; then echo "queued again $why"; sleep 60',
-        '    else echo "error: this job is not queued again; submit the run again to go on" >&2; fi',
-        "  fi",
+        'if [ -n "$again" ] && [ $code -gt 128 ] && [ $code -ne 143 ] && may_return; then',
+        f'  if {system.again}; then echo "queued again before the walltime"; sleep 60',
+        '  else echo "error: this job is not queued again; submit the run again to go on" >&2; fi',
         "fi",
         *(f"[ $code -eq 143 ] || {command}" for command in at_end),  # else it may come back
         # What somebody cancelled is CANCELLED in SLURM's books too, and not FAILED by its exit code.

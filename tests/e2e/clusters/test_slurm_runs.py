@@ -473,7 +473,7 @@ def test_one_allocation_comes_back_with_what_was_submitted_when_its_driver_is_ki
     driver = lease_holder(open_storage(demo.folder), "trainer")
     assert driver is not None
     os.kill(driver["pid"], signal.SIGKILL)
-    wait_until(lambda: "queued again after it was killed (exit code 137)" in demo.log(), "the requeue")
+    wait_until(lambda: "started again after it was killed (exit code 137)" in demo.log(), "the next start")
     before = num_steps(demo.folder)
     # Two: the next entry may still be of the first life, whose rank ends a moment after its driver.
     wait_until(lambda: num_steps(demo.folder) >= before + 2, "a step of the second life")

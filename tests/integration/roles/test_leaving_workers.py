@@ -1,7 +1,8 @@
 """Workers that are told to end, as real processes. Promises:
 
 - one that gets SIGTERM, alone or with all its processes at once, says that it leaves before its task is lost;
-- one that dies in any other way says nothing.
+- one that dies in any other way says nothing;
+- a task sees that the scheduler of its worker is gone, so the next worker can come.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from distributed import Client, KilledWorker, Scheduler, SpecCluster
 
 from rftdask.cluster.preloads import LEAVING
 from rftdask.processes.dask_cluster import DASK_CONFIG
-from rftdask.processes.dask_task import LEAVING_TOPIC
+from rftdask.processes.dask_task import LEAVING_TOPIC, make_called_off
 from tests.integration.run_cases import DEADLINE_S
 
 pytestmark = pytest.mark.slow
@@ -43,20 +44,30 @@ def client() -> Iterator[Client]:
 @contextlib.contextmanager
 def busy_worker(client: Client, folder: Path) -> Iterator[tuple[psutil.Process, psutil.Process, str]]:
     """A worker that runs a task for long: its nanny, its own process and its address."""
-    command = [sys.executable, "-m", "distributed.cli.dask_worker", client.scheduler.address, *LEAVING]
-    options = ["--nthreads", "1", "--no-dashboard", "--memory-limit", "0", "--local-directory", str(folder)]
-    nanny = psutil.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    nanny = start_worker(client, folder)
     try:
-        client.wait_for_workers(1, timeout=DEADLINE_S)
         (address,) = client.scheduler_info(n_workers=-1)["workers"]
         worker = psutil.Process(next(iter(client.run(os.getpid).values())))
         yield nanny, worker, address
     finally:
-        for process in (*nanny.children(recursive=True), nanny):
+        kill_tree(nanny)
+        wait_until(lambda: not client.scheduler_info(n_workers=-1)["workers"])
+
+
+def start_worker(client: Client, folder: Path) -> psutil.Popen:
+    command = [sys.executable, "-m", "distributed.cli.dask_worker", client.scheduler.address, *LEAVING]
+    options = ["--nthreads", "1", "--no-dashboard", "--memory-limit", "0", "--local-directory", str(folder)]
+    nanny = psutil.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    client.wait_for_workers(1, timeout=DEADLINE_S)
+    return nanny
+
+
+def kill_tree(root: psutil.Popen) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in (*root.children(recursive=True), root):
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        nanny.wait(DEADLINE_S)
-        wait_until(lambda: not client.scheduler_info(n_workers=-1)["workers"])
+    root.wait(DEADLINE_S)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -84,3 +95,30 @@ def test_a_worker_says_that_it_leaves_when_it_is_told_to_end(
         assert isinstance(error, KilledWorker) and error.last_worker.address == address
         assert said == [address] * says
     client.unsubscribe_topic(LEAVING_TOPIC)
+
+
+def test_a_task_sees_that_its_scheduler_is_gone(tmp_path: Path) -> None:
+    def look(ready: str, told: str) -> None:
+        called_off = make_called_off()
+        Path(ready).touch()
+        while not called_off():
+            time.sleep(0.02)
+        Path(told).touch()
+
+    ready, told, where = (tmp_path / name for name in ("ready", "told", "scheduler.json"))
+    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
+    with contextlib.ExitStack() as ends:
+        scheduler = psutil.Popen(
+            [*command, "--no-dashboard", "--scheduler-file", str(where)], stderr=subprocess.DEVNULL
+        )
+        ends.callback(kill_tree, scheduler)
+        wait_until(where.exists)
+        client = ends.enter_context(Client(scheduler_file=str(where), timeout=DEADLINE_S))
+        nanny = start_worker(client, tmp_path)
+        ends.callback(kill_tree, nanny)
+        future = client.submit(look, str(ready), str(told))
+        wait_until(lambda: ready.exists() or future.status == "error")
+        kill_tree(scheduler)
+        # Dask alone waits half a minute for a thread, and then ends it with its process.
+        wait_until(told.exists)
+        nanny.wait(DEADLINE_S)

@@ -5,7 +5,8 @@
 - layouts that a partition cannot hold are refused with the arithmetic;
 - ranks are one job of whole nodes, engines as many jobs as their GPUs make; GPUs that nobody would use are refused;
 - what a job asks for is what the config says, and a controller's script is the one shown;
-- a controller ends with a checkpoint when it is told to, and is queued again near its walltime or if it was killed.
+- a controller ends with a checkpoint when it is told to, and is queued again near its walltime;
+- a driver that is killed is started again in its job, not for ever.
 """
 
 from __future__ import annotations
@@ -857,30 +858,27 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(
-    ("sent", "to_driver", "cancelled", "code", "requeued"),
+    ("sent", "to_driver", "cancelled", "code", "restarts", "stay"),
     [
-        (signal.SIGUSR1, False, False, 130, True),  # the walltime is near
-        (signal.SIGINT, False, False, 130, False),  # rftdask cancel
-        (signal.SIGTERM, False, False, 143, False),  # scancel by hand, or a requeue, of which SLURM knows itself
-        (signal.SIGTERM, True, False, 143, False),  # somebody asked the driver alone
-        (signal.SIGUSR1, False, True, 130, False),  # both at once
-        (signal.SIGKILL, True, False, 137, True),  # the driver ran out of memory, say
+        (signal.SIGUSR1, False, False, 130, 0, True),  # the walltime is near
+        (signal.SIGINT, False, False, 130, 0, False),  # rftdask cancel
+        (signal.SIGTERM, False, False, 143, 0, False),  # scancel by hand
+        (signal.SIGTERM, False, False, 143, 1, True),  # a requeue, of which SLURM knows itself
+        (signal.SIGTERM, False, True, 143, 1, False),  # and then it was cancelled
+        (signal.SIGTERM, True, False, 143, 0, False),  # somebody asked the driver alone
+        (signal.SIGUSR1, False, True, 130, 0, False),  # both at once
     ],
 )
 def test_a_controller_ends_with_its_driver_and_comes_back_when_it_should(
-    tmp_path: Path, sent: signal.Signals, to_driver: bool, cancelled: bool, code: int, requeued: bool
+    tmp_path: Path, sent: signal.Signals, to_driver: bool, cancelled: bool, code: int, restarts: int, stay: bool
 ) -> None:
-    # In the place of SLURM's.
-    told = f'[ "$1" = requeue ] && echo "$@" >{tmp_path}/requeued; echo "JobId=7 Requeue={int(requeued)} Restarts=0"'
-    commands = {"scontrol": told, "scancel": f"touch {tmp_path}/scancelled", "sleep": ":"}
-    for name, body in commands.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+    requeued = sent is signal.SIGUSR1 and not cancelled
+    path = of_slurm(tmp_path, f"JobId=7 Requeue={int(requeued)} Restarts={restarts} BatchFlag=1")
     (tmp_path / "driver.py").write_text(DRIVER)
     run = shlex.join([sys.executable, "-S", str(tmp_path / "driver.py"), str(tmp_path / "ready")])
     script = "\n".join(driver_shell(PrivateFolder(tmp_path), run))
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    env = {"PATH": path, "SLURM_JOB_ID": "7"}
     with subprocess.Popen(["bash", "-c", script], env=env, start_new_session=True, **pipes) as controller:
         wait_for((tmp_path / "ready").exists)
         if cancelled:
@@ -891,10 +889,45 @@ def test_a_controller_ends_with_its_driver_and_comes_back_when_it_should(
         assert controller.stderr is not None and (NO_REQUEUE in controller.stderr.read()) == (not requeued)
     assert (tmp_path / "requeued").exists() == requeued
     assert (tmp_path / "scancelled").exists() == (cancelled and code == 130)
-    # Near the walltime its driver is told that it comes back, so that the jobs of its workers stay.
-    assert (tmp_path / RETURNS_FILE).exists() == (sent is signal.SIGUSR1 and not cancelled)
+    # Its driver is told that it comes back, so that the jobs of its workers stay.
+    assert (tmp_path / RETURNS_FILE).exists() == stay
     if requeued:
         assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+
+
+def of_slurm(folder: Path, told: str) -> str:
+    """A PATH with commands in the place of SLURM's, which write down what they are asked for."""
+    requeue = f'[ "$1" = requeue ] && echo "$@" >{folder}/requeued; echo "{told}"'
+    for name, body in {"scontrol": requeue, "scancel": f"touch {folder}/scancelled", "sleep": ":"}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize(
+    ("driver", "code", "starts"),
+    [
+        ("[ $(wc -l <starts) -eq 3 ] || kill -9 $BASHPID", 0, 3),  # out of memory twice, say
+        ("kill -9 $BASHPID", 137, 101),  # each time: not for ever
+        ("touch cancelled; kill -9 $BASHPID", 137, 1),
+        ("trap : INT; kill -INT $PPID; sleep 0.3; kill -9 $BASHPID", 137, 1),  # it was to end anyhow
+        ("exit 2", 2, 1),
+    ],
+)
+def test_a_driver_that_is_killed_is_started_again_in_its_job(
+    tmp_path: Path, driver: str, code: int, starts: int
+) -> None:
+    path = of_slurm(tmp_path, "JobId=7 Requeue=1 Restarts=0 BatchFlag=1")
+    (tmp_path / "sleep").unlink()
+    run = f"bash -c {shlex.quote(f'echo >>starts; {driver}')}"
+    script = "\n".join(driver_shell(PrivateFolder(tmp_path), run))
+    env = {"PATH": path, "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", "-c", script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, len((tmp_path / "starts").read_text())) == (code, starts), done
+    assert done.stdout.count("started again after it was killed (exit code 137)\n") == starts - 1
+    assert not (tmp_path / "requeued").exists()
 
 
 def test_who_warns_of_the_walltime_warns_the_driver_and_ends_with_its_script(tmp_path: Path) -> None:

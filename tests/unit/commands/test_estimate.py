@@ -180,7 +180,6 @@ def test_what_is_no_folder_and_no_name_is_refused_without_asking_the_hub(monkeyp
         read_shape("none")
 
 
-
 class TestStrategies:
     def shape(self, tmp_path: Path) -> ModelShape:
         transformers.AutoModelForCausalLM.from_config(FAMILIES["llama"]).save_pretrained(tmp_path)
