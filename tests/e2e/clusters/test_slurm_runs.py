@@ -526,4 +526,5 @@ def test_a_run_that_slurm_disturbs_ends_as_if_nothing_had_happened(tmp_path: Pat
     # trainers, since an explorer may be preempted before it has joined.
     joined = re.findall(r"worker trainer-\d+-(\d+)-(\d+)-\d+-\d+ .* joined", (logs / "driver.log").read_text())
     first = {job: number for job, number in reversed(joined)}
-    assert len(first) >= 2 and set(first.values()) == {"0"}, joined
+    # Twice the same job: the second driver took it over.
+    assert len(joined) >= 2 and set(first.values()) == {"0"}, joined
