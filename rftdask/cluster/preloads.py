@@ -95,8 +95,9 @@ async def dask_teardown(server: Any) -> None:
 
 
 async def _say_leaving(nanny: Any, topic: str, address: str) -> None:
+    from distributed.comm import get_address_host_port  # late: as above
+
     # Of a scheduler that is gone this says so at once; Dask would knock until its deadline.
-    host, _, port = nanny.scheduler.address.rpartition("//")[2].rpartition(":")
-    _, writer = await asyncio.open_connection(host, int(port))
+    _, writer = await asyncio.open_connection(*get_address_host_port(nanny.scheduler.address))
     writer.close()
     await nanny.scheduler.log_event(topic=topic, msg=address)

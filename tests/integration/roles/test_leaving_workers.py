@@ -117,7 +117,8 @@ def test_a_task_sees_that_its_scheduler_is_gone(tmp_path: Path) -> None:
         nanny = start_worker(client, tmp_path)
         ends.callback(kill_tree, nanny)
         future = client.submit(look, str(ready), str(told))
-        wait_until(lambda: ready.exists() or future.status == "error")
+        wait_until(lambda: future.status != "pending" or ready.exists())
+        assert ready.exists(), future.exception(timeout=DEADLINE_S)
         kill_tree(scheduler)
         # Dask alone waits half a minute for a thread, and then ends it with its process.
         wait_until(told.exists)
