@@ -95,7 +95,7 @@ async def dask_teardown(server: Any) -> None:
 
 
 async def _say_leaving(nanny: Any, topic: str, address: str) -> None:
-    from distributed.comm import get_address_host_port  # late: as above
+    from distributed.comm.addressing import get_address_host_port  # late: as above
 
     # Of a scheduler that is gone this says so at once; Dask would knock until its deadline.
     _, writer = await asyncio.open_connection(*get_address_host_port(nanny.scheduler.address))
