@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import signal
 import threading
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rftdask.cluster.base import plan_cluster, prepare_cluster, start_cluster
+from rftdask.cluster.jobs import RETURNED
 from rftdask.cluster.layout import Layout
 from rftdask.commands.estimate import check_host, check_jobs
 from rftdask.config import Config, load_config, replace
@@ -36,7 +38,16 @@ from rftdask.processes.dask_task import workers_of
 from rftdask.processes.gpus import free_host_bytes
 from rftdask.run.made_of import WholeContents, check_made_of, copy_sources
 from rftdask.run.preflight import check_inputs
-from rftdask.run.run_folder import check_run, note_begin, note_end, open_run, private_files, read_run_config, record_run
+from rftdask.run.run_folder import (
+    RUN_FILE,
+    check_run,
+    note_begin,
+    note_end,
+    open_run,
+    private_files,
+    read_run_config,
+    record_run,
+)
 from rftdask.run.stage import StageRun, StageWork
 from rftdask.run.summary import RunSummary, summarize
 from rftdask.run.tracking import open_feeds
@@ -144,7 +155,10 @@ class Experiment:
         # First: what processes are forked from imports torch while this process checks the inputs.
         self.prepare()
         # All stages are checked before anything starts: a mistake in the last is told before the first has cost hours.
-        inputs = check_inputs(stages)
+        # But what cannot have changed since a start that came further than here, which takes seconds.
+        inputs = check_inputs(
+            stages, tried=RETURNED in os.environ and open_storage(stages[0].checkpoint_job_dir).exists(RUN_FILE)
+        )
         for number, config in enumerate(stages):
             # The model of a later stage is what the one before it makes.
             check_run(open_storage(config.checkpoint_job_dir), config, free=("model.model_path",) if number else ())

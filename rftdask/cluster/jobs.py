@@ -24,6 +24,8 @@ CANCELLED_FILE = "cancelled"
 """There, too: a submitted job that is about to start ends at once."""
 RETURNS_FILE = "returns"
 """There, too: the controller is queued again, so its jobs stay for it."""
+RETURNED = "RFTDASK_RETURNED"
+"""Environment variable of a driver that is not the first of its job."""
 JOB_PREFIX = "rftdask-"
 """Of the names of all jobs, before their role and the run's name."""
 MAX_FAILED_STARTS = 2

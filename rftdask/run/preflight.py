@@ -67,11 +67,12 @@ class Inputs:
     """Names of those that have the workflows and rewards."""
 
 
-def check_inputs(stages: list[Config], *, elsewhere: bool = False) -> list[Inputs]:
+def check_inputs(stages: list[Config], *, elsewhere: bool = False, tried: bool = False) -> list[Inputs]:
     """Check all stages of a run; for each, what it reads.
 
     elsewhere: the run will be on other machines, which may have what is not installed on this one: it is said to be
     unchecked, and is checked where the run starts.
+    tried: workflows, rewards and algorithms of the same code have been, here, and are not again.
     Raises: ConfigError with all problems of the data at once; UserError for storage.
     """
     problems: list[str] = []
@@ -93,11 +94,11 @@ def check_inputs(stages: list[Config], *, elsewhere: bool = False) -> list[Input
             _check_model_folder(first.model.model_path, "model.model_path")
     # Elsewhere, and meanwhile, since it takes torch, which nothing else needs in this process.
     with ThreadPoolExecutor(1, "algorithms") as thread:
-        algorithms = [thread.submit(call, _check_algorithm, stage) for stage in stages]
+        algorithms = [] if tried else [thread.submit(call, _check_algorithm, stage) for stage in stages]
         for stage in stages:
             with _noted(problems, unchecked):
                 _check_staleness(stage)
-        found = [_check_data(stage, problems, unchecked) for stage in stages]
+        found = [_check_data(stage, problems, unchecked, tried=tried) for stage in stages]
         for checked in algorithms:
             with _noted(problems, unchecked):
                 checked.result()
@@ -136,7 +137,7 @@ def _noted(problems: list[str], unchecked: list[str] | None = None) -> Iterator[
         (problems if unchecked is None else unchecked).append(remedy)
 
 
-def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None) -> Inputs:
+def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None, *, tried: bool) -> Inputs:
     """All datasets, each of which can be read and has workflows and rewards that exist and work."""
     inputs = Inputs()
     sizes = inputs.sizes
@@ -174,7 +175,7 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None)
             inputs.modules.update(modules.values())
             # One row of each workflow and reward is enough to see that they work.
             tasks += samples
-    if not problems:  # what cannot be found cannot be tried
+    if not problems and not tried:  # what cannot be found cannot be tried
         with _noted(problems, unchecked):
             _try_workflows(stage, tasks, problems, unchecked)
     if stage.algorithm.schema_type != "experience" and stage.mode == "train":

@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 
 from rftdask.cluster import slurm
-from rftdask.cluster.jobs import CANCELLED_FILE, JOB_PREFIX, RETURNS_FILE
+from rftdask.cluster.jobs import CANCELLED_FILE, JOB_PREFIX, RETURNED, RETURNS_FILE
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.cluster.slurm import JobShape
 from rftdask.config import Config
@@ -126,6 +126,7 @@ def driver_shell(
         "set -m  # else a command in the background ignores SIGINT",
         *beside,
         "while :; do",
+        f'  [ "$(({system.restarts} + kills))" -eq 0 ] || export {RETURNED}=1',
         f"{run} &",
         "  run=$!",
         '  [ -n "$stop" ] && kill -$stop $run',

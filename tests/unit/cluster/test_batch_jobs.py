@@ -36,6 +36,7 @@ from rftdask.cluster.batch.slurm_script import NO_REQUEUE, HostSystem, driver_sh
 from rftdask.cluster.batch.slurm_steps import allocation, read_allocation
 from rftdask.cluster.jobs import (
     CANCELLED_FILE,
+    RETURNED,
     RETURNS_FILE,
     JobRecord,
     jobs_file,
@@ -919,7 +920,7 @@ def test_a_driver_that_is_killed_is_started_again_in_its_job(
 ) -> None:
     path = of_slurm(tmp_path, "JobId=7 Requeue=1 Restarts=0 BatchFlag=1")
     (tmp_path / "sleep").unlink()
-    run = f"bash -c {shlex.quote(f'echo >>starts; {driver}')}"
+    run = f"bash -c {shlex.quote(f'echo >>starts; echo ${{{RETURNED}:-0}} >>returned; {driver}')}"
     script = "\n".join(driver_shell(PrivateFolder(tmp_path), run))
     env = {"PATH": path, "SLURM_JOB_ID": "7"}
     done = subprocess.run(
@@ -928,6 +929,15 @@ def test_a_driver_that_is_killed_is_started_again_in_its_job(
     assert (done.returncode, len((tmp_path / "starts").read_text())) == (code, starts), done
     assert done.stdout.count("started again after it was killed (exit code 137)\n") == starts - 1
     assert not (tmp_path / "requeued").exists()
+    assert (tmp_path / "returned").read_text().split() == ["0"] + ["1"] * (starts - 1)
+
+
+def test_a_driver_of_a_job_that_was_queued_again_knows_that_it_is_not_the_first(tmp_path: Path) -> None:
+    script = "\n".join(driver_shell(PrivateFolder(tmp_path), f"echo returned ${{{RETURNED}:-0}}"))
+    for restarts, told in (("", 0), ("0", 0), ("2", 1)):
+        env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts}
+        done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60, check=True)
+        assert f"returned {told}\n" in done.stdout
 
 
 def test_who_warns_of_the_walltime_warns_the_driver_and_ends_with_its_script(tmp_path: Path) -> None:

@@ -313,3 +313,20 @@ def test_a_database_that_does_not_answer_is_told_before_anything_starts(world: W
         check_inputs([world.config(f"{at}.storage_type=sql", f"{at}.path={url}")])
     check_inputs([world.config(f"{at}.storage_type=sql")])
     assert not list(world.folder.rglob("*.sqlite"))
+
+
+def test_what_an_earlier_start_has_tried_is_read_and_not_tried_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (world.folder / "plugins").mkdir()
+    (world.folder / "plugins" / "broken_reward.py").write_text(
+        "def reward(response, truth, task):\n    return len(task)\n"
+    )
+    key = "buffer.explorer_input.default_reward_fn_type=broken_reward.reward"
+    config = world.config(key, f"explorer.plugin_dirs=[{world.folder}/plugins]")
+    with pytest.raises(ConfigError, match="broken_reward"):
+        check_inputs([config])
+    assert check_inputs([config], tried=True)[0].sizes == {"taskset_0": 6}
+    world.write([{"question": "1+1=", "no_answer": "2"}])
+    with pytest.raises(ConfigError, match="answer"):
+        check_inputs([config], tried=True)
