@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from rftdask.data.task import Task
-from rftdask.rollouts.rewards.math_answer import extract_answer, same_answer
+from rftdask.rollouts.rewards.math_answer import is_right
 from rftdask.rollouts.rewards.registry import reward
 from rftdask.rollouts.workflows.base import Reward
 
@@ -24,7 +24,7 @@ _TAG = re.compile(r"<(/?)(think|answer|analysis|confidence)>")
 _NUMBER = re.compile(r"\s*(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?\s*")
 
 
-@reward("rlcr_reward")
+@reward("rlcr_reward", in_thread=True)
 def rlcr_reward(response: str, truth: str, task: Task, weights: Mapping[str, float] | None = None) -> Reward:
     """The sum of the weighted parts, which are metrics, too: `format`, whether the response ends with
     <think>...</think><answer>...</answer><analysis>...</analysis><confidence>p</confidence>; `accuracy` of the answer;
@@ -47,7 +47,7 @@ def rlcr_reward(response: str, truth: str, task: Task, weights: Mapping[str, flo
             parts["format"] = 1.0
             # Without a truth nothing is known to be wrong, and a low confidence earns nothing either.
             if truth:
-                correct = float(same_answer(extract_answer(answer), truth))
+                correct = float(is_right(answer, truth))
                 parts["accuracy"], parts["brier"] = correct, 1.0 - (correct - sure) ** 2
     weighted = {name: of[name] * value for name, value in parts.items()}
     return Reward(sum(weighted.values()), weighted)

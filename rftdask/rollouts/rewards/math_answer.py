@@ -1,19 +1,19 @@
 r"""Math rewards: find the final answer in a response and compare it with the true one.
 
 The final answer is, in this order: the last \boxed{...}; the rest of the line after the last "####"; what follows the
-last "answer is" or "answer:"; the last number. Answers are equal when their numbers are, or else their normalized
-texts. Numbers are integers, decimals and fractions, with thousands separators, currency, percent sign, unit words or
-"x =" around them. There is no algebra, and nothing is evaluated ("x+1" is not "1+x"), but
-in accuracy_reward.
+last "answer is" or "answer:"; the last number. Answers are equal when their normalized texts or their numbers are.
+Numbers are integers, decimals and fractions, with thousands separators, currency, percent sign, unit words or "x ="
+around them. Of whatever else math-verify is asked (math_verifier.py), so that "x+1" is "1+x"; but not of two integers,
+nor of words.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 from fractions import Fraction
 
 from rftdask.data.task import Task, final_answer
+from rftdask.rollouts.rewards.math_verifier import is_equal
 from rftdask.rollouts.rewards.registry import reward
 from rftdask.rollouts.rewards.text import FORMAT_REWARD, starts_with_thought
 from rftdask.rollouts.workflows.base import Reward
@@ -31,6 +31,9 @@ _PHRASE = re.compile(r"\banswer(?: is|:| =)[\s:*]{0,10}([^\n]+)", re.IGNORECASE)
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = re.compile(rf"(?<![\w.])(?:{_DIGITS})")
 _SIGNED = re.compile(rf"[-+]?(?:{_DIGITS})")
+_INTEGER = re.compile(r"[-+]?[0-9]+")
+_WORDS = re.compile(r"[A-Za-z]{2,}(?:[ '-]+[A-Za-z]+)*")
+"""As mathematics "on" would be o times n, and so "no"."""
 _RATIO = re.compile(r"([-+]?)\s*(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|([0-9]+)\s*/\s*([0-9]+))")
 _WORDS_BEFORE = re.compile(r"(?:[A-Za-z ,.:;!?'\"()]*[ (:])?-?")
 _WORDS_AFTER = re.compile(r"(?:[ .,:;!?)][A-Za-z ,.:;!?'\"()]*)?")
@@ -47,14 +50,14 @@ _LATEX = (
 )
 
 
-@reward("math_reward")
+@reward("math_reward", in_thread=True)
 def math_reward(response: str, truth: str, task: Task) -> Reward:
     """1 if the final answer of the response equals the truth, else 0. Metric: accuracy."""
-    correct = float(same_answer(extract_answer(response), truth))
+    correct = float(is_right(response, truth))
     return Reward(correct, {"accuracy": correct})
 
 
-@reward("math_boxed_reward")
+@reward("math_boxed_reward", in_thread=True)
 def math_boxed_reward(
     response: str, truth: str, task: Task, with_think: bool = False, format_score_coef: float = FORMAT_REWARD
 ) -> Reward:
@@ -66,7 +69,7 @@ def math_boxed_reward(
     return Reward(correct + format_score, {"accuracy": correct, "format_score": format_score})
 
 
-@reward("math_dapo_reward")
+@reward("math_dapo_reward", in_thread=True)
 def math_dapo_reward(
     response: str,
     truth: str,
@@ -87,7 +90,7 @@ def math_dapo_reward(
     Raises: ValueError: lengths that do not go together.
     Source: DAPO, arXiv:2503.14476, equation 13 (soft overlong punishment) and section 2.4.
     """
-    correct = same_answer(extract_answer(response), truth)
+    correct = is_right(response, truth)
     penalty = 0.0
     if enable_overlong_penalty:
         penalty = overlong_penalty(num_tokens, max_response_length, cache_length, penalty_factor)
@@ -108,27 +111,78 @@ def overlong_penalty(num_tokens: int, max_length: int, cache_length: int, factor
 math_dapo_reward.needs_num_tokens = True  # type: ignore[attr-defined]
 
 
-@reward("accuracy_reward", in_process=False, requires={"math_verify": "math-verify"})
+@reward("accuracy_reward", in_thread=True)
 def accuracy_reward(response: str, truth: str, task: Task) -> Reward:
-    """1 if the package math-verify finds an answer in the response that equals the truth, else 0. Metric: accuracy.
-
-    It does algebra (sympy) on what the policy wrote, which may take any time and memory; so it runs in a sandbox.
+    """1 if math-verify alone finds an answer in the response that equals the truth, else 0. Metric: accuracy.
 
     Raises: ValueError: the truth is no mathematics.
     """
-    # By name: whether it is installed must not change the type check. It cannot time out by itself, off the main
-    # thread; the attempt's deadline does that.
-    math_verify = importlib.import_module("math_verify")
-    gold = math_verify.parse(truth if "\\boxed" in truth or "$" in truth else f"${truth}$", parsing_timeout=None)
-    if not gold:
+    correct = is_equal(response[-_MAX_VERIFIED_LENGTH:], truth if "\\boxed" in truth or "$" in truth else f"${truth}$")
+    if correct is None:
         raise ValueError(f"task {task.group_id}: the truth {truth!r:.100} is no mathematics; use exact_reward")
-    said = math_verify.parse(response[-_MAX_VERIFIED_LENGTH:], parsing_timeout=None)
-    correct = float(math_verify.verify(gold, said, timeout_seconds=None))
-    return Reward(correct, {"accuracy": correct})
+    return Reward(float(correct), {"accuracy": float(correct)})
+
+
+def is_right(response: str, truth: str) -> bool:
+    """True if the final answer of a response equals the truth. It may wait for math-verify."""
+    true_answer = _true_answer(truth)
+    text = _normalize(true_answer)
+    if _marked_answer(response) is None and text and _number(text) is None and not _WORDS.fullmatch(text):
+        # The last number may be a part of the answer, as the 1 of "we get $x+1$".
+        return bool(is_equal(response[-_MAX_VERIFIED_LENGTH:], _boxed(true_answer)))
+    return same_answer(extract_answer(response), truth)
 
 
 def extract_answer(response: str) -> str:
     """The final answer of a response; "" if it has none."""
+    marked = _marked_answer(response)
+    if marked is not None:
+        return marked
+    last = ""
+    for match in _NUMBER.finditer(response):
+        # A minus sign belongs to the number; one between two numbers, as in 5-3, is taken for a sign too.
+        last = response[match.start() - 1 : match.end()] if response[: match.start()].endswith("-") else match.group()
+    return last
+
+
+def same_answer(answer: str, truth: str) -> bool:
+    """True if two answers are equal as normalized texts, as numbers, or to math-verify, for which it may wait. An empty
+    answer equals nothing.
+    """
+    true_answer = _true_answer(truth)
+    left, right = _normalize(answer), _normalize(true_answer)
+    if not left or not right:
+        return False
+    # First as texts: equal expressions need not be numbers.
+    if left.replace(" ", "") == right.replace(" ", ""):
+        return True
+    left_number, right_number = _number(left), _number(right)
+    if left_number is not None and right_number is not None:
+        # An integer is exact: 0.999999 is not 1.
+        if left_number.denominator == 1 or right_number.denominator == 1:
+            equal = left_number == right_number
+        else:
+            equal = abs(left_number - right_number) <= _TOLERANCE
+        if equal:
+            return True
+    integers = _INTEGER.fullmatch(left) and _INTEGER.fullmatch(right)
+    if integers or _WORDS.fullmatch(left) or _WORDS.fullmatch(right):
+        return False
+    return bool(is_equal(_boxed(answer), _boxed(true_answer)))
+
+
+def _true_answer(truth: str) -> str:
+    # The truth may be a whole solution, as in MATH, or a worked one that ends in "#### 72", as in GSM8K.
+    boxed = _last_boxed(truth)
+    return final_answer(truth) if boxed is None else boxed
+
+
+def _boxed(answer: str) -> str:
+    return f"\\boxed{{{answer[:_MAX_LENGTH].strip().strip('$')}}}"
+
+
+def _marked_answer(response: str) -> str | None:
+    """What is said to be the final answer; None: nothing is."""
     boxed = _last_boxed(response)
     if boxed is not None:
         return boxed
@@ -138,30 +192,7 @@ def extract_answer(response: str) -> str:
     phrases = _PHRASE.findall(response)
     if phrases:
         return re.split(r"\.(?:\s|$)", phrases[-1][:_MAX_LENGTH], maxsplit=1)[0].strip()
-    last = ""
-    for match in _NUMBER.finditer(response):
-        # A minus sign belongs to the number; one between two numbers, as in 5-3, is taken for a sign too.
-        last = response[match.start() - 1 : match.end()] if response[: match.start()].endswith("-") else match.group()
-    return last
-
-
-def same_answer(answer: str, truth: str) -> bool:
-    """True if two answers are equal as numbers or as normalized texts. An empty answer equals nothing."""
-    # The truth may be a whole solution, as in MATH, or a worked one that ends in "#### 72", as in GSM8K.
-    boxed = _last_boxed(truth)
-    left, right = _normalize(answer), _normalize(final_answer(truth) if boxed is None else boxed)
-    if not left or not right:
-        return False
-    # First as texts: equal expressions need not be numbers.
-    if left.replace(" ", "") == right.replace(" ", ""):
-        return True
-    left_number, right_number = _number(left), _number(right)
-    if left_number is None or right_number is None:
-        return False
-    # An integer is exact: 0.999999 is not 1.
-    if left_number.denominator == 1 or right_number.denominator == 1:
-        return left_number == right_number
-    return abs(left_number - right_number) <= _TOLERANCE
+    return None
 
 
 def _last_boxed(text: str) -> str | None:

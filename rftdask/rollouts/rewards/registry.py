@@ -6,8 +6,8 @@ A reward function is pure; it gets the text of the response, the true answer, th
     def length_reward(response: str, truth: str, task: Task, target: int = 100) -> float:
         return -abs(len(response) - target) / target
 
-It runs in a sandbox of its rollout (sandbox.py), unless it says in_process=True: then it must be fast, or have an
-attribute `in_thread`, with which it runs beside the event loop and may be called by several threads at once.
+It runs in a sandbox of its rollout (sandbox.py), unless it says in_process=True: then it must be fast, or say
+in_thread=True, with which it runs beside the event loop and may be called by several threads at once.
 What a response says is hostile input: reward functions never evaluate it as code and bound their work on it.
 """
 
@@ -29,15 +29,21 @@ _Reward = TypeVar("_Reward", bound=RewardFn)
 
 
 def reward(
-    name: str, *, in_process: bool | None = None, requires: Mapping[str, str] | None = None
+    name: str,
+    *,
+    in_process: bool | None = None,
+    in_thread: bool = False,
+    requires: Mapping[str, str] | None = None,
 ) -> Callable[[_Reward], _Reward]:
-    """Decorator that gives a reward function a name; in_process, requires: as for workflows.
+    """Decorator that gives a reward function a name; in_process, requires: as for workflows; in_thread: as above.
 
     Raises: ValueError: the name is taken by another function.
     """
 
     def decorate(function: _Reward) -> _Reward:
         register("reward function", registered_rewards(), name, function, in_process=in_process, requires=requires)
+        if in_thread:
+            function.in_thread = True  # type: ignore[attr-defined]
         return function
 
     return decorate

@@ -19,7 +19,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 # In the worker itself: a sandbox is a process per rollout, and each would load the model.
-@reward("reward_model", in_process=True)
+@reward("reward_model", in_process=True, in_thread=True)
 def reward_model(response: str, truth: str, task: Task, model_path: str, device: str = "cpu") -> float:
     """The score that the model at `model_path` (AutoModelForSequenceClassification, num_labels 1) gives the task with
     this response, tokenized as algorithm type reward_model does; of any size and sign.
@@ -40,9 +40,6 @@ def reward_model(response: str, truth: str, task: Task, model_path: str, device:
         # By the reader that training uses, so that the model sees what it was trained on.
         [(tokens, *_)] = SftRows(RowsDataset([[row]], ""), tokenizer, columns, max_tokens).read([0])
         return float(model(torch.tensor([tokens], device=device)).logits[0, 0])
-
-
-reward_model.in_thread = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=2)

@@ -6,6 +6,7 @@ Invariant: a verdict that cannot be read is a failure of the rollout, never a re
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import math
 import os
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rftdask.data.task import Task
-from rftdask.rollouts.rewards.math_answer import extract_answer, same_answer
+from rftdask.rollouts.rewards.math_answer import is_right
 from rftdask.rollouts.rewards.registry import wait_for_reward
 from rftdask.rollouts.workflows.base import PolicyModel, Reward
 from rftdask.rollouts.workflows.registry import workflow
@@ -55,7 +56,7 @@ async def math_rm_workflow(task: Task, model: PolicyModel) -> Reward:
         question = _GRADE.format(question=_question(task), answer=answer)
         # A word may be several tokens, whose logprobs add up to its own.
         yes, no = [sum(await judge.logprobs(question, options[word])) for word in ("yes", "no")]
-    metrics = {"accuracy": float(same_answer(extract_answer(answer), task.truth))} if task.truth else {}
+    metrics = {"accuracy": float(await asyncio.to_thread(is_right, answer, task.truth))} if task.truth else {}
     # softmax over the two words alone; the exponent is bounded, so that exp does not overflow.
     return Reward(1.0 / (1.0 + math.exp(min(max(no - yes, -700.0), 700.0))), metrics)
 

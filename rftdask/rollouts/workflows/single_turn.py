@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from rftdask.data.task import Task
-from rftdask.rollouts.rewards.math_answer import extract_answer, same_answer
+from rftdask.rollouts.rewards.math_answer import is_right
 from rftdask.rollouts.rewards.registry import wait_for_reward
 from rftdask.rollouts.workflows.base import PolicyModel, Response, Reward
 from rftdask.rollouts.workflows.registry import workflow
@@ -56,7 +57,7 @@ async def math_eval_workflow(task: Task, model: PolicyModel) -> Reward:
     whatever reward function trains. Metric: accuracy.
     """
     response = await ask(task, model, BOXED_SYSTEM_PROMPT)
-    correct = float(same_answer(extract_answer(response.text), task.truth))
+    correct = float(await asyncio.to_thread(is_right, response.text, task.truth))
     return Reward(correct, {"accuracy": correct})
 
 
@@ -71,7 +72,7 @@ async def on_policy_distill_workflow(task: Task, model: PolicyModel) -> Reward:
 async def on_policy_distill_math_workflow(task: Task, model: PolicyModel) -> Reward:
     """Ask once, with a system prompt for math: the metric accuracy says how the student does, the reward stays 0."""
     response = await ask(task, model, MATH_SYSTEM_PROMPT)
-    return Reward(0.0, {"accuracy": float(same_answer(extract_answer(response.text), task.truth))})
+    return Reward(0.0, {"accuracy": float(await asyncio.to_thread(is_right, response.text, task.truth))})
 
 
 async def ask(task: Task, model: PolicyModel, system_prompt: str = "") -> Response:

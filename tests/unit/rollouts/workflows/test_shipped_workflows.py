@@ -376,7 +376,6 @@ def test_math_dapo_reward_counts_the_tokens_of_the_response() -> None:
     [(r"so $\frac{1}{2}$", "0.5", 1.0), (r"\boxed{x+1}", "$1+x$", 1.0), ("it is 3", "4", 0.0), ("", "4", 0.0)],
 )
 def test_accuracy_reward_does_algebra(said: str, truth: str, value: float) -> None:
-    pytest.importorskip("math_verify")
     assert compute_reward(task(reward_fn="accuracy_reward", truth=truth), said, "").value == value
 
 

@@ -1,0 +1,125 @@
+"""Promises of the process that does algebra: it answers, gives up in time, is replaced, and ends with who asks."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from rftdask.rollouts.rewards import math_verifier
+from rftdask.rollouts.rewards.math_answer import is_right, same_answer
+from rftdask.rollouts.rewards.math_verifier import is_equal
+
+ENDLESS = r"\boxed{\sum_{n=1}^{100000000} n^n}"
+
+
+def child() -> int:
+    assert math_verifier._ASKER._child is not None
+    return math_verifier._ASKER._child.pid
+
+
+def wait_until(true: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("x+1", "1+x"),
+        ("2^3", "8"),
+        (r"\sqrt{8}", r"2\sqrt{2}"),
+        (r"1\frac{1}{2}", "1.5"),
+        ("0.5", "50%"),
+        (r"\{1,2\}", r"\{2,1\}"),
+        ("a+b=c", "c=a+b"),
+        (r"x \in (1,2)", "(1,2)"),
+        ("10^{3}", "1000"),
+        ("a/b", r"so it is \boxed{\frac{a}{b}}."),
+    ],
+)
+def test_equal_as_mathematics(answer: str, truth: str) -> None:
+    assert same_answer(answer, truth)
+    assert is_right(f"Hence \\boxed{{{answer}}}.", truth)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [("-x", "x"), ("[0,1)", "[0,1]"), ("(1,2)", "(2,1)"), ("0.333", "1/3"), ("no", "on"), ("(" * 390, "5")],
+)
+def test_different_as_mathematics(answer: str, truth: str) -> None:
+    assert not same_answer(answer, truth)
+
+
+def test_an_answer_that_nothing_marks_is_looked_for() -> None:
+    assert is_right("we get $x+1$", "1+x")
+    assert not is_right("we get $x+2$", "1+x")
+    assert not is_right("x, and 1 more", "x")
+
+
+def test_what_is_no_mathematics_says_so() -> None:
+    assert is_equal("5", "none at all") is None
+
+
+def test_a_question_without_end_is_given_up_and_the_next_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+    assert is_equal(ENDLESS, r"\boxed{5}") is False
+    assert "5 s of processor time are over" in caplog.text
+    assert is_equal("$5$", "$5$") is True
+
+
+def test_a_child_that_is_killed_is_replaced() -> None:
+    assert is_equal("$5$", "$5$")
+    os.kill(child(), signal.SIGKILL)
+    wait_until(lambda: not psutil.pid_exists(child()) or psutil.Process(child()).status() == "zombie", "it lives")
+    assert is_equal("$5$", "$5$")
+
+
+def test_a_question_of_which_two_children_die_costs_its_answer(caplog: pytest.LogCaptureFixture) -> None:
+    assert is_equal("$5$", "$5$")
+    said: list[bool | None] = []
+    asking = threading.Thread(target=lambda: said.append(is_equal(ENDLESS, r"\boxed{5}")))
+    before = psutil.Process(child()).cpu_times().user
+    asking.start()
+    wait_until(lambda: psutil.Process(child()).cpu_times().user > before + 0.2, "it never asks")
+    first = child()
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: math_verifier._ASKER._child is not None and child() != first, "it is not asked again")
+    os.kill(child(), signal.SIGKILL)
+    asking.join(60)
+    assert said == [False]
+    assert "ended with code -9" in caplog.text
+    assert is_equal("$5$", "$5$")
+
+
+def test_a_fork_asks_a_child_of_its_own() -> None:
+    assert is_equal("$5$", "$5$")
+    with math_verifier._ASKER._lock:  # held by a thread that the fork does not have
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(60)
+            os._exit(0 if is_equal("$x+1$", "$1+x$") else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert is_equal("$5$", "$5$")
+
+
+def test_the_child_ends_with_who_asks_whatever_it_does() -> None:
+    source = (
+        "import threading, time\n"
+        "from rftdask.rollouts.rewards.math_verifier import _ASKER, is_equal\n"
+        "is_equal('$5$', '$5$')\n"
+        f"threading.Thread(target=is_equal, args=({ENDLESS!r}, '$5$')).start()\n"
+        "print(_ASKER._child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as asker:
+        assert asker.stdout is not None
+        pid = int(asker.stdout.readline())
+        asker.kill()
+    wait_until(lambda: not psutil.pid_exists(pid), "the child lives")
