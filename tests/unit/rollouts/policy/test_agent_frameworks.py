@@ -1,10 +1,15 @@
-"""Promise: agents of LangGraph and of the OpenAI Agents SDK run on `model.openai_client()` as they are, tools included,
-and what they ask is recorded as one conversation.
+"""Promise: agents of LangGraph, of the OpenAI Agents SDK and the command line `llm` run on `model.openai_client()` as
+they are, tools included, and what they ask is recorded as one conversation.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import json
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,3 +76,27 @@ def test_an_agent_of_the_openai_agents_sdk_is_one_conversation(
         "[add]<system>add<user>2+3 again?<assistant>",
     ]
     assert [row.response_text for row in found] == [CONVERSATION] * 2
+
+
+@pytest.mark.parametrize("options", [(), ("--no-stream",)])
+def test_an_agent_that_is_a_program_is_one_conversation(options: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip("llm")
+
+    async def agent(client: AsyncOpenAI) -> None:
+        # All that the program is told, in its own two files.
+        about = {"model_id": "policy", "model_name": "policy", "api_base": str(client.base_url), "supports_tools": True}
+        (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([{**about, "api_key_name": "policy"}]))
+        (tmp_path / "keys.json").write_text(json.dumps({"policy": client.api_key}))
+        program = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "llm", "prompt", "--model", "policy", "--no-log", *options),
+            *("--functions", inspect.getsource(add), "2+3?"),
+            env={**os.environ, "LLM_USER_PATH": str(tmp_path)},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        printed, errors = await program.communicate()
+        assert (program.returncode, printed.decode().strip()) == (0, "it is 5"), errors.decode()
+
+    [row] = rows(agent, ENGINE)
+    assert (row.prompt_text, row.response_text) == ("[add]<user>2+3?<assistant>", CONVERSATION)
