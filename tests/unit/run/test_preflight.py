@@ -315,9 +315,7 @@ def test_a_database_that_does_not_answer_is_told_before_anything_starts(world: W
     assert not list(world.folder.rglob("*.sqlite"))
 
 
-def test_what_an_earlier_start_has_tried_is_read_and_not_tried_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_earlier_start_has_tried_is_read_and_not_tried_again(world: World) -> None:
     (world.folder / "plugins").mkdir()
     (world.folder / "plugins" / "broken_reward.py").write_text(
         "def reward(response, truth, task):\n    return len(task)\n"
