@@ -30,6 +30,7 @@ from rftdask.cluster.base import Cluster, find_cluster
 from rftdask.cluster.batch import queries
 from rftdask.cluster.batch.queries import Query
 from rftdask.cluster.batch.slurm_script import staging
+from rftdask.cluster.forks import imports_ahead
 from rftdask.cluster.jobs import (
     JOB_PREFIX,
     MAX_FAILED_STARTS,
@@ -75,10 +76,16 @@ DEATH_TIMEOUT_S = 600
 log = logging.getLogger(__name__)
 
 
-def worker_options(role: str) -> list[str]:
-    """Options of `dask worker` for a worker of a role, the same on all batch systems."""
+def worker_options(config: Config, role: str) -> list[str]:
+    """Options of rftdask.cluster.join, most of them those of `dask worker`, for a worker of a role: the same on all
+    batch systems.
+    """
+    stages = config.stage_configs()
+    roles = ROLES if any(stage.cluster.colocate for stage in stages) else [role]
+    imports = ",".join(imports_ahead(stages, roles))
     # One task at a time, whose data and threads are those of a child process, which the nanny does not see.
-    return [*f"--resources {role}=1 --no-dashboard --nthreads 1 --memory-limit 0".split(), *LEAVING]
+    own = f"--resources {role}=1 --no-dashboard --nthreads 1 --memory-limit 0".split()
+    return [*own, *(["--imports", imports] if imports else []), *LEAVING]
 
 
 class _GivenUp(RoleError):
@@ -246,7 +253,7 @@ class JobQueueCluster(RemoteWorkersCluster):
             "local_directory": "${TMPDIR:-/tmp}",
             # It outlives its scheduler, and takes the next one of the run.
             "worker_command": "rftdask.cluster.join",
-            "worker_extra_args": worker_options(role),
+            "worker_extra_args": worker_options(config, role),
             # In the place of its script's shell, so that it is the worker whom the batch system tells to end.
             "python": f"exec {shlex.quote(config.cluster.python or sys.executable)}",
         }

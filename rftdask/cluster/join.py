@@ -3,8 +3,9 @@
 It outlives a scheduler that is killed or that may return: the worker ends, and another one is started as soon as a
 scheduler answers again. It ends well with the run, which takes its address back, or when none answers for a while.
 
-Every worker of a job starts after it, and has it beside it as long as it lives: so it loads neither Dask nor a
-configuration.
+It is the nanny of its workers. They, and the engines and ranks below them, are forks of one process that has imported
+what they need (nursery.py): so what follows a worker, an engine, a rank or a scheduler that was lost starts at once.
+The job's first worker waits for this module, which therefore loads neither Dask nor a configuration as it is imported.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rftdask.cluster.forks import WORKER_IMPORTS, can_fork, has_gpu_devices, imports_ahead
 from rftdask.cluster.layout import EXPLORER_RESOURCE, TRAINER_RESOURCE
-from rftdask.cluster.preloads import LEAVING
+from rftdask.cluster.preloads import LEAVING, UMASK_VARIABLE
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.engines.vllm_follower import ADDRESS, NODES, Nodes, follow
 from rftdask.errors import RoleError
+from rftdask.processes.nursery import ADDRESS as NURSERY_ADDRESS
+from rftdask.processes.nursery import nursery, start, umask
 from rftdask.processes.poll import wait_for
 from rftdask.storage.staging import stage_here, sweep
 
@@ -35,7 +40,6 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.5
 _KNOCK_S = 5.0
-_PASS_ON_S = 1.0
 MAX_FAILURES = 3
 """Workers in a row that ended with an error."""
 
@@ -60,6 +64,7 @@ def join(config: Config, folder: PrivateFolder, role: str, patience_s: float) ->
             *(*LEAVING, "--death-timeout", f"{patience_s:.0f}"),
             *("--local-directory", os.environ.get("TMPDIR", "/tmp")),
         ],
+        imports_ahead(config.stage_configs(), [role]),
         patience_s,
     )
 
@@ -74,20 +79,23 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--death-timeout", type=float, required=True)
     parser.add_argument("--interface")
+    parser.add_argument("--imports", default="", help="modules that engines and ranks import, with commas between them")
     parser.add_argument("--engine-every", type=int, default=0, help="tasks of a node, the first with an engine, too")
     parser.add_argument("--span", type=int, default=1, help="tasks of the job that are one worker, a node each")
     ours, options = parser.parse_known_args()
     options += ["--scheduler-file", str(ours.scheduler_file), "--death-timeout", f"{ours.death_timeout:.0f}"]
     options += ["--interface", ours.interface] if ours.interface else []
+    imports = ours.imports.split(",") if ours.imports else []
     try:
         if ours.span == 1:
             # A job may run it several times, as tasks of one step.
             name = f"{ours.name}-{os.environ.get('SLURM_PROCID', '0')}"
             place, every = int(os.environ.get("SLURM_LOCALID", "0")), ours.engine_every
             engine = [f"{EXPLORER_RESOURCE}=1" if each == f"{TRAINER_RESOURCE}=1" else each for each in options]
-            beside = [sys.executable, "-m", "rftdask.cluster.join", "--name", f"{ours.name}-engine", *engine]
+            beside = [sys.executable, "-m", "rftdask.cluster.join", "--name", f"{ours.name}-engine"]
+            beside += ["--imports", ours.imports, *engine]
             with _beside(beside) if every and place % every == 0 else nullcontext():
-                _keep_worker(PrivateFolder(ours.scheduler_file.parent), name, options, ours.death_timeout)
+                _keep_worker(PrivateFolder(ours.scheduler_file.parent), name, options, imports, ours.death_timeout)
             return
         number, node = divmod(int(os.environ.get("SLURM_PROCID", "0")), ours.span)
         nodes = _share_engine(ours.scheduler_file.parent / f"engine-{ours.name}-{number}", ours.span, ours.interface)
@@ -96,7 +104,7 @@ def main() -> None:
             return
         try:
             folder = PrivateFolder(ours.scheduler_file.parent)
-            _keep_worker(folder, f"{ours.name}-{number}", options, ours.death_timeout)
+            _keep_worker(folder, f"{ours.name}-{number}", options, imports, ours.death_timeout)
         finally:
             nodes.end()
     except RoleError as error:
@@ -134,19 +142,29 @@ def _share_engine(folder: Path, count: int, interface: str | None) -> Nodes:
     return Nodes(count, folder)
 
 
-def _keep_worker(folder: PrivateFolder, name: str, options: Sequence[str], patience_s: float) -> int:
-    try:
-        return _keep_workers(folder, name, options, patience_s)
-    finally:
-        sweep()
+def _keep_worker(
+    folder: PrivateFolder, name: str, options: Sequence[str], imports: Sequence[str], patience_s: float
+) -> int:
+    with ExitStack() as stack:
+        stack.callback(sweep)
+        environment: dict[str, str] = {}
+        if sys.platform == "linux":
+            may_fork = can_fork(has_gpu_devices())
+            start([*WORKER_IMPORTS, *(imports if may_fork else ())])
+            environment = {UMASK_VARIABLE: str(umask())}
+            if may_fork:
+                environment[NURSERY_ADDRESS] = stack.enter_context(nursery())
+        return _keep_workers(folder, name, options, environment, patience_s)
 
 
-def _keep_workers(folder: PrivateFolder, name: str, options: Sequence[str], patience_s: float) -> int:
+def _keep_workers(
+    folder: PrivateFolder, name: str, options: Sequence[str], environment: dict[str, str], patience_s: float
+) -> int:
     started, failures = 0, 0
     while wait_for(lambda: _answers(folder.read_address()), patience_s, _LOOK_S):
         started += 1
         # A new name for each worker: the scheduler refuses one that it still knows.
-        code = _run([sys.executable, "-m", "distributed.cli.dask_worker", "--name", f"{name}-{started}", *options])
+        code = _work(["--name", f"{name}-{started}", *options], environment)
         # In a row alone: in a run of days a worker may be killed now and then, and the next one works.
         failures = failures + 1 if code else 0
         if folder.read_address() is None:
@@ -171,27 +189,54 @@ def _answers(address: str | None) -> bool:
     return True
 
 
-def _run(command: list[str]) -> int:
-    """Its exit code. SIGTERM is passed on, and ends this process as soon as the worker has ended."""
-    with subprocess.Popen(command) as worker:
-        told: list[int] = []
+def _work(options: list[str], environment: dict[str, str]) -> int:
+    """`dask worker` in this process, the worker itself a fork that has the environment, too; its exit code.
 
-        def on_terminate(number: int, _: object) -> None:
-            told.append(number)
-            # SLURM sends SIGTERM to this process alone or to all of the step. A worker that gets it twice ends before
-            # it has said that it leaves, so it is passed on to one that is still there after a moment.
-            passing_on = threading.Timer(_PASS_ON_S, worker.terminate)
-            passing_on.daemon = True
-            passing_on.start()
+    SIGTERM ends this process, after the nanny has said that its worker leaves (preloads.py).
+    """
+    import dask  # late: as above
+    from distributed.cli.dask_worker import main as dask_worker
 
-        before = signal.signal(signal.SIGTERM, on_terminate)
-        try:
-            code = worker.wait()
-        finally:
-            signal.signal(signal.SIGTERM, before)
-    if told:
-        raise SystemExit(128 + signal.SIGTERM)
+    from rftdask.processes.dask_cluster import DASK_CONFIG, METHOD
+
+    method = "forkserver" if UMASK_VARIABLE in environment else "spawn"
+    told, tells = socket.socketpair()
+    told.setblocking(False)
+    tells.setblocking(False)
+
+    def on_terminate(*_: object) -> None:
+        # SLURM may send it more than once, and Dask, which waits for it while there is a worker, takes the first alone.
+        if _count_terminate(told) == 1:
+            raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, on_terminate)
+    heard_by = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+    code = 0
+    try:
+        with dask.config.set({**DASK_CONFIG, METHOD: method, "distributed.nanny.environ": environment}):
+            dask_worker(options, "dask worker")
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except Exception:
+        # As the end of a process would have it: the last lines of its log, and a code.
+        traceback.print_exc()
+        code = 1
+    finally:
+        signal.set_wakeup_fd(heard_by)
+        with told, tells:
+            if _count_terminate(told):
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already
+                raise SystemExit(128 + signal.SIGTERM)
+        signal.signal(signal.SIGTERM, before)
     return code
+
+
+def _count_terminate(told: socket.socket) -> int:
+    """How often SIGTERM came, by what Python writes there for every signal before it calls anybody."""
+    try:
+        return told.recv(1 << 12, socket.MSG_PEEK).count(signal.SIGTERM)
+    except BlockingIOError:
+        return 0
 
 
 if __name__ == "__main__":

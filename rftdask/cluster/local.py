@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import tempfile
 import threading
 from collections.abc import Collection, Iterable, Mapping
@@ -19,8 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rftdask.cluster import preloads
 from rftdask.cluster.base import Cluster, close_in_turn
+from rftdask.cluster.forks import RANK_IMPORT, WORKER_IMPORTS, can_fork, imports_ahead
 from rftdask.cluster.layout import (
     EXPLORER_RESOURCE,
+    ROLES,
     Layout,
     WorkerPlan,
     check_one_machine,
@@ -41,20 +42,11 @@ if TYPE_CHECKING:
     from distributed import SpecCluster
 
 _START_DEADLINE_S = 120
-_IMPORTS = ("distributed", "rftdask.cluster.preloads", "rftdask.explorer.worker_task", "rftdask.trainer.rank")
-"""What workers and the processes below them import."""
-_MODELS = "transformers.models.auto.modeling_auto"
-"""What loading any model imports."""
 
 
 def start_fork_server(modules: Iterable[str] = ()) -> None:
-    """Have `_IMPORTS` and `modules` imported for the workers of this process, while it goes on. Idempotent."""
-    start([*dict.fromkeys((*_IMPORTS, *modules))])
-
-
-def _can_fork(has_gpus: bool) -> bool:
-    """Whether workers are forks; the libraries of a GPU, and those of macOS, must not be touched before a fork."""
-    return sys.platform == "linux" and not has_gpus
+    """Have what workers and ranks import, and `modules`, imported while this process goes on. Idempotent."""
+    start([*dict.fromkeys((*WORKER_IMPORTS, RANK_IMPORT, *modules))])
 
 
 def grace(resources: Collection[str]) -> dict[str, str]:
@@ -99,10 +91,8 @@ class LocalCluster(Cluster):
     @classmethod
     def prepare(cls, config: Config, stages: list[Config]) -> None:
         """Starts the fork server, with what the engines and trainers of the stages import."""
-        if _can_fork(count_gpus(config) > 0):
-            engines = [engine.traits.imports_ahead for stage in stages for _, engine in stage.explorer.engines()]
-            modules = [module for engine in engines for module in engine]
-            start_fork_server([*modules, *(_MODELS for stage in stages if stage.trainer.has_model)])
+        if can_fork(count_gpus(config) > 0):
+            start_fork_server(imports_ahead(stages, ROLES))
 
     @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
@@ -125,7 +115,7 @@ class LocalCluster(Cluster):
         self._turns = self._stack.enter_context(
             tempfile.TemporaryDirectory(prefix="rftdask-turns-", ignore_cleanup_errors=True)
         )
-        if _can_fork(any(worker.gpu is not None for worker in layout.workers)):
+        if can_fork(any(worker.gpu is not None for worker in layout.workers)):
             start_fork_server()
             self._stack.enter_context(dask.config.set({METHOD: "forkserver"}))
             # The fork server has the environment and the mask of its start, which may be those of an earlier run.

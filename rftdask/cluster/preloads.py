@@ -23,7 +23,7 @@ from typing import Any
 import setproctitle
 
 from rftdask.processes.meter import METER, Meter
-from rftdask.processes.nursery import ADDRESS, SIGNALS, end_with, reseed
+from rftdask.processes.nursery import SIGNALS, end_with, reseed
 
 MODULE = __name__
 """What Dask is given to load."""
@@ -35,6 +35,8 @@ GRACE_S = 30.0
 """SLURM's own, from SIGTERM to SIGKILL, where a site has not set another (KillWait)."""
 _LEAVING_S = 5.0
 """From SIGTERM to the end of a worker whose nanny does not end it before."""
+_JOINING_S = 1.0
+"""For a worker that is just joining as its nanny is told to end."""
 _SAY_S = 3.0
 """For the connection to the scheduler that saying takes, on a machine that may be ending many processes at once."""
 LEAVING = ("--preload", MODULE, "--preload-nanny", MODULE)
@@ -50,7 +52,7 @@ def dask_setup(server: Any) -> None:
     grace_s = float(os.environ.get(GRACE_VARIABLE, _LEAVING_S))
     if grace_s:
         signal.signal(signal.SIGTERM, lambda *_: _end_after(grace_s))
-    if ADDRESS in os.environ:
+    if UMASK_VARIABLE in os.environ:
         reseed()
         gc.freeze()  # the collector would otherwise touch, and so copy, all that was imported for the forks
         os.umask(int(os.environ[UMASK_VARIABLE]))
@@ -81,12 +83,19 @@ async def dask_teardown(server: Any) -> None:
     It is the nanny that says it, since the worker may be busy, and then kills the worker, which may have got the signal
     at the same moment and waits for that.
     """
-    from rftdask.processes.dask_task import LEAVING_TOPIC  # late: as above
+    from distributed.core import Status  # late: as above
+
+    from rftdask.processes.dask_task import LEAVING_TOPIC
 
     if not _is_nanny(server):
         # Dask's own calls that are under way as a worker closes end in tracebacks, which say nothing of the run.
         logging.getLogger("tornado.application").setLevel(logging.CRITICAL)
-    elif address := server.worker_address:
+        return
+    if server.process is not None and server.process.status == Status.starting:
+        # The nanny looks at times for what its worker says; that one may have joined by now, and have a task.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(server.process.running.wait(), _JOINING_S)
+    if address := server.worker_address:
         with contextlib.suppress(OSError, TimeoutError):
             await asyncio.wait_for(_say_leaving(server, LEAVING_TOPIC, address), _SAY_S)
         if server.pid is not None:

@@ -6,18 +6,23 @@ workers nor where; see jobqueue.py for jobs, join.py for workers that a script s
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import ClassVar
 
 import dask
 from distributed.utils import get_ip, get_ip_interface
 
 from rftdask.cluster.base import Cluster, close_in_turn
+from rftdask.cluster.forks import WORKER_IMPORTS
 from rftdask.cluster.layout import CONTROL_RESOURCE, ROLES, Layout, plan_jobs
 from rftdask.cluster.local import worker_spec
+from rftdask.cluster.preloads import UMASK_VARIABLE
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.config import Config
 from rftdask.errors import UserError, WaitTimeout
-from rftdask.processes.dask_cluster import DASK_CONFIG, connect, start_dask
+from rftdask.processes.dask_cluster import DASK_CONFIG, METHOD, connect, start_dask
+from rftdask.processes.nursery import start, umask
 from rftdask.storage import Storage
 
 _START_DEADLINE_S = 120
@@ -39,6 +44,12 @@ class RemoteWorkersCluster(Cluster):
         return plan_jobs(stages, cpus, section.node_num * section.gpu_per_node or None)
 
     @classmethod
+    def prepare(cls, config: Config, stages: list[Config]) -> None:
+        """Starts the fork server of the control worker."""
+        if sys.platform == "linux":
+            start(WORKER_IMPORTS)
+
+    @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
         """Scheduler and control worker run when it returns; the others join when they are started."""
         return cls(config, layout, PrivateFolder.of(config, storage))
@@ -54,10 +65,14 @@ class RemoteWorkersCluster(Cluster):
             host = get_ip() if cluster.interface is None else get_ip_interface(cluster.interface)
         except ValueError as error:
             raise UserError(f"cluster.interface: {error}") from error
-        self._restore = dask.config.set(DASK_CONFIG)
+        self.prepare(config, [])
+        forks = sys.platform == "linux"
+        self._restore = dask.config.set(DASK_CONFIG | ({METHOD: "forkserver"} if forks else {}))
+        # The fork server has the environment and the mask of its start, which may be those of an earlier run.
+        env = {**os.environ, UMASK_VARIABLE: str(umask())} if forks else {}
         options = {"host": str(host), "protocol": "tls://" if cluster.tls else "tcp://"}
         # One worker beside the driver, for what no rollout may kill: the synchronizer.
-        control = worker_spec("control-0", (CONTROL_RESOURCE,), {}, security=self.security, **options)
+        control = worker_spec("control-0", (CONTROL_RESOURCE,), env, security=self.security, **options)
         self._cluster = start_dask({"control-0": control}, cluster.dashboard_address, self.security, **options)
         self.client = connect(self._cluster)
         self.address = str(self._cluster.scheduler_address)

@@ -185,7 +185,7 @@ def _worker(config: Config, role: str, folder: PrivateFolder, span: int) -> str:
             *(("--span", str(span)) if span > 1 else ()),
             *(("--engine-every", str(_gpus_of_engines(config))) if role == TRAINER_RESOURCE and turns else ()),
             *folder.worker_options(config.cluster.tls, config.cluster.interface),
-            *(*worker_options(role), "--death-timeout", str(DEATH_TIMEOUT_S)),
+            *(*worker_options(config, role), "--death-timeout", str(DEATH_TIMEOUT_S)),
         ]
     )
 

@@ -1,13 +1,16 @@
-"""Workers that are told to end, as real processes. Promises:
+"""Workers of jobs that are told to end, as real processes. Promises:
 
-- one that gets SIGTERM, alone or with all its processes at once, says that it leaves before its task is lost;
-- one that dies in any other way says nothing;
-- a task sees that the scheduler of its worker is gone, so the next worker can come.
+- one that gets SIGTERM, once or again and again, alone or with all its processes at once, says that it leaves before
+  its task is lost, and its job's process tells its batch system so;
+- one that dies in any other way says nothing, and another one is there at once;
+- a task sees that the scheduler of its worker is gone, so the next worker can come, for the next scheduler;
+- nothing outlives the process that its job started.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -42,29 +45,48 @@ def client() -> Iterator[Client]:
 
 
 @contextlib.contextmanager
-def busy_worker(client: Client, folder: Path) -> Iterator[tuple[psutil.Process, psutil.Process, str]]:
-    """A worker that runs a task for long: its nanny, its own process and its address."""
-    nanny = start_worker(client, folder)
+def worker_of_job(client: Client, folder: Path) -> Iterator[tuple[psutil.Popen, psutil.Process, str]]:
+    """A worker: the process of its job, its own process and its address."""
+    joined = start_worker(client, folder)
     try:
-        (address,) = client.scheduler_info(n_workers=-1)["workers"]
         worker = psutil.Process(next(iter(client.run(os.getpid).values())))
-        yield nanny, worker, address
+        yield joined, worker, address_of(client)
     finally:
-        kill_tree(nanny)
+        kill_tree(joined)
         wait_until(lambda: not client.scheduler_info(n_workers=-1)["workers"])
 
 
 def start_worker(client: Client, folder: Path) -> psutil.Popen:
-    command = [sys.executable, "-m", "distributed.cli.dask_worker", client.scheduler.address, *LEAVING]
-    options = ["--nthreads", "1", "--no-dashboard", "--memory-limit", "0", "--local-directory", str(folder)]
-    nanny = psutil.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """As a job's script does."""
+    where = folder / "scheduler.json"
+    if not where.exists():
+        where.write_text(json.dumps({"address": client.scheduler.address}))
+    own = ["--scheduler-file", str(where), "--name", "explorer", "--death-timeout", f"{DEADLINE_S:.0f}"]
+    options = ["--imports", "rftdask.engines.fake", "--nthreads", "1", "--no-dashboard", "--memory-limit", "0"]
+    command = [sys.executable, "-m", "rftdask.cluster.join", *own, *options, *LEAVING]
+    joined = psutil.Popen([*command, "--local-directory", str(folder)], stderr=subprocess.DEVNULL)
     client.wait_for_workers(1, timeout=DEADLINE_S)
-    return nanny
+    return joined
+
+
+def address_of(client: Client) -> str:
+    (address,) = client.scheduler_info(n_workers=-1)["workers"]
+    return str(address)
+
+
+def tree(root: psutil.Popen) -> list[psutil.Process]:
+    return [root, *root.children(recursive=True)]
+
+
+def lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def kill_tree(root: psutil.Popen) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
-        for process in (*root.children(recursive=True), root):
+        for process in tree(root):
             with contextlib.suppress(psutil.Error):
                 process.kill()
     root.wait(DEADLINE_S)
@@ -77,27 +99,55 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("ends", "says"), [("nanny", True), ("all", True), ("worker", False)])
+@pytest.mark.parametrize(("ends", "says"), [("joined", True), ("often", True), ("all", True), ("worker", False)])
 def test_a_worker_says_that_it_leaves_when_it_is_told_to_end(
     client: Client, tmp_path: Path, ends: str, says: bool
 ) -> None:
     said: list[str] = []
     client.subscribe_topic(LEAVING_TOPIC, lambda event: said.append(event[1]))
-    with busy_worker(client, tmp_path) as (nanny, worker, address):
+    with worker_of_job(client, tmp_path) as (joined, worker, address):
+        parent = worker.ppid()
         running = client.submit(time.sleep, 60.0, pure=False)
         wait_until(lambda: any(client.processing().values()))
         if ends == "worker":
             worker.kill()
         else:
-            for process in (nanny, worker) if ends == "all" else (nanny,):
-                process.send_signal(signal.SIGTERM)
+            for process in {"joined": [joined], "often": [joined] * 50}.get(ends) or tree(joined):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGTERM)
+                time.sleep(0.001)
         error = running.exception(timeout=DEADLINE_S)
         assert isinstance(error, KilledWorker) and error.last_worker.address == address
         assert said == [address] * says
+        if says:
+            assert joined.wait(DEADLINE_S) == 128 + signal.SIGTERM
+        else:
+            client.wait_for_workers(1, timeout=DEADLINE_S)
+            after = psutil.Process(next(iter(client.run(os.getpid).values())))
+            assert after.ppid() == parent != joined.pid, "a fork of the same process, which has its imports"
     client.unsubscribe_topic(LEAVING_TOPIC)
 
 
-def test_a_task_sees_that_its_scheduler_is_gone(tmp_path: Path) -> None:
+def test_a_job_that_waits_for_a_scheduler_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    (tmp_path / "scheduler.json").write_text(json.dumps({"address": "tcp://127.0.0.1:1"}))
+    command = [sys.executable, "-m", "rftdask.cluster.join", "--scheduler-file", str(tmp_path / "scheduler.json")]
+    joined = psutil.Popen([*command, "--name", "explorer", "--death-timeout", f"{DEADLINE_S:.0f}"])
+    wait_until(lambda: len(joined.children()) > 0)
+    processes = tree(joined)
+    joined.send_signal(signal.SIGTERM)
+    joined.wait(DEADLINE_S)
+    wait_until(lambda: not any(map(lives, processes)))
+
+
+def test_nothing_outlives_the_process_of_a_job(client: Client, tmp_path: Path) -> None:
+    with worker_of_job(client, tmp_path) as (joined, worker, _):
+        processes = tree(joined)
+        assert worker in processes
+        joined.kill()
+        wait_until(lambda: not any(map(lives, processes)))
+
+
+def test_a_task_sees_that_its_scheduler_is_gone_and_the_next_worker_comes(tmp_path: Path) -> None:
     def look(ready: str, told: str) -> None:
         called_off = make_called_off()
         Path(ready).touch()
@@ -108,18 +158,26 @@ def test_a_task_sees_that_its_scheduler_is_gone(tmp_path: Path) -> None:
     ready, told, where = (tmp_path / name for name in ("ready", "told", "scheduler.json"))
     command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
     with contextlib.ExitStack() as ends:
-        scheduler = psutil.Popen(
-            [*command, "--no-dashboard", "--scheduler-file", str(where)], stderr=subprocess.DEVNULL
-        )
-        ends.callback(kill_tree, scheduler)
-        wait_until(where.exists)
-        client = ends.enter_context(Client(scheduler_file=str(where), timeout=DEADLINE_S))
-        nanny = start_worker(client, tmp_path)
-        ends.callback(kill_tree, nanny)
+
+        def start_scheduler() -> tuple[psutil.Popen, Client]:
+            where.unlink(missing_ok=True)
+            scheduler = psutil.Popen(
+                [*command, "--no-dashboard", "--scheduler-file", str(where)], stderr=subprocess.DEVNULL
+            )
+            ends.callback(kill_tree, scheduler)
+            wait_until(where.exists)
+            return scheduler, ends.enter_context(Client(scheduler_file=str(where), timeout=DEADLINE_S))
+
+        scheduler, client = start_scheduler()
+        joined = start_worker(client, tmp_path)
+        ends.callback(kill_tree, joined)
+        parent = client.submit(os.getppid).result(DEADLINE_S)
         future = client.submit(look, str(ready), str(told))
         wait_until(lambda: future.status != "pending" or ready.exists())
         assert ready.exists(), future.exception(timeout=DEADLINE_S)
         kill_tree(scheduler)
         # Dask alone waits half a minute for a thread, and then ends it with its process.
         wait_until(told.exists)
-        nanny.wait(DEADLINE_S)
+        _, client = start_scheduler()
+        client.wait_for_workers(1, timeout=DEADLINE_S)
+        assert client.submit(os.getppid).result(DEADLINE_S) == parent != joined.pid, "a fork of the same process"
