@@ -30,7 +30,6 @@ from rftdask.cluster.base import Cluster, find_cluster
 from rftdask.cluster.batch import queries
 from rftdask.cluster.batch.queries import Query
 from rftdask.cluster.batch.slurm_script import staging
-from rftdask.cluster.forks import imports_ahead
 from rftdask.cluster.jobs import (
     JOB_PREFIX,
     MAX_FAILED_STARTS,
@@ -43,7 +42,7 @@ from rftdask.cluster.jobs import (
     read_jobs,
     write_jobs,
 )
-from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, Layout, plan_jobs
+from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, Layout, imports_ahead, plan_jobs
 from rftdask.cluster.preloads import LEAVING
 from rftdask.cluster.remote_scheduler import RemoteWorkersCluster
 from rftdask.cluster.secrets_folder import PrivateFolder

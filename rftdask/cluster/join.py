@@ -24,14 +24,14 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rftdask.cluster.forks import WORKER_IMPORTS, can_fork, has_gpu_devices, imports_ahead
-from rftdask.cluster.layout import EXPLORER_RESOURCE, TRAINER_RESOURCE
+from rftdask.cluster.layout import EXPLORER_RESOURCE, TRAINER_RESOURCE, WORKER_IMPORTS, imports_ahead
 from rftdask.cluster.preloads import LEAVING, UMASK_VARIABLE
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.engines.vllm_follower import ADDRESS, NODES, Nodes, follow
 from rftdask.errors import RoleError
+from rftdask.processes.gpus import has_gpu_devices
 from rftdask.processes.nursery import ADDRESS as NURSERY_ADDRESS
-from rftdask.processes.nursery import nursery, start, umask
+from rftdask.processes.nursery import can_fork, nursery, start, umask
 from rftdask.processes.poll import wait_for
 from rftdask.storage.staging import stage_here, sweep
 
@@ -197,7 +197,7 @@ def _work(options: list[str], environment: dict[str, str]) -> int:
     import dask  # late: as above
     from distributed.cli.dask_worker import main as dask_worker
 
-    from rftdask.processes.dask_cluster import DASK_CONFIG, METHOD
+    from rftdask.processes.dask_cluster import DASK_CONFIG, METHOD  # late: as above
 
     method = "forkserver" if UMASK_VARIABLE in environment else "spawn"
     told, tells = socket.socketpair()

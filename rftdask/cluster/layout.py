@@ -8,7 +8,7 @@ and engines *colocate*: each GPU has a rank and an engine, which take turns on i
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,11 @@ TRAINER_RESOURCE = "trainer"
 EXPLORER_RESOURCE = "explorer"
 ROLES = (TRAINER_RESOURCE, EXPLORER_RESOURCE)
 """Roles that have workers of their own."""
+WORKER_IMPORTS = ("distributed", "rftdask.cluster.preloads", "rftdask.explorer.worker_task")
+"""What a worker imports, whatever its role."""
+RANK_IMPORT = "rftdask.trainer.rank"
+_MODELS = "transformers.models.auto.modeling_auto"
+"""What loading any model imports."""
 _EXPLORER_KEYS = "explorer.rollout_model.engine_num or explorer.max_workers"
 _SHARING = ("joined", "existing", "slurm")
 """Types of clusters of several machines that may have a rank and an engine on one GPU: those whose workers somebody
@@ -375,3 +380,14 @@ def _advice(ranks: int, explorers: int, places: int, each: int, colocated: bool)
         return f"use one machine whose GPUs they share by turns (cluster.type local, mode colocate, {turns})"
     now = {"engine_num": explorers, "num_ranks": ranks}
     return "lower " + " and ".join(f"{key} to {number}" for key, number in changes.items() if number < now[key])
+
+
+def imports_ahead(stages: Sequence[Config], roles: Collection[str]) -> list[str]:
+    """Modules that the engines and ranks of the roles import in some of the stages; WORKER_IMPORTS not among them."""
+    modules: list[str] = []
+    for stage in stages:
+        if EXPLORER_RESOURCE in roles:
+            modules += [module for _, engine in stage.explorer.engines() for module in engine.traits.imports_ahead]
+        if TRAINER_RESOURCE in roles:
+            modules += [RANK_IMPORT, *([_MODELS] if stage.trainer.has_model else [])]
+    return list(dict.fromkeys(modules))

@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rftdask.cluster import preloads
 from rftdask.cluster.base import Cluster, close_in_turn
-from rftdask.cluster.forks import RANK_IMPORT, WORKER_IMPORTS, can_fork, imports_ahead
 from rftdask.cluster.layout import (
     EXPLORER_RESOURCE,
+    RANK_IMPORT,
     ROLES,
+    WORKER_IMPORTS,
     Layout,
     WorkerPlan,
     check_one_machine,
     count_gpus,
+    imports_ahead,
     num_cores,
     plan_layout,
     scaled,
@@ -33,7 +35,7 @@ from rftdask.cluster.layout import (
 from rftdask.config import Config
 from rftdask.errors import WaitTimeout
 from rftdask.processes.gpus import visible_gpus
-from rftdask.processes.nursery import ADDRESS, nursery, start, umask
+from rftdask.processes.nursery import ADDRESS, can_fork, nursery, start, umask
 from rftdask.processes.turns import shared_devices
 from rftdask.storage import Storage
 from rftdask.weights.node_copy import sweep

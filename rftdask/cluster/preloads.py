@@ -85,7 +85,7 @@ async def dask_teardown(server: Any) -> None:
     """
     from distributed.core import Status  # late: as above
 
-    from rftdask.processes.dask_task import LEAVING_TOPIC
+    from rftdask.processes.dask_task import LEAVING_TOPIC  # late: as above
 
     if not _is_nanny(server):
         # Dask's own calls that are under way as a worker closes end in tracebacks, which say nothing of the run.

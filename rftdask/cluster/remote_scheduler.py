@@ -14,8 +14,7 @@ import dask
 from distributed.utils import get_ip, get_ip_interface
 
 from rftdask.cluster.base import Cluster, close_in_turn
-from rftdask.cluster.forks import WORKER_IMPORTS
-from rftdask.cluster.layout import CONTROL_RESOURCE, ROLES, Layout, plan_jobs
+from rftdask.cluster.layout import CONTROL_RESOURCE, ROLES, WORKER_IMPORTS, Layout, plan_jobs
 from rftdask.cluster.local import worker_spec
 from rftdask.cluster.preloads import UMASK_VARIABLE
 from rftdask.cluster.secrets_folder import PrivateFolder

@@ -41,6 +41,11 @@ def visible_gpus() -> list[str]:
     return [str(number) for number, _ in enumerate(glob.glob("/dev/nvidia[0-9]*"))]
 
 
+def has_gpu_devices() -> bool:
+    """Whether this machine has a GPU, whoever may use it; found without loading anything."""
+    return bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/kfd"))
+
+
 def use_device(num_gpus: int = 1, shares_as: str = "") -> str:
     """What this process computes on, "cuda" or "cpu", from now on. Before anything else uses CUDA.
 

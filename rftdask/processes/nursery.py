@@ -75,6 +75,11 @@ _context = multiprocessing.get_context("forkserver")
 _libc = ctypes.CDLL(None)
 
 
+def can_fork(has_gpus: bool) -> bool:
+    """Whether what has torch may be a fork; the libraries of a GPU must not be touched before, nor macOS."""
+    return sys.platform == "linux" and not has_gpus
+
+
 class Forked:
     """A process that the nursery forked, as its asker sees it; the part of subprocess.Popen that Child uses.
 
