@@ -2,6 +2,7 @@
 
     python examples/agents/learn.py [KEY=VALUE]...                     the package openai: with_openai/tool_loop.py
     python examples/agents/learn.py langgraph_agent [KEY=VALUE]...     with_langgraph/langgraph_agent.py
+    python examples/agents/learn.py program_agent [KEY=VALUE]...       a program of its own: with_a_program/ask.py
 
 The toy knows how to call the tool and how to read what it says (`sft.jsonl`), and guesses seven times in ten. The
 rewards alone teach it to call.

@@ -1,5 +1,5 @@
-"""Promises of examples/agents: an agent on openai's client, and one of LangGraph, learn to use their tool, from rewards
-alone; and of examples/environments: each file runs as it is, but for its model and its size, without a network.
+"""Promises of examples/agents: an agent on openai's client, one of LangGraph and one that is a program of its own learn
+to use their tool, from rewards alone; and of examples/environments: each file runs as it is, but for its model and its size, without a network.
 """
 
 import re
@@ -21,9 +21,10 @@ LAST_LINE = re.compile(r"[\w ]+: reward (\d\.\d\d) -> (\d\.\d\d) in (\d+) s.*")
     "program",
     [
         ("learn.py",),
+        ("learn.py", "program_agent"),
         pytest.param(("learn.py", "langgraph_agent"), marks=pytest.mark.extras),
     ],
-    ids=["tool_loop", "langgraph"],
+    ids=["tool_loop", "program", "langgraph"],
 )
 def test_an_agent_learns_to_call_its_tool(program: tuple[str, ...], tmp_path: Path) -> None:
     if program[-1] == "langgraph_agent":
