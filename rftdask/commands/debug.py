@@ -131,7 +131,7 @@ class Debugger:
             policy=(
                 remote_model(remote_models(config)[POLICY], config)
                 if self._engine is None
-                else text_engine(self._engine, self._cache.tokenizer(), config)
+                else text_engine(self._engine, self._cache.tokenizer(), config, self._cache.images())
             ),
             auxiliary=self._cache.auxiliary(self._threads),
             # One try: the first error is what is to be told.

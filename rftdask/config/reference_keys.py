@@ -101,7 +101,7 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
     },
     "BufferConfig": _derived("explorer_output", "tokenizer_path", "cache_dir"),
     "FormatConfig": {
-        **_missing("images and videos", image_key=None, video_key=None),
+        **_missing("videos", video_key=None),
         **_missing("a chat template for one dataset", chat_template=None),
         **_missing(_THINKING, enable_thinking=None),
     },
@@ -125,7 +125,7 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
         **_missing("cutting the prompts of one engine; set the same key in section model",
                    enable_prompt_truncation=None),
         **_missing("generating past the end of sequence", ignore_eos=False),
-        **_missing("images and videos", enable_multimodal=False),
+        **_ignored("a model that reads images is given those of tasks (format.image_key)", enable_multimodal=False),
         **_missing("a chat template of one engine; set model.custom_chat_template", chat_template=None),
         **_ignored("every call of a workflow is recorded, and model.openai_client() is always there",
                    enable_history=False, enable_openai_api=False),
@@ -201,7 +201,6 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
 # fmt: on
 """Class of a section -> its keys without a field. A class has those of its bases, too, unless a field has the name."""
 
-_IMAGES = "images and videos are not available in this release"
 # fmt: off
 REFERENCE_NAMES: Mapping[str, Mapping[str, str]] = {
     "workflow": {
@@ -215,7 +214,6 @@ REFERENCE_NAMES: Mapping[str, Mapping[str, str]] = {
                         "it reads files that Trinity-RFT's package does not have, so it runs from its repository only"),
         "math_trainable_ruler_workflow": "its judge's answers would be a group of their own, and rows of a workflow "
         "are one rollout's; math_ruler_workflow has a judge that is not trained",
-        **dict.fromkeys(("simple_mm_workflow", "async_simple_mm_workflow"), _IMAGES),
     },
     "reward function": {
         "rm_gallery_reward": "it is of Trinity-RFT before 0.6, and needs RM-Gallery; write a reward function",

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from rftdask.config import fill_from_environment
 from rftdask.config.plugins import nearest
 from rftdask.config.schema.buffer import FormatConfig, TasksetConfig
 from rftdask.data.datasets import Dataset, open_dataset
+from rftdask.data.images import ImageFolder, image_files
 from rftdask.data.task import Task, final_answer
 from rftdask.errors import DataError
 
@@ -60,7 +64,7 @@ class Taskset:
 
     def check(self) -> None:
         """Read the first rows as tasks. Raises: DataError: a configured column is missing or holds something else."""
-        keys = ["response_key", "system_prompt_key", "workflow_key", "reward_fn_key"]
+        keys = ["response_key", "system_prompt_key", "workflow_key", "reward_fn_key", "image_key"]
         for option in keys if self._has_messages else ["prompt_key", *keys]:
             column = getattr(self._format, option)
             if column and column not in self.dataset.columns:
@@ -114,6 +118,8 @@ class Taskset:
         if fmt.prompt_type != "messages" and not isinstance(value, str):
             kind = type(value).__name__
             raise DataError(f"{self._where(index)}: column {key!r} holds a {kind}, {fmt.prompt_type} needs text")
+        if fmt.image_key:
+            row = {**row, fmt.image_key: self._images(row, index)}
         if fmt.prompt_type == "raw":
             # The reply begins with it, so that the policy goes on from there.
             prompt += fmt.reply_prefix or ""
@@ -133,6 +139,17 @@ class Taskset:
             row=row,
         )
 
+    def _images(self, row: Mapping[str, Any], index: int) -> list[str]:
+        """Names of the row's images, whose files are on this machine from here on. Raises: DataError."""
+        base = self._config.path if os.path.isdir(self._config.path) else os.path.dirname(self._config.path)
+        try:
+            files = image_files(row.get(self._format.image_key or ""), base)
+        except DataError as error:
+            where = f"{self._where(index)}: column {self._format.image_key!r} (format.image_key)"
+            raise DataError(f"{where}: {error}") from error
+        folder = ImageFolder()
+        return [folder.put(file) for file in files]
+
     def _chat(self, value: Any, row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
         """A text or a chat as messages, with the system prompt before and the reply prefix after."""
         fmt = self._format
@@ -141,7 +158,10 @@ class Taskset:
         if not is_list or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
             raise DataError(f"{where} is neither text nor a chat [{{role, content}}]: {value!r:.100}")
         end = [{"role": "assistant", "content": fmt.reply_prefix}] if fmt.reply_prefix else []
-        return [*with_system_prompt([dict(message) for message in messages], row, fmt), *end]
+        chat = [dict(message) for message in messages]
+        if fmt.image_key:
+            _show_images(chat, row[fmt.image_key], where)
+        return [*with_system_prompt(chat, row, fmt), *end]
 
     def _cell(self, row: Mapping[str, Any], index: int, option: str, column: str) -> Any:
         if column not in row:
@@ -163,6 +183,26 @@ class Taskset:
             f"taskset {self._config.name} ({self._config.path}) has no column {column!r}, which {key} names{none}; "
             f"columns: {', '.join(columns)}{hint}"
         )
+
+
+def _show_images(chat: list[dict[str, Any]], names: Sequence[str], where: str) -> None:
+    """Put the images where the chat has a place for one, `{"type": "image"}`, or else before the text of its first
+    message of the user. Raises: DataError: it has places, but not as many.
+    """
+    for message in chat:
+        if isinstance(message["content"], list | tuple | np.ndarray):
+            message["content"] = [dict(part) for part in message["content"]]
+    contents = [message["content"] for message in chat if isinstance(message["content"], list)]
+    places = [part for content in contents for part in content if part.get("type") == "image"]
+    if not places and names:
+        first = next((message for message in chat if message["role"] == "user"), chat[0])
+        text = first["content"] if isinstance(first["content"], list) else [{"type": "text", "text": first["content"]}]
+        places = [{"type": "image"} for _ in names]
+        first["content"] = [*places, *text]
+    if len(places) != len(names):
+        raise DataError(f"{where} has places for {len(places)} images, and there are {len(names)}")
+    for part, name in zip(places, names, strict=True):
+        part["image"] = name
 
 
 def with_system_prompt(

@@ -62,6 +62,9 @@ class GenerateRequest:
     sampling: SamplingParams
     seed: int
     """Random seed of this request alone: its tokens do not depend on the seeds of its neighbors."""
+    images: tuple[str, ...] = ()
+    """Names of the images in the prompt, whose tokens stand in it, in their order (data/images.py). Only engines that
+    `read_images` are given any."""
 
 
 @dataclass(frozen=True)

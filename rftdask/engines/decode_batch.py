@@ -30,12 +30,15 @@ class Prompts:
 
     def __init__(self, requests: Sequence[GenerateRequest], device: torch.device) -> None:
         # Siblings of a group ask for the same prompt, which is computed once.
-        index_of: dict[tuple[int, ...], int] = {}
-        prompt_B = [index_of.setdefault(request.prompt_tokens, len(index_of)) for request in requests]
-        self.longest = max(map(len, index_of))
+        index_of: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
+        asked = [(request.prompt_tokens, request.images) for request in requests]
+        prompt_B = [index_of.setdefault(prompt, len(index_of)) for prompt in asked]
+        self.images = [images for _, images in index_of]
+        """Of each distinct prompt."""
+        self.longest = max(len(prompt) for prompt, _ in index_of)
         tokens_DP = np.zeros((len(index_of), self.longest), dtype=np.int64)
         mask_DP = np.zeros(tokens_DP.shape, dtype=np.int64)
-        for prompt, index in index_of.items():
+        for (prompt, _), index in index_of.items():
             # On the right, so that the last column is every prompt's last token.
             tokens_DP[index, -len(prompt) :] = prompt
             mask_DP[index, -len(prompt) :] = 1
@@ -43,6 +46,8 @@ class Prompts:
         positions_DP = np.maximum(mask_DP.cumsum(axis=1) - 1, 0)
         self.prompt_B = torch.tensor(prompt_B, device=device)
         """[B] index of each request's prompt among the distinct ones."""
+        self.lengths = [len(prompt) for prompt, _ in index_of]
+        """Tokens of each distinct prompt."""
         self.tokens_DP = torch.from_numpy(tokens_DP).to(device)
         self.positions_DP = torch.from_numpy(positions_DP).to(device)
         # No mask is the fast path of attention; it is exact when nothing is padded.
@@ -55,6 +60,8 @@ class _Rows:
 
     start_B: Tensor
     """First column that is no padding."""
+    shift_B: Tensor
+    """What is added to the positions of sampled tokens: an image may take fewer positions than it has tokens."""
     length_B: Tensor
     """[B] tokens sampled; no longer counted once the row has finished."""
     done_B: Tensor
@@ -90,6 +97,7 @@ class _Rows:
             seen_BV[row, list(request.prompt_tokens)] = True
         return cls(
             start_B=torch.tensor([columns - len(request.prompt_tokens) for request in requests], device=device),
+            shift_B=torch.zeros(len(requests), dtype=torch.int64, device=device),
             length_B=torch.zeros(len(requests), dtype=torch.int64, device=device),
             done_B=torch.zeros(len(requests), dtype=torch.bool, device=device),
             uniforms_BT=torch.from_numpy(uniforms_BT).to(device),
@@ -228,6 +236,11 @@ class DecodeBatch:
         self._entered_at.update(dict.fromkeys(numbers, policy_version))
         self._set_rows(newcomers)
         return prompts
+
+    def shift_positions(self, prompts: Prompts, shift_D: Sequence[int]) -> None:
+        """Say by how much positions go on elsewhere behind the prompts that have just entered than by their tokens."""
+        shift_B = torch.tensor(shift_D, device=self._device)[prompts.prompt_B]
+        self._rows.shift_B[-len(shift_B) :] = shift_B
 
     def note_prompts(self, prompts: Prompts, experts_DPX: Tensor) -> None:
         """Keep the experts of the prompts that have just entered."""
@@ -387,4 +400,4 @@ class DecodeBatch:
     def positions(self) -> Tensor:
         """Position ids: [B], of the newest token in its own sequence."""
         # Counted from 0, of the token that was sampled last and is now fed.
-        return self._prompt_length_B + (self._rows.length_B - 1)
+        return self._prompt_length_B + self._rows.shift_B + (self._rows.length_B - 1)

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
     GenerationConfig,
@@ -34,6 +33,7 @@ from transformers.cache_utils import DynamicLayer
 
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
+from rftdask.data.images import ImageProcessor
 from rftdask.engines.base import (
     MAX_BATCH_TOKENS,
     MIN_TEMPERATURE,
@@ -43,11 +43,12 @@ from rftdask.engines.base import (
     SamplingParams,
     Take,
 )
-from rftdask.engines.decode_batch import DecodeBatch
+from rftdask.engines.decode_batch import DecodeBatch, Prompts
 from rftdask.engines.guides import Guide, Guides
 from rftdask.errors import DamagedError, DataError, RoleError
 from rftdask.models.host_copy import HostCopy
 from rftdask.models.hub import local_model
+from rftdask.models.image_models import model_class, with_images
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, load_files
 from rftdask.models.routers import Routers
 from rftdask.weights.delta import DeltaFile
@@ -76,6 +77,7 @@ class TransformersEngine(Engine):
     loads_in_flight = True
     guides_sampling = True
     records_experts = True
+    reads_images = True
     leaves_device = True
     imports_ahead = ("rftdask.engines.transformers", "transformers.models.auto.modeling_auto")
 
@@ -95,7 +97,7 @@ class TransformersEngine(Engine):
         self.max_batch_tokens = self.cache_tokens = max_batch_tokens
         source = local_model(model_path)
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(
+            loaded = model_class(source, trust_remote_code=trust_remote_code).from_pretrained(
                 source,
                 dtype=getattr(torch, dtype),
                 attn_implementation=attn_implementation,
@@ -116,6 +118,7 @@ class TransformersEngine(Engine):
         self._tokenizer: Any = None
         self._guides: Guides | None = None
         self._routers: Routers | None = None
+        self._images = ImageProcessor(model_path, trust_remote_code=trust_remote_code)
         self._trust_remote_code = trust_remote_code
         cast(torch.nn.Module, model).to(self.device).eval()
         self._end_ids = torch.tensor(ends, dtype=torch.int64, device=self.device)
@@ -208,8 +211,14 @@ class TransformersEngine(Engine):
                 prompts, others = batch.enter(num, self.policy_version), DynamicCache(config=self._model.config)
                 # The newcomers are computed by themselves, into a cache of their own: in one pass with them every row
                 # under way would be padded to the longest prompt.
-                others_BV, experts_DPX = self._forward(prompts.tokens_DP, prompts.mask_DP, prompts.positions_DP, others)
-                batch.note_prompts(prompts, experts_DPX)
+                if any(prompts.images):
+                    others_BV, others, shift_D = self._read_images(prompts)
+                    batch.shift_positions(prompts, shift_D)
+                else:
+                    others_BV, experts_DPX = self._forward(
+                        prompts.tokens_DP, prompts.mask_DP, prompts.positions_DP, others
+                    )
+                    batch.note_prompts(prompts, experts_DPX)
                 if len(others_BV) < len(prompts.prompt_B):
                     # Each distinct prompt was computed once; now each row gets a copy.
                     keep(others, prompts.prompt_B, 0)
@@ -266,6 +275,28 @@ class TransformersEngine(Engine):
         )
         # [B, 1, V] -> [B, V].
         return output.logits[:, -1], experts
+
+    def _read_images(self, prompts: Prompts) -> tuple[Tensor, DynamicCache, list[int]]:
+        """([D, V] logits after each prompt, their cache, and by how much the positions behind each are shifted).
+
+        One prompt after another: models lay out the images of several in ways of their own.
+        """
+        if self._routers is not None:
+            raise RoleError(f"{self} does not tell the experts of prompts with images")
+        cache, logits, shifts = DynamicCache(), [], []
+        for tokens_P, length, names in zip(prompts.tokens_DP, prompts.lengths, prompts.images, strict=True):
+            own = DynamicCache(config=self._model.config.get_text_config())
+            inputs, shift = with_images(self._model, tokens_P[None, -length:], names, self._images)
+            output = self._model(**inputs, past_key_values=own, use_cache=True, logits_to_keep=1)
+            if not can_join(own):
+                raise RoleError(f"{self} cannot generate from images beside other rows: its cache is no plain one")
+            if logits:
+                join(cache, own)
+            else:
+                cache = own
+            logits.append(output.logits[:, -1])
+            shifts.append(shift)
+        return torch.cat(logits), cache, shifts
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:
         """Load weights as in `Engine`; names as in `state_dict()`. A name or shape that does not fit changes nothing.

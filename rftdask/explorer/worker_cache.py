@@ -23,6 +23,7 @@ from importlib import import_module
 from rftdask.config import Config, fill_from_environment
 from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.config.schema.explorer import DynamicTimeoutConfig, InferenceModelConfig
+from rftdask.data.images import ImageProcessor
 from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer, with_thinking
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
@@ -97,6 +98,7 @@ class WorkerCache:
         self._engine: EngineClient | None = None
         self._note = ""
         self._tokenizer: Tokenizer | None = None
+        self._images: ImageProcessor | None = None
         self._tasksets: dict[str, Taskset] = {}
         self._fork_servers: dict[SandboxSpec, ForkServer] = {}
         """Least recently used first."""
@@ -184,6 +186,7 @@ class WorkerCache:
             # Other plug-ins, environment variables or models may be meant by the same names.
             self.drop_auxiliary()
             self._tokenizer = None
+            self._images = None
             self._tasksets = {}
             if self._shared is not None:
                 self._shared[1].close()
@@ -233,6 +236,13 @@ class WorkerCache:
         """The tokenizer of the policy. Raises: DataError: the model folder has none."""
         self._tokenizer = self._tokenizer or load_tokenizer(self._config)
         return self._tokenizer
+
+    def images(self) -> ImageProcessor | None:
+        """What makes tokens of images for the policy; None: the run's tasks have none."""
+        if self._images is None and self._config.reads_images:
+            model = self._config.model
+            self._images = ImageProcessor(model.model_path, trust_remote_code=model.trust_remote_code)
+        return self._images
 
     def taskset(self, name: str) -> Taskset:
         """The rows of a taskset. Raises: DataError: no taskset is called so, or it cannot be read."""
@@ -396,7 +406,9 @@ def remote_model(name: str, config: Config) -> RemoteModel:
     return RemoteModel(name, config.model.external_model, min(MAX_TIMEOUT_S, config.explorer.max_timeout / 2))
 
 
-def text_engine(client: EngineClient, tokenizer: Tokenizer, config: Config) -> TextEngine:
+def text_engine(
+    client: EngineClient, tokenizer: Tokenizer, config: Config, images: ImageProcessor | None = None
+) -> TextEngine:
     """The engine as rollouts ask it: as they come, or in calls of which LockstepQueue decides what shares one.
 
     In calls where a run is to repeat its bits (style fixed), save for an engine that never does. Raises: UserError: see
@@ -415,7 +427,8 @@ def text_engine(client: EngineClient, tokenizer: Tokenizer, config: Config) -> T
     streaming = Streaming(client.submit, timeout_s, str(client), lambda: client.answered_s)
     section = client.spec.section
     parser = AnswerParser(tokenizer, section.tool_call_parser, section.reasoning_parser)
-    return TextEngine(generate if in_calls else streaming, tokenizer, logprobs, parser, section.traits.guides_sampling)
+    ways = generate if in_calls else streaming
+    return TextEngine(ways, tokenizer, logprobs, parser, section.traits.guides_sampling, images)
 
 
 def _name(model: InferenceModelConfig) -> str:

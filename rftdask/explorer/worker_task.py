@@ -27,6 +27,9 @@ from rftdask.buffer.log.shard import Part, done_units
 from rftdask.buffer.log.writer import UnitWriter
 from rftdask.config import Config
 from rftdask.config.schema.explorer import OverRolloutConfig
+from rftdask.data.images import FOLDER as IMAGE_FOLDER
+from rftdask.data.images import images_in
+from rftdask.data.task import Task
 from rftdask.data.task_schedule import TaskRef
 from rftdask.engines.client import EngineClient, EngineSpec
 from rftdask.errors import OperatorError, StorageError, WaitTimeout
@@ -237,7 +240,7 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
                 except OperatorError as error:  # raised below: here it would cancel the rollouts beside it
                     failures.append(error)
 
-            outcome = _roll_out(unit, slots, config, served, commit, begin_next)
+            outcome = _roll_out(storage, unit, slots, config, served, commit, begin_next)
             if failures:
                 raise failures[0]
             outcome = replace(outcome, experiences=[each for slot in sorted(groups) for each in groups[slot]])
@@ -459,7 +462,19 @@ def _wait_for_weights(storage: Storage, unit: RolloutTask, config: Config) -> Pu
     return published
 
 
+def _keep_images(storage: Storage, tasks: Sequence[Task]) -> None:
+    """Have the images of tasks in the run folder, before anything that names them, and as tokens in this process."""
+    processor = _cache.images()
+    if processor is None:
+        return
+    for name in dict.fromkeys(name for task in tasks for name in images_in(task.messages)):
+        if not storage.exists(path := f"{IMAGE_FOLDER}/{name}"):
+            storage.put_new(path, processor.folder.read(name))
+        processor.tokens(name)  # here, and not on the event loop: the first loads torch
+
+
 def _roll_out(
+    storage: Storage,
     unit: RolloutTask,
     slots: tuple[int, ...],
     config: Config,
@@ -476,6 +491,7 @@ def _roll_out(
     names = _taskset_names(unit, config)
     refs = [unit.tasks[slot] for slot in slots]
     tasks = [_cache.taskset(names[ref.taskset_number]).task(ref.epoch, ref.index) for ref in refs]
+    _keep_images(storage, tasks)
     if unit.is_eval:  # its tasks are no measure of the others', and all of them count
         explorer = explorer.model_copy(update={"over_rollout": OverRolloutConfig()})
     else:
@@ -498,7 +514,7 @@ def _roll_out(
         if served.engine is None:
             policy: TextEngine | RemoteModel = remote_model(remote_models(config)[POLICY], config)
         else:
-            policy = text_engine(served.engine, _cache.tokenizer(), config)
+            policy = text_engine(served.engine, _cache.tokenizer(), config, _cache.images())
         return await run_work_unit(
             tasks,
             repeat_times=unit.repeat_times,

@@ -14,8 +14,15 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 PAD, EOS = "<|pad|>", "<|eos|>"
+IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+IMAGE_CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -40,25 +47,9 @@ def build_toy_model(
     if hidden_size % num_heads or (hidden_size // num_heads) % 2:
         raise ValueError(f"hidden_size {hidden_size} must be an even multiple of num_heads {num_heads}")
     import torch  # late: reading or writing the tasks needs no torch
-    from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
-    from transformers.utils import logging
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    logging.disable_progress_bar()  # of a file that is written in milliseconds
-
-    # Qwen2's own class, because AutoTokenizer loads a folder of this architecture with no other. Without merges each
-    # byte of the UTF-8 text is one token.
-    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *sorted(ByteLevel.alphabet())])}
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocabulary,
-        merges=[],
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=PAD,  # never produced, every byte is known; the class wants one
-        padding_side="left",
-        model_max_length=max_position_embeddings,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer = _byte_tokenizer(max_position_embeddings)
     tokenizer.save_pretrained(Path(path))
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -79,6 +70,79 @@ def build_toy_model(
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config).float()
     model.save_pretrained(path)  # writes config.json, generation_config.json, model.safetensors
+
+
+def build_toy_image_model(path: str | Path, *, seed: int = 0) -> None:
+    """Write a Qwen2.5-VL with random weights, which reads images of 28 x 28 pixels as one token, with the tokenizer of
+    the toy policy and the processor. Args: as of `build_toy_model`.
+    """
+    import torch  # late: as above
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    tokenizer = _byte_tokenizer(1024, IMAGE_TOKENS)
+    tokenizer.chat_template = IMAGE_CHAT_TEMPLATE
+    tokenizer.save_pretrained(Path(path))
+    start, end, image, video = map(tokenizer.convert_tokens_to_ids, IMAGE_TOKENS)
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+            "initializer_range": 0.04,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]},
+            **ends,
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": [0],
+            "initializer_range": 0.04,
+        },
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        image_token_id=image,
+        video_token_id=video,
+        tie_word_embeddings=False,
+        **ends,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2_5_VLForConditionalGeneration(config).float()
+    model.save_pretrained(path)
+    sizes = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 28 * 28, "max_pixels": 56 * 56}
+    kinds = {"processor_class": "Qwen2_5_VLProcessor", "image_processor_type": "Qwen2VLImageProcessor"}
+    Path(path, "preprocessor_config.json").write_text(json.dumps({**kinds, **sizes}, indent=2) + "\n")
+
+
+def _byte_tokenizer(max_length: int, special: Sequence[str] = ()) -> Any:
+    from tokenizers.pre_tokenizers import ByteLevel  # late: as above
+    from transformers import Qwen2Tokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of a file that is written in milliseconds
+    # Qwen2's own class, because AutoTokenizer loads a folder of this architecture with no other. Without merges each
+    # byte of the UTF-8 text is one token.
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *special, *sorted(ByteLevel.alphabet())])}
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=[],
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=PAD,  # never produced, every byte is known; the class wants one
+        additional_special_tokens=list(special),
+        padding_side="left",
+        model_max_length=max_length,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 def write_toy_tasks(

@@ -6,6 +6,7 @@ algorithm would compute otherwise, so no advantages, only the distance of a rewa
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,9 +20,12 @@ import pyarrow.compute as pc
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import EXPERIENCES
 from rftdask.buffer.log.schema import runs_to_mask, sampled_spans
-from rftdask.errors import DamagedError, DataError, NotFoundError
+from rftdask.data.images import FOLDER as IMAGE_FOLDER
+from rftdask.data.images import data_url
+from rftdask.errors import DamagedError, DataError, NotFoundError, StorageError
 from rftdask.provenance.tables import EXPERIENCE_SCHEMA, STATE_SCHEMA, RunTables
 from rftdask.run.view import Stage
+from rftdask.storage import Storage
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, checkpoint_steps
 
 if TYPE_CHECKING:
@@ -132,6 +136,8 @@ class Shown(NamedTuple):
     """Lines of the table `states`."""
     siblings: Sequence[Mapping[str, Any]]
     """Rows of its group in the same shard, with `minus_mean`: reward minus the mean over the group."""
+    images: Sequence[str] = ()
+    """Those in its prompts, as data URLs; of one that is gone an empty one."""
 
 
 class Browser:
@@ -204,7 +210,10 @@ class Browser:
             sampled += [(experience["rollout_logprobs"][n], mask[n], "") for n in range(begin, end)]
         spell = self._spell[stage]
         tokens = [Token(n, token, spell(token), *sampled[n]) for n, token in enumerate(ids)]
-        return Shown(experience, tokens, self._states.take(states.get(place, [])).to_pylist(), records(group))
+        told = self._states.take(states.get(place, [])).to_pylist()
+        [storage] = [each.storage for each in self.tables.stages if each.name == stage]
+        images = [_image(storage, name) for name in experience["images"] or ()]
+        return Shown(experience, tokens, told, records(group), images)
 
     @cached_property
     def _index(self) -> tuple[dict[Place, list[int]], dict[Place, list[int]], dict[Place, list[int]]]:
@@ -231,6 +240,12 @@ class Browser:
         """
         states = self._states.drop_columns(["uid"]).to_pandas().astype({"step": "Int64"})
         return answer_rows(self._experiences).merge(states, how="left", on=["stage", "shard", "row"])
+
+
+def _image(storage: Storage, name: str) -> str:
+    with contextlib.suppress(StorageError):
+        return data_url(storage.get(f"{IMAGE_FOLDER}/{name}"))
+    return "data:,"
 
 
 def answer_rows(table: pa.Table) -> pd.DataFrame:

@@ -310,6 +310,7 @@ class Rollout:
             turn_reward=turns[0].turn_reward if is_turn else None,
             turns=None if is_turn else tuple(turns),
             routed_experts=np.frombuffer(b"".join(experts), np.int16).reshape(len(experts), -1) if experts else None,
+            images=last.request.images or None,
             metrics={
                 **_floats(reward.metrics),
                 "num_prompt_tokens": float(last.num_prompt_tokens + last.num_response_tokens - num_sampled),

@@ -21,6 +21,7 @@ from rftdask.config import fill_from_environment
 from rftdask.config.plugins import load_plugin_folders, module_of, requires, runs_in_process
 from rftdask.config.schema.explorer import ExplorerConfig, OverRolloutConfig
 from rftdask.config.schema.model import ModelConfig
+from rftdask.data.images import ImageProcessor
 from rftdask.data.task import Task
 from rftdask.data.tokenizer import Tokenizer
 from rftdask.engines.base import SamplingParams
@@ -57,6 +58,8 @@ class TextEngine:
     """Of its answers, as OpenAI's API tells them; None: the one that its chat template shows."""
     is_guided: bool = False
     """See EngineTraits.guides_sampling."""
+    images: ImageProcessor | None = None
+    """Of the images in chats; None: chats have none."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ async def run_work_unit(
         queues.append(queue)
         parser = engine.parser or AnswerParser(engine.tokenizer)
         return lambda sampling: ServedModel(
-            queue, engine.tokenizer, sampling, own, engine.logprobs, parser, engine.is_guided
+            queue, engine.tokenizer, sampling, own, engine.logprobs, parser, engine.is_guided, engine.images
         )
 
     serve_policy = serve(policy, max_wait_s, model)

@@ -7,11 +7,13 @@ Everything but the engine is what a run has: sandboxes, timeouts, checks of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config.schema.explorer import ExplorerConfig, SandboxConfig
 from rftdask.config.schema.model import ModelConfig
+from rftdask.data.images import without_images
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.runner import TextEngine, run_work_unit
@@ -61,7 +63,7 @@ async def _attempt(
 
     engine = TextEngine(generate, _CharacterTokenizer(), logprobs)
     outcome = await run_work_unit(
-        [task],
+        [replace(task, messages=without_images(task.messages))],
         repeat_times=1,
         explore_step=1,
         policy=engine,

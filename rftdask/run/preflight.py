@@ -24,6 +24,7 @@ from rftdask.config import Config, check_plugins
 from rftdask.config.plugins import load_plugin_folders, module_of, trait
 from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.data.datasets import Dataset, open_dataset
+from rftdask.data.images import check_reads_images
 from rftdask.data.supervised import check_columns, read_examples, schema_of
 from rftdask.data.task import Task
 from rftdask.data.tasksets import Taskset
@@ -92,6 +93,8 @@ def check_inputs(stages: list[Config], *, elsewhere: bool = False, tried: bool =
         has_model = first.explorer.rollout_model.traits.has_model or first.trainer.has_model
         if has_model and not first.is_external:
             _check_model_folder(first.model.model_path, "model.model_path")
+            if any(stage.reads_images for stage in stages):
+                check_reads_images(first.model.model_path)
     # Elsewhere, and meanwhile, since it takes torch, which nothing else needs in this process.
     with ThreadPoolExecutor(1, "algorithms") as thread:
         algorithms = [] if tried else [thread.submit(call, _check_algorithm, stage) for stage in stages]

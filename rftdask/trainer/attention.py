@@ -13,7 +13,7 @@ took 10 to 50 times as long on a CPU; padding rows of like length into fewer bat
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rftdask.models.image_models import packed_with_images, packs_images, with_images
 from rftdask.trainer.packing import PackedRows, Spans, pack_rows
 from rftdask.trainer.sequence import SequenceSplit
 
@@ -162,16 +163,20 @@ def hidden_states(model: torch.nn.Module, rows: PackedRows) -> Tensor:
     A model that does not pack computes one row after another: slower on many short rows, padded nowhere all the same.
     """
     body: Any = getattr(model, "base_model", model)
-    if body.config._attn_implementation == PACKED:
+    if body.config._attn_implementation == PACKED and (rows.images is None or packs_images(body)):
         return _packed_states(body, rows)
     assert rows.split is None, "only rows that are packed are split, see `check_splits`"
     return _states_alone(body, rows)
 
 
 def _packed_states(body: Any, rows: PackedRows) -> Tensor:
+    given: dict[str, Any] = {"position_ids": rows.positions_S[None]}
+    if rows.images is not None:
+        pieces = list(zip(_seen(rows), rows.spans.lengths, strict=True))
+        given = packed_with_images(body, pieces, rows.images.names_P, rows.images.processor)
     states: Tensor = body(
         input_ids=rows.tokens_S[None],
-        position_ids=rows.positions_S[None],
+        **given,
         # Four dimensions: models take it for a finished mask and build none, which would be [S, S].
         attention_mask=rows.tokens_S.new_ones((1, 1, 1, 1), dtype=torch.bool),
         use_cache=False,
@@ -181,14 +186,20 @@ def _packed_states(body: Any, rows: PackedRows) -> Tensor:
     return states
 
 
+def _seen(rows: PackedRows) -> Sequence[Tensor]:
+    """Of each piece the tokens that it sees."""
+    seen_K = rows.spans.seen_K
+    return (rows.tokens_S if seen_K is None else rows.tokens_S[seen_K]).split(list(rows.spans.seen))
+
+
 def _states_alone(body: Any, rows: PackedRows) -> Tensor:
     """The same of each piece by a pass of its own, over all that it sees."""
-    spans, seen_K = rows.spans, rows.spans.seen_K
-    tokens_K = rows.tokens_S if seen_K is None else rows.tokens_S[seen_K]
-    states = [
-        body(input_ids=tokens[None], use_cache=False).last_hidden_state[0, -length:]
-        for tokens, length in zip(tokens_K.split(list(spans.seen)), spans.lengths, strict=True)
-    ]
+    states = []
+    for piece, (tokens, length) in enumerate(zip(_seen(rows), rows.spans.lengths, strict=True)):
+        inputs: dict[str, Any] = {"input_ids": tokens[None]}
+        if rows.images is not None:
+            inputs, _ = with_images(body, tokens[None], rows.images.names_P[piece], rows.images.processor)
+        states.append(body(**inputs, use_cache=False).last_hidden_state[0, -length:])
     return torch.cat(states)
 
 

@@ -23,7 +23,6 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
@@ -33,6 +32,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
 from rftdask.errors import DataError
 from rftdask.models.hub import local_model
+from rftdask.models.image_models import model_class
 from rftdask.models.model_shape import MAX_LOGITS
 from rftdask.storage.staging import staged
 from rftdask.trainer.attention import check_splits, hidden_states, pack_if_equal
@@ -92,7 +92,7 @@ def load_policy(
             loaded: Any = (
                 AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, **options)
                 if scalar_head
-                else AutoModelForCausalLM.from_pretrained(source, **options)
+                else model_class(source, trust_remote_code=trust_remote_code).from_pretrained(source, **options)
             )
     except (OSError, ValueError, SafetensorError) as error:
         where = "" if folder.is_dir() else "; it is no folder on this machine"

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rftdask.data.images import ImageProcessor
 from rftdask.trainer.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -49,6 +50,15 @@ class Spans:
         without padding."""
         sizes = zip(self.lengths, self.seen, strict=True)
         return tuple((len(list(same)), *size) for size, same in groupby(sizes))
+
+
+@dataclass(frozen=True)
+class PackedImages:
+    """The images of packed rows."""
+
+    names_P: tuple[tuple[str, ...], ...]
+    """Of the row of each piece, in the order in which the pieces lie."""
+    processor: ImageProcessor
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,8 @@ class PackedRows:
     """How the sequence is split over ranks; None: it is not."""
     experts_SX: Tensor | None = None
     """int16: experts that the tokens are to take, -1 where a router is to choose; None: it always is."""
+    images: PackedImages | None = None
+    """None: no row has any."""
 
     def aligned(self, values_Q: Tensor) -> Tensor:
         """[B, T] of what is said of every response token ([B, T, K] of K numbers each), 0 beyond a row's end."""
@@ -98,6 +110,8 @@ def pack_rows(
     *,
     sequence: Ranks | None = None,
     experts: Sequence[np.ndarray] | None = None,
+    images: Sequence[tuple[str, ...]] | None = None,
+    processor: ImageProcessor | None = None,
     lean: bool = False,
 ) -> PackedRows:
     """Pack rows whose first `prompt_lengths_B` tokens are the prompt, the rest the response.
@@ -105,6 +119,7 @@ def pack_rows(
     Args:
         sequence: the ranks that split the sequence with this one, which all pack the same rows; None: nobody does.
         experts: [L, X] of each row; see `PackedRows`.
+        images, processor: names of the images of each row, and what gives them to a model.
         lean: only what predicts response tokens is packed: no row's last token, and equal prompts once.
     Raises: ValueError: a row without a prompt: nothing predicts its first token.
     """
@@ -119,7 +134,9 @@ def pack_rows(
     if lean:
         alike = defaultdict[bytes, list[int]](list)
         for row in np.flatnonzero(response_B):
-            alike[tokens[row][: prompt_lengths_B[row]].tobytes()].append(row)
+            # Tokens of images are alike, and the images are not.
+            own = "".join(images[row]).encode() if images is not None else b""
+            alike[own + tokens[row][: prompt_lengths_B[row]].tobytes()].append(row)
         shared = [rows for rows in alike.values() if len(rows) > 1]
         first = np.array([rows[0] for rows in shared], np.int64)
         row_P = np.concatenate([row_P, first])
@@ -199,6 +216,9 @@ def pack_rows(
         temperature_Q=None if np.all(temperature_B == 1) else put(temperature_B[row_Q[own_Q]], torch.float32),
         split=split,
         experts_SX=None if experts_SX is None else put(experts_SX[held], torch.int16),
+        images=None
+        if images is None or processor is None or not any(images)
+        else PackedImages((*(images[row_P[i]] for i in order), *([()] * len(spare))), processor),
     )
 
 

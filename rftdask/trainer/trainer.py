@@ -58,7 +58,7 @@ _PATIENCE_S = 0.2
 """Rank 0 waits so long for a batch before it looks whether it is to stop or to publish, and tells the others."""
 _SIGN_OF_LIFE_S = 5.0
 _TURN_LOOK_S = 0.02
-_UIDS = "uids"
+_TEXTS = ("uids", "images")
 
 Turn: TypeAlias = tuple[Literal["train", "publish", "whole", "wait", "stop", "end"], str]
 """What all ranks do next, and for "train" the ledger entry as JSON. whole: write all of what was published last; stop:
@@ -542,14 +542,15 @@ def read_together(entry: LedgerEntry, ranks: Ranks, read: Read) -> TrainingBatch
 
 
 def to_bytes(batch: TrainingBatch) -> bytes:
-    """A batch as safetensors, its uids as JSON among the arrays."""
-    arrays = {f.name: getattr(batch, f.name) for f in fields(TrainingBatch) if f.name != _UIDS}
-    named = {name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None}
-    return save({**named, _UIDS: np.frombuffer(json.dumps(batch.uids).encode(), np.uint8)})
+    """A batch as safetensors, its texts as JSON among the arrays."""
+    values = {f.name: getattr(batch, f.name) for f in fields(TrainingBatch)}
+    texts = {name: np.frombuffer(json.dumps(values.pop(name)).encode(), np.uint8) for name in _TEXTS}
+    arrays = {name: np.ascontiguousarray(array) for name, array in values.items() if array is not None}
+    return save({**arrays, **texts})
 
 
 def from_bytes(data: bytes) -> TrainingBatch:
     """The batch that `to_bytes` was given."""
     arrays = load(data)
-    uids = tuple(json.loads(arrays.pop(_UIDS).tobytes()))
-    return TrainingBatch(**arrays, uids=uids)
+    uids, images = (json.loads(arrays.pop(name).tobytes()) for name in _TEXTS)
+    return TrainingBatch(**arrays, uids=tuple(uids), images=None if images is None else tuple(map(tuple, images)))

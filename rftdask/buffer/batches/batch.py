@@ -62,6 +62,8 @@ class TrainingBatch:
     routed_experts: np.ndarray | None = None
     """[S, X] int16: experts that the tokens took when they were sampled, -1 where unknown, as of the last of each row;
     None: all are."""
+    images: tuple[tuple[str, ...], ...] | None = None
+    """[N] names of the images of each row, in their order; None: no row has any."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -134,6 +136,7 @@ class TrainingBatch:
             uids=tuple(f"{uid}, turn {number}" for uid, number in zip(uids, numbers, strict=True)),
             baselines=None if self.baselines is None else of_row(self.baselines),
             routed_experts=None,
+            images=None,
         )
 
 
@@ -142,7 +145,7 @@ GROUP_KEY = ("taskset", "epoch", "task_index")
 BATCH_COLUMNS = (
     *("uid", *GROUP_KEY, "rollout", "turn", "tokens", "prompt_length", "rollout_logprobs", "loss_mask_runs"),
     *("reward", "min_policy_version", "temperature", "env_state", "turn_reward", "turns"),
-    "routed_experts",
+    *("routed_experts", "images"),
 )
 """Columns of the schema of experiences that a batch is made of."""
 
@@ -198,7 +201,14 @@ def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Trai
         states=state_numbers,
         turn_rewards=rewards_of_turns,
         routed_experts=_experts(_array(table.column("routed_experts")), lengths),
+        images=_images(_array(table.column("images"))),
     )
+
+
+def _images(column: pa.ListArray) -> tuple[tuple[str, ...], ...] | None:
+    if column.null_count == len(column):
+        return None
+    return tuple(tuple(names or ()) for names in column.to_pylist())
 
 
 def _experts(column: pa.ListArray, lengths: np.ndarray) -> np.ndarray | None:
@@ -348,8 +358,10 @@ _OF_OTHERS = {"states": "turns", "turn_rewards": "turns", "routed_experts": "tok
 def join_batches(parts: Sequence[TrainingBatch]) -> TrainingBatch:
     """Join the rows of all parts, in order; groups and rollouts are numbered through by first appearance."""
     # Field by field, end to end; only what is numbered within a part is numbered anew.
-    joined: dict[str, Any] = {"uids": tuple(uid for part in parts for uid in part.uids)}
-    for name in (f.name for f in fields(TrainingBatch) if f.name != "uids"):
+    joined: dict[str, Any] = {"uids": tuple(uid for part in parts for uid in part.uids), "images": None}
+    if any(part.images is not None for part in parts):
+        joined["images"] = tuple(names for part in parts for names in part.images or ((),) * len(part))
+    for name in (f.name for f in fields(TrainingBatch) if f.name not in joined):
         values = [getattr(part, name) for part in parts]
         if name in ("groups", "rollouts"):
             # A row's uid ends with the number of its rollout and its own: without them it is the same wherever the row

@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-SCHEMA_VERSION = "1.3"
+SCHEMA_VERSION = "1.4"
 """major.minor: a minor change adds nullable columns only; a reader refuses another major."""
-ADDED_COLUMNS = ("env_state", "turn_reward", "turns", "routed_experts")
-"""Columns that shards of 1.0 lack (`turns`: also of 1.1, `routed_experts`: of 1.2); read from those, they are null."""
+ADDED_COLUMNS = ("env_state", "turn_reward", "turns", "routed_experts", "images")
+"""Columns that shards of 1.0 lack (`turns`: also of 1.1, `routed_experts`: of 1.2, `images`: of 1.3); read from those,
+they are null."""
 EXPERTS_COLUMN = "routed_experts.list.element"
 """As Parquet calls what a row's experts are."""
 
@@ -135,6 +136,9 @@ class Experience:
     routed_experts: np.ndarray | None = None
     """[L - 1, X] int16: the experts that each token but the last took when it was computed, X of all layers together,
     from the first on; None: not recorded."""
+    images: Sequence[str] | None = None
+    """Names of the images in its prompts, in their order: SHA-256 of files in media/ of the run folder, whose tokens
+    are among `tokens` (data/images.py); None: there are none."""
 
     @property
     def group_id(self) -> str:
@@ -232,6 +236,7 @@ _COLUMNS = {
     ),
     # Token after token, the same number of each.
     "routed_experts": _list_of(pa.int16()),
+    "images": _list_of(pa.string()),
 }
 SCHEMA = pa.schema(
     [pa.field(name, kind, nullable=name in ("reward", *ADDED_COLUMNS)) for name, kind in _COLUMNS.items()],

@@ -83,6 +83,38 @@ def _weights_load_in_flight_where_they_can(config: Config) -> Iterator[Problem]:
         yield key, f"{why}; leave it out, or use transformers"
 
 
+@RULES.reading("mode", "algorithm", "buffer", "explorer", "trainer", "model.lora_configs")
+def _images_are_read(config: Config) -> Iterator[Problem]:
+    engine, trainer, read = config.explorer.rollout_model, config.trainer, config.buffer.trainer_input
+    supervised = {f"trainer_input.auxiliary_buffers.{name}": each for name, each in read.auxiliary_buffers.items()}
+    if read.experience_buffer is not None:
+        supervised["trainer_input.experience_buffer"] = read.experience_buffer
+    for at, buffer in supervised.items():
+        if buffer.format.image_key:
+            yield f"buffer.{at}.format.image_key", "images are of tasks, and not of rows to learn from; leave it out"
+    if not config.reads_images:
+        return
+    at = "buffer.explorer_input.taskset.format.image_key"
+    source = config.buffer.explorer_input
+    if any(
+        t.format.image_key and t.format.prompt_type == "raw" for t in (*source.train_tasksets, *source.eval_tasksets)
+    ):
+        yield at, "images are shown by a chat template, and prompt_type raw has none; use messages or plaintext"
+    if config.has_explorer and not engine.traits.reads_images:
+        yield at, f"engine_type {engine.engine_type} is given no images here; use engine_type transformers"
+    others = {
+        "trainer.ulysses_sequence_parallel_size": trainer.ulysses_sequence_parallel_size > 1,
+        "trainer.tensor_parallel_size": trainer.tensor_parallel_size > 1,
+        "trainer.trainer_strategy fsdp2, whose ranks make as many passes as each other": (
+            trainer.trainer_strategy == "fsdp2" and (trainer.num_ranks or 1) > 1
+        ),
+        "algorithm.enable_router_replay": config.algorithm.enable_router_replay,
+    }
+    for other, chosen in others.items():
+        if chosen and config.mode != "explore":
+            yield at, f"rows with images are computed one by one, which does not go with {other}"
+
+
 @RULES.reading("synchronizer")
 def _what_is_held_is_whole(config: Config) -> Iterator[Problem]:
     interval, method = config.synchronizer.whole_interval, config.synchronizer.sync_method

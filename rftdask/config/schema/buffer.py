@@ -36,6 +36,10 @@ class FormatConfig(Section):
     """One system prompt for all rows, of tasks and of supervised rows, but for chats with their own and raw text."""
     messages_key: str = "message"
     """Column of the chat, a list of {role, content}."""
+    image_key: str | None = None
+    """Of tasks: column of the images that come with the prompt, one or a list: files as bytes, or their paths, from the
+    dataset's folder on. They stand where a chat of `messages_key` has {"type": "image"}, else before the text. The
+    model must read images."""
     tools_key: str = "tools"
     """sft: column of the tools, a list of JSON schemas or its JSON text; used where the dataset has it."""
     reply_prefix: str | None = None

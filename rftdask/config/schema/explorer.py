@@ -72,6 +72,8 @@ class EngineTraits:
     """The same of adapters; of an engine that may load weights so."""
     records_experts: ClassVar[bool] = False
     """It can tell which experts of a mixture of experts its tokens took."""
+    reads_images: ClassVar[bool] = False
+    """It generates from prompts with images, if its model reads any."""
     leaves_device: ClassVar[bool] = False
     """Its `leave_device` frees the memory of its GPUs, so that a trainer and it can take turns on them."""
     spans_nodes: ClassVar[bool] = False

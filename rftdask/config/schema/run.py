@@ -239,6 +239,12 @@ class Config(Section):
         )
 
     @property
+    def reads_images(self) -> bool:
+        """Whether tasks of this command may have images."""
+        source = self.buffer.explorer_input
+        return any(taskset.format.image_key for taskset in (*source.train_tasksets, *source.eval_tasksets))
+
+    @property
     def has_explorer(self) -> bool:
         """Whether this command has engines."""
         return self.mode != "train" or self.evaluates_training

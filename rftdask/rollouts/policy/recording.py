@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 from jinja2 import TemplateError
 
 from rftdask.config.schema.model import ModelConfig
+from rftdask.data.images import ImageProcessor, images_in
 from rftdask.data.tokenizer import (
     Tokenizer,
     encode_hidden,
@@ -79,6 +80,8 @@ class ServedModel:
     """Of its answers, as OpenAI's API tells them; None: the one that its chat template shows."""
     is_guided: bool = False
     """Its engine samples by grammars and what must not come."""
+    images: ImageProcessor | None = None
+    """Of the images in chats; None: chats have none."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ class _Prompt:
     """Role of its last message; "": a text without roles."""
     hidden: Mapping[str, str] = field(default_factory=dict)
     """See `hide_special`."""
+    images: tuple[str, ...] = ()
+    """Names of those in the chat, each of which the text has a placeholder for."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +228,7 @@ class RecordingModel(PolicyHandle):
             if method == "chat":
                 messages, tools = options.pop("messages"), options.pop("tools", None)
                 prompt = _render(model.tokenizer, messages, {"tools": tools} if tools else {})
+                prompt = replace(prompt, images=images_in(messages))
             else:
                 prompt = _Prompt(options.pop("prompt"))
             return (await self._generate(name, model, prompt, options))[1]
@@ -361,7 +367,7 @@ class RecordingModel(PolicyHandle):
         own_seed: str | None = None,
     ) -> tuple[int, Response]:
         # own_seed: of the request; else the turn's. Returns the turn, too.
-        prompt, hidden, source = asked.text, asked.hidden, asked.source
+        prompt, hidden, source, images = asked.text, asked.hidden, asked.source, asked.images
         turn, seed = self._next_turn(name, own_seed)
         parent = self._parent(prompt) if name == POLICY else None
         # Special tokens that stood in a message are text again: only the template may write real ones.
@@ -369,19 +375,27 @@ class RecordingModel(PolicyHandle):
             before = self._calls[parent]
             added = prompt[len(before.sequence) :]
             kept = (*before.request.prompt_tokens, *before.generation.tokens)
-            tokens = [*kept, *encode_hidden(model.tokenizer, added, hidden)]
+            tokens = [*kept, *_encode(model, added, hidden, images[len(before.request.images) :])]
         elif source:
-            tokens = encode_hidden(model.tokenizer, prompt, hidden)
+            tokens = _encode(model, prompt, hidden, images)
         else:
             tokens = _encode_raw(model.tokenizer, prompt)
         tokens, truncated = _limited(model, tokens)
+        if truncated and images:
+            raise PromptTooLongError(
+                f"a prompt with images exceeds max_prompt_tokens {model.limits.max_prompt_tokens}, and cannot be cut; "
+                "raise it"
+            )
         if not tokens:
             raise ValueError("the prompt is empty")
         options = dict(sampling)
         budget = options.pop("thinking_token_budget", None)
         if words := options.pop("bad_words", ()):
             options["bad_tokens"] = _bad_tokens(model.tokenizer, words)
-        request = GenerateRequest(tuple(tokens), _sampling(model.sampling, options), seed)
+        if images and model.images is not None:
+            # It would stand for an image that is not there.
+            options["bad_tokens"] = (*options.get("bad_tokens", ()), (model.images.placeholder_id,))
+        request = GenerateRequest(tuple(tokens), _sampling(model.sampling, options), seed, images)
         if request.sampling.is_guided and not model.is_guided:
             raise BadRequestError(f"bad_words, and answers of a form, are not supported: {NOT_GUIDED}", "bad_words")
         branch = self._branch(parent, prompt, request.sampling, truncated) if name == POLICY else None
@@ -462,6 +476,7 @@ class RecordingModel(PolicyHandle):
                 replace(sampling, max_tokens=sampling.max_tokens - len(begun), min_tokens=least),
                 # By the same seed it would draw the very numbers by which the thoughts were drawn.
                 rollout_seed(request.seed, "after thoughts", 0, 0),
+                request.images,
             ),
         )
         first = rest if thoughts is None else thoughts
@@ -645,6 +660,25 @@ def _sampling(defaults: SamplingParams, asked: Mapping[str, Any]) -> SamplingPar
     # The run's limit is what memory and deadlines were planned with; what has a form ends where the form does.
     least = 0 if sampling.grammar else sampling.min_tokens
     return replace(sampling, max_tokens=min(int(sampling.max_tokens), defaults.max_tokens), min_tokens=least)
+
+
+def _encode(model: ServedModel, text: str, hidden: Mapping[str, str], images: Sequence[str]) -> list[int]:
+    """Tokens of a rendered text, each placeholder in it those of an image. Raises: ValueError: there are not as many
+    of both."""
+    if not images:
+        return encode_hidden(model.tokenizer, text, hidden)
+    if model.images is None:
+        raise ValueError("a chat has images, and no taskset of the run has an image_key")
+    # Special tokens part a text for its tokenizer anyway, and what spells one in a message is hidden.
+    parts = text.split(model.images.placeholder)
+    if len(parts) != len(images) + 1:
+        raise ValueError(
+            f"the chat template wrote {len(parts) - 1} of {len(images)} images; does it know {{'type': 'image'}} parts?"
+        )
+    tokens = encode_hidden(model.tokenizer, parts[0], hidden)
+    for name, part in zip(images, parts[1:], strict=True):
+        tokens += [*model.images.tokens(name), *encode_hidden(model.tokenizer, part, hidden)]
+    return tokens
 
 
 def _encode_raw(tokenizer: Tokenizer, prompt: str) -> list[int]:

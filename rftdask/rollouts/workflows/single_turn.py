@@ -22,10 +22,12 @@ THINKING_SYSTEM_PROMPT = (
 )
 
 
+@workflow("async_simple_mm_workflow")
+@workflow("simple_mm_workflow")
 @workflow("async_simple_workflow")
 @workflow("simple_workflow")
 async def simple_workflow(task: Task, model: PolicyModel) -> Reward:
-    """Ask once; the reward is that of the task's reward function, or exact_reward."""
+    """Ask once, images of the task included; the reward is that of the task's reward function, or exact_reward."""
     response = await ask(task, model)
     return await _rewarded(task, model, response, "exact_reward")
 

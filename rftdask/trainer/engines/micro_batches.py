@@ -21,6 +21,7 @@ from torch import Tensor
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.source import random_order
+from rftdask.data.images import ImageProcessor
 from rftdask.trainer.packing import PackedRows, pack_rows
 from rftdask.trainer.ranks import Ranks
 
@@ -33,10 +34,17 @@ class BatchRows:
     """
 
     def __init__(
-        self, batch: TrainingBatch, device: torch.device, sequence: Ranks | None = None, *, lean: bool = False
+        self,
+        batch: TrainingBatch,
+        device: torch.device,
+        sequence: Ranks | None = None,
+        *,
+        lean: bool = False,
+        processor: ImageProcessor | None = None,
     ) -> None:
-        """sequence, lean: as of `pack_rows`."""
+        """sequence, lean, processor: as of `pack_rows`."""
         self._batch, self._device, self._sequence, self._lean = batch, device, sequence, lean
+        self._processor = processor
         self._tokens, self._experts = batch.row_tokens(), batch.row_experts()
         self._lengths = np.asarray(batch.response_lengths, np.int64)
         # [N] places in Q at which the rows begin: the sum of the lengths before each.
@@ -114,6 +122,8 @@ class BatchRows:
                 self._device,
                 sequence=self._sequence,
                 experts=experts,
+                images=None if self._batch.images is None else [self._batch.images[i] for i in members],
+                processor=self._processor,
                 lean=self._lean,
             )
         }

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,9 +28,11 @@ from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.kl import MAX_LOG_RATIO
 from rftdask.algorithm.losses.base import LossInputs
 from rftdask.buffer.batches.batch import TrainingBatch, mismatched
+from rftdask.buffer.lineage import parent_storage, read_parent
 from rftdask.config import Config
 from rftdask.config.schema.model import LoraConfig
-from rftdask.errors import DataError
+from rftdask.data.images import ImageProcessor, copy_processor
+from rftdask.errors import DataError, UserError
 from rftdask.models.host_copy import HostCopy
 from rftdask.models.lora import (
     ADAPTER_CONFIG_FILE,
@@ -45,6 +47,7 @@ from rftdask.models.lora import (
 )
 from rftdask.models.routers import Routers
 from rftdask.processes.gpus import use_device
+from rftdask.storage import open_storage
 from rftdask.storage.base import Data
 from rftdask.trainer.attention import PACKED
 from rftdask.trainer.engines.base import TrainEngine
@@ -243,12 +246,30 @@ class TorchEngine(TrainEngine):
             [algorithm.kl_loss_fn.kl_coef, algorithm.kl_penalty_fn.kl_coef], dtype=torch.float64
         )
 
+    @cached_property
+    def _images(self) -> ImageProcessor:
+        return ImageProcessor(self._path, trust_remote_code=self._config.model.trust_remote_code)
+
+    def _rows_of(self, batch: TrainingBatch) -> BatchRows:
+        if batch.images is not None:
+            if isinstance(self._strategy, FSDP2 | TensorParallel) and self._ranks.size > 1:
+                raise UserError(
+                    "rows with images are computed one by one, and ranks that share a model make the same passes; set "
+                    "trainer.trainer_strategy: ddp"
+                )
+            storage = open_storage(self._config.checkpoint_job_dir)
+            while read_parent(storage) is not None:  # a lineage trains experiences of the run that it is in
+                storage = parent_storage(storage)
+            self._images.folder.fetch(storage, [name for names in batch.images for name in names])
+        processor = None if batch.images is None else self._images
+        return BatchRows(batch, self._device, self._sequence, lean=self._lean, processor=processor)
+
     def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         """Score the batch, make its advantages, then its updates, each one of the policy and one of the critic."""
         algorithm, device = self._algorithm, self._device
         _check_experts(batch, self._routers)
         # The batch is whole on every rank; what a rank computes of it is in `passes`.
-        rows = BatchRows(batch, device, self._sequence, lean=self._lean)
+        rows = self._rows_of(batch)
         whole = self._plan(batch, np.arange(len(batch)))
         # What is drawn at a step depends on the seed and the step alone, so there is no random state to keep.
         torch.manual_seed(self._config.seed * 2**32 + step)
@@ -340,7 +361,7 @@ class TorchEngine(TrainEngine):
         self._model.eval()
         for batch in batches:
             rows, passes = (
-                BatchRows(batch, device, self._sequence, lean=self._lean),
+                self._rows_of(batch),
                 self._plan(batch, np.arange(len(batch))),
             )
             sums = defaultdict[str, float](float)
@@ -411,7 +432,7 @@ class TorchEngine(TrainEngine):
         """Mean of log p_policy - log p_ref over the sequences of a batch, at least 0: an estimate of a KL divergence
         where responses are to other prompts."""
         rows, passes = (
-            BatchRows(batch, self._device, self._sequence, lean=self._lean),
+            self._rows_of(batch),
             self._plan(batch, np.arange(len(batch))),
         )
         assert self._reference is not None, "a loss with a KL baseline has a reference"
@@ -656,6 +677,7 @@ class TorchEngine(TrainEngine):
             merged(model)
         with tempfile.TemporaryDirectory(prefix="rftdask-export-") as folder:
             export_hf(model, self._tokenizer, Path(folder), tensors or None, dtype=self._dtype_at_rest)
+            copy_processor(self._path, Path(folder))
             return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
     def _load_reference(self) -> Callable[..., Scores]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,7 +24,7 @@ RECIPES = sorted(
 PLAIN = [
     name
     for name in RECIPES
-    if name not in ("basic_arithmetic", "episodes", "offline_batch", "s3", "sft_then_grpo", "slurm", "sweep")
+    if name not in ("basic_arithmetic", "episodes", "images", "offline_batch", "s3", "sft_then_grpo", "slurm", "sweep")
 ]
 FEW = "trainer.total_steps=2"
 
@@ -80,6 +82,19 @@ def test_stages_of_one_run(copied: Callable[[str], Path]) -> None:
     run = copied("sft_then_grpo")
     finish("sft_then_grpo.yaml", *(f"stages[{i}].{FEW}" for i in range(2)))
     assert [steps(run / stage) for stage in ("sft", "grpo")] == [2, 2]
+
+
+def test_a_toy_learns_to_look_at_its_images(copied: Callable[[str], Path]) -> None:
+    run = copied("images")
+    subprocess.run([sys.executable, "images.py"], check=True, timeout=120)
+    told = finish("images.yaml").out
+    found = re.search(r" grpo +both +grpo +\d+ +\S+ +([\d.]+) +([\d.]+)", told)
+    assert found is not None, told[-2000:]
+    before, after = float(found[1]), float(found[2])
+    assert after >= 0.6 and after >= before + 0.3, found[0]
+    # What it was shown is in its folder, and what is trained of it, too: the next run can show it more.
+    assert len(list((run / "grpo" / "media").iterdir())) == 96
+    assert (run / "grpo" / "global_step_24/actor/huggingface/preprocessor_config.json").is_file()
 
 
 def test_explore_first_train_afterwards(copied: Callable[[str], Path]) -> None:

@@ -148,4 +148,4 @@ def test_a_mask_that_is_all_true_costs_nothing() -> None:
 def test_the_schema_is_plain_parquet_with_its_version_in_the_metadata() -> None:
     table = experiences_to_table([FULL], run="my run")
     assert table.schema.equals(SCHEMA)
-    assert table.schema.metadata == {b"rftdask.schema": b"1.3", b"rftdask.run": b'"my run"'}
+    assert table.schema.metadata == {b"rftdask.schema": b"1.4", b"rftdask.run": b'"my run"'}

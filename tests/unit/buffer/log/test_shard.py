@@ -118,7 +118,7 @@ def with_schema(version: str | None, *drop: str) -> tuple[ShardName, bytes]:
 
 @pytest.mark.parametrize(("version", "said"), [("2.0", "2.0"), (None, "unknown")])
 def test_another_major_schema_is_refused_saying_what_to_do(version: str | None, said: str) -> None:
-    with pytest.raises(DataError, match=rf"schema version {said}, .* reads 1.3; use the version that wrote the run"):
+    with pytest.raises(DataError, match=rf"schema version {said}, .* reads 1.4; use the version that wrote the run"):
         decode_shard(*with_schema(version))
 
 

@@ -1,0 +1,242 @@
+"""Promises of images: what is generated from them is what transformers generates, alone or beside others, and what is
+trained is what was sampled.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from rftdask.config.schema.buffer import TasksetConfig
+from rftdask.data.images import ImageFolder, ImageProcessor, check_reads_images, images_in, without_images
+from rftdask.data.tasksets import Taskset
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.engines.transformers import TransformersEngine
+from rftdask.errors import DamagedError, DataError, UserError
+from rftdask.models.image_models import packs_images
+from rftdask.models.toy import build_toy_image_model, build_toy_model
+from rftdask.storage import open_storage
+from rftdask.trainer import attention
+from rftdask.trainer.model import load_policy, token_logprobs
+from rftdask.trainer.packing import pack_rows
+from tests.numerics import assert_same_logprobs
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("image-model")
+    build_toy_image_model(path)
+    return path
+
+
+@pytest.fixture
+def images(tmp_path: Path, folder: Path) -> ImageProcessor:
+    return ImageProcessor(str(folder), folder=ImageFolder(tmp_path))
+
+
+def picture(seed: int, size: tuple[int, int] = (56, 28)) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def prompt_with(folder: Path, pictures: list[Image.Image], text: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """What the model's own processor makes of a chat."""
+    processor = ImageProcessor(str(folder)).own
+    content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
+    chat = processor.tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    made = processor(text=[chat], images=pictures or None, return_tensors="pt")
+    return dict(made), tuple(made["input_ids"][0].tolist())
+
+
+def request(images: ImageProcessor, tokens: tuple[int, ...], pictures: list[Image.Image], **more: Any) -> Any:
+    names = tuple(images.folder.put(png(each)) for each in pictures)
+    return GenerateRequest(tokens, more.pop("sampling", GREEDY), seed=more.pop("seed", 0), images=names)
+
+
+PICTURES = [[picture(1)], [picture(2, (28, 56)), picture(3)], [], [picture(4, (28, 28))]]
+
+
+def engine_with(folder: Path, images: ImageProcessor) -> TransformersEngine:
+    engine = TransformersEngine(str(folder))
+    engine._images = images
+    return engine
+
+
+def test_greedy_answers_are_those_of_transformers_beside_each_other(folder: Path, images: ImageProcessor) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    requests, expected = [], []
+    for number, pictures in enumerate(PICTURES):
+        made, tokens = prompt_with(folder, pictures, "what?" * (number + 1))
+        requests.append(request(images, tokens, pictures))
+        answer = model.generate(**made, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+        expected.append(tuple(answer[0, len(tokens) :].tolist()))
+    engine = engine_with(folder, images)
+    assert [each.tokens for each in engine.generate(requests)] == expected
+    # One after another, and into a batch that is under way.
+    assert [engine.generate([each])[0].tokens for each in requests] == expected
+    later, answers = [[(0, requests[2])], [], [(1, requests[1])], [(2, requests[3]), (3, requests[0])]], {}
+    engine.serve(lambda: later.pop(0) if later else [], answers.__setitem__)
+    assert [answers[number].tokens for number in range(4)] == [expected[i] for i in (2, 1, 3, 0)]
+
+
+def test_the_processor_here_makes_the_tokens_of_the_model_s_own(folder: Path, images: ImageProcessor) -> None:
+    tokenizer = images.own.tokenizer
+    for pictures in PICTURES:
+        _, expected = prompt_with(folder, pictures, "so?")
+        names = [images.folder.put(png(each)) for each in pictures]
+        start, end = tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
+        tokens = [token for name in names for token in (start, *images.tokens(name), end)]
+        assert (*tokens, *tokenizer.encode("so?")) == expected
+
+
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("packs", [False, True])
+def test_logprobs_in_training_are_those_of_the_engine(
+    folder: Path, images: ImageProcessor, lean: bool, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert packs_images(load_policy(str(folder), "float32", "cpu")[0].base_model)
+    monkeypatch.setattr(attention, "packs_images", lambda _: packs)
+    sampling = SamplingParams(max_tokens=5, temperature=0.7, ignore_eos=True)
+    prompts = [prompt_with(folder, pictures, "go")[1] for pictures in PICTURES]
+    # Two rollouts each; of two prompts of the same tokens, which differ by their picture alone.
+    prompts.append(prompt_with(folder, [picture(9, (28, 28))], "go")[1])
+    pictures = [*PICTURES, [picture(9, (28, 28))]]
+    assert prompts[-1] == prompts[-2]
+    requests = [
+        request(images, tokens, own, sampling=sampling, seed=seed)
+        for tokens, own in zip(prompts, pictures, strict=True)
+        for seed in (1, 2)
+    ]
+    answers: list[Generation] = engine_with(folder, images).generate(requests)
+    assert answers[-1].logprobs != answers[-3].logprobs, "the picture counts"
+    model, _ = load_policy(str(folder), "float32", "cpu")
+    rows = pack_rows(
+        [np.array([*r.prompt_tokens, *a.tokens]) for r, a in zip(requests, answers, strict=True)],
+        np.array([len(r.prompt_tokens) for r in requests]),
+        np.full(len(requests), 0.7),
+        images=[r.images for r in requests],
+        processor=images,
+        lean=lean,
+    )
+    logprobs_BT, _ = token_logprobs(model, rows)
+    for own, answer in zip(logprobs_BT, answers, strict=True):
+        assert_same_logprobs(own[: len(answer.logprobs)].tolist(), answer.logprobs)
+    # All of the model has a gradient, that which sees included.
+    model.train()
+    token_logprobs(model, rows)[0].sum().backward()
+    assert all(weight.grad is not None for name, weight in model.named_parameters() if "visual" in name)
+
+
+def test_gradients_are_those_of_transformers(folder: Path, images: ImageProcessor) -> None:
+    pictures = PICTURES[1]
+    made, tokens = prompt_with(folder, pictures, "go")
+    response = [40, 41, 42]
+    theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    made["input_ids"] = torch.tensor([[*tokens, *response]])
+    made["mm_token_type_ids"] = torch.nn.functional.pad(made["mm_token_type_ids"], (0, 3))
+    made.pop("attention_mask")
+    logits = theirs(**made).logits[0, len(tokens) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).sum()
+    expected.backward()
+    ours, _ = load_policy(str(folder), "float32", "cpu")
+    names = tuple(images.folder.put(png(each)) for each in pictures)
+    rows = pack_rows(
+        [np.array([*tokens, *response])], np.array([len(tokens)]), np.ones(1), images=[names], processor=images
+    )
+    found = token_logprobs(ours, rows)[0].sum()
+    found.backward()
+    assert_same_logprobs([found.item()], [expected.item()])
+    gradients = dict(theirs.named_parameters())
+    for name, weight in ours.named_parameters():
+        assert weight.grad is not None, name
+        torch.testing.assert_close(weight.grad, gradients[name].grad, rtol=1e-4, atol=1e-6)
+
+
+# ---- tasks
+
+
+def taskset(path: Path, **format: Any) -> Taskset:
+    fmt = {"prompt_key": "question", "response_key": "answer", "image_key": "image", **format}
+    return Taskset(TasksetConfig.model_validate({"name": "t", "path": str(path), "format": fmt}))
+
+
+def rows_of(tmp_path: Path, *cells: Any, **more: Any) -> Path:
+    import pandas
+
+    path = tmp_path / "rows.parquet"
+    frame = pandas.DataFrame([{"question": "q", "answer": "a", "image": cell, **more} for cell in cells])
+    frame.to_parquet(path)
+    return path
+
+
+def test_an_image_is_a_file_whatever_a_cell_says_of_it(tmp_path: Path) -> None:
+    content = png(picture(1))
+    (tmp_path / "one.png").write_bytes(content)
+    url = "data:image/png;base64," + base64.b64encode(content).decode()
+    found = []
+    for cell in (content, {"bytes": content, "path": None}, {"bytes": None, "path": "one.png"}, url, [content]):
+        task = taskset(rows_of(tmp_path, cell)).task(0, 0)
+        found.append(images_in(task.messages))
+        assert task.row["image"] == list(found[-1])
+        assert without_images(task.messages)[0]["content"].strip() == "q"
+    assert set(found) == {found[0]} and len(found[0]) == 1
+    assert ImageFolder().read(found[0][0]) == content
+
+
+@pytest.mark.parametrize(
+    ("cell", "problem"),
+    [
+        ("none.png", r"row 0: column 'image' \(format.image_key\): image .*none.png cannot be read"),
+        (b"no image", "cannot be read"),
+        ("https://example.org/a.png", "is an address"),
+        ("data:image/png;base64,?", "is a data URL"),
+        (7, "is a int"),
+    ],
+)
+def test_what_is_no_image_is_an_error_of_its_row(cell: Any, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=problem):
+        taskset(rows_of(tmp_path, cell)).task(0, 0)
+
+
+def test_a_chat_says_where_its_images_stand(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "image", "text": None}, {"type": "text", "text": "b"}]
+    chat = [{"role": "user", "content": parts}]
+    path = rows_of(tmp_path, [png(picture(1))], message=chat)
+    [message] = taskset(path).task(0, 0).messages
+    assert [part["type"] for part in message["content"]] == ["text", "image", "text"]
+    path = rows_of(tmp_path, [png(picture(1)), png(picture(2))], message=chat)
+    with pytest.raises(DataError, match="has places for 1 images, and there are 2"):
+        taskset(path).task(0, 0)
+
+
+def test_an_image_that_is_gone_or_another_is_damage(tmp_path: Path) -> None:
+    storage, folder = open_storage(tmp_path / "run"), ImageFolder(tmp_path)
+    name = ImageFolder(tmp_path / "other").put(png(picture(1)))
+    with pytest.raises(DamagedError, match="is missing"):
+        folder.fetch(storage, [name])
+    storage.put(f"media/{name}", png(picture(2)))
+    with pytest.raises(DamagedError, match="is not the image"):
+        folder.fetch(storage, [name])
+
+
+def test_a_model_without_eyes_is_refused(tmp_path: Path, folder: Path) -> None:
+    check_reads_images(str(folder))
+    build_toy_model(tmp_path, hidden_size=16, num_heads=2)
+    with pytest.raises(UserError, match="reads no images"):
+        check_reads_images(str(tmp_path))
