@@ -20,6 +20,8 @@ from rftdask.models.toy import EOS, build_toy_model
 from rftdask.processes.nursery import call
 
 HERE = Path(__file__).parent
+FEWER = {"program_agent": ("stages[1].buffer.batch_size=8", "stages[1].trainer.total_steps=12")}
+"""Tasks in a step, and steps, of an agent that starts a process for each rollout."""
 LETTERS = "abcdefgh"
 CALL = '<tool_call>{"name": "look"}</tool_call>'
 CHAT_TEMPLATE = (
@@ -58,7 +60,7 @@ def main(arguments: list[str]) -> None:
     if arguments and "=" not in arguments[0]:
         agent, *overrides = arguments
     [program] = HERE.glob(f"with_*/{agent}.py")
-    own = (f"name={agent}", f"explorer.plugin_dirs=[{program.parent}]")
+    own = (f"name={agent}", f"explorer.plugin_dirs=[{program.parent}]", *FEWER.get(agent, ()))
     experiment = Experiment.from_yaml(HERE / "tool_loop.yaml", *own, *overrides)
     experiment.prepare()
     make_toy(Path(experiment.config.checkpoint_root_dir) / "tool_loop_toy")

@@ -12,6 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_outputs import BaseModelOutputWithPooling

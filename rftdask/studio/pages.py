@@ -21,7 +21,10 @@ from rftdask.text.terminal import cell, printable
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'{}; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+_POLICY = (
+    "default-src 'none'; img-src data:; style-src 'unsafe-inline'{}; form-action 'self'; base-uri 'none'; "
+    "frame-ancestors 'none'"
+)
 NO_SCRIPTS = _POLICY.format("")
 """Content security policy of a page that is read and clicked."""
 OWN_SCRIPTS = _POLICY.format(" 'self'; script-src 'self'; connect-src 'self'")

@@ -13,10 +13,10 @@ from pathlib import Path
 from rftdask.rollouts.workflows.base import PolicyModel, Task
 from rftdask.rollouts.workflows.registry import workflow
 
-PROGRAM = (sys.executable, str(Path(__file__).with_name("ask.py")))
+PROGRAM = (sys.executable, "-S", str(Path(__file__).with_name("ask.py")))
 
 
-@workflow("program_agent")
+@workflow("program_agent", in_process=True)
 async def program_agent(task: Task, model: PolicyModel) -> float:
     """Have the program asked for the number behind a letter, which a file of its folder has: 1 for the right one."""
     client = model.openai_client()
@@ -26,5 +26,9 @@ async def program_agent(task: Task, model: PolicyModel) -> float:
         program = await asyncio.create_subprocess_exec(
             *PROGRAM, str(task.prompt), cwd=folder, env={**os.environ, **where}, stdout=asyncio.subprocess.PIPE
         )
-        said, _ = await program.communicate()
+        try:
+            said, _ = await program.communicate()
+        finally:  # an attempt that takes too long is cancelled, and so is what it has started
+            if program.returncode is None:
+                program.kill()
     return float(said.decode().strip() == task.truth)

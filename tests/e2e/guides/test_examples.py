@@ -1,5 +1,6 @@
 """Promises of examples/agents: an agent on openai's client, one of LangGraph and one that is a program of its own learn
-to use their tool, from rewards alone; and of examples/environments: each file runs as it is, but for its model and its size, without a network.
+to use their tool, from rewards alone; and of examples/environments: each file runs as it is, but for its model and its
+size, without a network.
 """
 
 import re
