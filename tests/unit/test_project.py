@@ -36,7 +36,7 @@ LAYERS = (
     {"config.plugins"},  # the one rule of plug-ins, below all that has parts
     {"config", "storage", "processes", "models"},
     {"algorithm", "data", "models.lora", "models.model_shape", "monitor", "weights"},
-    {"buffer", "synchronizer"},
+    {"buffer", "models.image_models", "synchronizer"},
     {"run.run_folder", "run.sources", "engines"},
     {"rollouts", "run.made_of"},
     {"compat", "explorer", "run.view", "trainer"},

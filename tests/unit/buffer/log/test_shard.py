@@ -127,7 +127,7 @@ def test_a_later_minor_schema_is_read() -> None:
 
 
 def test_a_shard_of_1_0_is_read_without_states_and_rewards_of_turns() -> None:
-    table = decode_shard(*with_schema("1.0", "env_state", "turn_reward", "turns", "routed_experts"))
+    table = decode_shard(*with_schema("1.0", "env_state", "turn_reward", "turns", "routed_experts", "images"))
     assert table.column_names == SCHEMA.names
     assert (table.column("env_state").to_pylist(), table.column("turn_reward").to_pylist()) == ([None], [None])
     assert pa.concat_tables([table, decode_shard(*a_shard())]).num_rows == 5  # one log may hold both
