@@ -256,10 +256,10 @@ def _without_videos(source: str, options: dict[str, Any]) -> Any:
     from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer  # late: as above
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    kind = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(source, **options))]
+    kind: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(source, **options))]
     said, _ = kind.get_processor_dict(source)
     settings = {name: value for name, value in said.items() if name in inspect.signature(kind.__init__).parameters}
-    parts = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
+    parts: dict[str, Any] = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
     settings |= {name: part.from_pretrained(source, **options) for name, part in parts.items()}
     # It would not be made without that part.
     still = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})

@@ -283,7 +283,7 @@ class TransformersEngine(Engine):
         """
         if self._routers is not None:
             raise RoleError(f"{self} does not tell the experts of prompts with images")
-        cache, logits, shifts = DynamicCache(), [], []
+        cache, logits, shifts = DynamicCache(), list[Tensor](), list[int]()
         for tokens_P, length, names in zip(prompts.tokens_DP, prompts.lengths, prompts.images, strict=True):
             own = DynamicCache(config=self._model.config.get_text_config())
             inputs, shift = with_images(self._model, tokens_P[None, -length:], names, self._images)

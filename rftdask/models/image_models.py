@@ -87,7 +87,8 @@ def packed_with_images(
         torch.cat([each[part] for each in made]).to(body.device) for part in ("pixel_values", "image_grid_thw")
     )
     seen = body.get_image_features(pixels, grid, return_dict=True).pooler_output
-    output = BaseModelOutputWithPooling(pooler_output=tuple(seen[distinct[name]] for name in shown))
+    features: Any = tuple(seen[distinct[name]] for name in shown)
+    output = BaseModelOutputWithPooling(pooler_output=features)
     return {"position_ids": torch.cat(positions, dim=-1), "mm_encoder_outputs": {"image": output}}
 
 

@@ -189,7 +189,8 @@ def _packed_states(body: Any, rows: PackedRows) -> Tensor:
 def _seen(rows: PackedRows) -> Sequence[Tensor]:
     """Of each piece the tokens that it sees."""
     seen_K = rows.spans.seen_K
-    return (rows.tokens_S if seen_K is None else rows.tokens_S[seen_K]).split(list(rows.spans.seen))
+    tokens_K = rows.tokens_S if seen_K is None else rows.tokens_S[seen_K]
+    return torch.split(tokens_K, list(rows.spans.seen))
 
 
 def _states_alone(body: Any, rows: PackedRows) -> Tensor:
