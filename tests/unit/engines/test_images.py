@@ -69,7 +69,8 @@ def request(images: ImageProcessor, tokens: tuple[int, ...], pictures: list[Imag
     return GenerateRequest(tokens, more.pop("sampling", GREEDY), seed=more.pop("seed", 0), images=names)
 
 
-PICTURES = [[picture(1)], [picture(2, (28, 56)), picture(3)], [], [picture(4, (28, 28))]]
+# The first has four tokens in two rows and columns, so positions behind it do not count tokens.
+PICTURES = [[picture(1, (56, 56))], [picture(2, (28, 56)), picture(3)], [], [picture(4, (28, 28))]]
 
 
 def engine_with(folder: Path, images: ImageProcessor) -> TransformersEngine:
