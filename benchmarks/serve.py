@@ -85,15 +85,15 @@ async def play(url: str, sessions: int, turns: int, tokens: int, ramp_s: float) 
     answers_s: list[float] = []
     rewards_s: list[float] = []
     num_refused = 0
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits) as client:
 
-        async def session(number: int) -> None:
-            nonlocal num_refused
-            # Agents do not begin in the same moment.
-            await asyncio.sleep(ramp_s * number / sessions)
-            messages: list[dict[str, Any]] = []
+    async def session(number: int) -> None:
+        nonlocal num_refused
+        # Agents do not begin in the same moment.
+        await asyncio.sleep(ramp_s * number / sessions)
+        messages: list[dict[str, Any]] = []
+        # Each agent has a client of its own: in a pool of hundreds httpx looks through all of them for every request.
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=None, verify=False) as client:
             for turn in range(turns):
                 messages.append({"role": "user", "content": f"turn {turn}"})
                 body = {"model": "policy", "messages": messages, "max_tokens": tokens}
@@ -113,7 +113,7 @@ async def play(url: str, sessions: int, turns: int, tokens: int, ramp_s: float) 
             assert answer.status_code == 200 and answer.json()["num_rows"] >= 1, answer.text
             rewards_s.append(time.perf_counter() - began)
 
-        await asyncio.gather(*map(session, range(sessions)))
+    await asyncio.gather(*map(session, range(sessions)))
     return answers_s, rewards_s, num_refused
 
 

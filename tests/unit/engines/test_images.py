@@ -16,7 +16,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from rftdask.config.schema.buffer import TasksetConfig
-from rftdask.data.images import ImageFolder, ImageProcessor, check_reads_images, images_in, without_images
+from rftdask.data.images import ImageFolder, ImageProcessor, check_reads_images, data_url, images_in, without_images
 from rftdask.data.tasksets import Taskset
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
@@ -241,3 +241,9 @@ def test_a_model_without_eyes_is_refused(tmp_path: Path, folder: Path) -> None:
     build_toy_model(tmp_path, hidden_size=16, num_heads=2)
     with pytest.raises(UserError, match="reads no images"):
         check_reads_images(str(tmp_path))
+
+
+def test_a_page_shows_an_image_as_what_its_file_is() -> None:
+    content = png(picture(1))
+    assert data_url(content) == "data:image/png;base64," + base64.b64encode(content).decode()
+    assert data_url(b"\xff\xd8\xff").startswith("data:image/jpeg;") and data_url(b"?").startswith("data:application/")
