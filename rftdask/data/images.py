@@ -158,8 +158,12 @@ class ImageFolder:
                 raise DamagedError(f"{storage.url}/{FOLDER}/{name} is not the image whose hash it has for a name")
 
     def read(self, name: str) -> bytes:
-        """The file."""
-        return (self._path / name).read_bytes()
+        """The file. Raises: DamagedError: it is another, which then goes: it is made again from where it came."""
+        content = (self._path / name).read_bytes()
+        if name_of(content) != name:
+            (self._path / name).unlink(missing_ok=True)
+            raise DamagedError(f"{self._path / name} is not the image whose hash it has for a name; start again")
+        return content
 
     def _holds(self, name: str) -> bool:
         return (self._path / name).exists()

@@ -467,10 +467,11 @@ def _keep_images(storage: Storage, tasks: Sequence[Task]) -> None:
     processor = _cache.images()
     if processor is None:
         return
+    _ = processor.placeholder_id  # here, and not on the event loop: it loads torch
     for name in dict.fromkeys(name for task in tasks for name in images_in(task.messages)):
         if not storage.exists(path := f"{IMAGE_FOLDER}/{name}"):
             storage.put_new(path, processor.folder.read(name))
-        processor.tokens(name)  # here, and not on the event loop: the first loads torch
+        processor.tokens(name)
 
 
 def _roll_out(

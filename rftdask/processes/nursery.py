@@ -76,7 +76,7 @@ _libc = ctypes.CDLL(None)
 
 
 def can_fork(has_gpus: bool) -> bool:
-    """Whether what has torch may be a fork; the libraries of a GPU must not be touched before, nor macOS."""
+    """Whether what has torch may be a fork: not where the libraries of a GPU were touched before it, nor on macOS."""
     return sys.platform == "linux" and not has_gpus
 
 

@@ -20,7 +20,7 @@ def complete(messages: list[Any]) -> dict[str, Any]:
         json.dumps({"model": "policy", "messages": messages, "tools": [LOOK]}).encode(),
         {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         message: dict[str, Any] = json.load(answer)["choices"][0]["message"]
     return message
 

@@ -112,7 +112,7 @@ def _images_are_read(config: Config) -> Iterator[Problem]:
     }
     for other, chosen in others.items():
         if chosen and config.mode != "explore":
-            yield at, f"rows with images are computed one by one, which does not go with {other}"
+            yield at, f"training rows with images does not go with {other}"
 
 
 @RULES.reading("synchronizer")

@@ -392,8 +392,8 @@ class RecordingModel(PolicyHandle):
         budget = options.pop("thinking_token_budget", None)
         if words := options.pop("bad_words", ()):
             options["bad_tokens"] = _bad_tokens(model.tokenizer, words)
-        if images and model.images is not None:
-            # It would stand for an image that is not there.
+        if model.images is not None:
+            # It would stand for an image that is not there, also where the next turn of a chat shows the first one.
             options["bad_tokens"] = (*options.get("bad_tokens", ()), (model.images.placeholder_id,))
         request = GenerateRequest(tuple(tokens), _sampling(model.sampling, options), seed, images)
         if request.sampling.is_guided and not model.is_guided:

@@ -254,7 +254,7 @@ class TorchEngine(TrainEngine):
         if batch.images is not None:
             if isinstance(self._strategy, FSDP2 | TensorParallel) and self._ranks.size > 1:
                 raise UserError(
-                    "rows with images are computed one by one, and ranks that share a model make the same passes; set "
+                    "rows with images are not computed by ranks that hold parts of a model; set "
                     "trainer.trainer_strategy: ddp"
                 )
             storage = open_storage(self._config.checkpoint_job_dir)

@@ -247,3 +247,12 @@ def test_a_page_shows_an_image_as_what_its_file_is() -> None:
     content = png(picture(1))
     assert data_url(content) == "data:image/png;base64," + base64.b64encode(content).decode()
     assert data_url(b"\xff\xd8\xff").startswith("data:image/jpeg;") and data_url(b"?").startswith("data:application/")
+
+
+def test_a_file_here_that_is_another_is_damage_and_goes(tmp_path: Path) -> None:
+    folder = ImageFolder(tmp_path)
+    name = folder.put(png(picture(1)))
+    (tmp_path / name).write_bytes(b"")  # such as after a crash of the machine
+    with pytest.raises(DamagedError, match="is not the image whose hash"):
+        folder.read(name)
+    assert folder.put(png(picture(1))) == name and folder.read(name) == png(picture(1))
