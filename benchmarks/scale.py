@@ -190,7 +190,7 @@ def simulated_workers(count: int) -> Iterator[Client]:
             threads_per_worker=1,
             processes=False,
             resources={"explorer": 1},
-            dashboard_address=None,
+            dashboard_address="127.0.0.1:0",
             memory_limit=0,  # of one process, whose memory each of 256 workers would take for its own
             silence_logs=50,
         ) as cluster,

@@ -81,7 +81,9 @@ def on_workers(num_workers: int, scheduler: str = "") -> Iterator[Submit]:
                 raise UserError(f"--scheduler: no Dask scheduler answers at {scheduler}: {error}") from error
         else:
             own = {"host": "127.0.0.1", "protocol": "tls://", "security": Security.temporary(), "silence_logs": 40}
-            workers = {"n_workers": num_workers, "threads_per_worker": 1, "dashboard_address": None}
+            # Without an address its server of pages takes port 8787, whoever has it.
+            pages = {"dashboard_address": "127.0.0.1:0", "scheduler_kwargs": {"dashboard": False}}
+            workers = {"n_workers": num_workers, "threads_per_worker": 1, **pages}
             client = Client(stack.enter_context(LocalCluster(**workers, **own)))
         stack.enter_context(client)
         yield lambda function, numbers: client.gather(client.map(function, numbers, pure=False))

@@ -236,7 +236,7 @@ class _ForkServer:
             if (held := sum(map(_share_bytes, tree))) > allowed:
                 self._living[pid] = (
                     f"MemoryError: its {len(tree)} processes together hold "
-                    f"{(held - self._inherited_bytes) / 2**30:.2f} GB beyond the imports, over the "
+                    f"{(held - self._inherited_bytes) / 2**30:.3f} GB beyond the imports, over the "
                     f"{self._max_memory_bytes / 2**30:g} GB of explorer.sandbox.max_memory_gb"
                 )
                 _kill_group(pid)

@@ -155,17 +155,18 @@ def test_a_task_sees_that_its_scheduler_is_gone_and_the_next_worker_comes(tmp_pa
             time.sleep(0.02)
         Path(told).touch()
 
-    ready, told, where = (tmp_path / name for name in ("ready", "told", "scheduler.json"))
+    ready, told, written = (tmp_path / name for name in ("ready", "told", "written.json"))
     command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
     with contextlib.ExitStack() as ends:
 
         def start_scheduler() -> tuple[psutil.Popen, Client]:
-            where.unlink(missing_ok=True)
             scheduler = psutil.Popen(
-                [*command, "--no-dashboard", "--scheduler-file", str(where)], stderr=subprocess.DEVNULL
+                [*command, "--no-dashboard", "--scheduler-file", str(written)], stderr=subprocess.DEVNULL
             )
             ends.callback(kill_tree, scheduler)
-            wait_until(where.exists)
+            wait_until(lambda: written.exists() and written.read_text().endswith("}"))
+            # At once, as a driver does it: a file that is not there says that the run is over.
+            where = written.replace(tmp_path / "scheduler.json")
             return scheduler, ends.enter_context(Client(scheduler_file=str(where), timeout=DEADLINE_S))
 
         scheduler, client = start_scheduler()

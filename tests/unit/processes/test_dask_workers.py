@@ -17,7 +17,7 @@ from rftdask.processes.dask_task import workers_of
 
 def test_workers_are_told_while_the_client_asks_for_none_of_them() -> None:
     with (
-        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster) as client,
     ):
         ended = threading.Event()
@@ -47,7 +47,7 @@ def test_a_client_whose_start_is_cancelled_is_started_again(monkeypatch: pytest.
         return await start(self, *args, **options)
 
     monkeypatch.setattr(Client, "_start", cancelled_at_first)
-    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as cluster:
+    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0") as cluster:
         with connect(cluster) as client:
             assert client.submit(int, "7").result(timeout=30) == 7
         assert len(set(starts)) == 2
