@@ -53,7 +53,7 @@ def get_reward(name: str) -> RewardFn:
     """The reward function called `name`, or at the dotted path `name`. Raises: UserError: there is none, or it does not
     take (response, truth, task).
     """
-    function: RewardFn = find_part("reward function", name, registered_rewards())
+    function = _find_reward(name)
     if not callable(function):
         raise UserError(f"reward function {name!r} is a {type(function).__name__}, not a function")
     check_call("reward function", name, function, "response", "truth", "task")
@@ -68,7 +68,13 @@ def compute_reward(
 
     Raises: ValueError: the function wants the number of tokens, and `response` is text alone; what it raises itself.
     """
-    return _compute(get_reward(task.reward_fn or default), task, response, default, defaults)
+    return _compute(_find_reward(task.reward_fn or default), task, response, default, defaults)
+
+
+def _find_reward(name: str) -> RewardFn:
+    # Not checked again for each of thousands of rollouts, whose run has checked it.
+    function: RewardFn = find_part("reward function", name, registered_rewards())
+    return function
 
 
 def _compute(
@@ -91,7 +97,7 @@ async def wait_for_reward(
     task: Task, response: Response | str, default: str, defaults: Mapping[str, Any] | None = None
 ) -> Reward:
     """`compute_reward`, in a thread where the function says `in_thread`."""
-    function = get_reward(task.reward_fn or default)
+    function = _find_reward(task.reward_fn or default)
     if getattr(function, "in_thread", False):
         return await asyncio.to_thread(_compute, function, task, response, default, defaults)
     return _compute(function, task, response, default, defaults)
