@@ -24,7 +24,7 @@ from rftdask.storage.base import Storage
 from rftdask.storage.memory import MemoryStorage
 
 _SPAWN = multiprocessing.get_context("spawn")  # in a fork fsspec's event loop is dead
-_DEADLINE_S = 60.0  # a process that has not answered by then has failed its check
+_DEADLINE_S = 120.0  # a process that has not answered by then has failed its check
 _BUDGET_S = 1.0  # no verb is measured longer, but for its first call
 _WORDS = {True: "ok", False: "BROKEN", None: "not checked"}
 _NUM_RACERS, _NUM_NAMES, _NUM_CALLS, _VALUE_BYTES = 4, 50, 100, 100_000

@@ -1,7 +1,7 @@
 """The short form of the crash test, as `rftdask crashtest` runs it: what docs/reliability.md gives the long figures of.
 
-Promises: 100 processes killed at random, a kill at every tenth place around a storage operation, a power loss at every
-tenth system call, and damage to every tenth file lose nothing and repeat nothing; and without any one of the
+Promises: 100 processes killed at random, a kill at every twentieth place around a storage operation, a power loss at
+every twentieth system call, and damage to every twentieth file lose nothing and repeat nothing; and without any one of the
 protections the same tests find something broken.
 """
 
@@ -27,17 +27,17 @@ def test_a_hundred_kills_at_random_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_kills_at_storage_operations_lose_nothing(tmp_path: Path) -> None:
-    code, report = run_crash_test(tmp_path, "--only", "stops", "--every", "10")
+    code, report = run_crash_test(tmp_path, "--only", "stops", "--every", "20")
     figures = part(report, "stops")
     assert (code, report["failures"]) == (0, []), report["failures"]
-    assert figures["num_kills"] == figures["num_tried"] > 50
+    assert figures["num_kills"] == figures["num_tried"] > 25
     assert figures["num_trained_again"] > 0
 
 
 def test_power_losses_rivals_and_damage_lose_nothing(tmp_path: Path) -> None:
-    code, report = run_crash_test(tmp_path, "--only", "power,rivals,damage", "--every", "10")
+    code, report = run_crash_test(tmp_path, "--only", "power,rivals,damage", "--every", "20")
     assert (code, report["failures"]) == (0, []), report["failures"]
-    assert sum(figures["num_tried"] for figures in report["parts"]) > 200
+    assert sum(figures["num_tried"] for figures in report["parts"]) > 100
     assert sum(figures["num_lost"] + figures["num_twice"] for figures in report["parts"]) == 0
     assert all(figures["num_trained_again"] > 0 for figures in report["parts"] if figures["part"] != "damage")
 
