@@ -185,13 +185,14 @@ def main() -> None:
             engine = TracedTransformers(str(root / "model"))
             floor = in_flight * bare(root, engine, in_flight, count, scale)
             for style, goal in ((ASYNC, 0.85), *(() if args.quick else ((FIXED, None),))):
-                rate, _ = roll_out(
+                rate, told = roll_out(
                     root, "TracedTransformers", in_flight, 1, style, count // in_flight, args.staleness, scale, 0
                 )
                 report.add(
                     f"a small model, {in_flight} in flight, {style}", in_flight * rate, "tokens/s",
                     against="the bare engine", other=floor, goal=goal, goal_of="ratio",
                 )  # fmt: skip
+                print(f"    share of its slots that are busy, as its metrics tell: {told:.2f}")
     report.write()
 
 
