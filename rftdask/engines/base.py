@@ -27,6 +27,8 @@ MIN_TEMPERATURE = 1e-5
 """Lowest temperature above 0; below it logits / temperature leaves the range of float32."""
 MAX_BATCH_TOKENS = 65_536
 """Tokens of prompts and responses that a transformers engine holds in its key-value cache at once."""
+MAX_BAD_WORDS, MAX_BAD_TOKENS = 1024, 8192
+"""Most `SamplingParams.bad_tokens`, and tokens in all of them: vLLM on a GPU makes room for them as it starts."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class SamplingParams:
     grammar: str = ""
     """Form of a response, a grammar in llguidance's Lark; "": any. Only engines that `guide_sampling` are asked."""
     bad_tokens: tuple[tuple[int, ...], ...] = ()
-    """Tokens in a row that must not come. Of a response whose grammar allows nothing else, it ends there."""
+    """Tokens in a row that must not come, at most MAX_BAD_WORDS. Of a response whose grammar allows nothing else, it ends there."""
 
     @property
     def is_guided(self) -> bool:

@@ -1,7 +1,7 @@
 """Engine that generates with vLLM (0.26 to 0.32), on a CPU or on one or several GPUs.
 
 vLLM batches continuously, in processes of its own; here an event loop in a thread speaks with them, and hands requests
-on as they come. It knows nothing of text: vLLM runs without its tokenizer. Weaker than `Engine` promises in one point:
+on as they come. It knows nothing of text: vLLM has its tokenizer for grammars alone. Weaker than `Engine` promises in one point:
 which requests share a forward pass depends on time, so the same call twice gives the same tokens up to the rounding of
 sums.
 """
@@ -128,6 +128,7 @@ class VllmEngine(Engine):
     required_package = "vllm"
     takes_dora = False
     loads_in_flight = True
+    guides_sampling = True
     loads_adapters_in_flight = False  # what is under way asks for its own, which goes when another is loaded
     leaves_device = True
     takes_share = True
@@ -135,6 +136,7 @@ class VllmEngine(Engine):
     refused_args: ClassVar[Mapping[str, str]] = {
         "worker_extension_cls": "the engine loads weights by its own",
         "skip_tokenizer_init": "token ids go in and come out",
+        "structured_outputs_config": "answers have the forms that engine transformers gives them, by the same package",
     }
     refused_policy_args: ClassVar[Mapping[str, str]] = {
         "speculative_config": "that drafts leave the policy's tokens and logprobs as they are has not been proven here",
@@ -179,8 +181,11 @@ class VllmEngine(Engine):
             "dtype": dtype,
             "trust_remote_code": trust_remote_code,
             "max_model_len": max_model_len,
-            # Token ids in and out; what the model's files say of sampling is for who has no settings of their own.
-            "skip_tokenizer_init": True,
+            # Token ids in and out; its tokenizer says what a grammar allows. One that has none speaks no text.
+            "skip_tokenizer_init": Path(model_path).is_dir() and not Path(model_path, "tokenizer_config.json").is_file(),
+            # The grammars of engine transformers, in full: also where a parser of vLLM's would let thoughts be.
+            "structured_outputs_config": {"backend": "guidance", "enable_in_reasoning": True},
+            # What the model's files say of sampling is for who has no settings of their own.
             "generation_config": "vllm",
             "disable_log_stats": True,
             "worker_extension_cls": "rftdask.engines.vllm_worker.WeightWorker",
@@ -266,40 +271,41 @@ class VllmEngine(Engine):
 
     async def _generate(self, request: GenerateRequest) -> Generation:
         from vllm import SamplingParams  # late: see _start
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         sampling = request.sampling
         version = self.policy_version
-        output = await self._ask(
-            request.prompt_tokens,
-            SamplingParams(
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_tokens=sampling.min_tokens,
-                repetition_penalty=sampling.repetition_penalty,
-                ignore_eos=True,  # it knows no end token without a tokenizer
-                stop_token_ids=[] if sampling.ignore_eos else self._end_ids,
-                seed=_mixed(request.seed),
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            ),
+        params = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_tokens=sampling.min_tokens,
+            repetition_penalty=sampling.repetition_penalty,
+            ignore_eos=True,  # it may know fewer end tokens
+            stop_token_ids=[] if sampling.ignore_eos else self._end_ids,
+            seed=_mixed(request.seed),
+            structured_outputs=StructuredOutputsParams(grammar=sampling.grammar) if sampling.grammar else None,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        # vLLM makes them of words, by the tokenizer; here they are tokens already.
+        params._bad_words_token_ids = [list(tokens) for tokens in sampling.bad_tokens] or None
+        output = await self._ask(request.prompt_tokens, params)
         answer = output.outputs[0]
-        found = answer.logprobs
+        found, reason = answer.logprobs, answer.finish_reason
         logprobs = tuple(found.logprobs[start] for start in found.start_indices)
-        if answer.finish_reason not in ("stop", "length") or len(logprobs) != len(answer.token_ids):
-            raise RoleError(
-                f"{self} ended a request with {answer.finish_reason!r} after {len(answer.token_ids)} tokens"
-            )
+        if reason == "error" and sampling.is_guided and answer.token_ids and answer.token_ids[-1] in self._end_ids:
+            reason = "stop"  # bad_tokens left the grammar nothing but an end, which it does not know
+        if reason not in ("stop", "length") or len(logprobs) != len(answer.token_ids):
+            raise RoleError(f"{self} ended a request with {reason!r} after {len(answer.token_ids)} tokens")
         if not all(map(math.isfinite, logprobs)):
             raise RoleError(
                 f"{self} computed logits that are not numbers; the weights are damaged or training diverged"
             )
-        return Generation(tuple(answer.token_ids), logprobs, answer.finish_reason, version, self.policy_version)
+        return Generation(tuple(answer.token_ids), logprobs, reason, version, self.policy_version)
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         """See Engine. vLLM samples one token after each pair, which nobody reads."""
@@ -430,7 +436,8 @@ class VllmEngine(Engine):
         cache = self._running.vllm_config.cache_config
         # None of a model without such a cache.
         self.cache_tokens = cache.num_gpu_blocks and cache.num_gpu_blocks * cache.block_size
-        if not all(self._run(self._llm.collective_rpc("use_tempered_logprobs"), "its first call")):
+        tempered = self._llm.collective_rpc("use_tempered_logprobs", args=(self._end_ids,))
+        if not all(self._run(tempered, "its first call")):
             raise RoleError(f"{self} has a sampler that is not vLLM's own, so its logprobs cannot be trusted")
 
     def _run(self, work: Coroutine[Any, Any, T], what: str) -> T:

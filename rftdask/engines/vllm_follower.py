@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rftdask.engines.base import MAX_BAD_TOKENS, MAX_BAD_WORDS
 from rftdask.errors import RoleError
 from rftdask.processes.nursery import end_with
 from rftdask.storage.staging import source_of, staged
@@ -43,6 +44,8 @@ _CPU_DEFAULTS = {
 }
 _DEFAULTS = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
+    "VLLM_MAX_NUM_BAD_WORDS": str(MAX_BAD_WORDS),
+    "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": str(MAX_BAD_TOKENS),
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
 }

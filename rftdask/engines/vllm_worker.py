@@ -1,5 +1,5 @@
-"""Code that runs inside vLLM's own processes: loading published weights, logprobs as a trainer computes them, a watch
-on the engine's process, a note of why they fail. vLLM imports this module by name and mixes `WeightWorker` into its
+"""Code that runs inside vLLM's own processes: loading published weights, logprobs as a trainer computes them, also of
+guided answers, a watch on the engine's process, a note of why they fail. vLLM imports this module by name and mixes `WeightWorker` into its
 worker class.
 
 It knows neither versions nor requests.
@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from typing import Protocol, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu.sample.sampler import Sampler as KernelSampler
 
 from rftdask.engines.vllm import end_with_engine
@@ -48,8 +49,14 @@ class _SamplingStates(Protocol):
     """Of each request under way, by its slot; 0: greedy."""
 
 
+class _StructuredOutputs(Protocol):
+    apply_grammar_bitmask: Callable[..., None]
+
+
 class _ModelRunner(Protocol):
     sampler: Sampler | KernelSampler
+    structured_outputs_worker: _StructuredOutputs
+    """Of the second model runner alone."""
 
     def get_model(self) -> torch.nn.Module: ...
     def reload_weights(self, *, weights_iterator: Iterator[tuple[str, Tensor]]) -> None: ...
@@ -66,10 +73,14 @@ class _Layer(Protocol):
 
 class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLLM is not installed
     """vLLM's sampler, whose logprobs of sampled tokens are of softmax(logits / temperature), before penalties,
-    min_tokens, top-k and top-p. vLLM offers them before all of it or after all of it, and a trainer computes neither
-    from the tokens.
+    min_tokens, grammars, top-k and top-p. vLLM offers them before all of it but grammars or after all of it, and a
+    trainer computes neither from the tokens.
     """
 
+    end_ids: Sequence[int] = ()
+    """Tokens that end an answer."""
+    unmasked_BV: Tensor | None = None
+    """Logits of this step before grammars took out what may not come; None: no row has a grammar."""
     _temperature_B: Tensor | None = None
 
     def forward(self, logits: Tensor, sampling_metadata: _SamplingMetadata, *args: object, **kwargs: object) -> object:
@@ -78,10 +89,17 @@ class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLL
         try:
             return super().forward(logits, sampling_metadata, *args, **kwargs)
         finally:
-            self._temperature_B = None  # logprobs of prompt tokens are asked for outside of this call
+            self._temperature_B = self.unmasked_BV = None  # logprobs of prompt tokens are asked for outside of this call
+
+    def apply_logits_processors(self, logits: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """[B, V] logits of what may come."""
+        allowed_BV: Tensor = super().apply_logits_processors(logits, *args, **kwargs)
+        return allowed_BV if self.unmasked_BV is None else _let_end(allowed_BV, self.end_ids)
 
     def compute_logprobs(self, logits: Tensor) -> Tensor:  # static there
-        """[B, V] float32 logprobs of `logits`, tempered while tokens are sampled."""
+        """[B, V] float32 logprobs of `logits`, or of those before grammars; tempered while tokens are sampled."""
+        if self.unmasked_BV is not None:
+            logits = self.unmasked_BV
         temperature_B = self._temperature_B
         if temperature_B is not None:
             # Greedy rows have temperature 0 in vLLM; their logprobs are of softmax(logits), as `SamplingParams`
@@ -97,6 +115,14 @@ class TemperedKernelSampler(KernelSampler):  # type: ignore[misc]  # without typ
     """
 
     sampling_states: _SamplingStates
+    end_ids: Sequence[int] = ()
+    unmasked_BV: Tensor | None = None
+    """As of `TemperedSampler`."""
+
+    def apply_sampling_params(self, logits: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """[B, V] logits of what may come."""
+        allowed_BV: Tensor = super().apply_sampling_params(logits, *args, **kwargs)
+        return allowed_BV if self.unmasked_BV is None else _let_end(allowed_BV, self.end_ids)
 
     def sample(
         self, logits: Tensor, expanded_idx_mapping: Tensor, *args: object, return_logprobs: bool = False
@@ -104,6 +130,8 @@ class TemperedKernelSampler(KernelSampler):  # type: ignore[misc]  # without typ
         """(tokens, [B, V] logits whose softmax the logprobs are of); each row's slot is in expanded_idx_mapping."""
         # Asked for no logprobs, it may use its fused sampler; what it returns beside tokens has passed top-k and top-p.
         tokens, _ = super().sample(logits, expanded_idx_mapping, *args, return_logprobs=False)
+        if self.unmasked_BV is not None:
+            logits, self.unmasked_BV = self.unmasked_BV, None
         if return_logprobs:
             temperature_B = self.sampling_states.temperature.gpu[expanded_idx_mapping.long()]
             scale_B = torch.where(temperature_B < _GREEDY_BELOW, 1.0, temperature_B)
@@ -116,9 +144,9 @@ class WeightWorker:
 
     model_runner: _ModelRunner
 
-    def use_tempered_logprobs(self) -> bool:
-        """Replace this worker's sampler. Returns: False if it is another than vLLM's; workers that do not sample have
-        nothing to replace.
+    def use_tempered_logprobs(self, end_ids: Sequence[int]) -> bool:
+        """Replace this worker's sampler, and have it know the logits before grammars. end_ids: tokens that end an
+        answer. Returns: False if it is another than vLLM's; workers that do not sample have nothing to replace.
         """
         sampler = getattr(self.model_runner, "sampler", None)
         if sampler is None:
@@ -128,8 +156,14 @@ class WeightWorker:
             return False
         # In place: what vLLM has set up in its sampler stays.
         sampler.__class__ = tempered
+        sampler.end_ids = end_ids
+        # Grammars are masks that vLLM writes into the logits before it calls its sampler.
         if tempered is TemperedKernelSampler:
             sampler.logprobs_mode = "processed_logprobs"  # it then makes logprobs of the logits that `sample` returns
+            masks = self.model_runner.structured_outputs_worker
+            masks.apply_grammar_bitmask = _keeping_logits(sampler, masks.apply_grammar_bitmask)
+        else:
+            gpu_model_runner.apply_grammar_bitmask = _keeping_logits(sampler, gpu_model_runner.apply_grammar_bitmask)
         return True
 
     def load_published(self, files: Sequence[str]) -> None:
@@ -143,6 +177,24 @@ class WeightWorker:
             # packed copy of the old weights.
             head.weight = embedding.weight
             head.quant_method.process_weights_after_loading(head)
+
+
+def _keeping_logits(sampler: Any, apply: Callable[..., None]) -> Callable[..., None]:
+    """`apply`, which takes logits among its arguments and masks them in place, with a copy for the sampler before."""
+
+    def keep_and_apply(*args: object) -> None:
+        [sampler.unmasked_BV] = [arg.clone() for arg in args if isinstance(arg, Tensor)]
+        apply(*args)
+
+    return keep_and_apply
+
+
+def _let_end(logits_BV: Tensor, end_ids: Sequence[int]) -> Tensor:
+    """The logits, of a row in which nothing may come an end: a grammar and `bad_tokens` can leave nothing together."""
+    nothing_B = logits_BV.isneginf().all(dim=-1)
+    ids = torch.tensor(list(end_ids), device=logits_BV.device)
+    logits_BV[:, ids] = logits_BV[:, ids].masked_fill(nothing_B[:, None], 0.0)
+    return logits_BV
 
 
 def _tensors(files: Sequence[str]) -> Iterator[tuple[str, Tensor]]:

@@ -1,5 +1,6 @@
 """Promises of the vLLM engine, on real vLLM on a CPU: it does what every engine does; its logprobs are the trainer's;
-what it loads it computes with, also where vLLM's own reload does not; a run with it is as sound as with any engine, and
+what it loads it computes with, also where vLLM's own reload does not; its answers have the forms that are asked for, the
+same as with the transformers engine, and are recorded with the same logprobs; a run with it is as sound as with any engine, and
 learns; where vLLM cannot compute with a model, the run ends with vLLM's reason.
 
 One engine, of tied embeddings, serves most tests: starting it takes a minute.
@@ -30,6 +31,7 @@ from rftdask.algorithm.compose import make_algorithm
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import LoraConfig, ModelConfig
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, SamplingParams, Take
+from rftdask.engines.guides import Guides
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.engines.vllm import VllmEngine, _mixed
 from rftdask.engines.vllm_follower import ADDRESS, NODES
@@ -45,6 +47,7 @@ from rftdask.weights.published import read_published
 from rftdask.weights.publisher import Publisher
 from tests.integration.run_cases import RunProcess, assert_sound, run_folder, status_of, write_config
 from tests.unit.engines.engine_contract import ContinuousContract, EngineContract
+from tests.unit.rollouts.policy import test_guided_answers as guided
 from tests.unit.trainer.trainer_cases import engine_config
 from tests.vllm_engine.vllm_models import END_IDS, save_qwen2
 
@@ -86,7 +89,7 @@ def engine(folders: dict[int, Path]) -> Iterator[VllmEngine]:
     if find_spec("vllm") is None:
         pytest.fail("vLLM is not installed here; tests/vllm_engine/install_vllm.sh VENV makes an environment with it")
     section = InferenceModelConfig.model_validate({"engine_type": "vllm", "dtype": "float32", "seed": 42})
-    model = ModelConfig(model_path=str(folders[0]), max_model_len=128, max_prompt_tokens=64, max_response_tokens=64)
+    model = ModelConfig(model_path=str(folders[0]), max_model_len=512, max_prompt_tokens=64, max_response_tokens=64)
     engine = VllmEngine.from_config(section, model, "cpu")
     yield engine
     engine.close()
@@ -223,6 +226,53 @@ def test_both_engines_record_the_logprobs_that_the_trainer_computes(
         assert one == pytest.approx(other, abs=1e-4)
 
 
+FORM = """start: %json {"enum": [{"yes": true, "n": 1}, {"yes": true, "n": 23}, {"no": [4, 5]}],
+"x-guidance": {"whitespace_flexible": false}}"""
+
+
+def test_guided_answers_are_those_of_the_transformers_engine_beside_others_and_with_their_logprobs(
+    engine: VllmEngine, others: dict[int, TransformersEngine]
+) -> None:
+    forms = (FORM, "", 'start: /[a-c]{3,5}/ "!"', FORM, FORM)  # in the order of REQUESTS, the last of which is greedy
+    asked = [
+        dataclasses.replace(each, sampling=dataclasses.replace(each.sampling, grammar=form))
+        for each, form in zip(REQUESTS, forms, strict=True)
+    ]
+    answers = engine.generate(asked)
+    guides = Guides(others[0]._own_tokenizer(), 128, END_IDS)
+    for request, answer in zip(asked, answers, strict=True):
+        guide = guides.guide(request.sampling)
+        for token in answer.tokens:
+            assert guide.allowed()[token]
+            guide.take(token)
+        assert answer.finish_reason == "stop" or not request.sampling.grammar
+    assert answers[-1].tokens == others[0].generate(asked)[-1].tokens
+    computed = trainer_logprobs(others[0]._model, answers)
+    gaps = [t - s for row, a in zip(computed, answers, strict=True) for t, s in zip(row, a.logprobs, strict=True)]
+    assert max(map(abs, gaps)) < 1e-4
+
+
+def test_what_must_not_come_does_not_come_and_an_answer_that_can_be_nothing_else_ends(
+    engine: VllmEngine, others: dict[int, TransformersEngine]
+) -> None:
+    greedy = SamplingParams(12, temperature=0.0)
+    [free] = engine.generate([GenerateRequest((3, 4), greedy, 0)])
+    for bad in ((free.tokens[0],), free.tokens[:3]):
+        sampling = dataclasses.replace(greedy, bad_tokens=(bad,))
+        [answer], [expected] = (each.generate([GenerateRequest((3, 4), sampling, 0)]) for each in (engine, others[0]))
+        assert answer.tokens == expected.tokens != free.tokens
+    [y] = others[0]._own_tokenizer().encode("y")
+    nothing = SamplingParams(12, grammar='start: "yes"', bad_tokens=((y,),))
+    [ended] = engine.generate([GenerateRequest((3, 4), nothing, 0)])
+    assert (len(ended.tokens), ended.finish_reason) == (1, "stop") and ended.tokens[0] in END_IDS
+    assert engine.generate([GenerateRequest((3, 4), greedy, 0)])[0].tokens == free.tokens
+
+
+test_answers_through_the_api_have_the_form_that_is_asked_for = guided.test_an_answer_has_the_form_that_is_asked_for
+test_tools_are_called_where_that_is_required = guided.test_a_tool_is_called_where_that_is_required
+test_a_form_that_is_none_costs_no_engine = guided.test_a_form_that_is_none_is_refused_by_name_and_the_engine_lives
+
+
 def test_the_second_model_runner_has_tempered_logprobs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sampler as of vLLM 0.26 and 0.32, whose kernels need a GPU: what they would return is made up here."""
     from rftdask.engines.vllm_worker import KernelSampler, TemperedKernelSampler, WeightWorker
@@ -238,8 +288,9 @@ def test_the_second_model_runner_has_tempered_logprobs_too(monkeypatch: pytest.M
     sampler.logprobs_mode = "raw_logprobs"
     sampler.sampling_states = SimpleNamespace(temperature=SimpleNamespace(gpu=torch.tensor([0.5, 9.0, 0.0, 1.0])))
     worker = object.__new__(WeightWorker)
-    worker.model_runner = SimpleNamespace(sampler=sampler)  # type: ignore[assignment]
-    assert worker.use_tempered_logprobs()
+    masks = SimpleNamespace(apply_grammar_bitmask=lambda logits, *rest: logits.fill_(-math.inf))
+    worker.model_runner = SimpleNamespace(sampler=sampler, structured_outputs_worker=masks)  # type: ignore[assignment]
+    assert worker.use_tempered_logprobs((1,))
     assert type(sampler) is TemperedKernelSampler and sampler.logprobs_mode == "processed_logprobs"
     logits = torch.tensor([[1.0, 3.0], [2.0, 1.0], [4.0, 8.0]], dtype=torch.bfloat16)
     slots = torch.tensor([0, 2, 3], dtype=torch.int32)
@@ -247,6 +298,14 @@ def test_the_second_model_runner_has_tempered_logprobs_too(monkeypatch: pytest.M
     assert tokens.tolist() == [1, 0, 1]
     assert tempered.tolist() == [[2.0, 6.0], [2.0, 1.0], [4.0, 8.0]]
     assert asked == [(("positions",), False)], "so that it may use its fused sampler"
+    # A grammar that leaves nothing: the logprobs are of what was there before it.
+    masked = logits.clone()
+    masks.apply_grammar_bitmask(masked, "requests", "bits")
+    assert masked.isneginf().all()
+    _, tempered = sampler.sample(masked, slots, "positions", return_logprobs=True)
+    assert tempered.tolist() == [[2.0, 6.0], [2.0, 1.0], [4.0, 8.0]]
+    _, tempered = sampler.sample(logits[:1], slots[:1], "positions", return_logprobs=True)
+    assert tempered.tolist() == [[2.0, 6.0]], "the next step has a mask of its own, or none"
 
 
 def test_seeds_are_what_both_model_runners_take() -> None:

@@ -32,7 +32,14 @@ from rftdask.data.tokenizer import (
     show_hidden,
     with_first_token,
 )
-from rftdask.engines.base import MIN_TEMPERATURE, GenerateRequest, Generation, SamplingParams
+from rftdask.engines.base import (
+    MAX_BAD_TOKENS,
+    MAX_BAD_WORDS,
+    MIN_TEMPERATURE,
+    GenerateRequest,
+    Generation,
+    SamplingParams,
+)
 from rftdask.errors import UserError
 from rftdask.rollouts.policy import messages_api, responses_api
 from rftdask.rollouts.policy.answer_parsers import AnswerParser, ParsedAnswer, parse_tool_calls
@@ -231,6 +238,8 @@ class RecordingModel(PolicyHandle):
                 prompt = replace(prompt, images=images_in(messages))
             else:
                 prompt = _Prompt(options.pop("prompt"))
+            if (grammar := options.get("grammar")) and (problem := _grammar_problem(grammar)):
+                raise ValueError(f"no answer can be guided by this grammar: {problem}")
             return (await self._generate(name, model, prompt, options))[1]
         finally:
             self.times["generate"] = self.times.get("generate", 0.0) + time.perf_counter() - began
@@ -560,24 +569,32 @@ def _grammar(model: ServedModel, parser: AnswerParser, form: Form, prompt: str, 
         if options.get(name):
             raise BadRequestError(f"{name} does not go with {form.param}: an answer ends where its form does", name)
     try:
-        import llguidance  # late: only an answer of a form needs it
-    except ImportError:
-        needed = "pip install 'rftdask[train]' where engines run"
-        raise BadRequestError(f"{form.param} needs llguidance: {needed}", form.param) from None
-    try:
         are_calls = form.param == "tool_choice"
         grammar = parser.grammar(form.schema, prompt, are_calls=are_calls, max_calls=form.max_calls)
     except UserError as error:
         raise BadRequestError(f"{form.param} is not supported: {error}", form.param) from error
-    if problem := llguidance.LLMatcher.validate_grammar(llguidance.LLMatcher.grammar_from_lark(grammar)):
-        raise BadRequestError(f"{form.param}: no answer can be guided by this schema: {problem:.500}", form.param)
+    if problem := _grammar_problem(grammar):
+        raise BadRequestError(f"{form.param}: no answer can be guided by this schema: {problem}", form.param)
     return grammar
 
 
+def _grammar_problem(grammar: str) -> str:
+    """Why no engine is guided by a grammar; "": one that guides is. Asked before: an engine would end by it."""
+    try:
+        import llguidance  # late: only an answer of a form needs it
+    except ImportError:
+        return "it needs llguidance: pip install 'rftdask[train]' where engines run"
+    return str(llguidance.LLMatcher.validate_grammar(llguidance.LLMatcher.grammar_from_lark(grammar)))[:500]
+
+
 def _bad_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The words as tokens, as they begin a text and as they go on in one."""
+    """The words as tokens, as they begin a text and as they go on in one. Raises: BadRequestError: too many."""
     spelled = (text for word in words for text in (word, f" {word.lstrip()}"))
-    return tuple(dict.fromkeys(tuple(encode_hidden(tokenizer, text, {})) for text in spelled))
+    found = tuple(dict.fromkeys(tuple(encode_hidden(tokenizer, text, {})) for text in spelled))
+    if len(found) >= MAX_BAD_WORDS or sum(map(len, found)) >= MAX_BAD_TOKENS:
+        most = f"{MAX_BAD_WORDS // 2} words and {MAX_BAD_TOKENS // 2} tokens at most"
+        raise BadRequestError(f"bad_words, each as it begins a text and after a space, are too many: {most}", "bad_words")
+    return found
 
 
 async def _logprobs(model: ServedModel, prompt: str, response: str) -> tuple[float, ...]:
