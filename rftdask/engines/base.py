@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -50,12 +50,16 @@ class SamplingParams:
     grammar: str = ""
     """Form of a response, a grammar in llguidance's Lark; "": any. Only engines that `guide_sampling` are asked."""
     bad_tokens: tuple[tuple[int, ...], ...] = ()
-    """Tokens in a row that must not come, at most MAX_BAD_WORDS. Of a response whose grammar allows nothing else, it ends there."""
+    """Tokens in a row that must not come, MAX_BAD_WORDS at most. Of a response whose grammar allows nothing else, it
+    ends there."""
 
     @property
     def is_guided(self) -> bool:
         """Whether what may come next depends on what came."""
         return bool(self.grammar or self.bad_tokens)
+
+
+OnTokens = Callable[[tuple[int, ...]], None]
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,9 @@ class GenerateRequest:
     images: tuple[str, ...] = ()
     """Names of the images in the prompt, whose tokens stand in it, in their order (data/images.py). Only engines that
     `read_images` are given any."""
+    on_tokens: OnTokens | None = field(default=None, compare=False, repr=False)
+    """Takes the tokens of the response while it grows, in their order, some at a time, from any thread; must not block.
+    The answer comes after them and holds all of them; an engine may leave the last ones, or all, to it."""
 
 
 @dataclass(frozen=True)

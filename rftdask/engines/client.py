@@ -26,7 +26,7 @@ from rftdask.config.base import plain
 from rftdask.config.schema.explorer import InferenceModelConfig, registered_engines
 from rftdask.config.schema.model import ModelConfig
 from rftdask.engines import server
-from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.engines.base import GenerateRequest, Generation, OnTokens, SamplingParams
 from rftdask.errors import (
     DamagedError,
     EngineError,
@@ -120,6 +120,8 @@ class EngineClient:
         self._num_asked = 0
         self._asked: dict[int, Future[Any]] = {}
         """Futures that are not answered yet, by number."""
+        self._listeners: dict[int, OnTokens] = {}
+        """Who takes the tokens of those that stream; guarded, too."""
         self._failure: RftError | None = None
         """The error because of which nothing will be answered any more."""
         self._num_generating = 0
@@ -174,7 +176,8 @@ class EngineClient:
     def submit(self, requests: Sequence[GenerateRequest]) -> list[Future[Generation]]:
         """Send requests, which enter the engine together, and return futures of their answers at once, in their order.
 
-        A cancelled future's request leaves the engine. The futures raise RoleError: the engine died.
+        A cancelled future's request leaves the engine. `on_tokens` are called from the thread that reads its messages.
+        The futures raise RoleError: the engine died.
         """
         if not requests:
             return []
@@ -184,7 +187,13 @@ class EngineClient:
             numbers = [self._register(future) for future in futures]
             if self._failure is None:
                 self._count_generating(len(numbers))
-            numbered = (server.NumberedRequest(n, request) for n, request in zip(numbers, requests, strict=True))
+            self._listeners.update(
+                (n, each.on_tokens) for n, each in zip(numbers, requests, strict=True) if each.on_tokens
+            )
+            numbered = (
+                server.NumberedRequest(n, replace(each, on_tokens=None), each.on_tokens is not None)
+                for n, each in zip(numbers, requests, strict=True)
+            )
             # One message for all of them: the engine takes them in one step, and siblings share the work on their
             # prompt.
             self._outbox.put(server.Generate(tuple(numbered)))
@@ -192,6 +201,8 @@ class EngineClient:
         # Called when the future is done, also by an answer; only a cancelled one is told to the engine. A future that
         # waits for its answer is still in `_asked`: so exactly one of answer and drop takes it out.
         def drop(number: int, future: Future[Any]) -> None:
+            with self._lock:
+                self._listeners.pop(number, None)
             if future.cancelled():
                 with self._lock:
                     if self._asked.pop(number, None) is not None:
@@ -285,6 +296,11 @@ class EngineClient:
             except RftError as error:
                 self._fail(self._blamed(error))
                 return
+            for sampled in message.sampled if isinstance(message, server.Generated) else ():
+                with self._lock:
+                    listener = self._listeners.get(sampled.number)
+                if listener is not None:
+                    listener(sampled.tokens)
             answers: list[tuple[int, Any]]
             if isinstance(message, server.Generated):
                 answers = [(answer.number, answer.generation) for answer in message.answers]

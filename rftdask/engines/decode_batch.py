@@ -272,6 +272,9 @@ class DecodeBatch:
             for row, param in enumerate(params if self._decode is not None else ())
             if param.stop
         ]
+        self._streaming = [
+            (row, request.on_tokens) for row, request in enumerate(requests) if request.on_tokens is not None
+        ]
         self._ignore_end_B = torch.tensor([param.ignore_eos for param in params], device=self._device)
         self._bad_B = torch.zeros_like(rows.done_B)
 
@@ -364,6 +367,15 @@ class DecodeBatch:
             answer = Generation(tuple(tokens[:length]), tuple(logprobs[:length]), reason, *versions, experts)
             found.append((number, answer))
         return found
+
+    def tell_newest(self) -> None:
+        """Tell the newest token of each row that streams and has not finished. It waits for the device, for these."""
+        telling = [(row, take) for row, take in self._streaming if self.numbers[row] not in self.told]
+        if telling:
+            index = torch.tensor([row for row, _ in telling], dtype=torch.int64, device=self._device)
+            newest = self._rows.tokens_BT[index, self._rows.length_B[index] - 1].tolist()
+            for (_, take), token in zip(telling, newest, strict=True):
+                take((token,))
 
     def drop_done(self, *, trim: bool) -> tuple[Tensor, int]:
         """Keep the unfinished rows, and if `trim` only the columns in which one of them has a token. All that have

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +54,8 @@ class FakeEngine(Engine):
         under_way: dict[int, tuple[GenerateRequest, int]] = {}
         """With the version at which they came."""
         ends: dict[int, list[int]] = {}
+        coming: dict[int, Iterator[int]] = {}
+        """Tokens of those that stream, which the answer alone would tell."""
         step = 0
         while True:
             for number, request in take():
@@ -71,6 +73,10 @@ class FakeEngine(Engine):
             for number in ends.pop(step, ()):
                 if number in under_way:
                     give(number, self._answer(*under_way.pop(number)))
+            for number, (request, version) in under_way.items():
+                if request.on_tokens is not None:
+                    coming.setdefault(number, iter(self._answer(request, version).tokens))
+                    request.on_tokens((next(coming[number]),))
 
     def _length(self, request: GenerateRequest) -> int:
         return min(self.tokens_per_request, request.sampling.max_tokens)

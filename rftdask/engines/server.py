@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -52,6 +53,8 @@ class NumberedRequest:
     number: int
     """Used once; the answer has it, too."""
     request: GenerateRequest
+    streams: bool = False
+    """Whether its tokens are told while they come (`Sampled`)."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +129,20 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """Some tokens more of a response that is under way."""
+
+    number: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Generated:
-    """Requests that were finished in one step of the engine."""
+    """Requests that were finished in one step of the engine, and what is new of others."""
 
     answers: tuple[Answer, ...]
+    sampled: tuple[Sampled, ...] = ()
+    """Before the answers."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +225,8 @@ class _ClientOf:
         """The message that is next."""
         self._finished: list[Answer] = []
         """Not sent yet: those of one step go together, since a message costs both sides more than what is in it."""
+        self._sampled: deque[Sampled] = deque()
+        """The same of those that stream; filled from any thread."""
 
     def generate(self) -> None:
         """Answer requests from `message` on until none is under way; leaves the first message of another kind in it."""
@@ -231,7 +246,7 @@ class _ClientOf:
         message = self.message or self._receive()
         while True:
             if isinstance(message, Generate):
-                taken += [(each.number, each.request) for each in message.requests]
+                taken += [(each.number, self._streamed(each)) for each in message.requests]
             elif isinstance(message, Drop):
                 taken += [(number, None) for number in message.numbers]
             elif isinstance(message, LoadWeights) and message.in_flight:
@@ -242,12 +257,19 @@ class _ClientOf:
         self.message = message
         return taken
 
+    def _streamed(self, asked: NumberedRequest) -> GenerateRequest:
+        if not asked.streams:
+            return asked.request
+        number = asked.number
+        return replace(asked.request, on_tokens=lambda tokens: self._sampled.append(Sampled(number, tokens)))
+
     def _give(self, number: int, generation: Generation) -> None:
         self._finished.append(Answer(number, generation))
 
     def _send_finished(self) -> None:
-        if self._finished:
-            self.send(Generated(tuple(self._finished)))
+        if self._finished or self._sampled:
+            sampled = tuple(self._sampled.popleft() for _ in range(len(self._sampled)))
+            self.send(Generated(tuple(self._finished), sampled))
             self._finished.clear()
 
     def _receive(self) -> FromClient | None:

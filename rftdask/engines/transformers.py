@@ -241,6 +241,7 @@ class TransformersEngine(Engine):
             if num_done > len(batch.told):
                 for number, generation in batch.finished(self.policy_version):
                     give(number, generation)
+            batch.tell_newest()
             # Leaving copies the cache of all that stay, so rows that have finished stay until there are enough of them.
             may_enter = num_done * COMPACT_SHARE >= len(tokens_B)
             if may_enter:

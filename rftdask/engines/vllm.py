@@ -1,9 +1,9 @@
 """Engine that generates with vLLM (0.26 to 0.32), on a CPU or on one or several GPUs.
 
 vLLM batches continuously, in processes of its own; here an event loop in a thread speaks with them, and hands requests
-on as they come. It knows nothing of text: vLLM has its tokenizer for grammars alone. Weaker than `Engine` promises in one point:
-which requests share a forward pass depends on time, so the same call twice gives the same tokens up to the rounding of
-sums.
+on as they come. It knows nothing of text: vLLM has its tokenizer for grammars alone. Weaker than `Engine` promises in
+one point: which requests share a forward pass depends on time, so the same call twice gives the same tokens up to the
+rounding of sums.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _FlatLogprobs(Protocol):
 
 class _Completion(Protocol):
     token_ids: Sequence[int]
-    logprobs: _FlatLogprobs
+    logprobs: _FlatLogprobs | None
     finish_reason: Literal["stop", "length", "abort", "error"] | None
 
 
@@ -182,7 +182,8 @@ class VllmEngine(Engine):
             "trust_remote_code": trust_remote_code,
             "max_model_len": max_model_len,
             # Token ids in and out; its tokenizer says what a grammar allows. One that has none speaks no text.
-            "skip_tokenizer_init": Path(model_path).is_dir() and not Path(model_path, "tokenizer_config.json").is_file(),
+            "skip_tokenizer_init": Path(model_path).is_dir()
+            and not Path(model_path, "tokenizer_config.json").is_file(),
             # The grammars of engine transformers, in full: also where a parser of vLLM's would let thoughts be.
             "structured_outputs_config": {"backend": "guidance", "enable_in_reasoning": True},
             # What the model's files say of sampling is for who has no settings of their own.
@@ -289,38 +290,52 @@ class VllmEngine(Engine):
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.FINAL_ONLY if request.on_tokens is None else RequestOutputKind.DELTA,
         )
         # vLLM makes them of words, by the tokenizer; here they are tokens already.
         params._bad_words_token_ids = [list(tokens) for tokens in sampling.bad_tokens] or None
-        output = await self._ask(request.prompt_tokens, params)
-        answer = output.outputs[0]
-        found, reason = answer.logprobs, answer.finish_reason
-        logprobs = tuple(found.logprobs[start] for start in found.start_indices)
-        if reason == "error" and sampling.is_guided and answer.token_ids and answer.token_ids[-1] in self._end_ids:
+        tokens, logprobs, reason = list[int](), list[float](), None
+        async for output in self._ask(request.prompt_tokens, params):
+            [answer] = output.outputs
+            tokens += answer.token_ids
+            if (found := answer.logprobs) is not None:
+                logprobs += (found.logprobs[start] for start in found.start_indices)
+            reason = answer.finish_reason
+            if request.on_tokens is not None and reason is None:
+                request.on_tokens(tuple(answer.token_ids))
+        if reason == "error" and sampling.is_guided and tokens and tokens[-1] in self._end_ids:
             reason = "stop"  # bad_tokens left the grammar nothing but an end, which it does not know
-        if reason not in ("stop", "length") or len(logprobs) != len(answer.token_ids):
-            raise RoleError(f"{self} ended a request with {reason!r} after {len(answer.token_ids)} tokens")
+        if reason not in ("stop", "length") or len(logprobs) != len(tokens):
+            raise RoleError(f"{self} ended a request with {reason!r} after {len(tokens)} tokens")
         if not all(map(math.isfinite, logprobs)):
             raise RoleError(
                 f"{self} computed logits that are not numbers; the weights are damaged or training diverged"
             )
-        return Generation(tuple(answer.token_ids), logprobs, reason, version, self.policy_version)
+        return Generation(tuple(tokens), tuple(logprobs), reason, version, self.policy_version)
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         """See Engine. vLLM samples one token after each pair, which nobody reads."""
         from vllm import SamplingParams  # late: see _start
+        from vllm.sampling_params import RequestOutputKind
 
         async def score(prompt: tuple[int, ...], response: tuple[int, ...]) -> tuple[float, ...]:
             if not prompt or not response:
                 raise RoleError(f"{self} cannot score: an empty prompt or response")
-            found = (await self._ask((*prompt, *response), sampling)).prompt_logprobs
+            [output] = [output async for output in self._ask((*prompt, *response), sampling)]
+            found = output.prompt_logprobs
             return tuple(found[place][token].logprob for place, token in enumerate(response, len(prompt)))
 
         async def score_all() -> list[tuple[float, ...]]:
             return list(await asyncio.gather(*(score(prompt, response) for prompt, response in pairs)))
 
-        sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         return self._run(score_all(), f"scoring {len(pairs)} responses")
 
     @property
@@ -329,15 +344,14 @@ class VllmEngine(Engine):
             raise RoleError(f"{self} was closed; make a new one")
         return self._running
 
-    async def _ask(self, tokens: Sequence[int], sampling: object) -> _RequestOutput:
-        # Run one request to its last output; it shares cached prefixes only with those of the same weights.
+    def _ask(self, tokens: Sequence[int], sampling: object) -> AsyncIterator[_RequestOutput]:
+        # The outputs of one request; it shares cached prefixes only with those of the same weights.
         from vllm.inputs import tokens_input  # late: see _start
 
         self._num_requests += 1
         # The salt is part of the key of a cached prefix: keys and values of older weights are never reused.
         prompt = tokens_input(list(tokens), cache_salt=f"version-{self.policy_version}")
-        outputs = self._llm.generate(prompt, sampling, str(self._num_requests), lora_request=self._adapter)
-        return [output async for output in outputs][-1]
+        return self._llm.generate(prompt, sampling, str(self._num_requests), lora_request=self._adapter)
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:
         """Load weights as in `Engine`. Requests that are under way go on with the new weights: vLLM computes their keys
@@ -455,7 +469,8 @@ class VllmEngine(Engine):
         except RoleError:
             raise
         except Exception as error:  # of vLLM's many kinds, all mean that this engine has failed
-            cause = self._cause() or f"{type(error).__name__}: {error}"
+            reason = error.__cause__ or error  # what it raises of a request may say nothing itself
+            cause = self._cause() or f"{type(reason).__name__}: {reason}"
             raise RoleError(f"{self} failed on {what}: {cause}") from error
 
     def _cause(self) -> str:

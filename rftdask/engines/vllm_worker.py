@@ -1,6 +1,6 @@
 """Code that runs inside vLLM's own processes: loading published weights, logprobs as a trainer computes them, also of
-guided answers, a watch on the engine's process, a note of why they fail. vLLM imports this module by name and mixes `WeightWorker` into its
-worker class.
+guided answers, a watch on the engine's process, a note of why they fail. vLLM imports this module by name and mixes
+`WeightWorker` into its worker class.
 
 It knows neither versions nor requests.
 """
@@ -89,7 +89,9 @@ class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLL
         try:
             return super().forward(logits, sampling_metadata, *args, **kwargs)
         finally:
-            self._temperature_B = self.unmasked_BV = None  # logprobs of prompt tokens are asked for outside of this call
+            self._temperature_B = self.unmasked_BV = (
+                None  # logprobs of prompt tokens are asked for outside of this call
+            )
 
     def apply_logits_processors(self, logits: Tensor, *args: object, **kwargs: object) -> Tensor:
         """[B, V] logits of what may come."""

@@ -47,7 +47,7 @@ from rftdask.errors import RoleError, StorageError, UserError
 from rftdask.explorer.worker_cache import engine_spec
 from rftdask.rollouts.attempt import Rollout
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
-from rftdask.rollouts.policy.base import POLICY
+from rftdask.rollouts.policy.answer_stream import EventStream
 from rftdask.rollouts.policy.endpoint import answer_http, as_response, key_in, web_server
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, refusal
@@ -235,7 +235,9 @@ class PolicyServer:
         found.used_s = time.monotonic()
         return found
 
-    async def _ask(self, session_id: str, task: str, is_retry: bool, path: str, body: Any) -> OpenAIAnswer:
+    async def _ask(
+        self, session_id: str, task: str, is_retry: bool, path: str, body: Any, stream: EventStream | None
+    ) -> OpenAIAnswer:
         if not session_id and isinstance(body, Mapping) and isinstance(body.get("session_id"), str):
             session_id = body["session_id"]
         session_id = session_id or secrets.token_hex(8)
@@ -253,17 +255,18 @@ class PolicyServer:
         asked = hashlib.sha256(json.dumps([path, body], sort_keys=True).encode()).digest()
         if is_retry and asked in session.answers:
             return session.answers[asked]  # the reply was lost, not the call
+        if stream is not None:
+            stream.headers["X-Session-ID"] = session_id
         self._under_way += 1
         session.under_way += 1
         try:
-            answer = await session.model.ask(POLICY, "openai", {"path": path, "body": body})
+            answer = await session.model.openai(path, body, stream)
         except FullError as error:
             return _come_again(str(error))
         finally:
             self._under_way -= 1
             session.under_way -= 1
             session.used_s = time.monotonic()
-        assert isinstance(answer, OpenAIAnswer)
         told = OpenAIAnswer(answer.status, answer.body, headers={"X-Session-ID": session_id})
         if answer.status == 200:
             session.answers[asked] = told
@@ -295,8 +298,8 @@ class PolicyServer:
         task = request.headers.get("x-task-id", "")
 
         class Caller:
-            async def openai(_, path: str, body: Any) -> OpenAIAnswer:
-                return await self._ask(named, task, is_retry, path, body)
+            async def openai(_, path: str, body: Any, stream: EventStream | None = None) -> OpenAIAnswer:
+                return await self._ask(named, task, is_retry, path, body, stream)
 
         return await answer_http(Caller(), request)
 

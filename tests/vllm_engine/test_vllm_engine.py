@@ -1,6 +1,6 @@
 """Promises of the vLLM engine, on real vLLM on a CPU: it does what every engine does; its logprobs are the trainer's;
-what it loads it computes with, also where vLLM's own reload does not; its answers have the forms that are asked for, the
-same as with the transformers engine, and are recorded with the same logprobs; a run with it is as sound as with any engine, and
+what it loads it computes with, also where vLLM's own reload does not; its answers have the forms that are asked for, as
+with the transformers engine, and are recorded with the same logprobs; a run with it is as sound as with any engine, and
 learns; where vLLM cannot compute with a model, the run ends with vLLM's reason.
 
 One engine, of tied embeddings, serves most tests: starting it takes a minute.
@@ -174,6 +174,7 @@ class TestContract:
     test_later = EngineContract.test_requests_that_come_later_get_what_they_get_alone
     test_unwanted = EngineContract.test_what_nobody_wants_any_more_holds_up_nothing
     test_unknown = EngineContract.test_dropping_what_has_ended_or_never_came_is_nothing
+    test_streams = EngineContract.test_tokens_are_told_while_others_come_and_are_those_of_the_answer
     test_short = ContinuousContract.test_a_short_request_that_comes_later_is_answered_first
     test_slot = ContinuousContract.test_a_long_request_that_nobody_wants_is_not_finished
 

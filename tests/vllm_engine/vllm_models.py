@@ -32,7 +32,7 @@ def save_qwen2(folder: Path, seed: int, tied: bool) -> Path:
     tokens = ["<|pad|>", "<|eos|>", "<|end|>", "\u0120", "\u010a", *sorted(ByteLevel.alphabet())[: 128 - 5]]
     special = {"pad_token": tokens[0], "eos_token": tokens[1], "unk_token": tokens[0]}
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    Qwen2Tokenizer(
-        vocab=vocabulary, merges=[], additional_special_tokens=tokens[2:3], **special
-    ).save_pretrained(folder)
+    Qwen2Tokenizer(vocab=vocabulary, merges=[], additional_special_tokens=tokens[2:3], **special).save_pretrained(
+        folder
+    )
     return folder

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rftdask.compat.trinity.experience import Experience
+from rftdask.rollouts.policy.answer_stream import EventStream
 from rftdask.rollouts.policy.endpoint import Answering
 from rftdask.rollouts.policy.openai_api import OpenAIAnswer
 from rftdask.rollouts.workflows.base import AuxiliaryModel, Response
@@ -195,11 +196,11 @@ class _Recorder:
     def __init__(self, model: ModelWrapper) -> None:
         self._model = model
 
-    async def openai(self, path: str, body: Any) -> OpenAIAnswer:
+    async def openai(self, path: str, body: Any, stream: EventStream | None = None) -> OpenAIAnswer:
         if body.get("tool_choice") == "required":
             # Nothing guides what is sampled here; agents that want a call ask again where there was none.
             body = {**body, "tool_choice": "auto"}
-        answer = await cast(Answering, self._model._asked).openai(path, body)
+        answer = await cast(Answering, self._model._asked).openai(path, body, stream)
         for response in answer.responses:
             self._model._recorded(response, body.get("messages", body.get("prompt")))
         return answer

@@ -102,6 +102,19 @@ class AnswerParser:
         content, calls = self._calls(content, tools)
         return ParsedAnswer(content, thoughts, calls)
 
+    def certain(self, text: str, prompt: str, tools: Tools | None) -> tuple[str, str]:
+        """(reasoning, content) of an answer that begins with `text`, as far as nothing that follows can change them;
+        arguments as of `parse`. Of formats that are not ours nothing is certain before the end.
+        """
+        if self._by_template or self._thoughts_name not in ("none", *_OWN_THOUGHTS):
+            return "", ""
+        thoughts, content = _certain_thoughts(text, prompt) if self._thoughts_name != "none" else ("", text)
+        if tools is None or self._calls_name == "none":
+            return thoughts, content
+        said = before_any(content, ("<tool_call>",))
+        # Beside calls the spaces around a text are left out; without one they are part of it.
+        return thoughts, "" if self._calls_name != "hermes" or said[:1].isspace() else said.rstrip()
+
     def grammar(self, schema: Mapping[str, Any], prompt: str, *, are_calls: bool, max_calls: int | None = None) -> str:
         """The grammar, in llguidance's Lark, of answers to a rendered prompt that are JSON of `schema`, or calls that
         are; thoughts may come before.
@@ -180,6 +193,16 @@ class AnswerParser:
         return parse
 
 
+def before_any(text: str, marks: Sequence[str]) -> str:
+    """The text before the first of the marks, of which the last one may have begun only."""
+    if found := [text.index(mark) for mark in marks if mark in text]:
+        return text[: min(found)]
+    for length in range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1):
+        if any(mark.startswith(text[-length:]) for mark in marks):
+            return text[:-length]
+    return text
+
+
 def parse_tool_calls(text: str) -> list[ToolCall]:
     """The calls a response makes, written <tool_call>{"name": ..., "arguments": {...}}</tool_call> as Qwen and Hermes
     models are taught; what is no such JSON is no call.
@@ -207,12 +230,27 @@ def _hermes_calls(text: str, tools: Tools) -> tuple[str | None, tuple[ToolCall, 
 
 
 def _before_think_ends(text: str, prompt: str) -> tuple[str | None, str | None]:
+    if prompt.rstrip().endswith("</think>"):  # they have ended, or were switched off
+        return None, text
     thoughts, end, rest = text.partition("</think>")
     opened = text.lstrip().startswith("<think>")
     if not end and not opened and not prompt.rstrip().endswith("<think>"):
         return None, text
     # Cut off within its thoughts, an answer is nothing else.
     return thoughts.replace("<think>", "", opened).strip(), rest.lstrip("\n") if end else None
+
+
+def _certain_thoughts(text: str, prompt: str) -> tuple[str, str]:
+    if prompt.rstrip().endswith("</think>"):
+        return "", text
+    begun, is_open = text.lstrip(), prompt.rstrip().endswith("<think>")
+    opened = begun.startswith("<think>")
+    # Where nothing opened them a later end would make thoughts of all before it.
+    if not opened and (not is_open or "<think>".startswith(begun)):
+        return "", ""
+    thoughts, end, rest = text.partition("</think>")
+    thoughts = thoughts if end else before_any(text, ("</think>",))
+    return thoughts.replace("<think>", "", opened).strip(), rest.lstrip("\n")
 
 
 def _shown(marks: Mapping[str, str], template: str | None) -> str | None:

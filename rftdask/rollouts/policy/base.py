@@ -13,6 +13,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from rftdask.rollouts.loop_watchdog import BlockedLoopError
+from rftdask.rollouts.policy.answer_stream import EventStream
 from rftdask.rollouts.policy.endpoint import Answering, close_client, open_client
 from rftdask.rollouts.policy.openai_api import OpenAIAnswer
 from rftdask.rollouts.workflows.base import AuxiliaryModel, PolicyModel, Response
@@ -52,9 +53,11 @@ class _Asking(ABC):
         """Log p of each token of `response` after `prompt`, in nats."""
         return tuple(await self._ask("logprobs", {"prompt": prompt, "response": response}))
 
-    async def openai(self, path: str, body: Any) -> OpenAIAnswer:
-        """The answer to a request of OpenAI's API: the body of a POST to `path`, such as "chat/completions"."""
-        answer: OpenAIAnswer = await self._ask("openai", {"path": path, "body": body})
+    async def openai(self, path: str, body: Any, stream: EventStream | None = None) -> OpenAIAnswer:
+        """The answer to a request of OpenAI's API: the body of a POST to `path`, such as "chat/completions". stream: is
+        told its text while it is sampled."""
+        told = {} if stream is None else {"tell": stream.tell}
+        answer: OpenAIAnswer = await self._ask("openai", {"path": path, "body": body, **told})
         return answer
 
     def openai_client(self) -> AsyncOpenAI:

@@ -1,9 +1,9 @@
 """Endpoint: models as OpenAI's and Anthropic's APIs over HTTP on this machine, and clients of openai that ask them.
 
 There is one for each event loop that needs one, on a port of its own and on loopback alone. A client's key says which
-model it asks: every attempt at a rollout has keys of its own, which end with it. An answer is complete before its
-stream begins. A request whose asker goes away is called off. What it needs of openai, starlette and uvicorn is imported
-late: they are optional, and take most of a second.
+model it asks: every attempt at a rollout has keys of its own, which end with it. A stream begins with the first text
+that is certain, and with the answer where none is before. A request whose asker goes away is called off. What it needs
+of openai, starlette and uvicorn is imported late: they are optional, and take most of a second.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import logging
 import secrets
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 from weakref import WeakKeyDictionary
 
 from rftdask.errors import UserError
-from rftdask.rollouts.policy import messages_api, responses_api
-from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, chunks_of, refusal
+from rftdask.rollouts.policy.answer_stream import EventStream
+from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, refusal
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -47,8 +47,9 @@ _endpoints: WeakKeyDictionary[asyncio.AbstractEventLoop, _Endpoint] = WeakKeyDic
 class Answering(Protocol):
     """A model that answers requests of OpenAI's API."""
 
-    async def openai(self, path: str, body: Any) -> OpenAIAnswer:
-        """The answer to the body of a POST to `path`."""
+    async def openai(self, path: str, body: Any, stream: EventStream | None = None) -> OpenAIAnswer:
+        """The answer to the body of a POST to `path`. stream: is told its text while it is sampled, as far as the model
+        can say; None: nobody wants to know."""
 
 
 @overload
@@ -197,32 +198,62 @@ async def answer_http(model: Answering, request: Request) -> Response:
         asked = json.loads(body)
     except ValueError as error:
         return as_response(refusal(f"the body is no JSON: {error}"))
-    answering = asyncio.ensure_future(model.openai(path, asked))
+    stream = EventStream(path, asked) if isinstance(asked, Mapping) and asked.get("stream") is True else None
+    answering = asyncio.ensure_future(model.openai(path, asked, stream))
     gone = asyncio.ensure_future(request.receive())
+    begun = asyncio.ensure_future(asyncio.Event().wait() if stream is None else stream.news.wait())
+    streaming = False
     try:
-        await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not answering.done():
+        await asyncio.wait({answering, gone, begun}, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done() and not answering.done():
             return as_response(refusal("the asker has gone away", status=_GONE))
+        if not answering.done() and stream is not None:
+            streaming = True
+            return streamed_response(stream, answering, gone)
         answer = answering.result()
     except (
         Exception
     ) as error:  # the model's; who asked is told, and the runner sees the engine's own failures by itself
         return as_response(refusal(f"{type(error).__name__}: {error}", status=500))
     finally:
-        answering.cancel()
-        gone.cancel()
-    if answer.status != 200 or not asked.get("stream"):
+        begun.cancel()
+        if not streaming:
+            answering.cancel()
+            gone.cancel()
+    if answer.status != 200 or stream is None:
         return as_response(answer)
+    return streamed_response(stream, answering, gone, answer.headers)
+
+
+def streamed_response(
+    stream: EventStream,
+    answering: asyncio.Future[OpenAIAnswer],
+    gone: asyncio.Future[Any],
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """The response that tells a stream; when its asker goes away, the answer is called off."""
     from starlette.responses import StreamingResponse
 
-    events: Iterable[Mapping[str, Any]]
-    if answer.body.get("object") == "response":
-        events = responses_api.events_of(answer.body)
-    elif answer.body.get("type") == "message":
-        events = messages_api.events_of(answer.body)
-    else:
-        events = chunks_of(answer.body, bool((asked.get("stream_options") or {}).get("include_usage")))
-    return StreamingResponse(_events(events), headers=dict(answer.headers), media_type="text/event-stream")
+    class Told(StreamingResponse):
+        async def __call__(self, *args: Any) -> None:
+            try:
+                await super().__call__(*args)
+            finally:
+                answering.cancel()
+                gone.cancel()
+
+    async def events() -> AsyncIterator[bytes]:
+        gone.add_done_callback(lambda _: answering.cancel())
+        is_anthropic = False
+        async for event in stream.events(answering):
+            # What the Responses and the Messages API stream has names.
+            is_anthropic = event.get("type") == "message_stop"
+            name = f"event: {event['type']}\n" if "type" in event else ""
+            yield f"{name}data: {json.dumps(event)}\n\n".encode()
+        if not is_anthropic:
+            yield b"data: [DONE]\n\n"
+
+    return Told(events(), headers={**stream.headers, **(headers or {})}, media_type="text/event-stream")
 
 
 def key_in(request: Request) -> str:
@@ -237,12 +268,3 @@ def as_response(answer: OpenAIAnswer) -> Response:
 
     retry = {} if answer.status in (200, 429) else {"x-should-retry": "false"}
     return JSONResponse(answer.body, answer.status, {**retry, **answer.headers})
-
-
-async def _events(chunks: Iterable[Mapping[str, Any]]) -> AsyncIterator[bytes]:
-    for chunk in chunks:
-        # What the Responses and the Messages API stream has names.
-        name = f"event: {chunk['type']}\n" if "type" in chunk else ""
-        yield f"{name}data: {json.dumps(chunk)}\n\n".encode()
-    if not name.startswith("event: message"):
-        yield b"data: [DONE]\n\n"

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rftdask.rollouts.policy.openai_api import BadRequestError, pieces
+from rftdask.rollouts.policy.openai_api import BadRequestError, TextDelta, pieces
 
 MESSAGES, COUNT_TOKENS = "messages", "messages/count_tokens"
 _SAME = ("model", "temperature", "top_p", "top_k", "stream", "max_tokens", "metadata", "session_id")
@@ -142,7 +141,7 @@ def as_message(completion: Mapping[str, Any]) -> dict[str, Any]:
     stopped_at = choice.get("stop_reason")
     usual = "end_turn" if stopped_at is None else "stop_sequence"
     return {
-        "id": f"msg_{uuid.uuid4().hex}",
+        "id": f"msg_{completion['id'].rpartition('-')[2]}",
         "type": "message",
         "role": "assistant",
         "model": completion["model"],
@@ -156,8 +155,8 @@ def as_message(completion: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def events_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of a stream that tells a whole message."""
+def events_of(message: Mapping[str, Any], split: Callable[[str], Sequence[str]] = pieces) -> Iterator[dict[str, Any]]:
+    """The events of a stream that tells a whole message, its texts in the pieces of `split`."""
     usage = message["usage"]
     begun: dict[str, Any] = {
         "content": [],
@@ -167,20 +166,18 @@ def events_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     }
     yield {"type": "message_start", "message": {**message, **begun}}
     for index, block in enumerate(message["content"]):
-        empty, deltas = _deltas(block)
+        kind = block["type"]
+        name = {"tool_use": "input", "text": "text", "thinking": "thinking"}[kind]
+        empty: dict[str, Any] = {**block, name: {} if kind == "tool_use" else ""}
         yield {"type": "content_block_start", "index": index, "content_block": empty}
-        for delta in deltas:
-            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        if kind == "tool_use":
+            told = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            yield {"type": "content_block_delta", "index": index, "delta": told}
+        else:
+            for piece in split(block[name]):
+                told = {"type": f"{name}_delta", name: piece}
+                yield TextDelta({"type": "content_block_delta", "index": index, "delta": told})
         yield {"type": "content_block_stop", "index": index}
     ended = {name: message[name] for name in ("stop_reason", "stop_sequence")}
     yield {"type": "message_delta", "delta": ended, "usage": usage}
     yield {"type": "message_stop"}
-
-
-def _deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], Sequence[dict[str, Any]]]:
-    """A block as it begins, and what comes of it."""
-    if block["type"] == "tool_use":
-        told = json.dumps(block["input"])
-        return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": told}]
-    name = "text" if block["type"] == "text" else "thinking"
-    return {**block, name: ""}, [{"type": f"{name}_delta", name: piece} for piece in pieces(block[name])]

@@ -471,7 +471,18 @@ def token_usage(num_prompt: int, num_response: int) -> CompletionUsage:
     )
 
 
-def chunks_of(body: Mapping[str, Any], with_usage: bool) -> Iterator[dict[str, Any]]:
+class TextDelta(dict[str, Any]):
+    """An event of a stream that tells a piece of a text; the others are what stands around the texts."""
+
+
+def pieces(text: str) -> list[str]:
+    """A text in the pieces of a stream."""
+    return re.findall(rf"(?s).{{1,{_PIECE_LENGTH}}}", text)
+
+
+def chunks_of(
+    body: Mapping[str, Any], with_usage: bool, split: Callable[[str], Sequence[str]] = pieces
+) -> Iterator[dict[str, Any]]:
     """The chunks of a stream that tells a whole completion: each choice's text in pieces, calls of tools whole, then
     why it ended; and, if asked for, the usage.
     """
@@ -488,13 +499,13 @@ def chunks_of(body: Mapping[str, Any], with_usage: bool) -> Iterator[dict[str, A
         index = choice["index"]
         last = {key: value for key, value in choice.items() if key not in ("index", "message", "text")}
         if not is_chat:
-            yield from (chunk(index, {"text": piece}) for piece in pieces(choice["text"]))
+            yield from (TextDelta(chunk(index, {"text": piece})) for piece in split(choice["text"]))
             yield chunk(index, {"text": ""}, **last)
             continue
         message = choice["message"]
         yield chunk(index, {"role": "assistant", "content": ""})
         for name, make in _STREAMED.items():
-            yield from (chunk(index, make(piece)) for piece in pieces(message.get(name) or ""))
+            yield from (TextDelta(chunk(index, make(piece))) for piece in split(message.get(name) or ""))
         for number, call in enumerate(message.get("tool_calls", ())):
             yield chunk(index, {"tool_calls": [{"index": number, **call}]})
         yield chunk(index, {}, **last)
@@ -506,8 +517,3 @@ _STREAMED: Mapping[str, Callable[[str], dict[str, str]]] = {
     "reasoning": lambda piece: {"reasoning": piece, "reasoning_content": piece},
     "content": lambda piece: {"content": piece},
 }
-
-
-def pieces(text: str) -> list[str]:
-    """A text in the pieces of a stream."""
-    return re.findall(rf"(?s).{{1,{_PIECE_LENGTH}}}", text)

@@ -9,6 +9,7 @@ run's seed and on who asks, not on the attempt or the order of events. Auxiliary
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import math
@@ -17,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
@@ -38,11 +40,13 @@ from rftdask.engines.base import (
     MIN_TEMPERATURE,
     GenerateRequest,
     Generation,
+    OnTokens,
     SamplingParams,
 )
 from rftdask.errors import UserError
 from rftdask.rollouts.policy import messages_api, responses_api
 from rftdask.rollouts.policy.answer_parsers import AnswerParser, ParsedAnswer, parse_tool_calls
+from rftdask.rollouts.policy.answer_stream import Part, StreamedText, Tell
 from rftdask.rollouts.policy.base import POLICY, Method, PolicyHandle
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.openai_api import (
@@ -68,6 +72,8 @@ MAX_CALLS = 1000
 
 _THOUGHTS_END = "</think>"
 
+Streamed: TypeAlias = Callable[[Sequence[str]], StreamedText]
+"""Makes the text of an answer that is streamed, of the texts that it stops at."""
 LogprobsBatch = Callable[[list[tuple[tuple[int, ...], tuple[int, ...]]]], Awaitable[list[tuple[float, ...]]]]
 """Natural-log probabilities of the second tokens of each pair after the first, at temperature 1."""
 
@@ -244,19 +250,23 @@ class RecordingModel(PolicyHandle):
         finally:
             self.times["generate"] = self.times.get("generate", 0.0) + time.perf_counter() - began
 
-    async def _responses(self, name: str, model: Served, path: str, body: Any) -> OpenAIAnswer:
+    async def _responses(
+        self, name: str, model: Served, path: str, body: Any, tell: Tell | None = None
+    ) -> OpenAIAnswer:
         """As `_openai`, of the Responses API."""
-        answer = await self._as_chat(name, model, body, responses_api.as_chat, responses_api.OWN_NAMES)
+        answer = await self._as_chat(name, model, body, tell, responses_api.as_chat, responses_api.OWN_NAMES)
         if answer.status == 200:
             answer = replace(answer, body=responses_api.as_response(answer.body, body))
         return answer
 
-    async def _messages(self, name: str, model: Served, path: str, body: Any) -> OpenAIAnswer:
+    async def _messages(self, name: str, model: Served, path: str, body: Any, tell: Tell | None = None) -> OpenAIAnswer:
         """As `_openai`, of Anthropic's Messages API."""
-        answer = await self._as_chat(name, model, body, messages_api.as_chat, messages_api.OWN_NAMES)
+        answer = await self._as_chat(name, model, body, tell, messages_api.as_chat, messages_api.OWN_NAMES)
         return replace(answer, body=messages_api.as_message(answer.body)) if answer.status == 200 else answer
 
-    async def _count_tokens(self, name: str, model: Served, path: str, body: Any) -> OpenAIAnswer:
+    async def _count_tokens(
+        self, name: str, model: Served, path: str, body: Any, tell: Tell | None = None
+    ) -> OpenAIAnswer:
         """Tokens of the prompt that a Message would be the answer to."""
         if not isinstance(model, ServedModel):
             return refusal("the tokens of a model behind an API are not known here", status=404)
@@ -273,6 +283,7 @@ class RecordingModel(PolicyHandle):
         name: str,
         model: Served,
         body: Any,
+        tell: Tell | None,
         as_chat: Callable[[Any], dict[str, Any]],
         own_names: Mapping[str, str],
     ) -> OpenAIAnswer:
@@ -281,15 +292,16 @@ class RecordingModel(PolicyHandle):
             chat = as_chat(body)
         except BadRequestError as error:
             return refusal(str(error), error.param, error.code)
-        answer = await self._openai(name, model, CHAT, chat)
+        answer = await self._openai(name, model, CHAT, chat, tell)
         if answer.status == 200:
             return answer
         told = answer.body["error"]
         own = own_names.get(told["param"], told["param"])
         return replace(answer, body={**answer.body, "error": {**told, "param": own}})
 
-    async def _openai(self, name: str, model: Served, path: str, body: Any) -> OpenAIAnswer:
-        """The answer to a request of OpenAI's API; what cannot be done is one, too."""
+    async def _openai(self, name: str, model: Served, path: str, body: Any, tell: Tell | None = None) -> OpenAIAnswer:
+        """The answer to a request of OpenAI's API; what cannot be done is one, too. tell: takes its text while it is
+        sampled."""
         parser = None
         if isinstance(model, ServedModel):
             parser = model.parser or AnswerParser(model.tokenizer)
@@ -302,7 +314,7 @@ class RecordingModel(PolicyHandle):
                 if isinstance(model, ServedModel):
                     prompts = [_render(model.tokenizer, messages, asked.template_options)]
 
-            async def sample(prompt: _Prompt, number: int) -> Told:
+            async def sample(prompt: _Prompt, number: int, choice: int) -> Told:
                 seed = None if asked.seed is None else f"{asked.seed}/{number}"
                 if not isinstance(model, ServedModel):
                     return await self._openai_remote(name, model, asked, messages, prompt)
@@ -310,14 +322,16 @@ class RecordingModel(PolicyHandle):
                 options = dict(asked.options)
                 if asked.form is not None:
                     options["grammar"] = _grammar(model, parser, asked.form, prompt.text, options)
-                turn, response = await self._generate(name, model, prompt, options, seed)
+                streamed = tell and _streamed(model.tokenizer, parser, asked, prompt.text, partial(tell, choice))
+                turn, response = await self._generate(name, model, prompt, options, seed, streamed)
                 if asked.path != CHAT:
                     return Told(response, ParsedAnswer(response.text, None, ()), turn)
                 parsed = parser.parse(response.text, response.tokens, prompt.text, asked.tools)
                 return Told(response, parsed, turn)
 
             # All of them begin in this pass of the event loop, in their order: who is which turn is no matter of time.
-            told = await _all_or_none(sample(prompt, i) for prompt in prompts for i in range(asked.n))
+            choices = [(prompt, number) for prompt in prompts for number in range(asked.n)]
+            told = await _all_or_none(sample(*which, choice) for choice, which in enumerate(choices))
         except PromptTooLongError as error:
             return refusal(str(error), "messages", "context_length_exceeded")
         except BadRequestError as error:
@@ -374,8 +388,9 @@ class RecordingModel(PolicyHandle):
         asked: _Prompt,
         sampling: Mapping[str, Any],
         own_seed: str | None = None,
+        streamed: Streamed | None = None,
     ) -> tuple[int, Response]:
-        # own_seed: of the request; else the turn's. Returns the turn, too.
+        # own_seed: of the request; else the turn's. streamed: takes the text while it comes. Returns the turn, too.
         prompt, hidden, source, images = asked.text, asked.hidden, asked.source, asked.images
         turn, seed = self._next_turn(name, own_seed)
         parent = self._parent(prompt) if name == POLICY else None
@@ -416,7 +431,10 @@ class RecordingModel(PolicyHandle):
             self._extended.add(extends)
         try:
             if budget is None:
-                generation, forced = await model.queue.generate(self._key, turn, request), range(0)
+                asking = request
+                if streamed is not None:
+                    asking = replace(request, on_tokens=_on_this_loop(streamed(request.sampling.stop).take))
+                generation, forced = await model.queue.generate(self._key, turn, asking), range(0)
             else:
                 generation, forced = await self._think(model, turn, request, prompt, budget)
         except BaseException:
@@ -551,6 +569,28 @@ class RecordingModel(PolicyHandle):
         self.close_clients()
 
 
+def _streamed(
+    tokenizer: Tokenizer, parser: AnswerParser, asked: OpenAIRequest, prompt: str, tell: Callable[[Part, str], None]
+) -> Streamed:
+    """How an answer to a request becomes text while it comes; of completions all of it is certain."""
+
+    def certain(text: str) -> tuple[str, str]:
+        return parser.certain(text, prompt, asked.tools) if asked.path == CHAT else ("", text)
+
+    return partial(StreamedText, tokenizer, certain=certain, tell=tell)
+
+
+def _on_this_loop(take: OnTokens) -> OnTokens:
+    """`take`, for other threads: called on the event loop that runs now, in their order."""
+    loop = asyncio.get_running_loop()
+
+    def take_later(tokens: tuple[int, ...]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it who asked
+            loop.call_soon_threadsafe(take, tokens)
+
+    return take_later
+
+
 async def _all_or_none(work: Iterable[Coroutine[Any, Any, Told]]) -> list[Told]:
     """The results, in their order. Where one fails, the others are called off: nothing of them is told or recorded."""
     tasks = [asyncio.ensure_future(each) for each in work]
@@ -593,7 +633,9 @@ def _bad_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, 
     found = tuple(dict.fromkeys(tuple(encode_hidden(tokenizer, text, {})) for text in spelled))
     if len(found) >= MAX_BAD_WORDS or sum(map(len, found)) >= MAX_BAD_TOKENS:
         most = f"{MAX_BAD_WORDS // 2} words and {MAX_BAD_TOKENS // 2} tokens at most"
-        raise BadRequestError(f"bad_words, each as it begins a text and after a space, are too many: {most}", "bad_words")
+        raise BadRequestError(
+            f"bad_words, each as it begins a text and after a space, are too many: {most}", "bad_words"
+        )
     return found
 
 

@@ -6,11 +6,10 @@ completions refuse is refused here by the name that it has here. Knows no models
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rftdask.rollouts.policy.openai_api import BadRequestError, pieces
+from rftdask.rollouts.policy.openai_api import BadRequestError, TextDelta, pieces
 
 RESPONSES = "responses"
 _SAME = ("model", "temperature", "top_p", "top_k", "min_tokens", "repetition_penalty", "stop", "seed", "stream")
@@ -125,7 +124,7 @@ def as_response(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[
     from openai.types.responses import Response  # late: it takes most of a second
 
     [choice] = completion["choices"]
-    message, name = choice["message"], uuid.uuid4().hex
+    message, name = choice["message"], completion["id"].rpartition("-")[2]
     is_cut = choice["finish_reason"] == "length"
     status = "incomplete" if is_cut else "completed"
     output: list[dict[str, Any]] = []
@@ -169,13 +168,8 @@ def as_response(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[
     return response.model_dump(mode="json", exclude_unset=True)
 
 
-def events_of(response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of a stream that tells a whole response, numbered."""
-    for number, event in enumerate(_events(response)):
-        yield {**event, "sequence_number": number}
-
-
-def _events(response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def events_of(response: Mapping[str, Any], split: Callable[[str], Sequence[str]] = pieces) -> Iterator[dict[str, Any]]:
+    """The events of a stream that tells a whole response, its texts in the pieces of `split`; without numbers."""
     begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
@@ -190,8 +184,8 @@ def _events(response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
             more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
             yield {"type": "response.content_part.added", **here, "part": {**part, "text": ""}}
-            for piece in pieces(part["text"]):
-                yield {"type": f"response.{kind}.delta", **here, "delta": piece, **more}
+            for piece in split(part["text"]):
+                yield TextDelta({"type": f"response.{kind}.delta", **here, "delta": piece, **more})
             yield {"type": f"response.{kind}.done", **here, "text": part["text"], **more}
             yield {"type": "response.content_part.done", **here, "part": part}
         if item["type"] == "function_call":

@@ -35,6 +35,7 @@ import msgpack
 
 from rftdask.config.plugins import load_plugin_folders, read_functions
 from rftdask.processes.nursery import end_with
+from rftdask.rollouts.policy.answer_stream import Tell
 from rftdask.rollouts.policy.base import Method, PolicyHandle
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.sandbox import messages
@@ -310,6 +311,8 @@ class _Attempt:
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
         self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._tells: dict[int, Tell] = {}
+        """Who takes the text of those that stream."""
         self._num_asked = 0
 
     async def run(self) -> None:
@@ -350,12 +353,16 @@ class _Attempt:
         self._num_asked += 1
         number = self._num_asked
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        plain = dict(arguments)
+        if (tell := plain.pop("tell", None)) is not None:
+            self._tells[number] = tell
         try:
-            self.send(messages.Ask(number, name, method, dict(arguments)))
+            self.send(messages.Ask(number, name, method, plain, tell is not None))
             await self._writer.drain()
             return await answer
         finally:
             del self._answers[number]
+            self._tells.pop(number, None)
 
     def send(self, message: messages.FromFork) -> None:
         """Raises: ValueError: as `_packed`."""
@@ -372,6 +379,10 @@ class _Attempt:
     async def _pump(self) -> None:
         while True:
             message = await self._receive()
+            if isinstance(message, messages.Told):
+                if message.number in self._tells:
+                    self._tells[message.number](message.choice, message.part, message.text)
+                continue
             assert isinstance(message, messages.Answer), "a fork runs one attempt"
             # Not there: the workflow called off its own question, such as by a timeout.
             waiting = self._answers.get(message.number)

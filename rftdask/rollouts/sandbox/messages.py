@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from rftdask.processes.messages import Codec
+from rftdask.rollouts.policy.answer_stream import Part
 from rftdask.rollouts.policy.base import Method
 from rftdask.rollouts.policy.openai_api import OpenAIAnswer
 from rftdask.rollouts.workflows.base import Response, Reward
@@ -118,6 +119,16 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Told:
+    """Some text more of the streamed answer to the `Ask` of that number."""
+
+    number: int
+    choice: int
+    part: Part
+    text: str
+
+
+@dataclass(frozen=True)
 class Hello:
     """The fork has begun; its first message."""
 
@@ -132,6 +143,8 @@ class Ask:
     model: str
     method: Method
     arguments: Mapping[str, Any]
+    streams: bool = False
+    """Whether the text of its answer is told while it is sampled (`Told`)."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +173,8 @@ class Failed:
     traceback: str = ""
 
 
-ToFork: TypeAlias = Run | Answer
-TO_FORK: Codec[ToFork] = Codec(Run, Answer)
+ToFork: TypeAlias = Run | Answer | Told
+TO_FORK: Codec[ToFork] = Codec(Run, Answer, Told)
 FromFork: TypeAlias = Hello | Ask | SetState | Finished | Failed
 # Of plain values alone: a fork runs code of others, and a pickle of theirs would run in the worker.
 FROM_FORK: Codec[FromFork] = Codec(Hello, Ask, SetState, Finished, Failed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,23 @@ def serve(engine: Engine, looks: Iterable[Look]) -> dict[int, Generation]:
 class EngineContract:
     def test_no_requests_no_generations(self, engine: Engine) -> None:
         assert engine.generate([]) == []
+
+    def test_tokens_are_told_while_others_come_and_are_those_of_the_answer(self, engine: Engine) -> None:
+        told: list[int] = []
+        streamed = replace(LONG, sampling=SamplingParams(max_tokens=4, ignore_eos=True), on_tokens=told.extend)
+        seen: list[int] = []
+        answers: dict[int, Generation] = {}
+        looks: list[Look] = [[(1, SHORT), (2, replace(streamed, on_tokens=None))], [(0, streamed)]]
+
+        def take() -> Look:
+            seen.append(len(told) if 0 not in answers else -1)
+            return looks.pop() if looks else []
+
+        engine.serve(take, answers.__setitem__)
+        assert max(seen) > 0, "some were told before its answer came"
+        assert 0 < len(told) <= 4 and tuple(told) == answers[0].tokens[: len(told)]
+        assert (answers[0].tokens, answers[0].finish_reason) == (answers[2].tokens, answers[2].finish_reason)
+        assert answers[0].logprobs == pytest.approx(answers[2].logprobs, abs=1e-4)
 
     def test_one_generation_for_each_request_in_their_order(self, engine: Engine) -> None:
         requests = make_requests()

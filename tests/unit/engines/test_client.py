@@ -292,6 +292,16 @@ def test_everybody_gets_the_answer_to_what_was_asked(client: EngineClient) -> No
     assert [answers[seed] for seed in range(0, 20, 2)] == [expected[seed : seed + 2] for seed in range(0, 20, 2)]
 
 
+def test_who_streams_is_told_the_tokens_before_the_answer_and_nobody_elses(client: EngineClient) -> None:
+    told: list[list[int]] = [[], []]
+    asked = [replace(request(seed), on_tokens=told[seed].extend) for seed in (0, 1)]
+    *streamed, plain = client.submit([*asked, request(0)])
+    answers = [future.result(DEADLINE_S) for future in streamed]
+    assert [tuple(each) for each in told] == [answer.tokens[:-1] for answer in answers]
+    assert plain.result(DEADLINE_S).tokens == answers[0].tokens
+    assert not client._listeners, "nothing is kept of those that were answered"
+
+
 def test_a_cancelled_request_is_no_concern_of_the_others(client: EngineClient) -> None:
     first, second, third = client.submit([request(seed) for seed in range(3)])
     second.cancel()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -43,6 +44,8 @@ class Queue(RequestQueue):
     async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
         self.num_asked += 1
         said = str(self.num_asked)
+        if request.on_tokens is not None:
+            request.on_tokens((ord(said),))
         await self.goes_on.wait()
         return generation(said, request)
 
@@ -108,6 +111,27 @@ def test_calls_of_a_session_are_one_conversation_however_it_is_named() -> None:
         assert [row["reward"] for row in rows] == [0.0, 0.5, 1.0, -1.0]
         assert [len(row["turns"] or [1]) for row in rows] == [1, 2, 2, 2]
         assert rows[1]["response_text"] == "1<user>and?<assistant>2" and rows[1]["weights_hash"] == "hash7"
+
+    run(check)
+
+
+def test_a_stream_says_its_session_at_its_beginning_and_is_recorded_once() -> None:
+    async def check(case: Case) -> None:
+        case.queue.goes_on.clear()
+        body = {"model": "policy", "messages": ASKED, "stream": True}
+        headers = {"Authorization": "Bearer token"}
+        asking = asyncio.create_task(case.http.post("/v1/chat/completions", json=body, headers=headers))
+        while not case.server._sessions:
+            await asyncio.sleep(0)
+        [session] = case.server._sessions
+        assert (await case.feedback(session_id=session, reward=1))[0] == 409, "it is being answered"
+        case.queue.goes_on.set()
+        answer = await asking
+        assert answer.headers["X-Session-ID"] == session and answer.text.endswith("data: [DONE]\n\n")
+        told = [json.loads(line[6:])["choices"][0] for line in answer.text.split("\n\n")[:-2]]
+        assert "".join(each["delta"].get("content") or "" for each in told) == "1"
+        assert (await case.feedback(session_id=session, reward=1))[0] == 200
+        assert [row["response_text"] for row in await case.rows()] == ["1"]
 
     run(check)
 

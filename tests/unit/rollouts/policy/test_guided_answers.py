@@ -83,8 +83,8 @@ def test_an_answer_has_the_form_that_is_asked_for(engine: TransformersEngine) ->
         assert json.loads(told.output_text)["yes"] in (True, False)
 
     for row in rows_of(engine, agent):
-        prompt, response = tuple(row.tokens[: row.prompt_length]), tuple(row.tokens[row.prompt_length :])
-        [expected] = engine.logprobs([(prompt, response)])
+        prompt, response = row.tokens[: row.prompt_length].tolist(), row.tokens[row.prompt_length :].tolist()
+        [expected] = engine.logprobs([(tuple(prompt), tuple(response))])
         np.testing.assert_allclose(row.rollout_logprobs, expected, atol=1e-4)
 
 
