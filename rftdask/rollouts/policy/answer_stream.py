@@ -102,6 +102,8 @@ class EventStream:
                 await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 told.cancel()
+        if answering.cancelled():  # nobody reads it any more
+            return
         for event in self._news():
             yield event
         try:
