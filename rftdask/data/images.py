@@ -15,6 +15,7 @@ import binascii
 import inspect
 import io
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -139,7 +140,7 @@ class ImageFolder:
     def put(self, content: bytes) -> str:
         """Its name."""
         name = name_of(content)
-        if not self._holds(name):
+        if not self.holds(name):
             with tempfile.NamedTemporaryFile(dir=self._path, delete=False) as file:
                 file.write(content)
             os.replace(file.name, self._path / name)
@@ -148,7 +149,7 @@ class ImageFolder:
     def fetch(self, storage: Storage, names: Sequence[str]) -> None:
         """Have the files of a run's images here. Raises: DamagedError: one is missing there, or is another."""
         for name in dict.fromkeys(names):
-            if self._holds(name):
+            if self.holds(name):
                 continue
             try:
                 content = storage.get(f"{FOLDER}/{name}")
@@ -165,7 +166,8 @@ class ImageFolder:
             raise DamagedError(f"{self._path / name} is not the image whose hash it has for a name; start again")
         return content
 
-    def _holds(self, name: str) -> bool:
+    def holds(self, name: str) -> bool:
+        """Whether the file is here."""
         return (self._path / name).exists()
 
 
@@ -203,6 +205,9 @@ class ImageProcessor:
     def __init__(self, model_path: str, *, trust_remote_code: bool = False, folder: ImageFolder | None = None) -> None:
         self._model_path, self._trust_remote_code = model_path, trust_remote_code
         self.folder = folder or ImageFolder()
+        self.run: Storage | None = None
+        """The run folder, which is to have what is kept; None: there is none."""
+        self._kept: set[str] = set()
 
     @cached_property
     def own(self) -> Any:
@@ -233,6 +238,29 @@ class ImageProcessor:
     def placeholder_id(self) -> int:
         """Its number."""
         return int(self.own.image_token_id)
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Have images in the run folder, before anything that names them, and as tokens in this process."""
+        for name in dict.fromkeys(names):
+            if self.run is not None and name not in self._kept:
+                if not self.run.exists(path := f"{FOLDER}/{name}"):
+                    self.run.put_new(path, self.folder.read(name))
+                self._kept.add(name)
+            self.tokens(name)
+
+    def named(self, told: str) -> str:
+        """The name of an image that a request tells by its name, as tasks do, or as a data URL, whose file is put here.
+
+        Raises: DataError: it is an address, is no image, or is not here.
+        """
+        if told.startswith("data:"):
+            [content] = image_files(told, "")
+            return self.folder.put(content)
+        if not re.fullmatch("[0-9a-f]{64}", told):  # never a path: who asks may read no other files
+            raise DataError(f"an image is a data URL, data:image/png;base64,...; nothing is fetched: {told:.60}")
+        if not self.folder.holds(told):
+            raise DataError(f"no image of this run is called {told}")
+        return told
 
     def tokens(self, name: str) -> tuple[int, ...]:
         """Tokens that stand for the image in a prompt."""

@@ -27,7 +27,6 @@ from rftdask.buffer.log.shard import Part, done_units
 from rftdask.buffer.log.writer import UnitWriter
 from rftdask.config import Config
 from rftdask.config.schema.explorer import OverRolloutConfig
-from rftdask.data.images import FOLDER as IMAGE_FOLDER
 from rftdask.data.images import images_in
 from rftdask.data.task import Task
 from rftdask.data.task_schedule import TaskRef
@@ -468,10 +467,8 @@ def _keep_images(storage: Storage, tasks: Sequence[Task]) -> None:
     if processor is None:
         return
     _ = processor.placeholder_id  # here, and not on the event loop: it loads torch
-    for name in dict.fromkeys(name for task in tasks for name in images_in(task.messages)):
-        if not storage.exists(path := f"{IMAGE_FOLDER}/{name}"):
-            storage.put_new(path, processor.folder.read(name))
-        processor.tokens(name)
+    processor.run = storage
+    processor.keep([name for task in tasks for name in images_in(task.messages)])
 
 
 def _roll_out(

@@ -105,6 +105,9 @@ def _messages_of(message: Any) -> list[dict[str, Any]]:
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "image" and isinstance(source := block.get("source"), Mapping):
+            url = source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}"
+            said.append({"type": "image_url", "image_url": {"url": url}})
         elif kind not in (
             "thinking",
             "redacted_thinking",

@@ -152,8 +152,15 @@ class OpenAIRequest:
     token_ids: bool = False
 
 
-def read_request(path: str, body: Any, tokenizer: Tokenizer | None) -> OpenAIRequest:
-    """The request of a body that JSON gave. `tokenizer`: whose template renders it. Raises: BadRequestError."""
+NameImage = Callable[[str], str]
+"""The name of an image, of a data URL or of its name. Raises: BadRequestError."""
+
+
+def read_request(
+    path: str, body: Any, tokenizer: Tokenizer | None, name_image: NameImage | None = None
+) -> OpenAIRequest:
+    """The request of a body that JSON gave. `tokenizer`: whose template renders it; `name_image`: None: the model reads
+    text only. Raises: BadRequestError."""
     if path not in (CHAT, COMPLETIONS):
         raise BadRequestError(
             f"there is no {path}; there are {CHAT}, {COMPLETIONS}, responses, messages and models", code="not_found"
@@ -186,7 +193,7 @@ def read_request(path: str, body: Any, tokenizer: Tokenizer | None) -> OpenAIReq
         raise BadRequestError(f"logprobs must be {what}", "logprobs")
     asked["logprobs"] = logprobs is not False  # 0 of completions asks for that of the sampled token
     if is_chat:
-        asked |= _chat_parts(given, tools, template_of(tokenizer))
+        asked |= _chat_parts(given, tools, template_of(tokenizer), name_image)
     else:
         prompt = given.pop("prompt", None)
         prompts = [prompt] if isinstance(prompt, str) else prompt
@@ -211,7 +218,9 @@ _KNOWN = (
 )
 
 
-def _chat_parts(given: dict[str, Any], tools: Any, template: str | None) -> dict[str, Any]:
+def _chat_parts(
+    given: dict[str, Any], tools: Any, template: str | None, name_image: NameImage | None
+) -> dict[str, Any]:
     """The fields of a chat, whose parameters leave `given`. Raises: BadRequestError."""
     messages = given.pop("messages", None)
     if not isinstance(messages, list) or not messages:
@@ -246,7 +255,7 @@ def _chat_parts(given: dict[str, Any], tools: Any, template: str | None) -> dict
             raise BadRequestError("an answer is either of a response_format or calls of tools", "tool_choice")
         form = _call_form(choice, tools, parallel)
     return {
-        "messages": [plain_message(message) for message in messages],
+        "messages": [plain_message(message, name_image) for message in messages],
         "template_options": kwargs,
         "tools": tools if tools and choice != "none" else None,
         "form": form,
@@ -325,20 +334,21 @@ def _call_form(choice: Any, tools: Sequence[Any] | None, parallel: bool) -> Form
     return Form("tool_choice", calls[0] if len(calls) == 1 else {"anyOf": calls}, None if parallel and not name else 1)
 
 
-def plain_message(message: Any) -> dict[str, Any]:
-    """A message as chat templates take it: its content is text, and the arguments of its tool calls are objects, since
-    templates write them as JSON themselves. Raises: BadRequestError: it holds something else, such as an image.
+def plain_message(message: Any, name_image: NameImage | None = str) -> dict[str, Any]:
+    """A message as chat templates take it: its content is text, or parts where there are images, each by its name; and
+    the arguments of its tool calls are objects, since templates write them as JSON themselves.
+
+    Raises: BadRequestError: it holds something else.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BadRequestError(f"a message must be an object with a role, not {message!r:.60}", "messages")
     # Templates read the content of every message, also of one that only calls tools.
     plain = {"content": "", **{key: value for key, value in message.items() if value is not None}}
     if isinstance(plain["content"], list):
-        parts = [part if isinstance(part, Mapping) else {} for part in plain["content"]]
-        if strange := [part for part in parts if not isinstance(part.get("text"), str)]:
-            raise BadRequestError(f"a message holds {strange[0]!r:.100}, and this model reads text only", "messages")
-        plain["content"] = "".join(part["text"] for part in parts)
-    if not isinstance(plain["content"], str):
+        parts = [_plain_part(part, name_image) for part in plain["content"]]
+        has_image = any(part["type"] == "image" for part in parts)
+        plain["content"] = parts if has_image else "".join(part["text"] for part in parts)
+    elif not isinstance(plain["content"], str):
         raise BadRequestError(f"the content of a message must be text, not {plain['content']!r:.60}", "messages")
     if plain["role"] == "developer":  # newer for system; chat templates do not know it
         plain["role"] = "system"
@@ -348,6 +358,19 @@ def plain_message(message: Any) -> dict[str, Any]:
         except (KeyError, TypeError):
             raise BadRequestError(f"tool_calls {plain['tool_calls']!r:.100} cannot be read", "messages") from None
     return plain
+
+
+def _plain_part(part: Any, name_image: NameImage | None) -> dict[str, str]:
+    part = part if isinstance(part, Mapping) else {"part": part}
+    if isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    told = part.get("image") if part.get("type") == "image" else part.get("image_url")
+    told = told.get("url") if isinstance(told, Mapping) else told
+    if not isinstance(told, str):
+        raise BadRequestError(f"a message holds {part!r:.100}, which is no text and no image", "messages")
+    if name_image is None:
+        raise BadRequestError(f"a message holds {part!r:.100}, and this model reads text only", "messages")
+    return {"type": "image", "image": name_image(told)}
 
 
 def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from rftdask.engines.base import (
     OnTokens,
     SamplingParams,
 )
-from rftdask.errors import UserError
+from rftdask.errors import DataError, UserError
 from rftdask.rollouts.policy import messages_api, responses_api
 from rftdask.rollouts.policy.answer_parsers import AnswerParser, ParsedAnswer, parse_tool_calls
 from rftdask.rollouts.policy.answer_stream import Part, StreamedText, Tell
@@ -271,12 +271,12 @@ class RecordingModel(PolicyHandle):
         if not isinstance(model, ServedModel):
             return refusal("the tokens of a model behind an API are not known here", status=404)
         try:
-            asked = read_request(CHAT, messages_api.as_chat(body), model.tokenizer)
+            asked = _read_request(CHAT, messages_api.as_chat(body), model)
             prompt = _render(model.tokenizer, self._as_sampled(name, asked.messages), asked.template_options)
-        except (BadRequestError, TemplateError) as error:
+            tokens = _encode(model, prompt.text, prompt.hidden, images_in(asked.messages))
+        except (ValueError, TemplateError) as error:
             return refusal(f"{error}")
-        num_tokens = len(encode_hidden(model.tokenizer, prompt.text, prompt.hidden))
-        return OpenAIAnswer(200, {"input_tokens": num_tokens})
+        return OpenAIAnswer(200, {"input_tokens": len(tokens)})
 
     async def _as_chat(
         self,
@@ -306,13 +306,13 @@ class RecordingModel(PolicyHandle):
         if isinstance(model, ServedModel):
             parser = model.parser or AnswerParser(model.tokenizer)
         try:
-            asked = read_request(path, body, model.tokenizer if isinstance(model, ServedModel) else None)
+            asked = _read_request(path, body, model)
             messages = self._as_sampled(name, asked.messages)
             prompts = [_Prompt(text) for text in asked.prompts]
             if asked.path == CHAT:
                 prompts = [_Prompt("")]
                 if isinstance(model, ServedModel):
-                    prompts = [_render(model.tokenizer, messages, asked.template_options)]
+                    prompts = [await _chat_prompt(model, messages, asked.template_options)]
 
             async def sample(prompt: _Prompt, number: int, choice: int) -> Told:
                 seed = None if asked.seed is None else f"{asked.seed}/{number}"
@@ -569,6 +569,21 @@ class RecordingModel(PolicyHandle):
         self.close_clients()
 
 
+def _read_request(path: str, body: Any, model: Served) -> OpenAIRequest:
+    if not isinstance(model, ServedModel):
+        return read_request(path, body, None)
+    images = model.images
+
+    def name_image(told: str) -> str:
+        assert images is not None
+        try:
+            return images.named(told)
+        except DataError as error:
+            raise BadRequestError(str(error), "messages") from error
+
+    return read_request(path, body, model.tokenizer, None if images is None else name_image)
+
+
 def _streamed(
     tokenizer: Tokenizer, parser: AnswerParser, asked: OpenAIRequest, prompt: str, tell: Callable[[Part, str], None]
 ) -> Streamed:
@@ -661,6 +676,17 @@ def _render(
         chat, tokenize=False, add_generation_prompt=not continues, continue_final_message=continues, **options
     )
     return _Prompt(text, str(messages[-1].get("role", "")), hidden)
+
+
+async def _chat_prompt(
+    model: ServedModel, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any]
+) -> _Prompt:
+    """A chat as rendered, whose images the run keeps by then."""
+    names = images_in(messages)
+    if names and model.images is not None:
+        # In a thread: it writes to storage what is new, and makes tokens of it.
+        await asyncio.to_thread(model.images.keep, names)
+    return replace(_render(model.tokenizer, messages, template_options), images=names)
 
 
 def _message_keys(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

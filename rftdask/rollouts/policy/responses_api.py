@@ -113,7 +113,7 @@ def _text(content: Any) -> Any:
     # Parts under the names that chat completions have for them; others are refused there.
     if not isinstance(content, list):
         return content
-    own = ("input_text", "output_text")
+    own = ("input_text", "output_text")  # an input_image is told by its image_url there, too
     return [
         {**part, "type": "text"} if isinstance(part, Mapping) and part.get("type") in own else part for part in content
     ]
