@@ -89,9 +89,8 @@ class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLL
         try:
             return super().forward(logits, sampling_metadata, *args, **kwargs)
         finally:
-            self._temperature_B = self.unmasked_BV = (
-                None  # logprobs of prompt tokens are asked for outside of this call
-            )
+            # Logprobs of prompt tokens are asked for outside of this call.
+            self._temperature_B = self.unmasked_BV = None
 
     def apply_logits_processors(self, logits: Tensor, *args: object, **kwargs: object) -> Tensor:
         """[B, V] logits of what may come."""

@@ -250,7 +250,7 @@ def streamed_response(
             is_anthropic = event.get("type") == "message_stop"
             name = f"event: {event['type']}\n" if "type" in event else ""
             yield f"{name}data: {json.dumps(event)}\n\n".encode()
-        if not is_anthropic:
+        if not is_anthropic and not answering.cancelled():
             yield b"data: [DONE]\n\n"
 
     return Told(events(), headers={**stream.headers, **(headers or {})}, media_type="text/event-stream")
