@@ -68,7 +68,7 @@ def test_a_call_whose_arguments_are_no_object_is_shown_all_the_same() -> None:
     message = {"content": None, "tool_calls": [call]}
     choice = {"message": message, "finish_reason": "tool_calls"}
     usage = {"prompt_tokens": 1, "completion_tokens": 2}
-    told = as_message({"model": "m", "choices": [choice], "usage": usage})
+    told = as_message({"id": "chatcmpl-0", "model": "m", "choices": [choice], "usage": usage})
     assert (told["content"][0]["input"], told["stop_reason"]) == ({"arguments": [1, 2]}, "tool_use")
 
 
