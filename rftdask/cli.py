@@ -302,6 +302,7 @@ def validate(
     """Check a configuration; print it as resolved, and the plan: roles, workers, places, steps, experiences."""
     from rftdask.cluster.layout import TRAINER_RESOURCE, plan_machines  # late: not every command plans
     from rftdask.commands.estimate import check_jobs, tell_memory
+    from rftdask.data.juicer.environment import find_environment
     from rftdask.processes.gpus import visible_gpus
 
     checked = load_config(config, [*(overrides or []), *_machines(gpus, nodes)], origin=origin)
@@ -311,6 +312,13 @@ def validate(
     for stage in checked.stage_configs():
         try:
             check_bubblewrap(stage.explorer.sandbox)
+        except NotInstalledError as error:
+            if unchecked is None:
+                raise
+            unchecked.append(str(error))
+        try:
+            if stage.pipeline_place is not None:
+                find_environment("data_processor.task_pipeline")
         except NotInstalledError as error:
             if unchecked is None:
                 raise
@@ -806,6 +814,18 @@ def data_refine(
     steps = Steps(where, tuple(unique or ()), score, top)
     with on_workers(workers, scheduler) as submit:
         _say(refine(path, out, steps, submit).render())
+
+
+@data.command("setup")
+def data_setup(
+    extra: Annotated[
+        list[str] | None, typer.Option("--with", metavar="PACKAGE", help="Beside what it needs: torch, ftfy, ...")
+    ] = None,
+) -> None:
+    """Make the environment of Data-Juicer, once: for data_processor.task_pipeline."""
+    from rftdask.data.juicer.environment import set_up
+
+    _say(set_up(extra or ()))
 
 
 @app.command()

@@ -28,6 +28,7 @@ from rftdask.cluster.jobs import RETURNED
 from rftdask.cluster.layout import Layout
 from rftdask.commands.estimate import check_host, check_jobs
 from rftdask.config import Config, load_config, replace
+from rftdask.data.juicer.task_pipeline import make_datasets
 from rftdask.errors import DataError, RoleError, StorageError, UserError
 from rftdask.monitor.events import Evaluated, Event, Note, Step
 from rftdask.monitor.explain import WINDOW, warn_of_learning
@@ -37,7 +38,7 @@ from rftdask.monitor.progress import Progress, ProgressView, ViewKind
 from rftdask.processes.dask_task import workers_of
 from rftdask.processes.gpus import free_host_bytes
 from rftdask.run.made_of import WholeContents, check_made_of, copy_sources
-from rftdask.run.preflight import check_inputs
+from rftdask.run.preflight import Inputs, check_inputs
 from rftdask.run.run_folder import (
     RUN_FILE,
     check_run,
@@ -154,17 +155,10 @@ class Experiment:
         stages = self.config.stage_configs()
         # First: what processes are forked from imports torch while this process checks the inputs.
         self.prepare()
-        # All stages are checked before anything starts: a mistake in the last is told before the first has cost hours.
-        # But what cannot have changed since a start that came further than here, which takes seconds.
-        inputs = check_inputs(
-            stages, tried=RETURNED in os.environ and open_storage(stages[0].checkpoint_job_dir).exists(RUN_FILE)
-        )
-        for number, config in enumerate(stages):
-            # The model of a later stage is what the one before it makes.
-            check_run(open_storage(config.checkpoint_job_dir), config, free=("model.model_path",) if number else ())
+        inputs = self._check(stages, storage)
         made_of = check_made_of(stages, inputs, accept=accept_changes)
         layout = _planned(self.config, stages)
-        # Up to here nothing of the run was written, only the probe of `check_inputs`, which is gone again.
+        # Up to here nothing of the run was written but such a dataset; the probe of `check_inputs` is gone again.
         with private_files(storage, self.config):
             record_run(storage, self.config)
             note_begin(storage)
@@ -242,6 +236,21 @@ class Experiment:
             logs.close()
         assert self.summary is not None
         return self.summary
+
+    def _check(self, stages: list[Config], storage: Storage) -> list[Inputs]:
+        """Check what the stages read and where they write, and make what their pipelines make of it."""
+        # All stages are checked before anything starts: a mistake in the last is told before the first has cost hours.
+        # But what cannot have changed since a start that came further than here, which takes seconds.
+        inputs = check_inputs(
+            stages, tried=RETURNED in os.environ and open_storage(stages[0].checkpoint_job_dir).exists(RUN_FILE)
+        )
+        for number, config in enumerate(stages):
+            # The model of a later stage is what the one before it makes.
+            check_run(open_storage(config.checkpoint_job_dir), config, free=("model.model_path",) if number else ())
+        with private_files(storage, self.config):
+            if make_datasets(stages):
+                inputs = check_inputs(stages, tried=True)  # now of the rows that are trained
+        return inputs
 
     def start(self, progress: ViewKind = "none") -> Experiment:
         """Run in a thread of this process; see `wait`, `stop` and `progress`."""

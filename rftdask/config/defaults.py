@@ -9,7 +9,7 @@ from typing import Any
 from rftdask.config.cross_checks.rule import is_natural
 from rftdask.config.schema.algorithm import takes_demonstrations
 from rftdask.config.schema.buffer import ExperienceBufferConfig
-from rftdask.config.schema.run import Config, count_demonstrations
+from rftdask.config.schema.run import MADE_ROWS, Config, count_demonstrations
 
 Fills = dict[tuple[str | int, ...], Any]
 """Location -> value for a key that was absent."""
@@ -65,7 +65,19 @@ def fill(config: Config) -> Fills:
     if reference is None:
         fills["algorithm", "optimizer", "clip_grad"] = 1.0 if ours is None else ours
 
-    return fills | _fill_seeds(config) | _fill_tasksets(config, repeat_times, response)
+    return fills | _fill_seeds(config) | _fill_pipeline(config) | _fill_tasksets(config, repeat_times, response)
+
+
+def _fill_pipeline(config: Config) -> Fills:
+    # The dataset that a pipeline makes has one place; where the file names another, that is what goes in.
+    pipeline, place, dataset = config.data_processor.task_pipeline, config.pipeline_place, config.pipeline_dataset
+    if pipeline is None or place is None or dataset is None:
+        return {}
+    made = f"{config.checkpoint_job_dir}/{MADE_ROWS}"
+    fills: Fills = {(*place, "path"): made}
+    if not pipeline.inputs and pipeline.config_path is None and dataset.path not in (None, made):
+        fills["data_processor", "task_pipeline", "inputs"] = [dataset.path]
+    return fills
 
 
 def _fill_seeds(config: Config) -> Fills:

@@ -78,7 +78,11 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
     "Config": {
         **_ignored("there is no Ray", ray_namespace=""),
         **_ignored("mistakes are errors, and there are no suggestions", ignore_validator_suggestions=False),
-        "service": {"data_juicer": _missing("Data-Juicer", server_url=None, auto_start=False, port=None)},
+        "service": {"data_juicer": {
+            **_missing("a service of Data-Juicer; leave it out: operators run in a process beside the run, see "
+                       "rftdask data setup", server_url=None),
+            **_ignored("operators run in a process beside the run, without a service", auto_start=False, port=None),
+        }},
     },
     "OptimizerConfig": {"warmup_style": Renamed("lr_scheduler_type")},
     "LoraConfig": {
@@ -182,10 +186,8 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
         **_ignored("there is no Ray; see the Dask dashboard", enable_ray_timeline=False),
         **_derived("cache_dir"),
     },
-    "DataProcessorConfig": {
-        "task_pipeline": _missing("Data-Juicer", operators=[], num_process=4, config_path=None, inputs=[], output=None,
-                                  target_fields=[], priority_weights={}, top_k=-1),
-    },
+    "TaskPipelineConfig": _missing("another place for what the pipeline makes; it is in the run folder, and the "
+                                   "taskset reads it", output=None),
     "ExperiencePipelineConfig": {
         **_ignored("the experience log always keeps what the explorers made", save_input=True),
         **_missing("a copy of the input of operators; the experience log keeps it, see rftdask experiences",
@@ -219,8 +221,8 @@ REFERENCE_NAMES: Mapping[str, Mapping[str, str]] = {
         "rm_gallery_reward": "it is of Trinity-RFT before 0.6, and needs RM-Gallery; write a reward function",
     },
     "operator": {
-        "data_juicer": "Data-Juicer is not available in this release",
-        "reward_shaping_mapper": "it shapes by what Data-Juicer finds, which is not available in this release",
+        "data_juicer": "Data-Juicer's operators run over the dataset before the run (data_processor.task_pipeline), "
+        "not over experiences; write an operator of your own (docs/extending.md)",
     },
 }
 # fmt: on

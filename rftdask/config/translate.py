@@ -78,6 +78,7 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Note]]:
     _policy(result, notes)
     _eval_names(result, notes)
     _queues_of_tasks(result, notes)
+    _data_juicer(result, notes)
     return _absolute(result), notes
 
 
@@ -203,6 +204,22 @@ def _queues_of_tasks(tree: dict[str, Any], notes: list[Note]) -> None:
         if isinstance(taskset, dict) and taskset.get("storage_type") == "queue":
             taskset["storage_type"] = "sql" if _DATABASE.match(str(taskset.get("path"))) else "file"
             notes.append((f"{at}.{place}.storage_type", f"taken as {taskset['storage_type']}, which its path is"))
+
+
+def _data_juicer(tree: dict[str, Any], notes: list[Note]) -> None:
+    """Its service, where the run starts it itself, and the place of what a pipeline makes, where the taskset reads it:
+    here a process and the run folder, which nobody has to name.
+    """
+    service, at = section(tree, "service.data_juicer"), "service.data_juicer.server_url"
+    if service.get("auto_start") is True and service.pop("server_url", None) is not None:
+        notes.append((at, "ignored: with auto_start no other service is asked"))
+    pipeline, source = section(tree, "data_processor.task_pipeline"), section(tree, "buffer.explorer_input")
+    output, several = pipeline.get("output"), source.get("tasksets")
+    first = source.get("taskset") or (several[0] if isinstance(several, list) and several else None)
+    if isinstance(output, dict) and isinstance(first, dict) and output.get("path") in (None, first.get("path")):
+        del pipeline["output"]
+        at = "data_processor.task_pipeline.output"
+        notes.append((at, "ignored: the dataset is made in the run folder, where the taskset reads it"))
 
 
 def _absolute(value: Any) -> Any:

@@ -25,6 +25,7 @@ from rftdask.config.plugins import load_plugin_folders, module_of, trait
 from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.images import check_reads_images
+from rftdask.data.juicer.task_pipeline import check_pipeline, standing_in
 from rftdask.data.supervised import check_columns, read_examples, schema_of
 from rftdask.data.task import Task
 from rftdask.data.tasksets import Taskset
@@ -78,6 +79,21 @@ def check_inputs(stages: list[Config], *, elsewhere: bool = False, tried: bool =
     """
     problems: list[str] = []
     unchecked: list[str] | None = [] if elsewhere else None
+    for stage in stages:
+        with _noted(problems, unchecked):
+            check_pipeline(stage)
+    # Until a pipeline has made a dataset, its rows are checked as they go in.
+    with standing_in(stages) as read:
+        found = _check_inputs(read, problems, unchecked, tried=tried)
+    for stage, now, inputs in zip(stages, read, found, strict=True):
+        if stage is not now and (dataset := stage.pipeline_dataset) is not None:
+            inputs.fingerprints.pop("dataset" if stage.mode == "train" else str(dataset.name), None)
+    return found
+
+
+def _check_inputs(
+    stages: list[Config], problems: list[str], unchecked: list[str] | None, *, tried: bool
+) -> list[Inputs]:
     for stage in stages:
         with _noted(problems):
             check_plugins(stage, unchecked)

@@ -59,6 +59,7 @@ _FREE_KEYS = {
     "private",
     "stages",
     "buffer.explorer_input.eval_tasksets",
+    "data_processor.task_pipeline.num_process",
     "buffer.total_epochs",
     "buffer.total_steps",
     "buffer.trainer_input.eval_buffer",
@@ -150,6 +151,8 @@ def open_run(
 def _check_same(storage: Storage, config: Config, free: Collection[str] = ()) -> Config:
     """`config` with what it takes over from the run's. Raises: DataError: they differ in what matters."""
     was = read_run_config(storage)
+    if was.pipeline_place is not None:  # what it makes is where the run is now
+        was = replace(was, {"checkpoint_root_dir": config.checkpoint_root_dir})
     # Before the comparison: what the first start chose by itself is not something that the user has changed.
     config = _settled(config, was)
     free = {*_FREE_KEYS, *free}

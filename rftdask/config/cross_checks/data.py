@@ -104,6 +104,37 @@ def _no_database(at: str, path: str) -> Iterator[Problem]:
         yield at, f"{show(path)} is no database; use postgresql://user@host/name or sqlite:///file.db"
 
 
+_WEIGHTS = ("quality", "difficulty", "usage_frequency", "diversity")
+
+
+@RULES.reading("mode", "algorithm.algorithm_type", "buffer", "data_processor.task_pipeline")
+def _pipeline_makes_a_dataset(config: Config) -> Iterator[Problem]:
+    """What Data-Juicer itself says of its operators is found where it is (`check_pipeline`)."""
+    pipeline, at = config.data_processor.task_pipeline, "data_processor.task_pipeline"
+    if pipeline is None:
+        return
+    if not pipeline.operators and pipeline.config_path is None:
+        yield f"{at}.operators", "required, unless config_path names a recipe of Data-Juicer"
+    for number, entry in enumerate(pipeline.operators):
+        if set(entry) - {"name", "args"} or not isinstance(entry.get("name"), str):
+            yield f"{at}.operators[{number}]", "takes name and args: {name: text_length_filter, args: {min_len: 10}}"
+        elif not isinstance(entry.get("args"), dict | None):
+            yield f"{at}.operators[{number}].args", f"{show(entry['args'])} is not {{argument: value}}"
+    for name, weight in pipeline.priority_weights.items():
+        if name not in _WEIGHTS:
+            yield f"{at}.priority_weights.{name}", f"unknown; there are {', '.join(_WEIGHTS)}"
+        elif not is_number(weight):
+            yield f"{at}.priority_weights.{name}", f"{show(weight)} is not a number"
+    if pipeline.top_k == 0:
+        yield f"{at}.top_k", "0 leaves no row; -1 stands for all"
+    dataset = config.pipeline_dataset
+    if dataset is not None and dataset.storage_type == "sql":
+        where = ".".join(map(str, config.pipeline_place or ()))
+        yield f"{where}.storage_type", f"sql: {at} reads files, folders and datasets of the Hub; export the table"
+    if dataset is not None and not pipeline.inputs and pipeline.config_path is None:
+        yield f"{at}.inputs", "required: the datasets that the operators run over"
+
+
 @RULES.reading("buffer.trainer_input.auxiliary_buffers")
 def _auxiliary_buffers_are_datasets(config: Config) -> Iterator[Problem]:
     for name, buffer in config.buffer.trainer_input.auxiliary_buffers.items():

@@ -47,6 +47,7 @@ def warn(config: Config) -> Iterator[Problem]:
     if (page := config.cluster.dashboard_address) and not page.startswith(_LOOPBACK):
         told = f"{page}: Dask's dashboard has no password, and whoever reaches the port sees it"
         yield "cluster.dashboard_address", f"{told}; 127.0.0.1:8787 is for this machine alone"
+    yield from _of_task_pipeline(config)
     yield from _of_another_place(config)
     yield from _idle_boundaries(config)
     yield from engine_warnings(config)
@@ -73,6 +74,19 @@ def warn(config: Config) -> Iterator[Problem]:
         yield "model.chat_template_path", "ignored: model.custom_chat_template is given and wins"
     if not config.continue_from_checkpoint and config.mode == "bench":
         yield "continue_from_checkpoint", "ignored: bench reads the checkpoints of the run"
+
+
+def _of_task_pipeline(config: Config) -> Iterator[Problem]:
+    pipeline, at = config.data_processor.task_pipeline, "data_processor.task_pipeline"
+    if pipeline is None:
+        return
+    if config.pipeline_place is None:
+        yield at, f"ignored: mode {config.mode} has no dataset of its own to make"
+    if pipeline.config_path is not None and pipeline.operators:
+        yield f"{at}.operators", "ignored: config_path is given and wins"
+    for name in ("diversity", "usage_frequency"):
+        if pipeline.priority_weights.get(name):
+            yield f"{at}.priority_weights.{name}", "without effect: before a run nothing measures it"
 
 
 def _of_sync_method(config: Config) -> Iterator[Problem]:

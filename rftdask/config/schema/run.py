@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
-from rftdask.config.base import Free, Named, Section, no_items, plain
+from rftdask.config.base import Count, Filled, Free, Named, Section, no_items, plain
 from rftdask.config.plugins import read_parts
 from rftdask.config.schema.algorithm import AlgorithmConfig, registered_parts, takes_demonstrations
-from rftdask.config.schema.buffer import BufferConfig
+from rftdask.config.schema.buffer import BufferConfig, ExperienceBufferConfig, TasksetConfig
 from rftdask.config.schema.cluster import ClusterConfig
 from rftdask.config.schema.explorer import ExplorerConfig
 from rftdask.config.schema.model import ModelConfig
@@ -26,6 +26,9 @@ MAX_TASKS_PER_UNIT = 64
 """Largest work unit by default: some seconds of work, and what a lost worker costs at most."""
 EXPERT_BUFFER = "sft_dataset"
 """Auxiliary buffer of the demonstrations, where there is one of this name and sample_strategy_args name no other."""
+
+MADE_ROWS = "dataset/rows.jsonl"
+"""In the run folder: the dataset that `data_processor.task_pipeline` makes."""
 
 Mode = Literal["both", "explore", "train", "bench", "serve", "colocate"]
 
@@ -73,6 +76,27 @@ class MonitorConfig(Section):
     """Maximum, minimum and standard deviation of evaluation metrics beside the mean: <metric>/max, /min, /std."""
 
 
+class TaskPipelineConfig(Section):
+    """`data_processor.task_pipeline`: Data-Juicer's operators over a dataset, once before the run; see docs/data.md."""
+
+    operators: tuple[Free, ...] = ()
+    """[{name, args}, ...] of Data-Juicer, run in this order."""
+    num_process: Count = 4
+    """Processes of each operator, at most."""
+    config_path: str | None = None
+    """A recipe of Data-Juicer (YAML) in place of `operators`."""
+    inputs: Annotated[tuple[str, ...], Filled("the path of the taskset, or the recipe's dataset_path")] = ()
+    """Datasets, one after another; whatever the `path` of a taskset may be. The result is in the run folder, and the
+    first taskset reads it, or experience_buffer in mode train."""
+    target_fields: tuple[str, ...] = ()
+    """Columns without which a row is dropped. The first is what operators of text read; none: `format.prompt_key`."""
+    priority_weights: Free = no_items()
+    """Weights of quality, difficulty, usage_frequency and diversity in the priority, by which rows are sorted. None
+    given: 1, -0.7, -0.5 and 0.8."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Rows that stay, of the largest priority. -1: all."""
+
+
 class ExperiencePipelineConfig(Section):
     """`data_processor.experience_pipeline`: experiences filtered and shaped between explorer and trainer."""
 
@@ -86,6 +110,8 @@ class ExperiencePipelineConfig(Section):
 class DataProcessorConfig(Section):
     """`data_processor`: pipelines for tasks and experiences."""
 
+    task_pipeline: TaskPipelineConfig | None = None
+    """The dataset, before the run. None: it is taken as it is."""
     experience_pipeline: ExperiencePipelineConfig = ExperiencePipelineConfig()
     """Experiences, during the run."""
 
@@ -267,6 +293,29 @@ class Config(Section):
         is_remote = "://" in self.checkpoint_root_dir and not self.checkpoint_root_dir.startswith(("file:", "local:"))
         takes_whole = self.synchronizer.whole_interval == 1
         return "memory" if is_remote and self.cluster.type == "local" and takes_whole else "checkpoint"
+
+    @property
+    def pipeline_place(self) -> tuple[str | int, ...] | None:
+        """Location of the dataset that `data_processor.task_pipeline` makes: that of the first taskset, or in mode
+        train of what is learned. None: there is none to make.
+        """
+        source = self.buffer.explorer_input
+        if self.data_processor.task_pipeline is None:
+            return None
+        if self.algorithm.schema_type != "experience":
+            return ("buffer", "trainer_input", "experience_buffer") if self.mode == "train" else None
+        if self.mode not in ("both", "explore") or not source.train_tasksets:
+            return None
+        at: tuple[str | int, ...] = ("buffer", "explorer_input")
+        return (*at, "taskset") if source.taskset is not None else (*at, "tasksets", 0)
+
+    @property
+    def pipeline_dataset(self) -> TasksetConfig | ExperienceBufferConfig | None:
+        """What stands at `pipeline_place`."""
+        if (place := self.pipeline_place) is None:
+            return None
+        trains = place[-1] == "experience_buffer"
+        return self.buffer.trainer_input.experience_buffer if trains else self.buffer.explorer_input.train_tasksets[0]
 
     @property
     def eval_interval(self) -> int:

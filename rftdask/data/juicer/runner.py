@@ -1,0 +1,196 @@
+"""Runner: Data-Juicer's operators over rows in files. Run by the Python of its environment, where rftdask is not.
+
+    python -I runner.py            lines of JSON on stdin and stdout, everything else that is said goes to stderr
+    > {"operators": [{name: args}, ...], "text_key": ..., "num_process": ..., "custom_operator_paths": [...],
+       "only_check": false}
+    < {"ready": true}
+    > {"rows": FILE.jsonl, "out": FILE.jsonl}
+    < {"operator": name, "rows": left, "dropped": [numbers of rows]}       one for each operator
+    < {"done": rows}
+    < {"error": text, "operator": name, "kind": "needs" | "wrong" | "failed", "packages": [...]}, in place of any
+
+A line of `out` is {"row": number, "changed": {column: value}, "removed": [column], "stats": {name: value}}. It ends
+when its stdin closes, whatever it does. Only the standard library and Data-Juicer are imported here.
+"""
+
+import importlib.util
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+
+ROW = "__rftdask_row__"
+PRIVATE = "__dj__"
+"""Beginning of the columns that operators keep for each other."""
+STATS = f"{PRIVATE}stats__"
+
+
+class Needs(ImportError):
+    """A package is not in this environment; `name` says which."""
+
+
+class Failed(Exception):
+    """What is told in place of an answer: text, operator, kind, packages."""
+
+
+def refuse_installs():
+    """Make Data-Juicer's own installations fail: it would fetch gigabytes in the middle of a pipeline."""
+    from data_juicer.utils.lazy_loader import LazyLoader
+
+    def refuse(cls, package_spec, pip_args=None):
+        raise ImportError(f"the package {package_spec} is not installed", name=package_spec)
+
+    LazyLoader._install_package = classmethod(refuse)
+    if importlib.util.find_spec("torch") is None:
+        # After each operator it empties the memory of GPUs, and asks torch to do it.
+        from data_juicer.ops import base_op
+        from data_juicer.utils import model_utils
+
+        base_op.free_models = lambda clear_model_zoo=True: model_utils.MODEL_ZOO.clear()
+
+
+def missing_package(error):
+    """The package that an error says is missing, also one that wraps it; None if it says nothing of the kind."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, ImportError) and error.name and not error.name.startswith("data_juicer"):
+            return error.name
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def load_operators(spec):
+    """The operators, each made. Raises: Failed: all that is wrong or missing, at once."""
+    refuse_installs()
+    from data_juicer.core.preflight import PipelineConfigError, pre_instantiation_check
+    from data_juicer.ops import load_ops
+
+    if spec.get("custom_operator_paths"):
+        from data_juicer.config.config import load_custom_operators
+
+        load_custom_operators(spec["custom_operator_paths"])
+    defaults = {"text_key": spec["text_key"], "num_proc": spec["num_process"]}
+    process = [{name: {**defaults, **(args or {})} for name, args in entry.items()} for entry in spec["operators"]]
+    try:
+        pre_instantiation_check(process)
+    except PipelineConfigError as error:
+        text = "; ".join(str(each) for each in error.errors)
+        raise Failed(text, error.errors[0].op_name, "wrong", []) from error
+    operators, needed = [], {}
+    for entry in process if not spec["only_check"] else ():
+        (name,) = entry
+        try:
+            operators += load_ops([entry])
+        except Exception as error:
+            package = missing_package(error)
+            if package is None:
+                raise Failed(f"{type(error).__name__}: {error}", name, "wrong", []) from error
+            needed.setdefault(package, name)
+    if needed:
+        raise Failed("", ", ".join(dict.fromkeys(needed.values())), "needs", list(needed))
+    return operators
+
+
+def process_rows(operators, rows, say):
+    """Run the operators over rows (dicts), one after another. Yields the lines of `out`."""
+    from data_juicer.core.data import NestedDataset
+
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    # All columns in each row: a dataset takes them from the first.
+    table = [{**dict.fromkeys(columns), **row, ROW: number} for number, row in enumerate(rows)]
+    dataset = NestedDataset.from_list(table)
+    before = dataset.to_list()  # as the dataset has them, which is not always as they were
+    for operator in operators:
+        name, there = operator._name, set(column(dataset, ROW))
+        try:
+            dataset = dataset.process([operator], open_monitor=False)
+        except Exception as error:
+            package = missing_package(error)
+            kind = "failed" if package is None else "needs"
+            raise Failed(f"{type(error).__name__}: {error}", name, kind, [package] if package else []) from error
+        if ROW not in dataset.column_names:
+            text = "it makes other rows of those it is given; only filters, mappers, deduplicators and selectors do not"
+            raise Failed(text, name, "wrong", [])
+        say({"operator": name, "rows": len(dataset), "dropped": sorted(there - set(column(dataset, ROW)))})
+    for row in dataset.to_list():
+        number, stats = row.pop(ROW), row.pop(STATS, None) or {}
+        was = before[number]
+        yield {
+            "row": number,
+            "changed": {
+                key: value
+                for key, value in row.items()
+                if not key.startswith(PRIVATE) and (key not in was or was[key] != value)
+            },
+            "removed": [key for key in rows[number] if key not in row],
+            "stats": {key: value for key, value in stats.items() if value is not None},
+        }
+
+
+def column(dataset, name):
+    """All values of a column."""
+    return dataset.with_format(None)[name][:] if len(dataset) else []
+
+
+def main():
+    source, sink = os.dup(0), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # for what libraries print, whose last lines before a kill are those one wants to see
+    sys.stdout.reconfigure(line_buffering=True)
+    # Operators fork, and a fork closes sys.stdin, which a thread that reads it would hold for ever.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    lines = queue.Queue()
+
+    def read():
+        rest = b""
+        while data := os.read(source, 1 << 16):
+            *whole, rest = (rest + data).split(b"\n")
+            for line in whole:
+                lines.put(line)
+        # Whoever started this is gone, and what it forked goes along.
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+
+    def say(message):
+        sink.write(json.dumps(message) + "\n")
+        sink.flush()
+
+    try:
+        operators = load_operators(json.loads(lines.get()))
+        say({"ready": True})
+        while True:
+            request = json.loads(lines.get())
+            with open(request["rows"], encoding="utf-8") as file:
+                rows = [json.loads(line) for line in file]
+            count = 0
+            with open(request["out"], "w", encoding="utf-8") as out:
+                for line in process_rows(operators, rows, say):
+                    out.write(json.dumps(line, default=str) + "\n")
+                    count += 1
+            say({"done": count})
+    except Failed as error:
+        text, operator, kind, packages = error.args
+        say({"error": text, "operator": operator, "kind": kind, "packages": packages})
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        package = missing_package(error)
+        say(
+            {
+                "error": f"{type(error).__name__}: {error}",
+                "operator": "",
+                "kind": "needs" if package else "failed",
+                "packages": [package] if package else [],
+            }
+        )
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,438 @@
+"""Promises of `data_processor.task_pipeline`; Data-Juicer is fake_data_juicer, in an environment of its own.
+
+- Each row that stays says where it is from, and is as it was but for what operators changed; each that does not has a
+  reason; rows come by priority.
+- A dataset that is made is taken as it is, without Data-Juicer; another pipeline in its folder is refused.
+- Nothing is installed while operators run; what one lacks is named, with the command.
+- A process that dies, hangs or fails is a typed error with its last words, and outlives nobody.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from rftdask.config import Config, load_config, replace
+from rftdask.data.datasets import open_dataset
+from rftdask.data.juicer import environment as environments
+from rftdask.data.juicer.environment import PLACE, Environment, find_environment, set_up
+from rftdask.data.juicer.process import JuicerProcess, Pipeline
+from rftdask.data.juicer.task_pipeline import (
+    REPORT,
+    WEIGHTS,
+    check_pipeline,
+    make_datasets,
+    score_rows,
+    standing_in,
+)
+from rftdask.errors import (
+    ConfigError,
+    DataError,
+    NotInstalledError,
+    ProcessLostError,
+    RftError,
+    UserError,
+    WaitTimeout,
+)
+from rftdask.run.run_folder import check_run, open_run
+from rftdask.storage import open_storage
+
+FAKE = Path(__file__).with_name("fake_data_juicer")
+SHORT = {"name": "text_length_filter", "args": {"min_len": 5}}
+ROWS: list[dict[str, Any]] = [
+    {"question": "what?!?!", "answer": 1},
+    {"question": "one and one", "answer": 2.5, "level": {"a": 1}},
+    {"question": "no", "answer": 3},
+    {"answer": 4},
+    {"question": "how many", "answer": 5, "tags": ["x"]},
+]
+
+
+@pytest.fixture(scope="session")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an environment that has the fake alone."""
+    folder = tmp_path_factory.mktemp("juicer") / "environment"
+    venv.create(folder, symlinks=True)
+    [packages] = folder.glob("lib/python*/site-packages")
+    (packages / "fake.pth").write_text(f"{FAKE}\n")
+    (folder / "rftdask.json").write_text(json.dumps({"requirements": [], "packages": {"py-data-juicer": "fake"}}))
+    return folder
+
+
+@pytest.fixture
+def here(stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with tasks, for which there is Data-Juicer; nothing was installed in the end."""
+    monkeypatch.setenv(PLACE, str(stand_in))
+    monkeypatch.setenv("FAKE_INSTALLED", str(tmp_path / "installed"))
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    yield tmp_path
+    assert not (tmp_path / "installed").exists()
+
+
+def tree(folder: Path, operators: list[dict[str, Any]], **pipeline: Any) -> dict[str, Any]:
+    taskset = {"path": str(folder / "tasks.jsonl"), "format": {"prompt_key": "question", "response_key": "answer"}}
+    return {
+        "checkpoint_root_dir": str(folder / "runs"),
+        "model": {"model_path": "m", "max_model_len": 64},
+        "buffer": {"batch_size": 2, "explorer_input": {"taskset": taskset}},
+        "data_processor": {"task_pipeline": {"operators": operators, "num_process": 1, **pipeline}},
+    }
+
+
+def config(folder: Path, operators: list[dict[str, Any]], **pipeline: Any) -> Config:
+    return load_config(tree(folder, operators, **pipeline))
+
+
+def made(config: Config) -> list[dict[str, Any]]:
+    dataset = open_dataset(f"{config.checkpoint_job_dir}/dataset/rows.jsonl")
+    return [dict(dataset[number]) for number in range(len(dataset))]
+
+
+def report(config: Config) -> dict[str, Any]:
+    return dict(json.loads(open_storage(config.checkpoint_job_dir).get(REPORT)))
+
+
+def test_rows_come_by_priority_as_they_were_but_for_what_changed(here: Path) -> None:
+    stage = config(here, [SHORT, {"name": "upper_mapper"}], top_k=2)
+    assert make_datasets([stage])
+    # The share of letters: how many 7/8, one and one 9/11, what?!?! 1/2. An answer stays the number it was.
+    rows = made(stage)
+    assert [{key: row.get(key) for key in ("question", "answer", "tags", "level")} for row in rows] == [
+        {"question": "HOW MANY", "answer": 5, "tags": ["x"], "level": None},
+        {"question": "ONE AND ONE", "answer": 2.5, "tags": None, "level": {"a": 1}},
+    ]
+    assert isinstance(rows[0]["answer"], int)
+    assert "level" not in rows[0]
+    assert [row["source_row"] for row in rows] == ["tasks.jsonl#4", "tasks.jsonl#1"]
+    assert rows[0]["priority"] == rows[0]["quality_score"] == rows[0]["alnum_ratio"] == 7 / 8
+    assert {key for row in rows for key in row if "dj" in key} == set()
+
+
+def test_every_row_that_is_gone_has_a_reason(here: Path) -> None:
+    stage = config(here, [SHORT], top_k=2)
+    make_datasets([stage])
+    told = report(stage)
+    assert (told["rows_in"], told["rows_out"]) == (5, 2)
+    assert [(each["why"], each["rows"]) for each in told["dropped"]] == [
+        ("without a value in question", ["tasks.jsonl#3"]),
+        ("by text_length_filter (operator 1)", ["tasks.jsonl#2"]),
+        ("below the top 2 by priority", ["tasks.jsonl#0"]),
+    ]
+    assert told["inputs"] == {str(here / "tasks.jsonl"): open_dataset(str(here / "tasks.jsonl")).fingerprint}
+    assert told["packages"] == {"py-data-juicer": "fake"}
+    folder = open_storage(stage.checkpoint_job_dir)
+    assert folder.get("dataset/report.txt").startswith(b"2 rows of 5 in ")
+    assert b"what a library prints" in folder.get("dataset/data_juicer.log")
+
+
+def test_scores_are_those_of_the_reference() -> None:
+    """Trinity-RFT 0.6.0, service/data_juicer/server/utils.py: group_scores, compute_priority_scores; by hand."""
+    stats = [
+        {"alnum_ratio": 0.8, "char_rep_ratio": 0.3, "perplexity": 10.0, "lang_score": 0.9, "text_len": 4},
+        {"alnum_ratio": 0.4, "char_rep_ratio": 0.1, "perplexity": 30.0, "lang_score": 0.5, "text_len": 4},
+        {"alnum_ratio": 0.6, "perplexity": 20.0},
+        {"text_len": 4},
+    ]
+    first, second, third, none = score_rows(stats, WEIGHTS)
+    assert first == pytest.approx({"quality_score": 0.75, "difficulty_score": 0.05, "priority": 0.75 - 0.7 * 0.05})
+    assert second == pytest.approx({"quality_score": 0.65, "difficulty_score": 0.75, "priority": 0.65 - 0.7 * 0.75})
+    assert third == pytest.approx({"quality_score": 0.6, "difficulty_score": 0.5, "priority": 0.6 - 0.35})
+    assert none == {}
+    [alike] = score_rows([{"perplexity": 7.0}], {"difficulty": 2.0})
+    assert alike == {"difficulty_score": 0.0, "priority": 0.0}
+
+
+def test_what_is_made_is_taken_as_it_is_and_another_pipeline_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = config(here, [SHORT])
+    assert make_datasets([stage])
+    before = report(stage)
+    monkeypatch.setenv(PLACE, "/nowhere")  # it is not asked for again
+    check_pipeline(stage)
+    assert not make_datasets([stage])
+    with standing_in([stage]) as read:
+        assert read == [stage]
+    with caplog.at_level(logging.WARNING):
+        (here / "tasks.jsonl").write_text('{"question": "another", "answer": 1}\n')
+        assert not make_datasets([stage])
+    assert "has changed; the run has the dataset that was made of it before" in caplog.text
+    assert report(stage) == before
+    with pytest.raises(UserError, match=r"made by another .*\n  top_k: was -1, is 1\nset it back, choose another name"):
+        make_datasets([config(here, [SHORT], top_k=1)])
+
+
+def test_a_dataset_without_its_report_is_made_again(here: Path) -> None:
+    stage = config(here, [SHORT])
+    storage = open_storage(stage.checkpoint_job_dir)
+    storage.put("dataset/rows.jsonl", b"half of ")
+    assert make_datasets([stage])
+    assert len(made(stage)) == 3
+
+
+@pytest.mark.parametrize(
+    ("operators", "error", "told"),
+    [
+        (["needs_mapper"], NotInstalledError, "operator needs_mapper of Data-Juicer needs ftfy: rftdask data setup"),
+        (["needs_model_filter", "needs_mapper"], NotInstalledError, "needs torch: rftdask data setup --with 'torch'"),
+        (["fails_mapper"], DataError, "operator fails_mapper of Data-Juicer failed: RuntimeError: no such verb"),
+        (["counts_aggregator"], UserError, "operator counts_aggregator of Data-Juicer: it makes other rows"),
+        (["upper_mappr"], UserError, r"\[upper_mappr\] unknown operator"),
+        (["dies_mapper"], ProcessLostError, r"ended with code 7; its last lines:\n(.*\n)*  \| out of memory"),
+    ],
+)
+def test_what_goes_wrong_is_told_and_leaves_no_dataset(
+    here: Path, operators: list[str], error: type[RftError], told: str
+) -> None:
+    stage = config(here, [{"name": name} for name in operators])
+    with pytest.raises(error, match=told):
+        make_datasets([stage])
+    assert not open_storage(stage.checkpoint_job_dir).exists(REPORT)
+    assert open_storage(stage.checkpoint_job_dir).exists("dataset/data_juicer.log")
+
+
+def test_a_process_that_says_nothing_is_ended(here: Path, stand_in: Path) -> None:
+    (here / "in.jsonl").write_text('{"question": "why"}\n')
+    with (
+        pytest.raises(WaitTimeout, match="has said nothing for 1 s"),
+        JuicerProcess(
+            find_environment("x"), Pipeline([{"hangs_mapper": {}}], "question"), here / "log", silence_s=1.0
+        ) as process,
+    ):
+        process.run(here / "in.jsonl", here / "out.jsonl")
+    assert process._process.poll() is not None
+
+
+def test_a_process_ends_with_whoever_started_it(here: Path, stand_in: Path) -> None:
+    (here / "in.jsonl").write_text('{"question": "why"}\n')
+    script = (
+        "import os, sys\nfrom pathlib import Path\nfrom rftdask.data.juicer.environment import find_environment\n"
+        "from rftdask.data.juicer.process import JuicerProcess, Pipeline\n"
+        f"pipeline = Pipeline([{{'hangs_mapper': {{}}}}], 'question')\n"
+        f"process = JuicerProcess(find_environment('x'), pipeline, Path({str(here / 'log')!r}))\n"
+        f"process._send({{'rows': {str(here / 'in.jsonl')!r}, 'out': {str(here / 'out.jsonl')!r}}})\n"
+        "print(process._process.pid, flush=True)\nos._exit(0)\n"
+    )
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    process, deadline = psutil.Process(int(told.stdout)) if psutil.pid_exists(int(told.stdout)) else None, 30.0
+    end = time.monotonic() + deadline
+    while process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_without_an_environment_the_command_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PLACE, str(here / "none"))
+    with pytest.raises(NotInstalledError, match=r"there is none in .*/none: run `rftdask data setup` once"):
+        check_pipeline(config(here, [SHORT]))
+
+
+def test_operators_are_looked_at_before_rows_are(here: Path) -> None:
+    with pytest.raises(UserError, match=r"\[txt_filter\] unknown operator; \[other\] unknown operator"):
+        check_pipeline(config(here, [{"name": "txt_filter"}, {"name": "other"}]))
+    check_pipeline(config(here, [{"name": "needs_model_filter"}]))  # it is made when rows are
+
+
+def test_until_it_is_made_what_goes_in_is_checked(here: Path) -> None:
+    stage = config(here, [SHORT], inputs=[str(here / "tasks.jsonl"), str(here / "tasks.jsonl")])
+    with standing_in([stage]) as [read]:
+        taskset = read.buffer.explorer_input.taskset
+        assert taskset is not None
+        assert len(open_dataset(taskset.path)) == 10
+        assert read.data_processor.task_pipeline is None
+    several = tree(here, [SHORT])
+    taskset = several["buffer"]["explorer_input"].pop("taskset")
+    several["buffer"]["explorer_input"]["tasksets"] = [taskset, {**taskset, "name": "other"}]
+    with standing_in([load_config(several)]) as [read]:
+        first, second = read.buffer.explorer_input.tasksets
+        assert len(open_dataset(first.path)) == 5
+        assert second.path == str(here / "tasks.jsonl")
+
+
+def test_a_recipe_says_what_is_run(here: Path) -> None:
+    recipe = {
+        "project_name": "demo",
+        "dataset_path": str(here / "tasks.jsonl"),
+        "text_keys": ["question"],
+        "np": 2,
+        "process": [{"text_length_filter": {"min_len": 9}}, "upper_mapper"],
+    }
+    (here / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    stage = config(here, [], config_path=str(here / "recipe.yaml"))
+    make_datasets([stage])
+    assert [row["question"] for row in made(stage)] == ["ONE AND ONE"]
+    (here / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "generated_dataset_config": {}}))
+    with pytest.raises(DataError, match="generated_dataset_config: not taken here; of a recipe custom_operator_paths"):
+        check_pipeline(config(here, [], config_path=str(here / "recipe.yaml")))
+
+
+def test_a_column_that_no_row_has_is_named(here: Path) -> None:
+    with pytest.raises(DataError, match=r"target_fields: no row has query; there are source_row, question, answer"):
+        make_datasets([config(here, [SHORT], target_fields=["question", "query"])])
+
+
+# ---- the configuration
+
+
+def test_the_taskset_reads_what_is_made_and_a_moved_run_reads_it_there(here: Path) -> None:
+    stage = config(here, [SHORT])
+    taskset, pipeline = stage.buffer.explorer_input.taskset, stage.data_processor.task_pipeline
+    assert taskset is not None
+    assert pipeline is not None
+    assert taskset.path == f"{stage.checkpoint_job_dir}/dataset/rows.jsonl"
+    assert pipeline.inputs == (str(here / "tasks.jsonl"),)
+    assert load_config(stage.to_dict()) == stage
+    open_run(open_storage(stage.checkpoint_job_dir), stage)
+    (here / "moved").mkdir()
+    os.rename(here / "runs", here / "moved/runs")
+    moved = replace(stage, {"checkpoint_root_dir": str(here / "moved/runs")})
+    check_run(open_storage(moved.checkpoint_job_dir), moved)
+    other = replace(moved, {"data_processor.task_pipeline.top_k": 3})
+    with pytest.raises(DataError, match=r"data_processor.task_pipeline.top_k: was -1, is 3"):
+        check_run(open_storage(other.checkpoint_job_dir), other)
+
+
+def test_what_sft_learns_is_made_too_and_nothing_where_there_is_no_dataset(here: Path) -> None:
+    source = tree(here, [SHORT])
+    buffer = {"path": str(here / "tasks.jsonl"), "format": {"prompt_key": "question", "response_key": "answer"}}
+    source |= {"mode": "train", "algorithm": {"algorithm_type": "sft"}}
+    source["buffer"] = {"batch_size": 2, "trainer_input": {"experience_buffer": buffer}}
+    stage = load_config(source)
+    assert make_datasets([stage])
+    assert stage.buffer.trainer_input.experience_buffer.path == f"{stage.checkpoint_job_dir}/dataset/rows.jsonl"
+    assert len(made(stage)) == 3
+    bench = {**tree(here, [SHORT]), "mode": "bench"}
+    bench["buffer"]["explorer_input"]["eval_tasksets"] = [{"name": "e", "path": str(here / "tasks.jsonl")}]
+    told = load_config(bench)
+    assert "data_processor.task_pipeline: ignored: mode bench has no dataset of its own to make" in told.warnings
+    assert not make_datasets([told])
+
+
+def test_mistakes_are_told_with_their_keys(here: Path) -> None:
+    wrong = tree(here, [{"name": "a", "argz": {}}, {"args": {}}, {"name": "b", "args": 3}], top_k=0)
+    wrong["data_processor"]["task_pipeline"]["priority_weights"] = {"qualty": 1, "quality": "much", "diversity": 1}
+    wrong["service"] = {"data_juicer": {"server_url": "http://localhost:5005"}}
+    with pytest.raises(ConfigError) as caught:
+        load_config(wrong)
+    at = "data_processor.task_pipeline"
+    told = "\n".join(caught.value.problems)
+    for line in (
+        f"{at}.operators[0]: takes name and args",
+        f"{at}.operators[1]: takes name and args",
+        f"{at}.operators[2].args: 3 is not {{argument: value}}",
+        f"{at}.priority_weights.qualty: unknown; there are quality",
+        f"{at}.priority_weights.quality: 'much' is not a number",
+        f"{at}.top_k: 0 leaves no row",
+        "service.data_juicer.server_url: ",
+    ):
+        assert line in told
+    with pytest.raises(ConfigError, match=r"operators: required, unless config_path names a recipe"):
+        load_config(tree(here, []))
+
+
+def test_a_file_of_the_reference_runs_as_it_is(here: Path) -> None:
+    source = tree(here, [SHORT], inputs=[str(here / "tasks.jsonl")], output={"path": "made"})
+    source["buffer"]["explorer_input"]["taskset"]["path"] = "made"
+    source["service"] = {"data_juicer": {"auto_start": True, "server_url": "http://localhost:5005", "port": 5005}}
+    stage = load_config(source, origin="trinity")
+    assert make_datasets([stage])
+    assert len(made(stage)) == 3
+    told = "\n".join(stage.warnings)
+    assert "data_processor.task_pipeline.output: ignored: the dataset is made in the run folder" in told
+    assert "service.data_juicer.server_url: ignored" in told
+
+
+# ---- the environment
+
+
+def wheel(folder: Path, content: str) -> str:
+    """A package of one module, to be installed without a network."""
+    folder.mkdir()
+    file = folder / "py_data_juicer-1.6.1-py3-none-any.whl"
+    info = "py_data_juicer-1.6.1.dist-info"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("data_juicer/__init__.py", "")
+        archive.writestr("data_juicer/core.py", content)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: py-data-juicer\nVersion: 1.6.1\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return str(file)
+
+
+@pytest.mark.slow
+def test_a_setup_that_was_interrupted_is_taken_up_and_a_whole_one_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PLACE, str(tmp_path / "environment"))
+    monkeypatch.setattr(environments, "REQUIREMENTS", (wheel(tmp_path / "broken", "import nowhere"),))
+    with pytest.raises(UserError, match=r"import data_juicer.core: it ended with code 1, see above; the same command"):
+        set_up()
+    with pytest.raises(NotInstalledError):
+        find_environment("x")
+    whole = wheel(tmp_path / "whole", "")
+    monkeypatch.setattr(environments, "REQUIREMENTS", ("py-data-juicer==1.6.1",))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    (next((tmp_path / "environment").glob("lib/python*/site-packages")) / "data_juicer/core.py").write_text("")
+    assert set_up().startswith("Data-Juicer 1.6.1 is in ")
+    assert find_environment("x").packages["py-data-juicer"] == "1.6.1"
+    assert set_up().endswith(" already")
+    assert whole in set_up([whole])
+
+
+# ---- the real one
+
+
+@pytest.mark.extras
+def test_the_real_data_juicer(tmp_path: Path) -> None:
+    try:
+        real: Environment = find_environment("this test")
+    except NotInstalledError as error:
+        pytest.skip(str(error))
+    rows = [
+        {"question": "Hello  world, how are you? 12", "answer": 1},
+        {"question": "!!!! ####", "answer": 2, "level": {"a": 1}},
+        {"question": "aaa aaa aaa aaa", "answer": 3},
+        {"question": "Hello  world, how are you? 12", "answer": 4},
+    ]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    operators = [
+        {"name": "text_length_filter", "args": {"min_len": 12}},
+        {"name": "alphanumeric_filter"},
+        {"name": "character_repetition_filter"},
+        {"name": "document_deduplicator"},
+        {"name": "remove_specific_chars_mapper", "args": {"chars_to_remove": "?"}},
+    ]
+    stage = config(tmp_path, operators, num_process=2)
+    check_pipeline(stage)
+    assert make_datasets([stage])
+    first, second = made(stage)
+    assert (first["question"], first["answer"], first["source_row"]) == (
+        "Hello  world, how are you 12",
+        1,
+        "tasks.jsonl#0",
+    )
+    assert second["source_row"] == "tasks.jsonl#2"
+    assert first["quality_score"] == (first["alnum_ratio"] + 1 - first["char_rep_ratio"]) / 2
+    assert {each["why"]: each["rows"] for each in report(stage)["dropped"]} == {
+        "by text_length_filter (operator 1)": ["tasks.jsonl#1"],
+        "by document_deduplicator (operator 4)": ["tasks.jsonl#3"],
+    }
+    wrong = config(tmp_path, [{"name": "text_length_filter", "args": {"min_lenn": 12}}])
+    wrong = replace(wrong, {"name": "wrong"})
+    with pytest.raises(UserError, match=r"Unknown parameter 'min_lenn' \(did you mean: min_len"):
+        check_pipeline(wrong)
+    if "fasttext-predict" not in real.packages:
+        lacking = replace(config(tmp_path, [{"name": "language_id_score_filter"}]), {"name": "lacking"})
+        with pytest.raises(NotInstalledError, match="needs fasttext-predict: rftdask data setup --with 'fasttext-pred"):
+            make_datasets([lacking])
