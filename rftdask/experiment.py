@@ -17,9 +17,11 @@ import dataclasses
 import logging
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +157,7 @@ class Experiment:
         stages = self.config.stage_configs()
         # First: what processes are forked from imports torch while this process checks the inputs.
         self.prepare()
-        inputs = self._check(stages, storage)
+        inputs = self._check(stages, storage, log.info if progress == "none" else partial(print, file=sys.stderr))
         made_of = check_made_of(stages, inputs, accept=accept_changes)
         layout = _planned(self.config, stages)
         # Up to here nothing of the run was written but such a dataset; the probe of `check_inputs` is gone again.
@@ -237,7 +239,7 @@ class Experiment:
         assert self.summary is not None
         return self.summary
 
-    def _check(self, stages: list[Config], storage: Storage) -> list[Inputs]:
+    def _check(self, stages: list[Config], storage: Storage, say: Callable[[str], None]) -> list[Inputs]:
         """Check what the stages read and where they write, and make what their pipelines make of it."""
         # All stages are checked before anything starts: a mistake in the last is told before the first has cost hours.
         # But what cannot have changed since a start that came further than here, which takes seconds.
@@ -248,7 +250,7 @@ class Experiment:
             # The model of a later stage is what the one before it makes.
             check_run(open_storage(config.checkpoint_job_dir), config, free=("model.model_path",) if number else ())
         with private_files(storage, self.config):
-            if make_datasets(stages):
+            if make_datasets(stages, say):
                 inputs = check_inputs(stages, tried=True)  # now of the rows that are trained
         return inputs
 

@@ -71,7 +71,7 @@ def fill(config: Config) -> Fills:
 def _fill_pipeline(config: Config) -> Fills:
     # The dataset that a pipeline makes has one place; where the file names another, that is what goes in.
     pipeline, place, dataset = config.data_processor.task_pipeline, config.pipeline_place, config.pipeline_dataset
-    if pipeline is None or place is None or dataset is None:
+    if place is None or dataset is None:
         return {}
     made = f"{config.checkpoint_job_dir}/{MADE_ROWS}"
     fills: Fills = {(*place, "path"): made}

@@ -7,7 +7,7 @@ from rftdask.config.error_text import show
 from rftdask.config.plugins import trait
 from rftdask.config.schema.algorithm import EXPERT_RATIO, is_share, takes_demonstrations
 from rftdask.config.schema.buffer import ExperienceBufferConfig, TasksetConfig
-from rftdask.config.schema.run import Config
+from rftdask.config.schema.run import Config, TaskPipelineConfig
 from rftdask.config.yaml_source import Problem, names_environment
 
 RULES = Rules()
@@ -111,7 +111,7 @@ _WEIGHTS = ("quality", "difficulty", "usage_frequency", "diversity")
 def _pipeline_makes_a_dataset(config: Config) -> Iterator[Problem]:
     """What Data-Juicer itself says of its operators is found where it is (`check_pipeline`)."""
     pipeline, at = config.data_processor.task_pipeline, "data_processor.task_pipeline"
-    if pipeline is None:
+    if pipeline == TaskPipelineConfig():
         return
     if not pipeline.operators and pipeline.config_path is None:
         yield f"{at}.operators", "required, unless config_path names a recipe of Data-Juicer"

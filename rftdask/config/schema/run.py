@@ -110,8 +110,8 @@ class ExperiencePipelineConfig(Section):
 class DataProcessorConfig(Section):
     """`data_processor`: pipelines for tasks and experiences."""
 
-    task_pipeline: TaskPipelineConfig | None = None
-    """The dataset, before the run. None: it is taken as it is."""
+    task_pipeline: TaskPipelineConfig = TaskPipelineConfig()
+    """The dataset, before the run."""
     experience_pipeline: ExperiencePipelineConfig = ExperiencePipelineConfig()
     """Experiences, during the run."""
 
@@ -300,7 +300,7 @@ class Config(Section):
         train of what is learned. None: there is none to make.
         """
         source = self.buffer.explorer_input
-        if self.data_processor.task_pipeline is None:
+        if not (self.data_processor.task_pipeline.operators or self.data_processor.task_pipeline.config_path):
             return None
         if self.algorithm.schema_type != "experience":
             return ("buffer", "trainer_input", "experience_buffer") if self.mode == "train" else None

@@ -1,7 +1,8 @@
 """JuicerProcess: our end of the process that has Data-Juicer (runner.py), in the Python of its own environment.
 
     with JuicerProcess(environment, Pipeline(operators, "prompt"), log_file) as process:
-        process.run(rows_file, out_file)      # rows as lines of JSON in, what became of them out
+        for result in process.run(rows_file, out_file):      # rows as lines of JSON in, what became of them out
+            print(result.operator, result.rows)
 
 What it and its libraries say goes to `log_file`, whose tail is part of the error when it dies. It may work for hours,
 so its deadline is one of silence: neither an answer nor a byte in its log. It cannot install anything, neither through
@@ -18,7 +19,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -100,17 +101,15 @@ class JuicerProcess:
             self.close()
             raise
 
-    def run(self, rows: Path, out: Path) -> list[OperatorResult]:
-        """Run the operators over the lines of `rows`; `out` is written as runner.py says.
+    def run(self, rows: Path, out: Path) -> Iterator[OperatorResult]:
+        """Run the operators over the lines of `rows`, one after another; at the end `out` is as runner.py says.
 
         Raises: DataError: an operator failed on the rows; NotInstalledError: it needs a package; ProcessLostError: the
             process died; WaitTimeout: it has been silent too long, and was ended.
         """
         self._send({"rows": str(rows), "out": str(out)})
-        results = []
         while "done" not in (message := self._receive()):
-            results.append(OperatorResult(message["operator"], message["rows"], message["dropped"]))
-        return results
+            yield OperatorResult(message["operator"], message["rows"], message["dropped"])
 
     def close(self) -> None:
         """End the process and what it has forked; idempotent."""

@@ -20,6 +20,7 @@ import queue
 import signal
 import sys
 import threading
+import traceback
 
 ROW = "__rftdask_row__"
 PRIVATE = "__dj__"
@@ -37,7 +38,7 @@ class Failed(Exception):
 
 def refuse_installs():
     """Make Data-Juicer's own installations fail: it would fetch gigabytes in the middle of a pipeline."""
-    from data_juicer.utils.lazy_loader import LazyLoader
+    from data_juicer.utils.lazy_loader import LazyLoader  # late: an error of it is told, too
 
     def refuse(cls, package_spec, pip_args=None):
         raise ImportError(f"the package {package_spec} is not installed", name=package_spec)
@@ -45,7 +46,7 @@ def refuse_installs():
     LazyLoader._install_package = classmethod(refuse)
     if importlib.util.find_spec("torch") is None:
         # After each operator it empties the memory of GPUs, and asks torch to do it.
-        from data_juicer.ops import base_op
+        from data_juicer.ops import base_op  # late, as below: not before its installer is cut off
         from data_juicer.utils import model_utils
 
         base_op.free_models = lambda clear_model_zoo=True: model_utils.MODEL_ZOO.clear()
@@ -65,11 +66,11 @@ def missing_package(error):
 def load_operators(spec):
     """The operators, each made. Raises: Failed: all that is wrong or missing, at once."""
     refuse_installs()
-    from data_juicer.core.preflight import PipelineConfigError, pre_instantiation_check
+    from data_juicer.core.preflight import PipelineConfigError, pre_instantiation_check  # late, as above
     from data_juicer.ops import load_ops
 
     if spec.get("custom_operator_paths"):
-        from data_juicer.config.config import load_custom_operators
+        from data_juicer.config.config import load_custom_operators  # late, as above
 
         load_custom_operators(spec["custom_operator_paths"])
     defaults = {"text_key": spec["text_key"], "num_proc": spec["num_process"]}
@@ -96,7 +97,7 @@ def load_operators(spec):
 
 def process_rows(operators, rows, say):
     """Run the operators over rows (dicts), one after another. Yields the lines of `out`."""
-    from data_juicer.core.data import NestedDataset
+    from data_juicer.core.data import NestedDataset  # late, as above
 
     columns = list(dict.fromkeys(key for row in rows for key in row))
     # All columns in each row: a dataset takes them from the first.
@@ -177,8 +178,6 @@ def main():
         text, operator, kind, packages = error.args
         say({"error": text, "operator": operator, "kind": kind, "packages": packages})
     except Exception as error:
-        import traceback
-
         traceback.print_exc()
         package = missing_package(error)
         say(

@@ -14,7 +14,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -86,21 +86,23 @@ def standing_in(stages: Sequence[Config]) -> Iterator[list[Config]]:
             if (place := stage.pipeline_place) is not None and not _is_made(stage):
                 file = Path(folder, f"{number}.jsonl")
                 _write(file, _gather(stage)[0])
-                changes = {**_at(stage, place, str(file)), KEY: None}
-                stage = replace(stage, changes)
+                stage = replace(stage, {**_at(stage, place, str(file)), KEY: {}})
             found.append(stage)
         yield found
 
 
-def make_datasets(stages: Sequence[Config]) -> bool:
+def make_datasets(stages: Sequence[Config], say: Callable[[str], None]) -> bool:
     """Make what is not made of the datasets of the stages. Returns: whether there was any.
+
+    say: is told what happens, since it may take hours.
 
     Raises: DataError: an input cannot be read, an operator failed, or nothing stays; NotInstalledError: an operator
         needs a package; ProcessLostError, WaitTimeout: the process of Data-Juicer died or hangs.
     """
     missing = [stage for stage in stages if stage.pipeline_place is not None and not _is_made(stage)]
     for stage in missing:
-        log.info("%s\n%s", KEY, _make(stage))
+        say(f"{KEY}:")
+        say(_make(stage, say))
     return bool(missing)
 
 
@@ -137,8 +139,7 @@ def _is_number(value: object) -> bool:
 
 def _read_section(stage: Config) -> tuple[Pipeline, list[str]]:
     """What is run, and over which inputs. Raises: DataError: the recipe is none, or asks for what is not taken."""
-    section, place = stage.data_processor.task_pipeline, stage.pipeline_dataset
-    assert section is not None and place is not None
+    section = stage.data_processor.task_pipeline
     recipe: dict[str, Any] = {}
     operators = [{entry["name"]: plain(entry.get("args") or {})} for entry in section.operators]
     if section.config_path is not None:
@@ -166,7 +167,7 @@ def _read_section(stage: Config) -> tuple[Pipeline, list[str]]:
 def _fields(stage: Config, recipe: Mapping[str, Any]) -> list[str]:
     """Columns that have to hold something; the first is the one that operators of text read."""
     section, dataset = stage.data_processor.task_pipeline, stage.pipeline_dataset
-    assert section is not None and dataset is not None
+    assert dataset is not None
     return list(section.target_fields) or _listed(recipe.get("text_keys")) or [dataset.format.prompt_key]
 
 
@@ -177,7 +178,7 @@ def _listed(value: Any) -> list[str]:
 def _told(stage: Config) -> dict[str, Any]:
     """What decides which rows come out, beside the rows that go in."""
     section, dataset = stage.data_processor.task_pipeline, stage.pipeline_dataset
-    assert section is not None and dataset is not None
+    assert dataset is not None
     pipeline, inputs = _read_section(stage)
     return {
         "operators": list(pipeline.operators),
@@ -237,7 +238,7 @@ def _write(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
                 raise DataError(f"{KEY}.inputs: row {row[SOURCE]}: {error}; it takes what JSON can say") from error
 
 
-def _make(stage: Config) -> str:
+def _make(stage: Config, say: Callable[[str], None]) -> str:
     """Make the dataset of a stage; the report for people."""
     began, storage, told = time.monotonic(), open_storage(stage.checkpoint_job_dir), _told(stage)
     environment = find_environment(KEY)
@@ -250,12 +251,16 @@ def _make(stage: Config) -> str:
         raise DataError(f"{KEY}.target_fields: no row has {', '.join(absent)}; there are {columns}")
     rows = [row for row in gathered if all(row.get(field) is not None for field in fields)]
     empty = [str(row[SOURCE]) for row in gathered if not all(row.get(field) is not None for field in fields)]
+    results: list[OperatorResult] = []
     with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
         source, out, said = (Path(folder, name) for name in ("in.jsonl", "out.jsonl", "log"))
         _write(source, rows)
         try:
             with JuicerProcess(environment, pipeline, said) as process:
-                results = process.run(source, out)
+                say(f"  {len(rows):,} rows go through {len(pipeline.operators)} operators of Data-Juicer")
+                for result in process.run(source, out):
+                    results.append(result)
+                    say(f"  {result.operator}: {result.rows:,} left")
             lines = [json.loads(line) for line in out.read_text(encoding="utf-8").split("\n") if line]
         finally:
             with suppress(StorageError, OSError):  # what failed before says more

@@ -94,6 +94,10 @@ def config(folder: Path, operators: list[dict[str, Any]], **pipeline: Any) -> Co
     return load_config(tree(folder, operators, **pipeline))
 
 
+def make(stages: list[Config]) -> bool:
+    return make_datasets(stages, lambda line: None)
+
+
 def made(config: Config) -> list[dict[str, Any]]:
     dataset = open_dataset(f"{config.checkpoint_job_dir}/dataset/rows.jsonl")
     return [dict(dataset[number]) for number in range(len(dataset))]
@@ -105,7 +109,7 @@ def report(config: Config) -> dict[str, Any]:
 
 def test_rows_come_by_priority_as_they_were_but_for_what_changed(here: Path) -> None:
     stage = config(here, [SHORT, {"name": "upper_mapper"}], top_k=2)
-    assert make_datasets([stage])
+    assert make([stage])
     # The share of letters: how many 7/8, one and one 9/11, what?!?! 1/2. An answer stays the number it was.
     rows = made(stage)
     assert [{key: row.get(key) for key in ("question", "answer", "tags", "level")} for row in rows] == [
@@ -120,8 +124,9 @@ def test_rows_come_by_priority_as_they_were_but_for_what_changed(here: Path) -> 
 
 
 def test_every_row_that_is_gone_has_a_reason(here: Path) -> None:
-    stage = config(here, [SHORT], top_k=2)
-    make_datasets([stage])
+    stage, said = config(here, [SHORT], top_k=2), list[str]()
+    make_datasets([stage], said.append)
+    assert said[1:3] == ["  4 rows go through 1 operators of Data-Juicer", "  text_length_filter: 3 left"]
     told = report(stage)
     assert (told["rows_in"], told["rows_out"]) == (5, 2)
     assert [(each["why"], each["rows"]) for each in told["dropped"]] == [
@@ -157,27 +162,27 @@ def test_what_is_made_is_taken_as_it_is_and_another_pipeline_refused(
     here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage = config(here, [SHORT])
-    assert make_datasets([stage])
+    assert make([stage])
     before = report(stage)
     monkeypatch.setenv(PLACE, "/nowhere")  # it is not asked for again
     check_pipeline(stage)
-    assert not make_datasets([stage])
+    assert not make([stage])
     with standing_in([stage]) as read:
         assert read == [stage]
     with caplog.at_level(logging.WARNING):
         (here / "tasks.jsonl").write_text('{"question": "another", "answer": 1}\n')
-        assert not make_datasets([stage])
+        assert not make([stage])
     assert "has changed; the run has the dataset that was made of it before" in caplog.text
     assert report(stage) == before
     with pytest.raises(UserError, match=r"made by another .*\n  top_k: was -1, is 1\nset it back, choose another name"):
-        make_datasets([config(here, [SHORT], top_k=1)])
+        make([config(here, [SHORT], top_k=1)])
 
 
 def test_a_dataset_without_its_report_is_made_again(here: Path) -> None:
     stage = config(here, [SHORT])
     storage = open_storage(stage.checkpoint_job_dir)
     storage.put("dataset/rows.jsonl", b"half of ")
-    assert make_datasets([stage])
+    assert make([stage])
     assert len(made(stage)) == 3
 
 
@@ -197,7 +202,7 @@ def test_what_goes_wrong_is_told_and_leaves_no_dataset(
 ) -> None:
     stage = config(here, [{"name": name} for name in operators])
     with pytest.raises(error, match=told):
-        make_datasets([stage])
+        make([stage])
     assert not open_storage(stage.checkpoint_job_dir).exists(REPORT)
     assert open_storage(stage.checkpoint_job_dir).exists("dataset/data_juicer.log")
 
@@ -210,7 +215,7 @@ def test_a_process_that_says_nothing_is_ended(here: Path, stand_in: Path) -> Non
             find_environment("x"), Pipeline([{"hangs_mapper": {}}], "question"), here / "log", silence_s=1.0
         ) as process,
     ):
-        process.run(here / "in.jsonl", here / "out.jsonl")
+        list(process.run(here / "in.jsonl", here / "out.jsonl"))
     assert process._process.poll() is not None
 
 
@@ -250,7 +255,7 @@ def test_until_it_is_made_what_goes_in_is_checked(here: Path) -> None:
         taskset = read.buffer.explorer_input.taskset
         assert taskset is not None
         assert len(open_dataset(taskset.path)) == 10
-        assert read.data_processor.task_pipeline is None
+        assert read.pipeline_place is None
     several = tree(here, [SHORT])
     taskset = several["buffer"]["explorer_input"].pop("taskset")
     several["buffer"]["explorer_input"]["tasksets"] = [taskset, {**taskset, "name": "other"}]
@@ -270,7 +275,7 @@ def test_a_recipe_says_what_is_run(here: Path) -> None:
     }
     (here / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     stage = config(here, [], config_path=str(here / "recipe.yaml"))
-    make_datasets([stage])
+    make([stage])
     assert [row["question"] for row in made(stage)] == ["ONE AND ONE"]
     (here / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "generated_dataset_config": {}}))
     with pytest.raises(DataError, match="generated_dataset_config: not taken here; of a recipe custom_operator_paths"):
@@ -279,7 +284,7 @@ def test_a_recipe_says_what_is_run(here: Path) -> None:
 
 def test_a_column_that_no_row_has_is_named(here: Path) -> None:
     with pytest.raises(DataError, match=r"target_fields: no row has query; there are source_row, question, answer"):
-        make_datasets([config(here, [SHORT], target_fields=["question", "query"])])
+        make([config(here, [SHORT], target_fields=["question", "query"])])
 
 
 # ---- the configuration
@@ -289,7 +294,6 @@ def test_the_taskset_reads_what_is_made_and_a_moved_run_reads_it_there(here: Pat
     stage = config(here, [SHORT])
     taskset, pipeline = stage.buffer.explorer_input.taskset, stage.data_processor.task_pipeline
     assert taskset is not None
-    assert pipeline is not None
     assert taskset.path == f"{stage.checkpoint_job_dir}/dataset/rows.jsonl"
     assert pipeline.inputs == (str(here / "tasks.jsonl"),)
     assert load_config(stage.to_dict()) == stage
@@ -309,14 +313,14 @@ def test_what_sft_learns_is_made_too_and_nothing_where_there_is_no_dataset(here:
     source |= {"mode": "train", "algorithm": {"algorithm_type": "sft"}}
     source["buffer"] = {"batch_size": 2, "trainer_input": {"experience_buffer": buffer}}
     stage = load_config(source)
-    assert make_datasets([stage])
+    assert make([stage])
     assert stage.buffer.trainer_input.experience_buffer.path == f"{stage.checkpoint_job_dir}/dataset/rows.jsonl"
     assert len(made(stage)) == 3
     bench = {**tree(here, [SHORT]), "mode": "bench"}
     bench["buffer"]["explorer_input"]["eval_tasksets"] = [{"name": "e", "path": str(here / "tasks.jsonl")}]
     told = load_config(bench)
     assert "data_processor.task_pipeline: ignored: mode bench has no dataset of its own to make" in told.warnings
-    assert not make_datasets([told])
+    assert not make([told])
 
 
 def test_mistakes_are_told_with_their_keys(here: Path) -> None:
@@ -346,7 +350,7 @@ def test_a_file_of_the_reference_runs_as_it_is(here: Path) -> None:
     source["buffer"]["explorer_input"]["taskset"]["path"] = "made"
     source["service"] = {"data_juicer": {"auto_start": True, "server_url": "http://localhost:5005", "port": 5005}}
     stage = load_config(source, origin="trinity")
-    assert make_datasets([stage])
+    assert make([stage])
     assert len(made(stage)) == 3
     told = "\n".join(stage.warnings)
     assert "data_processor.task_pipeline.output: ignored: the dataset is made in the run folder" in told
@@ -402,7 +406,7 @@ def test_the_real_data_juicer(tmp_path: Path) -> None:
     rows = [
         {"question": "Hello  world, how are you? 12", "answer": 1},
         {"question": "!!!! ####", "answer": 2, "level": {"a": 1}},
-        {"question": "aaa aaa aaa aaa", "answer": 3},
+        {"question": "The quick brown fox", "answer": 3},
         {"question": "Hello  world, how are you? 12", "answer": 4},
     ]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -415,8 +419,8 @@ def test_the_real_data_juicer(tmp_path: Path) -> None:
     ]
     stage = config(tmp_path, operators, num_process=2)
     check_pipeline(stage)
-    assert make_datasets([stage])
-    first, second = made(stage)
+    assert make([stage])
+    first, second = sorted(made(stage), key=lambda row: str(row["source_row"]))
     assert (first["question"], first["answer"], first["source_row"]) == (
         "Hello  world, how are you 12",
         1,
@@ -435,4 +439,4 @@ def test_the_real_data_juicer(tmp_path: Path) -> None:
     if "fasttext-predict" not in real.packages:
         lacking = replace(config(tmp_path, [{"name": "language_id_score_filter"}]), {"name": "lacking"})
         with pytest.raises(NotInstalledError, match="needs fasttext-predict: rftdask data setup --with 'fasttext-pred"):
-            make_datasets([lacking])
+            make([lacking])
