@@ -317,7 +317,7 @@ def validate(
                 raise
             unchecked.append(str(error))
         try:
-            if stage.pipeline_place is not None:
+            if stage.makes_dataset:
                 find_environment("data_processor.task_pipeline")
         except NotInstalledError as error:
             if unchecked is None:

@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +57,7 @@ from rftdask.run.view import Stage, stages_of
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.staging import stage_here
 from rftdask.studio.printed import import_ahead, report_run, write_report
+from rftdask.text.terminal import safe
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, newest_valid_checkpoint
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Experiment:
         stages = self.config.stage_configs()
         # First: what processes are forked from imports torch while this process checks the inputs.
         self.prepare()
-        inputs = self._check(stages, storage, log.info if progress == "none" else partial(print, file=sys.stderr))
+        inputs = self._check(stages, storage, log.info if progress == "none" else _to_stderr)
         made_of = check_made_of(stages, inputs, accept=accept_changes)
         layout = _planned(self.config, stages)
         # Up to here nothing of the run was written but such a dataset; the probe of `check_inputs` is gone again.
@@ -495,6 +495,10 @@ def _planned(config: Config, stages: list[Config]) -> Layout:
     check_host(stages, layout, free_host_bytes())
     check_jobs(stages, layout)
     return layout
+
+
+def _to_stderr(line: str) -> None:
+    print(safe(line), file=sys.stderr)
 
 
 def _trained_model(storage: Storage) -> str:

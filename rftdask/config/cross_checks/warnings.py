@@ -79,7 +79,7 @@ def warn(config: Config) -> Iterator[Problem]:
 def _of_task_pipeline(config: Config) -> Iterator[Problem]:
     pipeline, at = config.data_processor.task_pipeline, "data_processor.task_pipeline"
     if (pipeline.operators or pipeline.config_path) and config.pipeline_place is None:
-        yield at, f"ignored: mode {config.mode} has no dataset of its own to make"
+        yield at, "ignored: there is no taskset to make"
     if pipeline.config_path is not None and pipeline.operators:
         yield f"{at}.operators", "ignored: config_path is given and wins"
     for name in ("diversity", "usage_frequency"):

@@ -296,18 +296,24 @@ class Config(Section):
 
     @property
     def pipeline_place(self) -> tuple[str | int, ...] | None:
-        """Location of the dataset that `data_processor.task_pipeline` makes: that of the first taskset, or in mode
-        train of what is learned. None: there is none to make.
+        """Location of the dataset that `data_processor.task_pipeline` makes: that of the first taskset, or of what is
+        learned from. None: there is none. The same in all modes, whose commands may share a run.
         """
         source = self.buffer.explorer_input
         if not (self.data_processor.task_pipeline.operators or self.data_processor.task_pipeline.config_path):
             return None
         if self.algorithm.schema_type != "experience":
-            return ("buffer", "trainer_input", "experience_buffer") if self.mode == "train" else None
-        if self.mode not in ("both", "explore") or not source.train_tasksets:
+            return "buffer", "trainer_input", "experience_buffer"
+        if not source.train_tasksets:
             return None
         at: tuple[str | int, ...] = ("buffer", "explorer_input")
         return (*at, "taskset") if source.taskset is not None else (*at, "tasksets", 0)
+
+    @property
+    def makes_dataset(self) -> bool:
+        """Whether this command makes it: the one that reads it."""
+        modes = ("both", "explore") if self.algorithm.schema_type == "experience" else ("train",)
+        return self.pipeline_place is not None and self.mode in modes
 
     @property
     def pipeline_dataset(self) -> TasksetConfig | ExperienceBufferConfig | None:

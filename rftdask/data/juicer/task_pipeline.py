@@ -67,7 +67,7 @@ def check_pipeline(stage: Config) -> None:
     Raises: NotInstalledError: there is no environment; UserError: an operator or an argument does not exist, or the
         folder has the dataset of another pipeline.
     """
-    if stage.pipeline_place is None or _is_made(stage):
+    if not stage.makes_dataset or _is_made(stage):
         return
     environment = find_environment(KEY)
     with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
@@ -83,10 +83,10 @@ def standing_in(stages: Sequence[Config]) -> Iterator[list[Config]]:
     with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
         found = []
         for number, stage in enumerate(stages):
-            if (place := stage.pipeline_place) is not None and not _is_made(stage):
+            if stage.makes_dataset and not _is_made(stage):
                 file = Path(folder, f"{number}.jsonl")
                 _write(file, _gather(stage)[0])
-                stage = replace(stage, {**_at(stage, place, str(file)), KEY: {}})
+                stage = replace(stage, {**_at(stage, str(file)), KEY: {}})
             found.append(stage)
         yield found
 
@@ -99,7 +99,7 @@ def make_datasets(stages: Sequence[Config], say: Callable[[str], None]) -> bool:
     Raises: DataError: an input cannot be read, an operator failed, or nothing stays; NotInstalledError: an operator
         needs a package; ProcessLostError, WaitTimeout: the process of Data-Juicer died or hangs.
     """
-    missing = [stage for stage in stages if stage.pipeline_place is not None and not _is_made(stage)]
+    missing = [stage for stage in stages if stage.makes_dataset and not _is_made(stage)]
     for stage in missing:
         say(f"{KEY}:")
         say(_make(stage, say))
@@ -314,8 +314,9 @@ def _render(report: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _at(stage: Config, place: Sequence[str | int], path: str) -> dict[str, Any]:
-    """The change of a config that gives the dataset at a place another path."""
+def _at(stage: Config, path: str) -> dict[str, Any]:
+    """The change of a config that gives its dataset another path."""
+    place = stage.pipeline_place or ()
     if place[-1] != 0:
         return {".".join(map(str, (*place, "path"))): path}
     first, *others = plain(stage.buffer.explorer_input.tasksets)  # a list can be replaced, not addressed

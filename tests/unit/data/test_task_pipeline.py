@@ -7,6 +7,7 @@
 - A process that dies, hangs or fails is a typed error with its last words, and outlives nobody.
 """
 
+import ast
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ import yaml
 from rftdask.config import Config, load_config, replace
 from rftdask.data.datasets import open_dataset
 from rftdask.data.juicer import environment as environments
+from rftdask.data.juicer import runner
 from rftdask.data.juicer.environment import PLACE, Environment, find_environment, set_up
 from rftdask.data.juicer.process import JuicerProcess, Pipeline
 from rftdask.data.juicer.task_pipeline import (
@@ -47,6 +49,7 @@ from rftdask.errors import (
 )
 from rftdask.run.run_folder import check_run, open_run
 from rftdask.storage import open_storage
+from tests.unit.test_project import imported_names
 
 FAKE = Path(__file__).with_name("fake_data_juicer")
 SHORT = {"name": "text_length_filter", "args": {"min_len": 5}}
@@ -317,9 +320,9 @@ def test_what_sft_learns_is_made_too_and_nothing_where_there_is_no_dataset(here:
     assert stage.buffer.trainer_input.experience_buffer.path == f"{stage.checkpoint_job_dir}/dataset/rows.jsonl"
     assert len(made(stage)) == 3
     bench = {**tree(here, [SHORT]), "mode": "bench"}
-    bench["buffer"]["explorer_input"]["eval_tasksets"] = [{"name": "e", "path": str(here / "tasks.jsonl")}]
+    bench["buffer"]["explorer_input"] = {"eval_tasksets": [{"name": "e", "path": str(here / "tasks.jsonl")}]}
     told = load_config(bench)
-    assert "data_processor.task_pipeline: ignored: mode bench has no dataset of its own to make" in told.warnings
+    assert "data_processor.task_pipeline: ignored: there is no taskset to make" in told.warnings
     assert not make([told])
 
 
@@ -357,6 +360,14 @@ def test_a_file_of_the_reference_runs_as_it_is(here: Path) -> None:
     assert "service.data_juicer.server_url: ignored" in told
 
 
+def test_the_command_that_trains_shares_the_run_of_the_one_that_makes_it(here: Path) -> None:
+    explores, trains = (load_config({**tree(here, [SHORT]), "mode": mode}) for mode in ("explore", "train"))
+    open_run(open_storage(explores.checkpoint_job_dir), explores)
+    check_run(open_storage(trains.checkpoint_job_dir), trains)
+    assert (explores.makes_dataset, trains.makes_dataset) == (True, False)
+    assert not make([trains])
+
+
 # ---- the environment
 
 
@@ -392,6 +403,13 @@ def test_a_setup_that_was_interrupted_is_taken_up_and_a_whole_one_is_left(
     assert find_environment("x").packages["py-data-juicer"] == "1.6.1"
     assert set_up().endswith(" already")
     assert whole in set_up([whole])
+
+
+def test_what_runs_there_imports_nothing_of_ours() -> None:
+    """There is no rftdask in its environment, nor what rftdask needs."""
+    found = imported_names("runner", False, ast.parse(Path(runner.__file__).read_text()))
+    names = {source.partition(".")[0] for source, _ in found}
+    assert names - {*sys.stdlib_module_names} == {"data_juicer"}
 
 
 # ---- the real one
