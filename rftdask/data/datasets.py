@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from rftdask.config import fill_from_environment
 from rftdask.config.plugins import nearest
+from rftdask.config.schema.run import MADE_ROWS
 from rftdask.errors import DataError
 from rftdask.models.hub import require_hub, without_hub
 from rftdask.storage.checked_json import parse_json
@@ -132,7 +133,8 @@ def _open_path(path: str, split: str, subset_name: str | None) -> Dataset:
     # "data/gsm9k" beside a folder "data" is a misspelled file, not a dataset of the Hub user "data".
     if is_hub_name and not ("/" in path and filesystem.isdir(root.rpartition("/")[0])):
         return _open_hub(path, split, subset_name)
-    raise DataError(f"dataset {path} does not exist{_neighbors(filesystem, root)}")
+    made = "; data_processor.task_pipeline makes it as the run starts" if path.endswith(f"/{MADE_ROWS}") else ""
+    raise DataError(f"dataset {path} does not exist{made or _neighbors(filesystem, root)}")
 
 
 def _answer(path: str, ask: Callable[[], Any]) -> Any:

@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import time
-import venv
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,9 +48,9 @@ from rftdask.errors import (
 )
 from rftdask.run.run_folder import check_run, open_run
 from rftdask.storage import open_storage
+from tests.unit.data.fake_data_juicer.environment import make_stand_in
 from tests.unit.test_project import imported_names
 
-FAKE = Path(__file__).with_name("fake_data_juicer")
 SHORT = {"name": "text_length_filter", "args": {"min_len": 5}}
 ROWS: list[dict[str, Any]] = [
     {"question": "what?!?!", "answer": 1},
@@ -65,12 +64,7 @@ ROWS: list[dict[str, Any]] = [
 @pytest.fixture(scope="session")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an environment that has the fake alone."""
-    folder = tmp_path_factory.mktemp("juicer") / "environment"
-    venv.create(folder, symlinks=True)
-    [packages] = folder.glob("lib/python*/site-packages")
-    (packages / "fake.pth").write_text(f"{FAKE}\n")
-    (folder / "rftdask.json").write_text(json.dumps({"requirements": [], "packages": {"py-data-juicer": "fake"}}))
-    return folder
+    return make_stand_in(tmp_path_factory.mktemp("juicer") / "environment")
 
 
 @pytest.fixture
