@@ -365,10 +365,6 @@ PEERS = {"openrlhf", "trinity", "verl"}
 exclude each other and ours, so no extra could install them; tests/conformance/install_peers.sh does."""
 
 
-ELSEWHERE = "rftdask.data.juicer.runner"
-"""What runs in an environment that has nothing of ours; its packages are those of environment.py beside it."""
-
-
 def read_pins() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
@@ -383,8 +379,6 @@ def test_what_the_package_imports_is_declared():
         for source, _ in imported_names(module, False, tree):
             name = source.partition(".")[0]
             if name in PEERS and module.startswith("rftdask.testing.conformance."):
-                continue
-            if module == ELSEWHERE:
                 continue
             offers = {canonicalize_name(offer) for offer in distributions.get(name, [OFFERED_BY.get(name, name)])}
             if name not in {"", "rftdask", *sys.stdlib_module_names} and not offers & declared:

@@ -166,7 +166,8 @@ class JuicerProcess:
         who = f"operator {operator} of Data-Juicer" if operator else "Data-Juicer"
         if kind == "needs":
             needed = " ".join(f"--with {package!r}" for package in packages)
-            return NotInstalledError(f"{who} needs {', '.join(packages)}: rftdask data setup {needed}")
+            why = f" ({safe(error)})" if error else ""
+            return NotInstalledError(f"{who} needs {', '.join(packages)}: rftdask data setup {needed}{why}")
         if kind == "wrong":
             return UserError(f"{who}: {safe(error)}")
         return DataError(f"{who} failed: {safe(error)}{self._tail()}")

@@ -13,6 +13,7 @@ A line of `out` is {"row": number, "changed": {column: value}, "removed": [colum
 when its stdin closes, whatever it does. Only the standard library and Data-Juicer are imported here.
 """
 
+import importlib
 import importlib.util
 import json
 import os
@@ -21,70 +22,70 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
 
+Row = dict[str, Any]
 ROW = "__rftdask_row__"
+"""Column with the number of each row, by which it is known wherever it goes."""
 PRIVATE = "__dj__"
 """Beginning of the columns that operators keep for each other."""
 STATS = f"{PRIVATE}stats__"
-
-
-class Needs(ImportError):
-    """A package is not in this environment; `name` says which."""
 
 
 class Failed(Exception):
     """What is told in place of an answer: text, operator, kind, packages."""
 
 
-def refuse_installs():
-    """Make Data-Juicer's own installations fail: it would fetch gigabytes in the middle of a pipeline."""
-    from data_juicer.utils.lazy_loader import LazyLoader  # late: an error of it is told, too
+def load(module: str) -> Any:
+    """A module of Data-Juicer; by name, since a type check runs where it is not installed."""
+    return importlib.import_module(f"data_juicer.{module}")
 
-    def refuse(cls, package_spec, pip_args=None):
+
+def refuse_installs() -> None:
+    """Make Data-Juicer's own installations fail: it would fetch gigabytes in the middle of a pipeline."""
+
+    def refuse(_cls: type, package_spec: str, _pip_args: Any = None) -> None:
         raise ImportError(f"the package {package_spec} is not installed", name=package_spec)
 
-    LazyLoader._install_package = classmethod(refuse)
+    load("utils.lazy_loader").LazyLoader._install_package = classmethod(refuse)
     if importlib.util.find_spec("torch") is None:
         # After each operator it empties the memory of GPUs, and asks torch to do it.
-        from data_juicer.ops import base_op  # late, as below: not before its installer is cut off
-        from data_juicer.utils import model_utils
-
-        base_op.free_models = lambda clear_model_zoo=True: model_utils.MODEL_ZOO.clear()
+        models = load("utils.model_utils").MODEL_ZOO
+        load("ops.base_op").free_models = lambda clear_model_zoo=True: models.clear()
 
 
-def missing_package(error):
+def missing_package(error: BaseException | None) -> str | None:
     """The package that an error says is missing, also one that wraps it; None if it says nothing of the kind."""
-    seen = set()
+    seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if isinstance(error, ImportError) and error.name and not error.name.startswith("data_juicer"):
-            return error.name
+            # Of a module its package; what Data-Juicer would install may be a requirement, and is one already.
+            return error.name.partition(".")[0] if isinstance(error, ModuleNotFoundError) else error.name
         error = error.__cause__ or error.__context__
     return None
 
 
-def load_operators(spec):
+def load_operators(spec: dict[str, Any]) -> list[Any]:
     """The operators, each made. Raises: Failed: all that is wrong or missing, at once."""
     refuse_installs()
-    from data_juicer.core.preflight import PipelineConfigError, pre_instantiation_check  # late, as above
-    from data_juicer.ops import load_ops
-
-    if spec.get("custom_operator_paths"):
-        from data_juicer.config.config import load_custom_operators  # late, as above
-
-        load_custom_operators(spec["custom_operator_paths"])
+    preflight, ops = load("core.preflight"), load("ops")
+    if spec["custom_operator_paths"]:
+        load("config.config").load_custom_operators(spec["custom_operator_paths"])
     defaults = {"text_key": spec["text_key"], "num_proc": spec["num_process"]}
     process = [{name: {**defaults, **(args or {})} for name, args in entry.items()} for entry in spec["operators"]]
     try:
-        pre_instantiation_check(process)
-    except PipelineConfigError as error:
+        preflight.pre_instantiation_check(process)
+    except preflight.PipelineConfigError as error:
         text = "; ".join(str(each) for each in error.errors)
         raise Failed(text, error.errors[0].op_name, "wrong", []) from error
-    operators, needed = [], {}
+    operators: list[Any] = []
+    needed: dict[str, str] = {}
     for entry in process if not spec["only_check"] else ():
         (name,) = entry
         try:
-            operators += load_ops([entry])
+            operators += ops.load_ops([entry])
         except Exception as error:
             package = missing_package(error)
             if package is None:
@@ -95,17 +96,15 @@ def load_operators(spec):
     return operators
 
 
-def process_rows(operators, rows, say):
-    """Run the operators over rows (dicts), one after another. Yields the lines of `out`."""
-    from data_juicer.core.data import NestedDataset  # late, as above
-
+def process_rows(operators: list[Any], rows: list[Row], say: Callable[[Row], None]) -> Iterator[Row]:
+    """Run the operators over the rows, one after another. Yields the lines of `out`."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     # All columns in each row: a dataset takes them from the first.
     table = [{**dict.fromkeys(columns), **row, ROW: number} for number, row in enumerate(rows)]
-    dataset = NestedDataset.from_list(table)
+    dataset = load("core.data").NestedDataset.from_list(table)
     before = dataset.to_list()  # as the dataset has them, which is not always as they were
     for operator in operators:
-        name, there = operator._name, set(column(dataset, ROW))
+        name, there = operator._name, numbers_of(dataset)
         try:
             dataset = dataset.process([operator], open_monitor=False)
         except Exception as error:
@@ -115,7 +114,7 @@ def process_rows(operators, rows, say):
         if ROW not in dataset.column_names:
             text = "it makes other rows of those it is given; only filters, mappers, deduplicators and selectors do not"
             raise Failed(text, name, "wrong", [])
-        say({"operator": name, "rows": len(dataset), "dropped": sorted(there - set(column(dataset, ROW)))})
+        say({"operator": name, "rows": len(dataset), "dropped": sorted(there - numbers_of(dataset))})
     for row in dataset.to_list():
         number, stats = row.pop(ROW), row.pop(STATS, None) or {}
         was = before[number]
@@ -131,20 +130,21 @@ def process_rows(operators, rows, say):
         }
 
 
-def column(dataset, name):
-    """All values of a column."""
-    return dataset.with_format(None)[name][:] if len(dataset) else []
+def numbers_of(dataset: Any) -> set[int]:
+    """Numbers of the rows that are in a dataset."""
+    return set(dataset.with_format(None)[ROW][:]) if len(dataset) else set()
 
 
-def main():
+def main() -> None:
+    """Serve whoever started this, as above."""
     source, sink = os.dup(0), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # for what libraries print, whose last lines before a kill are those one wants to see
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace")
     # Operators fork, and a fork closes sys.stdin, which a thread that reads it would hold for ever.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    lines = queue.Queue()
+    lines: queue.Queue[bytes] = queue.Queue()
 
-    def read():
+    def read() -> None:
         rest = b""
         while data := os.read(source, 1 << 16):
             *whole, rest = (rest + data).split(b"\n")
@@ -157,7 +157,7 @@ def main():
 
     threading.Thread(target=read, daemon=True).start()
 
-    def say(message):
+    def say(message: Row) -> None:
         sink.write(json.dumps(message) + "\n")
         sink.flush()
 
@@ -167,7 +167,7 @@ def main():
         while True:
             request = json.loads(lines.get())
             with open(request["rows"], encoding="utf-8") as file:
-                rows = [json.loads(line) for line in file]
+                rows: list[Row] = [json.loads(line) for line in file]
             count = 0
             with open(request["out"], "w", encoding="utf-8") as out:
                 for line in process_rows(operators, rows, say):
