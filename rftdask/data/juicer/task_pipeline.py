@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -117,7 +117,7 @@ def score_rows(stats: Sequence[Mapping[str, Any]], weights: Mapping[str, float])
     for row in stats:
         found: dict[str, float] = {}
         for name, parts in (("quality_score", QUALITY), ("difficulty_score", DIFFICULTY)):
-            values = []
+            values: list[float] = []
             for key, sign in parts.items():
                 if not _is_number(value := row.get(key)):
                     continue
@@ -133,7 +133,7 @@ def score_rows(stats: Sequence[Mapping[str, Any]], weights: Mapping[str, float])
     return scores
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
