@@ -92,7 +92,7 @@ class _AsyncLLM(Protocol):
     async def pause_generation(self, *, mode: str) -> None: ...
     async def resume_generation(self) -> None: ...
     async def sleep(self, level: int) -> None: ...
-    async def wake_up(self) -> bool | None: ...
+    async def wake_up(self, tags: list[str] | None = None) -> bool | None: ...
     async def add_lora(self, lora_request: _LoRARequest) -> bool: ...
     async def remove_lora(self, lora_id: int) -> bool: ...
     def shutdown(self) -> None: ...
@@ -195,6 +195,8 @@ class VllmEngine(Engine):
         }
         self._sleeps = device != "cpu" and VARIABLE in os.environ
         """Whether it takes turns on its GPUs with a trainer."""
+        self._lacks_cache = False
+        """Whether it has returned to its GPUs with its weights alone."""
         if self._sleeps:
             self._args["enable_sleep_mode"] = True
         if device == "cpu":
@@ -240,6 +242,7 @@ class VllmEngine(Engine):
     def serve(self, take: Take, give: Give) -> None:
         finished: SimpleQueue[Future[Generation]] = SimpleQueue()
         under_way: dict[Future[Generation], int] = {}
+        self._make_cache()
         try:
             while True:
                 # First all news, then one answer at most: what came in one look enters vLLM's batch together.
@@ -324,6 +327,8 @@ class VllmEngine(Engine):
             [output] = [output async for output in self._ask((*prompt, *response), sampling)]
             found = output.prompt_logprobs
             return tuple(found[place][token].logprob for place, token in enumerate(response, len(prompt)))
+
+        self._make_cache()
 
         async def score_all() -> list[tuple[float, ...]]:
             return list(await asyncio.gather(*(score(prompt, response) for prompt, response in pairs)))
@@ -414,8 +419,15 @@ class VllmEngine(Engine):
             self._run(self._llm.sleep(level=1), "leaving its GPU")
 
     def return_to_device(self) -> None:
+        """Weights alone: mostly newer ones are loaded first, and what that takes may lie where keys and values will."""
         if self._sleeps:
-            self._run(self._llm.wake_up(), "returning to its GPU")
+            self._run(self._llm.wake_up(tags=["weights"]), "returning to its GPU")
+            self._lacks_cache = True
+
+    def _make_cache(self) -> None:
+        if self._lacks_cache:
+            self._run(self._llm.wake_up(tags=["kv_cache"]), "making room for keys and values")
+            self._lacks_cache = False
 
     def _start(self, model_path: str) -> None:
         try:
@@ -429,6 +441,7 @@ class VllmEngine(Engine):
         # It is written once, by the first that fails; what is left of an earlier start
         # would be told as the cause of this.
         self._cause_file.unlink(missing_ok=True)
+        self._lacks_cache = False
         given = {"model": model_path, **self._args}
         if self._nodes is not None:
             given = self._nodes.begin(given, on_cpu=self._on_cpu)

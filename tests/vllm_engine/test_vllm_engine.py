@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -66,8 +67,7 @@ def test_vllm_has_what_a_shared_gpu_takes() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     inspect.signature(AsyncLLM.sleep).bind(None, level=1)
-    inspect.signature(AsyncLLM.wake_up).bind(None)
-    assert inspect.signature(AsyncLLM.wake_up).parameters["tags"].default is None  # all of them
+    inspect.signature(AsyncLLM.wake_up).bind(None, tags=["weights"])
     assert "enable_sleep_mode" in {field.name for field in dataclasses.fields(AsyncEngineArgs)}
 
 
@@ -328,6 +328,35 @@ def test_loaded_weights_are_proven_and_no_cached_prefix_outlives_them(
         assert (answer.tokens, answer.min_policy_version) == (expected.tokens, 10 + version)
         assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert engine._llm is served_by, "loaded in place, tied embeddings and all, not started again"
+
+
+def test_who_returns_to_its_gpu_has_room_for_a_cache_once_its_new_weights_are_there(
+    folders: dict[int, Path], engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def noted(name: str) -> None:
+        usual = getattr(type(engine._llm), name)
+
+        async def call(llm: Any, *given: Any, **named: Any) -> Any:
+            calls.append(f"{name} {named}" if name == "wake_up" else name)
+            # On a CPU nothing sleeps.
+            return None if name in ("sleep", "wake_up") else await usual(llm, *given, **named)
+
+        monkeypatch.setattr(type(engine._llm), name, call)
+
+    for name in ("sleep", "wake_up", "collective_rpc"):
+        noted(name)
+    monkeypatch.setattr(engine, "_sleeps", True)
+    weights, cache = ("wake_up {'tags': ['" + tag + "']}" for tag in ("weights", "kv_cache"))
+    for _ in range(2):
+        calls.clear()
+        engine.leave_device()
+        engine.return_to_device()
+        engine.load_weights(0, weights_of(folders[0]))
+        engine.generate([GenerateRequest((3, 4), SamplingParams(max_tokens=1), 0)])
+        engine.logprobs([((3,), (4,))])
+        assert calls == ["sleep", weights, "collective_rpc", cache]
 
 
 def test_a_response_under_way_goes_on_with_new_weights(
