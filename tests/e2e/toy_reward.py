@@ -16,3 +16,8 @@ async def two_turns(task: Task, model: PolicyModel) -> float:
     messages += [{"role": "assistant", "content": first.text}, {"role": "tool", "content": " so: "}]
     second = await model.chat(messages)
     return varied_reward(first.text + second.text, task.truth, task)
+
+
+def even_reward(response: str, truth: str, task: Task) -> float:
+    """1 for an even digit at the beginning: some answers have one and some have not, whatever the policy knows."""
+    return float(response[:1] in {"0", "2", "4", "6", "8"})

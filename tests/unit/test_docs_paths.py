@@ -116,7 +116,23 @@ def test_every_command_that_a_page_shows_is_one(page: Path) -> None:
             # Up to a pipe, or to what is said of it in a column beside it.
             command = re.split(r"\s[|>&]|\s{3,}", shown)[0] if '"' not in shown else shown
             if "[" not in command.partition("  #")[0]:  # [KEY=VALUE] is how a usage is written
-                parse(COMMAND, shlex.split(command, comments=True))
+                parse(COMMAND, shlex.split(_filled(command), comments=True))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_within_a_sentence_is_one(page: Path) -> None:
+    """Its name and its options; a sentence need not give its arguments."""
+    for span in _CODE.findall(_EXAMPLE.sub("", page.read_text())):
+        if span.startswith("rftdask ") and not {"[", "|", "--help", "--install-completion"} & set(span.split()):
+            try:
+                parse(COMMAND, shlex.split(_filled(span))[1:])
+            except Exception as error:
+                assert re.search("Missing|requires an argument", str(error)), (span, error)
+
+
+def _filled(command: str) -> str:
+    """With a number where the reader puts one in."""
+    return re.sub(r"\bSTEP\b", "7", command)
 
 
 def parse(command: Any, words: list[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import json
+import re
 import ssl
 import urllib.error
 import urllib.request
@@ -42,6 +43,7 @@ from tests.integration.run_cases import (
 pytestmark = pytest.mark.slow
 TOKEN = "a-token"
 ENV = {"RFTDASK_SERVE_TOKEN": TOKEN}
+PAGE = (Path(__file__).parents[3] / "docs/serve.md").read_text()
 
 
 class Served:
@@ -128,6 +130,18 @@ def test_newer_weights_are_served_and_each_turn_knows_its_own(tmp_path: Path) ->
         assert served.post("/sessions/s/v1/chat/completions", model="p", messages=messages)[0] == 200
         status, told = served.post("/feedback", session_id="s", reward=1)
         assert (status, told["policy_versions"]) == (200, [0, 3])
+        use_as_the_page_shows(served)
+
+
+def use_as_the_page_shows(served: Served) -> None:
+    """The Python of docs/serve.md, by an agent whose work is to ask once; a reward that is not taken raises."""
+    [shown] = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    ask = "agent.chat.completions.create(model='policy', messages=[{'role': 'user', 'content': 'hi'}])"
+    assert "http://127.0.0.1:8000" in shown and "\n...  # " in shown
+    names: dict[str, Any] = {"key": TOKEN}
+    exec(shown.replace("http://127.0.0.1:8000", served.url).replace("\n...  # ", f"\n{ask}  # "), names)
+    for client in (names["http"], names["agent"]):
+        client.close()
 
 
 def test_a_run_that_was_moved_is_served_where_it_is(tmp_path: Path) -> None:

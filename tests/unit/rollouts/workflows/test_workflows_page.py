@@ -41,7 +41,7 @@ def test_the_page_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_configuration_on_the_page_is_valid() -> None:
-    [text] = [text for kind, _, text in BLOCKS if kind == "yaml"]
+    text = next(text for kind, _, text in BLOCKS if kind == "yaml")
     tree = {"model": {"model_path": "tiny", "max_model_len": 64}, **yaml.safe_load(text)}
     [taskset] = load_config(tree).buffer.explorer_input.train_tasksets
     assert taskset.default_workflow_type == "my_workflows.short_answer"
