@@ -1,9 +1,9 @@
-"""Promise of the pages: what they show works. Each statement of each page (a command, or a block of Python, YAML, JSON or
-SQL) is run here, in the order of its page, in a folder with a small run that has ended; the lines of a text block below
-a command are among what it printed, whatever their numbers ("..." stands for anything). Or it is in ELSEWHERE, with the
-test that runs it, or with the reason why nothing here can. One that is neither fails, because it is run.
+"""Promise of the pages: what they show works. Each statement of each page (a command, or a block of Python, YAML, JSON
+or SQL) is run here, in the order of its page, in a folder with a small run that has ended; the lines of a text block
+below a command are among what it printed, whatever their numbers ("..." stands for anything). Or it is in ELSEWHERE,
+with the test that runs it, or with the reason why nothing here can. One that is neither fails, because it is run.
 
-A word in capitals is what the reader puts in: STANDS_FOR has it. A block with file=NAME is that file.
+A word in capitals is what the reader puts in: WORDS has it. A block with file=NAME is that file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from tests.e2e.guides.test_tutorials import WALKS
 from tests.integration.run_cases import call_cli, finish
 from tests.unit.compat.test_imported_files import GRPO as TRL
 
-ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.guides
+
+ROOT = Path(__file__).parents[2]
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
 DEADLINE_S = 120
 
@@ -200,9 +202,7 @@ def test_the_table_names_what_is_there() -> None:
 
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What a reader of any page has: the checkout's configurations, a toy, the quickstart's run with few steps under the
-    names that pages give it, and files of the reader's own.
-    """
+    """What a reader of any page has: the configurations, a toy, the quickstart's run with few steps, and own files."""
     folder = tmp_path_factory.mktemp("ready")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -238,9 +238,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 # PyTorch's, of a reader that is one process.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("page", [page for page in PAGES if is_run_here(page)])
-def test_a_page_works_as_it_is_written(
-    page: str, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_works_as_it_is_written(page: str, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = shutil.copytree(ready, tmp_path / "here")
     monkeypatch.chdir(here)
     monkeypatch.syspath_prepend(here)
