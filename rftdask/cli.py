@@ -640,8 +640,17 @@ def convert(
     merge_lora: Annotated[
         bool, typer.Option("--merge-lora/--adapter", help="LoRA: a whole model, or the adapter in PEFT's layout")
     ] = True,
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf, the only one; of gguf it says the way")] = "hf",
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, without a network."""
+    if to == "gguf":
+        raise UserError(
+            f"--to gguf: its converter is a script of llama.cpp, and in no package of theirs (gguf on PyPI only writes "
+            f"the file). Convert without --to, then with that script: "
+            f"python llama.cpp/convert_hf_to_gguf.py {out} --outfile {out}.gguf"
+        )
+    if to != "hf":
+        raise UserError(f"--to {to}: a checkpoint becomes hf, a Hugging Face folder")
     # Late: it imports torch and transformers.
     from rftdask.commands.convert import convert as convert_checkpoint
 

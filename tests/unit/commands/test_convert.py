@@ -5,6 +5,7 @@ of the model itself, tied or not, LoRA merged or alone; and half a folder never 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from rftdask.run.run_folder import open_run
 from rftdask.storage import open_storage
 from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints
 from rftdask.trainer.engines.torch_engine import TorchEngine
+from tests.integration.run_cases import call_cli
 from tests.numerics import assert_close
 from tests.unit.trainer.engines.test_torch_engine import SIZES, rollouts
 from tests.unit.trainer.test_lora import trainer
@@ -201,6 +203,19 @@ def test_the_command_says_what_it_wrote_and_refuses_what_it_cannot(small: str, t
             convert(run, **call)
     assert not (tmp_path / "new").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [("gguf", r"python llama\.cpp/convert_hf_to_gguf\.py out --outfile out\.gguf"), ("onnx", "hf, a Hugging")],
+)
+def test_a_format_that_is_not_written_is_refused_with_the_way_to_it(
+    form: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = call_cli("convert", "run", "out", "--to", form)
+    assert ended.code == 2 and re.search(told, ended.err), ended
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_without_a_checkpoint_is_told_so(small: str, tmp_path: Path) -> None:
