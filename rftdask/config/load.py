@@ -76,6 +76,7 @@ def load_config(
     cleaned = checker.clean(tree)
     draft = checker.validate(cleaned)
     if "stages" not in unreadable and draft.stages:
+        checker.warnings.extend(_hidden_by_stages(overrides, draft))
         config = _with_stages(draft, cleaned, checker)
     else:
         config = _complete(cleaned, checker, unreadable)
@@ -157,6 +158,20 @@ def _with_stages(draft: Config, cleaned: dict[str, Any], checker: Checker) -> Co
     config._unfilled = plain(draft)
     config._warnings = _lines(checker.warnings)
     return config
+
+
+def _hidden_by_stages(overrides: Sequence[str], draft: Config) -> list[Problem]:
+    """The overrides that change nothing, since every stage says the same key itself."""
+    own = [dict(leaves({key: plain(getattr(stage, key)) for key in _STAGE_KEYS})) for stage in draft.stages]
+    paths = [override.partition("=")[0] for override in overrides]
+    return [
+        (
+            path,
+            f"changes nothing: every stage says its own; set stages[{len(own) - 1}].{path}, or that of another stage",
+        )
+        for path in paths
+        if all(path in keys for keys in own)
+    ]
 
 
 def _changes(written: Mapping[str, Any], read: Mapping[str, Any]) -> tuple[str, ...]:

@@ -157,6 +157,11 @@ def test_what_a_page_shows_of_a_configuration_keeps_to_the_schema(page: Path) ->
             SCHEMA.validate(tree)
 
 
+def test_the_readme_counts_the_recipes() -> None:
+    [told] = re.findall(r"\[examples/recipes\]\(examples/recipes\): (\d+) complete", (ROOT / "README.md").read_text())
+    assert int(told) == len(list((ROOT / "examples" / "recipes").glob("*.yaml")))
+
+
 def test_a_file_that_is_not_there_is_seen() -> None:
     text = "see `rftdask/no_such_module.py`, `cli.py`, `trainer/trainer.py` and `my.yaml`\n```\n`gone/x.py`\n```\n"
     assert named_paths(text) == ["rftdask/no_such_module.py", "cli.py", "trainer/trainer.py"]

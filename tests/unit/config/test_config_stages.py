@@ -3,6 +3,7 @@
 - A stage is a whole Config and inherits exactly what it does not set, field by field.
 - What is computed from other keys is computed for each stage anew.
 - A mistake in a stage names the stage; one outside is told once.
+- An override that no stage takes is a warning that names the override to type.
 """
 
 from config_cases import config, grpo, problems
@@ -134,3 +135,17 @@ def test_mode_colocate_is_both_with_turns_in_the_file_and_in_a_stage() -> None:
     warmup, rl = config(staged(), "stages[1].mode=colocate").stage_configs()
     assert (warmup.mode, warmup.cluster.colocate) == ("train", None)
     assert (rl.mode, rl.cluster.colocate) == ("both", True)
+
+
+def test_an_override_that_every_stage_hides_is_told_with_what_to_type() -> None:
+    stages = [
+        {**STAGES[0], "trainer": {"total_steps": 3}},
+        {"stage_name": "rl", "trainer": {"total_steps": 5, "save_interval": 5}},
+    ]
+    tree = grpo(name="two", stages=stages)
+    assert config(tree, "trainer.total_steps=9").warnings == (
+        "trainer.total_steps: changes nothing: every stage says its own; set stages[1].trainer.total_steps, or that of "
+        "another stage",
+    )
+    for has_an_effect in ("trainer.save_interval=9", "stages[1].trainer.total_steps=9", "seed=9"):
+        assert config(tree, has_an_effect).warnings == ()

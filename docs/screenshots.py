@@ -1,0 +1,120 @@
+"""Takes all pictures of docs/images anew: runs what they show, opens the studio in a headless Chromium, and looks.
+
+    python -m docs.screenshots /scratch/demo
+
+The folder, whose path is seen on the pages, keeps the runs: the same command goes on with what is there, and takes the
+pictures of that again. Five runs of a toy on two cores are some minutes. Look at what it took before you commit it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlencode
+
+import yaml
+
+from rftdask import Experiment
+from tests.e2e.guides.browser import LAPTOP, PHONE, Chromium
+from tests.e2e.guides.test_studio import studio
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+LONG = (LAPTOP[0], 1800)
+MOST_BYTES = 300_000
+RUN, LOOKS = "rftdask/quickstart", "recipes/images"
+DRAWN = "document.body.dataset.drawn > 5"
+
+
+def make_runs() -> None:
+    """The quickstart, GRPO on its warm-up with two learning rates and two seeds each, and the recipe with images."""
+    run(sys.executable, str(ROOT / "examples" / "quickstart.py"))
+    tree = yaml.safe_load((ROOT / "config" / "quickstart.yaml").read_text())
+    grpo = {key: value for key, value in tree["stages"][1].items() if key != "stage_name"}
+    tree = {key: value for key, value in tree.items() if key != "stages"} | grpo
+    tree["model"]["model_path"] = f"runs/{RUN}/warmup/global_step_320/actor/huggingface"
+    Path("grpo.yaml").write_text(yaml.safe_dump(tree))
+    for rate in ("1e-4", "4e-4"):
+        for seed in (1, 2):
+            cli("run", "grpo.yaml", f"name=lr-{rate}-seed-{seed}", f"algorithm.optimizer.lr={rate}", f"seed={seed}")
+    if not Path("images.yaml").exists():
+        cli("examples", "copy", "images")
+        run(sys.executable, "images.py")
+    cli("run", "images.yaml")
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT), "RFTDASK_RUNS": "runs"}, check=True)
+
+
+def cli(*words: str) -> None:
+    run(sys.executable, "-m", "rftdask", *words)
+
+
+def place(name: str) -> dict[str, str]:
+    """Where an experience of the last step of a run is, as its page asks for it."""
+    rows = Experiment.open(f"runs/{name}/grpo").experiences()
+    row = rows[rows["explore_step"] == rows["explore_step"].max()].iloc[0]
+    return {"stage": "grpo", "shard": row["shard"], "row": str(row["row"]), "task_index": str(row["task_index"])}
+
+
+def take(browser: Chromium, root: str) -> None:
+    """Every picture: its name, the page with what it is asked, and of what size and look."""
+    last, look = place(RUN), place(LOOKS)
+    of_run = {"run": RUN}
+    seeds = [("run", f"rftdask/lr-{rate}-seed-{seed}") for rate in ("1e-4", "4e-4") for seed in (1, 2)]
+    task = {**of_run, "evals": "no", "stage": "grpo", "taskset": "taskset_0", "task_index": last["task_index"]}
+    query = "select explore_step, avg(reward) as reward, count(*) as n from experiences group by 1 order by 1"
+    for picture, page, asked, size, dark in (
+        ("runs", "", {}, LAPTOP, False),
+        ("run", "run", of_run, LONG, False),
+        ("compare", "compare", seeds, LONG, False),
+        ("samples", "samples", of_run, LAPTOP, False),
+        ("task", "task", task, LAPTOP, False),
+        ("distributions", "distributions", of_run, LONG, False),
+        ("experiences", "experiences", of_run, LAPTOP, False),
+        ("experience", "experience", {**of_run, **last}, LAPTOP, False),
+        ("image", "experience", {"run": LOOKS, **look}, LAPTOP, False),
+        ("sql", "sql", {**of_run, "q": query}, LAPTOP, False),
+        ("cluster", "cluster", of_run, LAPTOP, False),
+        ("logs", "logs", of_run, LAPTOP, False),
+        ("about", "about", of_run, LONG, False),
+        ("configure", "configure", of_run, LAPTOP, False),
+        ("groups", "groups", {**of_run, "evals": "no"}, PHONE, False),
+        ("samples-phone", "samples", of_run, PHONE, True),
+        ("configure-phone", "configure", of_run, PHONE, False),
+        ("report", "", {}, LONG, False),
+    ):
+        browser.resize(*size, dark=dark)
+        report = Path("runs", RUN, "report.html").absolute().as_uri()
+        browser.open(report if picture == "report" else f"{root}/{page}?{urlencode(asked)}")
+        if picture == "sql":  # what comes by a link is not run
+            browser.evaluate("document.querySelector('form button').click()")
+            browser.wait_for("document.querySelector('td')")
+        if picture in ("run", "compare", "report"):
+            browser.wait_for(DRAWN)
+        if page == "configure":
+            browser.wait_for("document.body.dataset.looked > 0")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= size[0], f"{picture} is too wide"
+        path = IMAGES / f"studio-{picture}.png"
+        browser.screenshot(path)
+        assert path.stat().st_size < MOST_BYTES, path
+    assert browser.errors == [], browser.errors
+
+
+def main(folder: str) -> None:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    make_runs()
+    with studio(Path("runs")) as url, Chromium() as browser:
+        browser.open(url)  # with its token, which becomes a cookie
+        take(browser, url.partition("/?")[0])
+    known = {path.name for path in IMAGES.iterdir()}
+    shown = {word for word in known if any(word in page.read_text() for page in (ROOT / "docs").glob("*.md"))}
+    print(f"{len(known)} pictures in {IMAGES}; shown nowhere: {', '.join(sorted(known - shown)) or 'none'}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
