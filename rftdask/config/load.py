@@ -164,14 +164,8 @@ def _hidden_by_stages(overrides: Sequence[str], draft: Config) -> list[Problem]:
     """The overrides that change nothing, since every stage says the same key itself."""
     own = [dict(leaves({key: plain(getattr(stage, key)) for key in _STAGE_KEYS})) for stage in draft.stages]
     paths = [override.partition("=")[0] for override in overrides]
-    return [
-        (
-            path,
-            f"changes nothing: every stage says its own; set stages[{len(own) - 1}].{path}, or that of another stage",
-        )
-        for path in paths
-        if all(path in keys for keys in own)
-    ]
+    told = f"changes nothing: every stage says its own; set stages[{len(own) - 1}].{{}}, or that of another stage"
+    return [(path, told.format(path)) for path in paths if all(path in keys for keys in own)]
 
 
 def _changes(written: Mapping[str, Any], read: Mapping[str, Any]) -> tuple[str, ...]:

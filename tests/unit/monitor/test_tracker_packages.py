@@ -5,8 +5,11 @@ answers, is in theirs; a run that is continued continues there.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,7 +108,12 @@ def test_trackio_is_one_run_with_curves_and_tables(
         if hasattr(module, "TRACKIO_DIR"):
             monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
     feed_twice("trackio", storage, tmp_path, clock)
-    [database] = (tmp_path / "trackio").glob("my-project*.db")
+    look_at_trackio(tmp_path / "trackio")
+
+
+def look_at_trackio(folder: Path) -> None:
+    """The one run in a folder of trackio's, with its curves and tables."""
+    [database] = folder.glob("my-project*.db")
     with sqlite3.connect(database) as connection:
         rows = connection.execute("select run_name, step, metrics from metrics").fetchall()
     logged = [(name, step, json.loads(metrics)) for name, step, metrics in rows]
@@ -114,3 +122,27 @@ def test_trackio_is_one_run_with_curves_and_tables(
     assert sorted(losses) == [(1, 1.0), (2, 0.5)]
     tables = [json.dumps(metrics) for _, _, metrics in logged if "rollouts" in metrics]
     assert len(tables) == 2 and re.search("trackio.table", tables[0])
+
+
+SERVER = """
+import sys, trackio
+*_, url = trackio.show(open_browser=False, block_thread=False, host="127.0.0.1")
+print("serves", url, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_server_of_trackio_gets_the_same_over_the_network(
+    storage: Storage, tmp_path: Path, clock: Callable[[], float]
+) -> None:
+    env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "server")}
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        try:
+            url = next(line.split()[1] for line in server.stdout if line.startswith("serves "))
+            feed_twice("trackio", storage, tmp_path, clock, server_url=url)
+        finally:
+            server.kill()
+    look_at_trackio(tmp_path / "server")
