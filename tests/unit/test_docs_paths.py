@@ -162,6 +162,11 @@ def test_the_readme_counts_the_recipes() -> None:
     assert int(told) == len(list((ROOT / "examples" / "recipes").glob("*.yaml")))
 
 
+def test_the_design_lists_every_folder_of_the_package() -> None:
+    listed = re.findall(r"^  (\w+)/ ", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.parent.name for path in (ROOT / "rftdask").glob("*/__init__.py"))
+
+
 def test_a_file_that_is_not_there_is_seen() -> None:
     text = "see `rftdask/no_such_module.py`, `cli.py`, `trainer/trainer.py` and `my.yaml`\n```\n`gone/x.py`\n```\n"
     assert named_paths(text) == ["rftdask/no_such_module.py", "cli.py", "trainer/trainer.py"]
