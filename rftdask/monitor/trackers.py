@@ -191,6 +191,8 @@ class MlflowTracker(Tracker):
     monitor_type: ClassVar[str] = "mlflow"
 
     def __init__(self, run: TrackedRun, tracking_uri: str | None = None, tags: Mapping[str, str] | None = None) -> None:
+        # It reports its use to its makers, and where it cannot, each of its calls waits for that.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         with _extra("mlflow"):
             import mlflow  # late: an optional package
             from mlflow.entities import Metric

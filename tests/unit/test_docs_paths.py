@@ -157,6 +157,11 @@ def test_what_a_page_shows_of_a_configuration_keeps_to_the_schema(page: Path) ->
             SCHEMA.validate(tree)
 
 
+def test_every_picture_is_shown_on_a_page() -> None:
+    shown = {Path(target).name for page in PAGES for target, _ in _LINK.findall(page.read_text())}
+    assert {path.name for path in (ROOT / "docs" / "images").iterdir()} - shown == set()
+
+
 def test_the_readme_counts_the_recipes() -> None:
     [told] = re.findall(r"\[examples/recipes\]\(examples/recipes\): (\d+) complete", (ROOT / "README.md").read_text())
     assert int(told) == len(list((ROOT / "examples" / "recipes").glob("*.yaml")))

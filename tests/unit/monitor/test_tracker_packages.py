@@ -7,10 +7,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import socket
 import sqlite3
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,10 @@ pytestmark = [
     # Of the packages, about themselves.
     pytest.mark.filterwarnings("ignore"),
 ]
+
+
+DEADLINE_S = 120.0
+"""Of a server, until it answers."""
 
 
 @pytest.fixture(autouse=True)
@@ -77,18 +86,47 @@ def test_wandb_offline_is_one_run_with_a_table(storage: Storage, tmp_path: Path,
 def test_mlflow_is_one_run_with_a_table_of_each_step(
     storage: Storage, tmp_path: Path, clock: Callable[[], float]
 ) -> None:
+    feed_twice("mlflow", storage, tmp_path, clock)
+    look_at_mlflow((tmp_path / "mlflow").as_uri(), tmp_path / "mlflow")
+
+
+def look_at_mlflow(uri: str, files: Path) -> None:
+    """The one run that a server or a folder of MLflow's has; below `files` are its tables."""
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true", "nothing is told to anybody else"
     import mlflow
 
-    feed_twice("mlflow", storage, tmp_path, clock)
-    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlflow").as_uri())
+    client = mlflow.MlflowClient(tracking_uri=uri)
     [experiment] = [found for found in client.search_experiments() if found.name == "my project"]
     [run] = client.search_runs([experiment.experiment_id])
     losses = client.get_metric_history(run.info.run_id, "trainer/loss")
     assert sorted((each.step, each.value) for each in losses) == [(1, 1.0), (2, 0.5)]
     tables = [file.path for file in client.list_artifacts(run.info.run_id, "rollouts")]
     assert tables == ["rollouts/00000001.json", "rollouts/00000002.json"]
-    [table] = (tmp_path / "mlflow").rglob("00000002.json")
+    [table] = files.rglob("00000002.json")
     assert json.loads(table.read_text())["data"][1] == [2, *("sums/0/1", 1, "1+1=", "step 2, <b>|\n1", "2", 1.0, "ok")]
+
+
+def test_a_server_of_mlflow_gets_the_same_over_the_network(
+    storage: Storage, tmp_path: Path, clock: Callable[[], float]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
+    command += ["--backend-store-uri", f"sqlite:///{tmp_path}/db", "--artifacts-destination", str(tmp_path / "files")]
+    # Its jobs are evaluations of MLflow's own, in two more processes.
+    env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    with subprocess.Popen([*command, "--workers", "1"], env=env, start_new_session=True) as server:
+        try:
+            for _ in range(int(DEADLINE_S / 0.2)):
+                with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                    break
+                assert server.poll() is None
+                time.sleep(0.2)
+            feed_twice("mlflow", storage, tmp_path / "run", clock, tracking_uri=url)
+            look_at_mlflow(url, tmp_path / "files")
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
 
 
 def test_swanlab_offline_has_curves_and_tables(storage: Storage, tmp_path: Path, clock: Callable[[], float]) -> None:
