@@ -2,8 +2,8 @@
 
     python -m docs.screenshots /scratch/demo
 
-The folder, whose path is seen on the pages, keeps the runs: one that has its report is not made again. Six runs of a toy
-on two cores are some minutes. Look at what it took before you commit it.
+The folder, whose path is seen on the pages, keeps the runs: one that has its report is not made again. Six runs of a
+toy on two cores are some minutes. Look at what it took before you commit it.
 """
 
 from __future__ import annotations
