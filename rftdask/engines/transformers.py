@@ -30,6 +30,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicLayer
+from transformers.utils.logging import disable_progress_bar
 
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
@@ -96,6 +97,7 @@ class TransformersEngine(Engine):
         self.device = torch.device(device)
         self.max_batch_tokens = self.cache_tokens = max_batch_tokens
         source = local_model(model_path)
+        disable_progress_bar()  # nobody looks at the log of an engine, and a bar has a thread and a process of its own
         try:
             loaded = model_class(source, trust_remote_code=trust_remote_code).from_pretrained(
                 source,

@@ -29,6 +29,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.utils import logging
 
 from rftdask.errors import DataError
 from rftdask.models.hub import local_model
@@ -84,6 +85,7 @@ def load_policy(
                 "Give a folder written by save_pretrained of both the model and the tokenizer"
             )
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": offline or folder.is_dir()}
+    logging.disable_progress_bar()  # nobody looks at the log of a rank, and a bar has a thread and a process of its own
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
         options |= {"dtype": getattr(torch, dtype), "output_loading_info": True}

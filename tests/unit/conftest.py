@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 
 from rftdask.storage.local import LocalStorage
+from tests.unit.storage.s3_proxy import start_moto
 
 
 @pytest.fixture(scope="module")
 def s3_endpoint() -> Iterator[str]:
     """URL of the server, which the environment already names to S3 clients; it has the bucket `bucket`."""
-    from moto.server import ThreadedMotoServer
-
     with pytest.MonkeyPatch.context() as patch:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             patch.setenv(name, "dummy")
@@ -28,8 +27,7 @@ def s3_endpoint() -> Iterator[str]:
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         patch.delenv("AWS_SESSION_TOKEN", raising=False)
         patch.delenv("AWS_PROFILE", raising=False)
-        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        server.start()
+        server = start_moto()
         endpoint = "http://{}:{}".format(*server.get_host_and_port())
         patch.setenv("AWS_ENDPOINT_URL", endpoint)
         import s3fs

@@ -6,6 +6,7 @@ runs of many processes reach it, and nothing inside the storage is replaced. Whe
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import os
@@ -20,6 +21,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>played by the proxy</Message></Error>"
 PLAYED = {"refused": (503, "ServiceUnavailable"), "conflict": (409, "ConditionalRequestConflict")}
@@ -129,13 +131,28 @@ class Dice:
         return word or "pass"
 
 
-def serve(every: float, seed: int) -> None:
-    """moto and the proxy, until stdin closes."""
+def start_moto() -> Any:
+    """A moto server on a free port. It looks whether an object is there and then makes it, each request in a thread of
+    its own; S3 does both at once, so here objects are made one after another."""
+    from moto.s3.responses import S3Response  # late: who only plays faults needs no server
     from moto.server import ThreadedMotoServer
 
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    moto.start()
-    endpoint = "http://{}:{}".format(*moto.get_host_and_port())
+    usual, lock = getattr(S3Response.put_object, "__wrapped__", S3Response.put_object), threading.Lock()
+
+    @functools.wraps(usual)
+    def put_object(response: Any) -> Any:
+        with lock:
+            return usual(response)
+
+    S3Response.put_object = put_object
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    return server
+
+
+def serve(every: float, seed: int) -> None:
+    """moto and the proxy, until stdin closes."""
+    endpoint = "http://{}:{}".format(*start_moto().get_host_and_port())
     dice = Dice(every, seed)
     proxy = FaultyS3(endpoint, dice.choose)
     bucket = http.client.HTTPConnection(proxy.upstream, timeout=30)
