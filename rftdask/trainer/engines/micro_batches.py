@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rftdask.algorithm.advantages.base import AdvantageInputs
+from rftdask.algorithm.algorithm import Algorithm
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.source import random_order
 from rftdask.data.images import ImageProcessor
@@ -166,6 +169,45 @@ class BatchRows:
             step=step,
             uids=batch.uids,
         )
+
+    def advantages(
+        self, algorithm: Algorithm, scores: Mapping[str, Tensor], step: int, kl_coef: float
+    ) -> tuple[Callable[[np.ndarray], Tensor], Tensor | None, dict[str, float]]:
+        """Advantages of some rows, [B, T], or [B, 1] where a row has one number; [Q] targets of a critic, and metrics.
+        Takes tokens that the advantage function takes out of the loss out of these rows.
+
+        scores: [Q] of what models say of the rows, by the names that `AdvantageInputs` has for it.
+        """
+        # Of the whole batch on every rank, so that groups are whole, and on the CPU, so that all ranks agree. Side by
+        # side only where the function looks at tokens.
+        function = algorithm.advantage_fn
+        with_tokens = algorithm.kl_penalty_fn.is_active or (
+            function is not None and (function.token_level or any(name.endswith("_NT") for name in function.needs))
+        )
+        # The same tokens in the same order, cut into turns or into rows.
+        seen = self.by_turns() if function is not None and function.compares_turns else self
+        more_inputs: dict[str, Any] = {name: seen.padded(v) for name, v in scores.items() if with_tokens}
+        given = replace(seen.advantage_inputs(step, with_tokens=with_tokens), **more_inputs)
+        result = algorithm.compute_advantages(given, kl_coef=kl_coef)
+        # Before the weights of the tokens are made: a token that was taken out is in no denominator.
+        if result.keep_NT is not None:
+            self.loss_mask_Q &= seen.packed(result.keep_NT)
+        if result.advantages_NT is None and seen is self:
+            advantages_N1 = result.advantages_N.to(self._device)[:, None]
+
+            def advantages(members: np.ndarray) -> Tensor:
+                # [B, 1], which spreads over the tokens of a row by itself.
+                return advantages_N1[torch.from_numpy(members).to(self._device)]
+
+        else:
+            per_token_Q = (
+                seen.of_tokens(result.advantages_N.to(self._device))
+                if result.advantages_NT is None
+                else seen.packed(result.advantages_NT)
+            )
+            advantages = partial(self.part, per_token_Q)
+        returns_Q = None if result.returns_NT is None else seen.packed(result.returns_NT)
+        return advantages, returns_Q, {name: float(value) for name, value in result.metrics.items()}
 
 
 def _tensor(values: np.ndarray) -> Tensor:

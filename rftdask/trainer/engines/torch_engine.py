@@ -25,7 +25,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rftdask.algorithm.algorithm import Algorithm
-from rftdask.algorithm.kl import MAX_LOG_RATIO
 from rftdask.algorithm.losses.base import LossInputs
 from rftdask.buffer.batches.batch import TrainingBatch, mismatched
 from rftdask.buffer.lineage import parent_storage, read_parent
@@ -55,6 +54,7 @@ from rftdask.trainer.engines.critic import Critic
 from rftdask.trainer.engines.micro_batches import BatchRows, Passes, mini_batches, plan_passes
 from rftdask.trainer.engines.optimizer import ModelOptimizer
 from rftdask.trainer.engines.router_loss import RouterLoss
+from rftdask.trainer.engines.step_metrics import finish_means, mismatch, next_kl_coefs, over_updates
 from rftdask.trainer.engines.strategies.base import Strategy, distinct_state, layers_of
 from rftdask.trainer.engines.strategies.ddp import DDP
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
@@ -81,9 +81,6 @@ from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_FOLD
 
 _OPTIMIZER = "actor/optim.safetensors"
 _COEFS = "actor/kl_coefs.safetensors"
-_MEANS = {"mismatch_kl": "mismatch_tokens", "router_agreement": "routed_choices"}
-"""Metrics that are means over a number of their own: both are sums over all passes and ranks first."""
-
 Scores = tuple[Tensor, Tensor | None]
 """[B, T] logprobs, and what else was asked for; as of `token_logprobs`."""
 
@@ -164,9 +161,6 @@ class TorchEngine(TrainEngine):
         self._algorithm = algorithm.without_drops()
         advantage = self._algorithm.advantage_fn
         self._needs = () if advantage is None else advantage.needs
-        self._reads_tokens = algorithm.kl_penalty_fn.is_active or (
-            advantage is not None and (advantage.token_level or any(name.endswith("_NT") for name in self._needs))
-        )
         # A pair (chosen, rejected) is one term of the loss: both rows must be in the same pass.
         self._unit = 2 if algorithm.schema == "dpo" else 1  # rows that are never parted
         self._device = torch.device(device)
@@ -286,7 +280,7 @@ class TorchEngine(TrainEngine):
             advantages: Callable[[np.ndarray], Tensor] | None = None
             returns_Q: Tensor | None = None
             if algorithm.advantage_fn is not None:
-                advantages, returns_Q, metrics = self._advantages(rows, scores, step)
+                advantages, returns_Q, metrics = rows.advantages(algorithm, scores, step, float(self._kl_coefs[1]))
             for number, members in self._mini_batches(batch, step):
                 # One mini-batch is the whole batch: its passes are planned already.
                 passes = whole if len(members) == len(batch) else self._plan(batch, members)
@@ -319,7 +313,7 @@ class TorchEngine(TrainEngine):
                             loss.backward()
                             # Before the first update alone: after it the weights differ from what sampled by more.
                             if algorithm.schema == "experience" and not updates:
-                                more |= _mismatch(inputs)
+                                more |= mismatch(inputs)
                             # Tensors still: a float of each would wait for the device in every pass.
                             for name, value in more.items():
                                 sums[name] = sums[name] + value if name in sums else value
@@ -331,8 +325,7 @@ class TorchEngine(TrainEngine):
                     # Sums over passes and ranks: every loss weighs its tokens by the whole mini-batch, so sums are its
                     # means.
                     of_update = passes.add_metrics({name: float(value) for name, value in sums.items()})
-                    for name in _MEANS.keys() & of_update.keys():
-                        of_update[name] /= max(of_update.pop(_MEANS[name]), 1.0)
+                    finish_means(of_update)
                     of_update |= self._optimizer.step(number, step)
                 if self._critic is not None:
                     assert returns_Q is not None
@@ -341,16 +334,9 @@ class TorchEngine(TrainEngine):
                         rows, passes, mask_Q, scores["values_NT"], returns_Q, update=number, step=step
                     )
                 updates.append(of_update)
-        metrics |= _over_updates(updates)
-        if "kl" in metrics:
-            # For the step after this one, from numbers that are the same on all ranks.
-            # The loss term is weighed by tokens; divided by their weights it is a mean
-            # KL, which the controller aims at.
-            measured = metrics["kl"] / max(metrics["weight_sum"], 1e-12)
-            self._kl_coefs[0] = algorithm.kl_loss_fn.next_coef(float(self._kl_coefs[0]), measured, len(batch))
-        if "kl_penalty" in metrics:
-            measured = metrics["kl_penalty"]
-            self._kl_coefs[1] = algorithm.kl_penalty_fn.next_coef(float(self._kl_coefs[1]), measured, len(batch))
+        metrics |= over_updates(updates)
+        # For the step after this one, from numbers that are the same on all ranks.
+        self._kl_coefs[:] = torch.tensor(next_kl_coefs(algorithm, self._kl_coefs.tolist(), metrics, len(batch)))
         return metrics
 
     @torch.no_grad()
@@ -441,42 +427,6 @@ class TorchEngine(TrainEngine):
             for model in (self._policy, self._reference)
         )
         return max(0.0, float(rows.padded((policy_Q - ref_Q) * rows.loss_mask_Q).sum(-1).mean()))
-
-    def _advantages(
-        self, rows: BatchRows, scores: Mapping[str, Tensor], step: int
-    ) -> tuple[Callable[[np.ndarray], Tensor], Tensor | None, dict[str, float]]:
-        """Advantages of some rows, [B, T], or [B, 1] where a row has one number; [Q] targets of a critic, and metrics.
-        Takes tokens that the advantage function takes out of the loss out of `rows`.
-        """
-        # Of the whole batch on every rank, so that groups are whole, and on the CPU, so that all ranks agree. Side by
-        # side only where the function looks at tokens.
-        with_tokens = self._reads_tokens
-        function = self._algorithm.advantage_fn
-        # The same tokens in the same order, cut into turns or into rows.
-        seen = rows.by_turns() if function is not None and function.compares_turns else rows
-        more_inputs: dict[str, Any] = {name: seen.padded(v) for name, v in scores.items() if with_tokens}
-        given = replace(seen.advantage_inputs(step, with_tokens=with_tokens), **more_inputs)
-        result = self._algorithm.compute_advantages(given, kl_coef=float(self._kl_coefs[1]))
-        # Before the weights of the tokens are made: a token that was taken out is in no denominator.
-        if result.keep_NT is not None:
-            rows.loss_mask_Q &= seen.packed(result.keep_NT)
-        if result.advantages_NT is None and seen is rows:
-            advantages_N1 = result.advantages_N.to(self._device)[:, None]
-
-            def advantages(members: np.ndarray) -> Tensor:
-                # [B, 1], which spreads over the tokens of a row by itself.
-                return advantages_N1[torch.from_numpy(members).to(self._device)]
-
-        else:
-            per_token_Q = (
-                seen.of_tokens(result.advantages_N.to(self._device))
-                if result.advantages_NT is None
-                else seen.packed(result.advantages_NT)
-            )
-            advantages = partial(rows.part, per_token_Q)
-        returns_Q = None if result.returns_NT is None else seen.packed(result.returns_NT)
-        metrics = {name: float(value) for name, value in result.metrics.items()}
-        return advantages, returns_Q, metrics
 
     def _scores(self, batch: TrainingBatch, rows: BatchRows, passes: Passes) -> dict[str, Tensor]:
         """[Q] of what frozen models, the policy and the critic say before the update, of what the algorithm asks
@@ -728,12 +678,6 @@ class TorchEngine(TrainEngine):
         return scorer
 
 
-def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric's mean over the updates that tell it; what is counted (num_...) is added."""
-    told = {name: [update[name] for update in updates if name in update] for update in updates for name in update}
-    return {name: sum(values) / (1 if "num_" in name else len(values)) for name, values in told.items()}
-
-
 def teachers_of(batch: TrainingBatch, config: Config) -> np.ndarray:
     """[N] number of the auxiliary model that teaches each row. Raises: DataError: a row has no teacher."""
     names = [
@@ -758,21 +702,3 @@ def _check_experts(batch: TrainingBatch, routers: Routers | None) -> None:
             raise DataError(f"{batch.uids[number]} does not tell the experts that its tokens took; {remedy}")
     if batch.routed_experts is not None and (told := batch.routed_experts.shape[1]) != num_choices:
         raise DataError(f"a token of the rollouts took {told} experts, of the policy it takes {num_choices}; {remedy}")
-
-
-@torch.no_grad()
-def _mismatch(inputs: LossInputs) -> dict[str, Tensor]:
-    """Sums over the sampled tokens that are trained: mismatch_kl, of w - 1 - log w with w = p_trainer / p_sampler,
-    whose mean estimates KL(sampler, trainer) and is never negative (Schulman, "Approximating KL Divergence", 2020);
-    and mismatch_tokens, their number.
-    """
-    # Demonstrations were sampled by nobody here, so nothing can differ.
-    mask_BT = inputs.loss_mask_BT
-    if inputs.expert_mask_B is not None:
-        mask_BT = mask_BT & ~inputs.expert_mask_B[:, None]
-    # Clamped, because exp of one wild token would hide all others in the sum.
-    gap_BT = (inputs.policy_logprobs_BT - inputs.rollout_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return {
-        "mismatch_kl": (torch.expm1(gap_BT) - gap_BT).masked_fill(~mask_BT, 0.0).sum(),
-        "mismatch_tokens": mask_BT.sum(),
-    }
