@@ -171,12 +171,17 @@ def num_ranks(stage: Config, layout: Layout) -> int:
 
 
 def _asked_ranks(stage: Config) -> int | None:
-    one = stage.trainer.trainer_strategy == "single" or stage.mode not in ("both", "train")
+    one = stage.trainer.trainer_strategy == "single" or stage.trainer.is_hosted or stage.mode not in ("both", "train")
     return stage.trainer.num_ranks or (1 if one else None)
 
 
 def count_gpus(config: Config) -> int:
-    """GPUs to place roles on: cluster.gpu_per_node of this machine, or all of them. Raises: UserError: too few."""
+    """GPUs to place roles on: cluster.gpu_per_node of this machine, or all of them; none where a service computes.
+
+    Raises: UserError: too few.
+    """
+    if config.trainer.is_hosted and not config.explorer.auxiliary_models:
+        return 0
     wanted, there = config.cluster.gpu_per_node, len(visible_gpus())
     if wanted > there:
         raise UserError(f"cluster.gpu_per_node is {wanted}, and {there} GPUs can be seen here; 0 takes what there is")

@@ -400,6 +400,8 @@ def estimate(
 
     Args: layout: the run's, else that of this stage alone; memory_bytes: of each GPU, of which vLLM takes a share.
     """
+    if config.trainer.is_hosted:
+        raise UserError("rftdask estimate: model.tinker: the service has the model, and nothing of it is on a GPU here")
     shape = shape or read_shape(config.model.model_path, trust_remote_code=config.model.trust_remote_code)
     layout = layout or plan_machines(config)
     if config.algorithm.trains_reward_model:
@@ -577,11 +579,13 @@ def tell_memory(config: Config, gpu: str = "") -> str:
     if config.cluster.gpu_per_node:
         lines.append(f"placement  {layout.describe()}")
     for stage in config.stage_configs():
-        shape = read_shape(stage.model.model_path, trust_remote_code=stage.model.trust_remote_code)
+        shape = None
+        if not stage.trainer.is_hosted:  # of which nothing may be here
+            shape = read_shape(stage.model.model_path, trust_remote_code=stage.model.trust_remote_code)
         if len(config.stage_configs()) > 1:
             lines.append(f"stage {stage.name}")
         lines.append(render(estimate(stage, shape, layout, memory)))
-        if memory is not None:
+        if memory is not None and shape is not None:
             lines += what_fits(stage, shape, memory, layout)
     return "\n".join(lines)
 

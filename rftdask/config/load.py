@@ -11,7 +11,7 @@ from typing import Any
 
 from rftdask.config.base import plain
 from rftdask.config.check import Checker
-from rftdask.config.cross_checks import data, rollouts, training
+from rftdask.config.cross_checks import data, hosted, rollouts, training
 from rftdask.config.cross_checks.warnings import warn
 from rftdask.config.defaults import Fills, fill
 from rftdask.config.parts import named_parts
@@ -23,7 +23,7 @@ from rftdask.config.yaml_source import Problem, add_site, escape, merge, read_tr
 from rftdask.errors import ConfigError
 from rftdask.text.secrets import find_secret, is_secret_name, mask
 
-RULES = (*training.RULES, *data.RULES, *rollouts.RULES)
+RULES = (*training.RULES, *data.RULES, *rollouts.RULES, *hosted.RULES)
 ORIGINS = ("", "rftdask", "trinity")
 """For which system a file may have been written; "": by its keys."""
 _STAGE_KEYS = ("mode", "algorithm", "buffer", "data_processor", "explorer", "trainer")

@@ -95,8 +95,6 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
         **_missing("this setting of vLLM's adapters; explorer.rollout_model.extra_engine_args takes it",
                    fully_sharded_loras=False, max_cpu_loras=None),
         **_missing("changing the rotary embedding", rope_scaling=None, rope_theta=None),
-        "tinker": _missing("the Tinker service", enable=False, rank=16, seed=None, base_url=None,
-                           train_mlp=True, train_attn=True, train_unembed=True),
     },
     "ClusterConfig": {
         **_ignored("there is no Ray; see cluster.type", ray_address="auto"),

@@ -45,6 +45,8 @@ NEEDLESS = {
     "trainer.balance_batch": "rows are always dealt evenly",
     f"{_ACTOR}.checkpoint": "checkpoints have all that a resume needs; trainer.save_hf_checkpoint says when the model",
 }
+TINKER = ("trainer.trainer_type", "explorer.rollout_model.engine_type")
+"""Keys that `model.tinker.enable` sets."""
 OF_THE_POLICY = {
     "chat_template": "custom_chat_template",
     **{
@@ -76,6 +78,7 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Note]]:
     _megatron(result, notes)
     _trainer_config(result, notes)
     _policy(result, notes)
+    _tinker(result, notes)
     _eval_names(result, notes)
     _queues_of_tasks(result, notes)
     _data_juicer(result, notes)
@@ -173,6 +176,19 @@ def _policy(tree: dict[str, Any], notes: list[Note]) -> None:
             del engine[key]
             if give(tree, f"model.{ours}", value):
                 notes.append((f"{at}.{key}", f"taken as model.{ours}"))
+
+
+def _tinker(tree: dict[str, Any], notes: list[Note]) -> None:
+    """The service both trains and samples, whatever the two keys say that choose who does."""
+    if section(tree, "model.tinker").get("enable") is not True:
+        return
+    said = []
+    for path in TINKER:
+        place, _, key = path.rpartition(".")
+        said.append(section(tree, place).pop(key, None))
+        give(tree, path, "tinker")
+    if said != ["tinker", "tinker"]:
+        notes.append(("model.tinker.enable", f"true: {' and '.join(TINKER)} are tinker"))
 
 
 def _eval_names(tree: dict[str, Any], notes: list[Note]) -> None:

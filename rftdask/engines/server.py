@@ -308,7 +308,7 @@ def _device(spec: Mapping[str, Any]) -> str:
     """What the engine computes on. Raises: UserError: its GPU cannot be used."""
     load_plugin_folders(spec["plugin_dirs"])  # first: a file of theirs may define the engine that the section names
     section = InferenceModelConfig.model_validate(spec["section"])
-    if not section.traits.has_model:
+    if not section.traits.has_model or section.traits.is_hosted:
         return "cpu"
     import torch  # late: an engine without a model needs no torch
 
@@ -335,7 +335,7 @@ def _load_engine(spec: Mapping[str, Any], device: str) -> Engine:
     kind: type[Engine] = find_part("engine", section.engine_type, registered_engines())
     section = section.model_copy(update={"dtype": section.dtype_on(device)})
     model = ModelConfig.model_validate(spec["model"])
-    if section.traits.has_model and not section.traits.is_external:
+    if section.traits.has_model and not (section.traits.is_external or section.traits.is_hosted):
         if section.model_path is None:
             model = model.model_copy(update={"model_path": staged(local_model(model.model_path))})
         else:

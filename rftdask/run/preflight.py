@@ -32,8 +32,9 @@ from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.errors import ConfigError, DataError, NotInstalledError, StorageError, UserError, lacks_training
 from rftdask.explorer.worker_cache import remote_models
-from rftdask.models.hub import has_tokenizer, is_model_name, local_model, require_model
+from rftdask.models.hub import cached_folder, has_tokenizer, is_model_name, local_model, require_model
 from rftdask.models.model_shape import check_folder
+from rftdask.models.tinker_service import require_key
 from rftdask.processes.nursery import call
 from rftdask.rollouts.policy.remote import check_service
 from rftdask.rollouts.rewards.registry import get_reward
@@ -107,7 +108,9 @@ def _check_inputs(
             for name in remote_models(first).values():
                 check_service(name, first.model.external_model)
         has_model = first.explorer.rollout_model.traits.has_model or first.trainer.has_model
-        if has_model and not first.is_external:
+        if first.trainer.is_hosted:
+            _check_hosted(stages, elsewhere=unchecked is not None)
+        elif has_model and not first.is_external:
             _check_model_folder(first.model.model_path, "model.model_path")
             if any(stage.reads_images for stage in stages):
                 check_reads_images(first.model.model_path)
@@ -251,11 +254,15 @@ def _check_algorithm(stage: Config) -> None:
     if stage.algorithm.schema_type == "experience" and stage.mode in ("both", "train"):
         make_sample_strategy(stage)
         make_replay(stage)
-    if stage.mode not in ("both", "train") or not stage.trainer.has_model:
+    if stage.mode not in ("both", "train") or not (stage.trainer.has_model or stage.trainer.is_hosted):
         return
     from rftdask.trainer.rank import build_algorithm, build_reader  # late: it needs torch
 
     algorithm = build_algorithm(stage)
+    if stage.trainer.is_hosted:
+        from rftdask.trainer.engines.tinker import check_algorithm  # late: as above
+
+        check_algorithm(stage, algorithm)
     coef, replay = stage.trainer.router_aux_loss_coef, stage.algorithm.enable_router_replay
     if (coef or replay) and _size_of(stage.model.model_path, "num_experts_per_tok") == 0:
         key = f"trainer.router_aux_loss_coef {coef}" if coef else "algorithm.enable_router_replay"
@@ -319,10 +326,26 @@ def _check_engines(stages: list[Config]) -> None:
         for path, section in stage.explorer.engines() if stage.has_explorer else ():
             package = section.traits.required_package
             if package is not None and find_spec(package) is None:
+                where = " on a machine with a GPU (docs/engines.md says how on a CPU), or use transformers"
                 raise NotInstalledError(
-                    f"{path}.engine_type: {package} is not installed; pip install 'rftdask[{package}]' on a machine "
-                    "with a GPU (docs/engines.md says how on a CPU), or use transformers"
+                    f"{path}.engine_type: {package} is not installed; pip install 'rftdask[{package}]'"
+                    + where * (not section.traits.is_hosted)
                 )
+
+
+def _check_hosted(stages: list[Config], *, elsewhere: bool) -> None:
+    """Raises: UserError: what a model at a service needs here is not there."""
+    if len(stages) > 1:
+        raise UserError(
+            "stages: a later stage begins with the model folder that the one before leaves, and a model at the Tinker "
+            "service leaves none; run one stage"
+        )
+    path = stages[0].model.model_path
+    if is_model_name(path) and not Path(path).exists() and cached_folder(path) is None:
+        require_model(path, "model.model_path")
+    load_tokenizer(stages[0])
+    if not elsewhere:
+        require_key()
 
 
 def _check_model_folder(path: str, key: str) -> None:

@@ -6,6 +6,7 @@ Pure: a Config in, messages out.
 from collections.abc import Iterator
 
 from rftdask.config.base import default_of
+from rftdask.config.cross_checks.hosted import hosted_warnings
 from rftdask.config.cross_checks.rollouts import engine_warnings
 from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.config.schema.explorer import ExplorerConfig
@@ -51,6 +52,7 @@ def warn(config: Config) -> Iterator[Problem]:
     yield from _of_another_place(config)
     yield from _idle_boundaries(config)
     yield from engine_warnings(config)
+    yield from hosted_warnings(config)
     yield from _of_sync_method(config)
     if not config.algorithm.trains_critic:
         critic = {

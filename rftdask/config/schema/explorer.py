@@ -62,6 +62,8 @@ class EngineTraits:
     has_model: ClassVar[bool] = True
     """It computes with a model's weights. False: no model folder and no tokenizer are needed, and nothing that it
     loads can be verified."""
+    is_hosted: ClassVar[bool] = False
+    """A service computes with the model: its tokenizer is here, but neither its weights nor a GPU for them."""
     repeats_bits: ClassVar[bool] = False
     """The same requests given at once give the same bits each time."""
     loads_in_flight: ClassVar[bool] = False
@@ -110,12 +112,13 @@ class InferenceModelConfig(Section):
             {"vllm_async": "vllm", "openai": "external"},
             "vLLM's asynchronous engine is the only one there is, and a model behind an API is external to a run",
         ),
-        Later("this engine", ("sglang", "tinker")),
+        Later("this engine", ("sglang",)),
     ] = "transformers"
     """transformers: PyTorch on CPU or one GPU. vllm: continuous batches on one or several GPUs, or on a CPU; needs the
     extra `vllm`. external: a model behind an OpenAI-compatible API, whose address and key are in the environment
-    variables that model.external_model names. fake: random tokens, for tests. package.module.Name: an engine of your
-    own, a subclass of rftdask.engines.base.Engine."""
+    variables that model.external_model names. tinker: a model at the Tinker service, the policy's with `model.tinker`;
+    needs the extra `tinker`. fake: random tokens, for tests. package.module.Name: an engine of your own, a subclass of
+    rftdask.engines.base.Engine."""
     engine_num: Count = 1
     """Engines, each a Dask worker of its own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -41,6 +41,27 @@ class ExternalModelConfig(Section):
     """Name of the model at the service."""
 
 
+class TinkerConfig(Section):
+    """`model.tinker`: a LoRA adapter of a model at the Tinker service, which trains it and samples from it. The key is
+    in the environment variable TINKER_API_KEY."""
+
+    enable: bool = False
+    """Train and sample there: `trainer.trainer_type` and `explorer.rollout_model.engine_type` are tinker. The model is
+    the one that the service knows by the name in `model_path`, from which the tokenizer comes, too."""
+    rank: Count = 16
+    """Rank of the adapter."""
+    seed: Annotated[int, Filled("seed")] = absent()
+    """Seed of its first weights."""
+    train_mlp: bool = True
+    """Whether it is in the MLP layers, experts included,"""
+    train_attn: bool = True
+    """in the attention layers,"""
+    train_unembed: bool = True
+    """and in the output layer."""
+    base_url: str | None = None
+    """Address of the service. None: that in the environment variable TINKER_BASE_URL, else the hosted one."""
+
+
 class ModelConfig(Section):
     """`model`: the policy, its lengths in tokens and its sampling."""
 
@@ -80,3 +101,5 @@ class ModelConfig(Section):
     external_model: ExternalModelConfig = ExternalModelConfig()
     """A model behind an API, evaluated in mode bench; its environment variables are also those of auxiliary models of
     engine external."""
+    tinker: TinkerConfig = TinkerConfig()
+    """The policy at the Tinker service. Needs the extra `tinker`."""

@@ -285,7 +285,8 @@ class Config(Section):
         """How weights travel in this command, whatever `synchronizer.sync_method` leaves open."""
         chosen = self.synchronizer.sync_method
         # Without a trainer or without engines of its own there is nobody to hold weights, or nobody to hand them to.
-        if not self.has_both_roles or self.is_external:
+        # What a service has is named by files of some bytes.
+        if not self.has_both_roles or self.is_external or self.trainer.is_hosted:
             return "checkpoint"
         if chosen != "auto":
             return chosen

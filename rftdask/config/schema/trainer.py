@@ -2,11 +2,11 @@
 
 import math
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import NAME, Aliases, Count, Filled, Later, Named, Natural, Seconds, Section, absent
+from rftdask.config.base import NAME, Aliases, Count, Filled, Named, Natural, Seconds, Section, absent
 from rftdask.config.plugins import known_part, read_parts, trait
 
 registered_train_engines = partial(read_parts, "rftdask.trainer.engines", "trainer_type")
@@ -31,10 +31,10 @@ class TrainerConfig(Section):
     trainer_type: Annotated[
         str,
         Named("trainer engine", registered_train_engines, needed=True),
-        Later("the Tinker service", ("tinker",)),
         Aliases({"verl": "torch"}, "veRL is not used; our PyTorch trainer takes its place"),
     ] = "torch"
-    """torch: our PyTorch trainer. fake: counts and publishes without learning, for tests."""
+    """torch: our PyTorch trainer. tinker: at the Tinker service (`model.tinker`). fake: counts and publishes without
+    learning, for tests."""
     trainer_strategy: Annotated[
         Literal["single", "ddp", "fsdp2"],
         Aliases(
@@ -116,7 +116,15 @@ class TrainerConfig(Section):
     @property
     def has_model(self) -> bool:
         """Whether the engine trains a model, which has to be there. Raises: UserError: there is no such engine."""
-        return bool(trait(known_part("trainer engine", self.trainer_type, registered_train_engines()), "has_model"))
+        return bool(self._trait("has_model"))
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether a service trains the model. Raises: UserError: there is no such engine."""
+        return bool(self._trait("is_hosted"))
+
+    def _trait(self, name: str) -> Any:
+        return trait(known_part("trainer engine", self.trainer_type, registered_train_engines()), name)
 
     @property
     def max_rows_per_micro_batch(self) -> int | None:

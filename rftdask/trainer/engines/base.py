@@ -24,6 +24,8 @@ class TrainEngine(ABC):
     """Name in a configuration. A class without one is named as `package.module.Name`."""
     has_model: ClassVar[bool] = True
     """It trains a model, whose folder has to be there, and imports what that takes."""
+    is_hosted: ClassVar[bool] = False
+    """A service trains the model: its tokenizer is here, but neither its weights nor a GPU for them."""
 
     @classmethod
     def from_config(cls, config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TrainEngine:

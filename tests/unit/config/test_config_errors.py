@@ -95,7 +95,7 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
         (
             {"explorer": {"rollout_model": {"engine_type": "sglang"}}},
             "explorer.rollout_model.engine_type: 'sglang' is not available in this release (this engine); "
-            "use one of external, fake, transformers, vllm",
+            "use one of external, fake, tinker, transformers, vllm",
         ),
         (
             {"explorer": {"rollout_model": {"tensor_parallel_size": 2}}},
@@ -161,9 +161,14 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
             "(its max_prompt_tokens, max_response_tokens); raise it",
         ),
         (
-            {"model": {"model_path": "m", "max_model_len": 64, "tinker": {"enable": True}}},
-            "model.tinker.enable: true is not available in this release (the Tinker service); "
-            "leave it out or set false",
+            {"trainer": {"trainer_type": "tinker"}},
+            "trainer.trainer_type: tinker: its weights are at the service, for engine_type tinker; "
+            "model.tinker.enable: true sets both",
+        ),
+        (
+            {"explorer": {"rollout_model": {"engine_type": "tinker"}}},
+            "explorer.rollout_model.engine_type: tinker samples what trainer_type tinker trains; "
+            "model.tinker.enable: true sets both",
         ),
     ],
 )

@@ -289,6 +289,29 @@ def test_the_arguments_of_a_learned_order_and_its_tasks_are_checked(world: World
     assert "exceeds the 6 tasks" in problems(world.config(selector, "buffer.batch_size=8"))
 
 
+def test_a_model_at_a_service_needs_its_tokenizer_a_key_and_an_algorithm_that_asks_for_logprobs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    hosted = "model.tinker.enable=true"
+    (world.model / "tokenizer.json").unlink()
+    assert "gives no tokenizer" in problems(world.config(hosted))
+    build_toy_model(world.model, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2)
+    (world.model / "model.safetensors").unlink()
+    entropy = "algorithm.entropy_loss_fn_args={entropy_coef: 0.1}"
+    told = problems(world.config(hosted, entropy))
+    assert "model.tinker: the service wants a key; export TINKER_API_KEY=tml-... where the run starts" in told
+    assert "algorithm.entropy_loss_fn: entropies; set none. grpo cannot have it at the Tinker service" in told
+    assert "no weights" not in told
+    monkeypatch.setenv("TINKER_API_KEY", "tml-x")
+    told = problems(world.config(hosted, entropy))
+    assert "the service wants a key" not in told
+    stages = load_config({**world.config(hosted).to_dict(), "stages": [{"stage_name": "a"}, {"stage_name": "b"}]})
+    assert "stages: a later stage begins with the model folder that the one before leaves" in problems(
+        *stages.stage_configs()
+    )
+
+
 @pytest.mark.parametrize("mode", ["explore", "train"])
 def test_two_commands_on_one_run_need_a_storage_that_knows_who_was_first(
     world: World, mode: str, caplog: pytest.LogCaptureFixture

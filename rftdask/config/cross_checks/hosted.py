@@ -1,0 +1,93 @@
+"""Rules of a policy that is trained and sampled at a service: `model.tinker`."""
+
+from collections.abc import Iterator
+
+from rftdask.config.base import default_of
+from rftdask.config.cross_checks.rule import Rules
+from rftdask.config.schema.run import Config
+from rftdask.config.schema.trainer import TrainerConfig
+from rftdask.config.yaml_source import Problem
+
+RULES = Rules()
+
+_IDLE = (
+    *("gradient_checkpointing", "torch_compile", "reshard_after_forward", "prefetch_layers", "micro_batch_size"),
+    *("max_token_len_per_gpu", "use_dynamic_bsz", "master_weights", "offload_policy", "save_strategy"),
+)
+"""Keys of section trainer that change how a model is computed here: a warning where it is not."""
+
+
+@RULES.reading("model.tinker", "trainer.trainer_type", "explorer.rollout_model.engine_type", "mode")
+def _both_sides_are_at_the_service(config: Config) -> Iterator[Problem]:
+    trains, samples = config.trainer.is_hosted, config.explorer.rollout_model.traits.is_hosted
+    enabled = "model.tinker.enable: true sets both"
+    if trains and not samples:
+        yield "trainer.trainer_type", f"tinker: its weights are at the service, for engine_type tinker; {enabled}"
+    elif samples and not trains:
+        yield "explorer.rollout_model.engine_type", f"tinker samples what trainer_type tinker trains; {enabled}"
+    tinker = config.model.tinker
+    if not (tinker.train_mlp or tinker.train_attn or tinker.train_unembed):
+        yield "model.tinker", "an adapter in no layer; leave one of train_mlp, train_attn and train_unembed true"
+
+
+@RULES.reading("model", "trainer", "explorer", "algorithm", "buffer", "synchronizer", "cluster.colocate")
+def _the_service_can_do_it(config: Config) -> Iterator[Problem]:
+    if not config.trainer.is_hosted:
+        return
+    algorithm, model, trainer, sync = config.algorithm, config.model, config.trainer, config.synchronizer
+    optimizer = algorithm.optimizer
+    others = {
+        "model.lora_configs": (bool(model.lora_configs), "its adapter is that of model.tinker; leave it out"),
+        "model.min_response_tokens": (model.min_response_tokens > 0, "its sampler has no such limit; leave it out"),
+        "model.repetition_penalty": (model.repetition_penalty != 1, "its sampler has none; leave it out"),
+        "model.temperature": (model.temperature != 1, "it trains logprobs of temperature 1 alone; leave it out"),
+        "trainer.num_ranks": ((trainer.num_ranks or 1) > 1, "one rank asks it, and it has its own; leave it out"),
+        "trainer.tensor_parallel_size": (trainer.tensor_parallel_size > 1, "it computes; leave it out"),
+        "trainer.ulysses_sequence_parallel_size": (
+            trainer.ulysses_sequence_parallel_size > 1,
+            "it computes; leave it out",
+        ),
+        "trainer.router_aux_loss_coef": (trainer.router_aux_loss_coef > 0, "it tells no routers; leave it out"),
+        "trainer.save_hf_checkpoint": (
+            trainer.save_hf_checkpoint == "always",
+            "the model is there; `tinker checkpoint download` brings its adapter",
+        ),
+        "algorithm.enable_router_replay": (algorithm.enable_router_replay, "it tells no experts; leave it out"),
+        "algorithm.optimizer.optimizer_type": (
+            optimizer.optimizer_type.lower() not in ("adam", "adamw"),
+            "it has AdamW; use adamw",
+        ),
+        "algorithm.optimizer.optimizer_args": (
+            bool(set(optimizer.optimizer_args or {}) - {"eps"}),
+            "of AdamW there are eps, and the keys beside this one; leave others out",
+        ),
+        "algorithm.algorithm_type": (
+            algorithm.trains_critic or algorithm.trains_reward_model or algorithm.needs_teacher,
+            f"{algorithm.algorithm_type} has a critic, a teacher or a head of its own, and it tells logprobs alone; "
+            "choose another, or trainer_type torch",
+        ),
+        "synchronizer.sync_method": (
+            sync.sync_method in ("memory", "nccl"),
+            "weights stay there, and their names are files; leave it out",
+        ),
+        "synchronizer.whole_interval": (sync.whole_interval > 1, "weights stay there; leave it out"),
+        "cluster.colocate": (bool(config.cluster.colocate), "no GPU is shared; leave it out (mode: both)"),
+    }
+    source = config.buffer.explorer_input
+    places = ["taskset"] if source.taskset is not None else [f"tasksets[{i}]" for i in range(len(source.tasksets))]
+    for place, taskset in zip(places, source.train_tasksets, strict=True):
+        others[f"buffer.explorer_input.{place}.rollout_args.temperature"] = (
+            taskset.rollout_args.temperature not in (None, 1, model.temperature),
+            "it trains logprobs of temperature 1 alone; leave it out",
+        )
+    for path, (is_asked, why) in others.items():
+        if is_asked:
+            yield path, f"trainer_type tinker: not at the service: {why}"
+
+
+def hosted_warnings(config: Config) -> Iterator[Problem]:
+    """(path, message) of keys without effect."""
+    if config.trainer.is_hosted:
+        for key in _IDLE:
+            if getattr(config.trainer, key) != default_of(TrainerConfig.model_fields[key]):
+                yield f"trainer.{key}", "ignored: the Tinker service computes as it sees fit"

@@ -1,0 +1,143 @@
+"""Engine of a model at the Tinker service: it samples there, and loads weights by their path.
+
+It knows nothing of text. A request goes on with the weights that it began with, also where newer ones are loaded
+meanwhile. Logprobs are those that the service tells, of the temperature that was asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.config.schema.model import ModelConfig
+from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, Take
+from rftdask.errors import EngineError, RftError, RoleError
+from rftdask.models.tinker_service import (
+    ANSWER_TIMEOUT_S,
+    ask,
+    open_sampler,
+    open_service,
+    read_sampler_path,
+    response_logprobs,
+)
+
+_LOOK_S = 0.05
+"""Between two looks for new requests."""
+_CLOSE_S = 5.0
+_SEEDS = 2**31
+"""The service's seeds are below it."""
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    answer: Future[Any]
+    policy_version: int
+    deadline_s: float
+
+
+class TinkerEngine(Engine):
+    """Args:
+        base_model: name at the service.
+        timeout_s: for one answer.
+    Raises: UserError, EngineError: the service does not give a sampler of it.
+    """
+
+    engine_type = "tinker"
+    is_hosted = True
+    loads_in_flight = True
+    leaves_device = True
+    required_package = "tinker"
+
+    def __init__(self, base_model: str, base_url: str | None, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        self._base_model, self._timeout_s = base_model, timeout_s
+        self._service = open_service(base_url, timeout_s=timeout_s, lost=EngineError)
+        self._sampler = open_sampler(self._service, base_model=base_model, timeout_s=timeout_s, lost=EngineError)
+
+    @classmethod
+    def from_config(cls, section: InferenceModelConfig, model: ModelConfig, device: str) -> TinkerEngine:
+        return cls(section.model_path or model.model_path, model.tinker.base_url)
+
+    def __str__(self) -> str:
+        return f"engine 'tinker' of {self._base_model}"
+
+    def serve(self, take: Take, give: Give) -> None:
+        under_way: dict[int, _UnderWay] = {}
+        try:
+            while True:
+                for number, request in take():
+                    if request is not None:
+                        deadline_s = time.monotonic() + self._timeout_s
+                        under_way[number] = _UnderWay(self._sample(number, request), self.policy_version, deadline_s)
+                    elif (dropped := under_way.pop(number, None)) is not None:
+                        dropped.answer.cancel()
+                if not under_way:
+                    return
+                wait([each.answer for each in under_way.values()], _LOOK_S, FIRST_COMPLETED)
+                for number, each in list(under_way.items()):
+                    if each.answer.done():
+                        give(number, self._generation(under_way.pop(number)))
+                    elif time.monotonic() > each.deadline_s:
+                        raise EngineError(f"{self} gave no answer for {self._timeout_s:.0f} s")
+        finally:
+            for each in under_way.values():
+                each.answer.cancel()
+
+    def _sample(self, number: int, request: GenerateRequest) -> Future[Any]:
+        from tinker import types  # late: an optional package
+
+        sampling = request.sampling
+        unknown = {
+            "min_tokens": sampling.min_tokens > 0,
+            "repetition_penalty": sampling.repetition_penalty != 1,
+            "a grammar": sampling.is_guided,
+            "an empty prompt": not request.prompt_tokens,
+            "max_tokens below 1": sampling.max_tokens < 1,
+        }
+        for what, is_asked in unknown.items():
+            if is_asked:
+                raise RoleError(f"{self} cannot answer request {number}: the service takes no {what}")
+        params = types.SamplingParams(
+            max_tokens=sampling.max_tokens,
+            seed=request.seed % _SEEDS,
+            # None ends at the model's end tokens. Texts at which a response stops are cut off where it becomes text.
+            stop=[] if sampling.ignore_eos else None,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        )
+        prompt = types.ModelInput.from_ints(list(request.prompt_tokens))
+        answer: Future[Any] = self._sampler.sample(prompt, 1, params).future()
+        return answer
+
+    def _generation(self, done: _UnderWay) -> Generation:
+        response = ask("it samples", done.answer.result, timeout_s=self._timeout_s, lost=EngineError)
+        [sequence] = response.sequences
+        if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
+            raise EngineError(f"{self} told no logprobs of the tokens that it sampled")
+        return Generation(
+            tokens=tuple(sequence.tokens),
+            logprobs=tuple(sequence.logprobs),
+            finish_reason=sequence.stop_reason,
+            min_policy_version=done.policy_version,
+            max_policy_version=done.policy_version,
+        )
+
+    def load_weights(self, version: int, files: Sequence[Path]) -> None:
+        path = read_sampler_path(files)
+        self._sampler = open_sampler(self._service, path=path, timeout_s=self._timeout_s, lost=EngineError)
+        self.policy_version = version
+
+    def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
+        """See Engine."""
+        told = response_logprobs(self._sampler, pairs, timeout_s=self._timeout_s, lost=EngineError)
+        return [tuple(logprobs) for logprobs in told]
+
+    def close(self) -> None:
+        with suppress(RftError):
+            ask("its session ends", lambda: self._service.close("success").result(), timeout_s=_CLOSE_S)

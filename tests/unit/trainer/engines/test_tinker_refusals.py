@@ -1,0 +1,148 @@
+"""Promises of `model.tinker`, whose package is not needed for any of them:
+
+- `enable` chooses trainer and engine, in one line, once;
+- what the service cannot do is refused by its key, and what is without effect there is warned of;
+- an algorithm that asks for more than logprobs is refused before anything starts; so is a run without a key.
+"""
+
+from typing import Any
+
+import pytest
+
+from rftdask.algorithm.compose import make_algorithm
+from rftdask.cluster.layout import count_gpus, num_ranks, plan_layout
+from rftdask.config import Config, load_config
+from rftdask.errors import NotInstalledError, UserError
+from rftdask.models.tinker_service import API_KEY, open_service, require_key
+from rftdask.trainer.engines.tinker import check_algorithm
+from tests.unit.config.config_cases import grpo, problems, sft
+
+HOSTED = {"model_path": "Qwen/Qwen3-8B", "max_model_len": 64, "tinker": {"enable": True}}
+IS_TOLD = "true: trainer.trainer_type and explorer.rollout_model.engine_type are tinker"
+
+
+def hosted(*overrides: str, **sections: Any) -> Config:
+    return load_config(grpo(model=HOSTED, **sections), overrides)
+
+
+def test_enable_chooses_trainer_and_engine_and_is_told_once() -> None:
+    config = hosted("trainer.trainer_type=verl", "explorer.rollout_model.engine_type=vllm", "seed=5")
+    assert (config.trainer.trainer_type, config.explorer.rollout_model.engine_type) == ("tinker", "tinker")
+    assert config.warnings == (f"model.tinker.enable: {IS_TOLD}",)
+    tinker = config.model.tinker
+    assert (tinker.rank, tinker.seed, tinker.train_mlp, tinker.train_attn, tinker.train_unembed) == (16, 5, *[True] * 3)
+    again = load_config(config.to_dict())
+    assert again == config and again.warnings == ()
+    assert load_config(grpo(), ["model.tinker.rank=8"]).trainer.trainer_type == "torch"
+
+
+def test_a_stage_inherits_it() -> None:
+    config = hosted(stages=[{"stage_name": "one"}])
+    [stage] = config.stage_configs()
+    assert stage.trainer.is_hosted and stage.explorer.rollout_model.traits.is_hosted
+
+
+def test_weights_are_files_wherever_the_run_is_and_no_gpu_is_planned() -> None:
+    config = hosted("checkpoint_root_dir=s3://bucket/runs")
+    assert (
+        config.sync_method == "checkpoint"
+        and load_config(grpo(), ["checkpoint_root_dir=s3://b"]).sync_method == "memory"
+    )
+    assert count_gpus(config) == 0
+    layout = plan_layout([config], 8, 4)
+    assert num_ranks(config, layout) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "why"),
+    [
+        ("model.lora_configs=[{}]", "", "its adapter is that of model.tinker; leave it out"),
+        ("model.min_response_tokens=2", "", "its sampler has no such limit; leave it out"),
+        ("model.repetition_penalty=1.2", "", "its sampler has none; leave it out"),
+        ("model.temperature=0.7", "", "it trains logprobs of temperature 1 alone; leave it out"),
+        (
+            "buffer.explorer_input.taskset.rollout_args.temperature=0.7",
+            "",
+            "it trains logprobs of temperature 1 alone; leave it out",
+        ),
+        ("trainer.num_ranks=2", "", "one rank asks it, and it has its own; leave it out"),
+        ("trainer.tensor_parallel_size=2", "", "it computes; leave it out"),
+        ("trainer.ulysses_sequence_parallel_size=2", "", "it computes; leave it out"),
+        ("trainer.router_aux_loss_coef=0.1", "", "it tells no routers; leave it out"),
+        (
+            "trainer.save_hf_checkpoint=always",
+            "",
+            "the model is there; `tinker checkpoint download` brings its adapter",
+        ),
+        ("algorithm.optimizer.optimizer_type=sgd", "", "it has AdamW; use adamw"),
+        (
+            "algorithm.optimizer.optimizer_args={amsgrad: true}",
+            "",
+            "of AdamW there are eps, and the keys beside this one; leave others out",
+        ),
+        (
+            "algorithm.algorithm_type=ppo",
+            "",
+            "ppo has a critic, a teacher or a head of its own, and it tells logprobs alone; choose another, or "
+            "trainer_type torch",
+        ),
+        ("synchronizer.sync_method=memory", "", "weights stay there, and their names are files; leave it out"),
+        ("synchronizer.whole_interval=4", "", "weights stay there; leave it out"),
+        ("mode=colocate", "cluster.colocate", "no GPU is shared; leave it out (mode: both)"),
+    ],
+)
+def test_what_the_service_cannot_do_is_refused_by_its_key(override: str, key: str, why: str) -> None:
+    line = f"{key or override.partition('=')[0]}: trainer_type tinker: not at the service: {why}"
+    assert problems(grpo(model=HOSTED), override) == [line]
+
+
+def test_router_replay_and_images_are_refused_by_the_rules_of_engines() -> None:
+    told = problems(grpo(model=HOSTED), "algorithm.enable_router_replay=true")
+    assert (
+        "algorithm.enable_router_replay: trainer_type tinker: not at the service: it tells no experts; leave it out"
+        in told
+    )
+    [told_of_images] = problems(grpo(model=HOSTED), "buffer.explorer_input.taskset.format.image_key=image")
+    assert "engine_type tinker is given no images here" in told_of_images
+
+
+def test_an_adapter_in_no_layer_is_refused() -> None:
+    none = {"train_mlp": False, "train_attn": False, "train_unembed": False}
+    [line] = problems(grpo(model={**HOSTED, "tinker": {"enable": True, **none}}))
+    assert line == "model.tinker: an adapter in no layer; leave one of train_mlp, train_attn and train_unembed true"
+
+
+def test_keys_of_computing_here_are_warned_of() -> None:
+    config = hosted("trainer.gradient_checkpointing=true", "trainer.micro_batch_size=4")
+    ignored = "ignored: the Tinker service computes as it sees fit"
+    keys = ("trainer.gradient_checkpointing", "trainer.micro_batch_size")
+    assert set(config.warnings) == {f"model.tinker.enable: {IS_TOLD}", *(f"{key}: {ignored}" for key in keys)}
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo", "cispo", "rec", "topr", "opmd", "mix", "sft", "dpo", "simpo"])
+def test_algorithms_of_logprobs_alone_are_trained(name: str) -> None:
+    check_algorithm(load_config(sft() if name == "sft" else grpo()), make_algorithm(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "what"),
+    [
+        ("grpo", {"entropy_loss_fn_args": {"entropy_coef": 0.01}}, "algorithm.entropy_loss_fn: entropies; set none"),
+        ("on_policy_distill", {}, "algorithm.policy_loss_fn: a teacher"),
+        ("kto", {}, "algorithm.policy_loss_fn: a KL baseline over other prompts"),
+        ("ppo", {}, "algorithm.advantage_fn: a critic"),
+    ],
+)
+def test_an_algorithm_that_asks_for_more_is_refused(name: str, parts: dict[str, Any], what: str) -> None:
+    with pytest.raises(UserError, match=f"^{what}.*which tells logprobs alone; choose another, or trainer_type torch"):
+        check_algorithm(load_config(grpo()), make_algorithm(name, **parts))
+
+
+def test_a_run_without_a_key_or_the_package_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(API_KEY, raising=False)
+    with pytest.raises(UserError, match=r"export TINKER_API_KEY=tml-\.\.\. where the run starts"):
+        require_key()
+    monkeypatch.setenv(API_KEY, "tml-x")
+    monkeypatch.setitem(__import__("sys").modules, "tinker", None)
+    with pytest.raises(NotInstalledError, match=r"pip install 'rftdask\[tinker\]'"):
+        open_service(None)
