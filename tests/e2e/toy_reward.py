@@ -21,3 +21,8 @@ async def two_turns(task: Task, model: PolicyModel) -> float:
 def even_reward(response: str, truth: str, task: Task) -> float:
     """1 for an even digit at the beginning: some answers have one and some have not, whatever the policy knows."""
     return float(response[:1] in {"0", "2", "4", "6", "8"})
+
+
+def even_codes(response: str, truth: str, task: Task) -> float:
+    """The share of even character codes: about a half before training, and 1 soon after."""
+    return sum(ord(letter) % 2 == 0 for letter in response) / max(1, len(response))
