@@ -85,7 +85,6 @@ def _fill_seeds(config: Config) -> Fills:
     trained = config.buffer.trainer_input
     seeded: dict[tuple[str | int, ...], int | None] = {
         ("explorer", "rollout_model"): config.explorer.rollout_model.seed,
-        ("model", "tinker"): config.model.tinker.seed,
         ("buffer", "trainer_input", "experience_buffer", "data_selector"): trained.experience_buffer.data_selector.seed,
     }
     for i, model in enumerate(config.explorer.auxiliary_models):

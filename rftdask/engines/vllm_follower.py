@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rftdask.engines.base import MAX_BAD_TOKENS, MAX_BAD_WORDS
 from rftdask.errors import RoleError
 from rftdask.processes.nursery import end_with
 from rftdask.storage.staging import source_of, staged
@@ -44,8 +43,6 @@ _CPU_DEFAULTS = {
 }
 _DEFAULTS = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
-    "VLLM_MAX_NUM_BAD_WORDS": str(MAX_BAD_WORDS),
-    "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": str(MAX_BAD_TOKENS),
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
 }
@@ -128,7 +125,10 @@ def follow(nodes: Nodes, node_rank: int) -> None:
 
 def set_defaults(on_cpu: bool) -> None:
     """Set what vLLM reads from the environment, where nobody has; before it is imported."""
-    for name, value in (_DEFAULTS | (_CPU_DEFAULTS if on_cpu else {})).items():
+    from rftdask.engines.base import MAX_BAD_TOKENS, MAX_BAD_WORDS  # late: a job's first process loads no configuration
+
+    room = {"VLLM_MAX_NUM_BAD_WORDS": str(MAX_BAD_WORDS), "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": str(MAX_BAD_TOKENS)}
+    for name, value in (_DEFAULTS | room | (_CPU_DEFAULTS if on_cpu else {})).items():
         os.environ.setdefault(name, value)
 
 

@@ -50,8 +50,8 @@ class TinkerConfig(Section):
     the one that the service knows by the name in `model_path`, from which the tokenizer comes, too."""
     rank: Count = 16
     """Rank of the adapter."""
-    seed: Annotated[int, Filled("seed")] = absent()
-    """Seed of its first weights."""
+    seed: int | None = None
+    """Seed of its first weights. None: the run's."""
     train_mlp: bool = True
     """Whether it is in the MLP layers, experts included,"""
     train_attn: bool = True

@@ -140,7 +140,7 @@ class TinkerTrainEngine(TrainEngine):
             made = self._service.create_lora_training_client(
                 self._base_model,
                 rank=own.rank,
-                seed=own.seed,
+                seed=self._config.seed if own.seed is None else own.seed,
                 train_mlp=own.train_mlp,
                 train_attn=own.train_attn,
                 train_unembed=own.train_unembed,

@@ -30,7 +30,8 @@ def test_enable_chooses_trainer_and_engine_and_is_told_once() -> None:
     assert (config.trainer.trainer_type, config.explorer.rollout_model.engine_type) == ("tinker", "tinker")
     assert config.warnings == (f"model.tinker.enable: {IS_TOLD}",)
     tinker = config.model.tinker
-    assert (tinker.rank, tinker.seed, tinker.train_mlp, tinker.train_attn, tinker.train_unembed) == (16, 5, *[True] * 3)
+    assert (tinker.rank, tinker.seed) == (16, None)
+    assert tinker.train_mlp and tinker.train_attn and tinker.train_unembed
     again = load_config(config.to_dict())
     assert again == config and again.warnings == ()
     assert load_config(grpo(), ["model.tinker.rank=8"]).trainer.trainer_type == "torch"
