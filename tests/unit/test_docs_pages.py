@@ -205,6 +205,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What a reader of any page has: the configurations, a toy, the quickstart's run with few steps, and own files."""
     folder = tmp_path_factory.mktemp("ready")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))  # for the reward below, wherever a process stands
         patch.chdir(folder)
         patch.delenv("RFTDASK_RUNS", raising=False)
         shutil.copytree(ROOT / "config", "config")
@@ -240,8 +241,9 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize("page", [page for page in PAGES if is_run_here(page)])
 def test_a_page_works_as_it_is_written(page: str, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = shutil.copytree(ready, tmp_path / "here")
-    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.syspath_prepend(here)
+    monkeypatch.chdir(here)
     if page in MAKES_RUN_YAML:
         Path("run.yaml").unlink()
     for name in ("runs/gsm8k/qwen2.5-1.5b-grpo", "runs/rftdask/demo"):
