@@ -69,7 +69,7 @@ pytestmark = [
 
 
 def block(language: str) -> str:
-    found = re.search(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
+    found = re.search(rf"## A run in five commands\n.*?```{language}\n(.*?)```", GUIDE, re.DOTALL)
     assert found
     return found.group(1)
 
