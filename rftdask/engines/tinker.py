@@ -25,6 +25,7 @@ from rftdask.models.tinker_service import (
     open_service,
     read_sampler_path,
     response_logprobs,
+    result_of,
 )
 
 _LOOK_S = 0.05
@@ -116,7 +117,7 @@ class TinkerEngine(Engine):
         return answer
 
     def _generation(self, done: _UnderWay) -> Generation:
-        response = ask("it samples", done.answer.result, timeout_s=self._timeout_s, lost=EngineError)
+        response = result_of("it samples", done.answer, timeout_s=self._timeout_s, lost=EngineError)
         [sequence] = response.sequences
         if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
             raise EngineError(f"{self} told no logprobs of the tokens that it sampled")

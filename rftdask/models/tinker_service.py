@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from rftdask.errors import DataError, NotInstalledError, ProcessLostError, RftError, UserError
 
@@ -31,6 +31,7 @@ _REFUSED = (400, 401, 402, 403, 404, 405, 413, 422)
 """Status codes that another try would meet again."""
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 def require_key() -> str:
@@ -64,33 +65,30 @@ def open_service(
     return ask("a session begins", connect, timeout_s=timeout_s, lost=lost)
 
 
-def ask(
+class Answer(Protocol[T_co]):
+    """What is under way there; the part of the SDK's futures that `result_of` uses."""
+
+    def result(self, timeout: float | None = None) -> T_co:
+        """Wait for it. Raises: TimeoutError."""
+
+
+def result_of(
     doing: str,
-    call: Callable[[], T],
+    answer: Answer[T],
     *,
     timeout_s: float = ANSWER_TIMEOUT_S,
     lost: type[RftError] = ProcessLostError,
 ) -> T:
-    """What `call` returns, which waits for the service.
+    """Wait for what the service was asked.
 
     Args:
         doing: what is waited for, as it follows "while".
         lost: the error of a service that does not answer, or that fails.
-    Raises: UserError: the service refuses; `lost`; what `call` itself raises.
+    Raises: UserError: the service refuses; `lost`; what the answer itself raises.
     """
     import tinker  # late, as above
     from tinker.lib.retryable_exception import RetryableException
 
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    # In a thread: some calls of the SDK take no deadline. A daemon: one that is not answered keeps no process alive.
-    threading.Thread(target=run, name="tinker-call", daemon=True).start()
     try:
         return answer.result(timeout_s)
     except TimeoutError as error:
@@ -108,6 +106,27 @@ def ask(
         raise lost(f"the Tinker service cannot be reached while {doing}: {_first_line(error)}") from error
     except tinker.TinkerError as error:
         raise UserError(f"model.tinker, while {doing}: {_first_line(error)}") from error
+
+
+def ask(
+    doing: str,
+    call: Callable[[], T],
+    *,
+    timeout_s: float = ANSWER_TIMEOUT_S,
+    lost: type[RftError] = ProcessLostError,
+) -> T:
+    """What `call` returns, which waits for the service without a deadline; arguments and errors as of `result_of`."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    # A daemon: one that is not answered keeps no process alive.
+    threading.Thread(target=run, name="tinker-call", daemon=True).start()
+    return result_of(doing, answer, timeout_s=timeout_s, lost=lost)
 
 
 def _first_line(error: BaseException) -> str:
@@ -150,7 +169,7 @@ def response_logprobs(
     ]
     told = []
     for (_, response), answer in zip(pairs, answers, strict=True):
-        logprobs = ask("it scores", answer.future().result, timeout_s=timeout_s, lost=lost)[-len(response) :]
+        logprobs = result_of("it scores", answer, timeout_s=timeout_s, lost=lost)[-len(response) :]
         known = [value for value in logprobs if value is not None]
         if len(known) != len(response):
             raise lost(f"the Tinker service told {len(known)} logprobs of {len(response)} tokens")

@@ -35,7 +35,7 @@ from rftdask.processes.turns import DeviceTurn
 from rftdask.storage import Storage
 from rftdask.storage.base import Data
 from rftdask.trainer.background import Background
-from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints
+from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints, checkpoint_steps
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.ranks import Ranks
 from rftdask.weights.fingerprint import Fingerprint
@@ -328,11 +328,16 @@ class Trainer:
         self.doing = f"version {step} is published"
         self._publishing.flush()  # before the copy: no more than one is held
         self.engine.reuse(self._publisher.take_spare())
+        self._tell_named()
         weights, fingerprint = self.engine.weights(), self._fingerprint_of(step)
         self._published = step  # on all ranks: each asks it, when the run ends, whether the last weights are out
         if self._writes:
             write = partial(self._write_weights, step, weights, fingerprint)
             self._publication = (step, self._publishing.start(write))
+
+    def _tell_named(self) -> None:
+        if self.engine.is_hosted:
+            self.engine.keep_only(published_versions(self.storage), checkpoint_steps(self.storage))
 
     def _publish_whole(self, step: int) -> None:
         """Let the threads write all of what was published last, and not only what had changed, or was held."""
@@ -377,6 +382,7 @@ class Trainer:
         self.doing = f"checkpoint {step} is saved"
         self.checkpoints.flush()  # before the copy: no more than one is held
         self.engine.reuse(self.checkpoints.take_spare())
+        self._tell_named()
         # A copy of the state: the next step changes the weights while these bytes are still being written.
         files = dict(self.engine.state_files())
         if self.section.save_hf_checkpoint == "always" or (last and self.section.save_hf_checkpoint == "last"):

@@ -6,7 +6,7 @@ Promise: in deterministic mode on a CPU, the same state and the same batch give 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
 from rftdask.algorithm.algorithm import Algorithm
@@ -69,6 +69,10 @@ class TrainEngine(ABC):
     @abstractmethod
     def load_state_files(self, files: Mapping[str, Data]) -> None:
         """Restore from what all ranks wrote, however many they were. Called by all ranks."""
+
+    def keep_only(self, versions: Collection[int], checkpoints: Collection[int]) -> None:  # noqa: B027
+        """Told, where `is_hosted`, which versions and checkpoints the run folder names: what lies elsewhere of older
+        ones may go."""
 
     def leave_device(self) -> None:  # noqa: B027 (an engine may have nothing on a device)
         """Free the memory of the device until `return_to_device`, while engines have it. No step is under way."""

@@ -11,7 +11,7 @@ longest of those rows; U units, which are neighbors in the batch that are never 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,8 +22,10 @@ from torch import Tensor
 
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.algorithm import Algorithm
+from rftdask.algorithm.losses.base import LossInputs
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.source import random_order
+from rftdask.config import Config
 from rftdask.data.images import ImageProcessor
 from rftdask.trainer.packing import PackedRows, pack_rows
 from rftdask.trainer.ranks import Ranks
@@ -170,6 +172,64 @@ class BatchRows:
             uids=batch.uids,
         )
 
+    def row_weights(
+        self, config: Config, algorithm: Algorithm, members: np.ndarray | None = None, step: int = 0
+    ) -> Tensor:
+        """[N] weights of the tokens in the loss of some rows, or of all: those of the others weigh nothing."""
+        counts_N = self.counts()
+        return algorithm.row_weights(
+            counts_N if members is None else counts_N * self.among(members),
+            max_tokens=config.model.max_response_tokens,
+            expert_mask_B=self.experts_N,
+            rollout_B=self.rollouts_N,
+            step=step,
+        )
+
+    def loss_inputs(
+        self,
+        config: Config,
+        algorithm: Algorithm,
+        members: np.ndarray,
+        policy_BT: Tensor,
+        weights_N: Tensor,
+        scores: Mapping[str, Tensor],
+        advantages: Callable[[np.ndarray], Tensor] | None,
+        **more: Any,
+    ) -> LossInputs:
+        """What the loss takes of some rows.
+
+        Args:
+            policy_BT: logprobs by the weights that are trained, with gradient.
+            weights_N, scores, advantages: as of `row_weights`, and as `advantages` takes and makes them.
+            more: fields of `LossInputs` that are neither of the rows nor of the scores.
+        """
+        part = torch.from_numpy(members).to(self._device)
+        mask_BT = self.part(self.loss_mask_Q, members)
+        current_BT = policy_BT.detach()
+        proximal_BT = None
+        if keeps_proximal(config, algorithm):
+            proximal_BT = self.part(scores["policy_logprobs_NT"], members)
+        elif not config.algorithm.bypass_old_logprobs:
+            proximal_BT = current_BT  # of the only update: the weights before it are the current ones
+        ref_Q = scores.get("ref_logprobs_NT")
+        return LossInputs(
+            policy_logprobs_BT=policy_BT,
+            # Without gradient: in the place of recorded logprobs it makes every ratio 1, the gradient that of log p.
+            rollout_logprobs_BT=(
+                self.part(self.rollout_logprobs_Q, members) if algorithm.schema == "experience" else current_BT
+            ),
+            loss_mask_BT=mask_BT,
+            token_weights_BT=mask_BT * weights_N[part][:, None],
+            advantages_BT=None if advantages is None else advantages(members),
+            ref_logprobs_BT=None if ref_Q is None else self.part(ref_Q, members),
+            expert_mask_B=self.experts_N[part],
+            rewards_B=self.rewards_N[part],
+            kl_baseline=self.kl_baseline,
+            proximal_logprobs_BT=proximal_BT,
+            uids=self.uids(members),
+            **more,
+        )
+
     def advantages(
         self, algorithm: Algorithm, scores: Mapping[str, Tensor], step: int, kl_coef: float
     ) -> tuple[Callable[[np.ndarray], Tensor], Tensor | None, dict[str, float]]:
@@ -246,6 +306,22 @@ class Passes:
             # Times 0 and not left out: the backward pass has to run, for its exchanges
             # with ranks that have more passes.
             (score(**rows.model_inputs(self.filler)) * 0.0).sum().backward()
+
+
+def keeps_proximal(config: Config, algorithm: Algorithm) -> bool:
+    """Whether what the policy says before a step is computed once for all its updates, of which all but the first have
+    moved weights."""
+    reads = algorithm.policy_loss_fn.uses_proximal or not config.algorithm.bypass_old_logprobs
+    return reads and config.trainer.ppo_epochs * config.num_mini_batches > 1 and algorithm.schema == "experience"
+
+
+def updates_of(batch: TrainingBatch, config: Config, step: int, unit: int) -> Iterator[tuple[int, np.ndarray]]:
+    """(number of the update in the run, counted from 1; its row numbers) of all updates of a step. unit: as of
+    `mini_batches`."""
+    count, epochs = config.num_mini_batches, config.trainer.ppo_epochs
+    for epoch in range((step - 1) * epochs, step * epochs):
+        parts = mini_batches(batch.experts, count, unit=unit, seed=config.seed, epoch=epoch)
+        yield from enumerate(parts, epoch * count + 1)
 
 
 def mini_batches(experts_N: np.ndarray, count: int, *, unit: int, seed: int, epoch: int) -> list[np.ndarray]:

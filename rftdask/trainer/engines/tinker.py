@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -28,23 +28,23 @@ from rftdask.errors import DataError, RftError, RoleError, UserError
 from rftdask.models.tinker_service import (
     ANSWER_TIMEOUT_S,
     SAMPLER_FILE,
+    Answer,
     ask,
     open_sampler,
     open_service,
     require_key,
     response_logprobs,
+    result_of,
     sampler_file,
     sampler_path,
 )
-from rftdask.storage import open_storage
 from rftdask.storage.base import Data
-from rftdask.trainer.checkpoint import checkpoint_steps
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.learning_rate import learning_rate
-from rftdask.trainer.engines.micro_batches import BatchRows, mini_batches
+from rftdask.trainer.engines.micro_batches import BatchRows, keeps_proximal, updates_of
 from rftdask.trainer.engines.step_metrics import finish_means, mismatch, next_kl_coefs, over_updates
 from rftdask.trainer.ranks import Ranks
-from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_FOLDER, published_versions
+from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_FOLDER
 
 if TYPE_CHECKING:
     from tinker import SamplingClient, TrainingClient, types
@@ -55,6 +55,7 @@ _EPS = 1e-8
 _DELETE_TIMEOUT_S = 60.0
 """For what a run can do without."""
 _CPU = torch.device("cpu")
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -114,9 +115,6 @@ class TinkerTrainEngine(TrainEngine):
         per_step = config.trainer.ppo_epochs * config.num_mini_batches
         self._optimizer = config.algorithm.optimizer
         self._rate = learning_rate(self._optimizer, None if total_steps is None else total_steps * per_step)
-        # As of the PyTorch engine: of several updates all but the first have moved weights.
-        reads_proximal = algorithm.policy_loss_fn.uses_proximal or not config.algorithm.bypass_old_logprobs
-        self._keeps_proximal = reads_proximal and per_step > 1 and algorithm.schema == "experience"
         self._kl_coefs = [algorithm.kl_loss_fn.kl_coef, algorithm.kl_penalty_fn.kl_coef]
         self._service = open_service(self._section.base_url, timeout_s=timeout_s)
         self._base_model = config.model.model_path
@@ -129,8 +127,8 @@ class TinkerTrainEngine(TrainEngine):
         self._samplers: dict[int, str] = {}
         self._states: dict[int, str] = {}
 
-    def _ask(self, doing: str, call: Callable[[], Any]) -> Any:
-        return ask(doing, call, timeout_s=self._timeout_s)
+    def _result(self, doing: str, answer: Answer[T]) -> T:
+        return result_of(doing, answer, timeout_s=self._timeout_s)
 
     @property
     def _client(self) -> TrainingClient:
@@ -145,7 +143,7 @@ class TinkerTrainEngine(TrainEngine):
                 train_attn=own.train_attn,
                 train_unembed=own.train_unembed,
             )
-            self._trained = self._ask(f"an adapter of {self._base_model} is made", made.result)
+            self._trained = self._result(f"an adapter of {self._base_model} is made", made)
         return self._trained
 
     def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
@@ -160,40 +158,37 @@ class TinkerTrainEngine(TrainEngine):
         if algorithm.advantage_fn is not None:
             advantages, _, metrics = rows.advantages(algorithm, scores, step, self._kl_coefs[1])
         updates: list[dict[str, float]] = []
-        count, epochs = self._config.num_mini_batches, self._config.trainer.ppo_epochs
         unit = 2 if algorithm.schema == "dpo" else 1  # a pair is never parted
-        for epoch in range((step - 1) * epochs, step * epochs):
-            parts = mini_batches(batch.experts, count, unit=unit, seed=self._config.seed, epoch=epoch)
-            for number, members in enumerate(parts, epoch * count + 1):
-                weights_N = self._row_weights(rows, rows.counts() * rows.among(members), step)
-                told: dict[str, Tensor] = {}
+        for number, members in updates_of(batch, self._config, step, unit):
+            weights_N = rows.row_weights(self._config, algorithm, members, step)
+            told: dict[str, Tensor] = {}
 
-                def loss_of(
-                    data: list[types.Datum],
-                    logprobs: list[Tensor],
-                    members: np.ndarray = members,
-                    weights_N: Tensor = weights_N,
-                    told: dict[str, Tensor] = told,
-                    is_first: bool = not updates,
-                ) -> tuple[Tensor, dict[str, float]]:
-                    inputs = self._loss_inputs(batch, rows, members, logprobs, weights_N, scores, advantages)
-                    loss, more = algorithm.compute_loss(inputs)
-                    if not math.isfinite(value := float(loss.detach())):
-                        raise RoleError(f"step {step}: the loss is {value}; look at the batch in the ledger")
-                    told.update(more)
-                    if algorithm.schema == "experience" and is_first:
-                        told.update(mismatch(inputs))
-                    return loss, {}
+            def loss_of(
+                data: list[types.Datum],
+                logprobs: list[Tensor],
+                members: np.ndarray = members,
+                weights_N: Tensor = weights_N,
+                told: dict[str, Tensor] = told,
+                is_first: bool = not updates,
+            ) -> tuple[Tensor, dict[str, float]]:
+                inputs = self._loss_inputs(batch, rows, members, logprobs, weights_N, scores, advantages)
+                loss, more = algorithm.compute_loss(inputs)
+                if not math.isfinite(value := float(loss.detach())):
+                    raise RoleError(f"step {step}: the loss is {value}; look at the batch in the ledger")
+                told.update(more)
+                if algorithm.schema == "experience" and is_first:
+                    told.update(mismatch(inputs))
+                return loss, {}
 
-                lr = self._rate(number)
-                # Both are sent before either is waited for: the service works in beats, and one is enough for both.
-                gradient = self._client.forward_backward_custom(self._data(batch, members), loss_of)
-                moved = self._client.optim_step(self._adam(lr))
-                self._ask(f"step {step} is computed", gradient.result)
-                self._ask(f"step {step} is taken", moved.result)
-                of_update = {name: float(value) for name, value in told.items()}
-                finish_means(of_update)
-                updates.append(of_update | {"lr": lr})
+            lr = self._rate(number)
+            # Both are sent before either is waited for: the service works in beats, and one is enough for both.
+            gradient = self._client.forward_backward_custom(self._data(batch, members), loss_of)
+            moved = self._client.optim_step(self._adam(lr))
+            self._result(f"step {step} is computed", gradient)
+            self._result(f"step {step} is taken", moved)
+            of_update = {name: float(value) for name, value in told.items()}
+            finish_means(of_update)
+            updates.append(of_update | {"lr": lr})
         metrics |= over_updates(updates)
         self._kl_coefs = next_kl_coefs(algorithm, self._kl_coefs, metrics, len(batch))
         self._step = step
@@ -206,7 +201,7 @@ class TinkerTrainEngine(TrainEngine):
         for batch in batches:
             self._check(batch)
             rows, members = BatchRows(batch, _CPU), np.arange(len(batch))
-            weights_N = self._row_weights(rows, rows.counts(), self._step)
+            weights_N = rows.row_weights(self._config, self._algorithm)
             logprobs, scores = self._policy_logprobs(batch), self._scores(batch)
             inputs = self._loss_inputs(batch, rows, members, logprobs, weights_N, scores, None)
             # So that the mean over all batches is that of one batch of all rows.
@@ -226,15 +221,6 @@ class TinkerTrainEngine(TrainEngine):
                 "service trains logprobs of temperature 1 alone; sample at 1 (model.temperature, rollout_args)"
             )
 
-    def _row_weights(self, rows: BatchRows, counts_N: Tensor, step: int) -> Tensor:
-        return self._algorithm.row_weights(
-            counts_N,
-            max_tokens=self._config.model.max_response_tokens,
-            expert_mask_B=rows.experts_N,
-            rollout_B=rows.rollouts_N,
-            step=step,
-        )
-
     def _scores(self, batch: TrainingBatch) -> dict[str, Tensor]:
         """[Q] of what the base model, and the policy before the update, say, as `BatchRows.advantages` takes it."""
         scores: dict[str, Tensor] = {}
@@ -246,7 +232,7 @@ class TinkerTrainEngine(TrainEngine):
             ]
             told = response_logprobs(self._reference, pairs, timeout_s=self._timeout_s)
             scores["ref_logprobs_NT"] = torch.tensor([value for row in told for value in row])
-        if self._keeps_proximal:
+        if keeps_proximal(self._config, self._algorithm):
             parts = zip(self._policy_logprobs(batch), batch.response_lengths, strict=True)
             scores["policy_logprobs_NT"] = torch.cat([row[-length:] for row, length in parts])
         return scores
@@ -254,7 +240,7 @@ class TinkerTrainEngine(TrainEngine):
     def _policy_logprobs(self, batch: TrainingBatch) -> list[Tensor]:
         """Of each row those of all tokens but the first."""
         asked = self._client.forward(self._data(batch, np.arange(len(batch))), "cross_entropy")
-        output = self._ask("a batch is scored", asked.result)
+        output = self._result("a batch is scored", asked)
         return [torch.tensor(row["logprobs"].data, dtype=torch.float32) for row in output.loss_fn_outputs]
 
     @staticmethod
@@ -300,36 +286,22 @@ class TinkerTrainEngine(TrainEngine):
         """logprobs: of each of these rows, of all tokens but the first."""
         lengths = batch.response_lengths[members]
         policy_BT = pad_sequence([row[-n:] for row, n in zip(logprobs, lengths, strict=True)], batch_first=True)
-        mask_BT = rows.part(rows.loss_mask_Q, members)
-        current_BT = policy_BT.detach()
-        proximal_BT = None
-        if self._keeps_proximal:
-            proximal_BT = rows.part(scores["policy_logprobs_NT"], members)
-        elif not self._config.algorithm.bypass_old_logprobs:
-            proximal_BT = current_BT  # of the only update: the weights before it are the current ones
-        ref_Q = scores.get("ref_logprobs_NT")
-        sampled = self._algorithm.schema == "experience"
-        part = torch.from_numpy(members)
-        return LossInputs(
-            policy_logprobs_BT=policy_BT,
-            rollout_logprobs_BT=rows.part(rows.rollout_logprobs_Q, members) if sampled else current_BT,
-            loss_mask_BT=mask_BT,
-            token_weights_BT=mask_BT * weights_N[part][:, None],
-            advantages_BT=None if advantages is None else advantages(members),
-            ref_logprobs_BT=None if ref_Q is None else rows.part(ref_Q, members),
-            expert_mask_B=rows.experts_N[part],
-            rewards_B=rows.rewards_N[part],
-            proximal_logprobs_BT=proximal_BT,
+        return rows.loss_inputs(
+            self._config,
+            self._algorithm,
+            members,
+            policy_BT,
+            weights_N,
+            scores,
+            advantages,
             kl_coef=self._kl_coefs[0],
-            uids=rows.uids(members),
         )
 
     def weights(self) -> Mapping[str, Data]:
         """See TrainEngine: the path of what engines sample with."""
-        self._delete_unnamed()
         if self._step not in self._samplers:
             saved = self._client.save_weights_for_sampler(f"step-{self._step}")
-            self._samplers[self._step] = self._ask(f"version {self._step} is saved", saved.result).path
+            self._samplers[self._step] = self._result(f"version {self._step} is saved", saved).path
         return sampler_file(self._samplers[self._step])
 
     def state_files(self) -> Mapping[str, Data]:
@@ -337,7 +309,7 @@ class TinkerTrainEngine(TrainEngine):
         files = {f"{CHECKPOINT_ADAPTER_FOLDER}/{name}": data for name, data in self.weights().items()}
         if self._step not in self._states:
             saved = self._client.save_state(f"step-{self._step}", overwrite=True)
-            self._states[self._step] = self._ask(f"checkpoint {self._step} is saved", saved.result).path
+            self._states[self._step] = self._result(f"checkpoint {self._step} is saved", saved).path
         state = {"step": self._step, "path": self._states[self._step], "kl_coefs": self._kl_coefs}
         return {**files, STATE_FILE: json.dumps(state).encode()}
 
@@ -346,7 +318,7 @@ class TinkerTrainEngine(TrainEngine):
         state = json.loads(bytes(files[STATE_FILE]))
         path = state["path"]
         made = self._service.create_training_client_from_state_with_optimizer(path)
-        self._trained = self._ask(f"training goes on from {path}", made.result)
+        self._trained = self._result(f"training goes on from {path}", made)
         self._step, self._kl_coefs = int(state["step"]), list(state["kl_coefs"])
         # They are this process's now, and go when newer ones are there.
         self._states[self._step] = path
@@ -356,10 +328,8 @@ class TinkerTrainEngine(TrainEngine):
         """Nothing: the model is at the service, and `tinker checkpoint download` brings its adapter."""
         return {}
 
-    def _delete_unnamed(self) -> None:
-        """Delete at the service what is this process's and the run folder does not name any more."""
-        storage = open_storage(self._config.checkpoint_job_dir)
-        versions, checkpoints = published_versions(storage), checkpoint_steps(storage)
+    def keep_only(self, versions: Collection[int], checkpoints: Collection[int]) -> None:
+        """See TrainEngine: what this process has saved at the service is deleted there."""
         newest = max(versions, default=0), max(checkpoints, default=0)
         # What is not written yet is not named either; it is newer than all that is there.
         states = [step for step in self._states if step not in checkpoints and step < newest[1]]
@@ -370,10 +340,9 @@ class TinkerTrainEngine(TrainEngine):
         ]
         gone = [self._samplers.pop(step) for step in samplers] + [self._states.pop(step) for step in states]
         for path in gone:
+            timeout_s = min(self._timeout_s, _DELETE_TIMEOUT_S)
             try:
-                ask(
-                    f"{path} is deleted", partial(self._delete, path), timeout_s=min(self._timeout_s, _DELETE_TIMEOUT_S)
-                )
+                ask(f"{path} is deleted", partial(self._delete, path), timeout_s=timeout_s)
             except RftError as error:  # it costs storage there, and nothing here
                 log.warning("%s stays at the service: %s", path, error)
 

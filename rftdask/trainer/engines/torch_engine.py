@@ -51,7 +51,7 @@ from rftdask.storage.base import Data
 from rftdask.trainer.attention import PACKED
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.critic import Critic
-from rftdask.trainer.engines.micro_batches import BatchRows, Passes, mini_batches, plan_passes
+from rftdask.trainer.engines.micro_batches import BatchRows, Passes, keeps_proximal, plan_passes, updates_of
 from rftdask.trainer.engines.optimizer import ModelOptimizer
 from rftdask.trainer.engines.router_loss import RouterLoss
 from rftdask.trainer.engines.step_metrics import finish_means, mismatch, next_kl_coefs, over_updates
@@ -214,11 +214,9 @@ class TorchEngine(TrainEngine):
                 # them. Lengths differ in every pass.
                 layer.compile(dynamic=True)
         optimizer, grad_clip = config.algorithm.optimizer, self._trainer.grad_clip
-        per_step = self._trainer.ppo_epochs * config.num_mini_batches
-        total_updates = None if total_steps is None else total_steps * per_step
-        # Of several updates all but the first have moved weights: what those before the step say is computed once.
-        reads_proximal = algorithm.policy_loss_fn.uses_proximal or not config.algorithm.bypass_old_logprobs
-        self._keeps_proximal = reads_proximal and per_step > 1 and algorithm.schema == "experience"
+        total_updates = None
+        if total_steps is not None:
+            total_updates = total_steps * self._trainer.ppo_epochs * config.num_mini_batches
         folders = config.explorer.plugin_dirs
         self._optimizer = ModelOptimizer(self._model, optimizer, grad_clip, self._strategy, total_updates, folders)
         self._frozen: list[Scorer] = []  # reference and teachers
@@ -281,23 +279,15 @@ class TorchEngine(TrainEngine):
             returns_Q: Tensor | None = None
             if algorithm.advantage_fn is not None:
                 advantages, returns_Q, metrics = rows.advantages(algorithm, scores, step, float(self._kl_coefs[1]))
-            for number, members in self._mini_batches(batch, step):
+            for number, members in updates_of(batch, self._config, step, self._unit):
                 # One mini-batch is the whole batch: its passes are planned already.
                 passes = whole if len(members) == len(batch) else self._plan(batch, members)
-                # Tokens of the other mini-batches weigh nothing in this update.
-                counts_N = rows.counts() * rows.among(members)
                 of_update: dict[str, float] = {}
                 # Until its critic has learned what returns look like, advantages are noise to the policy.
                 if self._critic is None or step > self._trainer.critic_warmup:
                     # One denominator for the whole mini-batch: the gradients of passes and ranks then add up to its
                     # own.
-                    weights_N = algorithm.row_weights(
-                        counts_N,
-                        max_tokens=self._config.model.max_response_tokens,
-                        expert_mask_B=rows.experts_N,
-                        rollout_B=rows.rollouts_N,
-                        step=step,
-                    )
+                    weights_N = rows.row_weights(self._config, algorithm, members, step)
                     sums: dict[str, Tensor] = {}
                     # Gradients are added pass by pass; nothing moves before `ModelOptimizer.step`.
                     for teacher, taught in self._taught(batch, members, passes):
@@ -355,12 +345,7 @@ class TorchEngine(TrainEngine):
                 scores = self._scores(batch, rows, passes)
                 if algorithm.policy_loss_fn.uses_kl_baseline:
                     rows.kl_baseline = self._kl_baseline(mismatched(batch, self._config.model.max_model_len))
-                weights_N = algorithm.row_weights(
-                    rows.counts(),
-                    max_tokens=self._config.model.max_response_tokens,
-                    expert_mask_B=rows.experts_N,
-                    rollout_B=rows.rollouts_N,
-                )
+                weights_N = rows.row_weights(self._config, algorithm)
                 for teacher, taught in self._taught(batch, np.arange(len(batch)), passes):
                     for part in taught.own:
                         inputs = self._loss_inputs(rows, part, teacher, weights_N, scores, None)
@@ -381,13 +366,6 @@ class TorchEngine(TrainEngine):
         """See `pack_rows`: not where the score of a row is read at its last token, or routers are judged by, or are
         told, the experts of all tokens."""
         return not (self._algorithm.policy_loss_fn.scores_sequences or self._router_loss or self._routers)
-
-    def _mini_batches(self, batch: TrainingBatch, step: int) -> Iterator[tuple[int, np.ndarray]]:
-        """(number of the update in the run, counted from 1; its row numbers) of all updates of a step."""
-        count, epochs = self._config.num_mini_batches, self._trainer.ppo_epochs
-        for epoch in range((step - 1) * epochs, step * epochs):
-            parts = mini_batches(batch.experts, count, unit=self._unit, seed=self._config.seed, epoch=epoch)
-            yield from enumerate(parts, epoch * count + 1)
 
     def _plan(self, batch: TrainingBatch, members: np.ndarray) -> Passes:
         """What this rank computes of some rows."""
@@ -445,7 +423,7 @@ class TorchEngine(TrainEngine):
             scores |= dict(zip(names, three_Q3.unbind(-1), strict=True))
         elif "entropy_NT" in self._needs:
             scores["entropy_NT"] = passes.scored(rows, lambda **inputs: self._policy(**inputs, with_entropy=True)[1])
-        if self._keeps_proximal and "policy_logprobs_NT" not in scores:
+        if keeps_proximal(self._config, self._algorithm) and "policy_logprobs_NT" not in scores:
             scores["policy_logprobs_NT"] = passes.scored(rows, lambda **inputs: self._policy(**inputs)[0])
         if self._critic is not None:
             scores["values_NT"] = self._critic.values(rows, passes)
@@ -479,34 +457,18 @@ class TorchEngine(TrainEngine):
         advantages: Callable[[np.ndarray], Tensor] | None,
     ) -> LossInputs:
         """One forward pass of the policy, and of the batch what belongs to its rows."""
-        part = torch.from_numpy(members).to(self._device)
         policy_BT, entropy_BT, divergence_BT = self._update_scores(teacher, **rows.model_inputs(members))
-        mask_BT = rows.part(rows.loss_mask_Q, members)
-        current_BT = policy_BT.detach()
-        proximal_BT = None
-        if self._keeps_proximal:
-            proximal_BT = rows.part(scores["policy_logprobs_NT"], members)
-        elif not self._config.algorithm.bypass_old_logprobs:
-            proximal_BT = current_BT  # of the only update: the weights before it are the current ones
-        ref_Q = scores.get("ref_logprobs_NT")
-        return LossInputs(
-            policy_logprobs_BT=policy_BT,
-            # Without gradient: in the place of recorded logprobs it makes every ratio 1, the gradient that of log p.
-            rollout_logprobs_BT=(
-                rows.part(rows.rollout_logprobs_Q, members) if self._algorithm.schema == "experience" else current_BT
-            ),
-            loss_mask_BT=mask_BT,
-            token_weights_BT=mask_BT * weights_N[part][:, None],
-            advantages_BT=None if advantages is None else advantages(members),
-            ref_logprobs_BT=None if ref_Q is None else rows.part(ref_Q, members),
+        return rows.loss_inputs(
+            self._config,
+            self._algorithm,
+            members,
+            policy_BT,
+            weights_N,
+            scores,
+            advantages,
             entropy_BT=entropy_BT,
             divergence_BT=divergence_BT,
-            expert_mask_B=rows.experts_N[part],
-            rewards_B=rows.rewards_N[part],
-            kl_baseline=rows.kl_baseline,
-            proximal_logprobs_BT=proximal_BT,
             kl_coef=float(self._kl_coefs[0]),
-            uids=rows.uids(members),
         )
 
     def weights(self) -> Mapping[str, Data]:

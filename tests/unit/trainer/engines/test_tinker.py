@@ -32,12 +32,13 @@ from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError, EngineError, ProcessLostError, RoleError, UserError
 from rftdask.models.tinker_service import API_KEY, read_sampler_path
 from rftdask.models.toy import build_toy_model
-from rftdask.storage import open_storage
+from rftdask.storage import Storage, open_storage
 from rftdask.testing.train_engine import TrainEngineContract
+from rftdask.trainer.checkpoint import checkpoint_steps
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.tinker import TinkerTrainEngine
 from rftdask.trainer.engines.torch_engine import TorchEngine
-from rftdask.weights.published import MODEL_FILE, publish_weights, weights_folder
+from rftdask.weights.published import MODEL_FILE, publish_weights, published_versions, weights_folder
 from tests.tinker_server import TinkerServer, served
 from tests.unit.trainer.trainer_cases import engine_config
 
@@ -235,6 +236,11 @@ def test_greedy_tokens_and_the_end_are_as_asked(toy: Path, server: TinkerServer)
 # ---- what lies at the service
 
 
+def tell_named(engine: TinkerTrainEngine, storage: Storage) -> None:
+    """As the trainer does before it asks for weights."""
+    engine.keep_only(published_versions(storage), checkpoint_steps(storage))
+
+
 def test_what_the_run_folder_names_no_more_is_deleted_there(toy: Path, server: TinkerServer, tmp_path: Path) -> None:
     config = config_at(server, toy, checkpoint_root_dir=str(tmp_path))
     storage = open_storage(config.checkpoint_job_dir)
@@ -242,6 +248,7 @@ def test_what_the_run_folder_names_no_more_is_deleted_there(toy: Path, server: T
     paths = {}
     for step in (1, 2, 3):
         engine.train_step(batch_of(step), step)
+        tell_named(engine, storage)
         paths[step] = _path(engine)
         publish_weights(storage, step, engine.weights(), "main")
         if step == 2:
@@ -263,9 +270,10 @@ def test_what_cannot_be_deleted_is_told_and_ends_nothing(
         publish_weights(storage, step, engine.weights(), "main")
     storage.remove(weights_folder(1))
     engine.train_step(batch_of(3), 3)
+    tell_named(engine, storage)
     assert _path(engine) in server.saved
     assert "sampler_weights/step-1 stays at the service: the Tinker service refuses" in caplog.text
-    engine.weights()
+    tell_named(engine, storage)
     assert len(server.asked("delete")) == 1  # it is not tried again
 
 
@@ -281,11 +289,11 @@ def test_what_a_checkpoint_has_stays_until_a_newer_one_is_there(
         engine.state_files()  # in the background they may not be written yet
     storage.remove(weights_folder(1))
     engine.train_step(batch_of(3), 3)
-    engine.weights()
+    tell_named(engine, storage)
     assert server.asked("delete") == []
     storage.put("global_step_2/manifest.json", b"{}")
     engine.train_step(batch_of(4), 4)
-    engine.weights()
+    tell_named(engine, storage)
     assert [path.rpartition("://")[2].split("/", 1)[1] for path in server.asked("delete")] == [
         "sampler_weights/step-1",
         "weights/step-1",
