@@ -157,7 +157,8 @@ class Experiment:
         stages = self.config.stage_configs()
         # First: what processes are forked from imports torch while this process checks the inputs.
         self.prepare()
-        inputs = self._check(stages, storage, log.info if progress == "none" else _to_stderr)
+        say = log.info if progress == "none" else lambda line: print(safe(line), file=sys.stderr)
+        inputs = self._check(stages, storage, say)
         made_of = check_made_of(stages, inputs, accept=accept_changes)
         layout = _planned(self.config, stages)
         # Up to here nothing of the run was written but such a dataset; the probe of `check_inputs` is gone again.
@@ -495,10 +496,6 @@ def _planned(config: Config, stages: list[Config]) -> Layout:
     check_host(stages, layout, free_host_bytes())
     check_jobs(stages, layout)
     return layout
-
-
-def _to_stderr(line: str) -> None:
-    print(safe(line), file=sys.stderr)
 
 
 def _trained_model(storage: Storage) -> str:

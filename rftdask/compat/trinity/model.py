@@ -198,7 +198,7 @@ class _Recorder:
 
     async def openai(self, path: str, body: Any, stream: EventStream | None = None) -> OpenAIAnswer:
         if body.get("tool_choice") == "required":
-            # Nothing guides what is sampled here; agents that want a call ask again where there was none.
+            # A call can be forced in one format alone; agents that want one ask again where there was none.
             body = {**body, "tool_choice": "auto"}
         answer = await cast(Answering, self._model._asked).openai(path, body, stream)
         for response in answer.responses:
