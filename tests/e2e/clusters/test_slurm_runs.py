@@ -224,7 +224,7 @@ def test_a_job_that_is_being_ended_is_told_from_one_that_comes_back(tmp_path: Pa
         slurm.call("scontrol", "requeue", jobs[1])
         assert slurm.states(jobs) == {jobs[0]: slurm.ENDING, jobs[1]: "REQUEUED"}
         wait_until(lambda: slurm.states(jobs).get(jobs[1]) == "PENDING (BeginTime)", "the other in the queue")
-        assert jobs[0] not in slurm.states(jobs)
+        wait_until(lambda: jobs[0] not in slurm.states(jobs), "the ended one gone")
     finally:
         slurm.cancel(jobs)
 
