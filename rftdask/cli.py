@@ -302,7 +302,7 @@ def validate(
     """Check a configuration; print it as resolved, and the plan: roles, workers, places, steps, experiences."""
     from rftdask.cluster.layout import TRAINER_RESOURCE, plan_machines  # late: not every command plans
     from rftdask.commands.estimate import check_jobs, tell_memory
-    from rftdask.data.juicer.environment import find_environment
+    from rftdask.data.juicer.session import check_environment
     from rftdask.processes.gpus import visible_gpus
 
     checked = load_config(config, [*(overrides or []), *_machines(gpus, nodes)], origin=origin)
@@ -317,8 +317,7 @@ def validate(
                 raise
             unchecked.append(str(error))
         try:
-            if stage.makes_dataset:
-                find_environment("data_processor.task_pipeline")
+            check_environment(stage)
         except NotInstalledError as error:
             if unchecked is None:
                 raise
@@ -831,7 +830,7 @@ def data_setup(
         list[str] | None, typer.Option("--with", metavar="PACKAGE", help="Beside what it needs: torch, ftfy, ...")
     ] = None,
 ) -> None:
-    """Make the environment of Data-Juicer, once: for data_processor.task_pipeline."""
+    """Make the environment of Data-Juicer, once: for task_pipeline, operator data_juicer and data refine."""
     from rftdask.data.juicer.environment import set_up
 
     _say(set_up(extra or ()))

@@ -29,7 +29,7 @@ from rftdask.cluster.jobs import RETURNED
 from rftdask.cluster.layout import Layout
 from rftdask.commands.estimate import check_host, check_jobs
 from rftdask.config import Config, load_config, replace
-from rftdask.data.juicer.task_pipeline import make_datasets
+from rftdask.data.task_pipeline import make_datasets
 from rftdask.errors import DataError, RoleError, StorageError, UserError
 from rftdask.monitor.events import Evaluated, Event, Note, Step
 from rftdask.monitor.explain import WINDOW, warn_of_learning

@@ -22,7 +22,7 @@ class DropReason(IntEnum):
     NOT_BEST = 6
     """Other rollouts of its group have better rewards (RAFT)."""
     LEFT_OUT = 7
-    """An operator or advantage function of the user's own did not return it."""
+    """An operator or advantage function that is not of this package did not return it."""
 
 
 def count_drops(reasons_N: Tensor) -> dict[str, float]:

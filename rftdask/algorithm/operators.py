@@ -4,9 +4,13 @@ Table in, table out: every row stays, a dropped one carries a reason. Knows noth
 Invariant: an operator looks only at rows that are still kept, so a failed or dropped rollout influences nothing.
 """
 
+import math
+import tempfile
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +19,9 @@ from torch import Tensor
 from rftdask.algorithm.advantages.base import group_stats, group_sums, ranks_in_group
 from rftdask.algorithm.checks import one_of, require
 from rftdask.algorithm.drops import DropReason
+from rftdask.data.juicer.base import Juicer, OperatorResult, Pipeline, RowResult, as_list, read_operators, read_recipe
+from rftdask.data.juicer.session import check_juicer, open_juicer
+from rftdask.errors import ProcessLostError
 
 SHAPING_OPS = ("ADD", "SUB", "MUL", "DIV")
 
@@ -38,6 +45,10 @@ class ExperienceTable:
     """[N] bool, kept for the baseline of its task: its reward counts, and none of its tokens is trained. None: none."""
     stats: Mapping[str, Tensor] = field(default_factory=dict)
     """[N] float numbers of each experience by name, nan where it has none, for example {"accuracy": ...}."""
+    texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """[N] texts by name, prompt_text, response_text and truth; none where operators run as a batch is formed."""
+    details: Mapping[int, str] = field(default_factory=dict)
+    """Row -> what dropped it within an operator that is several, beside the code of its reason."""
 
     @property
     def reasons_N(self) -> Tensor:
@@ -83,6 +94,14 @@ class Operator(ABC):
 
     operator_name: ClassVar[str]
     """The name by which a configuration chooses it; one without is chosen by its class."""
+    only_at_commit: ClassVar[bool] = False
+    """Whether it cannot run when a batch is formed: it reads texts, or does not repeat what it says of a row."""
+
+    def check(self) -> None:  # noqa: B027 -- most have nothing to look at
+        """Look whether all that it needs beside this process is there, before a run starts. Raises: UserError."""
+
+    def close(self) -> None:  # noqa: B027 -- most have nothing to release
+        """Let go of what it holds; idempotent."""
 
     @abstractmethod
     def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
@@ -218,6 +237,119 @@ class RewardShapingMapper(Operator):
         change_N = (rewards_N - table.rewards_N)[table.keep_N & torch.isfinite(table.rewards_N)]
         mean = float(change_N.mean()) if len(change_N) else 0.0
         return replace(table, rewards_N=rewards_N), {"reward_change_mean": mean}
+
+
+class DataJuicer(Operator):
+    """Operators of Data-Juicer over the rollouts of a task, as rows of prompt_text, response_text, truth and reward.
+
+    A row that they drop is dropped, and the numbers that they measure of the others become statistics, for operators
+    behind this one. A `reward` that they change is the reward. Texts that they change are for the operators behind
+    them: what is trained are the tokens that were sampled.
+
+    Example: `operators=[{"words_num_filter": {"min_num": 5}}]`. What has Data-Juicer starts with the first row, in a
+    process of its own or in a session of a service, and is kept; a process that died is started once more.
+    """
+
+    operator_name = "data_juicer"
+    only_at_commit = True
+
+    def __init__(
+        self,
+        operators: list[Any] | tuple[Any, ...] | None = None,
+        config_path: str | None = None,
+        num_process: int = 1,
+        timeout_s: float = 600.0,
+        server_url: str | None = None,
+    ) -> None:
+        """
+        Args:
+            operators: [{name: args}, ...], run in this order.
+            config_path: a recipe of Data-Juicer (YAML) in place of them.
+            num_process: processes of each operator, at most.
+            timeout_s: longest silence of the process, or longest answer of the service.
+            server_url: the service; None: a process of its own.
+        Raises: ValueError: neither operators nor a recipe; UserError: the recipe cannot be read, or an entry is wrong.
+        """
+        require(bool(operators) != bool(config_path), "data_juicer takes operators or config_path, one of them")
+        require(num_process >= 1 and timeout_s > 0, "num_process and timeout_s are more than 0")
+        recipe = read_recipe(config_path, "config_path") if config_path else {}
+        self._pipeline = Pipeline(
+            operators=read_operators(recipe.get("process") or operators or (), "operators"),
+            text_key=(as_list(recipe.get("text_keys")) or ["response_text"])[0],
+            num_process=int(recipe.get("np") or num_process),
+            custom_operator_paths=as_list(recipe.get("custom_operator_paths")),
+        )
+        self._timeout_s, self._server_url = timeout_s, server_url
+        self._lock = threading.Lock()  # work units of one worker overlap
+        self._juicer: Juicer | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
+        require(bool(table.texts), "data_juicer needs the texts of experiences, which are there at the commit")
+        kept = table.keep_N.nonzero().flatten().tolist()
+        rows = [{name: texts[row] for name, texts in table.texts.items()} for row in kept]
+        for row, reward in zip(rows, table.rewards_N[kept].tolist(), strict=True):
+            row["reward"] = reward if math.isfinite(reward) else None
+        results, dropped_by = self._run(rows) if rows else ([], {})
+        rewards_N, stats = table.rewards_N.clone(), dict(table.stats)
+        measured: dict[str, dict[int, float]] = {}
+        for result in results:
+            place = kept[result.row]
+            if isinstance(reward := result.changed.get("reward"), int | float):
+                rewards_N[place] = reward
+            for name, value in result.stats.items():
+                if isinstance(value, int | float):  # some are texts or lists
+                    measured.setdefault(name, {})[place] = float(value)
+        for name, by_place in measured.items():
+            was_N = stats.get(name, torch.full_like(table.rewards_N, math.nan))
+            stats[name] = was_N.to(torch.float64, copy=True)
+            stats[name][list(by_place)] = torch.tensor(list(by_place.values()), dtype=torch.float64)
+        gone_N = torch.zeros_like(table.keep_N)
+        gone_N[[kept[row] for row in dropped_by]] = True
+        details = {**table.details, **{kept[row]: name for row, name in dropped_by.items()}}
+        return replace(table, rewards_N=rewards_N, stats=stats, details=details).dropping(gone_N, DropReason.LEFT_OUT)
+
+    def check(self) -> None:
+        """See Operator; nothing is loaded but the names and arguments of its operators."""
+        with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
+            what = f"operator {self.operator_name}"
+            check_juicer(self._pipeline, Path(folder, "log"), what, server_url=self._server_url)
+
+    def close(self) -> None:
+        """End its process or its session."""
+        with self._lock:
+            self._close()
+
+    def _run(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[RowResult], dict[int, str]]:
+        """What became of the rows that are left; and row -> the operator that dropped it, of the others."""
+        with self._lock:
+            for tries_left in (1, 0):
+                done: list[OperatorResult] = []
+                try:
+                    if self._juicer is None:
+                        self._juicer = self._open()
+                    results = self._juicer.run(rows, done.append)
+                    return results, {row: each.operator for each in done for row in each.dropped}
+                except ProcessLostError:
+                    self._close()
+                    if not tries_left:
+                        raise
+                except BaseException:
+                    self._close()
+                    raise
+        raise AssertionError
+
+    def _open(self) -> Juicer:
+        self._folder = tempfile.TemporaryDirectory(prefix="rftdask-")
+        log_file, what = Path(self._folder.name, "log"), f"operator {self.operator_name}"
+        return open_juicer(self._pipeline, log_file, what, server_url=self._server_url, silence_s=self._timeout_s)
+
+    def _close(self) -> None:
+        juicer, folder, self._juicer, self._folder = self._juicer, self._folder, None, None
+        if juicer is not None:
+            juicer.close()
+        if folder is not None:
+            folder.cleanup()
 
 
 @dataclass(frozen=True)

@@ -78,12 +78,9 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
     "Config": {
         **_ignored("there is no Ray", ray_namespace=""),
         **_ignored("mistakes are errors, and there are no suggestions", ignore_validator_suggestions=False),
-        "service": {"data_juicer": {
-            **_missing("a service of Data-Juicer; leave it out: operators run in a process beside the run, see "
-                       "rftdask data setup", server_url=None),
-            **_ignored("operators run in a process beside the run, without a service", auto_start=False, port=None),
-        }},
     },
+    "DataJuicerServiceConfig": _ignored("no service is started: without a server_url operators run in a process beside "
+                                        "the run", auto_start=False, port=None),
     "OptimizerConfig": {"warmup_style": Renamed("lr_scheduler_type")},
     "LoraConfig": {
         **_ignored("there is one adapter", name=None),
@@ -217,10 +214,6 @@ REFERENCE_NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "reward function": {
         "rm_gallery_reward": "it is of Trinity-RFT before 0.6, and needs RM-Gallery; write a reward function",
-    },
-    "operator": {
-        "data_juicer": "Data-Juicer's operators run over the dataset before the run (data_processor.task_pipeline), "
-        "not over experiences; write an operator of your own (docs/extending.md)",
     },
 }
 # fmt: on

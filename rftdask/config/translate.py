@@ -223,12 +223,25 @@ def _queues_of_tasks(tree: dict[str, Any], notes: list[Note]) -> None:
 
 
 def _data_juicer(tree: dict[str, Any], notes: list[Note]) -> None:
-    """Its service, where the run starts it itself, and the place of what a pipeline makes, where the taskset reads it:
-    here a process and the run folder, which nobody has to name.
+    """Its service, where the run starts it itself: here a process, which nobody has to name. Its operators over
+    experiences, which run before the commit, as all do there. And the place of what a pipeline makes, where the
+    taskset reads it: here the run folder.
     """
     service, at = section(tree, "service.data_juicer"), "service.data_juicer.server_url"
     if service.get("auto_start") is True and service.pop("server_url", None) is not None:
         notes.append((at, "ignored: with auto_start no other service is asked"))
+    experiences, at = section(tree, "data_processor.experience_pipeline"), "data_processor.experience_pipeline"
+    operators = experiences.get("operators")
+    for number, entry in enumerate(operators if isinstance(operators, list) else ()):
+        if not isinstance(entry, dict) or entry.get("name") != "data_juicer":
+            continue
+        if experiences.get("stage") is None:
+            experiences["stage"] = "commit"
+            notes.append((f"{at}.stage", "commit, where data_juicer can run; batch has no text of experiences"))
+        args = entry.get("args")
+        if isinstance(args, dict) and "np" in args and "num_process" not in args:
+            args["num_process"] = args.pop("np")
+            notes.append((f"{at}.operators[{number}].args.np", "is num_process here"))
     pipeline, source = section(tree, "data_processor.task_pipeline"), section(tree, "buffer.explorer_input")
     output, several = pipeline.get("output"), source.get("tasksets")
     first = source.get("taskset") or (several[0] if isinstance(several, list) and several else None)

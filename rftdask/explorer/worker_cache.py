@@ -1,8 +1,9 @@
 """Worker cache: what a worker process keeps between work units, and the seat in which one of them at a time begins.
 
 The config of the run, the engine of the policy, tokenizers, tasksets, engines of auxiliary models, fork servers of
-sandboxes, and how long tasks took. All of it can be made again from the run folder, so a new worker starts with none
-of it. Invariant: nothing of another run, or of the same run with another config, is ever given out.
+sandboxes, operators with the processes that they have, and how long tasks took. All of it can be made again from the
+run folder, so a new worker starts with none of it. Invariant: nothing of another run, or of the same run with another
+config, is ever given out.
 
 A unit begins in the *seat*: it opens what it needs, chooses its weights, and waits for slots of the engine. Once all
 its rollouts have slots it gives the seat up, and the next unit takes what the rest of it leaves free. Who needs the
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from rftdask.config import Config, fill_from_environment
 from rftdask.config.schema.buffer import TasksetConfig
@@ -43,6 +45,9 @@ from rftdask.rollouts.sandbox.pool import ForkServer
 from rftdask.rollouts.shared_loop import SharedLoop
 from rftdask.run.run_folder import read_config
 from rftdask.storage import Storage
+
+if TYPE_CHECKING:  # it needs torch
+    from rftdask.algorithm.operators import Operator
 
 _MAX_FORK_SERVERS = 4
 """Kept for evaluations, whose workflows may be others than those of training; each holds its imports in memory."""
@@ -100,6 +105,7 @@ class WorkerCache:
         self._tokenizer: Tokenizer | None = None
         self._images: ImageProcessor | None = None
         self._tasksets: dict[str, Taskset] = {}
+        self._operators: list[Operator] | None = None
         self._fork_servers: dict[SandboxSpec, ForkServer] = {}
         """Least recently used first."""
         # These and the fork servers are made in the seat, and may be ended meanwhile by a unit that has given it up.
@@ -188,6 +194,9 @@ class WorkerCache:
             self._tokenizer = None
             self._images = None
             self._tasksets = {}
+            for operator in self._operators or ():
+                operator.close()
+            self._operators = None
             if self._shared is not None:
                 self._shared[1].close()
                 self._shared = None
@@ -253,6 +262,15 @@ class WorkerCache:
                 raise DataError(f"no taskset is called {name!r}; there are {', '.join(configs)}")
             self._tasksets[name] = Taskset(configs[name])
         return self._tasksets[name]
+
+    def operators(self) -> list[Operator]:
+        """The operators that run before the commit, kept with what they hold. Raises: UserError."""
+        if self._operators is None:
+            # Late: it needs torch, which this process does without unless there are operators.
+            from rftdask.buffer.batches.operator_pipeline import operators_of
+
+            self._operators = operators_of(self._config)
+        return self._operators
 
     def fork_server(self, spec: SandboxSpec) -> ForkServer:
         """A living fork server of `spec`. Raises: UserError: a plug-in cannot be imported."""

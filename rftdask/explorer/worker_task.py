@@ -15,7 +15,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 
 from distributed import get_client, get_worker, secede
@@ -234,12 +235,14 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
 
             def commit(slot: int, experiences: list[Experience]) -> None:
                 try:
-                    groups[slot] = filter_group(experiences)
+                    groups[slot] = experiences if filter_group is None else filter_group(experiences)
                     writer.add(slot, groups[slot])
                 except OperatorError as error:  # raised below: here it would cancel the rollouts beside it
                     failures.append(error)
 
-            outcome = _roll_out(storage, unit, slots, config, served, commit, begin_next)
+            # In a thread of their own: operators may take seconds, in which the rollouts of other groups go on.
+            with _in_turn(commit) if filter_group is not None else nullcontext(commit) as on_group:
+                outcome = _roll_out(storage, unit, slots, config, served, on_group, begin_next)
             if failures:
                 raise failures[0]
             outcome = replace(outcome, experiences=[each for slot in sorted(groups) for each in groups[slot]])
@@ -548,16 +551,31 @@ def _roll_out(
     return outcome
 
 
-def _group_filter(unit: RolloutTask, config: Config) -> Callable[[list[Experience]], list[Experience]]:
-    # The operators, if they run before the commit: a task's experiences in, those to commit out.
+def _group_filter(unit: RolloutTask, config: Config) -> Callable[[list[Experience]], list[Experience]] | None:
+    """The operators, if they run before the commit: a task's experiences in, those to commit out."""
     section = config.data_processor.experience_pipeline
     if section.stage != "commit" or not section.operators or unit.is_eval:
-        return lambda experiences: experiences
-    # Late: it needs torch, which this process does without unless there are operators.
-    from rftdask.buffer.batches.operator_pipeline import filter_experiences, operators_of
+        return None
+    from rftdask.buffer.batches.operator_pipeline import filter_experiences  # late: it needs torch
 
-    operators, baseline = operators_of(config), unit.repeat_times if unit.greedy_baseline else None
+    operators, baseline = _cache.operators(), unit.repeat_times if unit.greedy_baseline else None
     return lambda experiences: filter_experiences(operators, experiences, baseline)
+
+
+@contextmanager
+def _in_turn(function: Callable[[int, list[Experience]], None]) -> Iterator[Callable[[int, list[Experience]], None]]:
+    """The same function, in one thread, call after call; at the end all of them are done, and what one raised is
+    raised. After an error of the block those that have not begun are left out.
+    """
+    with ThreadPoolExecutor(1, "operators") as thread:
+        calls: list[Future[None]] = []
+        try:
+            yield lambda slot, experiences: calls.append(thread.submit(function, slot, experiences))
+        except BaseException:
+            thread.shutdown(wait=False, cancel_futures=True)
+            raise
+        for call in calls:
+            call.result()
 
 
 def commit_poisoned(

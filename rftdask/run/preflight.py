@@ -25,9 +25,9 @@ from rftdask.config.plugins import load_plugin_folders, module_of, trait
 from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.images import check_reads_images
-from rftdask.data.juicer.task_pipeline import check_pipeline, standing_in
 from rftdask.data.supervised import check_columns, read_examples, schema_of
 from rftdask.data.task import Task
+from rftdask.data.task_pipeline import check_pipeline, standing_in
 from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.errors import ConfigError, DataError, NotInstalledError, StorageError, UserError, lacks_training
@@ -250,7 +250,8 @@ def _check_algorithm(stage: Config) -> None:
         # Late, as below: it needs torch, which reading and checking a config does without.
         from rftdask.buffer.batches.operator_pipeline import operators_of
 
-        operators_of(stage)
+        for operator in operators_of(stage):
+            operator.check()
     if stage.algorithm.schema_type == "experience" and stage.mode in ("both", "train"):
         make_sample_strategy(stage)
         make_replay(stage)

@@ -57,6 +57,7 @@ _FREE_KEYS = {
     "mode",
     "monitor",
     "private",
+    "service",
     "stages",
     "buffer.explorer_input.eval_tasksets",
     "data_processor.task_pipeline.num_process",

@@ -35,6 +35,7 @@ LAYERS = (
     {"errors", "text"},
     {"config.plugins"},  # the one rule of plug-ins, below all that has parts
     {"config", "storage", "processes", "models"},
+    {"data.juicer"},  # for datasets, and for an operator of algorithm
     {"algorithm", "data", "models.lora", "models.model_shape", "monitor", "weights"},
     {"buffer", "models.image_models", "synchronizer"},
     {"run.run_folder", "run.sources", "engines"},

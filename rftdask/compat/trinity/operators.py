@@ -80,6 +80,10 @@ def _operator(cls: type[ExperienceOperator]) -> type[Operator]:
             numbers = {key: float(value) for key, value in (metrics or {}).items() if isinstance(value, int | float)}
             return table, {**numbers, **dropped}
 
+        def close(self) -> None:
+            """See Operator."""
+            self._own.close()
+
         def _process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
             own = self._own
             if not isinstance(own, ExperienceOperatorV1):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rftdask.config.cross_checks.rule import Rules, is_number
 from rftdask.config.error_text import show
 from rftdask.config.plugins import trait
-from rftdask.config.schema.algorithm import EXPERT_RATIO, is_share, takes_demonstrations
+from rftdask.config.schema.algorithm import EXPERT_RATIO, is_share, registered_parts, takes_demonstrations
 from rftdask.config.schema.buffer import ExperienceBufferConfig, TasksetConfig
 from rftdask.config.schema.run import Config, TaskPipelineConfig
 from rftdask.config.yaml_source import Problem, names_environment
@@ -133,6 +133,16 @@ def _pipeline_makes_a_dataset(config: Config) -> Iterator[Problem]:
         yield f"{where}.storage_type", f"sql: {at} reads files, folders and datasets of the Hub; export the table"
     if dataset is not None and not pipeline.inputs and pipeline.config_path is None:
         yield f"{at}.inputs", "required: the datasets that the operators run over"
+
+
+@RULES.reading("data_processor.experience_pipeline")
+def _operators_have_their_stage(config: Config) -> Iterator[Problem]:
+    pipeline, at = config.data_processor.experience_pipeline, "data_processor.experience_pipeline"
+    for number, entry in enumerate(pipeline.operators):
+        part = registered_parts("operator").get(str(entry.get("name")))
+        if pipeline.stage == "batch" and part is not None and trait(part, "only_at_commit"):
+            why = "a batch is formed of rows without their text, again by each later start, which must drop the same"
+            yield f"{at}.stage", f"batch: operators[{number}] {entry['name']} runs at commit alone ({why}); set commit"
 
 
 @RULES.reading("buffer.trainer_input.auxiliary_buffers")

@@ -104,7 +104,7 @@ class ExperiencePipelineConfig(Section):
     """[{name, args}, ...], run in this order; see docs/algorithms.md."""
     stage: Literal["batch", "commit"] = "batch"
     """batch: on every train batch before it is written down. commit: in the explorer, on every work unit before it
-    is committed; what is dropped is committed as filtered."""
+    is committed; what is dropped is committed as filtered. data_juicer runs at commit alone."""
 
 
 class DataProcessorConfig(Section):
@@ -114,6 +114,21 @@ class DataProcessorConfig(Section):
     """The dataset, before the run."""
     experience_pipeline: ExperiencePipelineConfig = ExperiencePipelineConfig()
     """Experiences, during the run."""
+
+
+class DataJuicerServiceConfig(Section):
+    """`service.data_juicer`: who runs Data-Juicer's operators, before the run and during it."""
+
+    server_url: Annotated[str, Field(pattern=r"^https?://[^/\s]")] | None = None
+    """Address of a running service of Data-Juicer (Trinity-RFT's), such as http://localhost:5005, which whoever has
+    operators can reach. None: a process beside them, in an environment of its own (`rftdask data setup`)."""
+
+
+class ServiceConfig(Section):
+    """`service`: what others serve to the run."""
+
+    data_juicer: DataJuicerServiceConfig = DataJuicerServiceConfig()
+    """Data-Juicer."""
 
 
 class LogConfig(Section):
@@ -188,6 +203,8 @@ class Config(Section):
     """Metrics."""
     data_processor: DataProcessorConfig = DataProcessorConfig()
     """Pipelines."""
+    service: ServiceConfig = ServiceConfig()
+    """What others serve."""
     log: LogConfig = LogConfig()
     """Messages."""
     stages: tuple[StageConfig, ...] = ()

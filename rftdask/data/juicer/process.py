@@ -1,8 +1,7 @@
 """JuicerProcess: our end of the process that has Data-Juicer (runner.py), in the Python of its own environment.
 
     with JuicerProcess(environment, Pipeline(operators, "prompt"), log_file) as process:
-        for result in process.run(rows_file, out_file):      # rows as lines of JSON in, what became of them out
-            print(result.operator, result.rows)
+        results = process.run(rows)
 
 What it and its libraries say goes to `log_file`, whose tail is part of the error when it dies. It may work for hours,
 so its deadline is one of silence: neither an answer nor a byte in its log. It cannot install anything, neither through
@@ -17,52 +16,30 @@ import os
 import queue
 import signal
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+from rftdask.data.juicer.base import SILENCE_S, Juicer, OperatorResult, Pipeline, RowResult
 from rftdask.data.juicer.environment import Environment
 from rftdask.errors import DataError, NotInstalledError, ProcessLostError, UserError, WaitTimeout
 from rftdask.text.terminal import safe
 
-SILENCE_S = 1800.0
-"""Longest silence of an operator: a model that it loads or downloads, or one answer of a server."""
 _LOOK_S, _CLOSE_S = 1.0, 5.0
 _TAIL_LINES = 20
+_MOST_LOG_BYTES = 1 << 20
+"""Of a process that is asked thousands of times; what one `run` says is kept whole."""
 _RUNNER = Path(__file__).with_name("runner.py")
 _NO_INSTALLS = {"PIP_NO_INDEX": "1", "UV_OFFLINE": "1"}
 """Of the programs that some operators call in place of Data-Juicer's own installer."""
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """What is run over the rows."""
-
-    operators: Sequence[Mapping[str, Mapping[str, Any]]]
-    """[{name: args}, ...], run in this order."""
-    text_key: str
-    """The column that operators of text read, unless their own `text_key` says another one."""
-    num_process: int = 1
-    """Processes of each operator, at most."""
-    custom_operator_paths: Sequence[str] = ()
-    """Files and folders with operators of the user's."""
-
-
-@dataclass(frozen=True)
-class OperatorResult:
-    """What an operator left."""
-
-    operator: str
-    rows: int
-    dropped: Sequence[int]
-    """Numbers of the rows that are gone, ascending."""
-
-
-class JuicerProcess:
-    """One process with one pipeline, for any number of `run`s; a context manager."""
+class JuicerProcess(Juicer):
+    """One process with one pipeline."""
 
     def __init__(
         self,
@@ -101,30 +78,40 @@ class JuicerProcess:
             self.close()
             raise
 
-    def run(self, rows: Path, out: Path) -> Iterator[OperatorResult]:
-        """Run the operators over the lines of `rows`, one after another; at the end `out` is as runner.py says.
-
-        Raises: DataError: an operator failed on the rows; NotInstalledError: it needs a package; ProcessLostError: the
-            process died; WaitTimeout: it has been silent too long, and was ended.
-        """
-        self._send({"rows": str(rows), "out": str(out)})
-        while "done" not in (message := self._receive()):
-            yield OperatorResult(message["operator"], message["rows"], message["dropped"])
+    def run(
+        self, rows: Sequence[Mapping[str, Any]], say: Callable[[OperatorResult], None] = lambda result: None
+    ) -> list[RowResult]:
+        """See Juicer."""
+        try:
+            if self._log_file.stat().st_size > _MOST_LOG_BYTES:
+                os.truncate(self._log_file, 0)
+            with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
+                source, out = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
+                with source.open("w", encoding="utf-8") as file:
+                    for number, row in enumerate(rows):
+                        try:
+                            file.write(json.dumps(row) + "\n")
+                        except TypeError as error:
+                            told = f"row {number} for Data-Juicer: {error}; it takes what JSON can say"
+                            raise DataError(told) from error
+                self._send({"rows": str(source), "out": str(out)})
+                while "done" not in (message := self._receive()):
+                    say(OperatorResult(message["operator"], message["rows"], message["dropped"]))
+                with out.open(encoding="utf-8") as file:
+                    return [RowResult(**json.loads(line)) for line in file]
+        except BaseException:
+            # It has ended, or is in the middle of something: what it says next would be taken for another answer.
+            self.close()
+            raise
 
     def close(self) -> None:
-        """End the process and what it has forked; idempotent."""
+        """End the process and what it has forked."""
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(_CLOSE_S)
         for stream in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError, ValueError):
                 stream.close()  # type: ignore[union-attr]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _pump(self) -> None:
         assert self._process.stdout is not None
@@ -138,7 +125,7 @@ class JuicerProcess:
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: it was closed
             raise self._death() from error
 
     def _receive(self) -> dict[str, Any]:

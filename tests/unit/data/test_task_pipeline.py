@@ -27,9 +27,10 @@ from rftdask.config import Config, load_config, replace
 from rftdask.data.datasets import open_dataset
 from rftdask.data.juicer import environment as environments
 from rftdask.data.juicer import runner
+from rftdask.data.juicer.base import Pipeline
 from rftdask.data.juicer.environment import PLACE, Environment, find_environment, set_up
-from rftdask.data.juicer.process import JuicerProcess, Pipeline
-from rftdask.data.juicer.task_pipeline import (
+from rftdask.data.juicer.process import JuicerProcess
+from rftdask.data.task_pipeline import (
     REPORT,
     WEIGHTS,
     check_pipeline,
@@ -204,26 +205,26 @@ def test_what_goes_wrong_is_told_and_leaves_no_dataset(
     assert open_storage(stage.checkpoint_job_dir).exists("dataset/data_juicer.log")
 
 
-def test_a_process_that_says_nothing_is_ended(here: Path, stand_in: Path) -> None:
-    (here / "in.jsonl").write_text('{"question": "why"}\n')
+def test_a_process_that_says_nothing_is_ended(here: Path) -> None:
+    pipeline = Pipeline([{"hangs_mapper": {}}], "question")
     with (
         pytest.raises(WaitTimeout, match="has said nothing for 1 s"),
-        JuicerProcess(
-            find_environment("x"), Pipeline([{"hangs_mapper": {}}], "question"), here / "log", silence_s=1.0
-        ) as process,
+        JuicerProcess(find_environment("x"), pipeline, here / "log", silence_s=1.0) as process,
     ):
-        list(process.run(here / "in.jsonl", here / "out.jsonl"))
+        process.run([{"question": "why"}])
     assert process._process.poll() is not None
 
 
-def test_a_process_ends_with_whoever_started_it(here: Path, stand_in: Path) -> None:
-    (here / "in.jsonl").write_text('{"question": "why"}\n')
+def test_a_process_ends_with_whoever_started_it(here: Path) -> None:
     script = (
-        "import os, sys\nfrom pathlib import Path\nfrom rftdask.data.juicer.environment import find_environment\n"
-        "from rftdask.data.juicer.process import JuicerProcess, Pipeline\n"
-        f"pipeline = Pipeline([{{'hangs_mapper': {{}}}}], 'question')\n"
-        f"process = JuicerProcess(find_environment('x'), pipeline, Path({str(here / 'log')!r}))\n"
-        f"process._send({{'rows': {str(here / 'in.jsonl')!r}, 'out': {str(here / 'out.jsonl')!r}}})\n"
+        "import os, sys, threading, time\nfrom pathlib import Path\n"
+        "from rftdask.data.juicer.base import Pipeline\n"
+        "from rftdask.data.juicer.environment import find_environment\n"
+        "from rftdask.data.juicer.process import JuicerProcess\n"
+        f"pipeline, log = Pipeline([{{'hangs_mapper': {{}}}}], 'question'), Path({str(here / 'log')!r})\n"
+        "process = JuicerProcess(find_environment('x'), pipeline, log)\n"
+        "threading.Thread(target=process.run, args=([{'question': 'why'}],), daemon=True).start()\n"
+        "while 'what a library prints' not in log.read_text():\n    time.sleep(0.01)\n"
         "print(process._process.pid, flush=True)\nos._exit(0)\n"
     )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
@@ -323,7 +324,7 @@ def test_what_sft_learns_is_made_too_and_nothing_where_there_is_no_dataset(here:
 def test_mistakes_are_told_with_their_keys(here: Path) -> None:
     wrong = tree(here, [{"name": "a", "argz": {}}, {"args": {}}, {"name": "b", "args": 3}], top_k=0)
     wrong["data_processor"]["task_pipeline"]["priority_weights"] = {"qualty": 1, "quality": "much", "diversity": 1}
-    wrong["service"] = {"data_juicer": {"server_url": "http://localhost:5005"}}
+    wrong["service"] = {"data_juicer": {"server_url": "localhost:5005"}}
     with pytest.raises(ConfigError) as caught:
         load_config(wrong)
     at = "data_processor.task_pipeline"

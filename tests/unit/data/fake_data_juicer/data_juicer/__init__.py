@@ -2,9 +2,12 @@
 
 text_length_filter(min_len)      measures text_len and alnum_ratio, drops shorter texts
 upper_mapper                     changes the text, and keeps a column for itself
+half_mapper                      halves the column `reward`
 needs_mapper                     would install ftfy, as the real one does, when its first row comes
 needs_model_filter               would install torch when it is made
-fails_mapper, dies_mapper, hangs_mapper, counts_aggregator     as they say
+fails_mapper, dies_mapper, dies_once_mapper, hangs_mapper, counts_aggregator     as they say
+
+The service of the reference system runs over it, too, by the names that its code uses (get_init_configs and so on).
 """
 
 import os
@@ -68,8 +71,8 @@ class NestedDataset:
 
 
 class Operator:
-    def __init__(self, name, text_key, num_proc, min_len=0):
-        self._name, self.text_key, self.min_len = name, text_key, min_len
+    def __init__(self, name, text_key="text", num_proc=1, min_len=0):
+        self._name, self.text_key, self.min_len, self.num_proc = name, text_key, min_len, num_proc
         if name == "needs_model_filter":
             LazyLoader._install_package("torch")
 
@@ -79,6 +82,11 @@ class Operator:
             LazyLoader._install_package("ftfy")
         if kind == "fails":
             raise RuntimeError("no such verb")
+        if self._name == "dies_once_mapper":
+            died = os.environ["FAKE_INSTALLED"] + ".died"
+            if os.path.exists(died):
+                return rows
+            open(died, "w").close()
         if kind == "dies":
             print("out of memory", file=sys.stderr, flush=True)
             os._exit(7)
@@ -88,7 +96,9 @@ class Operator:
             return [{"count": len(rows)}]
         for row in rows:
             text = row[self.text_key]
-            if kind == "upper":
+            if kind == "half":
+                row["reward"] = row["reward"] / 2
+            elif kind == "upper":
                 row.update({self.text_key: text.upper(), "__dj__own": 1})
             else:
                 alnum = sum(map(str.isalnum, text)) / len(text)
@@ -98,7 +108,7 @@ class Operator:
 
 KNOWN = {
     *("text_length_filter", "upper_mapper", "needs_mapper", "needs_model_filter", "fails_mapper", "dies_mapper"),
-    *("hangs_mapper", "counts_aggregator"),
+    *("hangs_mapper", "counts_aggregator", "dies_once_mapper", "half_mapper"),
 }
 
 

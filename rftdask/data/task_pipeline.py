@@ -19,14 +19,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import yaml
-
 from rftdask.config import Config, replace
 from rftdask.config.base import plain
 from rftdask.config.schema.run import MADE_ROWS
 from rftdask.data.datasets import open_dataset
+from rftdask.data.juicer.base import OperatorResult, Pipeline, as_list, read_operators, read_recipe
 from rftdask.data.juicer.environment import VERSION, find_environment
-from rftdask.data.juicer.process import JuicerProcess, OperatorResult, Pipeline
+from rftdask.data.juicer.session import check_juicer, open_juicer
 from rftdask.errors import DataError, NotFoundError, StorageError, UserError
 from rftdask.storage import open_storage
 
@@ -50,29 +49,20 @@ QUALITY = {
 """Statistics within [0, 1] whose mean is the quality; -1: less is better, so one minus it counts."""
 DIFFICULTY = {"perplexity": 1, "lang_score": -1, "llm_difficulty_score": 1}
 """The same of the difficulty; the perplexity is scaled to [0, 1] over the dataset."""
-_RECIPE = {"process", "text_keys", "np", "dataset_path", "custom_operator_paths"}
-_IDLE_IN_RECIPE = {
-    *("project_name", "job_id", "executor_type", "export_path", "export_type", "export_shard_size", "work_dir"),
-    *("export_in_parallel", "export_original_dataset", "keep_stats_in_res_ds", "keep_hashes_in_res_ds", "temp_dir"),
-    *("use_cache", "ds_cache_dir", "cache_compress", "use_checkpoint", "open_tracer", "op_list_to_trace", "trace_num"),
-    *("open_monitor", "op_fusion", "fusion_strategy", "debug", "strict_preflight", "turbo", "save_stats_in_one_file"),
-}
-"""Keys of a recipe that change no row: where things go, and how fast."""
 _NUM_SHOWN = 3
 
 
 def check_pipeline(stage: Config) -> None:
     """Whether the dataset of a stage could be made here, unless it is made already; makes nothing.
 
-    Raises: NotInstalledError: there is no environment; UserError: an operator or an argument does not exist, or the
-        folder has the dataset of another pipeline.
+    Raises: NotInstalledError: there is no environment; UserError: an operator or an argument does not exist, the
+        service does not answer, or the folder has the dataset of another pipeline.
     """
     if not stage.makes_dataset or _is_made(stage):
         return
-    environment = find_environment(KEY)
+    url = stage.service.data_juicer.server_url
     with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
-        pipeline, _ = _read_section(stage)
-        JuicerProcess(environment, pipeline, Path(folder, "log"), only_check=True).close()
+        check_juicer(_read_section(stage)[0], Path(folder, "log"), KEY, server_url=url)
 
 
 @contextmanager
@@ -141,18 +131,10 @@ def _read_section(stage: Config) -> tuple[Pipeline, list[str]]:
     """What is run, and over which inputs. Raises: DataError: the recipe is none, or asks for what is not taken."""
     section = stage.data_processor.task_pipeline
     recipe: dict[str, Any] = {}
-    operators = [{entry["name"]: plain(entry.get("args") or {})} for entry in section.operators]
+    operators = read_operators(section.operators, f"{KEY}.operators")
     if section.config_path is not None:
-        at = f"{KEY}.config_path {section.config_path}"
-        try:
-            recipe = yaml.safe_load(Path(section.config_path).expanduser().read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise DataError(f"{at}: {error}") from error
-        if not isinstance(recipe, dict) or not isinstance(recipe.get("process"), list):
-            raise DataError(f"{at}: it is no recipe of Data-Juicer, which has a list `process`")
-        if unknown := sorted(set(recipe) - _RECIPE - _IDLE_IN_RECIPE):
-            raise DataError(f"{at}: {', '.join(unknown)}: not taken here; of a recipe {', '.join(sorted(_RECIPE))} are")
-        operators = [entry if isinstance(entry, dict) else {str(entry): {}} for entry in recipe["process"]]
+        recipe = read_recipe(section.config_path, f"{KEY}.config_path")
+        operators = read_operators(recipe["process"], f"{KEY}.config_path {section.config_path}: process")
     inputs = list(section.inputs) or [str(path) for path in [recipe.get("dataset_path")] if path]
     if not inputs:
         raise DataError(f"{KEY}.inputs: required, since the recipe {section.config_path} has no dataset_path")
@@ -160,7 +142,7 @@ def _read_section(stage: Config) -> tuple[Pipeline, list[str]]:
         operators=operators,
         text_key=_fields(stage, recipe)[0],
         num_process=int(recipe.get("np") or section.num_process),
-        custom_operator_paths=_listed(recipe.get("custom_operator_paths")),
+        custom_operator_paths=as_list(recipe.get("custom_operator_paths")),
     ), inputs
 
 
@@ -168,11 +150,7 @@ def _fields(stage: Config, recipe: Mapping[str, Any]) -> list[str]:
     """Columns that have to hold something; the first is the one that operators of text read."""
     section, dataset = stage.data_processor.task_pipeline, stage.pipeline_dataset
     assert dataset is not None
-    return list(section.target_fields) or _listed(recipe.get("text_keys")) or [dataset.format.prompt_key]
-
-
-def _listed(value: Any) -> list[str]:
-    return [str(each) for each in (value if isinstance(value, list) else [value] if value else [])]
+    return list(section.target_fields) or as_list(recipe.get("text_keys")) or [dataset.format.prompt_key]
 
 
 def _told(stage: Config) -> dict[str, Any]:
@@ -241,8 +219,7 @@ def _write(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def _make(stage: Config, say: Callable[[str], None]) -> str:
     """Make the dataset of a stage; the report for people."""
     began, storage, told = time.monotonic(), open_storage(stage.checkpoint_job_dir), _told(stage)
-    environment = find_environment(KEY)
-    pipeline, _ = _read_section(stage)
+    url, (pipeline, _) = stage.service.data_juicer.server_url, _read_section(stage)
     gathered, fingerprints = _gather(stage)
     # As the reference does: an operator is given no row without text.
     fields = told["target_fields"] or [told["text_key"]]
@@ -252,29 +229,31 @@ def _make(stage: Config, say: Callable[[str], None]) -> str:
     rows = [row for row in gathered if all(row.get(field) is not None for field in fields)]
     empty = [str(row[SOURCE]) for row in gathered if not all(row.get(field) is not None for field in fields)]
     results: list[OperatorResult] = []
+
+    def on_result(result: OperatorResult) -> None:
+        results.append(result)
+        say(f"  {result.operator}: {result.rows:,} left")
+
     with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
-        source, out, said = (Path(folder, name) for name in ("in.jsonl", "out.jsonl", "log"))
-        _write(source, rows)
+        said = Path(folder, "log")
         try:
-            with JuicerProcess(environment, pipeline, said) as process:
+            with open_juicer(pipeline, said, KEY, server_url=url) as juicer:
                 say(f"  {len(rows):,} rows go through {len(pipeline.operators)} operators of Data-Juicer")
-                for result in process.run(source, out):
-                    results.append(result)
-                    say(f"  {result.operator}: {result.rows:,} left")
-            lines = [json.loads(line) for line in out.read_text(encoding="utf-8").split("\n") if line]
+                lines = juicer.run(rows, on_result)
         finally:
-            with suppress(StorageError, OSError):  # what failed before says more
-                storage.put(LOG, said.read_bytes())
+            if url is None:  # a service keeps its own
+                with suppress(StorageError, OSError):  # what failed before says more
+                    storage.put(LOG, said.read_bytes())
     # Of equal priority in the order of the inputs; without scores all are equal.
-    scores = score_rows([line["stats"] for line in lines], told["priority_weights"])
+    scores = score_rows([line.stats for line in lines], told["priority_weights"])
     order = sorted(range(len(lines)), key=lambda number: -scores[number].get("priority", 0.0))
     staying = order if told["top_k"] == -1 else order[: told["top_k"]]
     made = []
     for number in staying:
         line = lines[number]
-        row = {key: value for key, value in rows[line["row"]].items() if key not in line["removed"]}
-        made.append({**row, **line["changed"], **line["stats"], **scores[number]})
-    below = [str(rows[lines[number]["row"]][SOURCE]) for number in order[len(staying) :]]
+        row = {key: value for key, value in rows[line.row].items() if key not in line.removed}
+        made.append({**row, **line.changed, **line.stats, **scores[number]})
+    below = [str(rows[lines[number].row][SOURCE]) for number in order[len(staying) :]]
     dropped = [
         {"why": f"without a value in {', '.join(fields)}", "rows": empty},
         *_by_operator(results, rows),
@@ -283,7 +262,8 @@ def _make(stage: Config, say: Callable[[str], None]) -> str:
     report = {
         "pipeline": told,
         "inputs": fingerprints,
-        "packages": dict(environment.packages),
+        "service": url,
+        "packages": {} if url else dict(find_environment(KEY).packages),
         "rows_in": len(gathered),
         "rows_out": len(made),
         "dropped": [{**each, "count": len(each["rows"])} for each in dropped if each["rows"]],
@@ -292,7 +272,7 @@ def _make(stage: Config, say: Callable[[str], None]) -> str:
     readable = _render(report)
     if not made:
         raise DataError(f"{KEY}: no row stays:\n{readable}")
-    storage.put(MADE_ROWS, "".join(json.dumps(row) + "\n" for row in made).encode())
+    storage.put(MADE_ROWS, "".join(json.dumps(row, default=str) + "\n" for row in made).encode())
     storage.put(READABLE, readable.encode())
     storage.put(REPORT, json.dumps(report, indent=1).encode())
     return readable
@@ -310,7 +290,8 @@ def _render(report: Mapping[str, Any]) -> str:
     for each in report["dropped"]:
         lines.append(f"  {each['count']:,} dropped {each['why']}, such as {', '.join(each['rows'][:_NUM_SHOWN])}")
     names = [name for entry in report["pipeline"]["operators"] for name in entry]
-    lines.append(f"operators: {', '.join(names)}; Data-Juicer {VERSION}; {report['seconds']} s")
+    by = f"the service at {report['service']}" if report["service"] else f"Data-Juicer {VERSION}"
+    lines.append(f"operators: {', '.join(names)}; {by}; {report['seconds']} s")
     return "\n".join(lines) + "\n"
 
 

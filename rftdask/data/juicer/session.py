@@ -1,0 +1,47 @@
+"""How a pipeline gets what runs it: a service where the configuration names one, or else a process of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rftdask.config import Config
+from rftdask.data.juicer.base import SILENCE_S, Juicer, Pipeline
+from rftdask.data.juicer.environment import find_environment
+from rftdask.data.juicer.process import JuicerProcess
+from rftdask.data.juicer.service import KEY, JuicerService
+from rftdask.errors import ProcessLostError, UserError, WaitTimeout
+
+
+def open_juicer(
+    pipeline: Pipeline, log_file: Path, what: str, *, server_url: str | None = None, silence_s: float = SILENCE_S
+) -> Juicer:
+    """The operators of `pipeline`, made. what: the key that wants them, for messages; log_file: of a process.
+
+    Raises: as JuicerProcess and JuicerService; NotInstalledError: there is no environment for a process.
+    """
+    if server_url:
+        return JuicerService(server_url, pipeline, silence_s=silence_s)
+    return JuicerProcess(find_environment(what), pipeline, log_file, silence_s=silence_s)
+
+
+def check_juicer(pipeline: Pipeline, log_file: Path, what: str, *, server_url: str | None = None) -> None:
+    """Raises: UserError: an operator or an argument does not exist, the service does not answer or refuses them, or
+    there is no environment for a process (NotInstalledError).
+    """
+    if not server_url:
+        return JuicerProcess(find_environment(what), pipeline, log_file, only_check=True).close()
+    try:
+        JuicerService(server_url, pipeline).close()
+    except (ProcessLostError, WaitTimeout) as error:
+        raise UserError(f"{what}: {error}; start the service, or leave {KEY} out") from error
+
+
+def check_environment(stage: Config) -> None:
+    """Raises: NotInstalledError: a stage needs the environment of Data-Juicer, and there is none."""
+    if stage.service.data_juicer.server_url:
+        return
+    if stage.makes_dataset:
+        find_environment("data_processor.task_pipeline")
+    for number, entry in enumerate(stage.data_processor.experience_pipeline.operators):
+        if entry.get("name") == "data_juicer":
+            find_environment(f"data_processor.experience_pipeline.operators[{number}]")
