@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 import uuid
@@ -25,7 +26,7 @@ from typing import Any
 import pyarrow as pa
 
 from rftdask.data.juicer.base import SILENCE_S, Juicer, OperatorResult, Pipeline, RowResult
-from rftdask.data.juicer.runner import OTHER_ROWS, ROW, compare_rows, number_rows
+from rftdask.data.juicer.runner import OTHER_ROWS, ROW, STATS, compare_rows, number_rows
 from rftdask.errors import DataError, ProcessLostError, UserError, WaitTimeout
 from rftdask.text.terminal import safe
 
@@ -33,6 +34,8 @@ KEY = "service.data_juicer.server_url"
 _SHORT_S = 30.0
 """For an answer that takes no work; /create reads the recipe, and imports Data-Juicer the first time."""
 _MOST_TEXT = 2000
+_RAISED = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
+"""Beginning of the line of a traceback that says what was raised."""
 
 
 class JuicerService(Juicer):
@@ -75,11 +78,18 @@ class JuicerService(Juicer):
                 after = reader.read_all().to_pylist()
         except pa.ArrowInvalid as error:
             raise DataError(f"{self._url}/process_experience: the answer is no stream of Arrow: {error}") from error
+        for row in after:
+            if isinstance(row.get(STATS), str):  # as newer releases of its library of datasets hold them
+                row[STATS] = json.loads(row[STATS])
         if any(ROW not in row for row in after):
             raise UserError(f"operators {names} of Data-Juicer at {self._url}: {OTHER_ROWS}")
         left = {row[ROW] for row in after}
         say(OperatorResult(names, len(after), [number for number in range(len(given)) if number not in left]))
         return [RowResult(**line) for line in compare_rows(given, table.to_pylist(), after)]
+
+    def check(self) -> None:
+        """Have it make its operators, over no rows: it takes any when a session begins. Raises: as `run`."""
+        self.run([])
 
     def close(self) -> None:
         """End the session."""
@@ -150,9 +160,11 @@ class _SessionGone(Exception):
 
 
 def _said(answer: bytes) -> str:
-    """The text of an error; of a traceback its last lines."""
+    """The text of an error; of a traceback what was raised."""
     text = answer.decode(errors="replace")
     with contextlib.suppress(ValueError):
         told = json.loads(text)
         text = str(told.get("error", text)) if isinstance(told, dict) else text
-    return text.strip()[-_MOST_TEXT:]
+    lines = text.strip().splitlines()
+    raised = [number for number, line in enumerate(lines) if _RAISED.match(line)]
+    return "\n".join(lines[raised[-1] :] if raised else lines)[:_MOST_TEXT]

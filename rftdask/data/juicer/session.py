@@ -31,7 +31,8 @@ def check_juicer(pipeline: Pipeline, log_file: Path, what: str, *, server_url: s
     if not server_url:
         return JuicerProcess(find_environment(what), pipeline, log_file, only_check=True).close()
     try:
-        JuicerService(server_url, pipeline).close()
+        with JuicerService(server_url, pipeline) as service:
+            service.check()
     except (ProcessLostError, WaitTimeout) as error:
         raise UserError(f"{what}: {error}; start the service, or leave {KEY} out") from error
 
