@@ -806,6 +806,10 @@ def data_refine(
     path: Annotated[str, typer.Argument(metavar="DATASET", help=".jsonl or .parquet: a file, a glob or a folder")],
     out: Annotated[str, typer.Argument(metavar="FOLDER", help="A new one, or that of this command to go on with")],
     where: Annotated[str, typer.Option(help="SQL condition over the columns: rows for which it holds stay")] = "",
+    juicer: Annotated[
+        str,
+        typer.Option(help="Filters and mappers of Data-Juicer: a recipe (YAML) or JSON [{name: {...}}]"),
+    ] = "",
     unique: Annotated[
         list[str] | None, typer.Option(help="Column whose text stands once, but for case and space")
     ] = None,
@@ -819,7 +823,7 @@ def data_refine(
     """Filter, deduplicate and score a dataset over Dask workers, and say what was dropped and why."""
     from rftdask.curate.refine import Steps, on_workers, refine
 
-    steps = Steps(where, tuple(unique or ()), score, top)
+    steps = Steps(where, juicer, tuple(unique or ()), score, top)
     with on_workers(workers, scheduler) as submit:
         _say(refine(path, out, steps, submit).render())
 

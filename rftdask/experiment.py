@@ -29,7 +29,7 @@ from rftdask.cluster.jobs import RETURNED
 from rftdask.cluster.layout import Layout
 from rftdask.commands.estimate import check_host, check_jobs
 from rftdask.config import Config, load_config, replace
-from rftdask.data.task_pipeline import make_datasets
+from rftdask.data.task_pipeline import make_datasets, missing_datasets
 from rftdask.errors import DataError, RoleError, StorageError, UserError
 from rftdask.monitor.events import Evaluated, Event, Note, Step
 from rftdask.monitor.explain import WINDOW, warn_of_learning
@@ -42,6 +42,7 @@ from rftdask.run.made_of import WholeContents, check_made_of, copy_sources
 from rftdask.run.preflight import Inputs, check_inputs
 from rftdask.run.run_folder import (
     RUN_FILE,
+    Lease,
     check_run,
     note_begin,
     note_end,
@@ -250,7 +251,10 @@ class Experiment:
         for number, config in enumerate(stages):
             # The model of a later stage is what the one before it makes.
             check_run(open_storage(config.checkpoint_job_dir), config, free=("model.model_path",) if number else ())
-        with private_files(storage, self.config):
+        with private_files(storage, self.config), contextlib.ExitStack() as leases:
+            # Two first starts at once would write the same files: the second is refused, as it would be as a role.
+            for stage in missing_datasets(stages):
+                leases.enter_context(Lease(open_storage(stage.checkpoint_job_dir), "dataset"))
             if make_datasets(stages, say):
                 inputs = check_inputs(stages, tried=True)  # now of the rows that are trained
         return inputs

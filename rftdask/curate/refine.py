@@ -14,9 +14,11 @@ import hashlib
 import io
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -26,6 +28,8 @@ import pyarrow.parquet as pq
 
 from rftdask import __version__
 from rftdask.config.plugins import find_part
+from rftdask.data.juicer.base import OperatorResult, Pipeline, as_list, read_operators, read_recipe
+from rftdask.data.juicer.session import check_juicer, open_juicer
 from rftdask.errors import DataError, NotFoundError, UserError
 from rftdask.storage import open_storage
 
@@ -37,15 +41,23 @@ REPORT = "report/report.json"  # in a folder of its own: files beside the parts 
 SOURCE = "source_row"
 """Column that says where a row is from, FILE#ROW, unless the dataset has one of that name."""
 _SCORED, _NUM_SHOWN = "scored", 3
+_GONE = b"rftdask.gone"
+"""Metadata of a scored part: how many rows --where and each operator of Data-Juicer dropped, and the first of them."""
 _CONNECT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What is done with each row, in this order. Example: Steps(where="len(prompt) > 3", unique=("prompt",))"""
+    """What is done with each row, in this order but for scores, which come before `unique` and decide after it.
+
+    Example: Steps(where="len(prompt) > 3", unique=("prompt",))
+    """
 
     where: str = ""
     """SQL condition over the columns; "": all rows."""
+    juicer: str = ""
+    """Operators of Data-Juicer that look at single rows, as a recipe (YAML) or a list of JSON: [{name: args}, ...];
+    what they measure are columns. "": none."""
     unique: tuple[str, ...] = ()
     """Columns whose text is compared, but for case and space; of equal rows the first stays."""
     score: str = ""
@@ -56,8 +68,36 @@ class Steps:
     def __post_init__(self) -> None:
         if self.top < 0 or (self.top and not self.score):
             raise UserError("--top is a number of rows, of the largest --score: give both")
-        if not (self.where or self.unique or self.score):
-            raise UserError("nothing to do: give --where, --unique or --score")
+        if not (self.where or self.juicer or self.unique or self.score):
+            raise UserError("nothing to do: give --where, --juicer, --unique or --score")
+
+    def pipeline(self) -> Pipeline | None:
+        """The operators of `juicer`. Raises: UserError: they are none, or look at more than a row."""
+        if not self.juicer:
+            return None
+        recipe: dict[str, Any] = {}
+        if self.juicer.lstrip().startswith("["):
+            try:
+                entries = json.loads(self.juicer)
+            except ValueError as error:
+                raise UserError(f"--juicer: not a list of JSON: {error}") from error
+        else:
+            recipe = read_recipe(self.juicer, "--juicer")
+            entries = recipe["process"]
+        if "dataset_path" in recipe:
+            raise UserError(
+                "--juicer: the recipe has a dataset_path, and the dataset is that of the command; remove it"
+            )
+        operators = read_operators(entries, "--juicer")
+        names = [name for entry in operators for name in entry]
+        if others := [name for name in names if not name.endswith(("_filter", "_mapper"))]:
+            raise UserError(
+                f"--juicer: {', '.join(others)}: a worker sees a part of the rows, so only filters and mappers "
+                "(*_filter, *_mapper) do the same in all parts; --unique finds equal texts of the whole dataset"
+            )
+        text_key = (as_list(recipe.get("text_keys")) or ["text"])[0]
+        paths = as_list(recipe.get("custom_operator_paths"))
+        return Pipeline(operators, text_key, int(recipe.get("np") or 1), paths)
 
 
 @contextlib.contextmanager
@@ -124,11 +164,16 @@ def refine(path: str, out: str, steps: Steps, submit: Submit) -> Refined:
     Raises: UserError: `out` is of another command, or a step is wrong; DataError: a file cannot be read, or nothing
         stays.
     """
-    parts = read_parts(path)
+    parts, pipeline = read_parts(path), steps.pipeline()
+    if pipeline is not None:
+        with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
+            check_juicer(pipeline, Path(folder, "log"), "--juicer")
     storage, told = (
         open_storage(out),
         {"input": path, "steps": asdict(steps), "parts": [asdict(part) for part in parts]},
     )
+    if pipeline is not None:  # what its recipe says now
+        told["pipeline"] = asdict(pipeline)
     said = json.dumps({**told, "version": __version__}, indent=1).encode()
     try:
         before = json.loads(storage.get("report/command.json"))
@@ -139,7 +184,7 @@ def refine(path: str, out: str, steps: Steps, submit: Submit) -> Refined:
     else:
         if {key: before.get(key) for key in told} != json.loads(json.dumps(told)):
             raise UserError(f"{out} was begun by another command, or the input has changed; choose another folder")
-    found = submit(partial(_score, parts, out, steps), range(len(parts)))
+    found = submit(partial(_score, parts, out, steps, pipeline), range(len(parts)))
     hashes, scores = (np.concatenate([each[key] for each in found]) for key in ("hash", "score"))
     part_of = np.repeat(np.arange(len(parts)), [len(each["score"]) for each in found])
     reasons = np.zeros(len(hashes), np.int8)
@@ -154,9 +199,12 @@ def refine(path: str, out: str, steps: Steps, submit: Submit) -> Refined:
         reasons[below] = 2
     by_part = [reasons[part_of == number] for number in range(len(parts))]
     told_of = submit(partial(_select, out, by_part), range(len(parts)))
-    names = (f"not ({steps.where})", f"with the text of an earlier row in {', '.join(steps.unique)}", "below the top")
-    counts = (sum(each["filtered"] for each in found), int((reasons == 1).sum()), int((reasons == 2).sum()))
-    firsts = [[name for each in found for name in each["examples"]]]
+    operators = () if pipeline is None else [f"by {name} (operator {n})" for n, name in enumerate(pipeline.names, 1)]
+    early = (f"not ({steps.where})", *operators)
+    names = (*early, f"with the text of an earlier row in {', '.join(steps.unique)}", "below the top")
+    counts = [sum(each["gone"][number][0] for each in found) for number in range(len(early))]
+    counts += [int((reasons == 1).sum()), int((reasons == 2).sum())]
+    firsts = [[name for each in found for name in each["gone"][number][1]] for number in range(len(early))]
     firsts += [[name for each in told_of for name in each[reason]] for reason in (1, 2)]
     result = Refined(
         rows_in=sum(part.count for part in parts),
@@ -225,8 +273,10 @@ def _rows(opened: Any, part: Part) -> Iterator[dict[str, Any]]:
         number += 1
 
 
-def _score(parts: Sequence[Part], out: str, steps: Steps, number: int) -> dict[str, Any]:
-    """Filter and score a part, unless that was done. Returns: hash and score of its rows, and what was filtered."""
+def _score(parts: Sequence[Part], out: str, steps: Steps, pipeline: Pipeline | None, number: int) -> dict[str, Any]:
+    """Filter and score a part, unless that was done. Returns: hash and score of its rows; and of --where and each
+    operator of Data-Juicer how many rows it dropped, and the first of them.
+    """
     storage, name, part = open_storage(out), f"{_SCORED}/{number:06d}.parquet", parts[number]
     try:
         table = pq.read_table(pa.BufferReader(storage.get(name)))
@@ -235,19 +285,46 @@ def _score(parts: Sequence[Part], out: str, steps: Steps, number: int) -> dict[s
         if SOURCE not in table.column_names:
             at = [f"{os.path.basename(part.file)}#{part.first_row + row}" for row in range(len(table))]
             table = table.append_column(SOURCE, pa.array(at))
-        places = np.arange(len(table))
+        places, gone = np.arange(len(table)), [np.zeros(0, np.int64)]
         if steps.where:
             table, places = _filtered(table, steps.where)
+            gone = [np.setdiff1d(np.arange(part.count), places)]
+        if pipeline is not None:
+            table, dropped = _juiced(table, pipeline)
+            gone += [places[rows] for rows in dropped]
         if steps.score:
             table = _scored(table, steps.score)
-        table = table.append_column("__place", pa.array(places, "int64"))
+        first = [
+            [f"{os.path.basename(part.file)}#{part.first_row + row}" for row in rows[:_NUM_SHOWN]] for rows in gone
+        ]
+        told = json.dumps([(len(rows), shown) for rows, shown in zip(gone, first, strict=True)])
+        table = table.replace_schema_metadata({**(table.schema.metadata or {}), _GONE: told.encode()})
         storage.put(name, _parquet(table))
-    kept = set(table["__place"].to_pylist())
-    gone = [row for row in range(part.count) if row not in kept]
     score = table["score"].to_numpy(zero_copy_only=False) if steps.score else np.zeros(len(table))
-    shown = [f"{os.path.basename(part.file)}#{part.first_row + row}" for row in gone[:_NUM_SHOWN]]
     hashes = _hashes(table, steps.unique) if steps.unique else np.zeros(len(table), "S16")
-    return {"hash": hashes, "score": score, "filtered": len(gone), "examples": shown}
+    return {"hash": hashes, "score": score, "gone": json.loads(table.schema.metadata[_GONE])}
+
+
+def _juiced(table: pa.Table, pipeline: Pipeline) -> tuple[pa.Table, list[list[int]]]:
+    """The rows that Data-Juicer leaves, as it leaves them; and the numbers of those that each operator dropped."""
+    rows, results = table.to_pylist(), list[OperatorResult]()
+    with (
+        tempfile.TemporaryDirectory(prefix="rftdask-") as folder,
+        open_juicer(pipeline, Path(folder, "log"), "--juicer") as juicer,
+    ):
+        left = sorted(juicer.run(rows, results.append), key=lambda result: result.row)
+    kept = table.take(pa.array([result.row for result in left], "int64"))
+    # Columns that no operator touched are as they were, to the last type.
+    measured = {name for result in left for name in result.stats}
+    for name in dict.fromkeys(name for result in left for name in (*result.changed, *result.stats)):
+        values = [{**rows[each.row], **each.changed, **each.stats}.get(name) for each in left]
+        is_number = name in measured and all(isinstance(value, int | float | None) for value in values)
+        # Parts are one dataset: a part in which all are whole numbers is as the others.
+        column, at = pa.array(values, "float64" if is_number else None), kept.schema.get_field_index(name)
+        kept = kept.append_column(name, column) if at < 0 else kept.set_column(at, name, column)
+    removed = {name for result in left for name in result.removed}
+    kept = kept.drop_columns([name for name in kept.column_names if name in removed])
+    return kept, [list(result.dropped) for result in results]
 
 
 def _filtered(table: pa.Table, where: str) -> tuple[pa.Table, np.ndarray]:
@@ -303,7 +380,8 @@ def _select(out: str, reasons: Sequence[np.ndarray], number: int) -> dict[int, l
     storage, own = open_storage(out), reasons[number]
     table = pq.read_table(pa.BufferReader(storage.get(f"{_SCORED}/{number:06d}.parquet")))
     if (own == 0).any():
-        kept = table.filter(pa.array(own == 0)).drop_columns(["__place"])
+        metadata = {key: value for key, value in table.schema.metadata.items() if key != _GONE}
+        kept = table.filter(pa.array(own == 0)).replace_schema_metadata(metadata)
         storage.put(f"part-{number:06d}.parquet", _parquet(kept))
     at = np.array(table[SOURCE].to_pylist(), object)
     return {reason: at[own == reason][:_NUM_SHOWN].tolist() for reason in (1, 2)}

@@ -81,15 +81,21 @@ def standing_in(stages: Sequence[Config]) -> Iterator[list[Config]]:
         yield found
 
 
+def missing_datasets(stages: Sequence[Config]) -> list[Config]:
+    """The stages whose dataset is not made yet. Raises: UserError: one is there, of another pipeline."""
+    return [stage for stage in stages if stage.makes_dataset and not _is_made(stage)]
+
+
 def make_datasets(stages: Sequence[Config], say: Callable[[str], None]) -> bool:
-    """Make what is not made of the datasets of the stages. Returns: whether there was any.
+    """Make what is not made of the datasets of the stages, of which no other process does. Returns: whether there was
+    any.
 
     say: is told what happens, since it may take hours.
 
     Raises: DataError: an input cannot be read, an operator failed, or nothing stays; NotInstalledError: an operator
         needs a package; ProcessLostError, WaitTimeout: the process of Data-Juicer died or hangs.
     """
-    missing = [stage for stage in stages if stage.makes_dataset and not _is_made(stage)]
+    missing = missing_datasets(stages)
     for stage in missing:
         say(f"{KEY}:")
         say(_make(stage, say))

@@ -16,7 +16,9 @@ import pytest
 from rftdask.curate import refine as module
 from rftdask.curate.refine import REPORT, Refined, Steps, on_workers, read_parts, refine
 from rftdask.data.datasets import open_dataset
+from rftdask.data.juicer.environment import PLACE
 from rftdask.errors import DataError, UserError
+from tests.unit.data.fake_data_juicer.environment import make_stand_in
 
 ROWS = [{"prompt": f"q{number % 7} ", "level": number % 5} for number in range(20)]
 SCORE = """
@@ -52,7 +54,7 @@ def test_what_stays_does_not_depend_on_the_parts(
     rows: str, tmp_path: Path, part_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PART_ROWS", part_rows)
-    steps = Steps("level > 0", ("prompt",), "own_refine_scores.level", top=3)
+    steps = Steps("level > 0", unique=("prompt",), score="own_refine_scores.level", top=3)
     result = refine(rows, str(tmp_path / "out"), steps, here)
     # Without level 0 rows 1 to 4, 6 to 9 and so on; each text once: 1, 2, 3, 4, 6, 7, 12; the three of largest level.
     assert kept(tmp_path / "out") == ["rows.jsonl#2", "rows.jsonl#3", "rows.jsonl#4"]
@@ -75,6 +77,28 @@ def test_a_score_is_a_column_and_parquet_is_read_by_row_groups(rows: str, tmp_pa
     refine(str(tmp_path / "in.parquet"), str(tmp_path / "out"), Steps(score="own_refine_scores.level"), here)
     dataset = open_dataset(str(tmp_path / "out"))
     assert [dataset[4][name] for name in ("level", "score", "double")] == [4, 4.0, 8.0]
+
+
+@pytest.mark.parametrize("part_rows", [6, 1000])
+def test_filters_and_mappers_of_data_juicer_leave_rows_and_columns(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_rows: int
+) -> None:
+    monkeypatch.setenv(PLACE, str(make_stand_in(tmp_path / "environment")))
+    monkeypatch.setattr(module, "PART_ROWS", part_rows)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"q": "x" * n, "n": n}) + "\n" for n in range(1, 9)))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("text_keys: q\nprocess: [{text_length_filter: {min_len: 3}}, {upper_mapper: {}}]\n")
+    result = refine(rows, str(tmp_path / "out"), Steps("n != 5", str(recipe)), here)
+    assert result.dropped == {"not (n != 5)": 1, "by text_length_filter (operator 1)": 2}
+    assert result.examples["by text_length_filter (operator 1)"] == ["rows.jsonl#0", "rows.jsonl#1"]
+    dataset = open_dataset(str(tmp_path / "out"))
+    assert [dict(dataset[number]) for number in (0, 2)] == [
+        {"q": "XXX", "n": 3, "source_row": "rows.jsonl#2", "text_len": 3.0, "alnum_ratio": 1.0},
+        {"q": "XXXXXX", "n": 6, "source_row": "rows.jsonl#5", "text_len": 6.0, "alnum_ratio": 1.0},
+    ]
+    recipe.write_text("text_keys: q\nprocess: [upper_mapper]\n")
+    with pytest.raises(UserError, match="was begun by another command"):
+        refine(rows, str(tmp_path / "out"), Steps("n != 5", str(recipe)), here)
 
 
 def test_the_same_command_goes_on_and_another_one_is_refused(rows: str, tmp_path: Path) -> None:
@@ -113,6 +137,9 @@ def test_the_same_command_goes_on_and_another_one_is_refused(rows: str, tmp_path
         ({"unique": ("text",)}, "--unique text: no such column; there are prompt, level"),
         ({"score": "own_refine_scores.fails"}, r"row rows.jsonl#3: ZeroDivisionError"),
         ({"score": "own_refine_scores.none"}, "has no 'none'"),
+        ({"juicer": "[1"}, "--juicer: not a list of JSON"),
+        ({"juicer": "nowhere.yaml"}, "--juicer nowhere.yaml: .*No such file"),
+        ({"juicer": '["document_deduplicator"]'}, "--juicer: document_deduplicator: a worker sees a part of the rows"),
         ({"where": "level > 9"}, "no row of .* stays: 0 of 20 rows stay"),
     ],
 )
@@ -138,7 +165,7 @@ def test_steps_and_files_are_checked(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_workers_of_dask_give_the_same(rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PART_ROWS", 5)
-    steps = Steps("level > 0", ("prompt",))
+    steps = Steps("level > 0", unique=("prompt",))
     refine(rows, str(tmp_path / "here"), steps, here)
     # Dask's own port may be another cluster's; a warning of it is an error here.
     with socket.socket() as taken:
