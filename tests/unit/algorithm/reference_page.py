@@ -4,7 +4,6 @@
 file, so that page and code cannot drift apart.
 """
 
-import dataclasses
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,7 +73,7 @@ def _types() -> list[str]:
 
 
 def _part(name: str, cls: Any) -> list[str]:
-    fields = ", ".join(f"`{field.name}={field.default!r}`" for field in dataclasses.fields(cls))
+    fields = ", ".join(f"`{name}={each.default!r}`" for name, each in inspect.signature(cls).parameters.items())
     return [f"### `{name}`", "", inspect.cleandoc(cls.__doc__ or ""), "", f"Arguments: {fields or 'none'}.", ""]
 
 
