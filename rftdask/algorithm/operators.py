@@ -6,7 +6,6 @@ Invariant: an operator looks only at rows that are still kept, so a failed or dr
 
 import math
 import tempfile
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -280,7 +279,6 @@ class DataJuicer(Operator):
             custom_operator_paths=as_list(recipe.get("custom_operator_paths")),
         )
         self._timeout_s, self._server_url = timeout_s, server_url
-        self._lock = threading.Lock()  # work units of one worker overlap
         self._juicer: Juicer | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -317,39 +315,33 @@ class DataJuicer(Operator):
 
     def close(self) -> None:
         """End its process or its session."""
-        with self._lock:
-            self._close()
-
-    def _run(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[RowResult], dict[int, str]]:
-        """What became of the rows that are left; and row -> the operator that dropped it, of the others."""
-        with self._lock:
-            for tries_left in (1, 0):
-                done: list[OperatorResult] = []
-                try:
-                    if self._juicer is None:
-                        self._juicer = self._open()
-                    results = self._juicer.run(rows, done.append)
-                    return results, {row: each.operator for each in done for row in each.dropped}
-                except ProcessLostError:
-                    self._close()
-                    if not tries_left:
-                        raise
-                except BaseException:
-                    self._close()
-                    raise
-        raise AssertionError
-
-    def _open(self) -> Juicer:
-        self._folder = tempfile.TemporaryDirectory(prefix="rftdask-")
-        log_file, what = Path(self._folder.name, "log"), f"operator {self.operator_name}"
-        return open_juicer(self._pipeline, log_file, what, server_url=self._server_url, silence_s=self._timeout_s)
-
-    def _close(self) -> None:
         juicer, folder, self._juicer, self._folder = self._juicer, self._folder, None, None
         if juicer is not None:
             juicer.close()
         if folder is not None:
             folder.cleanup()
+
+    def _run(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[RowResult], dict[int, str]]:
+        """What became of the rows that are left; and row -> the operator that dropped it, of the others."""
+        for is_last in (False, True):
+            done: list[OperatorResult] = []
+            try:
+                if self._juicer is None:
+                    self._folder = tempfile.TemporaryDirectory(prefix="rftdask-")
+                    self._juicer = open_juicer(
+                        self._pipeline,
+                        Path(self._folder.name, "log"),
+                        f"operator {self.operator_name}",
+                        server_url=self._server_url,
+                        silence_s=self._timeout_s,
+                    )
+                results = self._juicer.run(rows, done.append)
+                return results, {row: each.operator for each in done for row in each.dropped}
+            except BaseException as error:
+                self.close()
+                if is_last or not isinstance(error, ProcessLostError):
+                    raise
+        raise AssertionError
 
 
 @dataclass(frozen=True)

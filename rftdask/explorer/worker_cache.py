@@ -106,6 +106,8 @@ class WorkerCache:
         self._images: ImageProcessor | None = None
         self._tasksets: dict[str, Taskset] = {}
         self._operators: list[Operator] | None = None
+        self.operators_lock = threading.Lock()
+        """For who runs them: units overlap, and operators are anybody's."""
         self._fork_servers: dict[SandboxSpec, ForkServer] = {}
         """Least recently used first."""
         # These and the fork servers are made in the seat, and may be ended meanwhile by a unit that has given it up.

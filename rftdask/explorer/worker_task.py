@@ -559,7 +559,12 @@ def _group_filter(unit: RolloutTask, config: Config) -> Callable[[list[Experienc
     from rftdask.buffer.batches.operator_pipeline import filter_experiences  # late: it needs torch
 
     operators, baseline = _cache.operators(), unit.repeat_times if unit.greedy_baseline else None
-    return lambda experiences: filter_experiences(operators, experiences, baseline)
+
+    def filter_group(experiences: list[Experience]) -> list[Experience]:
+        with _cache.operators_lock:
+            return filter_experiences(operators, experiences, baseline)
+
+    return filter_group
 
 
 @contextmanager

@@ -8,14 +8,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
+from typing import ClassVar
 
 import pytest
 
+from rftdask.algorithm.operators import ExperienceTable, Operator
+from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
 from rftdask.engines.client import EngineSpec
-from rftdask.errors import ConfigError, DataError, RoleError
-from rftdask.explorer import worker_cache
+from rftdask.errors import ConfigError, DataError, RoleError, StorageError
+from rftdask.explorer import worker_cache, worker_task
 from rftdask.explorer.worker_cache import WorkerCache, engine_spec, sampling_params
 from rftdask.rollouts.places import SLOT
 from rftdask.run.run_folder import record_config
@@ -54,6 +57,59 @@ def test_another_config_of_the_run_is_read_anew_and_takes_nothing_over(storage: 
         tokenizers.append(cache.tokenizer())
     assert [each.explorer.max_timeout for each in configs] == [7, 9]
     assert tokenizers[0] is not tokenizers[1]
+
+
+class Remembers(Operator):
+    """An operator that remembers who was closed."""
+
+    closed: ClassVar[list[Operator]] = []
+
+    def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
+        return table, {}
+
+    def close(self) -> None:
+        self.closed.append(self)
+
+
+def test_operators_are_kept_until_another_config_is_opened(storage: Storage) -> None:
+    pipeline = f"data_processor.experience_pipeline.operators=[{{name: {__name__}.Remembers}}]"
+    cache, fingerprint = WorkerCache(), record_config(storage, config(pipeline))
+    cache.open(storage, fingerprint)
+    [kept] = cache.operators()
+    cache.open(storage, fingerprint)
+    assert cache.operators()[0] is kept
+    cache.open(storage, record_config(storage, config()))
+    assert Remembers.closed == [kept]
+    assert cache.operators() == []
+
+
+def test_what_is_done_in_turn_is_done_beside_the_rollouts() -> None:
+    began, goes_on, done = Event(), Event(), list[int]()
+
+    def takes_long(slot: int, experiences: list[Experience]) -> None:
+        began.set()
+        assert goes_on.wait(30)
+        done.append(slot)
+
+    with worker_task._in_turn(takes_long) as on_group:
+        on_group(2, [])
+        on_group(1, [])
+        assert began.wait(30) and not done
+        goes_on.set()
+    assert done == [2, 1]
+
+    def fails(slot: int, experiences: list[Experience]) -> None:
+        raise StorageError(f"group {slot}")
+
+    with pytest.raises(StorageError, match="group 3"), worker_task._in_turn(fails) as on_group:
+        on_group(3, [])
+    goes_on.clear()
+    with pytest.raises(RoleError), worker_task._in_turn(takes_long) as on_group:
+        for slot in (4, 5):
+            on_group(slot, [])
+        Timer(0.2, goes_on.set).start()  # after the error below, which leaves out what has not begun
+        raise RoleError("the engine failed")
+    assert done[2:] in ([], [4])
 
 
 def test_a_config_that_cannot_be_read_leaves_the_cache_as_it_was(storage: Storage) -> None:
