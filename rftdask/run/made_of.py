@@ -67,9 +67,9 @@ class MadeOf:
     tasksets: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints by the name of the taskset; of a supervised dataset as "dataset"."""
     models: Mapping[str, str] = field(default_factory=dict)
-    """"<bytes> <hash>" by "<key of the config>/<file>". The hash is the one under which the Hub's cache stores it, or
-    else of its content: all of a small file, pieces of a large one, of which training changes every one and whose whole
-    content `WholeContents` hashes beside the run."""
+    """"<bytes> <hash>" by "<key of the config>/<file>", recipes of operator data_juicer among them. The hash is the one
+    under which the Hub's cache stores it, or else of its content: all of a small file, pieces of a large one, of which
+    training changes every one and whose whole content `WholeContents` hashes beside the run."""
     files: Mapping[str, Path] = field(default_factory=dict, repr=False)
     """Where the sources are; not written down."""
     large: Mapping[str, Path] = field(default_factory=dict, repr=False)
@@ -93,6 +93,11 @@ class MadeOf:
             found[f"explorer.auxiliary_models[{number}]"] = None if model.traits.is_external else model.model_path
         found |= {"model.model_path": stage.model.model_path} if is_first and not stage.is_external else {}
         paths = {f"{key}/{file.name}": file for key, path in found.items() for file in _model_files(path)}
+        # What a recipe says decides what is dropped, as a model does that somebody else has made.
+        for number, operator in enumerate(stage.data_processor.experience_pipeline.operators):
+            recipe = Path(str((operator.get("args") or {}).get("config_path") or "")).expanduser()
+            if operator.get("name") == "data_juicer" and recipe.is_file():
+                paths[f"data_processor.experience_pipeline.operators[{number}]/{recipe.name}"] = recipe
         large = {
             name: file for name, file in paths.items() if not _stored_hash(file) and file.stat().st_size > _WHOLE_BYTES
         }

@@ -73,6 +73,19 @@ def world(tmp_path: Path, model: Path) -> World:
     return World(tmp_path, model)
 
 
+def test_another_recipe_of_an_operator_is_refused_by_its_key(world: World) -> None:
+    recipe, at = world.tasks.with_name("recipe.yaml"), "data_processor.experience_pipeline"
+    recipe.write_text("process: [text_length_filter]\n")
+    operator = f"{at}.operators=[{{name: data_juicer, args: {{config_path: {recipe}}}}}]"
+    config = world.config(operator, f"{at}.stage=commit")
+    [made_of] = check_made_of([config], [Inputs()])
+    open_run(world.storage, config, made_of.to_json())
+    check_made_of([config], [Inputs()])
+    recipe.write_text("process: [alphanumeric_filter]\n")
+    with pytest.raises(DataError, match=r"experience_pipeline.operators\[0\]/recipe.yaml: another content"):
+        check_made_of([config], [Inputs()])
+
+
 def test_a_run_says_what_it_is_made_of(world: World) -> None:
     made_of = world.start()
     said = read_run(world.storage)["made_of"]
