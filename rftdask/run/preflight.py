@@ -250,8 +250,10 @@ def _check_algorithm(stage: Config) -> None:
         # Late, as below: it needs torch, which reading and checking a config does without.
         from rftdask.buffer.batches.operator_pipeline import operators_of
 
+        at_commit = stage.data_processor.experience_pipeline.stage == "commit"
         for operator in operators_of(stage):
-            operator.check()
+            if stage.mode in ("both", "explore" if at_commit else "train"):
+                operator.check()
     if stage.algorithm.schema_type == "experience" and stage.mode in ("both", "train"):
         make_sample_strategy(stage)
         make_replay(stage)

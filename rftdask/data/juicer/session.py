@@ -9,7 +9,7 @@ from rftdask.data.juicer.base import SILENCE_S, Juicer, Pipeline
 from rftdask.data.juicer.environment import find_environment
 from rftdask.data.juicer.process import JuicerProcess
 from rftdask.data.juicer.service import KEY, JuicerService
-from rftdask.errors import ProcessLostError, UserError, WaitTimeout
+from rftdask.errors import NotInstalledError, ProcessLostError, WaitTimeout
 
 
 def open_juicer(
@@ -25,8 +25,8 @@ def open_juicer(
 
 
 def check_juicer(pipeline: Pipeline, log_file: Path, what: str, *, server_url: str | None = None) -> None:
-    """Raises: UserError: an operator or an argument does not exist, the service does not answer or refuses them, or
-    there is no environment for a process (NotInstalledError).
+    """Raises: UserError: an operator or an argument does not exist, or the service refuses them; NotInstalledError:
+    there is no environment for a process, or the service does not answer from this machine.
     """
     if not server_url:
         return JuicerProcess(find_environment(what), pipeline, log_file, only_check=True).close()
@@ -34,7 +34,7 @@ def check_juicer(pipeline: Pipeline, log_file: Path, what: str, *, server_url: s
         with JuicerService(server_url, pipeline) as service:
             service.check()
     except (ProcessLostError, WaitTimeout) as error:
-        raise UserError(f"{what}: {error}; start the service, or leave {KEY} out") from error
+        raise NotInstalledError(f"{what}: {error}; start the service, or leave {KEY} out") from error
 
 
 def check_environment(stage: Config) -> None:
@@ -44,5 +44,5 @@ def check_environment(stage: Config) -> None:
     if stage.makes_dataset:
         find_environment("data_processor.task_pipeline")
     for number, entry in enumerate(stage.data_processor.experience_pipeline.operators):
-        if entry.get("name") == "data_juicer":
+        if entry.get("name") == "data_juicer" and stage.mode in ("both", "explore"):
             find_environment(f"data_processor.experience_pipeline.operators[{number}]")

@@ -22,7 +22,7 @@ from rftdask.data.juicer.base import OperatorResult, Pipeline, RowResult
 from rftdask.data.juicer.environment import PLACE
 from rftdask.data.juicer.service import JuicerService
 from rftdask.data.task_pipeline import REPORT, check_pipeline, make_datasets
-from rftdask.errors import ConfigError, DataError, ProcessLostError, RftError, UserError, WaitTimeout
+from rftdask.errors import ConfigError, DataError, NotInstalledError, ProcessLostError, RftError, UserError, WaitTimeout
 from rftdask.storage import open_storage
 from tests.unit.data.fake_juicer_service import serving
 
@@ -111,7 +111,9 @@ def test_a_dataset_is_made_there_without_an_environment(tmp_path: Path, monkeypa
     assert (told["service"], told["packages"]) == (service.url, {})
     assert told["dropped"][0]["why"] == "by text_length_filter (operator 1)"
     other = load_config(tree(tmp_path, service.url), ["name=other"])
-    with pytest.raises(UserError, match=r"does not answer: .*; start the service, or leave service.data_juicer.server"):
+    with pytest.raises(
+        NotInstalledError, match=r"does not answer: .*; start the service, or leave service.data_juicer.server"
+    ):
         check_pipeline(other)
 
 

@@ -154,3 +154,4 @@ def test_what_it_lacks_is_told_before_anything_starts(tmp_path: Path, monkeypatc
         juicer.check()
     with pytest.raises(NotInstalledError, match=r"experience_pipeline.operators\[0\] needs Data-Juicer"):
         check_environment(config({"operators": [SHORT]}))
+    check_environment(config({"operators": [SHORT]}, mode="train"))  # who only trains runs none
