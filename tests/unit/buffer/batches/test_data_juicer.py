@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,7 @@ from tests.unit.data.fake_data_juicer.environment import make_stand_in
 from tests.unit.data.fake_juicer_service import serving
 
 make_operator = partial(make_part, "operator")
+REAL = os.environ.get(PLACE)
 SHORT: dict[str, Any] = {"text_length_filter": {"min_len": 3}}
 
 
@@ -155,3 +157,26 @@ def test_what_it_lacks_is_told_before_anything_starts(tmp_path: Path, monkeypatc
     with pytest.raises(NotInstalledError, match=r"experience_pipeline.operators\[0\] needs Data-Juicer"):
         check_environment(config({"operators": [SHORT]}))
     check_environment(config({"operators": [SHORT]}, mode="train"))  # who only trains runs none
+
+
+@pytest.mark.extras
+def test_the_real_data_juicer(monkeypatch: pytest.MonkeyPatch, closing: list[DataJuicer]) -> None:
+    monkeypatch.delenv(PLACE)
+    if given := REAL:
+        monkeypatch.setenv(PLACE, given)
+    juicer = make_operator(
+        "data_juicer", {"operators": [{"words_num_filter": {"min_num": 2}}, "document_deduplicator"]}
+    )
+    closing.append(juicer)
+    try:
+        juicer.check()
+    except NotInstalledError as error:
+        pytest.skip(str(error))
+    for _ in range(2):
+        found = filter_experiences([juicer], answers("one and two", "one and two", "one"), None)
+        assert [e.error.rpartition(": ")[2] for e in found] == [
+            "",
+            "left_out (document_deduplicator)",
+            "left_out (words_num_filter)",
+        ]
+        assert found[0].metrics["num_words"] == 3
