@@ -41,6 +41,7 @@ from rftdask.processes.gpus import free_host_bytes
 from rftdask.run.made_of import WholeContents, check_made_of, copy_sources
 from rftdask.run.preflight import Inputs, check_inputs
 from rftdask.run.run_folder import (
+    DATASET,
     RUN_FILE,
     Lease,
     check_run,
@@ -254,7 +255,7 @@ class Experiment:
         with private_files(storage, self.config), contextlib.ExitStack() as leases:
             # Two first starts at once would write the same files: the second is refused, as it would be as a role.
             for stage in missing_datasets(stages):
-                leases.enter_context(Lease(open_storage(stage.checkpoint_job_dir), "dataset"))
+                leases.enter_context(Lease(open_storage(stage.checkpoint_job_dir), DATASET))
             if make_datasets(stages, say):
                 inputs = check_inputs(stages, tried=True)  # now of the rows that are trained
         return inputs

@@ -34,6 +34,8 @@ from rftdask.text.secrets import mask
 RUN_FILE = "run.json"
 STOP_FILE = "control/STOP"
 END_FILE = "control/END.json"
+DATASET = "dataset"
+"""Role of who makes the dataset of a run by its task pipeline, before any other role begins."""
 _BEGUN = "begun"
 """In place of how the run ended, while it has not."""
 CONFIG_FILE = "control/config-{}.json"
@@ -449,9 +451,11 @@ class Lease:
 
 
 def _held(storage: Storage, role: str, holder: Mapping[str, Any]) -> str:
+    process = f"process {holder['pid']} on {holder['host']}"
+    if role == DATASET:
+        return f"{storage.url} is being worked on: {process} makes its dataset; wait until it has, or stop it"
     return (
-        f"{storage.url} is being worked on: {role} is process {holder['pid']} on {holder['host']}; "
-        "stop it first (Ctrl-C there ends it with a checkpoint)"
+        f"{storage.url} is being worked on: {role} is {process}; stop it first (Ctrl-C there ends it with a checkpoint)"
     )
 
 

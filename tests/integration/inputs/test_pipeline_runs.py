@@ -12,7 +12,7 @@ import pytest
 
 from rftdask.data.juicer.environment import PLACE
 from rftdask.provenance.tables import RunTables
-from rftdask.run.run_folder import Lease
+from rftdask.run.run_folder import DATASET, Lease
 from rftdask.storage import open_storage
 from tests.integration.run_cases import call_cli, finish, finish_alone, run_folder, write_config
 from tests.unit.data.fake_data_juicer.environment import make_stand_in
@@ -33,9 +33,9 @@ def test_what_a_pipeline_leaves_is_trained(tmp_path: Path, monkeypatch: pytest.M
         assert (refused.code, "run `rftdask data setup` once" in refused.err) == (2, True)
     assert not (run_folder(config) / "dataset").exists()
     monkeypatch.setenv(PLACE, str(make_stand_in(tmp_path / "environment")))
-    with Lease(open_storage(run_folder(config)), "dataset"):
+    with Lease(open_storage(run_folder(config)), DATASET):
         refused = call_cli("run", str(config), *SHORT, *PIPELINE)
-    assert (refused.code, "is being worked on: dataset is process" in refused.err) == (2, True)
+    assert (refused.code, "makes its dataset; wait until it has, or stop it" in refused.err) == (2, True)
     assert not (run_folder(config) / "dataset").exists()
     said = finish(config, *SHORT, *PIPELINE, "trainer.total_steps=2")
     assert "text_length_filter: 6 left" in said.err
