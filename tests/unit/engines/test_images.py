@@ -28,6 +28,7 @@ from rftdask.trainer import attention
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from tests.numerics import assert_same_logprobs
+from tests.versions import needs_newer_transformers
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
@@ -79,6 +80,7 @@ def engine_with(folder: Path, images: ImageProcessor) -> TransformersEngine:
     return engine
 
 
+@needs_newer_transformers
 def test_greedy_answers_are_those_of_transformers_beside_each_other(folder: Path, images: ImageProcessor) -> None:
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     requests, expected = [], []
@@ -96,6 +98,7 @@ def test_greedy_answers_are_those_of_transformers_beside_each_other(folder: Path
     assert [answers[number].tokens for number in range(4)] == [expected[i] for i in (2, 1, 3, 0)]
 
 
+@needs_newer_transformers
 def test_the_processor_here_makes_the_tokens_of_the_model_s_own(folder: Path, images: ImageProcessor) -> None:
     tokenizer = images.own.tokenizer
     for pictures in PICTURES:
@@ -106,6 +109,7 @@ def test_the_processor_here_makes_the_tokens_of_the_model_s_own(folder: Path, im
         assert (*tokens, *tokenizer.encode("so?")) == expected
 
 
+@needs_newer_transformers
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("packs", [False, True])
 def test_logprobs_in_training_are_those_of_the_engine(
@@ -144,6 +148,7 @@ def test_logprobs_in_training_are_those_of_the_engine(
     assert all(weight.grad is not None for name, weight in model.named_parameters() if "visual" in name)
 
 
+@needs_newer_transformers
 def test_gradients_are_those_of_transformers(folder: Path, images: ImageProcessor) -> None:
     pictures = PICTURES[1]
     made, tokens = prompt_with(folder, pictures, "go")

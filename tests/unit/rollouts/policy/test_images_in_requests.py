@@ -26,6 +26,7 @@ from rftdask.rollouts.workflows.base import PolicyModel, Task
 from rftdask.rollouts.workflows.registry import workflow
 from rftdask.storage import open_storage
 from tests.unit.rollouts.rollout_cases import outcome, task
+from tests.versions import needs_newer_transformers
 
 GREEDY: Any = {"model": "p", "temperature": 0, "max_tokens": 5}
 
@@ -37,6 +38,7 @@ def picture() -> bytes:
     return buffer.getvalue()
 
 
+@needs_newer_transformers
 def test_an_image_of_a_request_is_as_one_of_a_task(tmp_path: Path) -> None:
     folder, file = tmp_path / "model", picture()
     build_toy_image_model(folder)

@@ -12,6 +12,7 @@ import transformers
 
 from rftdask.errors import DataError
 from rftdask.trainer.engines.strategies.tensor import plan_of
+from tests.versions import needs_newer_transformers
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -45,6 +46,7 @@ def test_the_plan_cuts_heads_and_inner_features() -> None:
     }
 
 
+@needs_newer_transformers
 @pytest.mark.parametrize("config", [transformers.Qwen3MoeConfig, transformers.Qwen2MoeConfig, transformers.OlmoeConfig])
 def test_experts_go_to_the_ranks_whole(config: Any) -> None:
     plan, block = plan_of(make_model(config, **EXPERTS), 2), "model.layers.*.mlp."
@@ -78,8 +80,16 @@ def test_an_output_layer_that_is_shared_or_uneven_stays_whole(sizes: dict[str, A
         (make_model(num_key_value_heads=1), "num_key_value_heads 1, which 2 ranks cannot share evenly"),
         (make_model(intermediate_size=25), "intermediate_size 25, which 2 ranks"),
         (transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2)), "has no tp_plan"),
-        (make_model(transformers.Qwen3MoeConfig, **EXPERTS | {"num_experts": 5}), "num_experts 5, which 2 ranks"),
-        (make_model(transformers.GraniteMoeConfig, num_local_experts=4), "the experts of GraniteMoeForCausalLM cannot"),
+        pytest.param(
+            make_model(transformers.Qwen3MoeConfig, **EXPERTS | {"num_experts": 5}),
+            "num_experts 5, which 2 ranks",
+            marks=needs_newer_transformers,
+        ),
+        pytest.param(
+            make_model(transformers.GraniteMoeConfig, num_local_experts=4),
+            "the experts of GraniteMoeForCausalLM cannot",
+            marks=needs_newer_transformers,
+        ),
         (
             make_model(transformers.DeepseekV2Config, first_k_dense_replace=1, num_key_value_heads=4),
             "the tp_plan of DeepseekV2ForCausalLM has mla_kv_a_proj.* not trained so here; leave trainer.tensor",
