@@ -171,6 +171,16 @@ class ImageFolder:
         return (self._path / name).exists()
 
 
+def can_be_given_images(model_path: str) -> bool:
+    """Whether a model is on this machine that reads images, with what prepares them."""
+    folder = Path(local_model(model_path))
+    try:
+        check_reads_images(model_path)
+    except UserError:
+        return False
+    return (folder / "config.json").is_file()
+
+
 def check_reads_images(model_path: str) -> None:
     """Raises: UserError: the model, if it is on this machine, reads no images, or lacks what prepares them."""
     folder = Path(local_model(model_path))
@@ -266,6 +276,26 @@ class ImageProcessor:
         """Tokens that stand for the image in a prompt."""
         return _tokens(self, name)
 
+    def with_placeholders(self, tokens: Sequence[int], names: Sequence[str]) -> list[int]:
+        """A prompt with one placeholder in place of the tokens of each of its images, as before a processor reads it.
+
+        Raises: DataError: the tokens of an image are not in it, in their order.
+        """
+        short, begin = list[int](), 0
+        for name in names:
+            of_image = self.tokens(name)
+            ends = range(begin + len(of_image), len(tokens) + 1)
+            end = next((end for end in ends if tuple(tokens[end - len(of_image) : end]) == of_image), None)
+            if end is None:
+                raise DataError(f"a prompt of {len(tokens)} tokens does not hold those of its image {name}")
+            short += [*tokens[begin : end - len(of_image)], self.placeholder_id]
+            begin = end
+        return short + list(tokens[begin:])
+
+    def picture(self, name: str) -> Image:
+        """An image, decoded. Raises: DamagedError: its file is another."""
+        return _decoded(self.folder.read(name))
+
     def inputs(self, names: Sequence[str]) -> dict[str, Tensor]:
         """What the model is given beside the tokens of a sequence with these images, in their order, but for the kinds
         of its tokens: `pixel_values` and the like.
@@ -275,7 +305,7 @@ class ImageProcessor:
     def _made(self, names: Sequence[str]) -> Any:
         import torch  # late: as above
 
-        images = [_decoded(self.folder.read(name)) for name in names]
+        images = [self.picture(name) for name in names]
         # Kept for other calls than this one, which may have gradients.
         with torch.inference_mode(False):
             return self.own(

@@ -30,6 +30,7 @@ from rftdask.config import fill_from_environment
 from rftdask.config.base import plain
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
+from rftdask.data.images import ImageProcessor
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, Take
 from rftdask.engines.transformers import end_ids
 from rftdask.engines.vllm_follower import CAUSE_FILE, ENGINE_PID, Nodes, set_defaults
@@ -64,6 +65,7 @@ class _Logprob(Protocol):
 
 class _RequestOutput(Protocol):
     outputs: Sequence[_Completion]
+    prompt_token_ids: Sequence[int] | None
     prompt_logprobs: Sequence[Mapping[int, _Logprob]]
     """By place, then by token; None at the first place."""
 
@@ -129,6 +131,7 @@ class VllmEngine(Engine):
     takes_dora = False
     loads_in_flight = True
     guides_sampling = True
+    reads_images = True
     loads_adapters_in_flight = False  # what is under way asks for its own, which goes when another is loaded
     leaves_device = True
     takes_share = True
@@ -189,6 +192,8 @@ class VllmEngine(Engine):
             # What the model's files say of sampling is for who has no settings of their own.
             "generation_config": "vllm",
             "disable_log_stats": True,
+            # It would send an image by its name to a process that has just been told to forget what it has seen.
+            "mm_processor_cache_gb": 0,
             "worker_extension_cls": "rftdask.engines.vllm_worker.WeightWorker",
             **(_lora_args(lora_rank) if lora_rank else {}),
             **(engine_args or {}),
@@ -212,6 +217,7 @@ class VllmEngine(Engine):
         self._folder = tempfile.TemporaryDirectory(prefix="rftdask-vllm-", dir=nodes.folder if nodes else None)
         self._cause_file = Path(self._folder.name) / "cause"
         os.environ[CAUSE_FILE] = str(self._cause_file)
+        self._images = ImageProcessor(model_path, trust_remote_code=trust_remote_code)
         self._num_requests = self._num_adapters = 0
         self._adapter: _LoRARequest | None = None
         self._running: _AsyncLLM | None = None
@@ -298,8 +304,14 @@ class VllmEngine(Engine):
         # vLLM makes them of words, by the tokenizer; here they are tokens already.
         params._bad_words_token_ids = [list(tokens) for tokens in sampling.bad_tokens] or None
         tokens, logprobs, reason = list[int](), list[float](), None
-        async for output in self._ask(request.prompt_tokens, params):
+        images = await asyncio.to_thread(self._pictures, request) if request.images else None
+        async for output in self._ask(request.prompt_tokens, params, images):
             [answer] = output.outputs
+            if images is not None and tuple(output.prompt_token_ids or ()) != request.prompt_tokens:
+                raise RoleError(
+                    f"{self} makes other tokens of the images of a prompt than the processor that comes with the "
+                    "model, so what it samples could not be trained; use engine_type transformers"
+                )
             tokens += answer.token_ids
             if (found := answer.logprobs) is not None:
                 logprobs += (found.logprobs[start] for start in found.start_indices)
@@ -349,13 +361,24 @@ class VllmEngine(Engine):
             raise RoleError(f"{self} was closed; make a new one")
         return self._running
 
-    def _ask(self, tokens: Sequence[int], sampling: object) -> AsyncIterator[_RequestOutput]:
+    def _pictures(self, request: GenerateRequest) -> dict[str, Any]:
+        """What vLLM makes the same prompt of: tokens with one placeholder for each image, and the images."""
+        return {
+            "prompt_token_ids": self._images.with_placeholders(request.prompt_tokens, request.images),
+            "multi_modal_data": {"image": [self._images.picture(name) for name in request.images]},
+            "multi_modal_uuids": {"image": list(request.images)},
+        }
+
+    def _ask(
+        self, tokens: Sequence[int], sampling: object, images: dict[str, Any] | None = None
+    ) -> AsyncIterator[_RequestOutput]:
         # The outputs of one request; it shares cached prefixes only with those of the same weights.
         from vllm.inputs import tokens_input  # late: see _start
 
         self._num_requests += 1
         # The salt is part of the key of a cached prefix: keys and values of older weights are never reused.
-        prompt = tokens_input(list(tokens), cache_salt=f"version-{self.policy_version}")
+        salt = f"version-{self.policy_version}"
+        prompt = tokens_input(list(tokens), cache_salt=salt) if images is None else {**images, "cache_salt": salt}
         return self._llm.generate(prompt, sampling, str(self._num_requests), lora_request=self._adapter)
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:

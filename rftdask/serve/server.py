@@ -39,6 +39,7 @@ from starlette.routing import Route
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, replace
+from rftdask.data.images import ImageProcessor, can_be_given_images
 from rftdask.data.task import Task
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.engines.base import GenerateRequest, Generation
@@ -426,12 +427,19 @@ def serve_policy(
         parser = AnswerParser(tokenizer, section.tool_call_parser, section.reasoning_parser)
         for engine in engines:
             engine.wait_ready()
+        images: ImageProcessor | None = None
+        # Asked once an engine has its model, which is on this machine by then. Tasks say whether they have images; who
+        # asks a server does not.
+        if section.traits.reads_images and can_be_given_images(config.model.model_path):
+            images = ImageProcessor(config.model.model_path, trust_remote_code=config.model.trust_remote_code)
+            images.run = storage
+            _ = images.placeholder_id  # before the first request, since it loads torch
 
         async def run() -> None:
             queues = [StreamingQueue(Streaming(each.submit, _ENGINE_TIMEOUT_S, str(each))) for each in engines]
             queue = Balanced(queues, [each.cache_tokens for each in engines])
             sampling, guided = model_sampling(config.model), section.traits.guides_sampling
-            served = ServedModel(queue, tokenizer, sampling, config.model, None, parser, guided)
+            served = ServedModel(queue, tokenizer, sampling, config.model, None, parser, guided, images)
             server = PolicyServer(config, served, bank, token, options)
             try:
                 await _run(server, options, engines, storage, f"with the key {token}", say)

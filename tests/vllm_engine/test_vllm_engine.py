@@ -1,7 +1,7 @@
 """Promises of the vLLM engine, on real vLLM on a CPU: it does what every engine does; its logprobs are the trainer's;
 what it loads it computes with, also where vLLM's own reload does not; its answers have the forms that are asked for, as
-with the transformers engine, and are recorded with the same logprobs; a run with it is as sound as with any engine, and
-learns; where vLLM cannot compute with a model, the run ends with vLLM's reason.
+with the transformers engine, and are recorded with the same logprobs; images are seen as it sees them; a run with it is
+as sound as with any engine, and learns; where vLLM cannot compute with a model, the run ends with vLLM's reason.
 
 One engine, of tied embeddings, serves most tests: starting it takes a minute.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import io
+import json
 import math
 import os
 import re
@@ -25,12 +27,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save
 
 from rftdask import Experiment
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import LoraConfig, ModelConfig
+from rftdask.data.images import ImageFolder, ImageProcessor
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, SamplingParams, Take
 from rftdask.engines.guides import Guides
 from rftdask.engines.transformers import TransformersEngine
@@ -40,7 +44,7 @@ from rftdask.errors import RoleError
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
 from rftdask.trainer.engines.torch_engine import TorchEngine
-from rftdask.trainer.model import token_logprobs
+from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from rftdask.weights.fingerprint import Fingerprint, fixed_sequences
 from rftdask.weights.node_copy import NodeCopy
@@ -50,7 +54,7 @@ from tests.integration.run_cases import RunProcess, assert_sound, run_folder, st
 from tests.unit.engines.engine_contract import ContinuousContract, EngineContract
 from tests.unit.rollouts.policy import test_guided_answers as guided
 from tests.unit.trainer.trainer_cases import engine_config
-from tests.vllm_engine.vllm_models import END_IDS, save_qwen2
+from tests.vllm_engine.vllm_models import END_IDS, save_idefics3, save_qwen2
 
 ROOT = Path(__file__).parents[2]
 RUN_DEADLINE_S = 900.0
@@ -484,6 +488,100 @@ def test_adapters_are_loaded_beside_the_frozen_weights(tmp_path: Path, engine: V
             assert adapted.logprobs(fingerprint.pairs)[0] == pytest.approx(fingerprint.logprobs[0], abs=1e-4)
     finally:
         adapted.close()
+
+
+def picture(seed: int, size: tuple[int, int] = (56, 28)) -> bytes:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    Image.fromarray(pixels).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def test_images_are_those_of_the_transformers_engine_and_of_the_trainer_also_with_new_weights(
+    tmp_path: Path, engine: VllmEngine
+) -> None:
+    """An engine of its own, with `engine` closed to make room."""
+    engine.close()
+    models = [save_idefics3(tmp_path / str(version), seed=version) for version in (0, 1)]
+    images = ImageProcessor(str(models[0]), folder=ImageFolder(tmp_path))
+    encode, names = images.own.tokenizer.encode, [images.folder.put(picture(seed)) for seed in range(3)]
+    greedy = SamplingParams(8, temperature=0.0, ignore_eos=True, bad_tokens=((images.placeholder_id,),))
+    # None, one, two, and the same tokens with others: what is cached of one must not be taken for the other's.
+    requests = []
+    for shown in ((), (names[0],), (names[0], names[1]), (names[1], names[0]), (names[2],)):
+        tokens = encode("see ") + [token for name in shown for token in (*images.tokens(name), *encode("and"))]
+        for sampling in (greedy, dataclasses.replace(greedy, temperature=0.7)):
+            requests.append(GenerateRequest(tuple(tokens), sampling, len(requests), shown))
+    others = [TransformersEngine(str(folder)) for folder in models]
+    for each in others:
+        each._images = images
+    seeing = VllmEngine(str(models[0]), max_model_len=128)
+    seeing._images = images
+    try:
+        for version in (0, 1, 0):
+            if version != seeing.policy_version:
+                seeing.load_verified(version, weights_of(models[version]), fingerprint_of(others[version]))
+            answers = seeing.generate(requests)
+            for answer, expected in list(zip(answers, others[version].generate(requests), strict=True))[::2]:
+                assert answer.tokens == expected.tokens
+            assert answers[4].tokens != answers[6].tokens, "the order of the images counts"
+            rows = pack_rows(
+                [np.array([*r.prompt_tokens, *a.tokens]) for r, a in zip(requests, answers, strict=True)],
+                np.array([len(request.prompt_tokens) for request in requests]),
+                np.array([request.sampling.temperature for request in requests]),
+                images=[request.images for request in requests],
+                processor=images,
+            )
+            with torch.no_grad():
+                scored_BT, _ = token_logprobs(load_policy(str(models[version]), "float32", "cpu")[0], rows)
+            for scored, answer in zip(scored_BT.tolist(), answers, strict=True):
+                assert answer.logprobs == pytest.approx(scored[: len(answer.tokens)], abs=1e-4)
+        other = ImageProcessor(str(models[0]), folder=images.folder)
+        other.own.image_seq_len = 3
+        seeing._images = other
+        shorter = GenerateRequest(other.tokens(names[0]), greedy, 0, (names[0],))
+        with pytest.raises(RoleError, match="makes other tokens of the images of a prompt"):
+            seeing.generate([shorter])
+    finally:
+        seeing.close()
+
+
+def test_a_run_with_images_trains_what_vllm_sampled(tmp_path: Path, engine: VllmEngine) -> None:
+    engine.close()
+    save_idefics3(tmp_path / "model", seed=0)
+    for number in range(4):
+        (tmp_path / f"{number}.png").write_bytes(picture(number))
+    rows = [{"question": "what? ", "answer": "a", "image": f"{number}.png"} for number in range(4)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    taskset = {
+        "path": str(tmp_path / "tasks.jsonl"),
+        "format": {"prompt_key": "question", "response_key": "answer", "image_key": "image"},
+    }
+    reward = "tests.e2e.toy_reward.varied_reward"
+    tree = {
+        "name": "seeing",
+        "mode": "both",
+        "checkpoint_root_dir": str(tmp_path / "runs"),
+        "model": {"model_path": str(tmp_path / "model"), "max_prompt_tokens": 64, "max_response_tokens": 8},
+        "algorithm": {"algorithm_type": "grpo", "repeat_times": 4, "kl_loss_fn": "none", "optimizer": {"lr": 0.01}},
+        "buffer": {"batch_size": 2, "explorer_input": {"taskset": taskset, "default_reward_fn_type": reward}},
+        "explorer": {"rollout_model": {"engine_type": "vllm", "engine_num": 1}},
+        "trainer": {"total_steps": 2, "num_ranks": 1},
+        "synchronizer": {"sync_style": "fixed", "sync_offset": 0},
+        "cluster": {"num_cpus": 2},
+    }
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(tree))
+    with RunProcess("run", str(config), "--progress", "plain") as run:
+        ended = run.end(RUN_DEADLINE_S)
+        assert ended.code == 0, ended
+        run.wait_for_no_survivors()
+    folder = run_folder(config)
+    assert_sound(folder)
+    assert len(list((folder / "media").iterdir())) == 4
+    steps = Experiment.open(folder).metrics("trainer")
+    assert len(steps) == 2 and (steps.grad_norm > 0).all(), "the weights moved, and the engine moved with them:"
+    assert (steps.mismatch_kl.abs() < 1e-6).all()
 
 
 def test_the_gsm8k_config_completes_three_steps_with_vllm(tmp_path: Path, engine: VllmEngine) -> None:

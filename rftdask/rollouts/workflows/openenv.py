@@ -8,6 +8,7 @@ client, whose package wants a web server and a browser's widgets beside it. Ever
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import importlib
 import json
@@ -84,7 +85,7 @@ class _Options:
     def socket_url(self) -> str:
         """Address of the WebSocket."""
         scheme, _, rest = self.base_url.partition("://")
-        return f"{ {'http': 'ws', 'https': 'wss'}.get(scheme, scheme)}://{rest.rstrip('/')}/ws"
+        return f"{ {'http': 'ws', 'https': 'wss'}.get(scheme, scheme) }://{rest.rstrip('/')}/ws"
 
 
 @workflow("openenv_workflow", in_process=True, requires={"websockets": "openenv"})
@@ -102,7 +103,8 @@ async def openenv_workflow(task: Task, model: PolicyModel) -> Reward:
     Raises: OpenEnvError: the server refuses, fails or is gone; WaitTimeout: it does not answer in time; UserError.
     """
     options = _Options.of(task)
-    session = await _begin(options, {"seed": int(task.row.get("seed", task.index)), **(options.reset_args or {})}, model)
+    reset = {"seed": int(task.row.get("seed", task.index)), **(options.reset_args or {})}
+    session = await _begin(options, reset, model)
     messages = [{"role": "system", "content": options.rules}] if options.rules else []
     steps: list[Step] = []
     num_invalid = 0
@@ -144,10 +146,8 @@ class _Session:
         closed = importlib.import_module("websockets.exceptions").ConnectionClosed
         try:
             async with asyncio.timeout(self._timeout_s):
-                try:
+                with contextlib.suppress(closed):  # what it said before it closed is there to be read
                     await self._socket.send(json.dumps({"type": kind, "data": data}))
-                except closed:
-                    pass  # what it said before it closed is there to be read
                 answer = json.loads(await self._socket.recv())
         except TimeoutError as error:
             raise WaitTimeout(f"{self._url} did not answer a {kind} within timeout_s {self._timeout_s:g} s") from error

@@ -3,7 +3,10 @@ to use their tool, from rewards alone; and of examples/environments: each file r
 size, without a network.
 """
 
+import contextlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,7 @@ def test_an_agent_learns_to_call_its_tool(program: tuple[str, ...], tmp_path: Pa
 def test_every_environment_is_tried() -> None:
     assert {file.stem for file in ENVIRONMENTS.glob("*.yaml")} == {
         "gymnasium",
+        "openenv",
         "textarena",
         "reasoning_gym",
         "verifiers",
@@ -56,6 +60,7 @@ def test_every_environment_is_tried() -> None:
     ("name", "package"),
     [
         ("gymnasium", "gymnasium"),
+        pytest.param("openenv", "websockets", marks=pytest.mark.extras),
         pytest.param("textarena", "textarena", marks=pytest.mark.extras),
         pytest.param("reasoning_gym", "reasoning_gym", marks=pytest.mark.extras),
         pytest.param("verifiers", "verifiers", marks=pytest.mark.extras),
@@ -68,5 +73,13 @@ def test_an_environment_runs_as_it_is(name: str, package: str, tmp_path: Path, m
     small += ("buffer.batch_size=2", "algorithm.repeat_times=2", "algorithm.kl_loss_fn=none", "trainer.total_steps=1")
     small += ("model.max_response_tokens=8", "model.max_prompt_tokens=4000", "monitor.monitor_type=none")
     small += (f"checkpoint_root_dir={tmp_path}", "cluster.num_cpus=2", "explorer.max_retry_times=0")
-    told = finish(ENVIRONMENTS / f"{name}.yaml", *small).out
+    with contextlib.ExitStack() as stack:
+        if name == "openenv":
+            program = [sys.executable, str(ADDITION / "openenv_server.py")]
+            server = stack.enter_context(subprocess.Popen(program, stdout=subprocess.PIPE, text=True))
+            stack.callback(server.terminate)
+            assert server.stdout is not None
+            url = f"http://127.0.0.1:{server.stdout.readline().strip()}"
+            small += (f"buffer.explorer_input.taskset.workflow_args.base_url={url}",)
+        told = finish(ENVIRONMENTS / f"{name}.yaml", *small).out
     assert "failed" not in told.lower() or "failed 0" in told.lower(), told

@@ -6,18 +6,23 @@ reply was lost is not made twice.
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from PIL import Image
 
 from rftdask.buffer.log import open_log
+from rftdask.data.images import ImageFolder, ImageProcessor, can_be_given_images, data_url, name_of
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.models.toy import build_toy_image_model, build_toy_model
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.recording import ServedModel
 from rftdask.serve.bank import SessionBank
@@ -56,11 +61,16 @@ class Queue(RequestQueue):
 class Case:
     """A server in this process, without a socket."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, images: ImageProcessor | None = None, **options: Any) -> None:
         self.storage = open_storage(f"memory://server-{next(_numbers)}")
         self.bank = SessionBank(self.storage, open_log(self.storage, CONFIG), CONFIG, group_age_s=1e9)
         self.queue = Queue()
-        served = ServedModel(self.queue, CharTokenizer(), SamplingParams(max_tokens=20), MODEL)
+        tokenizer: Any = CharTokenizer()
+        if images is not None:
+            images.run, tokenizer = self.storage, images.own.tokenizer
+        guided = images is not None  # else the placeholder of an image could be sampled
+        sampling = SamplingParams(max_tokens=20)
+        served = ServedModel(self.queue, tokenizer, sampling, MODEL, is_guided=guided, images=images)
         self.server = PolicyServer(CONFIG, served, self.bank, "token", ServeOptions(**options))
         self.server.weights = Published(7, "", "hash7")
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.server.app()), base_url=BASE)
@@ -289,5 +299,43 @@ def test_an_answer_for_which_there_is_no_memory_is_a_429_and_leaves_nothing_behi
         await case.ask(two)
         status, told = await case.feedback(session_id="two", reward=1)
         assert (status, told["num_rows"]) == (200, 1)
+
+    run(check)
+
+
+def test_an_image_of_a_request_is_in_the_row_and_in_the_run_folder_by_its_hash(tmp_path: Path) -> None:
+    build_toy_image_model(tmp_path / "model")
+    images = ImageProcessor(str(tmp_path / "model"), folder=ImageFolder(tmp_path))
+    buffer = io.BytesIO()
+    Image.new("RGB", (56, 28), (9, 9, 200)).save(buffer, format="PNG")
+    file = buffer.getvalue()
+
+    def asked(url: str) -> Any:
+        parts = [{"type": "text", "text": "what? "}, {"type": "image_url", "image_url": {"url": url}}]
+        return [{"role": "user", "content": parts}]
+
+    async def check(case: Case) -> None:
+        client = case.client("/sessions/s/v1")
+        await case.ask(client, asked(data_url(file)))
+        for told in ("https://example.org/a.png", "/etc/passwd"):
+            with pytest.raises(openai.BadRequestError, match="nothing is fetched"):
+                await case.ask(client, asked(told))
+        assert case.storage.get(f"media/{name_of(file)}") == file, "it is kept before the session has its reward"
+        assert (await case.feedback(session_id="s", reward=1))[0] == 200
+        [row] = await case.rows()
+        assert row["images"] == [name_of(file)]
+        assert row["tokens"][: row["prompt_length"]].count(images.placeholder_id) == 2
+
+    run(check, images=images)
+
+
+def test_a_model_without_eyes_is_given_no_images(tmp_path: Path) -> None:
+    build_toy_model(tmp_path, hidden_size=16, num_heads=2)
+    assert not can_be_given_images(str(tmp_path)) and not can_be_given_images(str(tmp_path / "none"))
+
+    async def check(case: Case) -> None:
+        part: Any = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        with pytest.raises(openai.BadRequestError, match="image"):
+            await case.ask(case.client(), [{"role": "user", "content": [part]}])
 
     run(check)

@@ -61,7 +61,7 @@ def test_a_reply_becomes_the_action_that_the_settings_say(url: str) -> None:
     told, model = episode(url, "no letter here", "h", **words)
     assert (told.value, told.metrics["num_invalid"]) == (pytest.approx(0.9), 1.0)
     assert model.asked[0] == model.asked[1], "what is no action changes nothing"
-    reward, model = episode(url, "7", observation_field="", reset_args={"greeting": "hello"})
+    _, model = episode(url, "7", observation_field="", reset_args={"greeting": "hello"})
     assert model.asked == ['{"b": 1, "text": "hello"}']
 
 

@@ -50,6 +50,7 @@ def test_the_configuration_on_the_page_is_valid() -> None:
 NAMED = set(re.findall(r"`(\w+_(?:workflow|reward))`", PAGE))
 WITH_EXTRAS = {
     *("reasoning_gym_reward", "verifiers_workflow", "sciworld_workflow", "textarena_workflow"),
+    "openenv_workflow",
     *("agentscope_react_workflow", "agentscope_react_math_workflow"),
 }
 """Of packages that the default extras leave out."""
