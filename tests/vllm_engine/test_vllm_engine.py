@@ -576,7 +576,7 @@ def test_a_run_with_images_trains_what_vllm_sampled(tmp_path: Path, engine: Vllm
         ended = run.end(RUN_DEADLINE_S)
         assert ended.code == 0, ended
         run.wait_for_no_survivors()
-    folder = run_folder(config)
+    folder = tmp_path / "runs" / "rftdask" / "seeing"
     assert_sound(folder)
     assert len(list((folder / "media").iterdir())) == 4
     steps = Experiment.open(folder).metrics("trainer")

@@ -5,6 +5,7 @@ newer weights are served as they are published, and each turn knows its own; a t
 from __future__ import annotations
 
 import datetime
+import io
 import ipaddress
 import json
 import re
@@ -22,12 +23,15 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
+from PIL import Image
 
 from rftdask import Experiment
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log import open_log
 from rftdask.config import load_config
+from rftdask.data.images import data_url, name_of
 from rftdask.errors import UserError
+from rftdask.models.toy import build_toy_image_model
 from rftdask.storage import open_storage
 from rftdask.weights.published import publish_weights
 from tests.integration.run_cases import (
@@ -66,7 +70,7 @@ class Served:
             with error:
                 return error.code, json.loads(error.read())
 
-    def ask(self, session: str, said: str) -> dict[str, Any]:
+    def ask(self, session: str, said: str | list[Any]) -> dict[str, Any]:
         messages = [{"role": "user", "content": said}]
         status, answer = self.post(f"/sessions/{session}/v1/chat/completions", model="p", messages=messages)
         assert status == 200, answer
@@ -186,6 +190,40 @@ def test_a_server_with_a_certificate_speaks_https_alone(tmp_path: Path) -> None:
             httpx.get(f"{url}/models")
         with pytest.raises(httpx.RemoteProtocolError):
             httpx.get(f"{url}/models".replace("https", "http"))
+
+
+def test_a_model_that_reads_images_is_served_with_them_and_trained_on_what_it_saw(tmp_path: Path) -> None:
+    build_toy_image_model(tmp_path / "model")
+    tree = {
+        "mode": "serve",
+        "name": "seeing",
+        "checkpoint_root_dir": str(tmp_path / "runs"),
+        "model": {"model_path": str(tmp_path / "model"), "max_prompt_tokens": 64, "max_response_tokens": 8},
+        "algorithm": {"algorithm_type": "grpo", "repeat_times": 2, "kl_loss_fn": "none"},
+        "buffer": {"batch_size": 1},
+        "explorer": {"rollout_model": {"engine_type": "transformers"}, "proxy_port": 0},
+        "cluster": {"num_cpus": 2},
+    }
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    buffer = io.BytesIO()
+    Image.new("RGB", (56, 28), (9, 9, 200)).save(buffer, format="PNG")
+    name = name_of(buffer.getvalue())
+    image = {"type": "image_url", "image_url": {"url": data_url(buffer.getvalue())}}
+    with RunProcess("run", str(config), env=ENV) as run:
+        served = Served(run)
+        for number in range(2):
+            served.ask(f"s{number}", [{"type": "text", "text": "what? "}, image])
+            assert served.post("/feedback", session_id=f"s{number}", reward=number, task_id="t")[0] == 200
+        run.process.terminate()
+        assert run.process.wait(60) == 0
+    folder = tmp_path / "runs" / "rftdask" / "seeing"
+    assert [file.name for file in (folder / "media").iterdir()] == [name]
+    ended = call_cli("run", str(config), "mode=train", "trainer.total_steps=1", "--progress", "none")
+    assert ended.code == 0, ended
+    assert_sound(folder)
+    steps = Experiment.open(folder).metrics("trainer")
+    assert len(steps) == 1 and steps.grad_norm[0] > 0 and abs(steps.mismatch_kl[0]) < 1e-6
 
 
 def test_a_configuration_of_mode_serve_is_served_by_run_and_needs_no_tasks(tmp_path: Path) -> None:
