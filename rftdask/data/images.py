@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from hashlib import sha256
@@ -218,6 +219,8 @@ class ImageProcessor:
         self.run: Storage | None = None
         """The run folder, which is to have what is kept; None: there is none."""
         self._kept: set[str] = set()
+        self._lock = threading.Lock()
+        """Held by who asks the processor, whose tokenizer is of one thread at a time."""
 
     @cached_property
     def own(self) -> Any:
@@ -307,7 +310,7 @@ class ImageProcessor:
 
         images = [self.picture(name) for name in names]
         # Kept for other calls than this one, which may have gradients.
-        with torch.inference_mode(False):
+        with self._lock, torch.inference_mode(False):
             return self.own(
                 text=[self.placeholder * len(images)], images=images, return_tensors="pt", add_special_tokens=False
             )

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 from transformers.utils.hub import cached_file
 
@@ -65,7 +65,6 @@ class _Logprob(Protocol):
 
 class _RequestOutput(Protocol):
     outputs: Sequence[_Completion]
-    prompt_token_ids: Sequence[int] | None
     prompt_logprobs: Sequence[Mapping[int, _Logprob]]
     """By place, then by token; None at the first place."""
 
@@ -84,8 +83,13 @@ class _VllmConfig(Protocol):
     cache_config: _CacheConfig
 
 
+class _Renderer(Protocol):
+    async def render_cmpl_async(self, prompts: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]: ...
+
+
 class _AsyncLLM(Protocol):
     vllm_config: _VllmConfig
+    renderer: _Renderer
 
     def generate(
         self, prompt: object, sampling_params: object, request_id: str, *, lora_request: _LoRARequest | None
@@ -304,14 +308,9 @@ class VllmEngine(Engine):
         # vLLM makes them of words, by the tokenizer; here they are tokens already.
         params._bad_words_token_ids = [list(tokens) for tokens in sampling.bad_tokens] or None
         tokens, logprobs, reason = list[int](), list[float](), None
-        images = await asyncio.to_thread(self._pictures, request) if request.images else None
-        async for output in self._ask(request.prompt_tokens, params, images):
+        seen = await self._read_images(request) if request.images else None
+        async for output in self._ask(request.prompt_tokens, params, seen):
             [answer] = output.outputs
-            if images is not None and tuple(output.prompt_token_ids or ()) != request.prompt_tokens:
-                raise RoleError(
-                    f"{self} makes other tokens of the images of a prompt than the processor that comes with the "
-                    "model, so what it samples could not be trained; use engine_type transformers"
-                )
             tokens += answer.token_ids
             if (found := answer.logprobs) is not None:
                 logprobs += (found.logprobs[start] for start in found.start_indices)
@@ -361,24 +360,33 @@ class VllmEngine(Engine):
             raise RoleError(f"{self} was closed; make a new one")
         return self._running
 
-    def _pictures(self, request: GenerateRequest) -> dict[str, Any]:
-        """What vLLM makes the same prompt of: tokens with one placeholder for each image, and the images."""
-        return {
-            "prompt_token_ids": self._images.with_placeholders(request.prompt_tokens, request.images),
-            "multi_modal_data": {"image": [self._images.picture(name) for name in request.images]},
-            "multi_modal_uuids": {"image": list(request.images)},
-        }
+    async def _read_images(self, request: GenerateRequest) -> Mapping[str, object]:
+        """The prompt as vLLM has it, which makes tokens of images by itself. Raises: RoleError: it makes others."""
+
+        def unread() -> Mapping[str, object]:
+            return {
+                "prompt_token_ids": self._images.with_placeholders(request.prompt_tokens, request.images),
+                "multi_modal_data": {"image": [self._images.picture(name) for name in request.images]},
+                "multi_modal_uuids": {"image": list(request.images)},
+            }
+
+        [seen] = await self._llm.renderer.render_cmpl_async([await asyncio.to_thread(unread)])
+        if tuple(cast(Sequence[int], seen["prompt_token_ids"])) != request.prompt_tokens:
+            raise RoleError(
+                f"{self} makes other tokens of the images of a prompt than the processor that comes with the model, so "
+                "what it samples could not be trained; use engine_type transformers"
+            )
+        return seen
 
     def _ask(
-        self, tokens: Sequence[int], sampling: object, images: dict[str, Any] | None = None
+        self, tokens: Sequence[int], sampling: object, seen: Mapping[str, object] | None = None
     ) -> AsyncIterator[_RequestOutput]:
         # The outputs of one request; it shares cached prefixes only with those of the same weights.
         from vllm.inputs import tokens_input  # late: see _start
 
         self._num_requests += 1
         # The salt is part of the key of a cached prefix: keys and values of older weights are never reused.
-        salt = f"version-{self.policy_version}"
-        prompt = tokens_input(list(tokens), cache_salt=salt) if images is None else {**images, "cache_salt": salt}
+        prompt = {**(seen or tokens_input(list(tokens))), "cache_salt": f"version-{self.policy_version}"}
         return self._llm.generate(prompt, sampling, str(self._num_requests), lora_request=self._adapter)
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:

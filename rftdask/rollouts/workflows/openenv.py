@@ -24,6 +24,7 @@ from rftdask.errors import RoleError, UserError, WaitTimeout
 from rftdask.rollouts.workflows.base import PolicyModel, Reward, Step
 from rftdask.rollouts.workflows.games import find_action
 from rftdask.rollouts.workflows.registry import workflow
+from rftdask.text.secrets import mask
 
 _MAX_MESSAGE_BYTES = 16 * 2**20
 """Of a server's message; an observation becomes a prompt, and no prompt is as long."""
@@ -139,7 +140,7 @@ class _Session:
     """What it said at its reset."""
 
     def __init__(self, socket: Any, options: _Options) -> None:
-        self._socket, self._url, self._timeout_s = socket, options.socket_url, options.timeout_s
+        self._socket, self._url, self._timeout_s = socket, mask(options.socket_url), options.timeout_s
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """{"observation", "reward", "done"} after `reset` or `step`. Raises: OpenEnvError, WaitTimeout."""
@@ -184,9 +185,10 @@ async def _begin(options: _Options, reset: Mapping[str, Any], model: PolicyModel
                 options.socket_url, open_timeout=options.timeout_s, max_size=_MAX_MESSAGE_BYTES, **here
             )
         except TimeoutError as error:
-            raise WaitTimeout(f"{options.socket_url} was not reached within {options.timeout_s:g} s") from error
+            raise WaitTimeout(f"{mask(options.socket_url)} was not reached within {options.timeout_s:g} s") from error
         except (OSError, refused) as error:
-            raise OpenEnvError(f"{options.socket_url} cannot be reached: {type(error).__name__}: {error}") from error
+            address = mask(options.socket_url)
+            raise OpenEnvError(f"{address} cannot be reached: {type(error).__name__}: {error}") from error
         session = _Session(socket, options)
         try:
             with model.timer("tool"):
@@ -234,7 +236,7 @@ def _last_object(reply: str) -> dict[str, Any] | None:
         try:
             value, end = decoder.raw_decode(reply, begin)
             found = value
-        except ValueError:
+        except (ValueError, RecursionError):  # the second of a reply that opens hundreds of them
             end = begin + 1
         begin = reply.find("{", end)
     return found
