@@ -109,6 +109,18 @@ def test_the_processor_here_makes_the_tokens_of_the_model_s_own(folder: Path, im
         assert (*tokens, *tokenizer.encode("so?")) == expected
 
 
+def test_a_prompt_with_placeholders_is_what_the_processor_reads(folder: Path, images: ImageProcessor) -> None:
+    tokenizer = images.own.tokenizer
+    for pictures in PICTURES:
+        _, tokens = prompt_with(folder, pictures, "so?")
+        names = [images.folder.put(png(each)) for each in pictures]
+        chat = "<|vision_start|><|image_pad|><|vision_end|>" * len(pictures) + "so?"
+        assert images.with_placeholders(tokens, names) == tokenizer.encode(chat)
+    four, two = (images.folder.put(png(picture(1, size))) for size in ((56, 56), (28, 56)))
+    with pytest.raises(DataError, match=rf"a prompt of 2 tokens does not hold those of its image {four}"):
+        images.with_placeholders(images.tokens(two), [four])
+
+
 @needs_newer_transformers
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("packs", [False, True])
