@@ -536,6 +536,18 @@ def test_images_are_those_of_the_transformers_engine_and_of_the_trainer_also_wit
                 scored_BT, _ = token_logprobs(load_policy(str(models[version]), "float32", "cpu")[0], rows)
             for scored, answer in zip(scored_BT.tolist(), answers, strict=True):
                 assert answer.logprobs == pytest.approx(scored[: len(answer.tokens)], abs=1e-4)
+        # One that is under way while weights are loaded sees its image anew.
+        long = dataclasses.replace(requests[3], sampling=SamplingParams(100, ignore_eos=True))
+        looks: list[list[tuple[int, GenerateRequest | None]]] = [[(1, requests[0])], [(0, long)]]
+        found: dict[int, Generation] = {}
+
+        def take() -> Sequence[tuple[int, GenerateRequest | None]]:
+            if len(looks) == 1 and not found:
+                seeing.load_weights(1, weights_of(models[1]))
+            return looks.pop() if looks else []
+
+        seeing.serve(take, found.__setitem__)
+        assert (found[0].min_policy_version, found[0].max_policy_version) == (0, 1) and len(found[0].tokens) == 100
         other = ImageProcessor(str(models[0]), folder=images.folder)
         other.own.image_seq_len = 3
         seeing._images = other
