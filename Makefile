@@ -66,7 +66,7 @@ long: $(STAMP)
 site: $(STAMP)
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/site
 
-WIDE := dev,agents,reasoning-gym,sciworld,textarena,tinker,trackers,verifiers
+WIDE := dev,agents,openenv,reasoning-gym,sciworld,textarena,tinker,trackers,verifiers
 extras:
 	@$(MAKE) --no-print-directory install EXTRAS=$(WIDE)
 	tests/conformance/install_peers.sh $(VENV)

@@ -172,22 +172,27 @@ class ImageFolder:
         return (self._path / name).exists()
 
 
-def can_be_given_images(model_path: str) -> bool:
-    """Whether a model is on this machine that reads images, with what prepares them."""
+def can_be_given_images(model_path: str, model_types: Sequence[str] = ()) -> bool:
+    """Whether a model is on this machine that reads images, with what prepares them. model_types: as below."""
     folder = Path(local_model(model_path))
     try:
-        check_reads_images(model_path)
+        check_reads_images(model_path, model_types)
     except UserError:
         return False
     return (folder / "config.json").is_file()
 
 
-def check_reads_images(model_path: str) -> None:
-    """Raises: UserError: the model, if it is on this machine, reads no images, or lacks what prepares them."""
+def check_reads_images(model_path: str, model_types: Sequence[str] = ()) -> None:
+    """model_types: those of which the engine reads images; none: of any.
+
+    Raises: UserError: the model, if it is on this machine, reads no images, or lacks what prepares them, or the engine
+        does not read them as its trainer does.
+    """
     folder = Path(local_model(model_path))
     if not (folder / "config.json").is_file():
         return
-    if "vision_config" not in parse_object((folder / "config.json").read_bytes()):
+    settings = parse_object((folder / "config.json").read_bytes())
+    if "vision_config" not in settings:
         raise UserError(
             f"model.model_path: {model_path!r} reads no images, and a taskset has format.image_key; give a model that "
             "does, or leave it out"
@@ -196,6 +201,11 @@ def check_reads_images(model_path: str) -> None:
         raise UserError(
             f"model.model_path: {model_path!r} has no {' or '.join(PROCESSOR_FILES[:2])}, which says how images become "
             f"its input; save one there with processor.save_pretrained({model_path!r})"
+        )
+    if model_types and settings.get("model_type") not in model_types:
+        raise UserError(
+            f"model.model_path: {model_path!r} is a {settings.get('model_type')}; with images this engine was seen to "
+            f"compute what the trainer does of {' and '.join(model_types)} alone; use engine_type: transformers"
         )
 
 

@@ -30,7 +30,7 @@ from rftdask.config import fill_from_environment
 from rftdask.config.base import plain
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
-from rftdask.data.images import ImageProcessor
+from rftdask.data.images import ImageProcessor, check_reads_images
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, Take
 from rftdask.engines.transformers import end_ids
 from rftdask.engines.vllm_follower import CAUSE_FILE, ENGINE_PID, Nodes, set_defaults
@@ -136,6 +136,8 @@ class VllmEngine(Engine):
     loads_in_flight = True
     guides_sampling = True
     reads_images = True
+    # Of others its code may be another than the trainer's: a Qwen2.5-VL had logprobs that were off by up to 0.7.
+    image_models = ("idefics3",)
     loads_adapters_in_flight = False  # what is under way asks for its own, which goes when another is loaded
     leaves_device = True
     takes_share = True
@@ -364,6 +366,8 @@ class VllmEngine(Engine):
         """The prompt as vLLM has it, which makes tokens of images by itself. Raises: RoleError: it makes others."""
 
         def unread() -> Mapping[str, object]:
+            # Here again for who has its model from elsewhere than this machine when the run is checked.
+            check_reads_images(self.model_path, self.image_models)
             return {
                 "prompt_token_ids": self._images.with_placeholders(request.prompt_tokens, request.images),
                 "multi_modal_data": {"image": [self._images.picture(name) for name in request.images]},

@@ -113,7 +113,7 @@ def _check_inputs(
         elif has_model and not first.is_external:
             _check_model_folder(first.model.model_path, "model.model_path")
             if any(stage.reads_images for stage in stages):
-                check_reads_images(first.model.model_path)
+                check_reads_images(first.model.model_path, first.explorer.rollout_model.traits.image_models)
     # Elsewhere, and meanwhile, since it takes torch, which nothing else needs in this process.
     with ThreadPoolExecutor(1, "algorithms") as thread:
         algorithms = [] if tried else [thread.submit(call, _check_algorithm, stage) for stage in stages]

@@ -430,7 +430,8 @@ def serve_policy(
         images: ImageProcessor | None = None
         # Asked once an engine has its model, which is on this machine by then. Tasks say whether they have images; who
         # asks a server does not.
-        if section.traits.reads_images and can_be_given_images(config.model.model_path):
+        traits = section.traits
+        if traits.reads_images and can_be_given_images(config.model.model_path, traits.image_models):
             images = ImageProcessor(config.model.model_path, trust_remote_code=config.model.trust_remote_code)
             images.run = storage
             _ = images.placeholder_id  # before the first request, since it loads torch

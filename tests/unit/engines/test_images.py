@@ -16,7 +16,15 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from rftdask.config.schema.buffer import TasksetConfig
-from rftdask.data.images import ImageFolder, ImageProcessor, check_reads_images, data_url, images_in, without_images
+from rftdask.data.images import (
+    ImageFolder,
+    ImageProcessor,
+    can_be_given_images,
+    check_reads_images,
+    data_url,
+    images_in,
+    without_images,
+)
 from rftdask.data.tasksets import Taskset
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
@@ -258,6 +266,13 @@ def test_a_model_without_eyes_is_refused(tmp_path: Path, folder: Path) -> None:
     build_toy_model(tmp_path, hidden_size=16, num_heads=2)
     with pytest.raises(UserError, match="reads no images"):
         check_reads_images(str(tmp_path))
+
+
+def test_a_model_whose_images_the_engine_reads_otherwise_than_the_trainer_is_refused(folder: Path) -> None:
+    check_reads_images(str(folder), ("idefics3", "qwen2_5_vl"))
+    with pytest.raises(UserError, match=r"is a qwen2_5_vl; .* of idefics3 alone; use engine_type: transf"):
+        check_reads_images(str(folder), ("idefics3",))
+    assert can_be_given_images(str(folder)) and not can_be_given_images(str(folder), ("idefics3",))
 
 
 def test_a_page_shows_an_image_as_what_its_file_is() -> None:
