@@ -52,7 +52,7 @@ from rftdask.run.run_folder import (
     read_run_config,
     record_run,
 )
-from rftdask.run.stage import StageRun, StageWork
+from rftdask.run.stage import StageRun, StageWork, plan_work
 from rftdask.run.summary import RunSummary, summarize
 from rftdask.run.tracking import open_feeds
 from rftdask.run.view import Stage, stages_of
@@ -168,7 +168,10 @@ class Experiment:
             record_run(storage, self.config)
             note_begin(storage)
             logs = LogFolder(storage)
-            setup_logging("driver", self.config.log.level, logs.path)
+            # Of explorers beside each other each has a file: one process alone may rotate it.
+            setup_logging(
+                "driver" + self.config.command_name.removeprefix(self.config.mode), self.config.log.level, logs.path
+            )
         folders: list[Stage] = []
         status, error, model_path = "failed", "", ""
         try:
@@ -251,7 +254,9 @@ class Experiment:
         )
         for number, config in enumerate(stages):
             # The model of a later stage is what the one before it makes.
-            check_run(open_storage(config.checkpoint_job_dir), config, free=("model.model_path",) if number else ())
+            steps = plan_work(config, inputs[number].sizes).explore_steps if config.mode == "explore" else None
+            free = ("model.model_path",) if number else ()
+            check_run(open_storage(config.checkpoint_job_dir), config, free, steps)
         with private_files(storage, self.config), contextlib.ExitStack() as leases:
             # Two first starts at once would write the same files: the second is refused, as it would be as a role.
             for stage in missing_datasets(stages):

@@ -260,7 +260,7 @@ class JobQueueCluster(RemoteWorkersCluster):
     def __init__(self, config: Config, layout: Layout, folder: PrivateFolder, storage: Storage) -> None:
         self._config = config
         self._storage = storage
-        self._file = jobs_file(config.mode)
+        self._file = jobs_file(config.command_name)
         self._logs = log_folder(storage, folder)
         self._folder = folder
         self._num_workers = {role: layout.num_in_jobs(role) for role in ROLES}

@@ -111,9 +111,9 @@ def note_workers(job: JobRecord, is_there: bool, now_s: float) -> JobRecord:
     return job
 
 
-def jobs_file(mode: str) -> str:
-    """Of the jobs that a driver asked for."""
-    return f"control/jobs-{mode}.json"
+def jobs_file(command: str) -> str:
+    """Of the jobs that a driver asked for; `Config.command_name`."""
+    return f"control/jobs-{command}.json"
 
 
 def write_jobs(storage: Storage, jobs: Sequence[JobRecord], file: str) -> None:

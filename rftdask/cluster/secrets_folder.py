@@ -39,11 +39,11 @@ class PrivateFolder:
 
     @classmethod
     def of(cls, config: Config, storage: Storage) -> PrivateFolder:
-        """The folder of the cluster that works for `config`; not made yet. Exploring and training as two commands are
-        two clusters, and have one each.
+        """The folder of the cluster that works for `config`; not made yet. Exploring and training as commands of
+        their own are clusters of their own, and have one each.
         """
         base = cls.base_of(config, storage).path
-        return cls(base / config.mode if config.mode in ("explore", "train") else base, base)
+        return cls(base / config.command_name if config.mode in ("explore", "train") else base, base)
 
     @classmethod
     def base_of(cls, config: Config, storage: Storage) -> PrivateFolder:

@@ -23,11 +23,11 @@ from rftdask.errors import DataError, NotFoundError, RftError, UserError, WaitTi
 from rftdask.monitor.logs import COPY_EVERY_S
 from rftdask.processes.poll import wait_for
 from rftdask.run.run_folder import (
-    ROLES,
     RUN_FILE,
     STOP_FILE,
     folders_of,
     lease_holder,
+    lease_holders,
     read_driver,
     read_end,
     read_run,
@@ -140,7 +140,7 @@ def why_not_running(storage: Storage, jobs: tuple[JobStatus, ...]) -> str:
 def _processes_of(storage: Storage) -> set[tuple[str, int]]:
     """(host, pid) of each process that drives the run or works on a role of it or of its stages now."""
     folders = folders_of(storage).values()
-    found = [read_driver(storage), *(lease_holder(folder, role) for folder in folders for role in ROLES)]
+    found = [read_driver(storage), *(holder for folder in folders for holder in lease_holders(folder).values())]
     return {(holder["host"], holder["pid"]) for holder in found if holder is not None}
 
 

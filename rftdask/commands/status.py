@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from rftdask.errors import DamagedError
-from rftdask.run.run_folder import ROLES, lease_holder
+from rftdask.run.run_folder import lease_holders
 from rftdask.run.view import Stage, open_stages
 from rftdask.weights.published import CHECKPOINT_POINTER, WEIGHTS_POINTER, read_pointer
 
@@ -83,11 +83,8 @@ def stage_status(stage: Stage) -> StageStatus:
     )
     if not stage.has_begun:
         return status(state="not started")
-    roles = {
-        role: f"process {holder['pid']} on {holder['host']}"
-        for role in ROLES
-        if (holder := lease_holder(storage, role)) is not None
-    }
+    held = lease_holders(storage)
+    roles = {role: f"process {holder['pid']} on {holder['host']}" for role, holder in held.items()}
     try:
         warnings, experiences, problems = stage.warnings, stage.counts, stage.audit.problems if stage.audit else ()
     except DamagedError as error:  # of the ledger: the rest can be told all the same

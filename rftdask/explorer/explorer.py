@@ -19,7 +19,8 @@ and what a lost worker costs at most. `Explorer.run` is the whole loop; for each
 
 Invariants: a unit is submitted only when every step its weights depend on is committed, so no waiting unit can block
 the one it waits for. What is done is what the log's listing says; the loop keeps nothing that storage does not, so it
-may die at any line and a new one goes on.
+may die at any line and a new one goes on. In mode explore others may work on the same run, each under its name: a unit
+is chosen by who claims it (claims.py), and each of them goes on until all are committed.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from rftdask.buffer.log.shard import done_units
 from rftdask.config import Config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import (
+    DamagedError,
     EngineError,
     FencedError,
     ProcessLostError,
@@ -53,6 +55,7 @@ from rftdask.errors import (
     UserError,
 )
 from rftdask.explorer.autoscale import ScaleRule
+from rftdask.explorer.claims import EVALUATIONS, Claims
 from rftdask.explorer.evaluation import EvaluationQueue
 from rftdask.explorer.poison import STRIKES, PoisonTracker, Trial
 from rftdask.explorer.task_order import make_task_order
@@ -128,6 +131,7 @@ class Explorer:
         remove_old_shards: Callable[[], object] = lambda: None,
         scale: Callable[[int], None] | None = None,
         workers_asked: int = 0,
+        claims: Claims | None = None,
         task: Callable[[RolloutTask], RolloutResult] = run_rollouts,
     ) -> None:
         """Reads the tasksets that are ordered by their columns; changes nothing.
@@ -141,12 +145,11 @@ class Explorer:
             remove_old_shards: removes what retention does not keep; called now and then.
             scale: asks for so many explorer workers; None: those that come are taken, and nobody is asked.
             workers_asked: workers that were asked for before.
+            claims: by which the run is shared with explorers of other names; None: there are none.
             task: what runs on the workers (benchmarks have another).
         Raises: DataError: a taskset is empty, or its columns do not fit its selector.
         """
-        self._client = client
-        self._storage = storage
-        self._config = config
+        self._client, self._storage, self._config = client, storage, config
         self._num_steps = num_steps
         self._threads, self._log_file = threads, log_file
         self._task = task
@@ -160,6 +163,8 @@ class Explorer:
         """Time at which workers were last asked for."""
         self._metrics = {role: MetricsWriter(storage, role) for role in ("explorer", "eval")}
         self._log = open_log(storage, config)
+        self._claims, self._evaluates = claims, claims is None
+        """Whether evaluations are this explorer's to make."""
         self._rules = make_sync_rules(config)
         self._overlaps = self._rules.style is not SyncStyle.FIXED
         self._follows_trainer = config.has_both_roles
@@ -204,8 +209,9 @@ class Explorer:
         # Which weights there are, and which the steps run with.
         self._newest = 0
         """Newest policy version known to be published; behind by a look at most."""
-        self._pinned = 0
-        """Version that steps run with until a boundary of the sync style lets them move on."""
+        self._pinned = self._pinned_at = 0
+        """Version that steps run with until a boundary of the sync style lets them move on, and the step up to which
+        boundaries were looked for."""
 
         self._num_quarantined = 0
         self._audited_s = 0.0
@@ -216,9 +222,14 @@ class Explorer:
         """
         # Before any unit is sent: its worker looks for this file.
         self._config_fingerprint = record_config(self._storage, self._config)
+        # Before the log is read: a seal that comes later is of another explorer, which has made the rest meanwhile.
+        try:
+            was_sealed = self._log.sealed_at() is not None
+        except DamagedError:
+            was_sealed = True
         self._read_log()
         # A run that is given more steps than it ended with has more to tell.
-        if self._complete < self._num_steps:
+        if was_sealed and self._complete < self._num_steps:
             self._log.unseal()
 
     def run(self) -> None:
@@ -226,7 +237,8 @@ class Explorer:
 
         Raises: RoleError: a unit failed for good, or workers are lost whatever they run; FencedError; UserError.
         """
-        self._evals.read()
+        if self._evaluates:
+            self._evals.read()
         self._look_for_weights()
         # What workers report of themselves, which no storage keeps: what they begin, and that they were told to end.
         self._client.subscribe_topic(BEGAN_TOPIC, lambda message: self._poison.began(*message[1]))
@@ -241,6 +253,8 @@ class Explorer:
                     address: int(has[EXPLORER_RESOURCE]) for address, has in found.items() if EXPLORER_RESOURCE in has
                 }
                 self._warm_up(workers.keys())
+                if self._claims is not None and self._claims.is_due:
+                    self._look_at_others(self._claims)
                 num_engines = sum(workers[address] for address in self._warm)
                 window = num_engines if self._overlaps else math.ceil(1.5 * num_engines) + 1
                 self._retry += self._take_vanished(workers.keys())
@@ -248,7 +262,8 @@ class Explorer:
                 # Choose what enters the window. Evaluations first, on half of the engines at most while there is
                 # training to go on with (one engine alone does both in turn); then units that failed; then the next
                 # ones of the schedule.
-                self._evals.add_due(self._newest, self._trainer_ended_at())
+                if self._evaluates:
+                    self._evals.add_due(self._newest, self._trainer_ended_at())
                 eval_window = max(1, num_engines // 2) if self._next_unit() is not None else window
                 while num_engines and self._evals.num_waiting and self._num_under_way(is_eval=True) < eval_window:
                     unit = self._evals.take()
@@ -287,6 +302,8 @@ class Explorer:
             self._client.cancel(futures, force=True)
             for writer in self._metrics.values():
                 writer.flush()
+            if self._claims is not None and self._evaluates:
+                self._claims.give_back(EVALUATIONS)
         # Also after a cancelled loop: what is complete is complete, and the trainer need not wait for more.
         if self._complete >= self._num_steps > 0:
             self._log.seal(self._num_steps)
@@ -307,6 +324,17 @@ class Explorer:
         self._cursor = (first, 0)
         self._advance()
 
+    def _look_at_others(self, claims: Claims) -> None:
+        # Learn what other explorers have done and are at, and take over what nobody does any more.
+        first = self._complete + 1
+        self._done |= done_units([*self._log.shards(first), *self._log.removed(first)])
+        self._advance()
+        self._record_steps()
+        claims.look(self._done)
+        if not self._evaluates and not claims.is_others(EVALUATIONS) and claims.take(EVALUATIONS):
+            self._evaluates = True
+            self._evals.read()
+
     def _advance(self) -> None:
         # Move `_complete` on over the steps all of whose units are committed, and note it now and then.
         while self._is_complete(self._complete + 1):
@@ -319,17 +347,22 @@ class Explorer:
         return all((step, unit_index) in self._done for unit_index in range(self._config.units_per_step))
 
     def _next_unit(self) -> tuple[int, int] | None:
-        # The first unit that is neither committed nor begun; None: there is none, or the trainer wants no more.
+        # The first unit that is neither committed nor begun, here or by another explorer; None: there is none, or the
+        # trainer wants no more.
         if self._follows_trainer and self._trainer_ended_at() is not None:
             return None
-        # It moves on only; `_read_log` sets it back when units have to run again.
-        step, unit_index = self._cursor
-        while step <= self._num_steps and ((step, unit_index) in self._done or (step, unit_index) in self._begun):
-            unit_index += 1
-            if unit_index == self._config.units_per_step:
-                step, unit_index = step + 1, 0
-        self._cursor = (step, unit_index)
-        return self._cursor if step <= self._num_steps else None
+        unit, moves_on = self._cursor, True
+        while unit[0] <= self._num_steps:
+            is_others = self._claims is not None and self._claims.is_others(unit)
+            if unit not in self._done and unit not in self._begun and not is_others:
+                break
+            step, unit_index = unit
+            unit = (step, unit_index + 1) if unit_index + 1 < self._config.units_per_step else (step + 1, 0)
+            # The cursor stays before what another explorer is at, which may be free again. Else it moves on only;
+            # `_read_log` sets it back when units have to run again.
+            moves_on &= not is_others
+            self._cursor = unit if moves_on else self._cursor
+        return unit if unit[0] <= self._num_steps else None
 
     def _choose_unit(self) -> RolloutTask | None:
         # The next unit of the schedule; None while it may not begin, or there is none.
@@ -348,12 +381,22 @@ class Explorer:
         # Style fixed learns from the steps that its weights learned from, whatever else has been completed by now.
         fixed = self._follows_trainer and self._rules.style is SyncStyle.FIXED
         tasks = self._order.tasks(step, known=steps_needed if fixed else self._complete)
-        if tasks is None:
+        if tasks is None or (self._claims is not None and not self._claim(self._claims, upcoming)):
             return None
         # The last unit of a step may be smaller: a slice beyond the end is short.
         size = self._config.tasks_per_unit
         part = tasks[unit_index * size : (unit_index + 1) * size]
         return self._make_unit("experiences", step, unit_index, part, self._config.algorithm.repeat_times, weights)
+
+    def _claim(self, claims: Claims, unit: tuple[int, int]) -> bool:
+        # Claim the unit for this explorer; False: another one was first, or has committed it since the last look.
+        if not claims.take(unit):
+            return False
+        if unit not in done_units(self._log.find_all(*unit)):
+            return True
+        self._done.add(unit)
+        claims.give_back(unit)
+        return False
 
     def _weights_for(self, step: int) -> WeightRequirement:
         # Choose the weights that the step runs with. Without a trainer beside it, a step takes the newest there is.
@@ -366,7 +409,10 @@ class Explorer:
             return WeightRequirement(max(0, self._newest - self._rules.staleness_bound), exact=False)
         else:
             required = WeightRequirement(0, exact=False)
-        if self._rules.takes_newest_at(step) or required.version > self._pinned:
+        # A step may be passed over, which another explorer makes whole, and its boundary counts all the same.
+        passed = range(min(self._pinned_at + 1, step) if self._claims is not None else step, step + 1)
+        self._pinned_at = max(self._pinned_at, step)
+        if any(map(self._rules.takes_newest_at, passed)) or required.version > self._pinned:
             # Only ever to what was published: a version that was asked for may be skipped for a newer one.
             self._pinned = max(self._pinned, self._newest)
         version = max(self._pinned, required.version)
@@ -381,10 +427,12 @@ class Explorer:
 
     def _is_over(self) -> bool:
         training_over = self._next_unit() is None
+        if self._claims is not None and self._complete < self._num_steps:
+            return False  # what other explorers are at may be left to this one
         if self._complete >= self._num_steps > 0 and self._log.sealed_at() is None:
             self._log.seal(self._num_steps)  # the trainer may be waiting for more
         trainer_over = not self._follows_trainer or self._trainer_ended_at() is not None
-        evals_over = self._evals.is_empty(self._newest, self._trainer_ended_at())
+        evals_over = not self._evaluates or self._evals.is_empty(self._newest, self._trainer_ended_at())
         return training_over and trainer_over and evals_over and not self._under_way and not self._retry
 
     # ---- units on their way to the workers and back
@@ -586,12 +634,23 @@ class Explorer:
         step = unit.explore_step
         self._begun.discard((step, unit.unit_index))
         self._done.add((step, unit.unit_index))
+        if self._claims is not None:
+            self._claims.give_back((step, unit.unit_index))
         self._advance()
-        if self._is_complete(step) and (results := self._results.pop(step, [])):
+        self._record_steps()
+
+    def _record_steps(self) -> None:
+        # Write the metrics of each step that is complete, by the results of the units that were rolled out here.
+        for step in [step for step in self._results if self._is_complete(step)]:
+            results = self._results.pop(step)
             # Steps overlap, so the time of one counts from the end of the step before, not from its own first unit.
             began, self._step_ended = self._step_ended, time.monotonic()
             metrics = step_metrics(results, self._step_ended - began)
-            self._metrics["explorer"].write(step, metrics)
+            # Of each explorer a row, if it made any of the step's units.
+            named = self._config.command_name != self._config.mode
+            self._metrics["explorer"].write(
+                step, metrics, **({"explorer": self._config.explorer.name} if named else {})
+            )
             self._emit(Step("explorer", step, metrics))
 
     def _record_evaluation(self, taskset: str, version: int, metrics: Mapping[str, float]) -> None:

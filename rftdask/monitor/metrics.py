@@ -32,8 +32,10 @@ MACHINE = "machine"
 """Role of what worker processes and their machines have in use; the driver writes it."""
 _PART_NAME = re.compile(r"(\d+)-(\d+)\.jsonl")
 _RESERVED = ("role", "step", "time_s")
-_OF_TWO = ("eval",)
-"""Roles that two processes write: the driver's evaluations of tasks, the trainer's of held-out rows."""
+_ROWS_PER_PART = 500
+_OF_SEVERAL = ("eval", "explorer", MACHINE)
+"""Roles that several processes may write at once: the driver's evaluations of tasks and the trainer's of held-out rows;
+explorers of one run; the drivers of its commands."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class MetricsWriter:
         storage: Storage,
         role: str,
         *,
-        rows_per_part: int = 500,
+        rows_per_part: int = _ROWS_PER_PART,
         flush_interval_s: float = 1.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -160,7 +162,8 @@ class MetricsWriter:
 class MetricsFollower:
     """Gives each row of a run once, in the order of the parts.
 
-    Of each role it reads again only the newest part; an older part is read a last time once its successor is listed.
+    Of each role it reads again only the newest part; an older part is read a last time once its successor is listed,
+    or, where several may write, once it is full.
 
     Example:
         follower = MetricsFollower(storage)
@@ -190,7 +193,7 @@ class MetricsFollower:
                 # Rows are only ever added to a part, so their number is a cursor.
                 found += rows[self._num_given.get(path, 0) :]
                 self._num_given[path] = len(rows)
-                if number < len(parts) and role not in _OF_TWO:
+                if number < len(parts) and (role not in _OF_SEVERAL or len(rows) >= _ROWS_PER_PART):
                     self._ended.add(path)  # its writer has begun another, and will not come back to this one
         return found
 

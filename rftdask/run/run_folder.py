@@ -2,7 +2,8 @@
 
 `run.json` holds the config as the run began; `control/config-<fingerprint>.json` one as a later start resolved it, for
 its workers; `control/lease-<role>-<n>.json` says which process works on a role. Leases are numbered and create-only, so
-of two that start at once one wins, and an owner that sees a higher number than its own stops.
+of two that start at once one wins, and an owner that sees a higher number than its own stops. Explorers of different
+names have roles of their own, `explorer.<name>`, and are beside each other only in mode explore.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import socket
 import threading
 import time
@@ -42,6 +44,7 @@ CONFIG_FILE = "control/config-{}.json"
 """Of a config, by its fingerprint."""
 ROLES = ("trainer", "explorer")
 """What a process owns of a run or stage."""
+_LEASE = re.compile(r"lease-(trainer|explorer|explorer\..+)-[0-9]+\.json")
 _HEARTBEAT_S = 5.0
 _STALE_S = 30.0
 _WATCH_S = 2.5 * _HEARTBEAT_S
@@ -77,6 +80,7 @@ _FREE_KEYS = {
     "explorer.max_timeout",
     "explorer.max_workers",
     "explorer.min_workers",
+    "explorer.name",
     "explorer.rollout_model.data_parallel_size",
     "explorer.rollout_model.engine_num",
     "explorer.rollout_model.gpu_memory_utilization",
@@ -108,23 +112,33 @@ _TRAINED_KEYS = {"buffer.explorer_input.taskset", "buffer.explorer_input.taskset
 """What a later start in mode bench may leave out."""
 
 
-def check_run(storage: Storage, config: Config, free: Collection[str] = ()) -> None:
+def check_run(storage: Storage, config: Config, free: Collection[str] = (), explore_steps: int | None = None) -> None:
     """Whether the folder could be opened for `config` now; changes nothing.
 
-    Args: free: keys that are not known yet, and so not compared.
-    Raises: DataError: it is of another config; FencedError: a living process works on a role of it.
+    Args: free: keys that are not known yet, and so not compared. explore_steps: as of `Lease`.
+    Raises: DataError: it is of another config; FencedError: a living process works on a role of it, or is an explorer
+        that this one cannot be beside.
     """
     if storage.exists(RUN_FILE):
         _check_same(storage, config, free)
+    held = lease_holders(storage)
     for role in roles_of(config):
-        if (holder := lease_holder(storage, role)) is not None:
-            raise FencedError(_held(storage, role, holder))
+        own = lease_role(config, role)
+        for other, holder in held.items():
+            if other == own or (role == "explorer" and _excludes(other, holder, explore_steps)):
+                raise FencedError(_held(storage, other, holder, own, explore_steps))
 
 
 def roles_of(config: Config) -> tuple[str, ...]:
     """The roles that a stage's process owns while it runs."""
     trains = config.mode in ("both", "train")
     return tuple(role for role, has in zip(ROLES, (trains, config.has_explorer), strict=True) if has)
+
+
+def lease_role(config: Config, role: str) -> str:
+    """The role as its leases name it: that of an explorer beside which others may be has its name."""
+    name = config.command_name.partition(".")[2]
+    return f"{role}.{name}" if role == "explorer" and name else role
 
 
 def open_run(
@@ -366,28 +380,39 @@ class Lease:
         role: str,
         heartbeat_s: float = _HEARTBEAT_S,
         *,
+        explore_steps: int | None = None,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """clock: Unix seconds, of this machine; sleep: how to let an owner's heartbeats pass.
+        """explore_steps: of an explorer beside which those of other names may work that make as many; None: none may.
+        clock: Unix seconds, of this machine; sleep: how to let an owner's heartbeats pass.
 
-        Raises: FencedError: a living process holds the role.
+        Raises: FencedError: a living process holds the role, or is an explorer that this one cannot be beside.
         """
         self._storage = storage
         self._clock = clock
         self._sleep = sleep
-        self._role = role
+        self.role = role
+        self._explore_steps = explore_steps
         self._heartbeat_s = heartbeat_s
         self._ended = threading.Event()
         self.lost = False
         """True once somebody else took the role over: stop at once."""
         # A number is never used again, so who lost the role sees it by a higher one.
-        self._number = next_number(storage.list("control"), f"lease-{role}-", ".json")
+        self.number = next_number(storage.list("control"), f"lease-{role}-", ".json")
         # Only the newest can be held: each lease was taken when the one before it was free.
-        if self._number > 1:
-            self._check_free(self._number - 1)
-        if not storage.put_new(_lease_path(self._role, self._number), self._content(released=False)):
+        if self.number > 1:
+            self._check_free(role, self.number - 1)
+        if not storage.put_new(lease_path(role, self.number), self._content(released=False)):
             raise FencedError(f"another process has just started as {role} of {storage.url}; this one stops")
+        # After its own is written: of two that start at once, and exclude each other, one at least sees the other.
+        try:
+            for other in _lease_roles(storage) if role.startswith("explorer") else ():
+                if other not in ("trainer", role):
+                    self._check_free(other, _last_lease(storage, other))
+        except FencedError:
+            storage.put(lease_path(role, self.number), self._content(released=True))
+            raise
         # A thread: the owner may be busy for minutes in one call, and must not lose the role for it.
         self._thread = threading.Thread(target=self._beat, name=f"lease-{role}", daemon=True)
         self._thread.start()
@@ -400,7 +425,7 @@ class Lease:
             self._thread.join(_HEARTBEAT_S)
             if not self.lost:
                 with contextlib.suppress(StorageError):  # the run has ended, and a lease nobody renews is nobody's
-                    self._storage.put(_lease_path(self._role, self._number), self._content(released=True))
+                    self._storage.put(lease_path(self.role, self.number), self._content(released=True))
 
     def __enter__(self) -> Lease:
         return self
@@ -409,14 +434,18 @@ class Lease:
         self.release()
 
     def _content(self, released: bool) -> bytes:
-        return json.dumps({**_this_process(self._clock()), "released": released}).encode()
+        tree = {**_this_process(self._clock()), "released": released, "explore_steps": self._explore_steps}
+        return json.dumps(tree).encode()
 
-    def _check_free(self, number: int) -> None:
-        data = self._read(number)
+    def _check_free(self, role: str, number: int) -> None:
+        """Raises: FencedError: a living process has this lease, of this role or of an explorer that excludes it."""
+        data = self._read(role, number)
         try:
             holder = _parse_lease(data)
         except ValueError:
             return  # a lease nobody could finish writing is nobody's
+        if role != self.role and not _excludes(role, holder, self._explore_steps):
+            return
         # Of an owner on this machine nothing can be left without its process, whatever any clock says.
         is_gone = holder["host"] == socket.gethostname() and not _is_running(holder["pid"])
         if holder["released"] or is_gone:
@@ -425,13 +454,13 @@ class Lease:
             # Either it is dead, or a clock jumped: of the other machine, of this one, or under the start times of its
             # processes. Who lives writes again.
             self._sleep(_WATCH_S)
-            if self._read(number) == data:
+            if self._read(role, number) == data:
                 return
-        raise FencedError(_held(self._storage, self._role, holder))
+        raise FencedError(_held(self._storage, role, holder, self.role, self._explore_steps))
 
-    def _read(self, number: int) -> bytes:
+    def _read(self, role: str, number: int) -> bytes:
         try:
-            return self._storage.get(_lease_path(self._role, number))
+            return self._storage.get(lease_path(role, number))
         except NotFoundError:
             return b""
 
@@ -440,23 +469,80 @@ class Lease:
             try:
                 # Looked at before each renewal: an owner that slept for a while must not touch a run that is another's
                 # by now.
-                if _last_lease(self._storage, self._role) > self._number:
+                if _last_lease(self._storage, self.role) > self.number:
                     # The owner is told at its next look; it stops by itself, since nobody can stop its calls.
                     self.lost = True
                     self._ended.set()
                     return
-                self._storage.put(_lease_path(self._role, self._number), self._content(released=False))
+                self._storage.put(lease_path(self.role, self.number), self._content(released=False))
             except StorageError:
                 continue  # the next beat tries again; others wait _STALE_S before they take over
 
 
-def _held(storage: Storage, role: str, holder: Mapping[str, Any]) -> str:
+def _excludes(role: str, holder: Mapping[str, Any], explore_steps: int | None) -> bool:
+    """Whether the holder of this role is an explorer beside which none can be that makes so many explore steps."""
+    return role != "trainer" and (explore_steps is None or holder.get("explore_steps") != explore_steps)
+
+
+def _held(
+    storage: Storage, role: str, holder: Mapping[str, Any], own: str = "", explore_steps: int | None = None
+) -> str:
+    """Why a process that is to have the role `own` cannot work beside this holder, and what to do."""
     process = f"process {holder['pid']} on {holder['host']}"
     if role == DATASET:
         return f"{storage.url} is being worked on: {process} makes its dataset; wait until it has, or stop it"
-    return (
-        f"{storage.url} is being worked on: {role} is {process}; stop it first (Ctrl-C there ends it with a checkpoint)"
-    )
+    what_to_do = "stop it first (Ctrl-C there ends it with a checkpoint)"
+    theirs = holder.get("explore_steps")
+    if None not in (theirs, explore_steps):
+        if role == own:
+            what_to_do += ", or give this one an explorer.name of its own"
+        else:
+            what_to_do += (
+                f", or give both the same buffer.total_steps and total_epochs: it makes {theirs} explore steps, and "
+                f"this one {explore_steps}"
+            )
+    elif role != own and role != "trainer" and own != "trainer":
+        what_to_do += "; explorers of one run beside each other are commands of mode explore, with one of mode train"
+    return f"{storage.url} is being worked on: {role} is {process}; {what_to_do}"
+
+
+def lease_holders(storage: Storage) -> dict[str, dict[str, Any]]:
+    """Who works on the run now, as `lease_holder` says it, by role: trainer, explorer, explorer.<name>, ..."""
+    held = {role: lease_holder(storage, role) for role in _lease_roles(storage)}
+    return {role: holder for role, holder in held.items() if holder is not None}
+
+
+class LeaseWatch:
+    """Whether leases are held, as who looks at them again and again sees it: by no clock but its own.
+
+    Example: watch.is_held("explorer.b", 3)
+    """
+
+    def __init__(self, storage: Storage, clock: Callable[[], float] = time.monotonic) -> None:
+        self._storage = storage
+        self._clock = clock
+        self._seen: dict[str, tuple[bytes, float]] = {}
+        """By path, what a lease said last and when it began to say so."""
+
+    def is_held(self, role: str, number: int) -> bool:
+        """True for a lease that was not released, of a living process of this machine, or of another one that renewed
+        it lately.
+        """
+        path = lease_path(role, number)
+        try:
+            data = self._storage.get(path)
+            holder = _parse_lease(data)
+        except (NotFoundError, ValueError):
+            return False
+        if holder["released"]:
+            return False
+        if holder["host"] == socket.gethostname():
+            return _is_running(holder["pid"], holder["started_s"])
+        said, since_s = self._seen.get(path, (b"", 0.0))
+        if said != data:
+            since_s = self._clock()
+            self._seen[path] = data, since_s
+        return self._clock() - since_s < _STALE_S
 
 
 def lease_holder(storage: Storage, role: str) -> dict[str, Any] | None:
@@ -464,7 +550,7 @@ def lease_holder(storage: Storage, role: str) -> dict[str, Any] | None:
     # The highest number is the owner's, whatever older leases still say.
     number = _last_lease(storage, role)
     try:
-        holder = _parse_lease(storage.get(_lease_path(role, number)))
+        holder = _parse_lease(storage.get(lease_path(role, number)))
     except (NotFoundError, ValueError):
         return None
     return holder if not holder["released"] and _is_alive(holder, time.time()) else None
@@ -492,8 +578,15 @@ def _parse_lease(data: bytes) -> dict[str, Any]:
     return holder
 
 
-def _lease_path(role: str, number: int) -> str:
+def lease_path(role: str, number: int) -> str:
+    """File of a lease, below the run folder."""
     return f"control/lease-{role}-{number}.json"
+
+
+def _lease_roles(storage: Storage) -> list[str]:
+    """The roles that somebody has or had, the trainer's first."""
+    found = {match[1] for match in map(_LEASE.fullmatch, storage.list("control")) if match}
+    return sorted(found, key=lambda role: (role != "trainer", role))
 
 
 def _last_lease(storage: Storage, role: str) -> int:

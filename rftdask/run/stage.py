@@ -29,11 +29,12 @@ from rftdask.config import Config
 from rftdask.config.schema.buffer import RetentionConfig
 from rftdask.data.task_schedule import num_explore_steps
 from rftdask.errors import DamagedError, DataError, FencedError, RoleError, UserError
+from rftdask.explorer.claims import Claims
 from rftdask.explorer.explorer import Explorer
 from rftdask.monitor.events import CODEC, Ended, Event, Note, Published
 from rftdask.processes.dask_task import workers_of
 from rftdask.run.machines import MachineLog
-from rftdask.run.run_folder import STOP_FILE, Lease, roles_of
+from rftdask.run.run_folder import STOP_FILE, Lease, lease_role, roles_of
 from rftdask.storage import Storage
 from rftdask.synchronizer.actor import ACTOR_NAME, SyncHandle, Synchronizer, start_synchronizer
 from rftdask.synchronizer.styles import make_sync_rules
@@ -139,7 +140,8 @@ class StageRun:
         try:
             for role in roles:
                 # First of all: who is refused here has not touched the ledger, the stop file or the weights.
-                leases.append(Lease(self._storage, role))
+                steps = self.work.explore_steps if self._config.mode == "explore" else None
+                leases.append(Lease(self._storage, lease_role(self._config, role), explore_steps=steps))
             self._cluster.use(roles)
             if "trainer" in roles:
                 self._check_ledger()
@@ -150,7 +152,7 @@ class StageRun:
             self._client.subscribe_topic(TOPIC, lambda message: self._events.put(CODEC.decode(message[1])))
             if "explorer" in roles:
                 self._start_synchronizer()
-                self._explorer = self._make_explorer()
+                self._explorer = self._make_explorer(leases[-1])
                 self._explorer.open()
                 self._work["explorer"] = self._threads.submit(self._explorer.run)
             if "trainer" in roles:
@@ -252,8 +254,9 @@ class StageRun:
             stopping=lambda: self._stopping,
         )
 
-    def _make_explorer(self) -> Explorer:
+    def _make_explorer(self, lease: Lease) -> Explorer:
         bench = self._config.mode == "bench"
+        shared = self._config.mode == "explore"
         # It knows neither the cluster nor the trainer: it is given functions that ask them.
         return Explorer(
             self._client,
@@ -270,6 +273,7 @@ class StageRun:
             remove_old_shards=self._remove_old_shards,
             scale=self._ask_for_explorers,
             workers_asked=self._cluster.num_asked(EXPLORER_RESOURCE),
+            claims=Claims(self._storage, lease, self._config.synchronizer.sync_timeout) if shared else None,
         )
 
     def _ask_for_explorers(self, num_workers: int) -> None:

@@ -25,9 +25,8 @@ from rftdask.errors import DataError, NotFoundError, RftError
 from rftdask.provenance.browse import Browser
 from rftdask.run.run_folder import (
     END_FILE,
-    ROLES,
     RUN_FILE,
-    lease_holder,
+    lease_holders,
     read_driver,
     read_end,
     read_run,
@@ -279,7 +278,7 @@ def read_line(name: str, url: str, stages: list[Stage]) -> RunLine:
     storage = open_storage(url)
     begun = [stage for stage in stages if stage.has_begun]
     folders = [storage, *(stage.storage for stage in begun)]
-    alive = read_driver(storage) is not None or any(lease_holder(f, role) for f in folders for role in ROLES)
+    alive = read_driver(storage) is not None or any(map(lease_holders, folders))
     end, _, why = (read_end(storage) or "").partition(": ")
     state = "running" if alive else end or ("killed" if begun else "not begun")
     steps = [int(stage.rows("trainer")["step"].max()) if len(stage.rows("trainer")) else 0 for stage in begun]

@@ -259,7 +259,7 @@ class ExplorerConfig(Section):
     """`explorer`: how tasks become experiences."""
 
     name: str = Field(default="explorer", pattern=NAME)
-    """Name in the plan that `rftdask validate` prints, and in estimates."""
+    """Name in plans and estimates. Commands of mode explore with different names share the work of one run."""
     min_workers: Count | None = None
     """Explorer workers that a run starts with, and never asks for fewer. None: rollout_model.engine_num, or max_workers
     if that is less."""

@@ -9,6 +9,7 @@ import os.path
 import re
 from functools import partial
 from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
@@ -286,6 +287,14 @@ class Config(Section):
         """Whether tasks of this command may have images."""
         source = self.buffer.explorer_input
         return any(taskset.format.image_key for taskset in (*source.train_tasksets, *source.eval_tasksets))
+
+    @property
+    def command_name(self) -> str:
+        """Name of this command among those that work on its run at once, in paths: its mode, and where several
+        explorers may, the explorer's name as well.
+        """
+        named = self.mode == "explore" and self.explorer.name != "explorer"
+        return f"{self.mode}.{quote(self.explorer.name, safe='')}" if named else self.mode
 
     @property
     def has_explorer(self) -> bool:

@@ -30,6 +30,7 @@ from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
 from rftdask.errors import EngineError, ProcessLostError, RoleError, StorageError, StorageRefusedError
 from rftdask.explorer import explorer
+from rftdask.explorer.claims import Claims
 from rftdask.explorer.explorer import MAX_ATTEMPTS, Explorer
 from rftdask.explorer.poison import STRIKES
 from rftdask.explorer.worker_task import ADMITTED_TOPIC, RolloutResult, RolloutTask
@@ -93,7 +94,11 @@ def run_stage(client: FakeClient, config: Config, cancelled: Callable[[], bool] 
 
 
 def make_explorer(
-    client: FakeClient, config: Config, emit: Callable[[Event], None], cancelled: Callable[[], bool] = lambda: False
+    client: FakeClient,
+    config: Config,
+    emit: Callable[[Event], None],
+    cancelled: Callable[[], bool] = lambda: False,
+    claims: Claims | None = None,
 ) -> Explorer:
     source = config.buffer.explorer_input
     return Explorer(
@@ -107,6 +112,7 @@ def make_explorer(
         emit=emit,
         cancelled=cancelled,
         trainer_ended_at=lambda: None,
+        claims=claims,
     )
 
 

@@ -21,7 +21,10 @@ from rftdask.errors import DamagedError, DataError, FencedError
 from rftdask.run.run_folder import (
     RUN_FILE,
     Lease,
+    LeaseWatch,
+    check_run,
     lease_holder,
+    lease_holders,
     open_run,
     read_config,
     read_run,
@@ -278,6 +281,60 @@ def test_of_two_that_start_at_once_one_wins(storage: Storage) -> None:
     with pytest.raises(FencedError, match="another process has just started as trainer"):
         Lease(FaultyStorage(storage, overtake), "trainer")
     others[0].release()
+
+
+def test_explorers_of_different_names_are_beside_each_other_if_they_make_as_many_steps(storage: Storage) -> None:
+    open_run(storage, config())
+    with Lease(storage, "explorer.a", explore_steps=4), Lease(storage, "explorer.b", explore_steps=4):
+        assert list(lease_holders(storage)) == ["explorer.a", "explorer.b"]
+        named = replace(config(), {"mode": "explore", "explorer.name": "c"})
+        check_run(storage, named, explore_steps=4)
+        Lease(storage, "trainer").release()
+        with pytest.raises(FencedError, match=r"explorer.a is process .* explorer.name of its own"):
+            check_run(storage, replace(named, {"explorer.name": "a"}), explore_steps=4)
+        for steps, why in (
+            (5, "it makes 4 explore steps, and this one 5"),
+            (None, "of mode explore, with one of mode"),
+        ):
+            with pytest.raises(FencedError, match=why):
+                check_run(storage, named, explore_steps=steps)
+            with pytest.raises(FencedError, match=why):
+                Lease(storage, "explorer.c", explore_steps=steps)
+    assert lease_holders(storage) == {}, "who was refused holds nothing"
+
+
+def test_nobody_explores_beside_who_explores_alone(storage: Storage) -> None:
+    with Lease(storage, "explorer"), pytest.raises(FencedError, match="explorer is process"):
+        Lease(storage, "explorer.b", explore_steps=4)
+
+
+def test_of_two_explorers_that_exclude_each_other_and_start_at_once_one_sees_the_other(storage: Storage) -> None:
+    others: list[Lease] = []
+
+    def overtake(verb: str, path: str, stage: str) -> None:
+        if (verb, stage) == ("put_new", "before") and not others:
+            others.append(Lease(storage, "explorer.b", explore_steps=4))
+
+    with pytest.raises(FencedError, match=r"explorer.b is process"):
+        Lease(FaultyStorage(storage, overtake), "explorer")
+    others[0].release()
+
+
+def test_who_watches_a_lease_of_another_machine_goes_by_its_own_clock(storage: Storage) -> None:
+    now = [0.0]
+    watch = LeaseWatch(storage, lambda: now[0])
+    plant(storage, host="elsewhere", time_s=0.0)  # its clock is years behind
+    assert watch.is_held("trainer", 1)
+    now[0] = 29.0
+    assert watch.is_held("trainer", 1)
+    plant(storage, host="elsewhere", time_s=5.0)
+    now[0] = 58.0
+    assert watch.is_held("trainer", 1)
+    now[0] = 100.0
+    assert not watch.is_held("trainer", 1)
+    plant(storage, host="elsewhere", released=True)
+    assert not watch.is_held("trainer", 1)
+    assert not watch.is_held("trainer", 2)
 
 
 def test_run_folders_work_on_disk(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""Explorers of different names on one run, each a command with a cluster of its own. Promises:
+
+- they share the work units: each makes some, and none is made twice while nobody dies;
+- one that is killed with signal 9 costs time: the other takes up what it left and ends, and a trainer, beside them or
+  afterward, trains everything once;
+- of one name there is one: a second one is refused before anything starts. Whom else is refused beside them:
+  tests/unit/run/test_run_folder.py.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rftdask.buffer.log.shard import ShardName
+from rftdask.storage import open_storage
+from tests.integration.run_cases import (
+    BATCH_SIZE,
+    REPEAT_TIMES,
+    RunProcess,
+    assert_sound,
+    call_cli,
+    num_shards,
+    run_folder,
+    write_config,
+)
+
+STEPS = 24
+SETTINGS = (
+    f"buffer.total_steps={STEPS}",
+    "trainer.total_steps=null",
+    "synchronizer.sync_style=fully_async",
+    "synchronizer.max_staleness=100",
+    "explorer.flush_age_s=null",
+    f"explorer.plugin_dirs=[{Path(__file__).parents[1] / 'roles'}]",
+    "buffer.explorer_input.default_workflow_type=slow_workflow.slow",
+)
+
+
+def explore(config: Path, name: str) -> RunProcess:
+    return RunProcess(*command(config, "explore", f"explorer.name={name}"))
+
+
+def command(config: Path, mode: str, *settings: str) -> tuple[str, ...]:
+    return "run", str(config), *SETTINGS, f"mode={mode}", *settings, "--progress", "plain"
+
+
+def shards(folder: Path) -> list[ShardName]:
+    names = map(ShardName.try_parse, (path.name for path in folder.glob("experiences/0*/*.parquet")))
+    return [name for name in names if name is not None]
+
+
+def assert_all_is_trained_once(folder: Path) -> None:
+    counts = assert_sound(folder)["experiences"]
+    assert counts["trained"] == STEPS * BATCH_SIZE * REPEAT_TIMES, counts
+    assert counts["waiting"] == 0, counts
+
+
+def num_rows_by_explorer(folder: Path) -> Counter[str]:
+    lines = [line for path in folder.glob("metrics/explorer/*.jsonl") for line in path.read_text().splitlines()]
+    return Counter(json.loads(line)["explorer"] for line in lines)
+
+
+@pytest.mark.slow
+def test_two_explorers_share_a_run_and_one_is_killed(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    folder = run_folder(config)
+    with (
+        explore(config, "a") as first,
+        explore(config, "b") as second,
+        RunProcess(*command(config, "train")) as trainer,
+    ):
+        first.wait_until(lambda: len(num_rows_by_explorer(folder)) == 2)
+        for each in (first, second):
+            each.pause()  # so that they are at work for as long as the next command takes
+        again = call_cli(*command(config, "explore", "explorer.name=b"))
+        for each in (first, second):
+            each.resume()
+        assert again.code == 2
+        assert "explorer.b is process" in again.err
+        assert "explorer.name of its own" in again.err
+        assert num_shards(folder) < 2 * STEPS, "they were not met at work"
+        first.kill()
+        ended = second.end()
+        assert ended.code == 0, ended
+        trained = trainer.end()
+        assert trained.code == 0, trained
+    assert_all_is_trained_once(folder)
+    assert open_storage(folder).list("control/claims") == []
+
+
+@pytest.mark.slow
+def test_two_explorers_make_each_unit_once_and_a_trainer_afterward_has_all_of_it(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    folder = run_folder(config)
+    with explore(config, "a") as first, explore(config, "b") as second:
+        for each in (first, second):
+            ended = each.end()
+            assert ended.code == 0, ended
+    made = shards(folder)
+    assert len({name.writer for name in made}) == 2
+    assert {(name.explore_step, name.unit) for name in made} == {(s, u) for s in range(1, STEPS + 1) for u in (0, 1)}
+    assert len(made) == 2 * STEPS, "a unit was made twice"
+    assert call_cli(*command(config, "train")).code == 0
+    assert_all_is_trained_once(folder)

@@ -1,0 +1,149 @@
+"""Promises of the claims by which explorers of different names share a run:
+
+- a unit is its first claimer's until that one ends, dies or holds it for too long; then the next one's;
+- who restarts under a name has what its predecessor left, at once;
+- two loops on one log submit every unit once, and each of them ends when all are committed;
+- what another explorer has committed is not rolled out again, also where the log was read before;
+- one explorer makes the evaluations, and the next one when it is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from rftdask.explorer.claims import EVALUATIONS, Claims
+from rftdask.run.run_folder import Lease
+from rftdask.storage import Storage, open_storage
+from rftdask.testing.fake_dask import FakeClient
+from tests.unit.explorer.test_explorer import committed, make_explorer, stage
+
+UNIT = (3, 1)
+
+
+@pytest.fixture
+def storage() -> Iterator[Storage]:
+    storage = open_storage("memory://claims")
+    yield storage
+    for name in storage.list():
+        storage.remove(name.rstrip("/"))
+
+
+def claims_of(storage: Storage, name: str, now: list[float] | None = None) -> Claims:
+    clock = now or [0.0]
+    return Claims(storage, Lease(storage, f"explorer.{name}", explore_steps=4), 100.0, lambda: clock[0])
+
+
+def sees(claims: Claims, unit: tuple[int, int] = UNIT) -> bool:
+    claims.look(set())
+    return claims.is_others(unit)
+
+
+def test_a_unit_is_its_first_claimers_until_it_gives_it_back(storage: Storage) -> None:
+    first, second = claims_of(storage, "a"), claims_of(storage, "b")
+    assert first.take(UNIT)
+    assert not second.take(UNIT)
+    assert sees(second)
+    assert not sees(first)
+    first.give_back(UNIT)
+    assert not sees(second)
+    assert second.take(UNIT)
+
+
+def test_the_claim_of_who_ended_is_taken_over_by_one(storage: Storage) -> None:
+    lease = Lease(storage, "explorer.a", explore_steps=4)
+    assert Claims(storage, lease, 100.0).take(UNIT)
+    others = [claims_of(storage, name) for name in "bc"]
+    assert [sees(each) for each in others] == [True, True]
+    lease.release()
+    assert [sees(each) for each in others] == [False, False]
+    assert [each.take(UNIT) for each in others] == [True, False]
+    others[0].give_back(UNIT)
+    assert storage.list("control/claims") == []
+
+
+def test_who_restarts_under_a_name_has_what_its_predecessor_left(storage: Storage) -> None:
+    lease = Lease(storage, "explorer.a", explore_steps=4)
+    assert Claims(storage, lease, 100.0).take(UNIT)
+    lease.release()
+    again = claims_of(storage, "a")
+    assert not sees(again)
+    assert again.take(UNIT)
+
+
+def test_a_claim_that_is_held_for_too_long_is_nobodys(storage: Storage) -> None:
+    now = [0.0]
+    assert claims_of(storage, "a").take(UNIT)
+    second = claims_of(storage, "b", now)
+    assert sees(second)
+    now[0] = 101.0
+    assert not sees(second)
+    assert second.take(UNIT)
+
+
+def test_claims_of_what_is_committed_go_once_nobody_holds_them(storage: Storage) -> None:
+    lease = Lease(storage, "explorer.a", explore_steps=4)
+    assert Claims(storage, lease, 100.0).take(UNIT)
+    second = claims_of(storage, "b")
+    second.look({UNIT})
+    assert storage.list("control/claims") == ["00000003-0001-1.json"]
+    lease.release()
+    second.look({UNIT})
+    assert storage.list("control/claims") == []
+
+
+def test_a_claim_that_cannot_be_read_is_nobodys(storage: Storage) -> None:
+    storage.put("control/claims/00000003-0001-1.json", b"{")
+    claims = claims_of(storage, "a")
+    assert not sees(claims)
+    assert claims.take(UNIT)
+
+
+# ---- the loop
+
+
+def explorer_of(client: FakeClient, name: str, explorer_name: str, cancelled=lambda: False):  # type: ignore[no-untyped-def]
+    config = stage(name, "buffer.total_steps=12", "buffer.batch_size=4", f"explorer.name={explorer_name}")
+    storage = open_storage(f"memory://explorer-loop/{name}")
+    lease = Lease(storage, f"explorer.{explorer_name}", explore_steps=12)
+    return make_explorer(client, config, lambda event: None, cancelled, Claims(storage, lease, 100.0)), lease
+
+
+def test_two_loops_submit_each_unit_once_and_end_when_all_are_committed() -> None:
+    clients = [FakeClient(then=committed) for _ in "ab"]
+    explorers = [explorer_of(client, "shared", name)[0] for client, name in zip(clients, "ab", strict=True)]
+    for explorer in explorers:
+        explorer.open()
+    threads = [threading.Thread(target=explorer.run) for explorer in explorers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    units = [unit.key for client in clients for unit in client.submitted]
+    assert sorted(units) == [("experiences", step, unit) for step in range(1, 13) for unit in (0, 1)]
+
+
+def test_what_was_committed_meanwhile_is_not_submitted() -> None:
+    first, second = FakeClient(then=committed), FakeClient(then=committed)
+    early, _ = explorer_of(first, "meanwhile", "a")
+    early.open()  # reads an empty log
+    late, lease = explorer_of(second, "meanwhile", "b")
+    late.open()
+    late.run()
+    lease.release()
+    early.run()
+    assert len(second.submitted) == 24
+    assert first.submitted == []
+
+
+def test_one_explorer_evaluates_and_the_next_one_when_it_is_gone(storage: Storage) -> None:
+    lease = Lease(storage, "explorer.a", explore_steps=4)
+    assert Claims(storage, lease, 100.0).take(EVALUATIONS)
+    second = claims_of(storage, "b")
+    assert sees(second, EVALUATIONS)
+    lease.release()
+    assert not sees(second, EVALUATIONS)
+    assert second.take(EVALUATIONS)
