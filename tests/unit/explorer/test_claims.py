@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -124,6 +125,25 @@ def test_two_loops_submit_each_unit_once_and_end_when_all_are_committed() -> Non
         assert not thread.is_alive()
     units = [unit.key for client in clients for unit in client.submitted]
     assert sorted(units) == [("experiences", step, unit) for step in range(1, 13) for unit in (0, 1)]
+    assert open_storage("memory://explorer-loop/shared").list("control/claims") == []
+
+
+def test_who_has_made_the_rest_waits_for_what_others_are_at_and_takes_it_up_when_they_end() -> None:
+    client = FakeClient(then=committed)
+    explorer, _ = explorer_of(client, "left", "a")
+    storage = open_storage("memory://explorer-loop/left")
+    other = Lease(storage, "explorer.b", explore_steps=12)
+    assert Claims(storage, other, 100.0).take((12, 1))
+    explorer.open()
+    thread = threading.Thread(target=explorer.run)
+    thread.start()
+    until = time.monotonic() + 60
+    while len(client.submitted) < 23 and time.monotonic() < until:
+        time.sleep(0.01)
+    other.release()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert client.submitted[-1].key == ("experiences", 12, 1)
 
 
 def test_what_was_committed_meanwhile_is_not_submitted() -> None:

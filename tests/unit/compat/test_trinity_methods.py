@@ -1,0 +1,237 @@
+"""Promise: each public method of Trinity-RFT's Trainer, Explorer and Synchronizer has a place here, and the tests that
+show it exist; docs/trinity-methods.md lists them, and tests for each section of the configuration.
+
+`python tests/unit/compat/test_trinity_methods.py > docs/trinity-methods.md` writes the page again.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+TRAINER = "tests/unit/trainer/test_trainer.py::"
+CHECKPOINT = "tests/unit/trainer/test_checkpoint.py::"
+EXPLORER = "tests/unit/explorer/test_explorer.py::"
+CLAIMS = "tests/unit/explorer/test_claims.py::"
+EVALUATION = "tests/unit/explorer/test_evaluation.py::"
+STYLES = "tests/unit/synchronizer/test_styles.py::"
+ACTOR = "tests/unit/synchronizer/test_actor.py::"
+PUBLISHED = "tests/unit/weights/test_published.py::"
+HELD = "tests/unit/weights/test_held.py::"
+METHODS = "tests/integration/weights/test_weight_methods.py::"
+GROUP = METHODS + "test_all_machines_serve_what_was_published_also_one_that_joins_late"
+LOST_MEMBER = METHODS + "test_whoever_is_killed_takes_nothing_along"
+NO_GROUP = "nothing to call: a group lives for one broadcast, of who asks for the weights"
+NO_STATUS = "nothing to set: files say where each role is, and a lease whether it lives"
+LEASE = "tests/unit/run/test_run_folder.py::test_a_second_living_owner_is_refused_naming_the_first"
+STOP = TRAINER + "test_a_stop_on_request_ends_after_the_step_with_a_checkpoint"
+DUE = TRAINER + "test_weights_are_published_when_they_are_due_and_at_the_end"
+NEWEST = PUBLISHED + "test_what_is_published_is_what_the_pointer_names"
+HERE: dict[str, dict[str, tuple[str, str]]] = {
+    "Trainer": {
+        "prepare": (
+            "the gang starts its ranks, which resume",
+            TRAINER + "test_a_checkpoint_keeps_what_a_new_process_needs",
+        ),
+        "train": ("`Trainer.run`", TRAINER + "test_a_run_trains_the_whole_log_and_ends_with_weights_and_checkpoint"),
+        "train_step": (
+            "a turn of `Trainer.run`",
+            TRAINER + "test_the_order_of_a_step_is_batch_train_publish_checkpoint_record",
+        ),
+        "train_step_num": (
+            "the number of the newest ledger entry",
+            TRAINER + "test_a_run_that_is_done_does_nothing_when_started_again",
+        ),
+        "need_sync": ("`SyncRules.publish_due`", STYLES + "test_the_trainer_publishes_at_its_intervals_or_when_asked"),
+        "need_save": (
+            "`trainer.save_interval`, `save_minutes`",
+            TRAINER + "test_a_checkpoint_comes_after_so_many_minutes_and_goes_after_two_newer_ones",
+        ),
+        "sync_weight": ("`Publisher.publish`: files, manifest, pointer", DUE),
+        "save_checkpoint": (
+            "`global_step_<N>/`, complete with its manifest",
+            CHECKPOINT + "test_a_save_that_is_killed_leaves_the_one_before",
+        ),
+        "shutdown": ("`Experiment.stop`, Ctrl-C, `rftdask cancel`", STOP),
+        "is_alive": ("the lease of the role, in `rftdask status`", LEASE),
+        "get_actor": (
+            "no actor: ranks are child processes of Dask workers",
+            "tests/unit/trainer/test_gang.py::test_the_result_is_that_of_rank_zero_and_ranks_go_to_trainer_workers",
+        ),
+        "get_weight_sync_info": (NO_GROUP, GROUP),
+        "setup_weight_sync_group": (NO_GROUP, GROUP),
+        "teardown_weight_sync_group": (NO_GROUP, LOST_MEMBER),
+    },
+    "Explorer": {
+        "prepare": (
+            "`Explorer.open`; engines warm up in tasks",
+            EXPLORER + "test_a_joining_worker_is_given_units_once_its_engine_is_warm",
+        ),
+        "explore": ("`Explorer.run`", EXPLORER + "test_every_unit_is_submitted_once_and_in_order_within_the_window"),
+        "explore_step": (
+            "work units of a step; steps overlap",
+            EXPLORER + "test_a_unit_waits_for_the_steps_that_its_weights_are_trained_from",
+        ),
+        "finish_current_steps": (
+            "nothing to call: rules of counters, and no step is drained",
+            STYLES + "test_no_style_waits_for_itself",
+        ),
+        "need_sync": (
+            "`SyncRules.takes_newest_at`",
+            STYLES + "test_new_weights_are_taken_at_boundaries_and_by_fully_async_always",
+        ),
+        "need_eval": (
+            "`EvaluationQueue.add_due`",
+            EVALUATION + "test_versions_are_due_at_the_start_at_every_interval_and_at_the_end",
+        ),
+        "eval": (
+            "work units beside those of training",
+            EXPLORER + "test_evaluations_take_half_of_the_engines_while_there_is_training",
+        ),
+        "benchmark": ("`mode: bench`", EVALUATION + "test_bench_names_its_versions"),
+        "save_checkpoint": (
+            "nothing to save: the log says what is done",
+            EXPLORER + "test_a_restarted_explorer_runs_what_the_log_does_not_hold",
+        ),
+        "sync_weight": (
+            "`SyncRules.weights_for`; a worker loads what its unit names",
+            STYLES + "test_fixed_runs_each_step_with_one_known_version",
+        ),
+        "get_weight": ("files of a version, verified", METHODS + "test_a_run_over_machines_trains_the_same"),
+        "set_state_dict_meta": ("the manifest of a version", NEWEST),
+        "setup_model_level_weight_sync_group": (NO_GROUP, GROUP),
+        "setup_weight_sync_group": (NO_GROUP, GROUP),
+        "teardown_weight_sync_group": (NO_GROUP, LOST_MEMBER),
+        "serve": (
+            "`rftdask serve`, `mode: serve`",
+            "tests/integration/roles/test_served_runs.py::test_newer_weights_are_served_and_each_turn_knows_its_own",
+        ),
+        "shutdown": (
+            "`Experiment.stop`, Ctrl-C, `rftdask cancel`",
+            "tests/integration/roles/test_stopped_runs.py::test_a_run_that_is_asked_to_end_writes_a_checkpoint_and_the_same_command_continues",
+        ),
+        "is_alive": (
+            "the lease of its name, in `rftdask status`",
+            CLAIMS + "test_the_claim_of_who_ended_is_taken_over_by_one",
+        ),
+        "get_actor": (
+            "no actor: a loop of the command; several by their names",
+            CLAIMS + "test_two_loops_submit_each_unit_once_and_end_when_all_are_committed",
+        ),
+    },
+    "Synchronizer": {
+        "add_module": (NO_STATUS, LEASE),
+        "set_trainer_status": (NO_STATUS, LEASE),
+        "set_explorer_status": (NO_STATUS, LEASE),
+        "trainer_requires_weight_sync": (
+            "`SyncRules.publish_due`",
+            STYLES + "test_the_trainer_publishes_at_its_intervals_or_when_asked",
+        ),
+        "explorer_requires_sync": ("`request_version`", PUBLISHED + "test_the_version_asked_for_is_remembered"),
+        "set_model_state_dict": (
+            "`Publisher.publish`; with `sync_method: memory` held by the ranks",
+            HELD + "test_what_is_held_is_what_would_be_files",
+        ),
+        "get_model_state_dict": ("`EngineClient.fetch`", GROUP),
+        "get_model_state_dict_iterator": ("the same; files are read in parts", GROUP),
+        "get_state_dict_meta": ("the manifest of a version", NEWEST),
+        "setup_weight_sync_group": (NO_GROUP, GROUP),
+        "coordinate_weight_sync_setup": (NO_GROUP, GROUP),
+        "coordinate_weight_sync_teardown": (NO_GROUP, LOST_MEMBER),
+        "wait_new_model_state_dict": (
+            "`SyncHandle.wait_for_version`, with a deadline",
+            ACTOR + "test_the_handle_has_a_deadline_that_names_what_is_missing",
+        ),
+        "notify_no_new_model_state_dict": (
+            "the end of the trainer, which wakes the explorer",
+            STYLES + "test_no_style_waits_for_itself",
+        ),
+        "get_latest_model_version": ("`latest_published`, by the pointer", NEWEST),
+        "get_latest_model_path": ("the same", NEWEST),
+        "ready_to_nccl_sync": ("nothing to call: the trainer waits for nobody", LOST_MEMBER),
+        "get_actor": (
+            "`start_synchronizer`; without it files are polled",
+            ACTOR + "test_a_lost_actor_costs_time_and_nothing_else",
+        ),
+    },
+}
+"""Class -> method -> (what takes its place, the test that shows it). The methods are those of its wheel 0.6.0."""
+FILES = {"Trainer": "trainer/trainer.py", "Explorer": "explorer/explorer.py", "Synchronizer": "manager/synchronizer.py"}
+KEYS = json.loads((ROOT / "tests/unit/config/trinity_keys.json").read_text())["keys"]
+SECTIONS = {
+    "algorithm": ("tests/unit/algorithm", "tests/learning"),
+    "buffer": ("tests/unit/buffer", "tests/unit/data", "tests/integration/folders/test_log_backends.py"),
+    "checkpoint_root_dir": ("tests/unit/run/test_run_folder.py",),
+    "cluster": ("tests/unit/cluster", "tests/e2e/clusters"),
+    "continue_from_checkpoint": ("tests/unit/config/test_from_trinity.py",),
+    "data_processor": ("tests/unit/buffer/batches", "tests/unit/data/test_task_pipeline.py"),
+    "explorer": ("tests/unit/explorer", "tests/unit/rollouts", "tests/unit/engines"),
+    "log": ("tests/unit/monitor",),
+    "mode": ("tests/unit/config/test_config_plan.py", "tests/integration/roles"),
+    "model": ("tests/unit/models", "tests/unit/engines"),
+    "monitor": ("tests/unit/monitor",),
+    "service": ("tests/unit/data/test_task_pipeline.py",),
+    "stages": ("tests/unit/config/test_config_reading.py",),
+    "synchronizer": ("tests/unit/synchronizer", "tests/unit/weights", "tests/integration/weights"),
+    "trainer": ("tests/unit/trainer", "tests/e2e/training"),
+}
+"""Section -> where its effective keys are tested; the state of each key is tests/unit/config/test_from_trinity.py's."""
+
+
+def page() -> str:
+    """docs/trinity-methods.md."""
+    lines = [
+        "# Methods of Trinity-RFT",
+        "",
+        "What its guides on trainer, explorer and synchronizer call, what takes its place here, and the test that shows",
+        "it. Keys: [trinity-keys.md](trinity-keys.md). How to bring a file: [from-trinity.md](from-trinity.md). A test",
+        "writes this page and looks whether each test exists: tests/unit/compat/test_trinity_methods.py.",
+    ]
+    for kind, methods in HERE.items():
+        lines += ["", f"## {kind}", "", "| there | here | shown by |", "|---|---|---|"]
+        lines += [f"| `{name}` | {here} | {test.replace('::', ' `')}` |" for name, (here, test) in methods.items()]
+    lines += ["", "## Configuration", "", "| keys below | tests |", "|---|---|"]
+    lines += [f"| `{section}` | {', '.join(tests)} |" for section, tests in SECTIONS.items()]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("kind", HERE)
+def test_every_test_that_is_named_exists(kind: str) -> None:
+    for method, (_, named) in HERE[kind].items():
+        file, _, test = named.partition("::")
+        tree = ast.parse((ROOT / file).read_text())
+        assert test in {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}, f"{kind}.{method}: {named}"
+
+
+def test_every_section_of_its_configuration_names_tests_that_exist() -> None:
+    told = {path.partition(".")[0].partition("[")[0] for path in KEYS}
+    assert sorted(SECTIONS.keys() - told) == []
+    assert [path for paths in SECTIONS.values() for path in paths if not (ROOT / path).exists()] == []
+    sections = {path.partition(".")[0].partition("[")[0] for path in KEYS if "." in path}
+    assert sorted(sections - SECTIONS.keys()) == []
+
+
+def test_the_page_of_methods_is_of_today() -> None:
+    told = "stale; write it again: python tests/unit/compat/test_trinity_methods.py > docs/trinity-methods.md"
+    assert (ROOT / "docs/trinity-methods.md").read_text() == page(), told
+
+
+@pytest.mark.parametrize("kind", HERE)
+def test_every_public_method_of_its_wheel_is_listed(kind: str) -> None:
+    try:
+        wheel = distribution("trinity-rft")
+    except PackageNotFoundError:
+        pytest.skip("trinity-rft is not installed; tests/conformance/install_peers.sh does it")
+    tree = ast.parse(Path(str(wheel.locate_file(f"trinity/{FILES[kind]}"))).read_text())
+    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind]
+    methods = [each.name for each in found.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+    assert {name for name in methods if not name.startswith("_")} == HERE[kind].keys()
+
+
+if __name__ == "__main__":
+    print(page(), end="")
