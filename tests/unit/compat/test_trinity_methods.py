@@ -189,8 +189,8 @@ def page() -> str:
         "# Methods of Trinity-RFT",
         "",
         "What its guides on trainer, explorer and synchronizer call, what takes its place here, and the test that",
-        "shows it. Keys: [trinity-keys.md](trinity-keys.md). How to bring a file: [from-trinity.md](from-trinity.md). A",
-        "test writes this page and looks whether each test exists: tests/unit/compat/test_trinity_methods.py.",
+        "shows it. Keys: [trinity-keys.md](trinity-keys.md). How to bring a file: [from-trinity.md](from-trinity.md).",
+        "A test writes this page and looks whether each test exists: tests/unit/compat/test_trinity_methods.py.",
     ]
     for kind, methods in HERE.items():
         lines += ["", f"## {kind}", "", "| there | here | shown by |", "|---|---|---|"]
