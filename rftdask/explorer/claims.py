@@ -7,8 +7,11 @@ as long as the lease that it names: of an explorer that died or ended, the next 
 So a claim never says that anything is done; the log alone does, and a claim that is lost, or held by two, costs a unit
 that is rolled out twice. It knows neither workers nor tasks.
 
-Invariant: a unit without a claim was not begun, or its shards are durable. So who takes a claim looks into the log
-then, and never repeats what another one has ended.
+An explorer that sees no other claims in its own memory alone, which costs storage nothing, and writes what it is at as
+soon as it sees one; what that one takes until then is rolled out twice.
+
+Invariant: but for that, a unit without a claim was not begun, or its shards are durable. So who takes a claim looks
+into the log then, and never repeats what another one has ended.
 """
 
 from __future__ import annotations
@@ -73,6 +76,10 @@ class Claims:
         """The newest claim of each unit that has one, as of the last look."""
         self._others: set[Unit] = set()
         """Those of them that another explorer holds."""
+        self.alone = False
+        """Whether the last look found no other explorer; not known before the first."""
+        self._unwritten: set[Unit] = set()
+        """What was taken alone."""
         self._looked_s = -_LOOK_S
 
     @property
@@ -83,6 +90,7 @@ class Claims:
     def look(self, done: Container[Unit]) -> None:
         """Learn who is at what. done: units that are committed, whose claims go if nobody holds them."""
         self._looked_s = self._clock()
+        self.alone = not self._watch.sees_another(self._lease.role)
         found: dict[Unit, int] = {}
         for match in filter(None, map(_NAME.fullmatch, self._storage.list(_FOLDER))):
             step, unit_index, number = map(int, match.groups())
@@ -97,6 +105,10 @@ class Claims:
         }
         for unit in [unit for unit in self._claims if unit in done and unit not in self._others]:
             self.give_back(unit)
+        while self._unwritten and not self.alone:
+            unit = self._unwritten.pop()
+            if unit not in self._others:
+                self.take(unit)
 
     def is_others(self, unit: Unit) -> bool:
         """True if another explorer held the unit at the last look."""
@@ -104,6 +116,9 @@ class Claims:
 
     def take(self, unit: Unit) -> bool:
         """Claim a unit that nobody held at the last look; False: another explorer was first. Raises: StorageError."""
+        if self.alone and unit != EVALUATIONS:
+            self._unwritten.add(unit)
+            return True
         number = self._claims[unit].number + 1 if unit in self._claims else 1
         owner = {"role": self._lease.role, "lease": self._lease.number}
         if self._storage.put_new(_path(unit, number), json.dumps(owner).encode()):
@@ -114,6 +129,7 @@ class Claims:
 
     def give_back(self, unit: Unit) -> None:
         """Remove the claims of a unit that is committed; nothing happens if there are none. Raises: StorageError."""
+        self._unwritten.discard(unit)
         claim = self._claims.pop(unit, None)
         # Those of owners that died, too. Who takes the unit over meanwhile finds it in the log.
         for number in range(1, claim.number + 1 if claim is not None else 1):

@@ -544,6 +544,11 @@ class LeaseWatch:
             self._seen[path] = data, since_s
         return self._clock() - since_s < _STALE_S
 
+    def sees_another(self, role: str) -> bool:
+        """Whether another explorer than that of this role holds its lease."""
+        roles = (each for each in _lease_roles(self._storage) if each not in ("trainer", role))
+        return any(self.is_held(each, _last_lease(self._storage, each)) for each in roles)
+
 
 def lease_holder(storage: Storage, role: str) -> dict[str, Any] | None:
     """Who works on the role now: {"host", "pid", "time_s", ...}; None if nobody does."""

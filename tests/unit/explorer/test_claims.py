@@ -4,7 +4,8 @@
 - who restarts under a name has what its predecessor left, at once;
 - two loops on one log submit every unit once, and each of them ends when all are committed;
 - what another explorer has committed is not rolled out again, also where the log was read before;
-- one explorer makes the evaluations, and the next one when it is gone.
+- one explorer makes the evaluations, and the next one when it is gone;
+- an explorer that is alone writes no claim, and what it is at as soon as there is another.
 """
 
 from __future__ import annotations
@@ -100,6 +101,21 @@ def test_a_claim_that_cannot_be_read_is_nobodys(storage: Storage) -> None:
     claims = claims_of(storage, "a")
     assert not sees(claims)
     assert claims.take(UNIT)
+
+
+def test_who_is_alone_claims_without_a_file_and_writes_what_it_is_at_once_it_is_not(storage: Storage) -> None:
+    first, committed_unit = claims_of(storage, "a"), (3, 0)
+    first.look(set())
+    assert all(first.take(unit) for unit in (UNIT, committed_unit, (3, 2)))
+    first.give_back(committed_unit)
+    assert (first.alone, storage.list("control/claims")) == (True, [])
+    assert first.take(EVALUATIONS)
+    second = claims_of(storage, "b")
+    assert sees(second, EVALUATIONS) and not sees(second)
+    assert second.take((3, 2)), "what the first is at is not known yet"
+    first.look(set())
+    assert (first.alone, first.is_others((3, 2))) == (False, True)
+    assert [sees(second, unit) for unit in (UNIT, committed_unit, (3, 2))] == [True, False, False]
 
 
 # ---- the loop
