@@ -153,7 +153,8 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
                    service_status_check_interval=60.0, min_running_model_num=1, db_url=None),
     },
     "TrainerConfig": {
-        **_ignored("look at the experience log instead", enable_preview=False),
+        **_ignored("trackers are given a table of rollouts of each step in any case, and the experience log has all",
+                   enable_preview=False),
         **_ignored("rows are always packed and dealt evenly, and no loss depends on it",
                    use_remove_padding=True, balance_batch=True),
         **_ignored("the loss is always normalized over the whole batch", fix_actor_microbatch_loss_scale=False),
