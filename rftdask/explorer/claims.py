@@ -7,8 +7,8 @@ as long as the lease that it names: of an explorer that died or ended, the next 
 So a claim never says that anything is done; the log alone does, and a claim that is lost, or held by two, costs a unit
 that is rolled out twice. It knows neither workers nor tasks.
 
-An explorer that sees no other claims in its own memory alone, which costs storage nothing, and writes what it is at as
-soon as it sees one; what that one takes until then is rolled out twice.
+An explorer without a name of its own expects no other: while it sees none it claims in its memory alone, which costs
+storage nothing, and it writes what it is at as soon as it sees one. What that one takes until then is rolled out twice.
 
 Invariant: but for that, a unit without a claim was not begun, or its shards are durable. So who takes a claim looks
 into the log then, and never repeats what another one has ended.
@@ -77,7 +77,7 @@ class Claims:
         self._others: set[Unit] = set()
         """Those of them that another explorer holds."""
         self.alone = False
-        """Whether the last look found no other explorer; not known before the first."""
+        """Whether nobody else was there at the last look, and nobody is expected, so that nothing need be written."""
         self._unwritten: set[Unit] = set()
         """What was taken alone."""
         self._looked_s = -_LOOK_S
@@ -90,7 +90,7 @@ class Claims:
     def look(self, done: Container[Unit]) -> None:
         """Learn who is at what. done: units that are committed, whose claims go if nobody holds them."""
         self._looked_s = self._clock()
-        self.alone = not self._watch.sees_another(self._lease.role)
+        self.alone = self._lease.role == "explorer" and not self._watch.sees_another(self._lease.role)
         found: dict[Unit, int] = {}
         for match in filter(None, map(_NAME.fullmatch, self._storage.list(_FOLDER))):
             step, unit_index, number = map(int, match.groups())

@@ -5,7 +5,8 @@
 - two loops on one log submit every unit once, and each of them ends when all are committed;
 - what another explorer has committed is not rolled out again, also where the log was read before;
 - one explorer makes the evaluations, and the next one when it is gone;
-- an explorer that is alone writes no claim, and what it is at as soon as there is another.
+- an explorer without a name that is alone writes no claim, and what it is at as soon as there is another; one with a
+  name always does.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def test_a_claim_that_cannot_be_read_is_nobodys(storage: Storage) -> None:
 
 
 def test_who_is_alone_claims_without_a_file_and_writes_what_it_is_at_once_it_is_not(storage: Storage) -> None:
-    first, committed_unit = claims_of(storage, "a"), (3, 0)
+    lease, committed_unit = Lease(storage, "explorer", explore_steps=4), (3, 0)
+    first = Claims(storage, lease, 100.0, lambda: 0.0)
     first.look(set())
     assert all(first.take(unit) for unit in (UNIT, committed_unit, (3, 2)))
     first.give_back(committed_unit)
@@ -116,6 +118,10 @@ def test_who_is_alone_claims_without_a_file_and_writes_what_it_is_at_once_it_is_
     first.look(set())
     assert (first.alone, first.is_others((3, 2))) == (False, True)
     assert [sees(second, unit) for unit in (UNIT, committed_unit, (3, 2))] == [True, False, False]
+    lease.release()
+    second.look(set())
+    assert second.take(committed_unit)
+    assert "00000003-0000-1.json" in storage.list("control/claims")
 
 
 # ---- the loop
