@@ -325,13 +325,13 @@ class Explorer:
         self._advance()
 
     def _look_at_others(self, claims: Claims) -> None:
-        # Learn what other explorers are at and have done, in this order, so that nothing is missed of one that ends
-        # meanwhile; and take over what nobody does any more.
-        claims.look(self._done)
+        # Learn what other explorers have done and are at, in this order, so that no claim of what is done is left; and
+        # take over what nobody does any more.
         first = self._complete + 1
         self._done |= done_units([*self._log.shards(first), *self._log.removed(first)])
         self._advance()
         self._record_steps()
+        claims.look(self._done)
         if not self._evaluates and not claims.is_others(EVALUATIONS) and claims.take(EVALUATIONS):
             self._evaluates = True
             self._evals.read()
