@@ -121,7 +121,7 @@ class DataJuicerServiceConfig(Section):
     """`service.data_juicer`: who runs Data-Juicer's operators, before the run and during it."""
 
     server_url: Annotated[str, Field(pattern=r"^https?://[^/\s]")] | None = None
-    """Address of a running service of Data-Juicer (Trinity-RFT's), such as http://localhost:5005, which whoever has
+    """Address, with its port (5005 by itself), of a running service of Data-Juicer (Trinity-RFT's), which whoever has
     operators can reach. None: a process beside them, in an environment of its own (`rftdask data setup`)."""
 
 
