@@ -91,6 +91,13 @@ def test_a_missing_file_is_named_with_its_neighbors(world: World) -> None:
     assert "task.jsonl does not exist; nearest in" in problems(world.config(f"{TASKS}.path={world.folder}/task.jsonl"))
 
 
+def test_a_model_whose_images_the_engine_does_not_read_as_the_trainer_does_is_told(world: World) -> None:
+    (world.model / "config.json").write_text('{"model_type": "qwen2_5_vl", "vision_config": {}}')
+    (world.model / "preprocessor_config.json").write_text("{}")
+    config = world.config(f"{TASKS}.format.image_key=image", "explorer.rollout_model.engine_type=vllm")
+    assert "is a qwen2_5_vl; with images this engine was seen to compute" in problems(config)
+
+
 def test_an_empty_taskset_is_told(world: World) -> None:
     world.write([])
     assert "tasks.jsonl has no rows" in problems(world.config())
