@@ -138,6 +138,11 @@ def default_of(info: FieldInfo) -> Any:
     return None if info.is_required() else info.get_default(call_default_factory=True)
 
 
+def takes_none(info: FieldInfo) -> bool:
+    """True for a key of which None is a value: X | None."""
+    return type(None) in get_args(info.annotation)
+
+
 def child_of(info: FieldInfo) -> tuple[str, type[Section]] | None:
     """("section" | "list" | "dict", class) when the key holds a section, a list or a dict of them; else None."""
     # X | None is X, and Annotated[X, ...] is X; then a section, or a tuple or a dict of them.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from rftdask.config.base import Aliases, Filled, Later, Mark, Named, Section, child_of, default_of, marks_of
+from rftdask.config.base import Aliases, Filled, Later, Mark, Named, Section, child_of, marks_of, takes_none
 from rftdask.config.error_text import allowed_values, nearest, one_of, readable, show
 from rftdask.config.plugins import find_part, what_instead
 from rftdask.config.reference_keys import (
@@ -134,7 +134,7 @@ class Checker:
         child = child_of(info)
         filled = _mark(info, Filled)
         # null where null is no value of its own means "as if the key were not there".
-        if value is None and (filled or info.is_required() or default_of(info) is not None):
+        if value is None and (filled or not takes_none(info)):
             return
         # Files of the reference system write 0 for "as usual" at such keys.
         if filled and filled.zero and value == 0:

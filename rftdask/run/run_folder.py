@@ -451,8 +451,7 @@ class Lease:
         if holder["released"] or is_gone:
             return
         if not _is_alive(holder, self._clock()):
-            # Either it is dead, or a clock jumped: of the other machine, of this one, or under the start times of its
-            # processes. Who lives writes again.
+            # Either it is dead, or a clock jumped, of the other machine or of this one. Who lives writes again.
             self._sleep(_WATCH_S)
             if self._read(role, number) == data:
                 return
@@ -562,11 +561,10 @@ def lease_holder(storage: Storage, role: str) -> dict[str, Any] | None:
 
 
 def _this_process(now_s: float) -> dict[str, Any]:
-    started_s = psutil.Process().create_time()
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "started_s": started_s,
+        "started_s": _started_s(psutil.Process()),
         "time_s": now_s,
         "released": False,
     }
@@ -610,12 +608,17 @@ def _is_alive(holder: Mapping[str, Any], now_s: float) -> bool:
 def _is_running(pid: int, started_s: float | None = None) -> bool:
     """Whether a process of this machine does anything: one that ended and that nobody asked for (a zombie) does not.
 
-    started_s: when it began; another process may have its number by now. None: whoever has the number.
+    started_s: its `_started_s`; another process may have its number by now. None: whoever has the number.
     """
     try:
         process = psutil.Process(pid)
-        # A second of tolerance: the start is computed from boot time and ticks, and differs a little between two looks.
-        is_it = started_s is None or abs(process.create_time() - started_s) < 1.0
+        # Whole seconds of the boot time come and go, which another one may have become between its two looks.
+        is_it = started_s is None or abs(_started_s(process) - started_s) < 1.5
         return bool(is_it and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def _started_s(process: psutil.Process) -> float:
+    """Seconds from the start of the machine to that of the process: no clock that is set changes them."""
+    return float(process.create_time() - psutil.boot_time())

@@ -108,7 +108,8 @@ def test_what_its_jobs_took_is_told_where_slurm_keeps_books(tmp_path: Path, monk
 
 
 def test_a_run_with_an_owner_runs(tmp_path: Path) -> None:
-    me = {"host": socket.gethostname(), "pid": os.getpid(), "started_s": psutil.Process().create_time()}
+    started_s = psutil.Process().create_time() - psutil.boot_time()
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "started_s": started_s}
     (begun(tmp_path) / "control").mkdir()
     lease = {**me, "time_s": time.time(), "released": False}
     (tmp_path / "control" / "lease-trainer-1.json").write_text(json.dumps(lease))

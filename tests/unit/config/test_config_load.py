@@ -6,6 +6,7 @@
 - Loading changes nothing on disk and needs neither torch nor Dask.
 """
 
+import functools
 import json
 import pickle
 import subprocess
@@ -19,7 +20,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rftdask.config import Config, load_config, replace
-from rftdask.config.base import FrozenDict
+from rftdask.config.base import FrozenDict, plain
 from rftdask.config.yaml_source import read_tree
 from rftdask.errors import ConfigError
 
@@ -164,6 +165,14 @@ def test_a_missing_file_is_told() -> None:
 
 def test_null_means_not_given() -> None:
     assert config(grpo(explorer=None, log={"level": None}, stages=None)) == config(grpo())
+
+
+@pytest.mark.parametrize("path", ["explorer.flush_age_s", "explorer.sandbox.max_memory_gb"])
+def test_null_is_a_value_of_its_own_where_another_one_is_the_default(path: str) -> None:
+    loaded = config(grpo(), f"{path}=null")
+    *sections, key = path.split(".")
+    assert getattr(functools.reduce(getattr, sections, loaded), key) is None
+    assert load_config(plain(loaded)) == loaded, "as it is written beside the run"
 
 
 def test_absent_keys_are_filled_from_those_they_depend_on() -> None:

@@ -194,9 +194,13 @@ def test_a_released_role_is_free(storage: Storage) -> None:
         assert names(storage) == ["lease-trainer-1.json", "lease-trainer-2.json"]
 
 
+def since_boot(process: psutil.Process) -> float:
+    return process.create_time() - psutil.boot_time()
+
+
 def plant(storage: Storage, number: int = 1, **fields: Any) -> None:
     process = psutil.Process()
-    lease = {"host": socket.gethostname(), "pid": os.getpid(), "started_s": process.create_time()}
+    lease = {"host": socket.gethostname(), "pid": os.getpid(), "started_s": since_boot(process)}
     content = {**lease, "time_s": time.time(), "released": False, **fields}
     storage.put(f"control/lease-trainer-{number}.json", json.dumps(content).encode())
 
@@ -215,14 +219,27 @@ def test_an_owner_that_ended_and_that_its_parent_never_asked_for_is_dead(storage
         zombie = psutil.Process(process.pid)
         while zombie.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
-        plant(storage, pid=zombie.pid, started_s=zombie.create_time())
+        plant(storage, pid=zombie.pid, started_s=since_boot(zombie))
         assert lease_holder(storage, "trainer") is None
         Lease(storage, "trainer").release()
 
 
 def test_a_pid_that_was_given_to_another_process_is_not_the_owner(storage: Storage) -> None:
-    plant(storage, started_s=psutil.Process().create_time() - 60)
+    plant(storage, started_s=since_boot(psutil.Process()) - 60)
     Lease(storage, "trainer", sleep=lambda seconds: None).release()
+
+
+@pytest.mark.parametrize("by_s", [-86400.0, -1.0, 1.0, 86400.0])
+def test_a_clock_that_is_set_makes_no_living_owner_of_this_machine_dead(
+    storage: Storage, by_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(storage)
+    # What Linux tells as the time of its start, from which psutil has those of processes.
+    set_s = psutil.boot_time() + by_s
+    monkeypatch.setattr(psutil, "boot_time", lambda: set_s)
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: set_s)
+    assert lease_holder(storage, "trainer") is not None
+    assert LeaseWatch(storage).is_held("trainer", 1)
 
 
 @pytest.mark.parametrize(("age_s", "free"), [(0.0, False), (3600.0, True)])
