@@ -35,6 +35,10 @@ class ThreadRanks(Ranks):
         """In the order of the ranks; they may differ in length."""
         return self._all(data)
 
+    def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
+        """In the order of the ranks; they may differ in length."""
+        return [of_rank[self.rank] for of_rank in self._all(list(parts))]
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum in place; each rank adds all parts by itself, in one order, and gets the same bits."""
         # A clone: the tensor itself is overwritten while slower ranks may still read it.

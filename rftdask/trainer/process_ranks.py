@@ -51,6 +51,13 @@ class ProcessRanks(Ranks):
         dist.all_gather(parts, padded, group=self.group)
         return [_as_bytes(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
+    def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
+        """See Ranks; no byte goes to a rank that it is not for."""
+        send = [len(part) for part in parts]
+        receive = [sizes[self.rank] for sizes in self.all_gather(send)]
+        found = self.all_to_all(_as_tensor(b"".join(parts)), send, receive)
+        return [_as_bytes(part) for part in found.split(receive)]
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See Ranks; by NCCL where the tensor is on a GPU."""
         dist.all_reduce(tensor, group=self.group)

@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Literal, Protocol, TypeAlias
 
@@ -185,7 +185,9 @@ class Trainer:
                 entry = LedgerEntry.from_json(entry_json.encode())
                 failed: list[Exception] = []
                 try:
-                    batch = read_together(entry, self.ranks, self.source.read)
+                    batch = read_together(
+                        entry, self.ranks, self.source.read, partial(self.engine.rows_to_compute, step=step + 1)
+                    )
                     got = time.perf_counter()
                     # Nothing may be left of a batch; the step is made all the same, since others count steps.
                     with self._looking_ahead(step + 1, failed):
@@ -221,7 +223,7 @@ class Trainer:
                         "publish_s": published - trained,
                         "checkpoint_s": saved - published,
                         "step_s": saved - began,
-                        "tokens_per_s": len(batch.tokens) / (saved - began),
+                        "tokens_per_s": batch.lengths.sum() / (saved - began),
                     }
                     log.info(
                         "step %d: %s", step, ", ".join(f"{name} {row[name]:.4g}" for name in _LOGGED if name in row)
@@ -456,7 +458,7 @@ def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[s
     staleness = step - 1 - batch.min_policy_versions
     metrics = {
         "num_rows": float(len(batch)),
-        "num_tokens": float(len(batch.tokens)),
+        "num_tokens": float(batch.lengths.sum()),
         "num_trained_tokens": float(batch.loss_mask.sum()),
     }
     trained = np.array([mask.sum() for mask in batch.row_masks()])
@@ -528,13 +530,21 @@ def places_of(entry: LedgerEntry, rank: int, size: int) -> range:
     return range(first, after)
 
 
-def read_together(entry: LedgerEntry, ranks: Ranks, read: Read) -> TrainingBatch:
-    """The whole batch of an entry: each rank reads its own rows from storage, then all give each other what they read.
+def read_together(
+    entry: LedgerEntry,
+    ranks: Ranks,
+    read: Read,
+    rows_to_compute: Callable[[TrainingBatch], np.ndarray | None] = lambda batch: None,
+) -> TrainingBatch:
+    """The batch of an entry: each rank reads its own rows from storage, then they give each other what they read.
 
-    So every shard is read about once, and every rank knows the whole batch: some bytes a token, next to nothing beside
-    the gradients, in return for which rows can be dealt for computing by their lengths, and advantages, masks and
-    denominators be those of the whole batch on every rank. The batch is, to the bit, what one rank would have read, but
-    for the numbers of states, which are compared within a group alone. Called by all ranks.
+    So every shard is read about once. Every rank knows all rows, so that advantages, masks and denominators are those
+    of the whole batch: of a response token 5 bytes, logprob and mask. Tokens, and the experts that they took, which may
+    be hundreds of bytes, go to the ranks that compute them alone. The batch is, to the bit, what one rank would have
+    read, but for the numbers of states, which are compared within a group alone. Called by all ranks.
+
+    Args:
+        rows_to_compute: numbers of the rows whose tokens this rank is to hold, given the batch without any; None: all.
     """
     # Alone there is nobody to share the reading with, and no copy through bytes to make.
     if ranks.size == 1:
@@ -543,8 +553,31 @@ def read_together(entry: LedgerEntry, ranks: Ranks, read: Read) -> TrainingBatch
     places = places_of(entry, ranks.rank, ranks.size)
     # An entry without rows is read by rank 0, for the shapes of nothing.
     nothing = not any(rows.rows for rows in entry.use)
-    data = to_bytes(read(entry, places)) if len(places) or (ranks.is_rank0 and nothing) else b""
-    return join_batches([from_bytes(part) for part in ranks.all_gather_bytes(data) if part])
+    own = read(entry, places) if len(places) or (ranks.is_rank0 and nothing) else None
+    told = ranks.all_gather_bytes(b"" if own is None else to_bytes(own.holding([])))
+    parts = [from_bytes(data) if data else None for data in told]
+    batch = join_batches([part for part in parts if part is not None])
+
+    # The rows that each rank wants, and of those the ones that were read here.
+    rows = rows_to_compute(batch) if len(batch) else None
+    rows = np.arange(len(batch)) if rows is None else np.unique(rows)
+    wanted = [np.frombuffer(data, np.int64) for data in ranks.all_gather_bytes(rows.astype(np.int64).tobytes())]
+    first = sum(len(part) for part in parts[: ranks.rank] if part is not None)
+    sent = [b"" if own is None else _tokens_to_bytes(own.holding(each - first)) for each in wanted]
+    # In the order of the ranks, and so in that of the rows.
+    found = [load(data) for data in ranks.exchange_bytes(sent) if data]
+    experts = batch.routed_experts
+    if experts is not None:
+        # Of rows that do not tell theirs, such as demonstrations, beside those of others that do.
+        unknown = [np.full((len(part["tokens"]), experts.shape[1]), -1, np.int16) for part in found]
+        experts = np.concatenate([part.get("routed_experts", none) for part, none in zip(found, unknown, strict=True)])
+    tokens = np.concatenate([part["tokens"] for part in found])
+    return replace(batch, tokens=tokens, routed_experts=experts, held=np.isin(np.arange(len(batch)), rows))
+
+
+def _tokens_to_bytes(batch: TrainingBatch) -> bytes:
+    arrays = {"tokens": batch.tokens, "routed_experts": batch.routed_experts}
+    return save({name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None})
 
 
 def to_bytes(batch: TrainingBatch) -> bytes:

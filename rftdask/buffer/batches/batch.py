@@ -23,7 +23,7 @@ class TrainingBatch:
     """
 
     tokens: np.ndarray
-    """[S] int32, rows after another."""
+    """[S] int32, rows after another; of those that are `held`."""
     lengths: np.ndarray
     """[N] int64, L_i."""
     prompt_lengths: np.ndarray
@@ -64,6 +64,8 @@ class TrainingBatch:
     None: all are."""
     images: tuple[tuple[str, ...], ...] | None = None
     """[N] names of the images of each row, in their order; None: no row has any."""
+    held: np.ndarray | None = None
+    """[N] bool: rows whose tokens, with their experts, are here; the others are for other ranks. None: all are here."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -97,12 +99,24 @@ class TrainingBatch:
         return stds
 
     def row_tokens(self) -> list[np.ndarray]:
-        """[L_i] of every row, views."""
-        return np.split(self.tokens, np.cumsum(self.lengths)[:-1])
+        """[L_i] of every row, views; [0] of rows that are not held."""
+        return np.split(self.tokens, self._held_ends()[:-1])
 
     def row_experts(self) -> list[np.ndarray] | None:
-        """[L_i, X] of every row, views; None: unknown of all."""
-        return None if self.routed_experts is None else np.split(self.routed_experts, np.cumsum(self.lengths)[:-1])
+        """[L_i, X] of every row, views; [0, X] of rows that are not held. None: unknown of all."""
+        return None if self.routed_experts is None else np.split(self.routed_experts, self._held_ends()[:-1])
+
+    def holding(self, rows: Sequence[int] | np.ndarray) -> TrainingBatch:
+        """The same rows, with the tokens of these alone, of those that are held."""
+        here = np.ones(len(self), bool) if self.held is None else self.held
+        keep = np.isin(np.arange(len(self)), rows) & here
+        kept = np.repeat(keep[here], self.lengths[here])
+        experts = None if self.routed_experts is None else self.routed_experts[kept]
+        return replace(self, tokens=self.tokens[kept], routed_experts=experts, held=keep)
+
+    def _held_ends(self) -> np.ndarray:
+        """[N] places in S at which the rows end."""
+        return np.cumsum(self.lengths if self.held is None else self.lengths * self.held)
 
     def row_logprobs(self) -> list[np.ndarray]:
         """[R_i] of every row, views."""
@@ -137,6 +151,7 @@ class TrainingBatch:
             baselines=None if self.baselines is None else of_row(self.baselines),
             routed_experts=None,
             images=None,
+            held=None if self.held is None else of_row(self.held),
         )
 
 
@@ -349,7 +364,7 @@ def mismatched(batch: TrainingBatch, max_tokens: int) -> TrainingBatch:
     return supervised_batch(rows, batch.uids)
 
 
-_UNKNOWN = {"baselines": 0.0, "states": -1, "turn_rewards": 0.0, "routed_experts": -1}
+_UNKNOWN = {"baselines": 0.0, "states": -1, "turn_rewards": 0.0, "routed_experts": -1, "held": True}
 """Values for the rows, turns or tokens of a part that has none, such as demonstrations, where others have."""
 _OF_OTHERS = {"states": "turns", "turn_rewards": "turns", "routed_experts": "tokens"}
 """What tells their number, where it is not that of the rows."""

@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
+import numpy as np
+
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.config import Config
@@ -38,6 +40,12 @@ class TrainEngine(ABC):
 
         Raises: RoleError: a loss or gradient is not finite, naming the step.
         """
+
+    def rows_to_compute(self, batch: TrainingBatch, step: int) -> np.ndarray | None:
+        """[M] numbers of the rows whose tokens this rank needs for `train_step`; None: of all. `batch` has none yet.
+        Called by all ranks, if there are several.
+        """
+        return None
 
     def evaluate(self, batches: Sequence[TrainingBatch]) -> dict[str, float]:
         """Means of loss and metrics over all batches, of the weights as they are; nothing is trained. {}: it measures

@@ -252,15 +252,28 @@ class TorchEngine(TrainEngine):
             storage = open_storage(self._config.checkpoint_job_dir)
             while read_parent(storage) is not None:  # a lineage trains experiences of the run that it is in
                 storage = parent_storage(storage)
-            self._images.folder.fetch(storage, [name for names in batch.images for name in names])
+            here = np.ones(len(batch), bool) if batch.held is None else batch.held
+            of_rows = [names for names, is_held in zip(batch.images, here, strict=True) if is_held]
+            self._images.folder.fetch(storage, [name for names in of_rows for name in names])
         processor = None if batch.images is None else self._images
         return BatchRows(batch, self._device, self._sequence, lean=self._lean, processor=processor)
+
+    def rows_to_compute(self, batch: TrainingBatch, step: int) -> np.ndarray | None:
+        """See TrainEngine: those of all passes over the batch and over the mini-batches of the step."""
+        if self._algorithm.policy_loss_fn.uses_kl_baseline:
+            return None  # prompts meet responses of other rows
+        members = [np.arange(len(batch)), *(rows for _, rows in updates_of(batch, self._config, step, self._unit))]
+        plans = [self._plan(batch, rows) for rows in members]
+        plans += [
+            part for rows, plan in zip(members, plans, strict=True) for _, part in self._taught(batch, rows, plan)
+        ]
+        return np.unique(np.concatenate([rows for plan in plans for rows in (*plan.own, plan.filler)]))
 
     def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
         """Score the batch, make its advantages, then its updates, each one of the policy and one of the critic."""
         algorithm, device = self._algorithm, self._device
         _check_experts(batch, self._routers)
-        # The batch is whole on every rank; what a rank computes of it is in `passes`.
+        # Every rank knows all rows, and the tokens of those that are in its passes.
         rows = self._rows_of(batch)
         whole = self._plan(batch, np.arange(len(batch)))
         # What is drawn at a step depends on the seed and the step alone, so there is no random state to keep.
@@ -659,7 +672,8 @@ def _check_experts(batch: TrainingBatch, routers: Routers | None) -> None:
         return
     rows, num_choices = batch.row_experts(), routers.num_choices
     remedy = "set algorithm.enable_router_replay in the run that samples, or leave it out here"
-    for number in np.flatnonzero(~batch.experts & (batch.lengths > 1)):
+    here = np.ones(len(batch), bool) if batch.held is None else batch.held
+    for number in np.flatnonzero(~batch.experts & (batch.lengths > 1) & here):
         if rows is None or rows[number][0, 0] < 0:
             raise DataError(f"{batch.uids[number]} does not tell the experts that its tokens took; {remedy}")
     if batch.routed_experts is not None and (told := batch.routed_experts.shape[1]) != num_choices:

@@ -1,4 +1,5 @@
-"""Promises of a gang: ranks make the calls of rank 0, read their own rows, know the whole batch, and save together.
+"""Promises of a gang: ranks make the calls of rank 0, read their own rows, know all rows and the tokens of those that
+they compute, and save together.
 
 Ranks are threads here, which exchange in memory; processes that meet over gloo are in tests/e2e.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from rftdask.trainer.checkpoint import Checkpoints, newest_valid_checkpoint, tur
 from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.trainer.engines.micro_batches import deal, plan_passes, row_costs, rows_of_units
 from rftdask.trainer.ranks import Ranks
-from rftdask.trainer.trainer import from_bytes, places_of, to_bytes
+from rftdask.trainer.trainer import from_bytes, places_of, read_together, to_bytes
 from tests.unit.trainer.trainer_cases import fill_log, make_trainer, new_storage, source_of
 
 NUM_STEPS = 5
@@ -94,6 +96,38 @@ def test_states_of_different_parts_are_different_and_unknown_ones_stay_unknown()
     assert joined.states.tolist() == [0, 1, -1, -1, -1, 2]
     assert joined.turn_rewards.tolist() == [1, 1, 0, 0, 0, 0]
     assert joined.baselines is None
+
+
+@given(st.data(), st.integers(2, 3), st.booleans())
+def test_each_rank_is_given_the_tokens_that_it_wants_and_all_else_of_every_row(
+    data: st.DataObject, size: int, replayed: bool
+) -> None:
+    entry = LedgerEntry(1, "main", (Rows("shard", (0, 1)), Rows("other", (0, 1)), Rows("dataset:x", (0, 1, 2))))
+    wishes = [data.draw(st.none() | st.lists(st.integers(0, 6), unique=True)) for _ in range(size)]
+
+    def read(entry: LedgerEntry, places: Sequence[int] | None) -> TrainingBatch:
+        own, shown = [p for p in places or () if p < 4], [p for p in places or () if p >= 4]
+        parts = [rows_of(own)] if own else []
+        if replayed and own:  # demonstrations tell no experts
+            experts = np.repeat(own, parts[0].lengths).astype(np.int16)
+            parts = [replace(parts[0], routed_experts=np.stack([experts, experts + 1], -1))]
+        parts += [supervised_batch([([1, 2, p], 1, None) for p in shown], [f"x/{p}" for p in shown])] if shown else []
+        return join_batches(parts)
+
+    whole = read(entry, range(7))
+
+    def rank(ranks: Ranks) -> TrainingBatch:
+        wish = wishes[ranks.rank]
+        return read_together(entry, ranks, read, lambda batch: None if wish is None else np.array(wish, int))
+
+    for found, wish in zip(in_threads(size, rank), wishes, strict=True):
+        expected = whole if wish is None else whole.holding(wish)
+        for name, value in vars(expected).items():
+            if name != "held":
+                assert np.array_equal(getattr(found, name), value), name
+        for row, tokens in enumerate(found.row_tokens()):
+            wanted = wish is None or row in wish
+            assert tokens.tolist() == (whole.row_tokens()[row].tolist() if wanted else [])
 
 
 # ---- the gang

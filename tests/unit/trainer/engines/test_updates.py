@@ -285,6 +285,24 @@ def test_two_ranks_make_the_updates_of_one(model: Path) -> None:
             torch.testing.assert_close(tensor, weights[name], rtol=0, atol=CLOSE)
 
 
+@pytest.mark.parametrize("parts", [{}, {"trainer__ppo_epochs": 1, "trainer__ppo_mini_batch_size": None}])
+def test_two_ranks_need_the_tokens_of_their_own_rows_alone(model: Path, parts: dict[str, Any]) -> None:
+    def trained(ranks: Ranks) -> tuple[np.ndarray, dict[str, float]]:
+        tested, batch = engine(model, "ppo", ranks, trainer__micro_batch_size=1, **parts), rollouts(0)
+        rows = tested.rows_to_compute(batch.holding([]), 1)
+        assert rows is not None
+        whole = engine(model, "ppo", ranks, trainer__micro_batch_size=1, **parts).train_step(batch, 1)
+        own = tested.train_step(batch.holding(rows), 1)
+        assert own == whole
+        return rows, own
+
+    (first, told), (second, also) = in_threads(2, trained)
+    assert told == also
+    assert sorted({*first, *second}) == list(range(12))
+    if parts:
+        assert len({*first} & {*second}) <= 1, "but for the row of idle passes"
+
+
 @given(st.integers(0, 12), st.integers(0, 8), st.integers(1, 6), st.sampled_from([1, 2]), st.integers(0, 5))
 def test_mini_batches_hold_each_row_once_and_are_as_alike_as_can_be(
     num_own: int, num_shown: int, count: int, unit: int, epoch: int
