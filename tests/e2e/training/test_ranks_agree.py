@@ -149,7 +149,7 @@ def batch_for(algorithm: str, seed: int, num_groups: int = 3) -> TrainingBatch:
     return join_batches([own, shown]) if algorithm == "mix" else own
 
 
-def held(engine: TorchEngine, batch: TrainingBatch, ranks: Ranks, step: int) -> TrainingBatch:
+def given(engine: TorchEngine, batch: TrainingBatch, ranks: Ranks, step: int) -> TrainingBatch:
     """What a rank is given of a batch: one of several has the tokens of its own rows alone."""
     rows = engine.rows_to_compute(batch.holding([]), step) if ranks.size > 1 else None
     return batch if rows is None else batch.holding(rows)
@@ -161,7 +161,7 @@ def trained(
     """The metrics of two steps, of sft and dpo those of held-out rows after them, what logits say then;
     the files of this rank, and the weights of all."""
     made = engine(model, algorithm, strategy, **options)
-    metrics = [made.train_step(held(made, batch_for(algorithm, seed), strategy.ranks, seed), seed) for seed in (1, 2)]
+    metrics = [made.train_step(given(made, batch_for(algorithm, seed), strategy.ranks, seed), seed) for seed in (1, 2)]
     if algorithm in ("sft", "dpo"):
         metrics.append(made.evaluate([batch_for(algorithm, seed) for seed in (3, 4)]))
     if algorithm != "reward_model":
@@ -184,7 +184,7 @@ def gradient(model: str, algorithm: str, strategy: Strategy, **options: Any) -> 
     made, states = engine(model, algorithm, strategy, **plain), []
     for step in (0, 1):
         if step:
-            made.train_step(held(made, batch_for(algorithm, step), strategy.ranks, step), step)
+            made.train_step(given(made, batch_for(algorithm, step), strategy.ranks, step), step)
         own = {name: bytes(data) for name, data in made.state_files().items() if is_policy(name)}
         states.append(weights_of({n: data for part in exchange(strategy.ranks, own) for n, data in part.items()}))
     return {name: (states[0][name] - states[1][name]) / RATE for name in states[0]}
