@@ -1,5 +1,5 @@
 """Promise: each public method of Trinity-RFT's Trainer, Explorer and Synchronizer has a place here, and the tests that
-show it exist; docs/trinity-methods.md lists them, and tests for each section of the configuration.
+show it exist; docs/trinity-methods.md lists them. Keys are in tests/unit/config/test_from_trinity.py.
 
 `python tests/unit/compat/test_trinity_methods.py > docs/trinity-methods.md` writes the page again.
 """
@@ -7,7 +7,6 @@ show it exist; docs/trinity-methods.md lists them, and tests for each section of
 from __future__ import annotations
 
 import ast
-import json
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -162,25 +161,6 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
 }
 """Class -> method -> (what takes its place, the test that shows it). The methods are those of its wheel 0.6.0."""
 FILES = {"Trainer": "trainer/trainer.py", "Explorer": "explorer/explorer.py", "Synchronizer": "manager/synchronizer.py"}
-KEYS = json.loads((ROOT / "tests/unit/config/trinity_keys.json").read_text())["keys"]
-SECTIONS = {
-    "algorithm": ("tests/unit/algorithm", "tests/learning"),
-    "buffer": ("tests/unit/buffer", "tests/unit/data", "tests/integration/folders/test_log_backends.py"),
-    "checkpoint_root_dir": ("tests/unit/run/test_run_folder.py",),
-    "cluster": ("tests/unit/cluster", "tests/e2e/clusters"),
-    "continue_from_checkpoint": ("tests/unit/config/test_from_trinity.py",),
-    "data_processor": ("tests/unit/buffer/batches", "tests/unit/data/test_task_pipeline.py"),
-    "explorer": ("tests/unit/explorer", "tests/unit/rollouts", "tests/unit/engines"),
-    "log": ("tests/unit/monitor",),
-    "mode": ("tests/unit/config/test_config_plan.py", "tests/integration/roles"),
-    "model": ("tests/unit/models", "tests/unit/engines"),
-    "monitor": ("tests/unit/monitor",),
-    "service": ("tests/unit/data/test_task_pipeline.py",),
-    "stages": ("tests/unit/config/test_config_reading.py",),
-    "synchronizer": ("tests/unit/synchronizer", "tests/unit/weights", "tests/integration/weights"),
-    "trainer": ("tests/unit/trainer", "tests/e2e/training"),
-}
-"""Section -> where its effective keys are tested; the state of each key is tests/unit/config/test_from_trinity.py's."""
 
 
 def page() -> str:
@@ -195,8 +175,6 @@ def page() -> str:
     for kind, methods in HERE.items():
         lines += ["", f"## {kind}", "", "| there | here | shown by |", "|---|---|---|"]
         lines += [f"| `{name}` | {here} | {test.replace('::', ' `')}` |" for name, (here, test) in methods.items()]
-    lines += ["", "## Configuration", "", "| keys below | tests |", "|---|---|"]
-    lines += [f"| `{section}` | {', '.join(tests)} |" for section, tests in SECTIONS.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -206,14 +184,6 @@ def test_every_test_that_is_named_exists(kind: str) -> None:
         file, _, test = named.partition("::")
         tree = ast.parse((ROOT / file).read_text())
         assert test in {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}, f"{kind}.{method}: {named}"
-
-
-def test_every_section_of_its_configuration_names_tests_that_exist() -> None:
-    told = {path.partition(".")[0].partition("[")[0] for path in KEYS}
-    assert sorted(SECTIONS.keys() - told) == []
-    assert [path for paths in SECTIONS.values() for path in paths if not (ROOT / path).exists()] == []
-    sections = {path.partition(".")[0].partition("[")[0] for path in KEYS if "." in path}
-    assert sorted(sections - SECTIONS.keys()) == []
 
 
 def test_the_page_of_methods_is_of_today() -> None:

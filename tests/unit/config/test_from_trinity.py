@@ -1,13 +1,16 @@
 """Promises to who brings a file of Trinity-RFT.
 
-- Each leaf of its `Config` is effective, has an equivalent, or is a named refusal; docs/trinity-keys.md lists them.
+- Each leaf of its `Config` is effective, has an equivalent, or is a named refusal; docs/trinity-keys.md lists them,
+  with a test that shows it: of an effective key one that fails where the key is ignored.
 - With --from trinity, or with a key that ours does not have, its defaults hold, and each that differs is told.
 - What was read otherwise than it is written can be seen.
 
 `python tests/unit/config/test_from_trinity.py > docs/trinity-keys.md` writes the page again.
 """
 
+import ast
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ from rftdask.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 REFERENCE: dict[str, Any] = json.loads(Path(__file__).with_name("trinity_keys.json").read_text())
+SHOWN_BY: dict[str, str] = json.loads(Path(__file__).parents[1].joinpath("compat/trinity_key_tests.json").read_text())
+"""Key -> the test that shows its effect, as path::name."""
 KEYS = dict(walk(Config))
 ALL_DEFAULTS = {**DEFAULTS} | {f"explorer.auxiliary_models[].{key}": value for key, value in _AUXILIARY.items()}
 SAME_AS = {
@@ -106,6 +111,32 @@ def said_of(path: str, key: FieldInfo, there: Any) -> list[str]:
     return said
 
 
+def shown_by(path: str, told: str) -> str:
+    """The test of a key in this state; "" where nobody has named one."""
+    refusals = {
+        "without effect": "keys.py::test_an_ignored_key_is_warned_about_once_with_the_reason",
+        "refused unless": "keys.py::test_a_key_whose_feature_is_missing_is_refused_when_set",
+        "refused: ": "errors.py::test_secrets_are_refused_and_never_shown",
+        "computed": "keys.py::test_a_derived_key_cannot_be_set",
+    }
+    found = next((test for begin, test in refusals.items() if told.startswith(begin)), None)
+    if found is not None:
+        return f"tests/unit/config/test_config_{found}"
+    return SHOWN_BY.get(path, "") or SHOWN_BY.get(path.replace("tasksets[].", "taskset.").replace("eval_", ""), "")
+
+
+def listed_keys() -> dict[str, tuple[Any, str]]:
+    """(default there, state) of each key that the page lists: of sections that stand in several places the keys of one,
+    and what is otherwise in another."""
+    listed = {}
+    for path, there in REFERENCE["keys"].items():
+        told = state(path, there)
+        base = next((path.replace(long, short) for long, short in SAME_AS.items() if path.startswith(long)), path)
+        if base == path or state(base, REFERENCE["keys"].get(base)) != told:
+            listed[path] = there, told
+    return listed
+
+
 def plain_text(value: Any) -> str:
     return json.dumps(value).strip('"')
 
@@ -121,14 +152,15 @@ def page() -> str:
         "buffers, those of the policy's engine for auxiliary models, where the table says nothing else. How to bring a",
         "file: [from-trinity.md](from-trinity.md). A test writes this page: tests/unit/config/test_from_trinity.py.",
         "",
-        "| key | default there | here |",
-        "|---|---|---|",
+        "The last column names a test that shows it; of an effective key it fails where the key is ignored.",
+        "",
+        "| key | default there | here | shown by |",
+        "|---|---|---|---|",
     ]
-    for path, there in REFERENCE["keys"].items():
-        told = state(path, there)
-        base = next((path.replace(long, short) for long, short in SAME_AS.items() if path.startswith(long)), path)
-        if base == path or state(base, REFERENCE["keys"].get(base)) != told:
-            lines.append(f"| `{path}` | `{plain_text(there)}` | {told.replace('|', '/')} |")
+    lines += [
+        f"| `{path}` | `{plain_text(there)}` | {told.replace('|', '/')} | {shown_by(path, told).replace('::', ' `')}` |"
+        for path, (there, told) in listed_keys().items()
+    ]
     lines += ["", "## veRL's keys, below `trainer.trainer_config`", "", "| key | here |", "|---|---|"]
     lines += [f"| `{key}` | taken as `{ours}` |" for key, ours in VERL.items()]
     lines += [f"| `{key}` | without effect, warned of: {why} |" for key, why in NEEDLESS.items()]
@@ -147,6 +179,20 @@ def page() -> str:
 def test_every_leaf_of_the_reference_has_a_state() -> None:
     assert len(REFERENCE["keys"]) > 500
     assert [path for path, there in REFERENCE["keys"].items() if not state(path, there)] == []
+
+
+@cache
+def tests_of(file: str) -> set[str]:
+    return {n.name for n in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(n, ast.FunctionDef)}
+
+
+def test_every_key_names_a_test_that_exists() -> None:
+    named = {path: shown_by(path, told) for path, (_, told) in listed_keys().items()}
+    assert [path for path, test in named.items() if not test] == []
+    for test in set(named.values()):
+        file, _, name = test.partition("::")
+        assert name in tests_of(file), test
+    assert sorted(SHOWN_BY.keys() - named.keys()) == []
 
 
 def test_the_page_of_keys_is_of_today() -> None:

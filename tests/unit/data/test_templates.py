@@ -6,6 +6,7 @@ import pytest
 
 from rftdask.config import load_config
 from rftdask.data.tokenizer import load_tokenizer
+from rftdask.explorer.worker_cache import _tokenizer as auxiliary_tokenizer
 from rftdask.models.toy import build_toy_model
 
 TEMPLATE = """{{ messages[0].content }}
@@ -22,4 +23,18 @@ def test_the_thinking_mode_reaches_the_template(tmp_path: Path, setting: str, re
         "buffer": {"total_steps": 1, "explorer_input": {"taskset": {"path": "t.jsonl"}}},
     }
     tokenizer = load_tokenizer(load_config(tree, [f"explorer.rollout_model.enable_thinking={setting}"]))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == f"Hi{rendered}"
+
+
+@pytest.mark.parametrize(("own", "rendered"), [("null", "<True>"), ("false", "<False>")])
+def test_an_auxiliary_model_thinks_as_its_own_key_says_else_as_the_policy(
+    tmp_path: Path, own: str, rendered: str
+) -> None:
+    build_toy_model(tmp_path, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=1)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    tree = {"model": {"model_path": str(tmp_path), "max_model_len": 64}, "buffer": {"total_steps": 1}}
+    judge = f"explorer.auxiliary_models=[{{name: judge, model_path: {tmp_path}, enable_thinking: {own}}}]"
+    taskset = "buffer.explorer_input.taskset.path=t.jsonl"
+    config = load_config(tree, [taskset, judge, "model.enable_thinking=true"])
+    tokenizer = auxiliary_tokenizer(config.explorer.auxiliary_models[0], config)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == f"Hi{rendered}"

@@ -12,6 +12,7 @@ import pytest
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config.schema.explorer import OverRolloutConfig
 from rftdask.data.task import Task
+from rftdask.engines.base import GenerateRequest
 from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.workflows.base import PolicyModel, Reward, WorkflowFn
 from rftdask.rollouts.workflows.registry import workflow
@@ -144,6 +145,41 @@ def test_auxiliary_models_are_asked_by_name_and_not_recorded() -> None:
     [experience] = result.experiences
     assert (experience.reward, experience.response_text, experience.metrics["logprob"]) == (1.0, "4", -0.25)
     assert result.times[0].generate_s > 0
+
+
+@pytest.mark.parametrize(
+    ("own", "found"),
+    [
+        ({"temperature": 0.25}, ("temperature", 0.25)),
+        ({"top_p": 0.5}, ("top_p", 0.5)),
+        ({"top_k": 7}, ("top_k", 7)),
+        ({"repetition_penalty": 1.5}, ("repetition_penalty", 1.5)),
+        ({"min_response_tokens": 2}, ("min_tokens", 2)),
+        ({"max_response_tokens": 9}, ("max_tokens", 9)),
+        ({"max_prompt_tokens": 11}, ("prompt", 11)),
+        ({"max_model_len": 112}, ("prompt", 12)),  # what its 100 response tokens leave
+    ],
+)
+def test_an_auxiliary_model_is_asked_with_lengths_and_sampling_of_its_own(
+    own: dict[str, float], found: tuple[str, float]
+) -> None:
+    async def judged(task: Task, model: PolicyModel) -> float:
+        for each in (model, model.auxiliary("judge")):
+            await each.generate("a prompt of some length")
+        return 0.0
+
+    calls: tuple[list[list[GenerateRequest]], ...] = ([], [])
+    policy, judge = (TextEngine(replies("yes", log), CharTokenizer()) for log in calls)
+    section = {"name": "judge", "model_path": "none", "engine_type": "fake", **own}
+    changes = {"auxiliary_models": [section], "model": cut_at(20)}
+    rows = outcome([task(0, named(judged))], policy, {"auxiliary": {"judge": judge}}, **changes)
+    assert rows.experiences[0].status == Status.OK
+    [[[of_policy]], [[of_judge]]] = calls
+    key, value = found
+    told = [
+        len(each.prompt_tokens) if key == "prompt" else getattr(each.sampling, key) for each in (of_policy, of_judge)
+    ]
+    assert told[1] == value != told[0]
 
 
 @pytest.mark.parametrize(
