@@ -44,7 +44,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from gpu_train import free, make_engine, model_folder, write_model
+from gpu_train import NO_PEFT, free, make_engine, model_folder, write_model
 from kill_quickstart import SHORT
 from report import Report, make_parser
 from torch.nn.functional import scaled_dot_product_attention
@@ -229,6 +229,8 @@ def _batch_for(name: str, seed: int) -> TrainingBatch:
 def part_e(place: Place) -> None:
     if not find_spec("trl"):
         place.add("e", "TRL beside it", "skipped: it is not installed here (extra conformance)")
+    if not find_spec("peft"):
+        place.add("e", "LoRA", f"skipped: {NO_PEFT}")
     for row in _other(place, "e", "gpu_train.py", "--models", str(place.models)):
         found = f"{row['ours']:.4g} {row['unit']}"
         against = f"{row['ratio']:.2f} times as good as {row['against']}" if row["against"] else ""
@@ -237,7 +239,9 @@ def part_e(place: Place) -> None:
 
 
 def part_f(place: Place) -> None:
-    if not place.is_large:
+    if not find_spec("peft"):
+        place.add("f", "LoRA", f"skipped: {NO_PEFT}")
+    elif not place.is_large:
         place.add("f", "LoRA on seven billion weights", "skipped: it is for a GPU of 80 GB")
     for row in _other(place, "f", "gpu_train.py", "--peak", "--models", str(place.models)):
         bound, holds = "", None

@@ -39,7 +39,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import LoraConfig as PeftConfig
 from report import Report, make_parser
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -167,6 +166,8 @@ def bare_step(folder: str, device: str, batch: TrainingBatch, lora: bool) -> Ste
     # Frozen weights as they are in the file, as ours are.
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto" if lora else torch.float32)
     if lora:
+        from peft import LoraConfig as PeftConfig  # late: an extra that full training does without
+
         model.enable_input_require_grads()
         model.add_adapter(PeftConfig(r=LORA_RANK, target_modules="all-linear"))
     model.to(device).train()
@@ -187,6 +188,11 @@ def trl_step(folder: str, device: str, batch: TrainingBatch, lora: bool) -> Step
     from datasets import Dataset  # late, as is trl: an extra that the others do without
     from trl import GRPOConfig, GRPOTrainer
 
+    adapters = None
+    if lora:
+        from peft import LoraConfig as PeftConfig
+
+        adapters = PeftConfig(r=LORA_RANK, target_modules="all-linear")
     scratch, prompt = f"{folder}-trl", int(batch.prompt_lengths[0])
     args = GRPOConfig(
         output_dir=scratch, use_cpu=device == "cpu", bf16=device == "cuda", report_to=[], beta=0.0, learning_rate=1e-6,
@@ -197,7 +203,7 @@ def trl_step(folder: str, device: str, batch: TrainingBatch, lora: bool) -> Step
     trainer = GRPOTrainer(
         model=folder, args=args, reward_funcs=lambda completions, **_: [0.0] * len(completions),
         train_dataset=Dataset.from_list([{"prompt": "1"}] * 2),
-        peft_config=PeftConfig(r=LORA_RANK, target_modules="all-linear") if lora else None,
+        peft_config=adapters,
     )  # fmt: skip
     tokens = torch.from_numpy(batch.tokens).long()[None].to(device)
     inputs = {
@@ -317,6 +323,9 @@ def measure_peak(report: Report, folder: str, device: str, length: int, prompt: 
     free()
 
 
+NO_PEFT = "peft is not installed here (extra lora)"
+
+
 def free() -> None:
     """What a model before had is given back."""
     gc.collect()
@@ -337,23 +346,25 @@ def main() -> None:
     lengths, prompt, runs = ([256], 32, 1) if args.quick else (args.lengths, 1024, args.runs)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU: no GPU number exists, the script runs, no more"
     print(f"{name}; torch {torch.__version__}{'; tiny shape' if args.quick else ''}")
-    report = Report(args)
+    report, ways = Report(args), (False, True) if find_spec("peft") else (False,)
+    if True not in ways:
+        print(f"LoRA is left out: {NO_PEFT}")
     warnings.simplefilter("ignore")  # of TRL
     with tempfile.TemporaryDirectory() as scratch:
         models = args.models or Path(scratch)
         if not args.peak:
             measure_heads(report, device, lengths[0], args.quick, runs)
-            for lora in (False, True):
+            for lora in ways:
                 for length in lengths:
                     measure(report, model_folder(models, args.quick), device, length, prompt, lora, runs)
         else:
-            for lora in (False, True):
+            for lora in ways:
                 folder = model_folder(models, args.quick)
                 measure_peak(report, folder, device, lengths[0], prompt, lora, "0.6B")
-            if args.quick or torch.cuda.get_device_properties(0).total_memory > 70e9:
+            if True in ways and (args.quick or torch.cuda.get_device_properties(0).total_memory > 70e9):
                 folder = model_folder(models, args.quick, large=True)
                 measure_peak(report, folder, device, lengths[0], prompt, True, "7B")
-            else:
+            elif True in ways:
                 print("7B is left out: it is for a GPU of 80 GB")
     report.write()
 
