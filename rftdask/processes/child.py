@@ -33,7 +33,16 @@ from typing import IO, Any
 import msgpack
 
 from rftdask import errors
-from rftdask.errors import ConfigError, OperatorError, ProcessLostError, RftError, RoleError, UserError, WaitTimeout
+from rftdask.errors import (
+    ConfigError,
+    OperatorError,
+    ProcessLostError,
+    RftError,
+    RoleError,
+    UserError,
+    WaitTimeout,
+    lacks_training,
+)
 from rftdask.processes.nursery import ADDRESS, Forked
 from rftdask.text.terminal import SafeFormatter, safe
 
@@ -255,7 +264,10 @@ def main(target: str) -> None:
             print(safe(lines), file=sys.stderr, flush=True)
         # Our own errors come without a traceback, which has the notes of others.
         notes = getattr(error, "__notes__", []) if isinstance(error, RftError) else []
-        told = {"kind": type(error).__name__, "text": "\n".join([str(error), *notes]), "traceback": lines}
+        kind, text = type(error).__name__, "\n".join([str(error), *notes])
+        if isinstance(error, ImportError) and (remedy := lacks_training(error)):
+            kind, text = "UserError", remedy
+        told = {"kind": kind, "text": text, "traceback": lines}
         channel.send({"child_error": told})
         # Not sys.exit, which would wait for the threads and handlers of libraries.
         os._exit(1)

@@ -67,7 +67,10 @@ def test_it_checks_estimates_submits_and_reads_and_says_what_more_needs(tmp_path
     code, said = rftdask(tmp_path, "report", folder)
     assert (code, said.strip()) == (0, f"{folder}/report.html"), said
 
-    for command in (("run", config, "name=other"), ("convert", folder, str(tmp_path / "out"))):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    debug = ("debug", config, "explorer.rollout_model.engine_type=transformers", "model.model_path=model", "--once")
+    for command in (("run", config, "name=other"), ("convert", folder, str(tmp_path / "out")), debug):
         code, said = rftdask(tmp_path, *command)
         assert (code, _REMEDY in said, "Traceback" in said) == (2, True, False), said
 
