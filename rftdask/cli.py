@@ -260,6 +260,7 @@ def run(
         from rftdask.serve.server import ServeOptions, serve_policy
 
         return serve_policy(checked, ServeOptions.of(checked), typer.echo)
+    checked = _begin(checked)
     # Late: the other commands need neither Dask nor pandas. What the run's processes are forked from starts first, and
     # imports torch while this process imports those.
     from rftdask.cluster.base import prepare_cluster
@@ -455,6 +456,7 @@ def submit(
         own = checked.cluster.slurm.template
         _say(TEMPLATE if own is None else f"{TEMPLATE}\n{{# cluster.slurm.template of this run: #}}\n{own}")
         return
+    checked = _begin(checked)
     submission = plan_submission(
         checked,
         single_allocation=single_allocation,
@@ -1046,6 +1048,16 @@ def _load(config: str, overrides: list[str] | None, origin: str) -> Config:
         _say(f"read as a file of {checked.origin}; rftdask validate tells what that changes", err=True)
     _warn(checked.warnings)
     return checked
+
+
+def _begin(checked: Config) -> Config:
+    """The configuration of a start, whose run may be one beside the one in its folder; that is said."""
+    from rftdask.run.run_folder import begin_beside  # late: the other commands need no storage
+
+    begun = begin_beside(checked)
+    if begun.name != checked.name:
+        _say(f"continue_from_checkpoint: false: a new run, {begun.checkpoint_job_dir}", err=True)
+    return begun
 
 
 def _write_page(run: str | Path, html: str, limit: int) -> None:

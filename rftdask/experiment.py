@@ -44,6 +44,7 @@ from rftdask.run.run_folder import (
     DATASET,
     RUN_FILE,
     Lease,
+    begin_beside,
     check_run,
     note_begin,
     note_end,
@@ -87,7 +88,7 @@ class Experiment:
 
     def __init__(self, config: Config | None = None, **sections: Any) -> None:
         """Either a checked config, or its sections as keywords. Raises: ConfigError: every mistake at once."""
-        self.config = config if config is not None else load_config(sections)
+        self.config = begin_beside(config if config is not None else load_config(sections))
         self.summary: RunSummary | None = None
         """Of the last `run` in this process."""
         self.client: Client | None = None

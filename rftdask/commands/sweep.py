@@ -85,6 +85,8 @@ def plan_sweep(path: str, settings: Sequence[str]) -> list[Point]:
         raise UserError(f"that would be {len(combinations)} runs, and a sweep has at most {MAX_RUNS}")
     # Read once without the axes, for the group alone, which all runs of the sweep have in common.
     group = load_config(path, fixed)
+    if not group.continue_from_checkpoint:
+        raise UserError("continue_from_checkpoint: a sweep goes on with its runs by their names; leave it out")
     points = []
     for combination in combinations:
         chosen = tuple(zip(axes, combination, strict=True))

@@ -27,7 +27,7 @@ import psutil
 
 from rftdask.config import Config, fill_from_environment, load_config, names_environment, replace
 from rftdask.config.base import plain
-from rftdask.errors import DamagedError, DataError, FencedError, NotFoundError, StorageError
+from rftdask.errors import DamagedError, DataError, FencedError, NotFoundError, StorageError, UserError
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import next_number, numbers_in
 from rftdask.storage.checked_json import parse_object
@@ -110,6 +110,26 @@ _FREE_KEYS = {
 
 _TRAINED_KEYS = {"buffer.explorer_input.taskset", "buffer.explorer_input.tasksets"}
 """What a later start in mode bench may leave out."""
+
+
+def begin_beside(config: Config) -> Config:
+    """The config of a start: of a run beside the one in its folder, where `continue_from_checkpoint` says so. Its name
+    has the time appended, and whoever starts it again continues it. Makes no folder.
+
+    Raises: UserError: the command is one of two that meet in one folder by its name.
+    """
+    if config.continue_from_checkpoint or config.mode in ("bench", "serve"):
+        return config
+    changes: dict[str, Any] = {"continue_from_checkpoint": True}
+    if open_storage(config.checkpoint_job_dir).list():
+        alone = config.mode == "train" and config.algorithm.schema_type != "experience"
+        if not (config.stages or config.has_both_roles or alone):
+            raise UserError(
+                f"continue_from_checkpoint: {config.checkpoint_job_dir} is not empty, and mode {config.mode} finds the "
+                "other role of its run there; leave it out to go on with that run, or choose another name for both"
+            )
+        changes["name"] = f"{config.name}_{time.strftime('%Y%m%d%H%M%S', time.gmtime())}"
+    return replace(config, changes)
 
 
 def check_run(storage: Storage, config: Config, free: Collection[str] = (), explore_steps: int | None = None) -> None:
@@ -229,7 +249,8 @@ def read_run(storage: Storage) -> dict[str, Any]:
 
 def read_run_config(storage: Storage) -> Config:
     """The config with which an existing run began. Raises: DataError: there is none."""
-    return load_config(read_run(storage)["config"], was_checked=True)
+    # Once begun it is continued, whatever was asked for when it began.
+    return load_config({**read_run(storage)["config"], "continue_from_checkpoint": True}, was_checked=True)
 
 
 def record_config(storage: Storage, config: Config) -> str:

@@ -74,8 +74,8 @@ def warn(config: Config) -> Iterator[Problem]:
                 yield f"trainer.{name}", f"ignored: trainer_strategy {trainer.trainer_strategy} keeps all in place"
     if config.model.custom_chat_template and config.model.chat_template_path:
         yield "model.chat_template_path", "ignored: model.custom_chat_template is given and wins"
-    if not config.continue_from_checkpoint and config.mode == "bench":
-        yield "continue_from_checkpoint", "ignored: bench reads the checkpoints of the run"
+    if not config.continue_from_checkpoint and config.mode in ("bench", "serve"):
+        yield "continue_from_checkpoint", f"ignored: {config.mode} reads the weights of the run"
 
 
 def _of_task_pipeline(config: Config) -> Iterator[Problem]:

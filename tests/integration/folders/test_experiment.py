@@ -89,6 +89,8 @@ def test_a_stopped_experiment_continues_to_its_end(tmp_path: Path) -> None:
     assert summary.status == "finished"
     assert assert_sound(run_folder(config))["checkpoint"] == 30
     assert sorted(experiment.metrics("eval").step)[0] == 5, "eval_on_startup: false, eval_interval: 5"
+    beside = Experiment.from_yaml(config, "continue_from_checkpoint=false")
+    assert re.fullmatch(re.escape(experiment.url) + r"_\d{14}", beside.url)
 
 
 def test_validate_tells_the_plan_and_imports_nothing_heavy(tmp_path: Path) -> None:

@@ -668,6 +668,11 @@ def test_scripts_are_shown_where_there_is_no_slurm(tmp_path: Path, monkeypatch: 
     assert shown.code == 0 and shown.out.count("#!/usr/bin/env bash") == 3, shown
     assert shown.out.startswith("# not checked against what SLURM has: sinfo is not a command here")
     assert call_cli("submit", str(file)).code == 2
+    folder = Path(load_config(file).checkpoint_job_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").touch()
+    shown = call_cli("submit", str(file), "--dry-run", "continue_from_checkpoint=false")
+    assert f"continue_from_checkpoint: false: a new run, {folder}_20" in shown.err
 
 
 def test_scripts_are_shown_with_what_slurm_says_and_refused_in_its_words(

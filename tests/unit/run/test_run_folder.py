@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,11 +18,12 @@ import psutil
 import pytest
 
 from rftdask.config import Config, load_config, replace
-from rftdask.errors import DamagedError, DataError, FencedError
+from rftdask.errors import DamagedError, DataError, FencedError, UserError
 from rftdask.run.run_folder import (
     RUN_FILE,
     Lease,
     LeaseWatch,
+    begin_beside,
     check_run,
     lease_holder,
     lease_holders,
@@ -63,6 +65,23 @@ def test_the_first_start_makes_the_folder_and_the_second_finds_it(storage: Stora
     written = storage.get(RUN_FILE)
     assert open_run(storage, config()) == opened
     assert storage.get(RUN_FILE) == written, "a later start changes nothing"
+
+
+def test_a_run_begins_beside_the_one_in_its_folder_where_it_is_not_to_continue_it(tmp_path: Path) -> None:
+    fresh = config(f"checkpoint_root_dir={tmp_path}", "continue_from_checkpoint=false")
+    assert begin_beside(fresh).name == "rft", "there is none to be beside"
+    storage = open_storage(fresh.checkpoint_job_dir)
+    open_run(storage, fresh)
+    assert read_run_config(storage).continue_from_checkpoint, "once begun it is continued"
+    beside = begin_beside(fresh)
+    assert re.fullmatch(r"rft_20\d{12}", beside.name)
+    open_run(open_storage(beside.checkpoint_job_dir), beside)
+    assert begin_beside(beside) == beside, "who starts it again continues it"
+    assert begin_beside(config(f"checkpoint_root_dir={tmp_path}")).name == "rft"
+    with pytest.raises(UserError, match=r"from_checkpoint: .*/rft is not empty, and mode train finds the other"):
+        begin_beside(replace(fresh, {"mode": "train"}))
+    held_out = {"mode": "bench", "buffer.explorer_input.eval_tasksets": [{"path": "held_out.jsonl"}]}
+    assert begin_beside(replace(fresh, held_out)).name == "rft", "it is warned of"
 
 
 def test_another_config_is_refused_naming_every_key(storage: Storage) -> None:
