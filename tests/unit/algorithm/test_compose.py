@@ -6,9 +6,14 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 
+from rftdask.algorithm.advantages.base import AdvantageInputs
+from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.compose import make_algorithm, make_part
+from rftdask.config import load_config
 from rftdask.errors import UserError
+from rftdask.trainer.rank import build_algorithm
 from tests.unit.algorithm.algorithm_cases import (
     ADVANTAGE_FNS,
     ALGORITHMS,
@@ -16,6 +21,9 @@ from tests.unit.algorithm.algorithm_cases import (
     KL_FNS,
     OPERATORS,
     POLICY_LOSS_FNS,
+    from_ratios,
+    rows,
+    with_weights,
 )
 
 REFERENCE_TYPES = {
@@ -176,3 +184,65 @@ def test_every_part_is_a_frozen_documented_dataclass_that_builds_from_its_name(k
         assert part == cls() and cls.__doc__
         with pytest.raises(dataclasses.FrozenInstanceError):
             part.something = 1
+
+
+# ---- from a configuration
+
+
+def built(**section: Any) -> Algorithm:
+    """The algorithm that the trainer makes of a configuration; grpo without a KL unless said."""
+    tree = {"mode": "train", "model": {"model_path": "m", "max_model_len": 64}}
+    return build_algorithm(load_config({**tree, "algorithm": {"kl_loss_fn": "none", **section}}))
+
+
+def loss_of(**section: Any) -> float:
+    """The loss of one row of two tokens: ratios 2 and 1/2, advantage 1, log p - log p_ref 1, entropies 1 and 3."""
+    algorithm = built(**section)
+    batch = from_ratios([2.0, 0.5], [1.0, 1.0], entropy_BT=rows([1.0, 3.0]))
+    batch = dataclasses.replace(batch, ref_logprobs_BT=batch.policy_logprobs_BT.detach() - 1.0)
+    return algorithm.compute_loss(with_weights(batch, algorithm))[0].item()
+
+
+@pytest.mark.parametrize(
+    ("section", "loss"),
+    [
+        ({}, -(1.2 + 0.5) / 2),
+        ({"algorithm_type": "gspo"}, -1.0),  # the ratio of the row is 1
+        ({"policy_loss_fn": "sft"}, 1.0),
+        ({"policy_loss_fn_args": {"clip_range": 0.5}}, -(1.5 + 0.5) / 2),
+        ({"loss_agg_mode": "seq-mean-token-sum"}, -(1.2 + 0.5)),
+        ({"kl_loss_fn": "k1"}, -0.85 + 0.001),
+        ({"kl_loss_fn": "k2", "kl_loss_fn_args": {"kl_coef": 0.5}}, -0.85 + 0.5 * 0.5),
+        ({"entropy_loss_fn_args": {"entropy_coef": 0.1}}, -0.85 - 0.1 * 2),
+        ({"entropy_loss_fn": "none", "entropy_loss_fn_args": {"entropy_coef": 0.1}}, -0.85),
+        ({"rollout_correction": {"method": "mask", "high": 1.5}}, -(0.0 * 1.2 + 0.5 * 0.5) / 2),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_each_key_of_a_part_is_in_the_loss(section: dict[str, Any], loss: float) -> None:
+    assert loss_of(**section) == pytest.approx(loss, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("section", "advantages"),
+    [
+        ({}, [0.5**0.5, -(0.5**0.5)]),
+        ({"advantage_fn": "reinforce"}, [1.0, 0.0]),
+        ({"advantage_fn_args": {"std": "none"}}, [0.5, -0.5]),
+        # The first rollout pays half a nat of its reward.
+        (
+            {"advantage_fn": "reinforce", "kl_penalty_fn": "k1", "kl_penalty_fn_args": {"kl_coef": 0.5}},
+            [0.5, 0.0],
+        ),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_each_key_of_a_part_is_in_the_advantages(section: dict[str, Any], advantages: list[float]) -> None:
+    batch = AdvantageInputs(
+        rewards_N=torch.tensor([1.0, 0.0]),
+        group_N=torch.tensor([0, 0]),
+        loss_mask_NT=torch.ones(2, 1, dtype=torch.bool),
+        rollout_logprobs_NT=torch.tensor([[-1.0], [-1.0]]),
+        ref_logprobs_NT=torch.tensor([[-2.0], [-1.0]]),
+    )
+    assert built(**section).compute_advantages(batch).advantages_N.tolist() == pytest.approx(advantages, abs=1e-5)

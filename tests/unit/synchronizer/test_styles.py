@@ -12,7 +12,15 @@ from sync_simulation import Simulation
 
 from rftdask.buffer.batches.backpressure import UnreadLimit
 from rftdask.buffer.batches.replay_priority import DecayLimitRandomization, Replay
-from rftdask.synchronizer.styles import DEFAULT_MAX_STALENESS, SyncRules, SyncStyle, WeightRequirement
+from rftdask.config import load_config
+from rftdask.synchronizer.styles import (
+    DEFAULT_MAX_STALENESS,
+    SyncRules,
+    SyncStyle,
+    WeightRequirement,
+    make_sync_rules,
+)
+from tests.unit.config.config_cases import grpo
 
 FIXED, EXPLORER, TRAINER, ASYNC = SyncStyle
 
@@ -89,6 +97,26 @@ def test_the_trainer_publishes_at_its_intervals_or_when_asked() -> None:
     asked = other(EXPLORER, trainer=3)
     assert [s for s in range(1, 8) if asked.publish_due(s, 0, requested=4)] == [4, 5, 6, 7]
     assert not asked.publish_due(5, published=4, requested=4)
+
+
+@pytest.mark.parametrize(
+    ("section", "versions", "published"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]),
+        ({"sync_offset": 2}, [0, 0, 0, 1, 2, 3], [1, 2, 3, 4, 5, 6]),
+        ({"sync_interval": 3}, [0, 0, 0, 3, 3, 3], [3, 6]),
+        ({"explorer_sync_interval": 3}, [0, 0, 0, 3, 3, 3], [1, 2, 3, 4, 5, 6]),
+        ({"trainer_sync_interval": 3}, [0, 0, 0, 3, 3, 3], [3, 6]),
+        ({"sync_style": "fully_async", "max_staleness": 3}, [0, 0, 0, 0, 1, 2], [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_each_key_of_the_section_is_in_the_rules(
+    section: dict[str, Any], versions: list[int], published: list[int]
+) -> None:
+    loaded = load_config(grpo(synchronizer={"sync_style": "fixed", "sync_offset": 0, **section}))
+    rules, steps = make_sync_rules(loaded), range(1, 7)
+    assert [rules.weights_for(step).version for step in steps] == versions
+    assert [step for step in steps if rules.publish_due(step, published=0, requested=0)] == published
 
 
 @pytest.mark.parametrize(("rules", "steps"), [(fixed(batch=16), 2), (fixed(per_step=16), 1), (fixed(per_step=6), 2)])

@@ -149,6 +149,17 @@ def test_memory_that_is_given_back_is_filled_with_the_next_checkpoint(models: Pa
     assert again == kept.state_files()
 
 
+@pytest.mark.parametrize("key", ["trainer__grad_clip", "algorithm__optimizer__clip_grad"])
+def test_the_limit_of_the_gradient_times_the_rate_is_the_length_of_a_step_of_sgd(models: Path, key: str) -> None:
+    section = {"algorithm__optimizer__optimizer_type": "sgd", "algorithm__optimizer__lr": 0.5}
+    trained = engine(models, "grpo", **section, **{key: 0.01})
+    before = load(bytes(trained.weights()["model.safetensors"]))
+    assert trained.train_step(rollouts(), 1)["grad_norm"] > 0.1
+    after = load(bytes(trained.weights()["model.safetensors"]))
+    moved = [(after[name].double() - tensor.double()).square().sum() for name, tensor in before.items()]
+    assert float(torch.stack(moved).sum().sqrt()) == pytest.approx(0.5 * 0.01, rel=1e-3)
+
+
 def test_in_its_warm_up_the_critic_learns_and_the_policy_does_not(models: Path) -> None:
     trained = engine(models, "ppo", trainer__critic_warmup=2)
     start, errors = trained.weights(), []

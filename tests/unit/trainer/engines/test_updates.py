@@ -36,6 +36,7 @@ from tests.numerics import shifted_seed
 from tests.unit.trainer.trainer_cases import engine_config
 
 EPOCHS, NUM_PARTS, STEPS = 2, 3, 2
+BETAS = (0.8, 0.9)
 CLOSE = 1e-4
 """A hundredth of what an update moves a weight by (the learning rate): Adam divides a gradient by its size, and so the
 rounding of the smallest, which is another one on another processor."""
@@ -47,6 +48,7 @@ SETTINGS: dict[str, Any] = {
     "trainer__ppo_mini_batch_size": 4,
     "algorithm__optimizer__lr_scheduler_type": "cosine",
     "algorithm__optimizer__lr_warmup_steps": 3,
+    "algorithm__optimizer__betas": BETAS,
     "algorithm__optimizer__weight_decay": 0.1,
     "algorithm__optimizer__decay_all_weights": True,
 }
@@ -92,7 +94,7 @@ def row_logprobs(model: Any, tokens: np.ndarray) -> Tensor:
 @pytest.mark.parametrize("bypass", [True, False])
 def test_updates_are_those_of_a_plain_loop_over_the_same_mini_batches(model: Path, bypass: bool) -> None:
     plain = AutoModelForCausalLM.from_pretrained(model)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=BETAS, weight_decay=0.1)
     section = OptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=3)
     rate = learning_rate(section, STEPS * EPOCHS * NUM_PARTS)
     tested, clipped = engine(model, algorithm__bypass_old_logprobs=bypass), []
@@ -139,7 +141,7 @@ def test_updates_are_those_of_a_plain_loop_over_the_same_mini_batches(model: Pat
 def test_the_critic_has_as_many_updates_clipped_around_its_values_at_the_start(model: Path) -> None:
     body = AutoModelForCausalLM.from_pretrained(model)
     plain = ValueModel(body.base_model, 16)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=BETAS, weight_decay=0.1)
     clip = 0.01
     tested = engine(model, "ppo", trainer__critic__cliprange_value=clip)
     batch = rollouts(0)
