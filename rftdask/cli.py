@@ -260,7 +260,9 @@ def run(
         from rftdask.serve.server import ServeOptions, serve_policy
 
         return serve_policy(checked, ServeOptions.of(checked), typer.echo)
-    checked = _begin(checked)
+    begun = _begin(checked)
+    given = "" if checked.continue_from_checkpoint else f" with name={begun.name} continue_from_checkpoint=true"
+    checked, again = begun, f"the same command{given} continues"
     # Late: the other commands need neither Dask nor pandas. What the run's processes are forked from starts first, and
     # imports torch while this process imports those.
     from rftdask.cluster.base import prepare_cluster
@@ -279,11 +281,11 @@ def run(
                 raise typer.Exit(terminated())
             summary = experiment.run(progress, accept_changes=accept_changes)  # type: ignore[arg-type]
         except KeyboardInterrupt:
-            _say("ended at once; the same command continues from the newest checkpoint", err=True)
+            _say(f"ended at once; {again} from the newest checkpoint", err=True)
             raise typer.Exit(EXIT_STOPPED) from None
         print_summary(summary)
         if summary.status != "finished":
-            _say("stopped with a checkpoint; the same command continues", err=True)
+            _say(f"stopped with a checkpoint; {again}", err=True)
             raise typer.Exit(terminated() or EXIT_STOPPED)
 
 

@@ -180,8 +180,8 @@ class Config(Section):
     """Only its owner may read the run: its folder has mode 0700 and its files 0600, whatever the umask. For folders:
     who may read a bucket is said there."""
     continue_from_checkpoint: bool = True
-    """True: continue the run found in the folder. False: begin a new one beside it when the folder is not empty, with
-    the time (UTC) at the end of its name. Whoever starts that again, a batch system or you, continues it."""
+    """True: continue the run found in the folder. False: each start begins a new one beside it when the folder is not
+    empty, with the time (UTC) at the end of its name; jobs of `rftdask submit` continue the one that it began."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
     """Seed of everything that has none of its own."""
     deterministic: bool | None = None
