@@ -24,6 +24,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
     """One that was started from keywords in a thread, and has ended."""
     sections = yaml.safe_load(write_config(tmp_path_factory.mktemp("api")).read_text())
     sections["trainer"]["total_steps"] = STEPS
+    sections |= {"project": "p", "group": "g", "log": {"level": "WARNING"}}
     experiment = Experiment(**sections).start()
     assert experiment.wait(timeout_s=0.01) is None, "it is still running"
     summary = experiment.wait(timeout_s=DEADLINE_S)
@@ -36,6 +37,16 @@ def test_metrics_are_a_frame_with_a_row_for_each_role_and_step(experiment: Exper
     assert metrics[metrics.role == "trainer"].step.tolist() == list(range(1, STEPS + 1))
     assert sorted(metrics[metrics.role == "eval"].step) == [0, 5, STEPS]
     assert set(experiment.metrics("explorer").role) == {"explorer"}
+
+
+def test_it_is_where_the_config_says_and_its_log_says_as_little_as_asked(
+    experiment: Experiment, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.getbasetemp() / "api0" / "runs"
+    assert [path.relative_to(root) for path in root.rglob("run.json")] == [Path("p/g/fake/run.json")]
+    logs = {path.name: path.read_text() for path in (root / "p/g/fake/log").glob("*.log")}
+    assert {name for name, text in logs.items() if " INFO " in text} == set()
+    assert "driver.log" in logs
 
 
 def test_every_metric_is_explained(experiment: Experiment) -> None:

@@ -5,6 +5,7 @@ trainer's rank, in this process, on a tiny model's own rollouts.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from rftdask.monitor.explain import explain
 from rftdask.monitor.metrics import MetricsWriter, read_metrics
 from rftdask.run.preflight import check_inputs
 from rftdask.storage import Storage, open_storage
+from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import checkpoint_steps
 from rftdask.trainer.rank import build_trainer
 from tests.integration.run_cases import BATCH_SIZE as NUM_TASKS
@@ -206,6 +208,24 @@ def test_every_advantage_function_trains_where_it_fits(world: World, name: str) 
     assert (frame["grad_norm"] > 0).any()
     if name in ("clipb", "clipv"):
         assert frame["token_filter_frac"].between(0.0, 0.5).all()
+
+
+@pytest.mark.parametrize(("strategy", "is_apart"), [("unrestricted", True), ("single_thread", False)])
+def test_checkpoints_are_written_and_kept_as_the_section_says(world: World, strategy: str, is_apart: bool) -> None:
+    keys = ("save_interval=1", "max_checkpoints_to_keep=1", f"save_strategy={strategy}")
+    config = world.config("reinforceplusplus", *(f"trainer.{key}" for key in keys), run=f"saved-{strategy}")
+    writers: dict[str, bool] = {}
+
+    def note(verb: str, path: str, stage: str) -> None:
+        if verb == "put" and path.endswith("actor/model.safetensors"):
+            writers[path] = threading.current_thread() is not threading.main_thread()
+
+    storage = FaultyStorage(open_storage(config.checkpoint_job_dir), note)
+    world.explore(config, storage)
+    with MetricsWriter(storage, "trainer") as metrics:
+        build_trainer(config, storage, STEPS, metrics, lambda event: None).run()
+    assert writers == {f"global_step_{step}/actor/model.safetensors": is_apart for step in (1, 2)}
+    assert checkpoint_steps(storage) == [2]
 
 
 def test_operators_of_the_config_drop_and_shape(world: World) -> None:

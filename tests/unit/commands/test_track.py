@@ -91,7 +91,8 @@ def test_a_tracker_that_fails_and_arguments_that_are_none_are_told(case: Case, t
 
 def test_several_trackers_at_once(case: Case, tmp_path: Path) -> None:
     explored(case, 1)
-    names = {"monitor_type": "tensorboard", "also": [{"name": "lines.Lines", "args": {"file": str(tmp_path / "told")}}]}
+    first = {"monitor_type": "lines.Lines", "monitor_args": {"file": str(tmp_path / "told")}}
+    names = {**first, "also": [{"name": "tensorboard"}]}
     tree = {**case.config.to_dict(), "monitor": names}
     feeds = open_feeds(load_config(tree), case.storage)
     for feed in feeds:

@@ -97,6 +97,11 @@ def test_tasks_beside_a_dataset_are_planned_by_train_steps() -> None:
     assert "eval interval        before the first step and after the last" in make_plan(config(sft(), tasks)).render()
 
 
+def test_the_trainer_has_its_name_in_the_plan() -> None:
+    roles = make_plan(config(grpo(), "trainer.name=learner")).stages[0].roles
+    assert [role.name for role in roles] == ["explorer", "learner", "synchronizer"]
+
+
 def test_every_stage_is_planned() -> None:
     plan = make_plan(config(grpo(stages=[{"stage_name": "a"}, {"stage_name": "b", "mode": "explore"}])))
     assert [(stage.name, stage.mode) for stage in plan.stages] == [("rft/a", "both"), ("rft/b", "explore")]

@@ -15,7 +15,14 @@ STAGES = [
         "algorithm": {"algorithm_type": "sft", "optimizer": {"lr": 1e-4}},
         "buffer": {"trainer_input": {"experience_buffer": {"path": "pairs.jsonl"}}},
     },
-    {"stage_name": "rl", "trainer": {"save_interval": 5}},
+    {
+        "stage_name": "rl",
+        "data_processor": {
+            "experience_pipeline": {"operators": [{"name": "reward_filter", "args": {"threshold": 0.1}}]}
+        },
+        "explorer": {"max_timeout": 60.0},
+        "trainer": {"save_interval": 5},
+    },
 ]
 
 

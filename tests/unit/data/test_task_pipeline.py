@@ -139,6 +139,19 @@ def test_every_row_that_is_gone_has_a_reason(here: Path) -> None:
     assert b"what a library prints" in folder.get("dataset/data_juicer.log")
 
 
+def test_processes_weights_inputs_and_columns_are_those_of_the_section(here: Path) -> None:
+    stage = config(here, [SHORT], num_process=3, priority_weights={"quality": -1})
+    make([stage])
+    assert [row["source_row"] for row in made(stage)] == ["tasks.jsonl#0", "tasks.jsonl#1", "tasks.jsonl#4"]
+    log = open_storage(stage.checkpoint_job_dir).get("dataset/data_juicer.log")
+    assert b"text_length_filter in 3 processes" in log
+    (here / "more.jsonl").write_text('{"question": "and one more", "tags": ["y"]}\n')
+    inputs = [str(here / "tasks.jsonl"), str(here / "more.jsonl")]
+    stage = replace(config(here, [SHORT], inputs=inputs, target_fields=["question", "tags"]), {"name": "other"})
+    make([stage])
+    assert {row["source_row"] for row in made(stage)} == {"tasks.jsonl#4", "more.jsonl#0"}
+
+
 def test_scores_are_those_of_the_reference() -> None:
     """Trinity-RFT 0.6.0, service/data_juicer/server/utils.py: group_scores, compute_priority_scores; by hand."""
     stats = [

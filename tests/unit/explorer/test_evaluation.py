@@ -57,20 +57,31 @@ def make_unit(
 
 
 def make_queue(
-    config: Config, *tasksets: str, versions: tuple[int, ...] = ()
+    config: Config,
+    *tasksets: str,
+    versions: tuple[int, ...] = (),
+    url: str = "memory://evaluation-queue",
+    metrics: dict[str, float] | None = None,
 ) -> tuple[EvaluationQueue, list[tuple[str, int]]]:
+    """metrics: gets all that is recorded."""
     recorded: list[tuple[str, int]] = []
+
+    def record(taskset: str, version: int, found: dict[str, float]) -> None:
+        recorded.append((taskset, version))
+        if metrics is not None:
+            metrics.update(found)
+
     tree = config.to_dict()
     tree["buffer"]["explorer_input"]["eval_tasksets"] = [
         {"name": name, "path": f"{name}.jsonl", "repeat_times": REPEAT_TIMES[name]} for name in tasksets
     ]
     queue = EvaluationQueue(
-        open_storage("memory://evaluation-queue"),
+        open_storage(url),
         load_config(tree),
         SIZES,
         versions,
         make_unit,
-        lambda taskset, version, metrics: recorded.append((taskset, version)),
+        record,
     )
     return queue, recorded
 
@@ -154,6 +165,17 @@ def test_one_whose_driver_ended_before_it_was_recorded_is_recorded_by_the_next_a
     queue, recorded = make_queue(stage(), "small", versions=(4,))
     queue.read()
     assert recorded == [("small", 4)]  # bench reports it again
+
+
+@pytest.mark.parametrize(("asked", "found"), [((), set()), (("monitor.detailed_stats=true",), {"max", "min", "std"})])
+def test_ranges_are_recorded_where_they_are_asked_for(asked: tuple[str, ...], found: set[str]) -> None:
+    url, metrics = f"memory://ranges-{len(asked)}", dict[str, float]()
+    for unit in range(3):
+        ParquetLog(open_storage(url), "eval/small").commit([answer(unit, 1.0)], explore_step=4, unit=unit)
+    queue, recorded = make_queue(stage(*asked), "small", url=url, metrics=metrics)
+    queue.read()
+    assert recorded == [("small", 4)] and metrics["reward"] == 1.0
+    assert {name.partition("/")[2] for name in metrics if name.startswith("reward/") and "@" not in name} == found
 
 
 # ---- what the shards of an evaluation say

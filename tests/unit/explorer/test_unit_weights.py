@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rftdask.config import load_config
-from rftdask.errors import StorageError
+from rftdask.errors import StorageError, WaitTimeout
 from rftdask.explorer import worker_task
 from rftdask.explorer.worker_task import RolloutTask, may_join
 from rftdask.storage import open_storage
@@ -14,11 +14,11 @@ from rftdask.synchronizer.styles import WeightRequirement
 from rftdask.weights.published import Published, publish_weights, remove_weights_below
 
 
-def weights_of(name: str, mode: str, folder: str) -> int:
-    """The version that a unit gets which wants version 1, where 2 and 3 alone are left."""
+def weights_of(name: str, mode: str, folder: str, version: int = 1, timeout_s: float = 3600.0) -> int:
+    """The version that a unit gets which wants `version`, where 2 and 3 alone are left."""
     storage = open_storage(f"memory://unit-weights/{name}")
-    for version in (1, 2, 3):
-        publish_weights(storage, version, b"weights", "main")
+    for number in (1, 2, 3):
+        publish_weights(storage, number, b"weights", "main")
     remove_weights_below(storage, 2)
     taskset = {"taskset": {"path": "tasks.jsonl"}}
     config = load_config(
@@ -28,9 +28,10 @@ def weights_of(name: str, mode: str, folder: str) -> int:
             "name": name,
             "model": {"model_path": "none", "max_model_len": 32},
             "buffer": {"batch_size": 2, "total_steps": 1, "explorer_input": taskset},
+            "synchronizer": {"sync_timeout": timeout_s},
         }
     )
-    unit = RolloutTask(storage.url, "", folder, 2, 0, (), 2, False, WeightRequirement(1, exact=True), 1, None)
+    unit = RolloutTask(storage.url, "", folder, 2, 0, (), 2, False, WeightRequirement(version, exact=True), 1, None)
     published = worker_task._wait_for_weights(storage, unit, config)
     assert published is not None
     return published.version
@@ -53,6 +54,13 @@ def test_weights_that_another_trainer_removed_give_way_to_the_newest() -> None:
 def test_weights_that_must_be_these_are_said_to_be_gone(mode: str, folder: str) -> None:
     with pytest.raises(StorageError, match="version 1 were published and are gone"):
         weights_of(f"{mode}-{folder.partition('/')[0]}", mode, folder)
+
+
+def test_weights_that_do_not_come_are_waited_for_as_long_as_the_section_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([False] * 40)  # of two seconds, after which nobody wants them any more
+    monkeypatch.setattr(worker_task, "make_called_off", lambda: lambda: next(looks, True))
+    with pytest.raises(WaitTimeout, match=r"policy version 4 was not published in 0 s; newest: 3\."):
+        weights_of("waits", "both", "experiences", version=4, timeout_s=0.1)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,8 @@ def test_no_strategy_passes_the_staleness_bound() -> None:
 
 
 def test_a_strategy_is_named_with_its_arguments() -> None:
+    named = config(grpo(), ASYNC, f"algorithm.sample_strategy={NAME}")
+    assert type(make_sample_strategy(named)).__name__ == "Freshest"
     loaded = config(
         grpo(),
         ASYNC,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -24,9 +26,13 @@ from rftdask.config.schema.model import LoraConfig
 from rftdask.errors import DataError, RoleError
 from rftdask.models.toy import build_toy_model
 from rftdask.storage.base import Data
+from rftdask.testing.thread_ranks import ThreadRanks
 from rftdask.trainer.checkpoint import STATE_FILE, Checkpoints
 from rftdask.trainer.engines import torch_engine
 from rftdask.trainer.engines.critic import value_loss
+from rftdask.trainer.engines.strategies.base import Strategy
+from rftdask.trainer.engines.strategies.ddp import DDP
+from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy
 from tests.numerics import shifted_seed
@@ -80,6 +86,37 @@ NAMES = ["grpo", "ppo", "mix", "dpo", "kto", "reward_model", "remax", "on_policy
 NAMES += ["reinforceplusplus"]
 
 
+class Chosen(TorchEngine):
+    """Loads no model; keeps how its ranks are to share one."""
+
+    def __init__(self, config: Any, algorithm: Any, strategy: Any, sequence: Any, **more: Any) -> None:
+        self.strategy, self.sequence = type(strategy), sequence
+
+
+@pytest.mark.parametrize(
+    ("section", "size", "strategy"),
+    [
+        ({}, 1, Strategy),
+        ({}, 2, FSDP2),
+        ({"trainer_strategy": "ddp"}, 2, DDP),
+        ({"offload_policy": True}, 1, FSDP2),  # whose weights lie in host memory
+        ({"ulysses_sequence_parallel_size": 2}, 2, FSDP2),
+    ],
+)
+def test_ranks_share_a_model_as_the_section_says(
+    tmp_path: Path, section: dict[str, Any], size: int, strategy: type[Strategy]
+) -> None:
+    ranks = ThreadRanks(0, [None] * size, threading.Barrier(size))
+    config = engine_config(tmp_path, **{f"trainer__{key}": value for key, value in section.items()})
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        chosen = Chosen.from_config(config, make_algorithm("grpo"), None, ranks)
+    finally:
+        dist.destroy_process_group()
+    assert isinstance(chosen, Chosen)
+    assert (chosen.strategy, chosen.sequence) == (strategy, ranks if "ulysses" in "".join(section) else None)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_micro_batches_change_the_gradient_by_rounding_alone(models: Path, name: str) -> None:
     batch = batch_for(name)
@@ -92,6 +129,14 @@ def test_micro_batches_change_the_gradient_by_rounding_alone(models: Path, name:
     assert results[0].keys() == results[1].keys()
     for key, value in results[0].items():
         assert results[1][key] == pytest.approx(value, rel=2e-4, abs=1e-6), key
+
+
+@pytest.mark.parametrize(("dynamic", "num_passes"), [(True, 1), (False, 12)])
+def test_without_dynamic_batches_each_row_is_a_pass_of_its_own(models: Path, dynamic: bool, num_passes: int) -> None:
+    trained, passes = engine(models, "sapo", trainer__use_dynamic_bsz=dynamic), list[torch.nn.Module]()
+    trained._model.get_input_embeddings().register_forward_hook(lambda layer, inputs, output: passes.append(layer))
+    trained.train_step(rollouts(), 1)
+    assert len(passes) == num_passes
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo"])

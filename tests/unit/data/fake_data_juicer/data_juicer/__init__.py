@@ -66,6 +66,7 @@ class NestedDataset:
 
     def process(self, operators, open_monitor=True):
         print("what a library prints")
+        print(f"{operators[0]._name} in {operators[0].num_proc} processes")
         base_op.free_models()
         return NestedDataset(operators[0].run(self.to_list()))
 
