@@ -29,6 +29,8 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from rftdask import Experiment
 from rftdask.algorithm.compose import make_algorithm
@@ -42,6 +44,7 @@ from rftdask.engines.vllm import VllmEngine, _mixed
 from rftdask.engines.vllm_follower import ADDRESS, NODES
 from rftdask.errors import RoleError
 from rftdask.models.toy import build_toy_model
+from rftdask.rollouts.policy.answer_parsers import AnswerParser, ToolCall
 from rftdask.storage import open_storage
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy, token_logprobs
@@ -652,6 +655,37 @@ def test_the_quickstart_learns_with_vllm(tmp_path: Path, engine: VllmEngine) -> 
     assert after >= 0.5 and after >= 2 * before, last[0]
     steps = Experiment.open(tmp_path / "rftdask" / "quickstart" / "grpo").metrics("trainer")
     assert len(steps) == NUM_GRPO and (steps.mismatch_kl.abs() < 0.1).all(), "one step off policy, and no further"
+
+
+@pytest.mark.parametrize(
+    ("parser", "said"),
+    [
+        ("mistral", '[TOOL_CALLS]add{"x": 1}'),
+        ("glm45", "<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"),
+        (
+            "deepseek_v3",
+            "<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>function<\uff5ctool\u2581sep\uff5c>add\n"
+            '```json\n{"x": 1}\n```<\uff5ctool\u2581call\u2581end\uff5c><\uff5ctool\u2581calls\u2581end\uff5c>',
+        ),
+    ],
+)
+def test_parsers_of_vllm_see_marks_that_are_special_tokens(parser: str, said: str) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+    marks = sorted({"[ARGS]", *re.findall(r"\[TOOL_CALLS\]|</?[a-z_]+>|<\uff5c[^\uff5c]*\uff5c>", said)})
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokens = [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    assert text != said
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    parsed = AnswerParser(tokenizer, parser, "none").parse(text, tokens, "", tools)
+    assert parsed.calls == (ToolCall("add", {"x": 1}),)
+    assert AnswerParser(tokenizer, parser, "none").parse("4", [*map(ord, "4")], "", tools).content == "4"
 
 
 def test_a_model_that_vllm_loads_and_cannot_compute_ends_the_run_with_the_reason(

@@ -156,11 +156,12 @@ class InferenceModelConfig(Section):
     cache allow."""
     tool_call_parser: ToolCallParser | None = None
     """How the model writes calls of tools, for workflows that ask by `model.openai_client()`. hermes: JSON within
-    <tool_call>. template: as the tokenizer's response_template says. none: calls stay text. The others are vLLM's and
-    need it. None: what the model's chat template shows, else hermes."""
+    <tool_call>. openai: gpt-oss's channels. template: as the tokenizer's response_template says. none: calls stay text.
+    The others are vLLM's and need it. None: what the model's chat template shows, else hermes."""
     reasoning_parser: ReasoningParser | None = None
-    """How the model tells thoughts from its answer, for the same workflows. think, deepseek_r1, qwen3: they end with
-    </think>. template and none: as above. The others are vLLM's. None: what the chat template shows, else none."""
+    """How the model tells thoughts from its answer, for the same workflows. think, deepseek_r1, deepseek_v3,
+    qwen3: they end with </think>. openai_gptoss, template, none: as above. The others are vLLM's. None: what the chat
+    template shows, else none."""
     tensor_parallel_size: Count = 1
     """vLLM: GPUs of one engine, splitting each layer."""
     data_parallel_size: Count = 1

@@ -1,8 +1,9 @@
 """Answer parser: what a policy wrote, as OpenAI's API tells it: content, reasoning and calls of tools apart.
 
 Models write these in ways of their own, which their chat template shows. Here are the two most common ways, JSON within
-<tool_call> and thoughts before </think>; the others are the tokenizer's own response template, or vLLM's parsers, which
-need the package vllm and nothing that computes. Text in, text out: what is trained are the tokens, parsed or not.
+<tool_call> and thoughts before </think>, and gpt-oss's channels; the others are the tokenizer's own response template,
+or vLLM's parsers, which need the package vllm and nothing that computes. Text in, text out: what is trained are the
+tokens, parsed or not.
 """
 
 from __future__ import annotations
@@ -29,8 +30,17 @@ _CALLS_BY_MARK = {
 }
 """What only templates of some models hold -> the parser of their calls; the first that is found."""
 _THOUGHTS_BY_MARK = {"</think>": "think", "<|channel|>": "openai_gptoss", "[THINK]": "mistral"}
-_OWN_THOUGHTS = ("think", "deepseek_r1", "qwen3")
+_OWN_THOUGHTS = ("think", "deepseek_r1", "deepseek_v3", "qwen3")
 """Names for one format: thoughts end with </think>, and begin the answer or the end of the prompt with <think>."""
+_OWN_CALLS = ("hermes", "none")
+_CHANNELS = ("openai", "openai_gptoss")
+"""Names for gpt-oss's format, of its calls and of its thoughts, which are read together."""
+_MESSAGE = re.compile(
+    r"(?:to=(?P<to>\S+?)\s*)?<\|channel\|>(?P<channel>\w+)(?:\s+to=(?P<later>[^\s<]+))?[^<]*(?:<\|constrain\|>[^<]*)?"
+    r"<\|message\|>(?P<text>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z)",
+    re.DOTALL,
+)
+"""A message of an answer in that format; a call names its tool before or after the channel."""
 _TEMPLATE = "template"
 
 
@@ -75,8 +85,8 @@ class AnswerParser:
         self._calls_name = calls or _shown(_CALLS_BY_MARK, self.chat_template) or "hermes"
         self._thoughts_name = reasoning or _shown(_THOUGHTS_BY_MARK, self.chat_template) or "none"
         # What a configuration names is made at once, so that a mistake is told before any rollout.
-        self._calls = self._calls_parser() if calls not in (None, _TEMPLATE) else None
-        self._thoughts = self._thoughts_parser() if reasoning not in (None, _TEMPLATE) else None
+        self._calls = self._calls_parser() if calls not in (None, _TEMPLATE, *_CHANNELS) else None
+        self._thoughts = self._thoughts_parser() if reasoning not in (None, _TEMPLATE, *_CHANNELS) else None
 
     def parse(self, text: str, tokens: Sequence[int], prompt: str, tools: Tools | None) -> ParsedAnswer:
         """The parts of an answer.
@@ -94,13 +104,29 @@ class AnswerParser:
             if not calls or tools is not None:
                 thoughts = parsed.get("reasoning_content") or parsed.get("reasoning") or parsed.get("thinking")
                 return ParsedAnswer(parsed.get("content"), thoughts, calls)
+        marked = self._marked(text, tokens)
+        if self._calls_name in _CHANNELS or self._thoughts_name in _CHANNELS:
+            return _by_channels(marked, text, tools)
         self._thoughts = self._thoughts or self._thoughts_parser()
-        thoughts, content = self._thoughts(text, prompt)
-        if tools is None or content is None:
-            return ParsedAnswer(content, thoughts, ())
-        self._calls = self._calls or self._calls_parser()
-        content, calls = self._calls(content, tools)
-        return ParsedAnswer(content, thoughts, calls)
+        thoughts, content = self._thoughts(marked, prompt)
+        calls: tuple[ToolCall, ...] = ()
+        if tools is not None and content is not None:
+            self._calls = self._calls or self._calls_parser()
+            content, calls = self._calls(content, tools)
+        return ParsedAnswer(
+            text if not calls and thoughts is None and content is not None else content, thoughts, calls
+        )
+
+    def _marked(self, text: str, tokens: Sequence[int]) -> str:
+        """The answer with its special tokens but for the end, where the format may have marks among them; `text` of our
+        own formats, and where a stop has cut it."""
+        if self._calls_name in _OWN_CALLS and self._thoughts_name in ("none", *_OWN_THOUGHTS):
+            return text
+        tokens, end = list(tokens), getattr(self._tokenizer, "eos_token_id", None)
+        if self._tokenizer.decode(tokens, skip_special_tokens=True) != text:
+            return text
+        kept = tokens[:-1] if tokens and tokens[-1] == end else tokens
+        return self._tokenizer.decode(kept, skip_special_tokens=False)
 
     def certain(self, text: str, prompt: str, tools: Tools | None) -> tuple[str, str]:
         """(reasoning, content) of an answer that begins with `text`, as far as nothing that follows can change them;
@@ -229,6 +255,20 @@ def _hermes_calls(text: str, tools: Tools) -> tuple[str | None, tuple[ToolCall, 
     return (_TOOL_CALL.sub("", text).strip() or None, calls) if calls else (text, ())
 
 
+def _by_channels(marked: str, text: str, tools: Tools | None) -> ParsedAnswer:
+    messages = list(_MESSAGE.finditer(marked))
+    if not messages:
+        return ParsedAnswer(text, None, ())
+    thoughts, said, calls = list[str](), list[str](), list[ToolCall]()
+    for message in messages:
+        name = (message["to"] or message["later"] or "").removeprefix("functions.")
+        if name and tools is not None:
+            calls.append(ToolCall(name, _loaded(message["text"].strip())))
+        else:
+            (thoughts if message["channel"] == "analysis" else said).append(message["text"])
+    return ParsedAnswer("\n".join(said) or None, "\n".join(thoughts) or None, tuple(calls))
+
+
 def _before_think_ends(text: str, prompt: str) -> tuple[str | None, str | None]:
     if prompt.rstrip().endswith("</think>"):  # they have ended, or were switched off
         return None, text
@@ -262,7 +302,11 @@ def _need_vllm(key: str, name: str) -> None:
         raise UserError(
             f"explorer.rollout_model.{key}: the model's answers need vLLM's parser {name!r}, and it is not installed: "
             "pip install 'rftdask[vllm]', or name a parser that comes with rftdask: "
-            + ("hermes, none" if key == "tool_call_parser" else f"{', '.join(_OWN_THOUGHTS)}, none")
+            + (
+                "hermes, openai, none"
+                if key == "tool_call_parser"
+                else f"{', '.join(_OWN_THOUGHTS)}, openai_gptoss, none"
+            )
         )
 
 

@@ -513,8 +513,11 @@ class RecordingModel(PolicyHandle):
         return whole, forced
 
     def _parent(self, prompt: str) -> int | None:
-        """Turn of the call whose prompt and answer, of all, are the longest beginning of this prompt; None: of none."""
-        longest_first = sorted(self._calls, key=lambda turn: (-len(self._calls[turn].sequence), turn))
+        """Turn of the call whose prompt and answer, of all, are the longest beginning of this prompt, of equal ones one
+        that nothing goes on from yet; None: of none."""
+        longest_first = sorted(
+            self._calls, key=lambda turn: (-len(self._calls[turn].sequence), turn in self._extended, turn)
+        )
         return next((turn for turn in longest_first if prompt.startswith(self._calls[turn].sequence)), None)
 
     def _branch(self, parent: int | None, prompt: str, sampling: SamplingParams, truncated: bool) -> Branch | None:

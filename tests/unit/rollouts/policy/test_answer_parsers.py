@@ -5,6 +5,8 @@ content apart; what needs vLLM says so by name.
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -76,10 +78,68 @@ def test_a_tokenizer_that_says_how_its_model_answers_is_asked() -> None:
         AnswerParser(CharTokenizer(), "template")
 
 
+class Marked(CharTokenizer):
+    """A tokenizer whose marks are special tokens, as gpt-oss's are: numbers beyond those of characters."""
+
+    MARKS = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>")
+    chat_template = "{{ messages }}<|channel|>"
+    eos_token_id = 2_000_000 + MARKS.index("<|return|>")
+
+    def ids(self, text: str) -> list[int]:
+        parts = re.split(f"({'|'.join(map(re.escape, self.MARKS))})", text)
+        return [
+            token
+            for part in parts
+            for token in ([2_000_000 + self.MARKS.index(part)] if part in self.MARKS else map(ord, part))
+        ]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        shown = [
+            chr(t) if t < 2_000_000 else "" if skip_special_tokens else self.MARKS[t - 2_000_000] for t in token_ids
+        ]
+        return "".join(shown)
+
+
+THINKS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize("names", [{}, {"calls": "openai", "reasoning": "openai_gptoss"}])
+@pytest.mark.parametrize(
+    ("said", "tools", "parsed"),
+    [
+        (f"{THINKS}<|channel|>final<|message|>4<|return|>", TOOLS, ParsedAnswer("4", "hm", ())),
+        (
+            f'{THINKS}<|channel|>commentary to=functions.add <|constrain|>json<|message|>{{"x": 1}}<|call|>',
+            TOOLS,
+            ParsedAnswer(None, "hm", (ADD,)),
+        ),
+        (
+            f'{THINKS} to=functions.add<|channel|>commentary json<|message|>{{"x": 1}}<|call|>',
+            TOOLS,
+            ParsedAnswer(None, "hm", (ADD,)),
+        ),
+        (
+            f'{THINKS}<|channel|>commentary to=functions.add <|constrain|>json<|message|>{{"x": 1}}<|call|>',
+            None,
+            ParsedAnswer('{"x": 1}', "hm", ()),
+        ),
+        ("<|channel|>analysis<|message|>cut of", TOOLS, ParsedAnswer(None, "cut of", ())),
+        ("just so", TOOLS, ParsedAnswer("just so", None, ())),
+    ],
+)
+def test_the_channels_of_gpt_oss_are_read_though_their_marks_are_special_tokens(
+    names: dict[str, str], said: str, tools: Any, parsed: ParsedAnswer
+) -> None:
+    tokenizer = Marked()
+    tokens = tokenizer.ids(said)
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    assert AnswerParser(tokenizer, **names).parse(text, tokens, "", tools) == parsed
+
+
 @without_vllm
 def test_a_format_that_only_vllm_reads_is_refused_by_name() -> None:
     # What a configuration names is told at once, what a template shows when an answer is to be read.
-    with pytest.raises(UserError, match=r"vLLM's parser 'mistral'.*hermes, none"):
+    with pytest.raises(UserError, match=r"vLLM's parser 'mistral'.*hermes, openai, none"):
         AnswerParser(CharTokenizer(), "mistral")
     with pytest.raises(UserError, match=r"reasoning_parser.*'glm45'"):
         AnswerParser(CharTokenizer(), reasoning="glm45")

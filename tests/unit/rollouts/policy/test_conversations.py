@@ -251,6 +251,19 @@ def test_conversations_that_take_turns_are_a_row_each() -> None:
     assert table.column("turns").to_pylist()[1][1]["env_state"] == "B1"
 
 
+def test_of_two_conversations_with_one_beginning_each_is_gone_on_with() -> None:
+    """Two sub-agents, asked the same and with the same answer: neither's next call begins a row of its own."""
+
+    async def twins(task: Task, model: PolicyModel) -> float:
+        answers = await asyncio.gather(model.chat(ASKED), model.chat(ASKED))
+        for answer, result in zip(answers, ("r", "s"), strict=True):
+            await model.chat([*ASKED, *said(answer, ("tool", result))])
+        return 1.0
+
+    rows = rows_of(twins, replies("a"))
+    assert [len(row.turns) for row in rows] == [2, 2]
+
+
 def test_a_row_is_truncated_if_any_of_its_turns_was() -> None:
     async def cut_once(task: Task, model: PolicyModel) -> float:
         answer = await model.chat(ASKED, max_tokens=1)
