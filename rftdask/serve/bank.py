@@ -109,25 +109,27 @@ class SessionBank:
         with self._lock:
             self._waits(rewarded.id, rewarded.task)
 
-    def commit_groups(self) -> int:
+    def commit_groups(self, *, waits: bool = True) -> int:
         """Commit every group that is complete or old enough; how many. Raises: StorageError: it is made good by who
         takes up what this process left.
+
+        waits: False: those that wait for others of their task, too.
         """
         with self._committing:
             before = self.num_groups
-            while sessions := self._take_group():
+            while sessions := self._take_group(waits):
                 index, self.num_groups = self.num_groups, self.num_groups + 1
                 record = dump_checked({"sessions": sessions})
                 assert self._storage.put_new(f"{_GROUPS}/{index:08d}.json", record), "one process has the lease"
                 self._finish(index, committed=False)
             return self.num_groups - before
 
-    def _take_group(self) -> list[str]:
+    def _take_group(self, waits: bool) -> list[str]:
         """The sessions of a group that is to be committed, which wait no longer; []: there is none."""
         with self._lock:
             for task, since in self._waiting.items():
                 size = self._group_size if task else 1
-                if len(since) < size and self._clock() - next(iter(since.values())) <= self._group_age_s:
+                if waits and len(since) < size and self._clock() - next(iter(since.values())) <= self._group_age_s:
                     continue
                 sessions = list(since)[:size]
                 for session in sessions:
@@ -179,6 +181,24 @@ class SessionBank:
                 self._storage.put(f"{_DONE}/{session}.json", dump_checked(done))
                 self._storage.remove(_path(session))
         self._storage.remove(record)
+
+
+def one_rollout(sessions: Sequence[Sequence[Experience]]) -> list[Experience]:
+    """The rows of several sessions as those of one rollout: its rows and its calls are numbered through."""
+    rows, num_calls = list[Experience](), 0
+    for of_session in sessions:
+        first_row, first_call = len(rows), num_calls
+        for row in of_session:
+            turns = row.turns
+            if turns is None and first_row != first_call:  # a call whose number is no longer that of its row
+                whole = (0, len(row.rollout_logprobs), 0, len(row.response_text), "", row.seed)
+                versions = (row.min_policy_version, row.max_policy_version)
+                turns = (Turn(row.turn, *whole, *versions, row.env_state, row.turn_reward),)
+                row = replace(row, env_state=None, turn_reward=None)
+            shifted = None if turns is None else tuple(replace(t, number=t.number + first_call) for t in turns)
+            rows.append(replace(row, turn=row.turn + first_row, turns=shifted))
+            num_calls += 1 if turns is None else len(turns)
+    return rows
 
 
 def _path(session: str) -> str:

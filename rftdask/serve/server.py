@@ -3,6 +3,8 @@
     POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages    recorded, by session
     POST /sessions  {"task_id"?}                  a new session, with a key and an address of its own
     POST /feedback  {"session_id"?, "reward", "task_id"?}    the end of a session: 200 once it is durable
+    POST /feedback  {"msg_ids", "reward", "task_id"?}        the same, of the sessions of these answers, as one rollout
+    POST /commit                                  what waits for others of its task waits no longer
     GET  /health                                  the version that is served, and how much is under way
 
 A session is told by its key, its address (/sessions/ID/v1), the header X-Session-ID or `session_id` in the body. What
@@ -57,7 +59,7 @@ from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 from rftdask.rollouts.runner import model_sampling
 from rftdask.rollouts.workflows.base import Reward
 from rftdask.run.run_folder import Lease, open_run, private_files
-from rftdask.serve.bank import TASKSET, Rewarded, SessionBank
+from rftdask.serve.bank import TASKSET, Rewarded, SessionBank, one_rollout
 from rftdask.storage import Storage, open_storage
 from rftdask.weights.published import Published, latest_written
 
@@ -72,6 +74,8 @@ _LOOK_S = 0.2
 _ENGINE_TIMEOUT_S = 600.0
 _KEPT_ANSWERS = 4
 """Of a session, for a client that lost the reply and asks again."""
+_KEPT_NAMES = 100_000
+"""Of answers, for rewards that name them, the newest."""
 _CLOSE_S = 5
 """Seconds that requests under way have at the end."""
 
@@ -179,6 +183,8 @@ class PolicyServer:
         """Newest version that is served."""
         self._config, self._served, self._bank, self._token, self._options = config, served, bank, token, options
         self._sessions: dict[str, _Session] = {}
+        self._answered: OrderedDict[str, str] = OrderedDict()
+        """Name of an answer -> its session, or the one that it was rewarded with."""
         self._under_way = 0
 
     def app(self) -> Starlette:
@@ -188,6 +194,7 @@ class PolicyServer:
                 Route("/health", self._health),
                 Route("/sessions", self._open, methods=["POST"]),
                 Route("/feedback", self._feedback, methods=["POST"]),
+                Route("/commit", self._commit, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/{path:path}", self._answer, methods=["GET", "POST"]),
                 Route("/sessions/{session}/v1/models", self._models),
@@ -271,6 +278,9 @@ class PolicyServer:
         told = OpenAIAnswer(answer.status, answer.body, headers={"X-Session-ID": session_id})
         if answer.status == 200:
             session.answers[asked] = told
+            self._answered[str(answer.body["id"])] = session_id
+            while len(self._answered) > _KEPT_NAMES:
+                self._answered.popitem(last=False)
             while len(session.answers) > _KEPT_ANSWERS:
                 session.answers.popitem(last=False)
         return told
@@ -322,41 +332,73 @@ class PolicyServer:
         reward = None if body is None else body.get("reward")
         if body is None or isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
             return as_response(refusal('the body is an object: {"reward": NUMBER, "session_id": ..., ...}', "reward"))
-        session_id = named or body.get("session_id")
-        if not isinstance(session_id, str) or not _SESSION_ID.fullmatch(session_id):
-            return as_response(refusal("whose reward is it? name the session", "session_id"))
-        if body.get("session_id", session_id) != session_id:
-            return as_response(refusal("this key is of another session", "session_id", status=403))
-        task, metrics = body.get("task_id", ""), body.get("metrics", {})
+        found = self._sessions_of(named, body)
+        if isinstance(found, OpenAIAnswer):
+            return as_response(found)
+        # One rollout, by the name of the first of its sessions, which most of them have alone.
+        session_id, sessions = found[0], [self._sessions[each] for each in found if each in self._sessions]
+        task, metrics = body.get("task_id") or "", body.get("metrics", {})
         if not isinstance(task, str) or not isinstance(metrics, Mapping):
             return as_response(refusal("task_id is a text, metrics an object of numbers", "metrics"))
-        session = self._sessions.get(session_id)
-        if session is None:
+        if len(sessions) < len(found):
             # Told already, perhaps to one who did not hear the answer.
             banked = await asyncio.to_thread(self._bank.find, session_id)
             if banked is None:
-                return as_response(refusal(f"there is no session {session_id}", "session_id", status=404))
+                missing = next(each for each in found if each not in self._sessions)
+                return as_response(refusal(f"there is no session {missing}", "session_id", status=404))
             if banked["reward"] != float(reward):
                 was = f"session {session_id} has the reward {banked['reward']}, which stays"
                 return as_response(refusal(was, "reward", status=409))
-            return as_response(OpenAIAnswer(200, {"session_id": session_id}))
-        if session.under_way or session.is_ending:
+            return as_response(OpenAIAnswer(200, {"session_id": session_id, "status": "success"}))
+        if any(session.under_way or session.is_ending for session in sessions):
             return as_response(refusal("it is being answered or rewarded; come again", "session_id", status=409))
         try:
-            rows = self._rewarded(session, Reward(float(reward), dict(metrics)))
+            given = Reward(float(reward), dict(metrics))
+            rows = one_rollout([self._rewarded(session, given) for session in sessions])
         except (TypeError, ValueError) as error:
             return as_response(refusal(str(error)))
-        session.is_ending = True  # nobody may go on with it meanwhile
+        for session in sessions:
+            session.is_ending = True  # nobody may go on with it meanwhile
         try:
-            rewarded = Rewarded(session_id, task or session.task, float(reward), tuple(rows))
-            await asyncio.to_thread(self._bank.put, rewarded)
+            of_task = task or next((each.task for each in sessions if each.task), "")
+            await asyncio.to_thread(self._bank.put, Rewarded(session_id, of_task, float(reward), tuple(rows)))
         finally:
-            session.is_ending = False  # where it could not be written, it may be told again
-        session.model.close()
-        del self._sessions[session_id]
+            for session in sessions:
+                session.is_ending = False  # where it could not be written, it may be told again
+        for session in sessions:
+            session.model.close()
+            del self._sessions[session.id]
+        for name in body.get("msg_ids", ()):
+            self._answered[name] = session_id
         versions = {row.min_policy_version for row in rows} | {row.max_policy_version for row in rows}
         told = {"session_id": session_id, "num_rows": len(rows), "policy_versions": [min(versions), max(versions)]}
-        return as_response(OpenAIAnswer(200, told))
+        return as_response(OpenAIAnswer(200, {**told, "status": "success"}))
+
+    def _sessions_of(self, named: str, body: Mapping[str, Any]) -> list[str] | OpenAIAnswer:
+        """Whose reward it is, by the session that is named or by the names of answers; or what is wrong."""
+        names = body.get("msg_ids")
+        if names is None:
+            session_id = named or body.get("session_id")
+            if not isinstance(session_id, str) or not _SESSION_ID.fullmatch(session_id):
+                return refusal("whose reward is it? name the session", "session_id")
+            if body.get("session_id", session_id) != session_id:
+                return refusal("this key is of another session", "session_id", status=403)
+            return [session_id]
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            return refusal("msg_ids is a list of the ids of answers", "msg_ids")
+        if unknown := next((name for name in names if name not in self._answered), None):
+            why = f"there is no answer {unknown}, or it is too old, or the server was started anew"
+            return refusal(why, "msg_ids", status=404)
+        found = list(dict.fromkeys(self._answered[name] for name in names))
+        if named and found != [named]:
+            return refusal("this key is of another session", "msg_ids", status=403)
+        return found
+
+    async def _commit(self, request: Request) -> Response:
+        if self._caller(request) != "":
+            return as_response(WRONG_KEY)
+        num_groups = await asyncio.to_thread(self._bank.commit_groups, waits=False)
+        return as_response(OpenAIAnswer(200, {"status": "success", "num_groups": num_groups}))
 
     def _rewarded(self, session: _Session, reward: Reward) -> list[Experience]:
         return Rollout(

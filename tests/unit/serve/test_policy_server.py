@@ -207,6 +207,40 @@ def test_a_reward_ends_a_session_and_is_told_once() -> None:
     run(check)
 
 
+def test_a_reward_may_name_answers_and_those_of_several_sessions_are_one_rollout() -> None:
+    """As Trinity-RFT's client tells rewards: by the ids of answers, of calls that name no session."""
+
+    async def check(case: Case) -> None:
+        create = case.client().chat.completions.create
+        first = await create(model="policy", messages=ASKED)
+        # One session of two calls, and one of a call that goes on elsewhere.
+        named = case.client(default_headers={"X-Session-ID": "named"}).chat.completions.create
+        one = await named(model="policy", messages=ASKED)
+        more = [*ASKED, one.choices[0].message, {"role": "user", "content": "and?"}]
+        two = await named(model="policy", messages=more)
+        alone = await create(model="policy", messages=ASKED)
+        names = [two.id, first.id, one.id]
+        status, told = await case.feedback(msg_ids=names, reward=0.5, task_id="t", run_id=3)
+        assert (status, told["status"], told["session_id"], told["num_rows"]) == (200, "success", "named", 2)
+        assert (await case.feedback(msg_ids=names, reward=0.5, task_id="t"))[0] == 200, "the answer was lost"
+        assert (await case.feedback(msg_ids=names, reward=1.0))[0] == 409
+        for wrong in ([], "a", [alone.id, "nobody"], [3]):
+            status, told = await case.feedback(msg_ids=wrong, reward=1)
+            assert (status, told["error"]["param"]) == (404 if "nobody" in wrong else 400, "msg_ids")
+        key = case.server.key_of("named")
+        assert (await case.feedback(key=key, msg_ids=[alone.id], reward=1))[0] == 403
+        assert await case.rows() == [], "it waits for others of its task"
+        for token, code in (("no", 401), (key, 401), ("token", 200)):
+            answer = await case.http.post("/commit", headers={"Authorization": f"Bearer {token}"})
+            assert answer.status_code == code
+        assert answer.json() == {"status": "success", "num_groups": 1}
+        rows = await case.rows()
+        assert [(row["uid"], row["reward"]) for row in rows] == [("served/0/0/0/0", 0.5), ("served/0/0/0/1", 0.5)]
+        assert [[turn["number"] for turn in row["turns"]] for row in rows] == [[0, 1], [2]]
+
+    run(check)
+
+
 def test_what_is_too_much_is_told_to_come_again() -> None:
     async def check(case: Case) -> None:
         case.queue.goes_on.clear()
