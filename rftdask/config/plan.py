@@ -142,6 +142,15 @@ def _role_plans(config: Config, num_ranks: int) -> list[RolePlan]:
         if config.is_external:
             what = f"{config.model.external_model.model_name}, behind an API"
         roles.append(RolePlan(config.explorer.name, engine.engine_num, what))
+        for model in () if config.algorithm.needs_teacher else config.explorer.auxiliary_models:
+            number, what = 1, f"{model.model_path}, behind an API"
+            if not model.traits.is_external:
+                number = engine.engine_num
+                split = f" over {model.num_gpus} GPUs" if model.num_gpus > 1 else ""
+                what = (
+                    f"{model.engine_type} engine{split}, {model.model_path}, beside the policy in each explorer worker"
+                )
+            roles.append(RolePlan(model.name or "auxiliary model", number, what))
     if trains:
         what = f"{config.trainer.trainer_type} rank, {config.model.model_path}"
         if config.algorithm.compares_reference and config.algorithm.kl_loss_fn != "none":

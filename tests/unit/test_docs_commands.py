@@ -1,6 +1,7 @@
 """Promises of the commands that documentation and comments of configurations show: with --gpus, --nodes and --gpu for
 1, 2, 8 and 4 x 8 GPUs each of them has a plan with the memory it needs, or is refused with a change that gives it one;
-one that names its GPUs runs as printed; a recipe that names them has a plan there.
+one that names its GPUs runs as printed; a recipe that names them has a plan there. Those in examples/ are toys for a
+laptop, which tests/e2e/guides runs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from rftdask.models.model_shape import read_shape
 from tests.integration.run_cases import call_cli
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "config").rglob("*.yaml"))]
+CONFIGS = sorted((ROOT / "config").rglob("*.yaml"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *CONFIGS]
 MACHINES = [(1, 1), (1, 2), (1, 8), (4, 8)]
 """(machines, GPUs of each)."""
 ONE_GPU = (
@@ -36,7 +38,7 @@ _KEYS = {
     "num_ranks": "trainer.num_ranks",
     "tensor_parallel_size": "explorer.rollout_model.tensor_parallel_size",
 }
-_FILES = {path.name: str(path.relative_to(ROOT)) for path in (ROOT / "config").rglob("*.yaml")}
+_FILES = {path.name: str(path.relative_to(ROOT)) for path in CONFIGS}
 
 
 def commands() -> dict[tuple[str, ...], tuple[str, ...]]:
@@ -92,6 +94,14 @@ def test_a_command_that_names_its_gpus_runs_as_it_is_printed(
     ended = call_cli(*command)
     assert ended.code == 0, ended
     assert ": fits, " in ended.out and "does not fit" not in ended.out, ended.out
+
+
+def test_every_configuration_for_gpus_samples_with_vllm() -> None:
+    for_gpus = [path for path in CONFIGS if path.parent.name in ("gpus", "slurm") or path.name.startswith("gsm8k")]
+    assert len(for_gpus) >= 9
+    for path in for_gpus:
+        stages = load_config(path).stage_configs()
+        assert {each.explorer.rollout_model.engine_type for each in stages if each.has_explorer} == {"vllm"}, path
 
 
 def test_a_recipe_that_names_its_gpus_has_a_plan_there() -> None:

@@ -278,3 +278,14 @@ def test_the_rollout_correction_multiplies_the_policy_loss_but_not_the_kl() -> N
     loss, metrics = algorithm.compute_loss(batch)
     assert loss.item() == pytest.approx(-(1.5 + 0.0) / 2 + 0.1 * 0.5)
     assert metrics["is_clip_frac"].item() == 0.5
+
+
+@pytest.mark.parametrize("name", sorted(KL_FNS.keys() - {"none"}))
+def test_the_distance_to_the_reference_is_float32_whatever_autocast_does(name: str) -> None:
+    torch.manual_seed(4)
+    policy, ref, old = (torch.randn(3, 5).float() - 3 for _ in range(3))
+    expected = KL_FNS[name]().per_token(policy, ref, old)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = KL_FNS[name]().per_token(policy, ref, old)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)

@@ -102,6 +102,16 @@ def test_the_trainer_has_its_name_in_the_plan() -> None:
     assert [role.name for role in roles] == ["explorer", "learner", "synchronizer"]
 
 
+def test_auxiliary_models_are_told_with_where_they_are() -> None:
+    models = (
+        "explorer.auxiliary_models=[{name: judge, model_path: j, engine_type: vllm, tensor_parallel_size: 2}, "
+        "{name: far, model_path: gpt, engine_type: external}]"
+    )
+    said = make_plan(config(grpo(), models, "explorer.rollout_model.engine_num=3")).render()
+    assert "judge            3 x vllm engine over 2 GPUs, j, beside the policy in each explorer worker" in said
+    assert "far              1 x gpt, behind an API" in said
+
+
 def test_every_stage_is_planned() -> None:
     plan = make_plan(config(grpo(stages=[{"stage_name": "a"}, {"stage_name": "b", "mode": "explore"}])))
     assert [(stage.name, stage.mode) for stage in plan.stages] == [("rft/a", "both"), ("rft/b", "explore")]

@@ -29,6 +29,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from rftdask.algorithm.losses.imitation.jsd import Jsd
 from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError
@@ -36,6 +37,7 @@ from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.strategies.base import distinct_state
 from rftdask.trainer.engines.tensor_files import stage_tensors
 from rftdask.trainer.model import (
+    TeacherStates,
     _score,
     entropy,
     entropy_signals,
@@ -394,3 +396,17 @@ def test_entropies_and_statistics_are_float32_where_products_are_bfloat16() -> N
     assert entropy_Q.dtype == dotted_Q.dtype == torch.float32
     torch.testing.assert_close(entropy_Q, entropy(logprobs_QV), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(dotted_Q, logprobs_QV.square().sum(-1), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_the_divergence_from_a_teacher_is_float32_as_the_trainer_asks_for_it(beta: float) -> None:
+    torch.manual_seed(shifted_seed(5))
+    policy, teacher = torch.nn.Linear(8, 50), torch.nn.Linear(8, 50)
+    states_QH, targets_Q = torch.randn(6, 8), torch.arange(6)
+    loss = Jsd(beta)
+    given = TeacherStates(states_QH, teacher, loss.divergence)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits_QV, teacher_QV = policy(states_QH).float(), teacher(states_QH).float()
+        _, more_Q2 = _score(policy, states_QH, targets_Q, None, states_QH, True, given)
+    assert more_Q2.dtype == torch.float32
+    torch.testing.assert_close(more_Q2[:, 0], loss.divergence(logits_QV, teacher_QV), rtol=1e-6, atol=1e-7)
