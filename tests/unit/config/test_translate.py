@@ -1,13 +1,14 @@
 """Promises of translations: what a file of the reference system says elsewhere means the same here, and is told."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rftdask.config import load_config
-from rftdask.config.translate import translate
+from rftdask.config.translate import OF_THE_POLICY, translate
 from rftdask.errors import ConfigError
 
 TREE: dict[str, Any] = {
@@ -112,6 +113,15 @@ def test_thinking_of_the_engine_is_that_of_the_model() -> None:
     assert config.model.enable_thinking is False
     with pytest.raises(ConfigError, match="enable_thinking"):
         loaded("explorer.rollout_model.enable_thinking=false", "model.enable_thinking=true")
+
+
+@pytest.mark.parametrize(("key", "ours"), OF_THE_POLICY.items())
+def test_a_key_of_the_policys_engine_is_that_of_the_model(key: str, ours: str) -> None:
+    values = {"chat_template": "{{ messages }}", "enable_thinking": True, "enable_prompt_truncation": False}
+    values |= {"temperature": 0.5, "top_p": 0.5, "repetition_penalty": 1.5, "max_model_len": 64}
+    value = values.get(key, 7)
+    given = loaded(f"model.{ours}=null", f"explorer.rollout_model.{key}={json.dumps(value)}")
+    assert getattr(given.model, ours) == value != getattr(loaded().model, ours)
 
 
 def test_passes_of_one_experience() -> None:

@@ -24,6 +24,16 @@ from rftdask.rollouts.places import SLOT
 from rftdask.run.run_folder import record_config
 from rftdask.storage import Storage, open_storage
 
+SAMPLING = [
+    ("temperature", 0.25, "temperature"),
+    ("top_p", 0.5, "top_p"),
+    ("top_k", 7, "top_k"),
+    ("repetition_penalty", 1.5, "repetition_penalty"),
+    ("min_response_tokens", 2, "min_tokens"),
+    ("max_response_tokens", 5, "max_tokens"),
+]
+"""Key of a model, a value, and what requests have of it."""
+
 
 def config(*overrides: str) -> Config:
     tree = {
@@ -174,6 +184,23 @@ def test_a_temperature_may_follow_a_schedule_of_explore_steps() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             config(f"buffer.explorer_input.{wrong}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        *((f"model.{key}", *pair) for key, *pair in SAMPLING),
+        *((f"explorer.rollout_model.{key}", *pair) for key, *pair in SAMPLING),
+        ("buffer.explorer_input.taskset.rollout_args.temperature", 0.25, "temperature"),
+        ("buffer.explorer_input.taskset.rollout_args.top_p", 0.5, "top_p"),
+        ("buffer.explorer_input.taskset.rollout_args.top_k", 7, "top_k"),
+        ("buffer.explorer_input.taskset.rollout_args.max_tokens", 5, "max_tokens"),
+    ],
+)
+def test_tasks_are_sampled_as_the_model_or_their_taskset_says(key: str, value: float, told: str) -> None:
+    usual, own = config(), config(f"{key}={value}")
+    found = [sampling_params(run.buffer.explorer_input.train_tasksets[0], run) for run in (usual, own)]
+    assert getattr(found[1], told) == value != getattr(found[0], told)
 
 
 def test_an_auxiliary_model_has_lengths_and_sampling_of_its_own() -> None:

@@ -174,6 +174,20 @@ def test_settings_of_the_adapter_and_of_adamw_arrive(toy: Path, server: TinkerSe
     }
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [("rank", 4, "rank"), ("seed", 11, "seed"), ("train_mlp", False, "train_mlp"), ("train_attn", False, "train_attn"),
+     ("train_unembed", False, "train_unembed")],
+)  # fmt: skip
+def test_a_key_of_the_adapter_reaches_the_service(
+    toy: Path, server: TinkerServer, key: str, value: Any, told: str
+) -> None:
+    config = config_at(server, toy, **{f"model__tinker__{key}": value})
+    moved(TinkerTrainEngine(config, make_algorithm("grpo")), [batch_of()])
+    [made] = server.asked("create_model")
+    assert made["lora_config"][told] == value
+
+
 # ---- engines
 
 

@@ -1,0 +1,74 @@
+"""Promise: each key of an engine that is vLLM's reaches vLLM. Without vLLM: what it is given, and not what it makes of
+it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rftdask.config import load_config
+from rftdask.engines.vllm import VllmEngine
+from rftdask.models.toy import build_toy_model
+
+
+class Recorded(VllmEngine):
+    """An engine that starts no vLLM; the arguments are in `given`."""
+
+    given: dict[str, Any]
+
+    def _start(self, model_path: str) -> None:
+        self.given = {**self._args, "model": model_path}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    build_toy_model(folder, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "argument"),
+    [
+        ("dtype", "bfloat16", "dtype"),
+        ("tensor_parallel_size", 2, "tensor_parallel_size"),
+        ("pipeline_parallel_size", 2, "pipeline_parallel_size"),
+        ("data_parallel_size", 2, "data_parallel_size"),
+        ("enable_expert_parallel", True, "enable_expert_parallel"),
+        ("enforce_eager", True, "enforce_eager"),
+        ("enable_prefix_caching", False, "enable_prefix_caching"),
+        ("enable_chunked_prefill", False, "enable_chunked_prefill"),
+        ("gpu_memory_utilization", 0.5, "gpu_memory_utilization"),
+        ("extra_engine_args", {"max_num_seqs": 3}, "max_num_seqs"),
+        ("model.max_model_len", 96, "max_model_len"),
+        ("model.trust_remote_code", True, "trust_remote_code"),
+        ("model.lora_configs", [{"lora_rank": 24}], "max_lora_rank"),
+    ],
+)
+def test_a_key_reaches_vllm(model: Path, key: str, value: Any, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    tree: dict[str, Any] = {
+        "model": {"model_path": str(model), "max_model_len": 64, "max_response_tokens": 8},
+        "buffer": {"total_steps": 1, "explorer_input": {"taskset": {"path": "t.jsonl"}}},
+        "explorer": {"rollout_model": {"engine_type": "vllm"}},
+        "cluster": {"gpu_per_node": 8},
+    }
+
+    def given(tree: dict[str, Any]) -> dict[str, Any]:
+        config = load_config(tree)
+        engine = Recorded.from_config(config.explorer.rollout_model, config.model, "cuda")
+        assert isinstance(engine, Recorded)
+        try:
+            return engine.given
+        finally:
+            engine.close()
+
+    usual = given(tree)
+    section = tree["model"] if key.startswith("model.") else tree["explorer"]["rollout_model"]
+    section[key.removeprefix("model.")] = value
+    wanted = {"max_num_seqs": 3, "max_lora_rank": 32}.get(argument, value)  # vLLM has ranks of its own
+    assert given(tree)[argument] == wanted != usual.get(argument)
