@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rftdask.config.base import default_of
 from rftdask.config.cross_checks.hosted import hosted_warnings
 from rftdask.config.cross_checks.rollouts import engine_warnings
-from rftdask.config.schema.buffer import ExperienceBufferConfig
+from rftdask.config.schema.buffer import ExperienceBufferConfig, FormatConfig
 from rftdask.config.schema.explorer import ExplorerConfig
 from rftdask.config.schema.run import Config
 from rftdask.config.schema.trainer import CriticConfig
@@ -50,6 +50,7 @@ def warn(config: Config) -> Iterator[Problem]:
         yield "cluster.dashboard_address", f"{told}; 127.0.0.1:8787 is for this machine alone"
     yield from _of_task_pipeline(config)
     yield from _of_another_place(config)
+    yield from _of_other_rows(config)
     yield from _idle_boundaries(config)
     yield from engine_warnings(config)
     yield from hosted_warnings(config)
@@ -134,6 +135,37 @@ def _of_another_place(config: Config) -> Iterator[Problem]:
             yield f"{path}.engine_num", "ignored: each explorer worker has one of its own"
         if model.seed != config.seed:
             yield f"{path}.seed", "ignored: all that a rollout asks is drawn by explorer.rollout_model.seed"
+
+
+_OF_ROWS = (
+    *("tools_key", "chosen_key", "rejected_key", "label_key"),
+    *("enable_concatenated_multi_turn", "return_assistant_tokens_mask"),
+)
+_OF_TASKS = ("workflow_key", "reward_fn_key")
+
+
+def _of_other_rows(config: Config) -> Iterator[Problem]:
+    """Columns that are named for tasks or for rows to learn from, where the others are read."""
+    inputs, source, at = config.buffer.explorer_input, config.buffer.trainer_input, "buffer.trainer_input"
+    given = [("taskset", inputs.taskset), *((f"tasksets[{n}]", each) for n, each in enumerate(inputs.tasksets))]
+    given += [(f"eval_tasksets[{n}]", each) for n, each in enumerate(inputs.eval_tasksets)]
+    for name, taskset in given:
+        for key in () if taskset is None else _changed(taskset.format, _OF_ROWS):
+            why = "ignored: it is of rows to learn from, and these are tasks"
+            yield f"buffer.explorer_input.{name}.format.{key}", why
+    rows = [] if config.algorithm.schema_type == "experience" else [("experience_buffer", source.experience_buffer)]
+    if (shown := source.auxiliary_buffers.get(config.demonstrations)) is not None and config.num_demonstrations:
+        rows.append((f"auxiliary_buffers.{config.demonstrations}", shown))
+    rows += [] if source.eval_buffer is None else [("eval_buffer", source.eval_buffer)]
+    for name, dataset in rows:
+        for key in _changed(dataset.format, _OF_TASKS):
+            yield f"{at}.{name}.format.{key}", "ignored: it is of tasks, and these are rows to learn from"
+    if source.experience_buffer.data_selector.feature_keys:
+        yield f"{at}.experience_buffer.data_selector.feature_keys", "ignored: only tasks are ordered by what they hold"
+
+
+def _changed(form: FormatConfig, keys: tuple[str, ...]) -> list[str]:
+    return [key for key in keys if getattr(form, key) != default_of(FormatConfig.model_fields[key])]
 
 
 def _idle_boundaries(config: Config) -> Iterator[Problem]:

@@ -114,3 +114,24 @@ def test_limits_of_what_lies_unread(section: dict[str, Any], limit: UnreadLimit 
     overrides = [f"{AT}.{key}={value}" for key, value in section.items()]
     assert unread_limit(config(grpo(), "algorithm.repeat_times=8", *overrides)) == limit
     assert unread_limit(config(grpo(), "mode=explore", *overrides)) is None
+
+
+OF_ROWS = ["tools_key", "chosen_key", "rejected_key", "enable_concatenated_multi_turn"]
+
+
+@pytest.mark.parametrize(
+    ("base", "path", "keys", "why"),
+    [
+        (grpo, "buffer.explorer_input.taskset", OF_ROWS, "it is of rows to learn from, and these are tasks"),
+        (sft, AT, ["workflow_key", "reward_fn_key"], "it is of tasks, and these are rows to learn from"),
+    ],
+)
+def test_a_column_that_nothing_reads_is_told(base: Any, path: str, keys: list[str], why: str) -> None:
+    for key in keys:
+        value = "true" if key.startswith("enable") else "other"
+        assert f"{path}.format.{key}: ignored: {why}" in config(base(), f"{path}.format.{key}={value}").warnings
+
+
+def test_features_that_order_tasks_are_told_where_rows_are_learned() -> None:
+    of_rows = f"{AT}.data_selector={{selector_type: shuffle, feature_keys: [a]}}"
+    assert any("feature_keys: ignored: only tasks" in line for line in config(sft(), of_rows).warnings)

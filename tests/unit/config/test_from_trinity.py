@@ -50,6 +50,17 @@ TOLD = {
     "`batch_size` x `repeat_times`, since it counts explore steps there. Absent: no limit, as 10000 steps there",
     f"{_BUFFER}.name": "effective, in messages",
     f"{_BUFFER}.replay_buffer.priority_fn_args": "effective; the same decay is the function's own default",
+    **{
+        f"buffer.explorer_input.taskset.format.{key}": "without effect on tasks, warned of; see the experience buffer's"
+        for key in ("tools_key", "chosen_key", "rejected_key", "enable_concatenated_multi_turn")
+    },
+    **{
+        f"{_BUFFER}.format.{key}": "without effect on rows to learn from, warned of; see the taskset's"
+        for key in ("workflow_key", "reward_fn_key")
+    },
+    f"{_BUFFER}.format.image_key": "refused: images are of tasks, and not of rows to learn from",
+    f"{_BUFFER}.data_selector.feature_keys": "without effect on rows to learn from, warned of; see the taskset's",
+    f"{_BUFFER}.data_selector.kwargs": "refused: the orders of rows to learn from, sequential and shuffle, take none",
     "buffer.explorer_input.taskset.repeat_times": "effective for evaluation; a training taskset has "
     "`algorithm.repeat_times`, as there",
     "buffer.explorer_input.taskset.rollout_args.top_k": "effective; absent: -1 with `--from trinity`, "
@@ -119,10 +130,11 @@ def shown_by(path: str, told: str) -> str:
         "refused: ": "errors.py::test_secrets_are_refused_and_never_shown",
         "computed": "keys.py::test_a_derived_key_cannot_be_set",
     }
-    found = next((test for begin, test in refusals.items() if told.startswith(begin)), None)
-    if found is not None:
-        return f"tests/unit/config/test_config_{found}"
-    return SHOWN_BY.get(path, "") or SHOWN_BY.get(path.replace("tasksets[].", "taskset.").replace("eval_", ""), "")
+    base = path.replace("eval_tasksets[].", "taskset.").replace("tasksets[].", "taskset.")
+    found = next(
+        (f"tests/unit/config/test_config_{test}" for text, test in refusals.items() if told.startswith(text)), ""
+    )
+    return SHOWN_BY.get(path) or SHOWN_BY.get(base) or found
 
 
 def listed_keys() -> dict[str, tuple[Any, str]]:
@@ -182,7 +194,7 @@ def test_every_leaf_of_the_reference_has_a_state() -> None:
 
 
 @cache
-def tests_of(file: str) -> set[str]:
+def names_in(file: str) -> set[str]:
     return {n.name for n in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(n, ast.FunctionDef)}
 
 
@@ -191,7 +203,7 @@ def test_every_key_names_a_test_that_exists() -> None:
     assert [path for path, test in named.items() if not test] == []
     for test in set(named.values()):
         file, _, name = test.partition("::")
-        assert name in tests_of(file), test
+        assert name in names_in(file), test
     assert sorted(SHOWN_BY.keys() - named.keys()) == []
 
 

@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("extra_engine_args", {"max_num_seqs": 3}, "max_num_seqs"),
         ("model.max_model_len", 96, "max_model_len"),
         ("model.trust_remote_code", True, "trust_remote_code"),
-        ("model.lora_configs", [{"lora_rank": 24}], "max_lora_rank"),
+        ("model.lora_configs", [{"lora_rank": 5}], "max_lora_rank"),
     ],
 )
 def test_a_key_reaches_vllm(model: Path, key: str, value: Any, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,5 +70,5 @@ def test_a_key_reaches_vllm(model: Path, key: str, value: Any, argument: str, mo
     usual = given(tree)
     section = tree["model"] if key.startswith("model.") else tree["explorer"]["rollout_model"]
     section[key.removeprefix("model.")] = value
-    wanted = {"max_num_seqs": 3, "max_lora_rank": 32}.get(argument, value)  # vLLM has ranks of its own
+    wanted = {"max_num_seqs": 3, "max_lora_rank": 8}.get(argument, value)  # vLLM has ranks of its own
     assert given(tree)[argument] == wanted != usual.get(argument)
