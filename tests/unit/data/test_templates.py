@@ -6,6 +6,7 @@ import pytest
 
 from rftdask.config import load_config
 from rftdask.data.tokenizer import load_tokenizer
+from rftdask.errors import DataError
 from rftdask.explorer.worker_cache import _tokenizer as auxiliary_tokenizer
 from rftdask.models.toy import build_toy_model
 
@@ -38,3 +39,16 @@ def test_an_auxiliary_model_thinks_as_its_own_key_says_else_as_the_policy(
     config = load_config(tree, [taskset, judge, "model.enable_thinking=true"])
     tokenizer = auxiliary_tokenizer(config.explorer.auxiliary_models[0], config)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == f"Hi{rendered}"
+
+
+def test_a_template_may_be_in_a_file(tmp_path: Path) -> None:
+    build_toy_model(tmp_path / "model", hidden_size=16, intermediate_size=16, num_layers=1, num_heads=1)
+    (tmp_path / "own.jinja").write_text("own: {{ messages[0].content }}")
+    tree = {
+        "model": {"model_path": str(tmp_path / "model"), "max_model_len": 64},
+        "buffer": {"total_steps": 1, "explorer_input": {"taskset": {"path": "t.jsonl"}}},
+    }
+    tokenizer = load_tokenizer(load_config(tree, [f"model.chat_template_path={tmp_path}/own.jinja"]))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "own: Hi"
+    with pytest.raises(DataError, match="chat_template_path .* does not exist"):
+        load_tokenizer(load_config(tree, ["model.chat_template_path=nowhere.jinja"]))

@@ -6,10 +6,12 @@ import asyncio
 import logging
 import time
 from itertools import count
+from typing import Any
 
 import pytest
 
 from rftdask.buffer.log.schema import Experience, Status
+from rftdask.config import load_config
 from rftdask.config.schema.explorer import OverRolloutConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest
@@ -237,3 +239,32 @@ def test_the_engine_gets_the_seed_of_the_policy_alone() -> None:
     for function in (asks_a_judge_first, asks_at_once):
         outcome([task(0, named(function))], TextEngine(engine, CharTokenizer()), {"auxiliary": {"j": judge}})
     assert seeds[0] == seeds[1]
+
+
+@pytest.mark.parametrize(
+    ("own", "length"),
+    [
+        ({}, 24),
+        ({"max_prompt_tokens": 9}, 9),
+        ({"max_model_len": 20, "max_response_tokens": 8}, 12),
+        ({"max_prompt_tokens": 9, "enable_prompt_truncation": False}, None),
+    ],
+)
+def test_a_prompt_is_as_long_as_the_model_allows(own: dict[str, Any], length: int | None) -> None:
+    async def asked(task: Task, model: PolicyModel) -> float:
+        await model.generate("a prompt of some length.")
+        return 0.0
+
+    tree = {
+        "model": {"model_path": "none", "max_model_len": 200, "max_response_tokens": 100, **own},
+        "buffer": {"total_steps": 1, "explorer_input": {"taskset": {"path": "t.jsonl"}}},
+    }
+    log: list[list[GenerateRequest]] = []
+    model = load_config(tree).model
+    policy = TextEngine(replies("yes", log), CharTokenizer())
+    [row] = outcome([task(0, named(asked))], policy, {}, model=model, max_retry_times=0).experiences
+    if length is None:
+        assert row.status is Status.FAILED and "PromptTooLongError" in row.error
+    else:
+        [[request]] = log
+        assert len(request.prompt_tokens) == length

@@ -17,11 +17,12 @@ from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
 from rftdask.algorithm.compose import make_algorithm
+from rftdask.config import load_config
 from rftdask.config.schema.model import LoraConfig
 from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError, RoleError, UserError
-from rftdask.models.lora import add_adapter
+from rftdask.models.lora import add_adapter, begin
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
 from rftdask.trainer.engines.torch_engine import TorchEngine
@@ -183,3 +184,34 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "peft", None)  # how Python itself marks a module that cannot be imported
     with pytest.raises(UserError, match=r"pip install 'rftdask\[lora\]'"):
         add_adapter(None, {})
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("lora_rank", {"lora_rank": 3}),
+        ("lora_alpha", {"lora_alpha": 5.0}),
+        ("lora_dtype", {"lora_dtype": "bfloat16"}),
+        ("target_modules", {"target_modules": ["q_proj"]}),
+        ("exclude_modules", {"exclude_modules": ["q_proj"]}),
+    ],
+)
+def test_adapters_are_as_their_keys_say(model_folder: str, key: str, changes: dict[str, Any]) -> None:
+    model = load_policy(model_folder, "float32", "cpu")[0]
+    tree = {
+        "model": {"model_path": model_folder, "max_model_len": 32, "lora_configs": [{"lora_rank": 8, **changes}]},
+        "buffer": {"total_steps": 1, "explorer_input": {"taskset": {"path": "t.jsonl"}}},
+    }
+    [section] = load_config(tree).model.lora_configs or ()
+    settings = begin(model, section)
+    adapters = {name: p for name, p in model.named_parameters() if "lora_A" in name}
+    [rank] = {p.shape[0] for p in adapters.values()}
+    layers = {name.split(".lora_A")[0].rpartition(".")[2] for name in adapters}
+    found = {
+        "lora_rank": rank,
+        "lora_alpha": settings["lora_alpha"],
+        "lora_dtype": str({p.dtype for p in adapters.values()}.pop()).removeprefix("torch."),
+        "target_modules": sorted(layers),
+        "exclude_modules": sorted({"q_proj"} - layers),
+    }
+    assert found[key] == changes[key]

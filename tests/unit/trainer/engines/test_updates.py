@@ -326,3 +326,12 @@ def test_every_pass_has_an_order_of_its_own_and_a_whole_batch_the_order_it_has()
     assert len(orders) == 5
     (whole,) = mini_batches(experts, 1, unit=1, seed=0, epoch=3)
     assert whole.tolist() == list(range(16))
+
+
+def test_a_critic_begins_with_the_model_of_its_own_path(model: Path, tmp_path: Path) -> None:
+    build_toy_model(tmp_path, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1)
+    for path, width in ((None, 16), (str(tmp_path), 8)):
+        config = engine_config(model, model__critic_model_path=path, algorithm__algorithm_type="ppo")
+        critic = TorchEngine(config, make_algorithm("ppo"))._critic
+        assert critic is not None
+        assert {p.shape[-1] for n, p in critic.model.named_parameters() if "embed_tokens" in n} == {width}
