@@ -50,5 +50,5 @@ def test_a_template_may_be_in_a_file(tmp_path: Path) -> None:
     }
     tokenizer = load_tokenizer(load_config(tree, [f"model.chat_template_path={tmp_path}/own.jinja"]))
     assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "own: Hi"
-    with pytest.raises(DataError, match="chat_template_path .* does not exist"):
+    with pytest.raises(DataError, match=r"chat_template_path .* does not exist"):
         load_tokenizer(load_config(tree, ["model.chat_template_path=nowhere.jinja"]))

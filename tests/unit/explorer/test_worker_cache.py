@@ -23,6 +23,7 @@ from rftdask.explorer.worker_cache import WorkerCache, engine_spec, sampling_par
 from rftdask.rollouts.places import SLOT
 from rftdask.run.run_folder import record_config
 from rftdask.storage import Storage, open_storage
+from tests.unit.rollouts.rollout_cases import CharTokenizer
 
 SAMPLING = [
     ("temperature", 0.25, "temperature"),
@@ -303,3 +304,29 @@ def test_the_seat_is_given_up_once_and_the_time_of_units_that_overlap_is_counted
     began_s = time.monotonic() - 3.0
     assert cache.count_time(began_s) >= 3.0
     assert cache.count_time(began_s) < 1.0
+
+
+def test_an_engine_is_as_the_keys_of_its_section_say() -> None:
+    at = "explorer.rollout_model"
+    keys = (f"{at}.engine_type=fake", f"{at}.tool_call_parser=openai", f"{at}.reasoning_parser=none")
+    judge = "explorer.auxiliary_models=[{name: judge, model_path: far, engine_type: external}]"
+    run = config(*keys, judge, "explorer.env_vars={TOKENIZERS: one}", "explorer.max_timeout=7")
+    spec = engine_spec(run.explorer.rollout_model, run, 1, None)
+    assert spec.section.engine_type == "fake"
+    assert ("TOKENIZERS", "one") in spec.env
+    assert worker_cache.remote_models(run) == {"judge": "far"}
+
+    class Client:
+        """What is read of an engine that answers nothing here."""
+
+        answered_s = 0.0
+
+        def __init__(self, spec: EngineSpec) -> None:
+            self.spec = spec
+
+        def submit(self) -> None:
+            """Nobody asks."""
+
+    engine = worker_cache.text_engine(Client(spec), CharTokenizer(), run)  # type: ignore[arg-type]
+    assert engine.parser is not None
+    assert (engine.parser._calls_name, engine.parser._thoughts_name) == ("openai", "none")

@@ -20,6 +20,7 @@ import pytest
 from PIL import Image
 
 from rftdask.buffer.log import open_log
+from rftdask.config import replace as replace_keys
 from rftdask.data.images import ImageFolder, ImageProcessor, can_be_given_images, data_url, name_of
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.models.toy import build_toy_image_model, build_toy_model
@@ -373,3 +374,9 @@ def test_a_model_without_eyes_is_given_no_images(tmp_path: Path) -> None:
             await case.ask(case.client(), [{"role": "user", "content": [part]}])
 
     run(check)
+
+
+def test_a_server_listens_where_its_keys_say() -> None:
+    config = replace_keys(CONFIG, {"explorer.listen_address": "0.0.0.0", "explorer.proxy_port": 9001})
+    options = ServeOptions.of(config)
+    assert (options.host, options.port) == ("0.0.0.0", 9001)
