@@ -308,7 +308,7 @@ def test_the_seat_is_given_up_once_and_the_time_of_units_that_overlap_is_counted
 
 def test_an_engine_is_as_the_keys_of_its_section_say() -> None:
     at = "explorer.rollout_model"
-    keys = (f"{at}.engine_type=fake", f"{at}.tool_call_parser=openai", f"{at}.reasoning_parser=none")
+    keys = (f"{at}.engine_type=fake", f"{at}.tool_call_parser=openai", f"{at}.reasoning_parser=think")
     judge = "explorer.auxiliary_models=[{name: judge, model_path: far, engine_type: external}]"
     run = config(*keys, judge, "explorer.env_vars={TOKENIZERS: one}", "explorer.max_timeout=7")
     spec = engine_spec(run.explorer.rollout_model, run, 1, None)
@@ -329,4 +329,4 @@ def test_an_engine_is_as_the_keys_of_its_section_say() -> None:
 
     engine = worker_cache.text_engine(Client(spec), CharTokenizer(), run)  # type: ignore[arg-type]
     assert engine.parser is not None
-    assert (engine.parser._calls_name, engine.parser._thoughts_name) == ("openai", "none")
+    assert (engine.parser._calls_name, engine.parser._thoughts_name) == ("openai", "think")
