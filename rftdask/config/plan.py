@@ -161,7 +161,7 @@ def _role_plans(config: Config, num_ranks: int) -> list[RolePlan]:
             what += f", with the teacher{'s' * (len(config.explorer.auxiliary_models) > 1)} {teachers}"
         left = 1 if config.trainer.trainer_strategy == "single" else num_ranks
         roles.append(RolePlan(config.trainer.name, config.trainer.num_ranks or left, what))
-    if config.has_both_roles:
+    if config.mode == "both":
         intervals = f"explorer {sync.explorer_sync_interval}, trainer {sync.trainer_sync_interval}"
         method = "nccl (gloo, from host memory)" if config.sync_method == "nccl" else config.sync_method
         what = f"{sync.sync_style}; intervals: {intervals}; offset {sync.sync_offset}; weights by {method}"
