@@ -109,13 +109,13 @@ class AnswerParser:
             return _by_channels(marked, text, tools)
         self._thoughts = self._thoughts or self._thoughts_parser()
         thoughts, content = self._thoughts(marked, prompt)
-        calls: tuple[ToolCall, ...] = ()
+        found: tuple[ToolCall, ...] = ()
         if tools is not None and content is not None:
             self._calls = self._calls or self._calls_parser()
-            content, calls = self._calls(content, tools)
-        return ParsedAnswer(
-            text if not calls and thoughts is None and content is not None else content, thoughts, calls
-        )
+            content, found = self._calls(content, tools)
+        # Where there is nothing but content, as it was told: without special tokens.
+        is_plain = thoughts is None and content is not None and not found
+        return ParsedAnswer(text if is_plain else content, thoughts, found)
 
     def _marked(self, text: str, tokens: Sequence[int]) -> str:
         """The answer with its special tokens but for the end, where the format may have marks among them; `text` of our
