@@ -205,7 +205,7 @@ def check_reads_images(model_path: str, model_types: Sequence[str] = ()) -> None
     if model_types and settings.get("model_type") not in model_types:
         raise UserError(
             f"model.model_path: {model_path!r} is a {settings.get('model_type')}; with images this engine was seen to "
-            f"compute what the trainer does of {' and '.join(model_types)} alone; use engine_type: transformers"
+            f"compute what the trainer does of {', '.join(model_types)} alone; use engine_type: transformers"
         )
 
 

@@ -136,8 +136,7 @@ class VllmEngine(Engine):
     loads_in_flight = True
     guides_sampling = True
     reads_images = True
-    # Of others its code may be another than the trainer's: a Qwen2.5-VL had logprobs that were off by up to 0.7.
-    image_models = ("idefics3",)
+    image_models = ("idefics3", "qwen2_vl", "qwen2_5_vl")  # of others its code may be another than the trainer's
     loads_adapters_in_flight = False  # what is under way asks for its own, which goes when another is loaded
     leaves_device = True
     takes_share = True
@@ -150,6 +149,7 @@ class VllmEngine(Engine):
     refused_policy_args: ClassVar[Mapping[str, str]] = {
         "speculative_config": "that drafts leave the policy's tokens and logprobs as they are has not been proven here",
         "logprobs_mode": "logprobs are those that the trainer computes, of softmax(logits / temperature)",
+        "mm_device_do_normalize": "the trainer gives the model the pixels that the model's own processor normalizes",
         "logits_processors": "the trainer does not know them, and would train another policy than the one that sampled",
     }
     memory_keys = (
@@ -478,6 +478,10 @@ class VllmEngine(Engine):
         self._cause_file.unlink(missing_ok=True)
         self._lacks_cache = False
         given = {"model": model_path, **self._args}
+        if hasattr(AsyncEngineArgs, "mm_device_do_normalize"):
+            # Pixels are normalized by the model's processor, as for the trainer. By itself vLLM does it with what the
+            # model's files say, and not at all where they leave it to the class of the processor.
+            given.setdefault("mm_device_do_normalize", False)
         if self._nodes is not None:
             given = self._nodes.begin(given, on_cpu=self._on_cpu)
         try:

@@ -17,7 +17,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,9 +57,10 @@ from tests.integration.run_cases import RunProcess, assert_sound, run_folder, st
 from tests.unit.engines.engine_contract import ContinuousContract, EngineContract
 from tests.unit.rollouts.policy import test_guided_answers as guided
 from tests.unit.trainer.trainer_cases import engine_config
-from tests.vllm_engine.vllm_models import END_IDS, save_idefics3, save_qwen2
+from tests.vllm_engine.vllm_models import END_IDS, save_idefics3, save_qwen2, save_qwen_vl
 
 ROOT = Path(__file__).parents[2]
+STAND_INS = Path(__file__).parent / "stand_ins"
 RUN_DEADLINE_S = 900.0
 NUM_EVAL = 4
 NUM_GRPO = 8
@@ -500,14 +501,12 @@ def picture(seed: int, size: tuple[int, int] = (56, 28)) -> bytes:
     return buffer.getvalue()
 
 
-def test_images_are_those_of_the_transformers_engine_and_of_the_trainer_also_with_new_weights(
-    tmp_path: Path, engine: VllmEngine
-) -> None:
-    """An engine of its own, with `engine` closed to make room."""
-    engine.close()
-    models = [save_idefics3(tmp_path / str(version), seed=version) for version in (0, 1)]
-    images = ImageProcessor(str(models[0]), folder=ImageFolder(tmp_path))
+def check_images(models: Sequence[Path], folder: Path, then: Callable[[VllmEngine, ImageProcessor], None]) -> None:
+    """An engine of its own answers about images as the transformers engine does, with the trainer's logprobs, before
+    and after it loads new weights. then: what else is asked of it."""
+    images = ImageProcessor(str(models[0]), folder=ImageFolder(folder))
     encode, names = images.own.tokenizer.encode, [images.folder.put(picture(seed)) for seed in range(3)]
+    names[1] = images.folder.put(picture(1, (84, 140)))
     greedy = SamplingParams(8, temperature=0.0, ignore_eos=True, bad_tokens=((images.placeholder_id,),))
     # None, one, two, and the same tokens with others: what is cached of one must not be taken for the other's.
     requests = []
@@ -551,14 +550,50 @@ def test_images_are_those_of_the_transformers_engine_and_of_the_trainer_also_wit
 
         seeing.serve(take, found.__setitem__)
         assert (found[0].min_policy_version, found[0].max_policy_version) == (0, 1) and len(found[0].tokens) == 100
+        then(seeing, images)
+    finally:
+        seeing.close()
+
+
+def test_images_are_those_of_the_transformers_engine_and_of_the_trainer_also_with_new_weights(
+    tmp_path: Path, engine: VllmEngine
+) -> None:
+    """An engine of its own, with `engine` closed to make room."""
+    engine.close()
+    models = [save_idefics3(tmp_path / str(version), seed=version) for version in (0, 1)]
+
+    def check_other_tokens(seeing: VllmEngine, images: ImageProcessor) -> None:
         other = ImageProcessor(str(models[0]), folder=images.folder)
         other.own.image_seq_len = 3
         seeing._images = other
-        shorter = GenerateRequest(other.tokens(names[0]), greedy, 0, (names[0],))
+        name = images.folder.put(picture(0))
         with pytest.raises(RoleError, match="makes other tokens of the images of a prompt"):
-            seeing.generate([shorter])
-    finally:
-        seeing.close()
+            seeing.generate([GenerateRequest(other.tokens(name), SamplingParams(8), 0, (name,))])
+
+    check_images(models, tmp_path, check_other_tokens)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl"])
+def test_images_of_models_that_need_torchvision_are_those_of_the_trainer(
+    tmp_path: Path, engine: VllmEngine, model_type: str
+) -> None:
+    """In a process of its own: what of transformers needs torchvision is decided as it is imported."""
+    engine.close()
+    for version in (0, 1):
+        save_qwen_vl(tmp_path / str(version), version, model_type)
+    program = (
+        "import sys, pathlib; from tests.vllm_engine.test_vllm_engine import check_images; "
+        "folder = pathlib.Path(sys.argv[1]); check_images([folder / '0', folder / '1'], folder, lambda *_: None)"
+    )
+    path = os.pathsep.join([str(STAND_INS), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [sys.executable, "-c", f"if __name__ == '__main__':\n    {program}", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
 
 
 def test_a_run_with_images_trains_what_vllm_sampled(tmp_path: Path, engine: VllmEngine) -> None:

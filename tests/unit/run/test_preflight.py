@@ -92,10 +92,10 @@ def test_a_missing_file_is_named_with_its_neighbors(world: World) -> None:
 
 
 def test_a_model_whose_images_the_engine_does_not_read_as_the_trainer_does_is_told(world: World) -> None:
-    (world.model / "config.json").write_text('{"model_type": "qwen2_5_vl", "vision_config": {}}')
+    (world.model / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
     (world.model / "preprocessor_config.json").write_text("{}")
     config = world.config(f"{TASKS}.format.image_key=image", "explorer.rollout_model.engine_type=vllm")
-    assert "is a qwen2_5_vl; with images this engine was seen to compute" in problems(config)
+    assert "is a llava; with images this engine was seen to compute" in problems(config)
 
 
 def test_an_empty_taskset_is_told(world: World) -> None:
