@@ -100,7 +100,6 @@ REFERENCE_KEYS: Mapping[str, Mapping[str, ReferenceKey]] = {
     },
     "BufferConfig": _derived("explorer_output", "tokenizer_path", "cache_dir"),
     "FormatConfig": {
-        **_missing("videos", video_key=None),
         **_missing("a chat template for one dataset", chat_template=None),
         **_missing(_THINKING, enable_thinking=None),
     },

@@ -1,8 +1,9 @@
-"""Images of tasks: files by the hash of their content, from a dataset's cell to a model's input.
+"""Images and videos of tasks: files by the hash of their content, from a dataset's cell to a model's input.
 
 A task's images are parts of its chat, `{"type": "image", "image": NAME}`; their files are in `media/` of the run folder
 from before the first experience that names them, and in a folder of each machine that uses them. A name is the SHA-256
-of the file, so a file that is there is the right one, and nobody writes it twice.
+of the file, so a file that is there is the right one, and nobody writes it twice. A video is an image that moves, a
+file of several frames, in a part `{"type": "video", "video": NAME}`; elsewhere it is `video:NAME` among the images.
 
 In tokens an image is the run of tokens that the model's processor writes for it, in place of the one that the chat
 template writes. No model samples that token: it would stand for an image that is not there.
@@ -22,8 +23,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from rftdask.errors import DamagedError, DataError, NotFoundError, UserError
 from rftdask.models.hub import local_model
@@ -46,6 +50,16 @@ _MAGIC = {
     b"BM": "image/bmp",
 }
 """How files of images begin that browsers show."""
+_VIDEO = "video:"
+"""Before the name of a video's file, so that it is none of an image."""
+VIDEO_MODELS = ("qwen2_vl", "qwen2_5_vl")
+"""Types of models (`model_type`) whose processors write a video as one run of tokens, which was tried of these."""
+_FRAMES_PER_SECOND = 2.0
+"""Of a video that tells no time, as a list of frames: what Qwen's own tools assume."""
+_NEEDS_TORCHVISION = (
+    "format.video_key: transformers prepares videos with torchvision, which is not installed; install the build of the "
+    "installed torch, or give frames as images, by format.image_key"
+)
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """What a model folder has beside model and tokenizer, so that it can be given images."""
 
@@ -87,6 +101,51 @@ def image_files(cell: Any, base: str) -> list[bytes]:
     return [content]
 
 
+def video_files(cell: Any, base: str) -> list[bytes]:
+    """The files of the videos in a dataset's cell: one, or a list of them.
+
+    A video is a list of frames, each an image as above, or an image that moves (GIF, APNG, WebP). A list of such
+    images, or of lists, is several videos. Frames become one file that loses nothing. Raises: DataError: as above, or
+    frames differ in size, or the file is of another kind, such as MP4.
+    """
+    if cell is None:
+        return []
+    if not isinstance(cell, list | tuple | np.ndarray):
+        cell = [cell]
+    if any(isinstance(each, list | tuple | np.ndarray) for each in cell):
+        return [file for each in cell for file in video_files(each, base)]
+    try:
+        files = image_files(list(cell), base)
+    except DataError as error:
+        raise DataError(
+            f"{error}; a video is a list of frames, or a GIF, APNG or WebP: of others extract the frames, as by "
+            "`ffmpeg -i video.mp4 -vf fps=2 frame%04d.png`"
+        ) from error
+    frames = [_frames(file) for file in files]
+    if all(len(pictures) > 1 for pictures, _ in frames):
+        return files
+    stills = [pictures[0] for pictures, _ in frames]
+    if any(len(pictures) > 1 for pictures, _ in frames):
+        raise DataError("some images of a video move, and some do not: give a list of frames, or one image that moves")
+    if len({still.size for still in stills}) > 1:
+        raise DataError(f"frames of a video differ in size: {', '.join(sorted({str(still.size) for still in stills}))}")
+    buffer = io.BytesIO()
+    # Without durations, as with one it would join frames that are alike.
+    stills[0].save(buffer, format="PNG", save_all=True, append_images=stills[1:])
+    return [buffer.getvalue()]
+
+
+def _frames(content: bytes) -> tuple[list[Image], float]:
+    """(Frames, how many of them a second has)."""
+    image, frames, durations_ms = _opened(content), [], []
+    for number in range(getattr(image, "n_frames", 1)):
+        image.seek(number)
+        frames.append(image.convert("RGB"))
+        durations_ms.append(float(image.info.get("duration") or 0))
+    told = sum(durations_ms)
+    return frames, 1000 * len(frames) / told if told else _FRAMES_PER_SECOND
+
+
 def name_of(content: bytes) -> str:
     """Of an image's file."""
     return sha256(content).hexdigest()
@@ -98,23 +157,43 @@ def data_url(content: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def _decoded(content: bytes) -> Image:
+def _opened(content: bytes) -> Any:
     """Raises: DataError: it is no image."""
     try:
         from PIL import Image  # late: few runs have images
     except ImportError as error:
         raise UserError("images need Pillow; run `pip install pillow`") from error
     try:
-        return Image.open(io.BytesIO(content)).convert("RGB")
+        return Image.open(io.BytesIO(content))
     except (OSError, ValueError) as error:
         raise DataError(f"an image of {len(content)} bytes cannot be read: {error}") from error
 
 
+def _decoded(content: bytes) -> Image:
+    """Raises: DataError: it is no image."""
+    try:
+        picture: Image = _opened(content).convert("RGB")
+    except (OSError, ValueError) as error:
+        raise DataError(f"an image of {len(content)} bytes cannot be read: {error}") from error
+    return picture
+
+
+def is_video(name: str) -> bool:
+    """Whether this is the name of a video, and not of an image."""
+    return name.startswith(_VIDEO)
+
+
+def file_of(name: str) -> str:
+    """Name of the file of an image or a video."""
+    return name.removeprefix(_VIDEO)
+
+
 def images_in(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Names of the images in a chat, in their order."""
+    """Names of the images and videos in a chat, in their order."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
-    return tuple(part["image"] for part in parts if isinstance(part, Mapping) and part.get("type") == "image")
+    shown = [part for part in parts if isinstance(part, Mapping) and part.get("type") in ("image", "video")]
+    return tuple(part["image"] if part["type"] == "image" else _VIDEO + part["video"] for part in shown)
 
 
 def without_images(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
@@ -123,7 +202,7 @@ def without_images(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, 
     def text(content: Any) -> Any:
         if not isinstance(content, list | tuple):
             return content
-        return "\n".join(str(part.get("text", "")) for part in content if part.get("type") != "image")
+        return "\n".join(str(part.get("text", "")) for part in content if part.get("type") not in ("image", "video"))
 
     return tuple({**message, "content": text(message.get("content"))} for message in messages)
 
@@ -152,24 +231,26 @@ class ImageFolder:
         for name in dict.fromkeys(names):
             if self.holds(name):
                 continue
+            path = f"{FOLDER}/{file_of(name)}"
             try:
-                content = storage.get(f"{FOLDER}/{name}")
+                content = storage.get(path)
             except NotFoundError as error:
-                raise DamagedError(f"{storage.url}/{FOLDER}/{name}, an image of an experience, is missing") from error
-            if self.put(content) != name:
-                raise DamagedError(f"{storage.url}/{FOLDER}/{name} is not the image whose hash it has for a name")
+                raise DamagedError(f"{storage.url}/{path}, an image of an experience, is missing") from error
+            if self.put(content) != file_of(name):
+                raise DamagedError(f"{storage.url}/{path} is not the image whose hash it has for a name")
 
     def read(self, name: str) -> bytes:
         """The file. Raises: DamagedError: it is another, which then goes: it is made again from where it came."""
-        content = (self._path / name).read_bytes()
-        if name_of(content) != name:
-            (self._path / name).unlink(missing_ok=True)
-            raise DamagedError(f"{self._path / name} is not the image whose hash it has for a name; start again")
+        path = self._path / file_of(name)
+        content = path.read_bytes()
+        if name_of(content) != path.name:
+            path.unlink(missing_ok=True)
+            raise DamagedError(f"{path} is not the image whose hash it has for a name; start again")
         return content
 
     def holds(self, name: str) -> bool:
         """Whether the file is here."""
-        return (self._path / name).exists()
+        return (self._path / file_of(name)).exists()
 
 
 def can_be_given_images(model_path: str, model_types: Sequence[str] = ()) -> bool:
@@ -207,6 +288,22 @@ def check_reads_images(model_path: str, model_types: Sequence[str] = ()) -> None
             f"model.model_path: {model_path!r} is a {settings.get('model_type')}; with images this engine was seen to "
             f"compute what the trainer does of {', '.join(model_types)} alone; use engine_type: transformers"
         )
+
+
+def check_reads_videos(model_path: str) -> None:
+    """Raises: UserError: the model, if it is on this machine, was not tried with videos, or what prepares them is not
+    installed."""
+    folder = Path(local_model(model_path))
+    if not (folder / "config.json").is_file():
+        return
+    kind = parse_object((folder / "config.json").read_bytes()).get("model_type")
+    if kind not in VIDEO_MODELS:
+        raise UserError(
+            f"model.model_path: {model_path!r} is a {kind}, and a taskset has format.video_key: videos are read by "
+            f"{', '.join(VIDEO_MODELS)} alone; give frames as images, by format.image_key"
+        )
+    if find_spec("torchvision") is None:
+        raise UserError(_NEEDS_TORCHVISION)
 
 
 def copy_processor(model_path: str, folder: Path) -> None:
@@ -253,20 +350,32 @@ class ImageProcessor:
         return processor
 
     @property
-    def placeholder(self) -> str:
-        """The text that a chat template writes for an image, a special token."""
-        return str(self.own.image_token)
+    def placeholders(self) -> dict[int, str]:
+        """Number -> text of the special tokens that a chat template writes for an image, and for a video."""
+        kinds = ["image", "video"] if getattr(self.own, "video_token", None) else ["image"]
+        return {int(getattr(self.own, f"{each}_token_id")): str(getattr(self.own, f"{each}_token")) for each in kinds}
 
     @property
     def placeholder_id(self) -> int:
-        """Its number."""
+        """The number of the one that stands for an image."""
         return int(self.own.image_token_id)
+
+    def placeholder_of(self, name: str) -> int:
+        """The number of the one that stands for this image or video."""
+        return int(self.own.video_token_id) if is_video(name) else self.placeholder_id
+
+    def kinds(self, tokens: Tensor, names: Sequence[str]) -> Tensor:
+        """int32 like `tokens`: 1 where one is of an image, 2 of a video, else 0, of a row with these images."""
+        kinds = (tokens == self.placeholder_id).int()
+        if any(is_video(name) for name in names):  # else that token, where there is one, stands for nothing
+            kinds += 2 * (tokens == self.placeholder_of(_VIDEO)).int()
+        return kinds
 
     def keep(self, names: Sequence[str]) -> None:
         """Have images in the run folder, before anything that names them, and as tokens in this process."""
         for name in dict.fromkeys(names):
             if self.run is not None and name not in self._kept:
-                if not self.run.exists(path := f"{FOLDER}/{name}"):
+                if not self.run.exists(path := f"{FOLDER}/{file_of(name)}"):
                     self.run.put_new(path, self.folder.read(name))
                 self._kept.add(name)
             self.tokens(name)
@@ -301,7 +410,7 @@ class ImageProcessor:
             end = next((end for end in ends if tuple(tokens[end - len(of_image) : end]) == of_image), None)
             if end is None:
                 raise DataError(f"a prompt of {len(tokens)} tokens does not hold those of its image {name}")
-            short += [*tokens[begin : end - len(of_image)], self.placeholder_id]
+            short += [*tokens[begin : end - len(of_image)], self.placeholder_of(name)]
             begin = end
         return short + list(tokens[begin:])
 
@@ -311,19 +420,28 @@ class ImageProcessor:
 
     def inputs(self, names: Sequence[str]) -> dict[str, Tensor]:
         """What the model is given beside the tokens of a sequence with these images, in their order, but for the kinds
-        of its tokens: `pixel_values` and the like.
+        of its tokens: `pixel_values`, of videos `pixel_values_videos`, and the like.
         """
         return dict(_inputs(self, tuple(names)))
 
     def _made(self, names: Sequence[str]) -> Any:
         import torch  # late: as above
 
-        images = [self.picture(name) for name in names]
+        images = [self.picture(name) for name in names if not is_video(name)]
+        videos = [_frames(self.folder.read(name)) for name in names if is_video(name)]
+        given: dict[str, Any] = {"images": images or None}
+        if videos:
+            if self.own.video_processor is None:
+                raise UserError(_NEEDS_TORCHVISION)
+            given["videos"] = [np.stack([np.asarray(frame) for frame in frames]) for frames, _ in videos]
+            given["video_metadata"] = [
+                {"total_num_frames": len(frames), "fps": fps, "frames_indices": list(range(len(frames)))}
+                for frames, fps in videos
+            ]
+        text = "".join(self.placeholders[self.placeholder_of(name)] for name in names)
         # Kept for other calls than this one, which may have gradients.
         with self._lock, torch.inference_mode(False):
-            return self.own(
-                text=[self.placeholder * len(images)], images=images, return_tensors="pt", add_special_tokens=False
-            )
+            return self.own(text=[text], **given, return_tensors="pt", add_special_tokens=False)
 
 
 def _without_videos(source: str, options: dict[str, Any]) -> Any:
@@ -349,4 +467,5 @@ def _tokens(processor: ImageProcessor, name: str) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def _inputs(processor: ImageProcessor, names: tuple[str, ...]) -> dict[str, Tensor]:
     # Rows of a group have the same, and a step passes over each several times.
-    return {name: value for name, value in processor._made(names).items() if name not in _NO_INPUTS}
+    made = {name: value for name, value in processor._made(names).items() if name not in _NO_INPUTS}
+    return {name: value for name, value in made.items() if hasattr(value, "shape")}

@@ -18,7 +18,7 @@ from rftdask.config import fill_from_environment
 from rftdask.config.plugins import nearest
 from rftdask.config.schema.buffer import FormatConfig, TasksetConfig
 from rftdask.data.datasets import Dataset, open_dataset
-from rftdask.data.images import ImageFolder, image_files
+from rftdask.data.images import ImageFolder, image_files, video_files
 from rftdask.data.task import Task, final_answer
 from rftdask.errors import DataError
 
@@ -64,7 +64,7 @@ class Taskset:
 
     def check(self) -> None:
         """Read the first rows as tasks. Raises: DataError: a configured column is missing or holds something else."""
-        keys = ["response_key", "system_prompt_key", "workflow_key", "reward_fn_key", "image_key"]
+        keys = ["response_key", "system_prompt_key", "workflow_key", "reward_fn_key", "image_key", "video_key"]
         for option in keys if self._has_messages else ["prompt_key", *keys]:
             column = getattr(self._format, option)
             if column and column not in self.dataset.columns:
@@ -118,8 +118,9 @@ class Taskset:
         if fmt.prompt_type != "messages" and not isinstance(value, str):
             kind = type(value).__name__
             raise DataError(f"{self._where(index)}: column {key!r} holds a {kind}, {fmt.prompt_type} needs text")
-        if fmt.image_key:
-            row = {**row, fmt.image_key: self._images(row, index)}
+        for option in ("image_key", "video_key"):
+            if column := getattr(fmt, option):
+                row = {**row, column: self._images(row, index, option)}
         if fmt.prompt_type == "raw":
             # The reply begins with it, so that the policy goes on from there.
             prompt += fmt.reply_prefix or ""
@@ -139,14 +140,14 @@ class Taskset:
             row=row,
         )
 
-    def _images(self, row: Mapping[str, Any], index: int) -> list[str]:
-        """Names of the row's images, whose files are on this machine from here on. Raises: DataError."""
+    def _images(self, row: Mapping[str, Any], index: int, option: str) -> list[str]:
+        """Names of the row's images, or videos, whose files are on this machine from here on. Raises: DataError."""
         base = self._config.path if os.path.isdir(self._config.path) else os.path.dirname(self._config.path)
+        column = getattr(self._format, option)
         try:
-            files = image_files(row.get(self._format.image_key or ""), base)
+            files = (video_files if option == "video_key" else image_files)(row.get(column), base)
         except DataError as error:
-            where = f"{self._where(index)}: column {self._format.image_key!r} (format.image_key)"
-            raise DataError(f"{where}: {error}") from error
+            raise DataError(f"{self._where(index)}: column {column!r} (format.{option}): {error}") from error
         folder = ImageFolder()
         return [folder.put(file) for file in files]
 
@@ -160,7 +161,9 @@ class Taskset:
         end = [{"role": "assistant", "content": fmt.reply_prefix}] if fmt.reply_prefix else []
         chat = [dict(message) for message in messages]
         if fmt.image_key:
-            _show_images(chat, row[fmt.image_key], where)
+            _show_images(chat, row[fmt.image_key], "image", where)
+        if fmt.video_key:
+            _show_images(chat, row[fmt.video_key], "video", where)
         return [*with_system_prompt(chat, row, fmt), *end]
 
     def _cell(self, row: Mapping[str, Any], index: int, option: str, column: str) -> Any:
@@ -185,24 +188,24 @@ class Taskset:
         )
 
 
-def _show_images(chat: list[dict[str, Any]], names: Sequence[str], where: str) -> None:
-    """Put the images where the chat has a place for one, `{"type": "image"}`, or else before the text of its first
-    message of the user. Raises: DataError: it has places, but not as many.
+def _show_images(chat: list[dict[str, Any]], names: Sequence[str], kind: str, where: str) -> None:
+    """Put the images, or videos, where the chat has a place for one, `{"type": kind}`, or else before the text of its
+    first message of the user. Raises: DataError: it has places, but not as many.
     """
     for message in chat:
         if isinstance(message["content"], list | tuple | np.ndarray):
             message["content"] = [dict(part) for part in message["content"]]
     contents = [message["content"] for message in chat if isinstance(message["content"], list)]
-    places = [part for content in contents for part in content if part.get("type") == "image"]
+    places = [part for content in contents for part in content if part.get("type") == kind]
     if not places and names:
         first = next((message for message in chat if message["role"] == "user"), chat[0])
         text = first["content"] if isinstance(first["content"], list) else [{"type": "text", "text": first["content"]}]
-        places = [{"type": "image"} for _ in names]
+        places = [{"type": kind} for _ in names]
         first["content"] = [*places, *text]
     if len(places) != len(names):
-        raise DataError(f"{where} has places for {len(places)} images, and there are {len(names)}")
+        raise DataError(f"{where} has places for {len(places)} {kind}s, and there are {len(names)}")
     for part, name in zip(places, names, strict=True):
-        part["image"] = name
+        part[kind] = name
 
 
 def with_system_prompt(

@@ -79,6 +79,7 @@ class TransformersEngine(Engine):
     guides_sampling = True
     records_experts = True
     reads_images = True
+    reads_videos = True
     leaves_device = True
     imports_ahead = ("rftdask.engines.transformers", "transformers.models.auto.modeling_auto")
 

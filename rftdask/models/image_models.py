@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from rftdask.data.images import ImageProcessor
+from rftdask.data.images import ImageProcessor, is_video
 
 
 def model_class(source: str, *, trust_remote_code: bool = False) -> Any:
@@ -49,14 +49,14 @@ def with_images(
     if hasattr(body, "get_rope_index"):
         inputs["position_ids"], shift = _positions(body, tokens_1L, names, images)
     elif "mm_token_type_ids" in known:
-        inputs["mm_token_type_ids"] = (tokens_1L == images.placeholder_id).int()
+        inputs["mm_token_type_ids"] = images.kinds(tokens_1L, names)
     return {"input_ids": tokens_1L, **inputs}, shift
 
 
 def num_images(tokens: Tensor, names: Sequence[str], images: ImageProcessor) -> int:
     """How many of the images of a row, the first ones, have their tokens among these, the first ones of the row."""
-    placeholders = int((tokens == images.placeholder_id).sum())
-    ends = accumulate(images.tokens(name).count(images.placeholder_id) for name in names)
+    placeholders = int((images.kinds(tokens, names) > 0).sum())
+    ends = accumulate(images.tokens(name).count(images.placeholder_of(name)) for name in names)
     return sum(end <= placeholders for end in ends)
 
 
@@ -80,16 +80,22 @@ def packed_with_images(
         before, within = (num_images(tokens, of_row, images) for tokens in (seen[: len(seen) - length], seen))
         positions.append(_positions(body, seen[None], of_row[:within], images)[0][..., -length:])
         shown += of_row[before:within]
-    # Each image once, whatever rows show it.
-    distinct = {name: number for number, name in enumerate(dict.fromkeys(shown))}
-    made = [images.inputs([name]) for name in distinct]
-    pixels, grid = (
-        torch.cat([each[part] for each in made]).to(body.device) for part in ("pixel_values", "image_grid_thw")
-    )
-    seen = body.get_image_features(pixels, grid, return_dict=True).pooler_output
-    features: Any = tuple(seen[distinct[name]] for name in shown)
-    output = BaseModelOutputWithPooling(pooler_output=features)
-    return {"position_ids": torch.cat(positions, dim=-1), "mm_encoder_outputs": {"image": output}}
+    outputs = {}
+    for kind, read, parts in (
+        ("image", body.get_image_features, ("pixel_values", "image_grid_thw")),
+        ("video", body.get_video_features, ("pixel_values_videos", "video_grid_thw")),
+    ):
+        of_kind = [name for name in shown if is_video(name) == (kind == "video")]
+        if not of_kind:
+            continue
+        # Each image once, whatever rows show it.
+        distinct = {name: number for number, name in enumerate(dict.fromkeys(of_kind))}
+        made = [images.inputs([name]) for name in distinct]
+        pixels, grid = (torch.cat([each[part] for each in made]).to(body.device) for part in parts)
+        seen = read(pixels, grid, return_dict=True).pooler_output
+        features: Any = tuple(seen[distinct[name]] for name in of_kind)
+        outputs[kind] = BaseModelOutputWithPooling(pooler_output=features)
+    return {"position_ids": torch.cat(positions, dim=-1), "mm_encoder_outputs": outputs}
 
 
 def _positions(body: Any, tokens_1L: Tensor, names: Sequence[str], images: ImageProcessor) -> tuple[Tensor, int]:
@@ -98,7 +104,15 @@ def _positions(body: Any, tokens_1L: Tensor, names: Sequence[str], images: Image
         return torch.arange(tokens_1L.shape[1], device=tokens_1L.device).expand(3, 1, -1), 0
     takes = inspect.signature(body.get_rope_index).parameters
     given = {name: v.to(tokens_1L.device) for name, v in images.inputs(names).items() if name in takes}
+    kinds_1L = images.kinds(tokens_1L, names)
     if "mm_token_type_ids" in takes:
-        given["mm_token_type_ids"] = (tokens_1L == images.placeholder_id).int()
-    positions_31L, shift_11 = body.get_rope_index(tokens_1L, **given)
-    return positions_31L, int(shift_11)
+        given["mm_token_type_ids"] = kinds_1L
+    positions_31L, _ = body.get_rope_index(tokens_1L, **given)
+    # What follows begins behind all that stands before, as in vLLM. With transformers' own what follows a video begins
+    # behind its height and width alone, and what is sampled behind its time, too.
+    begin = end = 0
+    for _, run in groupby(kinds_1L[0].tolist()):
+        run_31R = positions_31L[..., begin : (begin := begin + len(list(run)))]
+        run_31R += end - run_31R.min()
+        end = int(run_31R.max()) + 1
+    return positions_31L, end - begin

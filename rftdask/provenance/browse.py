@@ -21,7 +21,7 @@ from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import EXPERIENCES
 from rftdask.buffer.log.schema import runs_to_mask, sampled_spans
 from rftdask.data.images import FOLDER as IMAGE_FOLDER
-from rftdask.data.images import data_url
+from rftdask.data.images import data_url, file_of
 from rftdask.errors import DamagedError, DataError, NotFoundError, StorageError
 from rftdask.provenance.tables import EXPERIENCE_SCHEMA, STATE_SCHEMA, RunTables
 from rftdask.run.view import Stage
@@ -244,7 +244,7 @@ class Browser:
 
 def _image(storage: Storage, name: str) -> str:
     with contextlib.suppress(StorageError):
-        return data_url(storage.get(f"{IMAGE_FOLDER}/{name}"))
+        return data_url(storage.get(f"{IMAGE_FOLDER}/{file_of(name)}"))
     return "data:,"
 
 

@@ -24,7 +24,7 @@ from rftdask.config import Config, check_plugins
 from rftdask.config.plugins import load_plugin_folders, module_of, trait
 from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.data.datasets import Dataset, open_dataset
-from rftdask.data.images import check_reads_images
+from rftdask.data.images import check_reads_images, check_reads_videos
 from rftdask.data.supervised import check_columns, read_examples, schema_of
 from rftdask.data.task import Task
 from rftdask.data.task_pipeline import check_pipeline, standing_in
@@ -114,6 +114,8 @@ def _check_inputs(
             _check_model_folder(first.model.model_path, "model.model_path")
             if any(stage.reads_images for stage in stages):
                 check_reads_images(first.model.model_path, first.explorer.rollout_model.traits.image_models)
+            if any(stage.reads_videos for stage in stages):
+                check_reads_videos(first.model.model_path)
     # Elsewhere, and meanwhile, since it takes torch, which nothing else needs in this process.
     with ThreadPoolExecutor(1, "algorithms") as thread:
         algorithms = [] if tried else [thread.submit(call, _check_algorithm, stage) for stage in stages]

@@ -60,7 +60,7 @@ from tests.unit.trainer.trainer_cases import engine_config
 from tests.vllm_engine.vllm_models import END_IDS, save_idefics3, save_qwen2, save_qwen_vl
 
 ROOT = Path(__file__).parents[2]
-STAND_INS = Path(__file__).parent / "stand_ins"
+STAND_INS = ROOT / "tests" / "stand_ins"
 RUN_DEADLINE_S = 900.0
 NUM_EVAL = 4
 NUM_GRPO = 8

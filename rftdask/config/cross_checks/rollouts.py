@@ -92,16 +92,22 @@ def _images_are_read(config: Config) -> Iterator[Problem]:
     for at, buffer in supervised.items():
         if buffer.format.image_key:
             yield f"buffer.{at}.format.image_key", "images are of tasks, and not of rows to learn from; leave it out"
+        if buffer.format.video_key:
+            yield f"buffer.{at}.format.video_key", "videos are of tasks, and not of rows to learn from; leave it out"
     if not config.reads_images:
         return
     at = "buffer.explorer_input.taskset.format.image_key"
     source = config.buffer.explorer_input
-    if any(
-        t.format.image_key and t.format.prompt_type == "raw" for t in (*source.train_tasksets, *source.eval_tasksets)
-    ):
+    tasksets = (*source.train_tasksets, *source.eval_tasksets)
+    if not any(taskset.format.image_key for taskset in tasksets):
+        at = at.replace("image_key", "video_key")
+    if any((t.format.image_key or t.format.video_key) and t.format.prompt_type == "raw" for t in tasksets):
         yield at, "images are shown by a chat template, and prompt_type raw has none; use messages or plaintext"
     if config.has_explorer and not engine.traits.reads_images:
         yield at, f"engine_type {engine.engine_type} is given no images here; use engine_type transformers"
+    elif config.has_explorer and config.reads_videos and not engine.traits.reads_videos:
+        at = "buffer.explorer_input.taskset.format.video_key"
+        yield at, f"engine_type {engine.engine_type} is given no videos here; use engine_type transformers"
     others = {
         "trainer.ulysses_sequence_parallel_size": trainer.ulysses_sequence_parallel_size > 1,
         "trainer.tensor_parallel_size": trainer.tensor_parallel_size > 1,

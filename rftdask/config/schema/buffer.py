@@ -40,6 +40,11 @@ class FormatConfig(Section):
     """Of tasks: column of the images that come with the prompt, one or a list: files as bytes, or their paths, from the
     dataset's folder on. They stand where a chat of `messages_key` has {"type": "image"}, else before the text. The
     model must read images."""
+    video_key: str | None = None
+    """Of tasks: column of the videos that come with the prompt: a list of frames (2 a second), each an image as in
+    `image_key`, or an image that moves (GIF, APNG, WebP), or a list of these. They stand where a chat has
+    {"type": "video"}, else before images and text. With engine_type transformers, Qwen2-VL or Qwen2.5-VL, and
+    torchvision."""
     tools_key: str = "tools"
     """sft: column of the tools, a list of JSON schemas or its JSON text; used where the dataset has it."""
     reply_prefix: str | None = None

@@ -76,6 +76,8 @@ class EngineTraits:
     """It can tell which experts of a mixture of experts its tokens took."""
     reads_images: ClassVar[bool] = False
     """It generates from prompts with images, if its model reads any."""
+    reads_videos: ClassVar[bool] = False
+    """The same of videos."""
     image_models: ClassVar[tuple[str, ...]] = ()
     """Types of models (`model_type`) of whose images it computes what the trainer does, as was seen; (): of any."""
     leaves_device: ClassVar[bool] = False

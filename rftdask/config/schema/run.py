@@ -285,9 +285,16 @@ class Config(Section):
 
     @property
     def reads_images(self) -> bool:
-        """Whether tasks of this command may have images."""
+        """Whether tasks of this command may have images, or videos, which are images that move."""
         source = self.buffer.explorer_input
-        return any(taskset.format.image_key for taskset in (*source.train_tasksets, *source.eval_tasksets))
+        tasksets = (*source.train_tasksets, *source.eval_tasksets)
+        return self.reads_videos or any(taskset.format.image_key for taskset in tasksets)
+
+    @property
+    def reads_videos(self) -> bool:
+        """Whether tasks of this command may have videos."""
+        source = self.buffer.explorer_input
+        return any(taskset.format.video_key for taskset in (*source.train_tasksets, *source.eval_tasksets))
 
     @property
     def command_name(self) -> str:

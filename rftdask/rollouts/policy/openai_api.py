@@ -346,7 +346,7 @@ def plain_message(message: Any, name_image: NameImage | None = str) -> dict[str,
     plain = {"content": "", **{key: value for key, value in message.items() if value is not None}}
     if isinstance(plain["content"], list):
         parts = [_plain_part(part, name_image) for part in plain["content"]]
-        has_image = any(part["type"] == "image" for part in parts)
+        has_image = any(part["type"] != "text" for part in parts)
         plain["content"] = parts if has_image else "".join(part["text"] for part in parts)
     elif not isinstance(plain["content"], str):
         raise BadRequestError(f"the content of a message must be text, not {plain['content']!r:.60}", "messages")
@@ -364,6 +364,10 @@ def _plain_part(part: Any, name_image: NameImage | None) -> dict[str, str]:
     part = part if isinstance(part, Mapping) else {"part": part}
     if isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
+    if "video" in str(part.get("type")):
+        if name_image is not str or not isinstance(part.get("video"), str):  # those of tasks are named already
+            raise BadRequestError("a message holds a video; requests take images alone: send frames of it", "messages")
+        return {"type": "video", "video": part["video"]}
     told = part.get("image") if part.get("type") == "image" else part.get("image_url")
     told = told.get("url") if isinstance(told, Mapping) else told
     if not isinstance(told, str):

@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -418,7 +419,7 @@ class RecordingModel(PolicyHandle):
             options["bad_tokens"] = _bad_tokens(model.tokenizer, words)
         if model.images is not None:
             # It would stand for an image that is not there, also where the next turn of a chat shows the first one.
-            options["bad_tokens"] = (*options.get("bad_tokens", ()), (model.images.placeholder_id,))
+            options["bad_tokens"] = (*options.get("bad_tokens", ()), *((token,) for token in model.images.placeholders))
         request = GenerateRequest(tuple(tokens), _sampling(model.sampling, options), seed, images)
         if request.sampling.is_guided and not model.is_guided:
             raise BadRequestError(f"bad_words, and answers of a form, are not supported: {NOT_GUIDED}", "bad_words")
@@ -758,13 +759,16 @@ def _encode(model: ServedModel, text: str, hidden: Mapping[str, str], images: Se
     if model.images is None:
         raise ValueError("a chat has images, and no taskset of the run has an image_key")
     # Special tokens part a text for its tokenizer anyway, and what spells one in a message is hidden.
-    parts = text.split(model.images.placeholder)
-    if len(parts) != len(images) + 1:
+    placeholders = model.images.placeholders
+    text, *parts = re.split(f"({'|'.join(map(re.escape, placeholders.values()))})", text)
+    expected = [placeholders[model.images.placeholder_of(name)] for name in images]
+    if parts[::2] != expected:
         raise ValueError(
-            f"the chat template wrote {len(parts) - 1} of {len(images)} images; does it know {{'type': 'image'}} parts?"
+            f"the chat template wrote {len(parts) // 2} of {len(images)} images and videos, or in another order; does "
+            "it know {'type': 'image'} and {'type': 'video'} parts?"
         )
-    tokens = encode_hidden(model.tokenizer, parts[0], hidden)
-    for name, part in zip(images, parts[1:], strict=True):
+    tokens = encode_hidden(model.tokenizer, text, hidden)
+    for name, part in zip(images, parts[1::2], strict=True):
         tokens += [*model.images.tokens(name), *encode_hidden(model.tokenizer, part, hidden)]
     return tokens
 

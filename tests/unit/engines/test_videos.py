@@ -1,0 +1,92 @@
+"""Promises of videos: files hold their frames and lose nothing; a model that reads none is refused; the rest is in
+video_cases.py, which a process with a torchvision runs."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rftdask.data import images as module
+from rftdask.data.images import ImageFolder, ImageProcessor, check_reads_videos, images_in, video_files
+from rftdask.errors import DataError, UserError
+from rftdask.models.toy import build_toy_image_model, build_toy_model
+from rftdask.rollouts.policy.openai_api import BadRequestError, plain_message
+from tests.unit.engines.test_images import picture, png
+from tests.versions import needs_newer_transformers
+
+ROOT = Path(__file__).parents[3]
+
+
+@needs_newer_transformers
+def test_videos_are_sampled_and_trained_as_transformers_reads_them() -> None:
+    path = os.pathsep.join([str(ROOT / "tests" / "stand_ins"), str(ROOT)])
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/engines/video_cases.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout[-6000:]
+
+
+def test_frames_become_one_file_that_loses_nothing_also_where_they_are_alike() -> None:
+    frames = [picture(1), picture(1), picture(2)]
+    [file] = video_files(frames, "")
+    read, per_second = module._frames(file)
+    assert [each.tobytes() for each in read] == [each.tobytes() for each in frames] and per_second == 2.0
+    assert video_files([png(each) for each in frames], "") == [file]
+    assert video_files([frames, frames[:1]], "") == [file, *video_files(frames[:1], "")]
+
+
+def test_an_image_that_moves_is_a_video_with_its_own_time() -> None:
+    buffer = io.BytesIO()
+    picture(1).save(buffer, format="GIF", save_all=True, append_images=[picture(2), picture(3)], duration=100)
+    assert video_files(buffer.getvalue(), "") == [buffer.getvalue()]
+    assert video_files([buffer.getvalue()] * 2, "") == [buffer.getvalue()] * 2
+    frames, per_second = module._frames(buffer.getvalue())
+    assert (len(frames), per_second) == (3, 10.0)
+    with pytest.raises(DataError, match="some images of a video move"):
+        video_files([buffer.getvalue(), png(picture(1))], "")
+
+
+def test_what_is_no_video_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"frames of a video differ in size: \(28, 28\), \(56, 28\)"):
+        video_files([picture(1), picture(1, (28, 28))], "")
+    (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x20ftypisom" * 9)
+    with pytest.raises(DataError, match="extract the frames, as by `ffmpeg"):
+        video_files("a.mp4", str(tmp_path))
+    truncated = png(picture(1))[:60]
+    with pytest.raises(DataError, match="cannot be read"):
+        video_files([truncated], "")
+
+
+def test_a_model_or_a_machine_that_reads_no_videos_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_toy_image_model(tmp_path / "sees")
+    monkeypatch.setattr(module, "find_spec", lambda _: object())
+    check_reads_videos(str(tmp_path / "sees"))
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match="with torchvision, which is not installed"):
+        check_reads_videos(str(tmp_path / "sees"))
+    build_toy_model(tmp_path / "reads", hidden_size=16, num_heads=2)
+    with pytest.raises(UserError, match=r"is a qwen2, .* read by qwen2_vl, qwen2_5_vl alone"):
+        check_reads_videos(str(tmp_path / "reads"))
+    images = ImageProcessor(str(tmp_path / "sees"), folder=ImageFolder(tmp_path))
+    if images.own.video_processor is None:
+        [file] = video_files([picture(1)], "")
+        with pytest.raises(UserError, match="with torchvision, which is not installed"):
+            images.tokens(f"video:{images.folder.put(file)}")
+
+
+def test_requests_hold_no_videos_and_tasks_do() -> None:
+    message = {"role": "user", "content": [{"type": "video", "video": "ab"}]}
+    assert images_in([plain_message(message)]) == ("video:ab",)
+    for part in (*message["content"], {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA"}}):
+        with pytest.raises(BadRequestError, match="a message holds a video; requests take images alone"):
+            plain_message({"role": "user", "content": [part]}, lambda told: told)
