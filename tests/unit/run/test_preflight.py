@@ -98,6 +98,13 @@ def test_a_model_whose_images_the_engine_does_not_read_as_the_trainer_does_is_to
     assert "is a llava; with images this engine was seen to compute" in problems(config)
 
 
+def test_a_model_whose_videos_are_not_read_is_told(world: World) -> None:
+    (world.model / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
+    (world.model / "preprocessor_config.json").write_text("{}")
+    told = problems(world.config(f"{TASKS}.format.video_key=video"))
+    assert "is a llava, and a taskset has format.video_key: videos are read by qwen2_vl, qwen2_5_vl alone" in told
+
+
 def test_an_empty_taskset_is_told(world: World) -> None:
     world.write([])
     assert "tasks.jsonl has no rows" in problems(world.config())
