@@ -102,7 +102,8 @@ def _images_are_read(config: Config) -> Iterator[Problem]:
     if not any(taskset.format.image_key for taskset in tasksets):
         at = at.replace("image_key", "video_key")
     if any((t.format.image_key or t.format.video_key) and t.format.prompt_type == "raw" for t in tasksets):
-        yield at, "images are shown by a chat template, and prompt_type raw has none; use messages or plaintext"
+        why = "images and videos are shown by a chat template, and prompt_type raw has none"
+        yield at, f"{why}; use messages or plaintext"
     if config.has_explorer and not engine.traits.reads_images:
         yield at, f"engine_type {engine.engine_type} is given no images here; use engine_type transformers"
     elif config.has_explorer and config.reads_videos and not engine.traits.reads_videos:
@@ -118,7 +119,7 @@ def _images_are_read(config: Config) -> Iterator[Problem]:
     }
     for other, chosen in others.items():
         if chosen and config.mode != "explore":
-            yield at, f"training rows with images does not go with {other}"
+            yield at, f"training rows with images or videos does not go with {other}"
 
 
 @RULES.reading("synchronizer")

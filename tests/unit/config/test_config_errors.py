@@ -551,3 +551,24 @@ def test_an_unknown_workflow_or_reward_is_told_with_what_comes_nearest(taskset: 
 def test_a_workflow_that_a_plug_in_may_have_is_no_error_where_nothing_is_imported() -> None:
     taskset = {"path": "t.jsonl", "default_workflow_type": "no_such_module.workflow"}
     assert load_config(grpo(buffer={"explorer_input": {"taskset": taskset}}))
+
+
+def test_videos_are_refused_where_nothing_reads_them() -> None:
+    key = "buffer.explorer_input.taskset.format.video_key"
+    assert config(grpo(), f"{key}=video").reads_videos
+    for engine in ("vllm", "fake"):
+        [line] = problems(grpo(), f"{key}=video", f"explorer.rollout_model.engine_type={engine}")
+        kind = "videos" if engine == "vllm" else "images"
+        assert line == f"{key}: engine_type {engine} is given no {kind} here; use engine_type transformers"
+    [line] = problems(grpo(), f"{key}=video", "buffer.explorer_input.taskset.format.prompt_type=raw")
+    assert line.startswith(f"{key}: images and videos are shown by a chat template, and prompt_type raw has none")
+    own = "buffer.trainer_input.experience_buffer.format.video_key"
+    assert problems(sft(), f"{own}=video") == [
+        f"{own}: videos are of tasks, and not of rows to learn from; leave it out"
+    ]
+
+
+def test_pixels_are_not_normalized_by_vllm() -> None:
+    key = "explorer.rollout_model.extra_engine_args.mm_device_do_normalize"
+    [line] = problems(grpo(), f"{key}=true", "explorer.rollout_model.engine_type=vllm")
+    assert line.startswith(f"{key}: the trainer gives the model the pixels that the model's own processor normalizes")
