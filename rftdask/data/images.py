@@ -352,8 +352,10 @@ class ImageProcessor:
     @property
     def placeholders(self) -> dict[int, str]:
         """Number -> text of the special tokens that a chat template writes for an image, and for a video."""
-        kinds = ["image", "video"] if getattr(self.own, "video_token", None) else ["image"]
-        return {int(getattr(self.own, f"{each}_token_id")): str(getattr(self.own, f"{each}_token")) for each in kinds}
+        placeholders = {self.placeholder_id: str(self.own.image_token)}
+        if getattr(self.own, "video_token", None) and getattr(self.own, "video_token_id", None) is not None:
+            placeholders[int(self.own.video_token_id)] = str(self.own.video_token)
+        return placeholders
 
     @property
     def placeholder_id(self) -> int:

@@ -138,7 +138,7 @@ class Experience:
     from the first on; None: not recorded."""
     images: Sequence[str] | None = None
     """Names of the images in its prompts, in their order: SHA-256 of files in media/ of the run folder, whose tokens
-    are among `tokens` (data/images.py); None: there are none."""
+    are among `tokens` (data/images.py), of a video `video:` and that; None: there are none."""
 
     @property
     def group_id(self) -> str:

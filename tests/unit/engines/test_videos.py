@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,6 +83,12 @@ def test_a_model_or_a_machine_that_reads_no_videos_is_refused(tmp_path: Path, mo
         [file] = video_files([picture(1)], "")
         with pytest.raises(UserError, match="with torchvision, which is not installed"):
             images.tokens(f"video:{images.folder.put(file)}")
+
+
+def test_a_processor_whose_video_token_has_no_number_reads_images_as_before(tmp_path: Path) -> None:
+    images = ImageProcessor(str(tmp_path), folder=ImageFolder(tmp_path))
+    images.own = SimpleNamespace(image_token="<image>", image_token_id=3, video_token="<video>")  # as SmolVLM's
+    assert images.placeholders == {3: "<image>"}
 
 
 def test_requests_hold_no_videos_and_tasks_do() -> None:
