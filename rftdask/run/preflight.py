@@ -210,7 +210,7 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None,
             sizes["dataset"] = rows = len(dataset)
             if (held_out := stage.buffer.trainer_input.eval_buffer) is not None:
                 inputs.fingerprints["eval/dataset"] = _checked_rows(held_out, stage.algorithm.schema_type).fingerprint
-            if rows * epochs < needed:
+            if stage.buffer.total_steps is None and rows * epochs < needed:
                 raise DataError(
                     f"dataset {section.path} has {rows} rows, {epochs} epochs of it do not "
                     f"fill one batch of {needed} (buffer.train_batch_size)"

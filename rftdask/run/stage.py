@@ -67,9 +67,11 @@ def plan_work(config: Config, sizes: Mapping[str, int]) -> StageWork:
         return min((steps for steps in (possible, limit) if steps is not None), default=None)
 
     if config.algorithm.schema_type != "experience":
-        rows = sizes.get("dataset")
-        # Rounded down: batches go on from one epoch to the next, and the rows left at the very end fill none.
-        return StageWork(0, least(None if rows is None else rows * buffer.total_epochs // buffer.train_batch_size))
+        rows, steps = sizes.get("dataset"), buffer.total_steps
+        if steps is None and rows is not None:
+            # Rounded down: batches go on from one epoch to the next, and the rows left at the very end fill none.
+            steps = rows * buffer.total_epochs // buffer.train_batch_size
+        return StageWork(0, least(steps))
     # How many explore steps the tasks are good for, then how many optimizer steps those fill, then back again.
     rules = make_sync_rules(config)
     tasksets = [sizes[t.name] for t in buffer.explorer_input.train_tasksets if t.name in sizes]

@@ -274,6 +274,7 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
             total_epochs=config.buffer.total_epochs,
             shuffle_seed=_order_seed(section),
             group_size=reader.sequences_per_row,
+            total_steps=config.buffer.total_steps,
         )
     else:
         rules, strategy, log = make_sync_rules(config), make_sample_strategy(config), open_log(storage, config)

@@ -243,12 +243,15 @@ class DatasetSource(BatchSource):
         total_epochs: int,
         shuffle_seed: int | None,
         group_size: int = 1,
+        total_steps: int | None = None,
     ) -> None:
-        """`shuffle_seed` None keeps the order of the dataset; group_size: sequences that `rows` gives for each row."""
+        """`shuffle_seed` None keeps the order of the dataset; group_size: sequences that `rows` gives for each row;
+        total_steps: batches in all, over as many epochs as they take, in place of `total_epochs`.
+        """
         self._rows = Demonstrations(rows, fingerprint, RowOrder(num_rows, shuffle_seed), batch_size, group_size)
         self._ledger = ledger
         self._fence = Fence(ledger)
-        self._num_steps = num_rows * total_epochs // batch_size
+        self._num_steps = num_rows * total_epochs // batch_size if total_steps is None else total_steps
 
     def state_dict(self) -> dict[str, object]:
         """The dataset's fingerprint: a checkpoint does not go on with another one."""

@@ -2,10 +2,14 @@
 first rollout.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
+from rftdask.config import load_config
 from rftdask.config.schema.buffer import FormatConfig, TasksetConfig
 from rftdask.data.datasets import RowsDataset
 from rftdask.data.tasksets import Taskset, final_answer, truth_text
@@ -146,3 +150,52 @@ def test_arguments_from_the_environment_reach_the_workflow_and_the_reward(monkey
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(ConfigError, match="JUDGE_KEY"):
         tasks.task(0, 0)
+
+
+def loaded(section: dict[str, Any], **source: Any) -> Taskset:
+    """The tasks of a taskset as a configuration gives it."""
+    tree = {"model": {"model_path": "none", "max_model_len": 64}, "buffer": {"explorer_input": source}}
+    source["taskset"] = section
+    [taskset] = load_config(tree).buffer.explorer_input.train_tasksets
+    return Taskset(taskset)
+
+
+def test_tasks_are_those_of_the_split_and_the_subset_of_the_path(tmp_path: Path) -> None:
+    for name in ("easy/train", "easy/test", "hard/train", "hard/test"):
+        file = tmp_path / f"{name}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps({"prompt": name, "response": ""}) + "\n")
+    tasks = loaded({"path": str(tmp_path), "subset_name": "hard", "split": "test"})
+    assert [tasks.task(0, index).prompt for index in range(len(tasks))] == ["hard/test"]
+
+
+@pytest.mark.parametrize("chosen", [{"subset_name": "sums"}, {"name": "sums"}])
+def test_tasks_in_a_database_are_the_table_of_the_subset_or_else_of_the_name(
+    tmp_path: Path, chosen: dict[str, str]
+) -> None:
+    url = f"sqlite:///{tmp_path}/rows.db"
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        for table in ("sums", "taskset_0"):
+            connection.exec_driver_sql(f"create table {table} (id integer primary key, prompt text, response text)")
+            connection.exec_driver_sql(f"insert into {table} values (1, 'of {table}', '1')")
+    engine.dispose()
+    assert loaded({"path": url, "storage_type": "sql", **chosen}).task(0, 0).prompt == "of sums"
+
+
+def test_a_taskset_that_names_no_workflow_or_reward_has_those_of_all(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "1+1?", "response": "2"}) + "\n")
+    names = {"default_workflow_type": "math_workflow", "default_reward_fn_type": "exact_reward"}
+    source = {"taskset": {"path": str(file)}, "eval_tasksets": [{"path": str(file)}], **names}
+    tree = {"model": {"model_path": "none", "max_model_len": 64}, "buffer": {"explorer_input": source}}
+
+    def named(*overrides: str) -> list[tuple[str, str]]:
+        """Workflow and reward function of a task to train on and of one of an evaluation."""
+        found = load_config(tree, overrides).buffer.explorer_input
+        tasks = [Taskset(section).task(0, 0) for section in (*found.train_tasksets, *found.eval_tasksets)]
+        return [(task.workflow, task.reward_fn) for task in tasks]
+
+    assert named() == [("math_workflow", "exact_reward")] * 2
+    of_evaluations = named("buffer.explorer_input.default_eval_workflow_type=grid_workflow")
+    assert of_evaluations == [("math_workflow", "exact_reward"), ("grid_workflow", "exact_reward")]

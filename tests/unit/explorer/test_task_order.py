@@ -50,6 +50,23 @@ def test_each_taskset_has_its_own_selector(tmp_path: Path) -> None:
     assert len({tuple(orders[2]) for orders in epochs}) > 1
 
 
+def test_a_shuffle_is_that_of_its_seed(tmp_path: Path) -> None:
+    seeds = (3, 4, 3)
+    orders = [
+        [epoch(config(tmp_path, [{"selector_type": "shuffle", "seed": seed}]), k)[0] for k in range(6)]
+        for seed in seeds
+    ]
+    assert orders[0] == orders[2] != orders[1]
+
+
+def test_a_selector_may_have_its_old_name(tmp_path: Path) -> None:
+    tree = config(tmp_path, [{}]).to_dict()
+    [taskset] = tree["buffer"]["explorer_input"]["tasksets"]
+    del taskset["data_selector"]
+    taskset["task_selector"] = EASY2HARD
+    assert epoch(load_config(tree), 0)[0] == EASY_TO_HARD
+
+
 @pytest.mark.parametrize(
     ("selectors", "message"),
     [

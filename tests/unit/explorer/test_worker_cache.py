@@ -173,6 +173,13 @@ def test_an_unknown_taskset_is_named_beside_the_known_ones(storage: Storage) -> 
         cache.taskset("gsm9k")
 
 
+def test_a_taskset_is_sampled_as_it_says_itself() -> None:
+    own = "buffer.explorer_input.taskset.rollout_args={temperature: 0.5, top_p: 0.9, top_k: 7, max_tokens: 3}"
+    run = config(own)
+    found = sampling_params(run.buffer.explorer_input.train_tasksets[0], run)
+    assert (found.temperature, found.top_p, found.top_k, found.max_tokens) == (0.5, 0.9, 7, 3)
+
+
 def test_a_temperature_may_follow_a_schedule_of_explore_steps() -> None:
     way = "buffer.explorer_input.taskset.rollout_args={temperature: 1.0, final_temperature: 0.6, temperature_steps: 4}"
     run = config(way)

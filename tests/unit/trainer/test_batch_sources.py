@@ -17,6 +17,8 @@ from rftdask.config import Config, load_config
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.errors import WaitTimeout
 from rftdask.models.toy import build_toy_model
+from rftdask.run.preflight import check_inputs
+from rftdask.run.stage import plan_work
 from rftdask.storage import open_storage
 from rftdask.trainer.rank import build_algorithm, build_source
 
@@ -129,6 +131,15 @@ def test_the_sizes_of_the_buffer_cut_the_dataset(tmp_path: Path, model: Path) ->
         for number, buffer in enumerate(({"batch_size": 3}, {"train_batch_size": 4}, {"total_epochs": 2}))
     ]
     assert sizes == [[3, 3], [4], [2] * 6]
+
+
+def test_the_steps_of_the_buffer_decide_in_place_of_its_epochs(tmp_path: Path, model: Path) -> None:
+    section = {"path": str(write(tmp_path / "rows.jsonl", ROWS)), "format": RAW}
+    stage = config(tmp_path, model, buffer={"batch_size": 4, "total_steps": 2}, **section)
+    assert [text for batch in batches(stage) for text in batch] == [f"{n}!" for n in (0, 1, 2, 3, 4, 5, 0, 1)]
+    assert plan_work(stage, {"dataset": len(ROWS)}).train_steps == 2
+    [inputs] = check_inputs([load_config(stage.to_dict(), ["buffer.batch_size=8", "buffer.train_batch_size=8"])])
+    assert inputs.sizes == {"dataset": len(ROWS)}
 
 
 def test_who_waits_too_long_for_experiences_gives_up(tmp_path: Path, model: Path) -> None:
