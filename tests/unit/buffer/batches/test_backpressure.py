@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import pytest
 
-from rftdask.buffer.batches.backpressure import SETTLED_NOTE, SettledGroups, UnreadLimit
+from rftdask.buffer.batches.backpressure import SETTLED_NOTE, Backpressure, SettledGroups, UnreadLimit
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.log.file_log import ParquetLog
 from tests.unit.buffer.buffer_cases import commit_batch, make_source, new_storage, take
+from tests.unit.config.config_cases import config, grpo
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,9 @@ def test_a_note_saves_reading_what_is_before_it() -> None:
     ledger.write(LedgerEntry(2, "main", (), positions=((1, 1),), notes={SETTLED_NOTE: 70}))
     ledger.write(LedgerEntry(3, "main", (), positions=((1, 2), (1, 3))))
     assert SettledGroups(ledger).count() == 72
+
+
+def test_no_unit_begins_while_as_many_experiences_lie_unread_as_the_configuration_allows() -> None:
+    stage = config(grpo(), "algorithm.repeat_times=2", "buffer.trainer_input.experience_buffer.capacity=20")
+    pressure = Backpressure(stage, Ledger(new_storage()))
+    assert [pressure.has_room(num_groups) for num_groups in (9, 10)] == [True, False]

@@ -23,6 +23,7 @@ from rftdask.buffer.batches.replay_priority import (
     LinearDecay,
     Replay,
     UseCounts,
+    make_replay,
     select_with_reuse,
 )
 from rftdask.buffer.batches.selection import Cursor, Group, SampleRule, UsedGroup
@@ -31,6 +32,7 @@ from rftdask.buffer.log.schema import Status
 from rftdask.errors import WaitTimeout
 from rftdask.storage import Storage
 from tests.unit.buffer.buffer_cases import batch_of, commit_batch, entries, make_source, new_storage, take
+from tests.unit.config.config_cases import config, grpo
 
 BATCHES = [(step, batch) for step in (1, 2) for batch in (0, 1)]
 """Eight groups of two rows, in explore steps of four tasks; step s was sampled by version s - 1."""
@@ -96,6 +98,20 @@ def test_the_newest_come_first_and_used_ones_when_their_priority_is_higher() -> 
     assert [entry.notes for entry in entries(storage)] == [{}, {}, *[{"num_reused_groups": 2}] * 2, {}, {}]
     assert [len(entry.positions) for entry in entries(storage)] == [2, 2, 0, 0, 2, 2]
     assert audit(storage) == Audit(committed=16, trained=16, waiting=0, reused=8)
+
+
+def test_the_configuration_says_what_a_use_costs_and_how_soon_the_next_may_be() -> None:
+    at = "buffer.trainer_input.experience_buffer.replay_buffer"
+    settings = (f"{at}.enable=true", f"{at}.reuse_cooldown_time=30", f"{at}.priority_fn_args={{decay: 0.75}}")
+    rule = make_replay(config(grpo(), "synchronizer.sync_style=fully_async", *settings))
+    assert rule is not None
+    now = [100.0]
+    source = replaying(committed(), rule, max_staleness=9, clock=lambda: now[0])
+    assert take(source, [1]) == [uids(4, 5)]
+    now[0] = 129.0
+    assert take(source, [2, 3]) == [uids(6, 7), uids(0, 1)], "the first are cooling down"
+    now[0] = 130.0
+    assert take(source, [4]) == [uids(4, 5)], "1 - 0.75 is more than 0"
 
 
 def test_without_a_cooldown_time_groups_are_used_once() -> None:
