@@ -50,7 +50,8 @@ def config(
 def batches(stage: Config) -> list[list[str]]:
     """The text of each sequence, batch by batch."""
     source = build_source(stage, open_storage(stage.checkpoint_job_dir), build_algorithm(stage))
-    tokenizer, found = load_tokenizer(stage), []
+    tokenizer = load_tokenizer(stage)
+    found: list[list[str]] = []
     while (entry := source.entry(len(found) + 1)) is not None:
         batch = source.read(entry)
         ends = np.cumsum(batch.lengths)
@@ -68,7 +69,7 @@ def write(file: Path, rows: Sequence[dict[str, Any]]) -> Path:
 def test_the_rows_are_those_of_the_split_and_the_subset_of_the_path(tmp_path: Path, model: Path) -> None:
     for name, prompt in (("easy/train", "a"), ("easy/test", "b"), ("hard/train", "c"), ("hard/test", "d")):
         write(tmp_path / "data" / f"{name}.jsonl", [{"prompt": prompt, "response": f"{n}"} for n in range(2)])
-    section = {"path": str(tmp_path / "data"), "subset_name": "hard", "split": "test", "format": RAW}
+    section: dict[str, Any] = {"path": str(tmp_path / "data"), "subset_name": "hard", "split": "test", "format": RAW}
     assert batches(config(tmp_path, model, **section)) == [["d0", "d1"]]
 
 
@@ -81,7 +82,7 @@ def test_a_table_is_the_subset_or_else_the_name(tmp_path: Path, model: Path, cho
             connection.exec_driver_sql(f"create table {table} (id integer primary key, prompt text, response text)")
             connection.exec_driver_sql(f"insert into {table} values (1, '{table}', '1'), (2, '{table}', '2')")
     engine.dispose()
-    section = {"path": url, "storage_type": "sql", "format": RAW, **chosen}
+    section: dict[str, Any] = {"path": url, "storage_type": "sql", "format": RAW, **chosen}
     assert batches(config(tmp_path, model, **section)) == [["sums1", "sums2"]]
 
 
@@ -125,7 +126,7 @@ def test_a_shuffle_has_the_order_of_its_seed(tmp_path: Path, model: Path) -> Non
 
 
 def test_the_sizes_of_the_buffer_cut_the_dataset(tmp_path: Path, model: Path) -> None:
-    section = {"path": str(write(tmp_path / "rows.jsonl", ROWS)), "format": RAW}
+    section: dict[str, Any] = {"path": str(write(tmp_path / "rows.jsonl", ROWS)), "format": RAW}
     sizes = [
         [len(batch) for batch in batches(config(tmp_path / str(number), model, buffer=buffer, **section))]
         for number, buffer in enumerate(({"batch_size": 3}, {"train_batch_size": 4}, {"total_epochs": 2}))
@@ -134,7 +135,7 @@ def test_the_sizes_of_the_buffer_cut_the_dataset(tmp_path: Path, model: Path) ->
 
 
 def test_the_steps_of_the_buffer_decide_in_place_of_its_epochs(tmp_path: Path, model: Path) -> None:
-    section = {"path": str(write(tmp_path / "rows.jsonl", ROWS)), "format": RAW}
+    section: dict[str, Any] = {"path": str(write(tmp_path / "rows.jsonl", ROWS)), "format": RAW}
     stage = config(tmp_path, model, buffer={"batch_size": 4, "total_steps": 2}, **section)
     assert [text for batch in batches(stage) for text in batch] == [f"{n}!" for n in (0, 1, 2, 3, 4, 5, 0, 1)]
     assert plan_work(stage, {"dataset": len(ROWS)}).train_steps == 2
