@@ -88,6 +88,22 @@ def plan_work(config: Config, sizes: Mapping[str, int]) -> StageWork:
     return StageWork(steps, train_steps)
 
 
+def bench_versions(storage: Storage, config: Config) -> tuple[int, ...]:
+    """What mode bench evaluates: the model as it is, then every checkpoint; or only the newest. A model behind an API
+    has one version.
+
+    Raises: DataError: there is no checkpoint.
+    """
+    if config.is_external:
+        return (0,)
+    steps = checkpoint_steps(storage)
+    if not config.explorer.bench_on_latest_checkpoint:
+        return (0, *steps)
+    if not steps:
+        raise DataError(f"{storage.url} has no checkpoint to evaluate (explorer.bench_on_latest_checkpoint)")
+    return (steps[-1],)
+
+
 class StageRun:
     """Runs one stage.
 
@@ -266,7 +282,7 @@ class StageRun:
             self._config,
             self._sizes,
             num_steps=0 if bench else self.work.explore_steps,
-            eval_versions=self._bench_versions() if bench else (),
+            eval_versions=bench_versions(self._storage, self._config) if bench else (),
             threads=self._layout.threads_of(EXPLORER_RESOURCE),
             log_file=f"{self._log_folder}/engine.log" if self._log_folder else None,
             emit=self._events.put,
@@ -308,20 +324,6 @@ class StageRun:
             return 0
         log = open_log(self._storage, self._config)
         return apply_retention(self._storage, log, Ledger(self._storage), rule, oldest, self._ended.is_set)
-
-    def _bench_versions(self) -> tuple[int, ...]:
-        """The model as it is, then every checkpoint; or only the newest. A model behind an API has one version.
-
-        Raises: DataError: there is no checkpoint.
-        """
-        if self._config.is_external:
-            return (0,)
-        steps = checkpoint_steps(self._storage)
-        if not self._config.explorer.bench_on_latest_checkpoint:
-            return (0, *steps)
-        if not steps:
-            raise DataError(f"{self._storage.url} has no checkpoint to evaluate (explorer.bench_on_latest_checkpoint)")
-        return (steps[-1],)
 
     def _start_synchronizer(self) -> None:
         workers = workers_of(self._client)

@@ -24,6 +24,7 @@ from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config import Config, load_config
 from rftdask.data.task_schedule import TaskRef
+from rftdask.errors import DataError
 from rftdask.explorer.evaluation import (
     EvaluationQueue,
     evaluation_metrics,
@@ -31,6 +32,7 @@ from rftdask.explorer.evaluation import (
     repeat_metrics,
 )
 from rftdask.monitor.metrics import MetricsWriter
+from rftdask.run.stage import bench_versions
 from rftdask.storage import open_storage
 from rftdask.synchronizer.styles import WeightRequirement
 from rftdask.weights.published import publish_weights
@@ -124,6 +126,17 @@ def test_beside_training_on_a_dataset_what_was_published_at_the_interval_is_due(
 
 def test_bench_names_its_versions() -> None:
     assert due_versions(stage(), 9, None, versions=(0, 3)) == [0, 3]
+
+
+def test_bench_evaluates_all_checkpoints_or_the_newest_alone() -> None:
+    storage, newest = open_storage("memory://bench-versions"), stage("explorer.bench_on_latest_checkpoint=true")
+    assert bench_versions(storage, stage()) == (0,)
+    with pytest.raises(DataError, match="no checkpoint to evaluate"):
+        bench_versions(storage, newest)
+    for step in (4, 12):
+        storage.put(f"global_step_{step}/manifest.json", b"{}")
+    assert bench_versions(storage, stage()) == (0, 4, 12)
+    assert bench_versions(storage, newest) == (12,)
 
 
 def test_a_unit_has_no_more_rollouts_than_one_of_training() -> None:
