@@ -22,12 +22,12 @@ def test_over_rollout_needs_the_other_tasks_rounded_up(ratio: float, needed: int
 
 
 def test_a_dynamic_timeout_begins_after_its_warm_up_and_follows_the_mean() -> None:
-    rule = DynamicTimeoutConfig(enable=True, warmup_min_steps=2, ratio=3.0)
+    rule = DynamicTimeoutConfig(enable=True, warmup_min_steps=2, ratio=2.5)
     assert attempt_timeout_s(rule, 100.0, {1: [1.0]}, explore_step=2) == 100.0
-    assert attempt_timeout_s(rule, 100.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 6.0
-    assert attempt_timeout_s(rule, 5.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 5.0
+    assert attempt_timeout_s(rule, 100.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 5.0
+    assert attempt_timeout_s(rule, 4.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 4.0
     assert (
-        attempt_timeout_s(rule, 100.0, {1: [1.0], 2: [3.0], 3: [90.0]}, explore_step=3) == 6.0
+        attempt_timeout_s(rule, 100.0, {1: [1.0], 2: [3.0], 3: [90.0]}, explore_step=3) == 5.0
     )  # its own step says nothing
     assert attempt_timeout_s(DynamicTimeoutConfig(), 100.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 100.0
 
