@@ -50,17 +50,6 @@ TOLD = {
     "`batch_size` x `repeat_times`, since it counts explore steps there. Absent: no limit, as 10000 steps there",
     f"{_BUFFER}.name": "effective, in messages",
     f"{_BUFFER}.replay_buffer.priority_fn_args": "effective; the same decay is the function's own default",
-    **{
-        f"buffer.explorer_input.taskset.format.{key}": "without effect on tasks, warned of; see the experience buffer's"
-        for key in ("tools_key", "chosen_key", "rejected_key", "enable_concatenated_multi_turn")
-    },
-    **{
-        f"{_BUFFER}.format.{key}": "without effect on rows to learn from, warned of; see the taskset's"
-        for key in ("workflow_key", "reward_fn_key")
-    },
-    f"{_BUFFER}.format.image_key": "refused: images are of tasks, and not of rows to learn from",
-    f"{_BUFFER}.data_selector.feature_keys": "without effect on rows to learn from, warned of; see the taskset's",
-    f"{_BUFFER}.data_selector.kwargs": "refused: the orders of rows to learn from, sequential and shuffle, take none",
     "buffer.explorer_input.taskset.repeat_times": "effective for evaluation; a training taskset has "
     "`algorithm.repeat_times`, as there",
     "buffer.explorer_input.taskset.rollout_args.top_k": "effective; absent: -1 with `--from trinity`, "
@@ -81,10 +70,30 @@ TOLD = {
 }
 
 
+ELSEWHERE = {
+    **{
+        f"buffer.explorer_input.taskset.format.{key}": "without effect on tasks, warned of; see the experience buffer's"
+        for key in ("tools_key", "chosen_key", "rejected_key", "enable_concatenated_multi_turn")
+    },
+    **{
+        f"{_BUFFER}.format.{key}": "without effect on rows to learn from, warned of; see the taskset's"
+        for key in ("workflow_key", "reward_fn_key")
+    },
+    **{
+        f"{_BUFFER}.format.{key}": "refused: images and videos are of tasks, and not of rows to learn from"
+        for key in ("image_key", "video_key")
+    },
+    f"{_BUFFER}.data_selector.feature_keys": "without effect on rows to learn from, warned of; see the taskset's",
+    f"{_BUFFER}.data_selector.kwargs": "refused: the orders of rows to learn from, sequential and shuffle, take none",
+}
+"""Keys of sections that stand in several places, where nothing reads them."""
+
+
 def state(path: str, there: Any) -> str:
     """What becomes of a key of the reference; "" where nobody has said."""
-    if path in TOLD:
-        return TOLD[path]
+    base = next((path.replace(long, short) for long, short in SAME_AS.items() if path.startswith(long)), path)
+    if path in TOLD or base in ELSEWHERE:
+        return TOLD.get(path) or ELSEWHERE[base]
     key = KEYS.get(path)
     match key:
         case Ignored():
