@@ -135,3 +135,12 @@ def test_a_column_that_nothing_reads_is_told(base: Any, path: str, keys: list[st
 def test_features_that_order_tasks_are_told_where_rows_are_learned() -> None:
     of_rows = f"{AT}.data_selector={{selector_type: shuffle, feature_keys: [a]}}"
     assert any("feature_keys: ignored: only tasks" in line for line in config(sft(), of_rows).warnings)
+
+
+def test_images_are_of_tasks_and_arguments_of_an_order_of_its_own() -> None:
+    for override, why in (
+        (f"{AT}.format.image_key=image", "are of tasks, and not of rows to learn from"),
+        (f"{AT}.data_selector={{selector_type: shuffle, kwargs: {{tau: 1}}}}", "shuffle takes no arguments"),
+    ):
+        (line,) = problems(sft(), override)
+        assert why in line
