@@ -278,7 +278,8 @@ class PolicyServer:
         told = OpenAIAnswer(answer.status, answer.body, headers={"X-Session-ID": session_id})
         if answer.status == 200:
             session.answers[asked] = told
-            self._answered[str(answer.body["id"])] = session_id
+            if name := answer.body.get("id"):  # a count of tokens has none
+                self._answered[name] = session_id
             while len(self._answered) > _KEPT_NAMES:
                 self._answered.popitem(last=False)
             while len(session.answers) > _KEPT_ANSWERS:

@@ -223,7 +223,7 @@ class Trainer:
                         "publish_s": published - trained,
                         "checkpoint_s": saved - published,
                         "step_s": saved - began,
-                        "tokens_per_s": batch.lengths.sum() / (saved - began),
+                        "tokens_per_s": float(batch.lengths.sum()) / (saved - began),
                     }
                     log.info(
                         "step %d: %s", step, ", ".join(f"{name} {row[name]:.4g}" for name in _LOGGED if name in row)

@@ -98,6 +98,11 @@ class TrainingBatch:
         stds: np.ndarray = np.sqrt(np.bincount(groups, (rewards - means[groups]) ** 2) / counts)
         return stds
 
+    @property
+    def is_held(self) -> np.ndarray:
+        """[N] bool: whether the tokens of a row are here."""
+        return np.ones(len(self), bool) if self.held is None else self.held
+
     def row_tokens(self) -> list[np.ndarray]:
         """[L_i] of every row, views; [0] of rows that are not held."""
         return np.split(self.tokens, self._held_ends()[:-1])
@@ -108,15 +113,14 @@ class TrainingBatch:
 
     def holding(self, rows: Sequence[int] | np.ndarray) -> TrainingBatch:
         """The same rows, with the tokens of these alone, of those that are held."""
-        here = np.ones(len(self), bool) if self.held is None else self.held
-        keep = np.isin(np.arange(len(self)), rows) & here
-        kept = np.repeat(keep[here], self.lengths[here])
+        keep = np.isin(np.arange(len(self)), rows) & self.is_held
+        kept = np.repeat(keep[self.is_held], self.lengths[self.is_held])
         experts = None if self.routed_experts is None else self.routed_experts[kept]
         return replace(self, tokens=self.tokens[kept], routed_experts=experts, held=keep)
 
     def _held_ends(self) -> np.ndarray:
         """[N] places in S at which the rows end."""
-        return np.cumsum(self.lengths if self.held is None else self.lengths * self.held)
+        return np.cumsum(self.lengths * self.is_held)
 
     def row_logprobs(self) -> list[np.ndarray]:
         """[R_i] of every row, views."""

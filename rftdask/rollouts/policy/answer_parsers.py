@@ -106,7 +106,7 @@ class AnswerParser:
                 return ParsedAnswer(parsed.get("content"), thoughts, calls)
         marked = self._marked(text, tokens)
         if self._calls_name in _CHANNELS or self._thoughts_name in _CHANNELS:
-            return _by_channels(marked, text, tools)
+            return _by_channels(marked, text, None if self._calls_name == "none" else tools)
         self._thoughts = self._thoughts or self._thoughts_parser()
         thoughts, content = self._thoughts(marked, prompt)
         found: tuple[ToolCall, ...] = ()

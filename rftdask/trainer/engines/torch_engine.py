@@ -252,8 +252,7 @@ class TorchEngine(TrainEngine):
             storage = open_storage(self._config.checkpoint_job_dir)
             while read_parent(storage) is not None:  # a lineage trains experiences of the run that it is in
                 storage = parent_storage(storage)
-            here = np.ones(len(batch), bool) if batch.held is None else batch.held
-            of_rows = [names for names, is_held in zip(batch.images, here, strict=True) if is_held]
+            of_rows = [names for names, is_held in zip(batch.images, batch.is_held, strict=True) if is_held]
             self._images.folder.fetch(storage, [name for names in of_rows for name in names])
         processor = None if batch.images is None else self._images
         return BatchRows(batch, self._device, self._sequence, lean=self._lean, processor=processor)
@@ -672,8 +671,7 @@ def _check_experts(batch: TrainingBatch, routers: Routers | None) -> None:
         return
     rows, num_choices = batch.row_experts(), routers.num_choices
     remedy = "set algorithm.enable_router_replay in the run that samples, or leave it out here"
-    here = np.ones(len(batch), bool) if batch.held is None else batch.held
-    for number in np.flatnonzero(~batch.experts & (batch.lengths > 1) & here):
+    for number in np.flatnonzero(~batch.experts & (batch.lengths > 1) & batch.is_held):
         if rows is None or rows[number][0, 0] < 0:
             raise DataError(f"{batch.uids[number]} does not tell the experts that its tokens took; {remedy}")
     if batch.routed_experts is not None and (told := batch.routed_experts.shape[1]) != num_choices:

@@ -242,6 +242,17 @@ def test_a_reward_may_name_answers_and_those_of_several_sessions_are_one_rollout
     run(check)
 
 
+def test_a_count_of_tokens_is_an_answer_without_a_name() -> None:
+    async def check(case: Case) -> None:
+        body = {"model": "policy", "max_tokens": 5, "messages": ASKED}
+        headers = {"Authorization": "Bearer token"}
+        answer = await case.http.post("/v1/messages/count_tokens", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert answer.json().keys() == {"input_tokens"}
+
+    run(check)
+
+
 def test_what_is_too_much_is_told_to_come_again() -> None:
     async def check(case: Case) -> None:
         case.queue.goes_on.clear()

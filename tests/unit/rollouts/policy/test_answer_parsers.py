@@ -136,6 +136,13 @@ def test_the_channels_of_gpt_oss_are_read_though_their_marks_are_special_tokens(
     assert AnswerParser(tokenizer, **names).parse(text, tokens, "", tools) == parsed
 
 
+def test_calls_in_channels_stay_text_where_no_parser_is_wanted() -> None:
+    said = f'{THINKS}<|channel|>commentary to=functions.add <|constrain|>json<|message|>{{"x": 1}}<|call|>'
+    tokens = Marked().ids(said)
+    text = Marked().decode(tokens, skip_special_tokens=True)
+    assert AnswerParser(Marked(), "none").parse(text, tokens, "", TOOLS) == ParsedAnswer('{"x": 1}', "hm", ())
+
+
 @without_vllm
 def test_a_format_that_only_vllm_reads_is_refused_by_name() -> None:
     # What a configuration names is told at once, what a template shows when an answer is to be read.
