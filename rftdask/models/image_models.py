@@ -81,9 +81,9 @@ def packed_with_images(
         positions.append(_positions(body, seen[None], of_row[:within], images)[0][..., -length:])
         shown += of_row[before:within]
     outputs = {}
-    for kind, read, parts in (
-        ("image", body.get_image_features, ("pixel_values", "image_grid_thw")),
-        ("video", body.get_video_features, ("pixel_values_videos", "video_grid_thw")),
+    for kind, parts in (
+        ("image", ("pixel_values", "image_grid_thw")),
+        ("video", ("pixel_values_videos", "video_grid_thw")),
     ):
         of_kind = [name for name in shown if is_video(name) == (kind == "video")]
         if not of_kind:
@@ -92,7 +92,7 @@ def packed_with_images(
         distinct = {name: number for number, name in enumerate(dict.fromkeys(of_kind))}
         made = [images.inputs([name]) for name in distinct]
         pixels, grid = (torch.cat([each[part] for each in made]).to(body.device) for part in parts)
-        seen = read(pixels, grid, return_dict=True).pooler_output
+        seen = getattr(body, f"get_{kind}_features")(pixels, grid, return_dict=True).pooler_output
         features: Any = tuple(seen[distinct[name]] for name in of_kind)
         outputs[kind] = BaseModelOutputWithPooling(pooler_output=features)
     return {"position_ids": torch.cat(positions, dim=-1), "mm_encoder_outputs": outputs}

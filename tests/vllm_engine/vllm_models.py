@@ -53,6 +53,18 @@ def save_qwen2(folder: Path, seed: int, tied: bool) -> Path:
     return folder
 
 
+_TEXT = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+}
+"""Of the language model of one that reads images."""
+
+
 def save_idefics3(folder: Path, seed: int) -> Path:
     """An Idefics3 with that tokenizer, which sees an image as 56 x 56 pixels and four tokens, between others. Models of
     this kind vLLM loads without torchvision, whose builds want a torch for GPUs."""
@@ -78,13 +90,7 @@ def save_idefics3(folder: Path, seed: int) -> Path:
         text_config={
             "model_type": "llama",
             "vocab_size": len(tokenizer),
-            "hidden_size": 128,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 1024,
-            "initializer_range": 0.1,
+            **_TEXT,
             **ends,
         },
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
@@ -118,13 +124,7 @@ def save_qwen_vl(folder: Path, seed: int, model_type: str) -> Path:
     config = (Qwen2VLConfig if is_older else Qwen2_5_VLConfig)(
         text_config={
             "vocab_size": len(tokenizer),
-            "hidden_size": 128,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 1024,
-            "initializer_range": 0.1,
+            **_TEXT,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [8, 12, 12]},
             **ends,
         },

@@ -160,6 +160,12 @@ def _of_other_rows(config: Config) -> Iterator[Problem]:
     for name, dataset in rows:
         for key in _changed(dataset.format, _OF_TASKS):
             yield f"{at}.{name}.format.{key}", "ignored: it is of tasks, and these are rows to learn from"
+    if (
+        config.algorithm.schema_type == "experience"
+        and source.experience_buffer.data_selector.selector_type != "sequential"
+    ):
+        told = "ignored: rollouts are read from the log of the run"
+        yield f"{at}.experience_buffer.data_selector.selector_type", told
     if source.experience_buffer.data_selector.feature_keys:
         yield f"{at}.experience_buffer.data_selector.feature_keys", "ignored: only tasks are ordered by what they hold"
 

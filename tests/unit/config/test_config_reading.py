@@ -144,3 +144,10 @@ def test_images_are_of_tasks_and_arguments_of_an_order_of_its_own() -> None:
     ):
         (line,) = problems(sft(), override)
         assert why in line
+
+
+def test_an_order_of_rollouts_is_told_to_be_ignored() -> None:
+    of_rows = f"{AT}.data_selector.selector_type=shuffle"
+    told = f"{AT}.data_selector.selector_type: ignored: rollouts are read from the log of the run"
+    assert told in config(grpo(), of_rows).warnings
+    assert told not in config(sft(), of_rows).warnings
