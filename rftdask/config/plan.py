@@ -44,6 +44,8 @@ class StagePlan:
     folder: str
     """Where the run lives."""
     roles: tuple[RolePlan, ...]
+    weights: str | None
+    """How published weights travel, and why so; None: no engine follows what is trained."""
     num_tasks: int | None
     """Training tasks (sft: rows) of one epoch."""
     explore_steps: int | None
@@ -115,12 +117,14 @@ def _stage_plan(config: Config, num_ranks: int) -> StagePlan:
         if config.trainer.total_steps is not None:
             train_steps = min(train_steps, config.trainer.total_steps)
 
+    publishes = config.evaluates_training or (on_rollouts and (explores or trains))
     return StagePlan(
         name=config.name,
         mode=config.mode,
         algorithm=config.algorithm.algorithm_type,
         folder=config.checkpoint_job_dir,
         roles=tuple(_role_plans(config, num_ranks)),
+        weights=_way_of_weights(config) if publishes else None,
         num_tasks=num_tasks,
         explore_steps=explore_steps,
         train_steps=train_steps,
@@ -131,6 +135,17 @@ def _stage_plan(config: Config, num_ranks: int) -> StagePlan:
         evals=tuple(EvalPlan(t.name, rows_of(t), t.repeat_times) for t in source.eval_tasksets),
         eval_every=config.eval_interval if source.eval_tasksets and (explores or config.evaluates_training) else None,
     )
+
+
+def _way_of_weights(config: Config) -> str:
+    method, why = config.sync_choice
+    how = "files of the run"
+    if method != "checkpoint":
+        between = "Dask" if method == "memory" else "gloo"
+        how = f"held in /dev/shm, by {between} between machines"
+        if config.cluster.is_one_machine:
+            how = "held in /dev/shm" if method == "memory" else "held in /dev/shm, as by memory on one machine"
+    return f"{method}: {how}, since {why}"
 
 
 def _role_plans(config: Config, num_ranks: int) -> list[RolePlan]:
@@ -163,8 +178,7 @@ def _role_plans(config: Config, num_ranks: int) -> list[RolePlan]:
         roles.append(RolePlan(config.trainer.name, config.trainer.num_ranks or left, what))
     if config.mode == "both":
         intervals = f"explorer {sync.explorer_sync_interval}, trainer {sync.trainer_sync_interval}"
-        method = "nccl (gloo, from host memory)" if config.sync_method == "nccl" else config.sync_method
-        what = f"{sync.sync_style}; intervals: {intervals}; offset {sync.sync_offset}; weights by {method}"
+        what = f"{sync.sync_style}; intervals: {intervals}; offset {sync.sync_offset}"
         roles.append(RolePlan("synchronizer", 1, what))
     return roles
 
@@ -176,6 +190,8 @@ def _render(stage: StagePlan) -> str:
     on_rollouts = stage.groups_per_batch is not None
     rows = [("stage", stage.name), ("mode", stage.mode), ("algorithm", stage.algorithm), ("folder", stage.folder)]
     rows += [(role.name, f"{role.num_workers} x {role.what}") for role in stage.roles]
+    if stage.weights is not None:
+        rows.append(("weights", stage.weights))
     if stage.mode in ("both", "explore"):
         rows.append(("tasks per epoch", number(stage.num_tasks)))
         rows.append(("explore steps", number(stage.explore_steps)))

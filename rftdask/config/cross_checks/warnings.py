@@ -92,8 +92,8 @@ def _of_task_pipeline(config: Config) -> Iterator[Problem]:
 
 def _of_sync_method(config: Config) -> Iterator[Problem]:
     key, chosen = "synchronizer.sync_method", config.synchronizer.sync_method
-    if chosen in ("memory", "nccl") and config.sync_method != chosen and config.mode in ("both", "explore", "train"):
-        why = "the engine has no weights of ours" if config.is_external else f"mode {config.mode} has one role alone"
+    method, why = config.sync_choice
+    if chosen in ("memory", "nccl") and method != chosen and config.mode in ("both", "explore", "train"):
         yield key, f"{chosen} is not used: {why}, so weights go through files"
 
 

@@ -317,17 +317,27 @@ class Config(Section):
     @property
     def sync_method(self) -> Literal["checkpoint", "memory", "nccl"]:
         """How weights travel in this command, whatever `synchronizer.sync_method` leaves open."""
+        return self.sync_choice[0]
+
+    @property
+    def sync_choice(self) -> tuple[Literal["checkpoint", "memory", "nccl"], str]:
+        """How weights travel in this command, and why."""
         chosen = self.synchronizer.sync_method
-        # Without a trainer or without engines of its own there is nobody to hold weights, or nobody to hand them to.
-        # What a service has is named by files of some bytes.
-        if not self.has_both_roles or self.is_external or self.trainer.is_hosted:
-            return "checkpoint"
+        # Without a trainer or without engines there is nobody to hold weights, or nobody to hand them to.
+        if not self.has_both_roles:
+            return "checkpoint", f"mode {self.mode} has one role alone"
+        if self.trainer.is_hosted:
+            return "checkpoint", "the service keeps them, and files name them"
         if chosen != "auto":
-            return chosen
+            return chosen, "sync_method says so"
+        if "://" not in self.checkpoint_root_dir or self.checkpoint_root_dir.startswith(("file:", "local:")):
+            return "checkpoint", "the run is in a folder"
+        if self.synchronizer.whole_interval > 1:
+            return "checkpoint", f"deltas are files (whole_interval {self.synchronizer.whole_interval})"
+        if not self.cluster.is_one_machine:
+            return "checkpoint", f"a {self.cluster.type} cluster may be several machines"
         # On one machine nobody has to be asked for them, and an upload of each version is what costs.
-        is_remote = "://" in self.checkpoint_root_dir and not self.checkpoint_root_dir.startswith(("file:", "local:"))
-        takes_whole = self.synchronizer.whole_interval == 1
-        return "memory" if is_remote and self.cluster.type == "local" and takes_whole else "checkpoint"
+        return "memory", "one machine runs on an object store"
 
     @property
     def pipeline_place(self) -> tuple[str | int, ...] | None:

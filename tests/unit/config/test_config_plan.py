@@ -2,6 +2,7 @@
 
 - Steps and experiences follow from the sizes of the datasets by the arithmetic of the schema's docstrings.
 - What cannot be known without the network is said to be unknown, not guessed.
+- How weights travel is told with the reason, whoever chose it; a choice that is not followed is also a warning.
 """
 
 import json
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from config_cases import config, grpo, sft
 
-from rftdask.config import make_plan
+from rftdask.config import Config, make_plan
 from rftdask.config.plan import count_rows
 
 
@@ -78,7 +79,8 @@ def test_the_rendered_plan_reads_well() -> None:
         "folder           /data/rftdask/demo\n"
         "explorer         2 x transformers engine, auto, tiny\n"
         "trainer          1 x torch rank, tiny, with a frozen reference model unless its coefficient is 0\n"
-        "synchronizer     1 x fixed; intervals: explorer 1, trainer 1; offset 0; weights by checkpoint\n"
+        "synchronizer     1 x fixed; intervals: explorer 1, trainer 1; offset 0\n"
+        "weights          checkpoint: files of the run, since the run is in a folder\n"
         "tasks per epoch  40\n"
         "explore steps    10\n"
         "experiences      320\n"
@@ -87,6 +89,69 @@ def test_the_rendered_plan_reads_well() -> None:
         "eval held_out    1000 tasks x 4 rollouts\n"
         "eval interval    100 explore steps"
     )
+
+
+S3, SLURM = "checkpoint_root_dir=s3://bucket/runs", "cluster={type: slurm, node_num: 2, gpu_per_node: 8}"
+TINKER = "model.tinker.enable=true"
+EVALUATED = (
+    "mode=train",
+    "algorithm.algorithm_type=sft",
+    "buffer.trainer_input.experience_buffer.path=pairs.jsonl",
+    "buffer.explorer_input={taskset: null, eval_tasksets: [{path: e.jsonl}]}",
+)
+MEMORY_CHOSEN, NCCL_CHOSEN = "synchronizer.sync_method=memory", "synchronizer.sync_method=nccl"
+FILES, MEMORY = "checkpoint: files of the run, since", "held in /dev/shm"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], f"{FILES} the run is in a folder"),
+        (["checkpoint_root_dir=file:///data"], f"{FILES} the run is in a folder"),
+        ([SLURM], f"{FILES} the run is in a folder"),
+        ([S3], f"memory: {MEMORY}, since one machine runs on an object store"),
+        ([S3, "synchronizer.whole_interval=20"], f"{FILES} deltas are files (whole_interval 20)"),
+        ([S3, SLURM], f"{FILES} a slurm cluster may be several machines"),
+        ([S3, TINKER], f"{FILES} the service keeps them, and files name them"),
+        ([S3, "synchronizer.sync_method=checkpoint"], f"{FILES} sync_method says so"),
+        ([MEMORY_CHOSEN], f"memory: {MEMORY}, since sync_method says so"),
+        ([NCCL_CHOSEN], f"nccl: {MEMORY}, as by memory on one machine, since sync_method says so"),
+        (
+            [SLURM, MEMORY_CHOSEN],
+            f"memory: {MEMORY}, by Dask between machines, since sync_method says so",
+        ),
+        (
+            [SLURM, NCCL_CHOSEN],
+            f"nccl: {MEMORY}, by gloo between machines, since sync_method says so",
+        ),
+        ([*EVALUATED, S3], f"memory: {MEMORY}, since one machine runs on an object store"),
+    ],
+)
+def test_the_plan_says_how_weights_travel_and_why(overrides: list[str], said: str) -> None:
+    loaded = config(grpo(), *overrides)
+    (stage,) = make_plan(loaded).stages
+    assert stage.weights == said
+    line = next(line for line in make_plan(loaded).render().splitlines() if line.startswith("weights "))
+    assert line.endswith(f"  {said}") and len(line) <= 100
+    assert not [warning for warning in loaded.warnings if "sync_method" in warning]
+
+
+@pytest.mark.parametrize("mode", ["explore", "train"])
+@pytest.mark.parametrize("chosen", [MEMORY_CHOSEN, NCCL_CHOSEN])
+def test_a_way_that_is_not_taken_is_warned_about_with_the_reason_of_the_plan(mode: str, chosen: str) -> None:
+    loaded = config(grpo(mode=mode), S3, chosen)
+    (stage,) = make_plan(loaded).stages
+    why = f"mode {mode} has one role alone"
+    assert stage.weights == f"{FILES} {why}"
+    key, _, method = chosen.partition("=")
+    assert loaded.warnings == (f"{key}: {method} is not used: {why}, so weights go through files",)
+
+
+@pytest.mark.parametrize(
+    "loaded", [config(sft()), config(grpo(mode="bench"), "buffer.explorer_input.eval_tasksets=[{path: e.jsonl}]")]
+)
+def test_where_no_engine_follows_a_trainer_no_way_is_told(loaded: Config) -> None:
+    assert make_plan(loaded).stages[0].weights is None
 
 
 def test_tasks_beside_a_dataset_are_planned_by_train_steps() -> None:
