@@ -170,6 +170,12 @@ def check_spans(stage: Config, job: WorkerJobConfig) -> None:
             raise UserError(
                 f"{told}; all of its nodes read the weights, so checkpoint_root_dir must be a folder that they see"
             )
+        # Both lie below /dev/shm or TMPDIR of the node of the worker, which is the first one.
+        first = "lie on the first of its nodes alone"
+        if stage.sync_method != "checkpoint":
+            raise UserError(f"{told}; weights of synchronizer.sync_method {stage.sync_method} {first}, set checkpoint")
+        if stage.synchronizer.whole_interval > 1:
+            raise UserError(f"{told}; weights made of deltas {first}, set synchronizer.whole_interval to 1")
 
 
 def _gpus_of_engines(config: Config) -> int:

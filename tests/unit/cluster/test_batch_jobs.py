@@ -438,6 +438,9 @@ def test_an_engine_over_two_nodes_is_a_worker_and_one_that_follows(tmp_path: Pat
         ((engine, beside), "auxiliary_models.0. works on 16 GPUs, .* only engines of the policy, of engine_type vllm"),
         ((wide,), "data_parallel_size is for one node"),
         ((engine, "checkpoint_root_dir=s3://bucket/runs"), "must be a folder that they see"),
+        ((engine, "synchronizer.sync_method=memory"), "sync_method memory lie on the first of its nodes alone"),
+        ((engine, "synchronizer.sync_method=nccl"), "sync_method nccl lie on the first of its nodes alone"),
+        ((engine, "synchronizer.whole_interval=20"), "set synchronizer.whole_interval to 1"),
     ):
         with pytest.raises(UserError, match=told):
             SlurmCluster.shape(configured(tmp_path, *keys, *changes), "explorer", 3)
