@@ -1,6 +1,6 @@
 """Promise of deltas over a real training: an engine that changed its weights in place 200 times, and the files that a
 machine made of deltas, have the bits of the whole that the trainer holds, tensor by tensor, and say what the trainer's
-fingerprint says.
+fingerprint says. In the mean a delta is no more than 5 % of the whole at the learning rates of reinforcement learning.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def hashes(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lr", [1e-5])
+@pytest.mark.parametrize("lr", [1e-6, 1e-5])
 def test_200_steps_of_deltas_have_the_bits_of_the_whole(tmp_path: Path, lr: float) -> None:
     build_toy_model(tmp_path / "model", hidden_size=64, num_layers=2, num_heads=4)
     config = engine_config(
@@ -64,7 +64,7 @@ def test_200_steps_of_deltas_have_the_bits_of_the_whole(tmp_path: Path, lr: floa
         if len(held) > 1:
             held.pop(0).close()
     held.pop().close()
-    mean = 100 * sum(shares) / len(shares)
-    print(f"lr {lr:g}: a delta is {mean:.2f} % of the whole in the mean, {100 * max(shares):.2f} at most")
+    mean = sum(shares) / len(shares)
+    print(f"lr {lr:g}: a delta is {100 * mean:.2f} % of the whole in the mean, {100 * max(shares):.2f} at most")
     assert len(shares) == NUM_STEPS - NUM_STEPS // INTERVAL
-    assert max(shares) < 0.5
+    assert mean <= 0.05
