@@ -845,7 +845,9 @@ def data_setup(
 
 
 @app.command()
-def trace(run: Run, uid: Annotated[str, typer.Argument(help="taskset/epoch/task/rollout/row")]) -> None:
+def trace(
+    run: Run, uid: Annotated[str, typer.Argument(help="taskset/epoch/task/rollout/row; or a served session")]
+) -> None:
     """Tell the life of one experience: sampled with which weights, trained in which step, and what came of it."""
     from rftdask.provenance.trace import trace as read_trace
 

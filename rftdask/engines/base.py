@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -85,9 +85,29 @@ class Generation:
     finish_reason: Literal["stop", "length"]
     min_policy_version: int
     max_policy_version: int
+    """Oldest and newest weights that sampled a token of it."""
     routed_experts: tuple[bytes, ...] = ()
     """Experts that prompt and response took, each token but the last, which was not computed: [routers * experts of a
     token] int16 of each, from the first layer on. Empty: not recorded."""
+    version_starts: tuple[tuple[int, int], ...] = ()
+    """(place among `tokens`, policy version), in their order: the version sampled the tokens from that place on, to the
+    next one. Empty: one version sampled all, or, where the oldest and the newest differ, nobody knows which what."""
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """As `version_starts`, also where one version sampled all; empty: not known."""
+        is_one = self.min_policy_version == self.max_policy_version
+        return self.version_starts or (((0, self.min_policy_version),) if is_one else ())
+
+    def sampled_by(self, versions: Sequence[tuple[int, int]]) -> Generation:
+        """The same, of `versions` as above, at least one; those that begin beyond its last token sampled none of it."""
+        starts = [(0, versions[0][1])]
+        for place, version in versions[1:]:
+            if place < len(self.tokens) and version != starts[-1][1]:
+                starts.append((place, version))
+        oldest, newest = min(version for _, version in starts), max(version for _, version in starts)
+        told = tuple(starts) if len(starts) > 1 else ()
+        return replace(self, min_policy_version=oldest, max_policy_version=newest, version_starts=told)
 
 
 Take = Callable[[], Sequence[tuple[int, GenerateRequest | None]]]

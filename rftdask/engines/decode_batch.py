@@ -134,7 +134,7 @@ class DecodeBatch:
         while batch.numbers:
             tokens_B = batch.sample(logits_BV)
             if batch.counts()[0] ...:
-                for number, generation in batch.finished(policy_version): ...
+                for number, generation in batch.finished(): ...
                 index_B, num_columns = batch.drop_done(trim=True)
                 prompts = batch.enter(batch.num_fitting(max_tokens), policy_version)
 
@@ -162,8 +162,10 @@ class DecodeBatch:
         """Number of each row's request, in the order of the rows."""
         self._requests: dict[int, GenerateRequest] = {}
         """Requests of the rows, by number."""
-        self._entered_at: dict[int, int] = {}
-        """Policy versions of their prompts and first tokens, by number."""
+        self._versions: dict[int, list[tuple[int, int]]] = {}
+        """(place of a token, policy version that samples from there on) of the rows, by number."""
+        self._newest_version: int | None = None
+        """The last one that `note_version` was told."""
         self._waiting: dict[int, GenerateRequest] = {}
         """Requests that have not entered, in the order in which they came."""
         self.told: set[int] = set()
@@ -233,7 +235,7 @@ class DecodeBatch:
         self.columns = columns
         self.numbers += numbers
         self._requests.update(zip(numbers, requests, strict=True))
-        self._entered_at.update(dict.fromkeys(numbers, policy_version))
+        self._versions.update((number, [(0, policy_version)]) for number in numbers)
         self._set_rows(newcomers)
         return prompts
 
@@ -256,6 +258,16 @@ class DecodeBatch:
         if self._num_choices:
             rows = torch.arange(len(experts_BX), device=self._device)
             self._rows.experts_BTX[rows, self._rows.length_B - 1] = experts_BX
+
+    def note_version(self, policy_version: int) -> None:
+        """Say which weights computed what the next token of each row is sampled from."""
+        # Asked of the device only where weights were loaded while rows are under way.
+        if policy_version == self._newest_version:
+            return
+        self._newest_version = policy_version
+        for number, length in zip(self.numbers, self._rows.length_B.tolist(), strict=True):
+            if self._versions[number][-1][1] != policy_version:
+                self._versions[number].append((length, policy_version))
 
     def _set_rows(self, rows: _Rows) -> None:
         self._rows = rows
@@ -344,7 +356,7 @@ class DecodeBatch:
         num_done, num_bad = torch.stack([self._rows.done_B.sum(), self._bad_B.sum()]).tolist()
         return num_done, num_bad
 
-    def finished(self, policy_version: int) -> list[tuple[int, Generation]]:
+    def finished(self) -> list[tuple[int, Generation]]:
         """Answers of the rows that have finished since the last call, by the number of their request."""
         rows = self._rows
         done = zip(self.numbers, rows.done_B.tolist(), strict=True)
@@ -359,13 +371,14 @@ class DecodeBatch:
             ended = tokens[length - 1] in self._ends and not self._requests[number].sampling.ignore_eos
             stopped = ended or number in self._stopped
             reason: Literal["stop", "length"] = "stop" if stopped else "length"
-            versions = self._entered_at[number], policy_version
+            versions = self._versions[number]
             experts: tuple[bytes, ...] = ()
             if self._num_choices:
                 parts = self._prompt_experts[number], rows.experts_BTX[row, : length - 1].cpu().numpy()
                 experts = tuple(token.tobytes() for part in parts for token in part)
-            answer = Generation(tuple(tokens[:length]), tuple(logprobs[:length]), reason, *versions, experts)
-            found.append((number, answer))
+            oldest = versions[0][1]
+            answer = Generation(tuple(tokens[:length]), tuple(logprobs[:length]), reason, oldest, oldest, experts)
+            found.append((number, answer.sampled_by(versions)))
         return found
 
     def tell_newest(self) -> None:
@@ -385,7 +398,7 @@ class DecodeBatch:
         """
         self.numbers = [number for number in self.numbers if number not in self.told]
         for number in self.told:
-            del self._requests[number], self._entered_at[number]
+            del self._requests[number], self._versions[number]
             self._prompt_experts.pop(number, None)
             self._guides.pop(number, None)
         self._stopped -= self.told

@@ -52,7 +52,9 @@ class FakeEngine(Engine):
         if self._closed:
             raise RoleError("engine 'fake' was closed; make a new one")
         under_way: dict[int, tuple[GenerateRequest, int]] = {}
-        """With the version at which they came."""
+        """With the step before which they came."""
+        versions = [(0, self.policy_version)]
+        """(step, policy version that samples from there on)."""
         ends: dict[int, list[int]] = {}
         coming: dict[int, Iterator[int]] = {}
         """Tokens of those that stream, which the answer alone would tell."""
@@ -62,26 +64,29 @@ class FakeEngine(Engine):
                 if request is None:
                     under_way.pop(number, None)
                 else:
-                    under_way[number] = request, self.policy_version
+                    under_way[number] = request, step
                     # Known when it comes, since its length is: nothing is looked at in between.
                     ends.setdefault(step + max(self._length(request), 1), []).append(number)
             if not under_way:
                 return
+            if versions[-1][1] != self.policy_version:
+                versions.append((step, self.policy_version))
             # A step takes as long however many requests are under way, as on a GPU that is not full.
             time.sleep(self.seconds_per_step)
             step += 1
             for number in ends.pop(step, ()):
                 if number in under_way:
-                    give(number, self._answer(*under_way.pop(number)))
-            for number, (request, version) in under_way.items():
+                    request, came = under_way.pop(number)
+                    give(number, self._answer(request).sampled_by(_counted_from(came, versions)))
+            for number, (request, _) in under_way.items():
                 if request.on_tokens is not None:
-                    coming.setdefault(number, iter(self._answer(request, version).tokens))
+                    coming.setdefault(number, iter(self._answer(request).tokens))
                     request.on_tokens((next(coming[number]),))
 
     def _length(self, request: GenerateRequest) -> int:
         return min(self.tokens_per_request, request.sampling.max_tokens)
 
-    def _answer(self, request: GenerateRequest, oldest_version: int) -> Generation:
+    def _answer(self, request: GenerateRequest) -> Generation:
         length = self._length(request)
         # By the request's seed alone, as with a real engine: its neighbors change nothing.
         random = np.random.Generator(np.random.Philox(key=request.seed & (2**64 - 1)))
@@ -89,7 +94,7 @@ class FakeEngine(Engine):
             tokens=tuple(random.integers(self.vocab_size, size=length).tolist()),
             logprobs=(-math.log(self.vocab_size),) * length,
             finish_reason="stop" if length == self.tokens_per_request else "length",
-            min_policy_version=oldest_version,
+            min_policy_version=self.policy_version,
             max_policy_version=self.policy_version,
         )
 
@@ -107,3 +112,9 @@ class FakeEngine(Engine):
 
     def close(self) -> None:
         self._closed = True
+
+
+def _counted_from(came: int, versions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The versions that sampled from step `came` on, their steps counted from there."""
+    before = max(step for step, _ in versions if step <= came)
+    return [(max(step - came, 0), version) for step, version in versions if step >= before]

@@ -242,7 +242,7 @@ class TransformersEngine(Engine):
                     "training diverged"
                 )
             if num_done > len(batch.told):
-                for number, generation in batch.finished(self.policy_version):
+                for number, generation in batch.finished():
                     give(number, generation)
             batch.tell_newest()
             # Leaving copies the cache of all that stay, so rows that have finished stay until there are enough of them.
@@ -256,6 +256,7 @@ class TransformersEngine(Engine):
                     tokens_B[:, None], batch.mask(), batch.positions()[:, None], cache
                 )
                 batch.note_experts(experts_B1X[:, 0])
+                batch.note_version(self.policy_version)
 
     def _forward(
         self, tokens: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache

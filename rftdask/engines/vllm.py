@@ -53,10 +53,17 @@ class _FlatLogprobs(Protocol):
     """Where each token's logprobs begin: its own comes first, then those that were asked for beside it."""
 
 
+class _WeightVersionSpan(Protocol):
+    version: str
+    start: int
+
+
 class _Completion(Protocol):
     token_ids: Sequence[int]
     logprobs: _FlatLogprobs | None
     finish_reason: Literal["stop", "length", "abort", "error"] | None
+    weight_versions: Sequence[_WeightVersionSpan] | None
+    """Once it has ended; vLLM before 0.32 may not have it."""
 
 
 class _Logprob(Protocol):
@@ -97,6 +104,7 @@ class _AsyncLLM(Protocol):
     async def collective_rpc(self, method: str, *, args: tuple[object, ...] = ()) -> list[object]: ...
     async def pause_generation(self, *, mode: str) -> None: ...
     async def resume_generation(self) -> None: ...
+    async def update_weight_version(self, new_version: str) -> None: ...
     async def sleep(self, level: int) -> None: ...
     async def wake_up(self, tags: list[str] | None = None) -> bool | None: ...
     async def add_lora(self, lora_request: _LoRARequest) -> bool: ...
@@ -111,6 +119,8 @@ _LOOK_S = 0.005
 serving."""
 _STOP_S = 10.0
 """Seconds that vLLM's tasks on the event loop have to notice that it is over."""
+_FIRST = "default"
+"""Version that vLLM says it serves until it is told of another."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be set to."""
 
@@ -327,7 +337,11 @@ class VllmEngine(Engine):
             raise RoleError(
                 f"{self} computed logits that are not numbers; the weights are damaged or training diverged"
             )
-        return Generation(tuple(tokens), tuple(logprobs), reason, version, self.policy_version)
+        answered = Generation(tuple(tokens), tuple(logprobs), reason, version, self.policy_version)
+        # Until vLLM is told of a load, it serves what it was started with, as when the request came.
+        spans = getattr(answer, "weight_versions", None) or ()
+        found = [(span.start, version if span.version == _FIRST else int(span.version)) for span in spans]
+        return answered.sampled_by(found) if found else answered
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         """See Engine. vLLM samples one token after each pair, which nobody reads."""
@@ -405,7 +419,7 @@ class VllmEngine(Engine):
             raise RoleError(f"{self} cannot load version {version}: no such file: {', '.join(missing)}")
         by_name = {file.name: file for file in files}
         # "keep": what is under way goes on with the new weights, and since caches are cleared by it, its tokens so far
-        # are computed again with them. What they were sampled with is in their logprobs, and in the oldest version.
+        # are computed again with them. What they were sampled with is in their logprobs, and in their versions.
         await self._llm.pause_generation(mode="keep")
         if ADAPTER_FILE not in by_name:
             await self._llm.collective_rpc("load_published", args=([str(file) for file in files],))
@@ -424,6 +438,8 @@ class VllmEngine(Engine):
             if former is not None:
                 await self._llm.remove_lora(former.lora_int_id)
                 shutil.rmtree(former.lora_path)
+        if hasattr(self._llm, "update_weight_version"):
+            await self._llm.update_weight_version(str(version))
         await self._llm.resume_generation()
 
     def load_anew(self, version: int, files: Sequence[Path]) -> None:

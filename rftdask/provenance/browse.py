@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import EXPERIENCES
-from rftdask.buffer.log.schema import runs_to_mask, sampled_spans
+from rftdask.buffer.log.schema import runs_to_mask, sampled_spans, token_versions
 from rftdask.data.images import FOLDER as IMAGE_FOLDER
 from rftdask.data.images import data_url, file_of
 from rftdask.errors import DamagedError, DataError, NotFoundError, StorageError
@@ -48,7 +48,8 @@ SORTS = {
 Place: TypeAlias = tuple[str, str, int]
 """Stage, shard and row number of an experience."""
 _PLACE = ("stage", "shard", "row")
-_LIST_COLUMNS = ["stage", "shard", "row", "uid", "taskset", "epoch", "task_index", "rollout", "explore_step", "status"]
+_LIST_COLUMNS = ["stage", "shard", "row", "uid", "session", "taskset", "epoch", "task_index", "rollout"]
+_LIST_COLUMNS += ["explore_step", "status"]
 _NUMBERS = ["reward", "max_policy_version", "prompt_length"]
 _TEXT_COLUMNS = ["prompt_text", "response_text", "truth", "error"]
 
@@ -67,7 +68,7 @@ class Filter:
     min_reward: str = ""
     max_reward: str = ""
     task: str = ""
-    """Part of the uid."""
+    """Part of the uid, or the name of a served session."""
     text: str = ""
     """Part of the prompt or the response, in any case."""
     sort: str = ""
@@ -115,6 +116,8 @@ class Token(NamedTuple):
     is_trained: bool = False
     source: str = ""
     """Of a token between two turns who added it, such as "tool"; "": it was sampled, or is of the prompt."""
+    version: int | None = None
+    """Policy version that sampled it; None: none did, or nobody knows."""
 
     @property
     def probability(self) -> float:
@@ -177,7 +180,7 @@ class Browser:
                 case "max_reward":
                     keep &= rows["reward"] <= float(value)
                 case "task":
-                    keep &= rows["uid"].str.contains(value, regex=False)
+                    keep &= rows["uid"].str.contains(value, regex=False) | (rows["session"] == value)
                 case "text":
                     # A NUL between the two: no text of a user's runs from the prompt into the response.
                     texts = rows["prompt_text"] + "\0" + rows["response_text"]
@@ -203,11 +206,12 @@ class Browser:
         start, ids = experience["prompt_length"], experience["tokens"]
         mask = runs_to_mask(experience["loss_mask_runs"], len(ids) - start)
         # [L]: the prompt was sampled by nobody, so it has neither logprobs nor a mask; nor has what was added to it.
-        sampled: list[tuple[float | None, bool, str]] = [(None, False, "")] * start
+        sampled: list[tuple[float | None, bool, str, int | None]] = [(None, False, "", None)] * start
+        versions = token_versions(experience)
         sources = [turn["source"] or "added" for turn in experience["turns"] or [{"source": ""}]]
         for source, (begin, end) in zip(sources, sampled_spans(experience), strict=True):
-            sampled += [(None, False, source)] * (start + begin - len(sampled))
-            sampled += [(experience["rollout_logprobs"][n], mask[n], "") for n in range(begin, end)]
+            sampled += [(None, False, source, None)] * (start + begin - len(sampled))
+            sampled += [(experience["rollout_logprobs"][n], mask[n], "", versions[n]) for n in range(begin, end)]
         spell = self._spell[stage]
         tokens = [Token(n, token, spell(token), *sampled[n]) for n, token in enumerate(ids)]
         told = self._states.take(states.get(place, [])).to_pylist()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pyarrow.compute as pc
 
 from rftdask.buffer.batches.audit import REPEAT
 from rftdask.buffer.batches.selection import staleness
-from rftdask.buffer.log.schema import conversation, sampled_spans
+from rftdask.buffer.log.schema import conversation, sampled_spans, token_versions
 from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DataError
 from rftdask.provenance.tables import DROPPED, TRAINED, WAITING, RunTables, row_states
@@ -120,11 +121,12 @@ class Trace:
 
 
 def trace(url: str | Path, uid: str) -> Trace:
-    """Read the life of the experience `uid` of the run at `url`.
+    """Read the life of the experience `uid` of the run at `url`, or of the first one of a served session, by its name.
 
     Raises: DataError: the run has no such experience; the message names the nearest uids.
     """
     tables = RunTables(url)
+    named = "uid" if "/" in uid else "session"
     seen: set[str] = set()
     for stage in tables.stages:
         unit: tuple[int, int] | None = None
@@ -132,7 +134,8 @@ def trace(url: str | Path, uid: str) -> Trace:
         for name, table in tables.read_shards(stage):
             if unit is None:
                 seen.update(table.column("uid").to_pylist())
-                unit = (name.explore_step, name.unit) if uid in seen else None
+                if len(rows := _where(table, **{named: uid})):
+                    uid, unit = rows["uid"][0].as_py(), (name.explore_step, name.unit)
             elif (name.explore_step, name.unit) != unit:
                 break  # a group is in one work unit, in all its copies: the search ends with that
             if unit is not None:
@@ -141,7 +144,7 @@ def trace(url: str | Path, uid: str) -> Trace:
             return _trace(tables, stage, uid, pa.concat_tables(found, promote_options="default"))
     nearest = nearest_uids(uid, seen)
     known = f"; the nearest of {len(seen):,}:\n  " + "\n  ".join(nearest) if nearest else ": it has none at all"
-    raise DataError(f"the run has no experience {uid!r} (taskset/epoch/task/rollout/row){known}")
+    raise DataError(f"the run has no experience {uid!r} (taskset/epoch/task/rollout/row, or a served session){known}")
 
 
 def nearest_uids(uid: str, known: set[str], count: int = _NUM_NEAREST) -> list[str]:
@@ -264,7 +267,6 @@ def _copy_lines(copy: Copy) -> list[tuple[str, str]]:
     row = copy.experience
     num_sampled = sum(end - start for start, end in sampled_spans(row))
     num_added = len(row["rollout_logprobs"]) - num_sampled
-    versions = {row["min_policy_version"], row["max_policy_version"]}
     top_k = row["top_k"] if row["top_k"] > 0 else "off"
     mean = f", mean logprob {sum(row['rollout_logprobs']) / num_sampled:.3f}" if num_sampled else ""
     added = f", {num_added} tokens added between turns" if num_added else ""
@@ -274,10 +276,11 @@ def _copy_lines(copy: Copy) -> list[tuple[str, str]]:
         ("expected", _short(row["truth"])),
         ("reward", reward),
         ("status", f"{row['status']}{', ' + _short(row['error']) if row['error'] else ''} (attempt {row['attempt']})"),
+        ("session", printable(row["session"] or "")),
         ("sampled", f"explore step {row['explore_step']}, batch {copy.shard.unit}, by writer {copy.shard.writer}"),
         ("", f"temperature {row['temperature']:.4g}, top_p {row['top_p']:.4g}, top_k {top_k}, seed {row['seed']}"),
         ("", f"{row['prompt_length']} prompt tokens, {num_sampled} response tokens{mean}{added}"),
-        ("weights", f"policy version {' to '.join(str(v) for v in sorted(versions))}"),
+        ("weights", f"policy version {_versions_text(row)}"),
         ("", copy.weights),
         ("shard", f"{copy.shard.text}, row {copy.row}"),
     ]
@@ -316,6 +319,19 @@ def _copy_lines(copy: Copy) -> list[tuple[str, str]]:
         if not use.evaluations:
             lines.append(("evaluation", "none since"))
     return lines
+
+
+def _versions_text(row: Mapping[str, Any]) -> str:
+    """The versions that sampled a row; of several, which tokens of the response each."""
+    low, high = row["min_policy_version"], row["max_policy_version"]
+    if low == high:
+        return str(low)
+    spans, end = list[str](), 0
+    for version, tokens in groupby(token_versions(row)):
+        start, end = end, end + len(list(tokens))
+        if version is not None:
+            spans.append(f"{version} (tokens {start} to {end - 1})")
+    return f"{low} to {high}: {', '.join(spans) or 'which sampled which token is not known'}"
 
 
 def _short(text: str) -> str:

@@ -12,6 +12,7 @@ import numbers
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -265,13 +266,14 @@ class Rollout:
         tokens = np.array((*last.request.prompt_tokens, *last.generation.tokens), np.int32)
         logprobs = np.zeros(len(tokens) - prompt_length, np.float32)
         mask = np.zeros(len(logprobs), bool)
-        text, turns, experts = "", list[Turn](), list[bytes]()
+        text, turns, experts, versions = "", list[Turn](), list[bytes](), list[tuple[int, int]]()
         for number, call in calls:
             generation = call.generation
             start = len(call.request.prompt_tokens) - prompt_length
             end = start + len(generation.tokens)
             logprobs[start:end], mask[start:end] = generation.logprobs, True
             mask[start + call.forced.start : start + call.forced.stop] = False
+            versions += [(start + token, version) for token, version in generation.versions]
             # Of what stood there before, those of the call that sampled by them.
             experts += generation.routed_experts[len(experts) :]
             text_start = len(text) + len(call.added_text)
@@ -287,7 +289,8 @@ class Rollout:
                     None if step.reward is None else float(step.reward),
                 )
             )
-        newest = max(turn.max_policy_version for turn in turns)
+        oldest, newest = min(turn.min_policy_version for turn in turns), max(turn.max_policy_version for turn in turns)
+        are_told = oldest != newest and all(call.generation.versions for _, call in calls)
         num_sampled = sum(call.num_response_tokens for _, call in calls)
         truncated = any(call.generation.finish_reason == "length" for _, call in calls)
         is_turn = len(calls) == 1 and place == ordinal
@@ -300,7 +303,7 @@ class Rollout:
             rollout_logprobs=logprobs,
             loss_mask=None if mask.all() else mask,
             reward=float(reward.value),
-            min_policy_version=min(turn.min_policy_version for turn in turns),
+            min_policy_version=oldest,
             max_policy_version=newest,
             # Of other weights than those named when the unit began, the hash is not known here.
             weights_hash=self.weights.content_hash if newest == self.weights.version else "",
@@ -311,6 +314,7 @@ class Rollout:
             turns=None if is_turn else tuple(turns),
             routed_experts=np.frombuffer(b"".join(experts), np.int16).reshape(len(experts), -1) if experts else None,
             images=last.request.images or None,
+            version_starts=_without_repeats(versions) if are_told else None,
             metrics={
                 **_floats(reward.metrics),
                 "num_prompt_tokens": float(last.num_prompt_tokens + last.num_response_tokens - num_sampled),
@@ -363,6 +367,11 @@ def _is_storable(value: object) -> bool:
         return isinstance(value, numbers.Real) and bool(abs(float(value)) <= _LARGEST)
     except OverflowError:
         return False  # an integer of hundreds of digits
+
+
+def _without_repeats(versions: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Those of (token, policy version), in their order, at which the version is another than before."""
+    return (versions[0], *(after for before, after in pairwise(versions) if after[1] != before[1]))
 
 
 def _floats(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -228,5 +228,6 @@ def _from_json(plain: dict[str, Any]) -> Experience:
             "rollout_logprobs": np.array(plain["rollout_logprobs"], np.float32),
             "loss_mask": None if plain["loss_mask"] is None else np.array(plain["loss_mask"], bool),
             "turns": None if turns is None else tuple(Turn(**turn) for turn in turns),
+            "version_starts": plain.get("version_starts") and tuple(map(tuple, plain["version_starts"])),
         }
     )

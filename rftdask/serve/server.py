@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import hmac
 import importlib
@@ -402,7 +403,7 @@ class PolicyServer:
         return as_response(OpenAIAnswer(200, {"status": "success", "num_groups": num_groups}))
 
     def _rewarded(self, session: _Session, reward: Reward) -> list[Experience]:
-        return Rollout(
+        rollout = Rollout(
             task=Task(TASKSET, 0, 0, workflow=TASKSET),
             key=RolloutKey(0, 0),
             explore_step=1,
@@ -412,7 +413,8 @@ class PolicyServer:
             explorer=self._config.explorer,
             sampling=self._served.sampling,
             weights=self.weights,
-        ).rewarded(session.model, reward)
+        )
+        return [dataclasses.replace(row, session=session.id) for row in rollout.rewarded(session.model, reward)]
 
 
 def _come_again(why: str) -> OpenAIAnswer:

@@ -392,6 +392,7 @@ def test_a_response_under_way_goes_on_with_new_weights(
     of_old = np.abs(said - old) < 1e-3
     changed = int(np.argmin(of_old))
     assert 0 < changed < len(said), "loaded before its first or after its last token"
+    assert answers[0].version_starts == ((0, 30), (changed, 31))
     assert np.abs(said - new)[changed:].max() < 1e-3
 
 

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-SCHEMA_VERSION = "1.4"
+SCHEMA_VERSION = "1.5"
 """major.minor: a minor change adds nullable columns only; a reader refuses another major."""
-ADDED_COLUMNS = ("env_state", "turn_reward", "turns", "routed_experts", "images")
-"""Columns that shards of 1.0 lack (`turns`: also of 1.1, `routed_experts`: of 1.2, `images`: of 1.3); read from those,
-they are null."""
+ADDED_COLUMNS = ("env_state", "turn_reward", "turns", "routed_experts", "images", "version_starts", "session")
+"""Columns that shards of 1.0 lack (`turns`: also of 1.1, `routed_experts`: of 1.2, `images`: of 1.3, the last two: of
+1.4); read from those, they are null."""
 EXPERTS_COLUMN = "routed_experts.list.element"
 """As Parquet calls what a row's experts are."""
 
@@ -139,6 +139,12 @@ class Experience:
     images: Sequence[str] | None = None
     """Names of the images in its prompts, in their order: SHA-256 of files in media/ of the run folder, whose tokens
     are among `tokens` (data/images.py), of a video `video:` and that; None: there are none."""
+    version_starts: Sequence[tuple[int, int]] | None = None
+    """(place among the response tokens, policy version), in their order: what was sampled from that place on, to the
+    next one, was sampled by that version. None: `min_policy_version` sampled all of it, where it is also the newest;
+    else nobody knows which version sampled which token."""
+    session: str | None = None
+    """Name of the session that it is of, among those of `rftdask serve`; None: it was not served."""
 
     @property
     def group_id(self) -> str:
@@ -171,6 +177,22 @@ def sampled_spans(row: Mapping[str, Any]) -> list[tuple[int, int]]:
     if row["turns"] is None:
         return [(0, len(row["rollout_logprobs"]))]
     return [(turn["start"], turn["end"]) for turn in row["turns"]]
+
+
+def token_versions(row: Mapping[str, Any]) -> list[int | None]:
+    """Policy version that sampled each response token of a row (of a table of `SCHEMA`); None where it was added
+    between turns, or where nobody knows."""
+    versions: list[int | None] = [None] * len(row["rollout_logprobs"])
+    # Each turn knows its own where no weights were loaded meanwhile, also in rows of before there were starts.
+    turns = row["turns"] or [row]
+    for turn, (begin, end) in zip(turns, sampled_spans(row), strict=True):
+        if turn["min_policy_version"] == turn["max_policy_version"]:
+            versions[begin:end] = [turn["min_policy_version"]] * (end - begin)
+            continue
+        for start in row["version_starts"] or ():
+            first = max(start["start"], begin)
+            versions[first:end] = [start["policy_version"]] * (end - first)
+    return versions
 
 
 def conversation(row: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -237,6 +259,12 @@ _COLUMNS = {
     # Token after token, the same number of each.
     "routed_experts": _list_of(pa.int16()),
     "images": _list_of(pa.string()),
+    "version_starts": _list_of(
+        pa.struct(
+            [pa.field("start", pa.int32(), nullable=False), pa.field("policy_version", pa.int64(), nullable=False)]
+        )
+    ),
+    "session": pa.string(),
 }
 SCHEMA = pa.schema(
     [pa.field(name, kind, nullable=name in ("reward", *ADDED_COLUMNS)) for name, kind in _COLUMNS.items()],
@@ -294,6 +322,12 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
                 f"experience {e.uid}: routed_experts of {len(e.routed_experts)} tokens, not of all but the last of "
                 f"{len(e.tokens)}"
             )
+        starts = [start for start, _ in e.version_starts or ()]
+        if starts and not 0 == starts[0] <= starts[-1] < response_length:
+            raise ValueError(
+                f"experience {e.uid}: version_starts at {starts} do not begin with its first of {response_length} "
+                "response tokens, or end behind its last"
+            )
         if e.reward is None and e.status.trainable:
             raise ValueError(f"experience {e.uid}: status {e.status} without a reward")
 
@@ -309,6 +343,13 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
         "routed_experts": _experts([e.routed_experts for e in experiences]),
         "turns": pa.array(
             [None if e.turns is None else list(map(vars, e.turns)) for e in experiences], SCHEMA.field("turns").type
+        ),
+        "version_starts": pa.array(
+            [
+                None if e.version_starts is None else [{"start": s, "policy_version": v} for s, v in e.version_starts]
+                for e in experiences
+            ],
+            SCHEMA.field("version_starts").type,
         ),
         "metrics": pa.MapArray.from_arrays(
             pa.array(_offsets(metrics)),

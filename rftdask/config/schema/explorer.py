@@ -67,7 +67,8 @@ class EngineTraits:
     repeats_bits: ClassVar[bool] = False
     """The same requests given at once give the same bits each time."""
     loads_in_flight: ClassVar[bool] = False
-    """It may load weights while requests are under way, whose generations tell the oldest and the newest."""
+    """It may load weights while requests are under way, whose generations tell the oldest and the newest, or
+    which token is of which (`Generation.sampled_by`)."""
     guides_sampling: ClassVar[bool] = False
     """It samples by `SamplingParams.grammar` and `bad_tokens`."""
     loads_adapters_in_flight: ClassVar[bool] = True

@@ -509,8 +509,11 @@ class RecordingModel(PolicyHandle):
         )
         first = rest if thoughts is None else thoughts
         logprobs = (*(() if thoughts is None else thoughts.logprobs), *([0.0] * len(forced)), *rest.logprobs)
-        oldest = min(first.min_policy_version, rest.min_policy_version)
-        whole = replace(rest, tokens=(*begun, *rest.tokens), logprobs=logprobs, min_policy_version=oldest)
+        oldest, tokens = min(first.min_policy_version, rest.min_policy_version), (*begun, *rest.tokens)
+        whole = replace(rest, tokens=tokens, logprobs=logprobs, min_policy_version=oldest, version_starts=())
+        later = [(len(begun) + place, version) for place, version in rest.versions]
+        if later and first.versions:
+            whole = whole.sampled_by([*(() if thoughts is None else thoughts.versions), *later])
         return whole, forced
 
     def _parent(self, prompt: str) -> int | None:
@@ -728,6 +731,8 @@ def _cut_at_stop(tokenizer: Tokenizer, generation: Generation, stop: Sequence[st
     tokens, logprobs = generation.tokens[:most], generation.logprobs[:most]
     experts = generation.routed_experts[: len(generation.routed_experts) - (len(generation.tokens) - most)]
     cut = replace(generation, tokens=tokens, logprobs=logprobs, finish_reason="stop", routed_experts=experts)
+    # What was left out may be all that the newest weights have sampled.
+    cut = cut.sampled_by(generation.versions) if generation.versions else cut
     return cut, text[: min(text.index(each) for each in stop if each in text)]
 
 

@@ -170,7 +170,7 @@ class EngineContract:
 class InFlightContract:
     """What an engine promises that `loads_in_flight`."""
 
-    def test_a_response_tells_the_oldest_and_the_newest_weights_of_its_tokens(
+    def test_each_token_of_a_response_tells_the_weights_that_sampled_it(
         self, engine: Engine, weights_file: Path
     ) -> None:
         answers: dict[int, Generation] = {}
@@ -186,6 +186,9 @@ class InFlightContract:
         versions = {number: (each.min_policy_version, each.max_policy_version) for number, each in answers.items()}
         assert versions == {0: (0, 7), 1: (0, 0), 2: (7, 7)}
         assert len(answers[0].tokens) == len(answers[0].logprobs)
+        (first, oldest), (changed, newest) = answers[0].version_starts
+        assert (first, oldest, newest) == (0, 0, 7) and 0 < changed < len(answers[0].tokens)
+        assert answers[1].version_starts == answers[2].version_starts == ()
         [alone] = engine.generate([SHORT])
         assert answers[2].tokens == alone.tokens, "what comes after it has no old keys and values"
 

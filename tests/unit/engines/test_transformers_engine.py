@@ -56,6 +56,31 @@ class TestTransformersEngine(EngineContract, ContinuousContract, InFlightContrac
         return other_model_folder / "model.safetensors"
 
 
+def test_the_first_token_of_new_weights_is_the_first_that_the_old_ones_did_not_compute(
+    engine: Engine, model_folder: Path, other_model_folder: Path
+) -> None:
+    long, short = requests_for([(5,), (7, 8, 9)], max_tokens=12, ignore_eos=True)
+    waiting: list[Look] = [[(0, long), (1, replace(short, sampling=replace(short.sampling, max_tokens=20)))], []]
+    looks, answers = 0, dict[int, Generation]()
+
+    def take() -> Look:
+        nonlocal looks
+        looks += 1
+        if looks == 5:
+            engine.load_weights(7, [other_model_folder / "model.safetensors"])
+        if looks == 15:  # the first one has ended, and its row may still be there
+            engine.load_weights(8, [model_folder / "model.safetensors"])
+        return waiting.pop(0) if waiting else []
+
+    engine.serve(take, answers.__setitem__)
+    # What the next token is sampled from was computed before the weights came.
+    assert answers[0].version_starts == ((0, 0), (5, 7))
+    assert answers[1].version_starts == ((0, 0), (5, 7), (15, 8))
+    [by_old] = TransformersEngine(str(model_folder)).logprobs([(long.prompt_tokens, answers[0].tokens)])
+    apart = [abs(one - other) > 1e-4 for one, other in zip(answers[0].logprobs, by_old, strict=True)]
+    assert apart.index(True) == 5
+
+
 MIXED_REQUESTS = [
     replace(request, sampling=sampling)
     for request, sampling in zip(

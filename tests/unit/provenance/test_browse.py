@@ -1,7 +1,7 @@
 """The experiences of a run, filtered, sorted and looked at. Promise: what is told is what the tables say."""
 
 import pytest
-from lineage_cases import conversation
+from lineage_cases import conversation, experience
 
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.errors import DataError
@@ -26,6 +26,13 @@ def test_filters_leave_what_they_say(case):
     assert uids(browser, stage="other") == []
 
 
+def test_a_served_session_is_found_by_its_name_and_by_nothing_less(case):
+    ParquetLog(case.storage).commit([experience(6, 0, explore_step=3, session="ticket-4711")], explore_step=3, unit=0)
+    browser = Browser(case.url)
+    assert uids(browser, task="ticket-4711") == ["sums/0/6/0/0"]
+    assert uids(browser, task="ticket") == []
+
+
 def test_pages_are_cut_and_counted(case):
     browser = Browser(case.url)
     first, last = browser.page(Filter(), 1, size=10), browser.page(Filter(), 99, size=10)
@@ -44,8 +51,8 @@ def test_an_experience_is_shown_with_its_tokens_mask_and_group(case):
     assert shown is not None
     assert shown.tokens == [
         Token(0, 63, "?"),
-        Token(1, 68, "D", -0.5, True),
-        Token(2, 48, "0", -2.5, False),
+        Token(1, 68, "D", -0.5, True, version=0),
+        Token(2, 48, "0", -2.5, False, version=0),
     ]
     assert [token.level for token in shown.tokens[1:]] == [2, 5]  # probabilities 0.61 and 0.08
     assert [(row["uid"], row["minus_mean"]) for row in shown.siblings] == [

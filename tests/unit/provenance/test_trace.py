@@ -2,8 +2,10 @@
 what is not on storage any more is said to be gone; a uid that the run does not have leads to the nearest.
 """
 
+from dataclasses import replace
+
 import pytest
-from lineage_cases import Case, conversation
+from lineage_cases import Case, conversation, experience
 
 from rftdask import Experiment
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
@@ -49,6 +51,31 @@ def test_a_conversation_is_told_turn_by_turn(case):
     assert lines[begin : begin + 4] == ["prompt ?", "turn 0 Hi", "tool <2+2=4>", "turn 1 4"]
     added = "7 tokens added between turns"
     assert f"1 prompt tokens, 3 response tokens, mean logprob -1.000, {added}" in lines
+
+
+def test_a_row_of_several_versions_tells_which_tokens_each_has_sampled(case):
+    turn_by_turn = replace(
+        conversation(6), min_policy_version=1, max_policy_version=3, version_starts=((0, 1), (1, 2), (9, 3))
+    )
+    first, last = turn_by_turn.turns
+    turns = (
+        replace(first, min_policy_version=1, max_policy_version=2),
+        replace(last, min_policy_version=3, max_policy_version=3),
+    )
+    untold = experience(6, 1, explore_step=3, max_policy_version=3)
+    ParquetLog(case.storage).commit([replace(turn_by_turn, turns=turns), untold], explore_step=3, unit=0)
+    told = "weights policy version 1 to 3: 1 (tokens 0 to 0), 2 (tokens 1 to 1), 3 (tokens 9 to 9)"
+    assert told in lines_of(case, "sums/0/6/0/0")
+    assert "weights policy version 0 to 3: which sampled which token is not known" in lines_of(case, "sums/0/6/1/0")
+
+
+def test_a_served_session_is_found_by_its_name(case):
+    rows = [experience(6, 0, explore_step=3), experience(6, 1, explore_step=3, session="ticket-4711")]
+    ParquetLog(case.storage).commit(rows, explore_step=3, unit=0)
+    assert trace(case.url, "ticket-4711").uid == "sums/0/6/1/0"
+    assert "session ticket-4711" in lines_of(case, "ticket-4711")
+    with pytest.raises(DataError, match=r"no experience 'ticket-4712' .*, or a served session"):
+        trace(case.url, "ticket-4712")
 
 
 def test_a_dropped_experience_tells_why(case):

@@ -120,6 +120,7 @@ def test_calls_of_a_session_are_one_conversation_however_it_is_named() -> None:
             assert (status, told["num_rows"], told["policy_versions"]) == (200, 1, [7, 7])
         rows = await case.rows()
         assert [row["reward"] for row in rows] == [0.0, 0.5, 1.0, -1.0]
+        assert [row["session"] for row in rows] == ["body", *named]
         assert [len(row["turns"] or [1]) for row in rows] == [1, 2, 2, 2]
         assert rows[1]["response_text"] == "1<user>and?<assistant>2" and rows[1]["weights_hash"] == "hash7"
 
@@ -238,6 +239,7 @@ def test_a_reward_may_name_answers_and_those_of_several_sessions_are_one_rollout
         rows = await case.rows()
         assert [(row["uid"], row["reward"]) for row in rows] == [("served/0/0/0/0", 0.5), ("served/0/0/0/1", 0.5)]
         assert [[turn["number"] for turn in row["turns"]] for row in rows] == [[0, 1], [2]]
+        assert [row["session"] == "named" for row in rows] == [True, False] and rows[1]["session"]
 
     run(check)
 

@@ -70,6 +70,8 @@ def session(number: int, task: str) -> Rewarded:
         max_policy_version=2,
         turns=(Turn(0, 0, 1, 0, 1, "user", 7, 1, 1), Turn(1, 2, 3, 2, 3, "tool", 8, 2, 2)),
         metrics={"num_prompt_tokens": 2.0},
+        version_starts=((0, 1), (2, 2)),
+        session=f"s{number}",
     )
     return Rewarded(f"s{number}", task, number / 7, (row, replace(row, turn=1)))
 
@@ -111,6 +113,8 @@ def test_a_row_read_back_is_the_row_that_was_put() -> None:
     assert first["rollout_logprobs"] == np.array([-0.1, 0.0, -1 / 3], np.float32).tolist()
     assert (first["loss_mask_runs"], first["reward"]) == ([1, 1, 1], float(np.float32(5 / 7)))
     assert [turn["source"] for turn in first["turns"]] == ["user", "tool"]
+    assert [list(start.values()) for start in first["version_starts"]] == [[0, 1], [2, 2]]
+    assert (first["session"], second["session"]) == ("s5", "s5")
     assert (first["uid"], second["uid"]) == ("served/0/0/0/0", "served/0/0/0/1")
     assert (name.min_policy_version, name.max_policy_version) == (1, 2)
 

@@ -24,9 +24,11 @@ from tests.unit.buffer.buffer_cases import make_source, take
 
 def rows(step: int, task: int, version: str = SCHEMA_VERSION) -> list[Experience]:
     """Two rollouts with every field set, the second one failed in task 5; the first is two turns in task 7, which 1.1
-    has no column for, as 1.2 has none for the experts of task 7, and 1.3 none for its images.
+    has no column for, as 1.2 has none for the experts of task 7, 1.3 none for its images, and 1.4 none for the
+    versions of its tokens and its session.
     """
     turns = (Turn(0, 0, 1, 0, 4, "user", 7, step - 1, step), Turn(1, 3, 4, 4, 8, "tool", 8, step, step, "attic", 0.5))
+    starts = ((0, step - 1), (3, step))
     experts, fails = np.array([[0, 127], [3, 4], [5, 0], [299, 1], [7, 9]], np.int16), task == 5
     return [
         Experience(
@@ -60,6 +62,8 @@ def rows(step: int, task: int, version: str = SCHEMA_VERSION) -> list[Experience
             turns=turns if task == 7 and not rollout and version != "1.1" else None,
             routed_experts=experts if task == 7 and version not in ("1.1", "1.2") else None,
             images=("9f3a61c2",) if task == 7 and version not in ("1.1", "1.2", "1.3") else None,
+            version_starts=starts if task == 7 and version not in ("1.1", "1.2", "1.3", "1.4") else None,
+            session="ticket-4711" if task == 7 and version not in ("1.1", "1.2", "1.3", "1.4") else None,
         )
         for rollout in (0, 1)
     ]

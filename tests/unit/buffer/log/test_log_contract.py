@@ -19,6 +19,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +152,19 @@ class TestLog:
         name = backend.open().commit(rows, explore_step=1, unit=0)
         found = backend.open().read(name)
         assert found.column("routed_experts").to_pylist() == [None, [0, 299, 7, 1, 3, 4, 5, 6], None]
+        assert found.select(SCHEMA.names).equals(experiences_to_table(rows).cast(SCHEMA))
+
+    def test_versions_of_tokens_and_a_session_come_back_and_are_null_where_there_are_none(
+        self, backend: Backend
+    ) -> None:
+        told = experience(2, min_policy_version=3, max_policy_version=2**40, session="ticket-4711")
+        told = replace(told, version_starts=((0, 3), (1, 2**40)))
+        rows = [experience(1), told]
+        name = backend.open().commit(rows, explore_step=1, unit=0)
+        found = backend.open().read(name)
+        starts = [{"start": 0, "policy_version": 3}, {"start": 1, "policy_version": 2**40}]
+        assert found.column("version_starts").to_pylist() == [None, starts]
+        assert found.column("session").to_pylist() == [None, "ticket-4711"]
         assert found.select(SCHEMA.names).equals(experiences_to_table(rows).cast(SCHEMA))
 
     def test_shards_come_sorted_from_the_step_asked_for(self, backend: Backend) -> None:

@@ -17,6 +17,7 @@ from rftdask.buffer.log.schema import (
     experiences_to_table,
     mask_to_runs,
     runs_to_mask,
+    token_versions,
 )
 from tests.unit.buffer.buffer_cases import experience
 
@@ -53,6 +54,8 @@ FULL = Experience(
         Turn(3, 3, 4, 4, 8, "tool", 7, 11, 12),
     ),
     routed_experts=np.array([[0, 1], [2, 3], [0, 2], [299, 1], [4, 0]], np.int16),
+    version_starts=((0, 10), (3, 12)),
+    session="ticket-4711",
 )
 
 
@@ -68,6 +71,8 @@ def test_every_field_of_an_experience_has_a_column_and_comes_back() -> None:
             assert [Turn(**turn) for turn in row["turns"]] == list(FULL.turns or ())
         elif field.name == "routed_experts":
             assert FULL.routed_experts is not None and row["routed_experts"] == FULL.routed_experts.reshape(-1).tolist()
+        elif field.name == "version_starts":
+            assert [(each["start"], each["policy_version"]) for each in row["version_starts"]] == [(0, 10), (3, 12)]
         elif field.name == "metrics":
             assert dict(row["metrics"]) == dict(FULL.metrics)
         else:
@@ -118,6 +123,14 @@ def test_a_failure_is_kept_as_a_null_reward_and_never_as_zero() -> None:
             {"turns": (Turn(0, 0, 2, 0, 1, "user", 1),)},
             "t/0/0/0/0: its last turn does not end with its 3 response tokens",
         ),
+        (
+            {"version_starts": ((0, 1), (3, 2))},
+            r"t/0/0/0/0: version_starts at \[0, 3\] do not begin with its first of 3 ",
+        ),
+        (
+            {"version_starts": ((1, 1), (2, 2))},
+            r"t/0/0/0/0: version_starts at \[1, 2\] do not begin with its first of 3 ",
+        ),
         ({"reward": None}, "t/0/0/0/0: status ok without a reward"),
         ({"prompt_length": 6, "rollout_logprobs": ()}, "t/0/0/0/0: 0 rollout_logprobs for -1 response tokens"),
     ],
@@ -145,7 +158,22 @@ def test_a_mask_that_is_all_true_costs_nothing() -> None:
     assert mask_to_runs([True, True, True, False, False, True]) == [3, 2, 1]
 
 
+def versions_of(**fields: object) -> list[int | None]:
+    [row] = experiences_to_table([dataclasses.replace(FULL, **fields)]).to_pylist()  # type: ignore[arg-type]
+    return token_versions(row)
+
+
+def test_each_token_knows_its_version_as_far_as_anybody_does() -> None:
+    # A turn of version 10, and one in which 11 became 12; between them what nobody sampled.
+    turns = (Turn(2, 0, 1, 0, 4, "user", 1, 10, 10), Turn(3, 2, 4, 4, 8, "tool", 2, 11, 12))
+    assert versions_of(turns=turns, version_starts=((0, 10), (2, 11), (3, 12))) == [10, None, 11, 12]
+    assert versions_of(turns=turns, version_starts=None) == [10, None, None, None], "a row of before 1.5"
+    assert versions_of(turns=None, version_starts=((0, 10), (3, 12))) == [10, 10, 10, 12]
+    assert versions_of(turns=None, version_starts=None, max_policy_version=10) == [10] * 4
+    assert versions_of(turns=None, version_starts=None) == [None] * 4
+
+
 def test_the_schema_is_plain_parquet_with_its_version_in_the_metadata() -> None:
     table = experiences_to_table([FULL], run="my run")
     assert table.schema.equals(SCHEMA)
-    assert table.schema.metadata == {b"rftdask.schema": b"1.4", b"rftdask.run": b'"my run"'}
+    assert table.schema.metadata == {b"rftdask.schema": b"1.5", b"rftdask.run": b'"my run"'}

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftdask.buffer.log.schema import SCHEMA, experiences_to_table
+from rftdask.buffer.log.schema import ADDED_COLUMNS, SCHEMA, experiences_to_table
 from rftdask.buffer.log.shard import Part, ShardName, decode_shard, encode_shard
 from rftdask.errors import DamagedError, DataError
 from tests.unit.buffer.buffer_cases import experience
@@ -118,7 +118,7 @@ def with_schema(version: str | None, *drop: str) -> tuple[ShardName, bytes]:
 
 @pytest.mark.parametrize(("version", "said"), [("2.0", "2.0"), (None, "unknown")])
 def test_another_major_schema_is_refused_saying_what_to_do(version: str | None, said: str) -> None:
-    with pytest.raises(DataError, match=rf"schema version {said}, .* reads 1.4; use the version that wrote the run"):
+    with pytest.raises(DataError, match=rf"schema version {said}, .* reads 1.5; use the version that wrote the run"):
         decode_shard(*with_schema(version))
 
 
@@ -127,7 +127,7 @@ def test_a_later_minor_schema_is_read() -> None:
 
 
 def test_a_shard_of_1_0_is_read_without_states_and_rewards_of_turns() -> None:
-    table = decode_shard(*with_schema("1.0", "env_state", "turn_reward", "turns", "routed_experts", "images"))
+    table = decode_shard(*with_schema("1.0", *ADDED_COLUMNS))
     assert table.column_names == SCHEMA.names
     assert (table.column("env_state").to_pylist(), table.column("turn_reward").to_pylist()) == ([None], [None])
     assert pa.concat_tables([table, decode_shard(*a_shard())]).num_rows == 5  # one log may hold both

@@ -5,6 +5,7 @@ ended they are one row, each token in it once; where one does not, another row b
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
+from rftdask.buffer.log.schema import Experience, Status, experiences_to_table, token_versions
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
@@ -20,7 +21,17 @@ from rftdask.rollouts.policy.recording import Branch
 from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.workflows.base import PolicyModel, Response, Step
 from rftdask.rollouts.workflows.registry import workflow
-from tests.unit.rollouts.rollout_cases import CharTokenizer, cut_at, generation, outcome, prompt_of, replies, run, task
+from tests.unit.rollouts.rollout_cases import (
+    VERSION,
+    CharTokenizer,
+    cut_at,
+    generation,
+    outcome,
+    prompt_of,
+    replies,
+    run,
+    task,
+)
 
 Messages = list[dict[str, Any]]
 _numbers = iter(range(1_000_000))
@@ -108,6 +119,42 @@ def test_each_token_of_a_conversation_has_the_experts_of_the_call_that_computed_
     [row, *_] = rows_of(talk, engine, sampling=SamplingParams(max_tokens=100, stop=("b",)))
     assert row.response_text == "a" and row.routed_experts is not None
     assert len(row.routed_experts) == len(row.tokens) - 1 == row.prompt_length + 1
+
+
+def test_each_token_of_a_conversation_has_the_version_that_sampled_it_and_the_row_the_oldest() -> None:
+    # Of the first answer the last token is of newer weights, of the second one all but the first.
+    changes = {0: [(0, 7), (3, 8)], 1: [(0, 8), (1, 9)]}
+    numbers = itertools.count()
+
+    async def engine(requests: list[GenerateRequest]) -> list[Generation]:
+        return [generation("ab!", request).sampled_by(changes[next(numbers) % 2]) for request in requests]
+
+    async def talk(task: Task, model: PolicyModel) -> float:
+        await model.chat([*ASKED, *said(await model.chat(ASKED), ("tool", "o"))])
+        return 1.0
+
+    [row] = rows_of(talk, engine)
+    [stored] = experiences_to_table([row]).to_pylist()
+    added = len("<tool>o<assistant>")
+    assert token_versions(stored) == [7, 7, 7, 8, *[None] * added, 8, 9, 9, 9]
+    assert row.version_starts == ((0, 7), (3, 8), (4 + added + 1, 9)), "a version is told where it begins"
+    assert (row.min_policy_version, row.max_policy_version) == (7, 9)
+    # Beyond a text to stop at newer weights have sampled what is left out.
+    [first, *_] = rows_of(talk, engine, sampling=SamplingParams(max_tokens=100, stop=("b",)))
+    assert (first.min_policy_version, first.max_policy_version, first.version_starts) == (7, 7, None)
+
+
+def test_versions_that_an_engine_does_not_tell_are_not_guessed() -> None:
+    async def engine(requests: list[GenerateRequest]) -> list[Generation]:
+        return [replace(generation("ab!", request), max_policy_version=VERSION + 1) for request in requests]
+
+    async def ask(task: Task, model: PolicyModel) -> float:
+        await model.chat(ASKED)
+        return 1.0
+
+    [row] = rows_of(ask, engine)
+    assert (row.min_policy_version, row.max_policy_version, row.version_starts) == (VERSION, VERSION + 1, None)
+    assert token_versions(experiences_to_table([row]).to_pylist()[0]) == [None] * 4
 
 
 class Merging(CharTokenizer):
