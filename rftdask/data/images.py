@@ -20,6 +20,7 @@ import re
 import shutil
 import tempfile
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from hashlib import sha256
@@ -50,6 +51,9 @@ _MAGIC = {
     b"BM": "image/bmp",
 }
 """How files of images begin that browsers show."""
+MAX_INPUT_BYTES = 1 << 30
+"""Of inputs of models that a process keeps for the next pass over the same images, some 50 of an image of a megapixel.
+What was asked for last is kept, also where it alone is larger."""
 _VIDEO = "video:"
 """Before the name of a video's file, so that it is none of an image."""
 VIDEO_MODELS = ("qwen2_vl", "qwen2_5_vl")
@@ -320,14 +324,25 @@ class ImageProcessor:
     Example: processor = ImageProcessor("Qwen/Qwen2.5-VL-3B-Instruct"); processor.tokens(name); processor.inputs(names)
     """
 
-    def __init__(self, model_path: str, *, trust_remote_code: bool = False, folder: ImageFolder | None = None) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        trust_remote_code: bool = False,
+        folder: ImageFolder | None = None,
+        max_input_bytes: int = MAX_INPUT_BYTES,
+    ) -> None:
         self._model_path, self._trust_remote_code = model_path, trust_remote_code
+        self._max_input_bytes = max_input_bytes
         self.folder = folder or ImageFolder()
         self.run: Storage | None = None
         """The run folder, which is to have what is kept; None: there is none."""
         self._kept: set[str] = set()
         self._lock = threading.Lock()
         """Held by who asks the processor, whose tokenizer is of one thread at a time."""
+        self._inputs: OrderedDict[tuple[str, ...], dict[str, Tensor]] = OrderedDict()
+        """Those of sequences asked for last, the newest at the end."""
+        self._inputs_lock = threading.Lock()
 
     @cached_property
     def own(self) -> Any:
@@ -424,7 +439,19 @@ class ImageProcessor:
         """What the model is given beside the tokens of a sequence with these images, in their order, but for the kinds
         of its tokens: `pixel_values`, of videos `pixel_values_videos`, and the like.
         """
-        return dict(_inputs(self, tuple(names)))
+        # Kept: rows of a group have the same, and a step passes over each several times.
+        key = tuple(names)
+        with self._inputs_lock:
+            if key in self._inputs:
+                self._inputs.move_to_end(key)
+                return dict(self._inputs[key])
+        made = {name: value for name, value in self._made(names).items() if name not in _NO_INPUTS}
+        inputs = {name: value for name, value in made.items() if hasattr(value, "shape")}
+        with self._inputs_lock:
+            self._inputs[key] = inputs
+            while len(self._inputs) > 1 and sum(map(_num_bytes, self._inputs.values())) > self._max_input_bytes:
+                self._inputs.popitem(last=False)
+        return dict(inputs)
 
     def _made(self, names: Sequence[str]) -> Any:
         import torch  # late: as above
@@ -466,8 +493,5 @@ def _tokens(processor: ImageProcessor, name: str) -> tuple[int, ...]:
     return tuple(processor._made([name])["input_ids"][0].tolist())
 
 
-@lru_cache(maxsize=64)
-def _inputs(processor: ImageProcessor, names: tuple[str, ...]) -> dict[str, Tensor]:
-    # Rows of a group have the same, and a step passes over each several times.
-    made = {name: value for name, value in processor._made(names).items() if name not in _NO_INPUTS}
-    return {name: value for name, value in made.items() if hasattr(value, "shape")}
+def _num_bytes(inputs: Mapping[str, Tensor]) -> int:
+    return sum(value.nbytes for value in inputs.values())

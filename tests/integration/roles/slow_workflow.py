@@ -27,6 +27,13 @@ async def tailed(task: Task, model: PolicyModel) -> float:
     return float(len(answer.tokens) % 3)
 
 
+async def one_late(task: Task, model: PolicyModel) -> float:
+    """Quick, but for the rollouts of every fourth task that sample an odd token first: they take half a minute."""
+    answer = await model.generate(task.prompt)
+    await asyncio.sleep(30.0 if task.index % 4 == 3 and answer.tokens[0] % 2 else 0.05)
+    return float(len(answer.tokens) % 3)
+
+
 async def examined(task: Task, model: PolicyModel) -> float:
     """Two calls of the policy, a second apart."""
     first = await model.generate(task.prompt)

@@ -4,6 +4,8 @@
 - a run that is killed as a whole in the middle of several such units, or that loses its worker or its engine then,
   goes on: nothing is lost, nothing is trained twice, and no task is blamed;
 - so does one whose weights load in flight; its rows tell the oldest and the newest version, and none is too stale;
+- so does one that asks for more tasks than it waits for: what is called off, and what it leaves of a group, is in the
+  ledger with its reason, and a replay trains the same rows;
 - in style fixed no unit begins before the one before it has ended.
 """
 
@@ -11,9 +13,11 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.shard import ShardName, done_units
 from rftdask.monitor.metrics import read_metrics
@@ -25,6 +29,7 @@ from tests.integration.run_cases import (
     REPEAT_TIMES,
     RunProcess,
     assert_sound,
+    call_cli,
     ledger_of,
     num_shards,
     run_folder,
@@ -120,8 +125,13 @@ def test_responses_that_span_versions_are_trained_once_each_and_within_the_bound
     assert ended.code == 0, ended
     assert_all_once(folder)
     log = ParquetLog(open_storage(str(folder)))
-    spans = {(row["min_policy_version"], row["max_policy_version"]) for name in log.shards() for row in rows(log, name)}
+    found = [row for name in log.shards() for row in rows(log, name)]
+    spans = {(row["min_policy_version"], row["max_policy_version"]) for row in found}
     assert any(oldest < newest for oldest, newest in spans), spans
+    for row in found:
+        told = {version["policy_version"] for version in row["version_starts"] or ()}
+        several = {row["min_policy_version"], row["max_policy_version"]}
+        assert several <= told if len(several) > 1 else not told, "each token of such a row knows its own"
     # What is evaluated is one version, whatever is loaded for the units beside it.
     exams = ParquetLog(open_storage(str(folder)), "eval/held_out")
     versions = [
@@ -132,8 +142,45 @@ def test_responses_that_span_versions_are_trained_once_each_and_within_the_bound
     assert trained["staleness_max"].max() <= 6
 
 
-def rows(log: ParquetLog, name: ShardName) -> list[dict[str, int]]:
-    return log.read(name, ["min_policy_version", "max_policy_version"]).to_pylist()
+def rows(log: ParquetLog, name: ShardName) -> list[dict[str, Any]]:
+    return log.read(name, ["min_policy_version", "max_policy_version", "version_starts"]).to_pylist()
+
+
+def test_what_was_called_off_at_enough_is_in_the_ledger_with_its_reason_and_once(config: Path) -> None:
+    folder = run_folder(config)
+    enough = (
+        "explorer.tasks_per_batch=4",
+        "explorer.over_rollout.ratio=0.25",
+        "explorer.over_rollout.wait_after_min=0.4",
+        "buffer.explorer_input.default_workflow_type=slow_workflow.one_late",
+    )
+    for _ in range(2):
+        with start(config, *ASYNC, *enough) as run:
+            before = num_shards(folder)
+            run.wait_until(lambda before=before: num_shards(folder) > before + 1 and num_half_done(folder) > 0)
+            run.kill()
+            run.wait_for_no_survivors()
+    with start(config, *ASYNC, *enough) as run:
+        ended = run.end()
+    assert ended.code == 0, ended
+    assert_all_once(folder)
+    storage = open_storage(str(folder))
+    log, ledger = ParquetLog(storage), Ledger(storage)
+    tables = {name.text: log.read(name, ["status", "task_index", "explore_step"]).to_pylist() for name in log.shards()}
+    reasons, groups = Counter[str](), dict[tuple[int, int], set[str]]()
+    for step in range(1, STEPS + 1):
+        entry = ledger.read(step)
+        assert entry is not None and len(entry.positions) == BATCH_SIZE, "as many groups are settled as ever"
+        for part in (*entry.use, *entry.drop):
+            for number in part.rows:
+                row = tables[part.source][number]
+                assert part.reason == ("" if row["status"] == "ok" else row["status"]), (part, row)
+                reasons[part.reason] += 1
+                groups.setdefault((row["explore_step"], row["task_index"]), set()).add(part.reason)
+    assert reasons["timeout"] and reasons["filtered"] and set(reasons) == {"", "timeout", "filtered"}, reasons
+    assert all("" not in found or found == {""} for found in groups.values()), "a group is trained whole, or not"
+    again = call_cli("replay", str(folder), "--from", "4", "--progress", "none")
+    assert (again.code, again.out.splitlines()[-1:]) == (0, [f"bit-equal with lineage main at step {STEPS}"]), again
 
 
 def test_units_of_style_fixed_do_not_overlap(config: Path) -> None:

@@ -117,6 +117,24 @@ def test_the_processor_here_makes_the_tokens_of_the_model_s_own(folder: Path, im
         assert (*tokens, *tokenizer.encode("so?")) == expected
 
 
+def test_inputs_are_kept_up_to_so_many_bytes_those_asked_for_last(folder: Path, images: ImageProcessor) -> None:
+    first, second, third = ([images.folder.put(png(picture(seed)))] for seed in (1, 2, 3))
+    size = sum(value.nbytes for value in images.inputs(first).values())
+    processor = ImageProcessor(str(folder), folder=images.folder, max_input_bytes=2 * size)
+
+    def pixels(names: list[str]) -> torch.Tensor:
+        return processor.inputs(names)["pixel_values"]
+
+    kept, others = pixels(first), pixels(second)
+    assert pixels(first) is kept and pixels(second) is others and pixels(first) is kept
+    pixels(third)
+    assert pixels(first) is kept and pixels(second) is not others
+    larger = [*first, *second, *third]
+    alone = pixels(larger)
+    assert pixels(larger) is alone, "the rows of one group are passed over one after another"
+    assert pixels(first) is not kept
+
+
 def test_a_prompt_with_placeholders_is_what_the_processor_reads(folder: Path, images: ImageProcessor) -> None:
     tokenizer = images.own.tokenizer
     for pictures in PICTURES:

@@ -14,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI
+from pydantic import TypeAdapter
 from transformers import AutoTokenizer
 
 from rftdask.buffer.log.schema import Experience
@@ -64,7 +65,7 @@ class HalfAnswers:
 Agent = Callable[[AsyncOpenAI], Awaitable[Any]]
 
 
-def rows_of(agent: Agent, engine: HalfAnswers | None = None) -> list[Experience]:
+def rows_of(agent: Agent, engine: HalfAnswers | None = None, tokenizer: Any = None) -> list[Experience]:
     """The rows of a rollout whose workflow is `agent`, given its client; all of them ended well."""
 
     async def run(task: Task, model: PolicyModel) -> float:
@@ -73,7 +74,7 @@ def rows_of(agent: Agent, engine: HalfAnswers | None = None) -> list[Experience]
 
     name = f"streamed_{id(agent)}"
     workflow(name, in_process=True)(run)
-    policy = TextEngine(Streaming((engine or HalfAnswers()).submit, 600.0), CharTokenizer())
+    policy = TextEngine(Streaming((engine or HalfAnswers()).submit, 600.0), tokenizer or CharTokenizer())
     found = outcome([task(0, name)], policy, {}, max_retry_times=0, sampling=SamplingParams(max_tokens=200)).experiences
     assert {row.error for row in found} == {""}, found[0].error
     return found
@@ -138,6 +139,59 @@ def test_responses_and_messages_arrive_so_too() -> None:
         assert text == ANSWER and event["type"] == ""
 
     assert len(rows_of(agent)) == 4
+
+
+class Thinking(CharTokenizer):
+    """Its answers have thoughts, which end with </think>, and calls of tools."""
+
+    chat_template = "{{ messages }} {{ tools }} </think>"
+
+
+GO = [{"role": "user", "content": "go"}]
+STREAMED: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "messages": GO,
+        "tools": TOOLS,
+        "logprobs": True,
+        "n": 2,
+        "stream_options": {"include_usage": True},
+    },
+    "completions": {"prompt": "go", "logprobs": 0, "n": 2, "stream_options": {"include_usage": True}},
+    "responses": {"input": "go", "tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}}]},
+    "messages": {"messages": GO, "tools": [{"name": "add", "input_schema": {"type": "object"}}], "max_tokens": 150},
+}
+
+
+@pytest.mark.parametrize("path", STREAMED)
+@pytest.mark.parametrize("text", ["plain text", f"<think>hm, so</think>{WRITTEN}", "<think>cut of"])
+def test_every_streamed_event_is_of_a_type_that_the_clients_know(path: str, text: str) -> None:
+    types: dict[str, Any] = {
+        "chat/completions": openai.types.chat.ChatCompletionChunk,
+        "completions": openai.types.Completion,
+        "responses": openai.types.responses.ResponseStreamEvent,
+    }
+    if path == "messages":
+        types[path] = pytest.importorskip("anthropic").types.RawMessageStreamEvent
+    told, names = TypeAdapter(types[path]), []
+
+    async def agent(client: AsyncOpenAI) -> None:
+        body = {"model": "p", "stream": True, **STREAMED[path]}
+        headers = client.auth_headers
+        async with client._client.stream("POST", f"{client.base_url}{path}", json=body, headers=headers) as stream:
+            lines = [line async for line in stream.aiter_lines() if line]
+        assert stream.status_code == 200 and len(lines) > 4, lines
+        for line in lines:
+            field, _, data = line.partition(": ")
+            if field == "event":
+                names.append(data)
+            elif data != "[DONE]":
+                if path == "completions":
+                    # OpenAI's service says so, too, until the end, and its package has no type for it.
+                    data = data.replace('"finish_reason": null', '"finish_reason": "stop"')
+                event = told.validate_json(data)
+                assert not names or names[-1] == event.type
+
+    rows_of(agent, HalfAnswers(text), Thinking())
 
 
 def test_several_answers_to_one_request_are_told_side_by_side() -> None:
