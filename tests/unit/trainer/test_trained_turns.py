@@ -1,10 +1,9 @@
 """Promises of training on conversations: one row of several turns teaches what a row for each of its calls teaches, and
-what the trainer computes of its tokens is what the engine has recorded, turn by turn.
+the logprobs that the log keeps of its tokens, turn by turn, are the trainer's up to 1e-4 in float32.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +18,19 @@ from rftdask.algorithm.advantages.turns import Gigpo, StepWiseGrpo
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, batch_from_table, join_batches, supervised_batch
 from rftdask.buffer.log.schema import Experience, Turn, experiences_to_table
-from rftdask.config.schema.model import ModelConfig
+from rftdask.buffer.log.shard import decode_shard, encode_shard
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.models.toy import build_toy_model
-from rftdask.rollouts.policy.lockstep_queue import RolloutKey
-from rftdask.rollouts.policy.recording import RecordingModel, ServedModel
+from rftdask.rollouts.runner import TextEngine
+from rftdask.rollouts.workflows.base import PolicyModel, Task
+from rftdask.rollouts.workflows.registry import workflow
 from rftdask.trainer.engines.micro_batches import BatchRows
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from tests.numerics import shifted_seed
+from tests.unit.rollouts.rollout_cases import outcome, task
 from tests.unit.trainer.trainer_cases import engine_config
 
 CPU = torch.device("cpu")
@@ -117,44 +118,38 @@ def test_turns_are_numbered_through_when_batches_are_joined() -> None:
     assert rows.loss_mask.tolist() == joined.loss_mask.tolist() and len(rows.tokens) == len(joined.loss_mask)
 
 
-class Direct:
-    """A queue that asks the engine at once."""
-
-    def __init__(self, engine: TransformersEngine) -> None:
-        self._engine = engine
-
-    async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
-        return self._engine.generate([request])[0]
-
-
-def test_the_trainer_computes_the_logprobs_that_were_recorded_in_every_turn(model: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
+def test_the_trainer_computes_the_logprobs_that_are_stored_of_every_turn(model: Path) -> None:
+    engine, tokenizer = TransformersEngine(str(model)), AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|eos|>{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    sampling = SamplingParams(max_tokens=7, temperature=0.7)
-    served = ServedModel(Direct(TransformersEngine(str(model))), tokenizer, sampling, ModelConfig(model_path="none"))  # type: ignore[arg-type]
-    policy = RecordingModel(served, key=RolloutKey(0, 0), group_id="t/0/0", run_seed=1)
 
-    async def talk() -> None:
+    async def generate(requests: list[GenerateRequest]) -> list[Generation]:
+        return engine.generate(requests)
+
+    async def talk(task: Task, policy: PolicyModel) -> float:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "what is 1+1?"}]
         for number in range(4):
             answer = await policy.chat(messages)
             hostile = f"no, {tokenizer.eos_token}"  # text that spells a special token stays text
             more = {"role": "tool" if number % 2 else "user", "content": hostile}
             messages += [{"role": "assistant", "content": answer.text}, more]
+        return 1.0
 
-    asyncio.run(talk())
-    [calls] = policy.sequences
-    assert len(calls) == 4
-    last = calls[-1][1]
-    row = np.array([*last.request.prompt_tokens, *last.generation.tokens])
-    # One forward pass over the whole conversation, against what four calls have recorded.
-    start = len(calls[0][1].request.prompt_tokens)
+    workflow("trained_turns_talk", in_process=True)(talk)
+    sampling = SamplingParams(max_tokens=7, temperature=0.7)
+    policy = TextEngine(generate, tokenizer)
+    # By other seeds it samples special tokens, after which the chat is another sequence.
+    more = {"sampling": sampling, "rollout_model": {"seed": 1}}
+    rows = outcome([task(0, "trained_turns_talk")], policy, {}, **more).experiences
+    # As the log keeps it and a trainer reads it; then one forward pass over the whole conversation.
+    batch = batch_from_table(decode_shard(*encode_shard(rows, explore_step=1, unit=0, writer="ab")))
+    assert (len(batch), batch.num_turns.tolist()) == (1, [4]), rows
+    assert 0 < batch.loss_mask.sum() < len(batch.loss_mask) and batch.rollout_logprobs[batch.loss_mask].all()
     trained, _ = load_policy(str(model), "float32", "cpu")
-    scored, _ = token_logprobs(trained, pack_rows([row], np.array([start]), np.array([0.7])))
-    for _, call in calls:
-        begin = len(call.request.prompt_tokens) - start
-        own = scored[0, begin : begin + len(call.generation.tokens)].tolist()
-        assert own == pytest.approx(list(call.generation.logprobs), abs=1e-4)
+    packed = pack_rows(batch.row_tokens(), batch.prompt_lengths, batch.temperatures)
+    with torch.no_grad():
+        scored, _ = token_logprobs(trained, packed)
+    gaps = np.abs(scored[0].numpy() - batch.rollout_logprobs)[batch.loss_mask]
+    assert gaps.max() <= 1e-4
