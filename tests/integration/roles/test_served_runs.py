@@ -5,6 +5,7 @@ newer weights are served as they are published, and each turn knows its own; a t
 from __future__ import annotations
 
 import datetime
+import http.client
 import io
 import ipaddress
 import json
@@ -12,6 +13,7 @@ import re
 import ssl
 import urllib.error
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,13 @@ from rftdask.storage import open_storage
 from rftdask.weights.published import publish_weights
 from tests.integration.run_cases import (
     BATCH_SIZE,
+    ENGINE,
     REPEAT_TIMES,
+    TRAINER,
     RunProcess,
     assert_sound,
     call_cli,
+    num_steps,
     run_folder,
     write_config,
 )
@@ -120,6 +125,68 @@ def test_a_rewarded_session_outlives_kill_9_and_is_trained(tmp_path: Path) -> No
     assert status["sealed"] and status["experiences"]["committed"] == len(sessions)
     entry = Ledger(storage).read(1)
     assert entry is not None and sum(len(used.rows) for used in entry.use) == len(sessions)
+
+
+def use(served: Served, number: int) -> bool:
+    """Use session `number` and reward it; whether that was answered with 200."""
+    session, task = f"s{number}", f"task {number // REPEAT_TIMES}"
+    try:
+        served.post(f"/sessions/{session}/v1/chat/completions", model="p", messages=[{"role": "user", "content": task}])
+        return served.post("/feedback", session_id=session, reward=number, task_id=task)[0] == 200
+    except (OSError, http.client.HTTPException):  # the server is gone
+        return False
+
+
+def test_what_is_rewarded_while_engine_rank_and_trainer_are_killed_is_in_the_log_once_and_trained(
+    tmp_path: Path,
+) -> None:
+    config, num_steps_in_all, per_step = write_config(tmp_path), 3, BATCH_SIZE * REPEAT_TIMES
+    folder = run_folder(config)
+    settings = (
+        "mode=train",
+        f"trainer.total_steps={num_steps_in_all}",
+        "trainer.save_interval=1",
+        "--progress",
+        "plain",
+    )
+    rewarded = set[int]()
+    with RunProcess("run", str(config), *settings) as trainer:
+        with serve(config) as run:
+            served = Served(run)
+            rewarded |= {number for number in range(per_step) if use(served, number)}
+            assert len(rewarded) == per_step
+            trainer.wait_until(lambda: num_steps(folder) == 1)
+            [rank] = trainer.children(TRAINER)
+            rank.kill()
+            trainer.wait_until(lambda: rank not in trainer.children(TRAINER) and bool(trainer.children(TRAINER)))
+            # Its engine dies between an answer and its reward; whoever is told 200 then is right.
+            served.ask(f"s{per_step}", "1")
+            [engine] = run.children(ENGINE)
+            engine.kill()
+            rewarded |= {number for number in range(per_step, per_step + 3) if use(served, number)}
+            ended = run.end()
+            assert ended.code != 0 and "has died; the same command goes on" in ended.err, ended
+            run.wait_for_no_survivors()
+        with serve(config) as run:
+            served = Served(run)
+            for number in rewarded:
+                assert served.post("/feedback", session_id=f"s{number}", reward=number)[0] == 200, "it was lost"
+            later = [number for number in range(2 * per_step) if number not in rewarded]
+            assert all(use(served, number) for number in later)
+            trainer.wait_until(lambda: num_steps(folder) == 2)
+            trainer.kill()
+            trainer.wait_for_no_survivors()
+            assert all(use(served, number) for number in range(2 * per_step, num_steps_in_all * per_step))
+            with RunProcess("run", str(config), *settings) as again:
+                ended = again.end()
+            assert ended.code == 0, ended
+            run.process.terminate()
+            assert run.process.wait(60) == 0
+    log = open_log(open_storage(str(folder)), load_config(config))
+    sessions = Counter((row["session"], row["reward"]) for name in log.shards() for row in log.read(name).to_pylist())
+    assert sessions == {(f"s{number}", float(number)): 1 for number in range(num_steps_in_all * per_step)}
+    status = assert_sound(folder)
+    assert status["step"] == num_steps_in_all and status["experiences"]["trained"] == len(sessions)
 
 
 def test_newer_weights_are_served_and_each_turn_knows_its_own(tmp_path: Path) -> None:
