@@ -26,6 +26,7 @@ from rftdask.buffer.log.shard import (
     decode_shard,
     encode_shard,
     shard_name,
+    with_added_columns,
 )
 from rftdask.errors import DamagedError, DataError, NotFoundError
 from rftdask.storage import Storage
@@ -232,6 +233,7 @@ class ParquetLog(FileLog):
             return super().read(name, columns)
         except NotFoundError:
             rows = self._compacted.read(self._bucket(name.explore_step), name)
+            rows = with_added_columns(rows, SCHEMA.names)
             return rows if columns is None else rows.select(columns)
 
     def quarantine(self, name: ShardName, reason: str) -> None:

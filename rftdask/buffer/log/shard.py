@@ -196,14 +196,19 @@ def decode_shard(name: ShardName, data: bytes, columns: Sequence[str] | None = N
         raise DamagedError(f"shard {name.text}: its checksum fits, but it is not a Parquet file: {error}") from error
     check_version(name, {(table.schema.metadata or {}).get(b"rftdask.schema", b"").decode()})
     wanted = SCHEMA.names if columns is None else columns
-    for column in ADDED_COLUMNS:
-        # A shard of an earlier minor version: the column is there with no value.
-        if column in wanted and column not in table.column_names:
-            kind = SCHEMA.field(column)
-            table = table.append_column(kind, pa.nulls(table.num_rows, kind.type))
+    table = with_added_columns(table, wanted)
     missing = set(wanted) - set(table.column_names)
     if missing or table.num_rows != name.num_rows:
         raise DamagedError(f"shard {name.text}: {table.num_rows} rows, columns missing: {sorted(missing) or 'none'}")
+    return table
+
+
+def with_added_columns(table: pa.Table, wanted: Sequence[str]) -> pa.Table:
+    """Rows that an earlier minor version may have written; of the columns that it lacks the wanted ones, all null."""
+    for column in ADDED_COLUMNS:
+        if column in wanted and column not in table.column_names:
+            kind = SCHEMA.field(column)
+            table = table.append_column(kind, pa.nulls(table.num_rows, kind.type))
     return table
 
 

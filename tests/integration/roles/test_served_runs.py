@@ -1,5 +1,6 @@
-"""Promises of `rftdask serve`: a session whose reward was answered with 200 is in the log once, whatever is killed;
-newer weights are served as they are published, and each turn knows its own; a trainer trains on what was served.
+"""Promises of `rftdask serve`: a session whose reward was answered with 200 is in the log once, whatever is killed:
+the server, its engine, a rank of the trainer beside it, or all of the trainer; newer weights are served as they are
+published, and each turn knows its own; a trainer trains on what was served.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ import pytest
 from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log import compaction
-from rftdask.buffer.log.compaction import MergedFile, merge_shards, read_merged, rows_of
+from rftdask.buffer.log.compaction import CompactedShards, MergedFile, merge_shards, read_merged, rows_of
 from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, JsonlLog, ParquetLog
 from rftdask.buffer.log.log import first_open_step, note_complete
 from rftdask.buffer.log.retention import ResumePoint, apply_retention
-from rftdask.buffer.log.schema import Experience
+from rftdask.buffer.log.schema import SCHEMA, Experience
 from rftdask.buffer.log.shard import ShardName
 from rftdask.commands.compact import settled_before
 from rftdask.config.schema.buffer import RetentionConfig
@@ -317,6 +317,20 @@ def test_shards_of_another_schema_are_in_another_file_and_keep_their_columns(tmp
     assert len(files) == 3
     found = read_all(tmp_path, files)
     assert all(found[name.text].equals(table, check_metadata=True) for name, table in shards)
+
+
+def test_a_large_file_of_an_earlier_version_is_read_with_the_columns_that_came_later() -> None:
+    storage = new_storage()
+    trained_run(storage)
+    expected = contents(storage)
+    log = ParquetLog(storage)
+    names = [name for name, _ in expected if name.explore_step < NUM_STEPS]
+    older = [(name, log.read(name).drop_columns(["version_starts", "session"])) for name in names]
+    CompactedShards(storage, "experiences").write(f"{0:06d}", iter(older))
+    for name in names:
+        storage.remove(log.path(name))
+    assert [(name, table.select(SCHEMA.names)) for name, table in contents(storage)] == expected
+    assert ParquetLog(storage).read(names[0], ["session", "uid"]).column_names == ["session", "uid"]
 
 
 def test_a_log_that_read_a_large_file_pickles() -> None:
