@@ -144,6 +144,23 @@ def test_each_token_of_a_conversation_has_the_version_that_sampled_it_and_the_ro
     assert (first.min_policy_version, first.max_policy_version, first.version_starts) == (7, 7, None)
 
 
+def test_an_answer_whose_thoughts_were_ended_for_it_has_the_versions_of_both_its_parts() -> None:
+    parts = iter([("hmm", [(0, 7), (2, 8)]), ("4", [(0, 8), (1, 9)])])
+
+    async def engine(requests: list[GenerateRequest]) -> list[Generation]:
+        text, versions = next(parts)
+        return [generation(text, request).sampled_by(versions) for request in requests]
+
+    async def think(task: Task, model: PolicyModel) -> float:
+        await model.generate("p<think>", thinking_token_budget=3)
+        return 1.0
+
+    [row] = rows_of(think, engine)
+    assert row.response_text == "hmm\n</think>\n\n4"
+    assert row.version_starts == ((0, 7), (2, 8), (len(row.response_text), 9)), "the last one is of the end token"
+    assert (row.min_policy_version, row.max_policy_version) == (7, 9)
+
+
 def test_versions_that_an_engine_does_not_tell_are_not_guessed() -> None:
     async def engine(requests: list[GenerateRequest]) -> list[Generation]:
         return [replace(generation("ab!", request), max_policy_version=VERSION + 1) for request in requests]
