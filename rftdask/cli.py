@@ -518,7 +518,7 @@ def sweep(
 def join(
     config: ConfigFile,
     overrides: Overrides = None,
-    role: Annotated[str, typer.Option(help="trainer or explorer")] = "explorer",
+    role: Annotated[str, typer.Option(help="trainer, explorer or auxiliary")] = "explorer",
     patience: Annotated[float, typer.Option(min=1, help="Seconds to wait for the run to have a scheduler")] = 120,
     origin: Origin = "",
 ) -> None:
@@ -527,8 +527,8 @@ def join(
     from rftdask.cluster.secrets_folder import PrivateFolder
     from rftdask.storage import open_storage
 
-    if role not in ("trainer", "explorer"):
-        raise UserError(f"--role {role}: a worker is for trainer or explorer")
+    if role not in ("trainer", "explorer", "auxiliary"):
+        raise UserError(f"--role {role}: a worker is for trainer, explorer or auxiliary")
     checked = load_config(config, overrides or [], origin=origin)
     if checked.cluster.is_one_machine:
         raise UserError(

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from rftdask.cluster.layout import CONTROL_RESOURCE, EXPLORER_RESOURCE, Layout
+from rftdask.cluster.layout import AUXILIARY_RESOURCE, CONTROL_RESOURCE, EXPLORER_RESOURCE, Layout
 from rftdask.config import Config
 from rftdask.config.plugins import find_part
 from rftdask.config.schema.cluster import registered_clusters
@@ -34,7 +34,9 @@ def control_workers(workers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     workers: by address, with "resources". None: a cluster of explorers alone, as somebody else may have started one.
     """
     held = [address for address, info in workers.items() if info["resources"].get(CONTROL_RESOURCE)]
-    return held or [address for address, info in workers.items() if not info["resources"].get(EXPLORER_RESOURCE)]
+    # What ends an explorer's worker may be a rollout; that of an auxiliary model is full of its engine.
+    engines = (EXPLORER_RESOURCE, AUXILIARY_RESOURCE)
+    return held or [a for a, info in workers.items() if not any(map(info["resources"].get, engines))]
 
 
 class Cluster(ABC):

@@ -80,7 +80,7 @@ def placed(base: Any, layout: Layout, turns: str = "") -> Any:
             own_gpus = [] if worker.gpu is None else gpus[first : first + worker.num_gpus]
             own = {
                 "name": worker.name,
-                "resources": dict.fromkeys(worker.resources, 1),
+                "resources": worker.amounts,
                 # Not dask-cuda's own, which takes GPU memory for the worker.
                 "preload": [preloads.MODULE],
                 "preload_argv": [],

@@ -15,7 +15,15 @@ from distributed import Client, Worker
 from distributed.security import Security
 
 from rftdask.cluster.base import Cluster, close_in_turn
-from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, Layout, plan_jobs
+from rftdask.cluster.layout import (
+    AUXILIARY_RESOURCE,
+    EXPLORER_RESOURCE,
+    ROLES,
+    TRAINER_RESOURCE,
+    Layout,
+    amount_of,
+    plan_jobs,
+)
 from rftdask.config import Config, fill_from_environment
 from rftdask.errors import UserError
 from rftdask.processes.dask_cluster import DASK_CONFIG
@@ -106,19 +114,27 @@ def assign(workers: Mapping[str, WorkerInfo], layout: Layout) -> dict[str, dict[
             if there[role] < needed[role]:
                 raise UserError(
                     f"cluster: {needed[role]} workers for role {role} are needed, and {there[role]} of the "
-                    f"{len(workers)} workers hold that resource (dask worker --resources {role}=1)"
+                    f"{len(workers)} workers hold that resource (dask worker --resources {role}="
+                    f"{amount_of(role, _num_gpus(layout, role))})"
                 )
         return {}
     if len(workers) < sum(needed.values()):
         raise UserError(
-            f"cluster: {needed[TRAINER_RESOURCE]} trainer + {needed[EXPLORER_RESOURCE]} explorers = "
+            f"cluster: {needed[TRAINER_RESOURCE]} trainer + {needed[EXPLORER_RESOURCE]} explorers"
+            f"{f' + {needed[AUXILIARY_RESOURCE]} auxiliary' * bool(needed[AUXILIARY_RESOURCE])} = "
             f"{sum(needed.values())} workers are needed, and the existing cluster has {len(workers)}"
         )
     # In the order of ROLES; workers beyond the sum are left without a role.
     order = [role for role in ROLES for _ in range(needed[role])]
     # By name, so that a second run on the same workers places the roles as the first did.
     addresses = sorted(workers, key=lambda address: (str(workers[address]["name"]), address))
-    return {address: {role: 1.0} for address, role in zip(addresses, order, strict=False)}
+    amounts = {role: float(amount_of(role, _num_gpus(layout, role))) for role in ROLES}
+    return {address: {role: amounts[role]} for address, role in zip(addresses, order, strict=False)}
+
+
+def _num_gpus(layout: Layout, role: str) -> int:
+    """Of a worker of the role; those of one role are alike here."""
+    return next((worker.num_gpus for worker in layout.workers if role in worker.resources), 1)
 
 
 async def _set_resources(resources: dict[str, float], dask_worker: Worker) -> None:

@@ -42,7 +42,17 @@ from rftdask.cluster.jobs import (
     read_jobs,
     write_jobs,
 )
-from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, Layout, imports_ahead, plan_jobs
+from rftdask.cluster.layout import (
+    AUXILIARY_RESOURCE,
+    EXPLORER_RESOURCE,
+    ROLES,
+    TRAINER_RESOURCE,
+    Layout,
+    amount_of,
+    auxiliary_sizes,
+    imports_ahead,
+    plan_jobs,
+)
 from rftdask.cluster.preloads import LEAVING
 from rftdask.cluster.remote_scheduler import RemoteWorkersCluster
 from rftdask.cluster.secrets_folder import PrivateFolder
@@ -80,10 +90,12 @@ def worker_options(config: Config, role: str) -> list[str]:
     batch systems.
     """
     stages = config.stage_configs()
-    roles = ROLES if any(stage.cluster.colocate for stage in stages) else [role]
+    turns = role != AUXILIARY_RESOURCE and any(stage.cluster.colocate for stage in stages)
+    roles = [TRAINER_RESOURCE, EXPLORER_RESOURCE] if turns else [role]
     imports = ",".join(imports_ahead(stages, roles))
     # One task at a time, whose data and threads are those of a child process, which the nanny does not see.
-    own = f"--resources {role}=1 --no-dashboard --nthreads 1 --memory-limit 0".split()
+    amount = amount_of(role, max(auxiliary_sizes(stages), default=1))
+    own = f"--resources {role}={amount} --no-dashboard --nthreads 1 --memory-limit 0".split()
     return [*own, *(["--imports", imports] if imports else []), *LEAVING]
 
 
@@ -311,7 +323,7 @@ class JobQueueCluster(RemoteWorkersCluster):
     def scale(self, role: str, num_workers: int) -> None:
         """The thread submits or cancels jobs at its next look."""
         if role not in ROLES:
-            raise UserError(f"cluster: the workers of a batch system are for {' and '.join(ROLES)}, not for {role!r}")
+            raise UserError(f"cluster: the workers of a batch system are for {', '.join(ROLES)}, not for {role!r}")
         if self._colocated and role == EXPLORER_RESOURCE:
             return  # each has its place beside a rank
         # One assignment, which the thread reads once a look: no lock is needed.
@@ -324,7 +336,8 @@ class JobQueueCluster(RemoteWorkersCluster):
 
     def use(self, roles: Collection[str]) -> None:
         """Jobs of other roles are cancelled at the next look."""
-        self._needed = frozenset((*roles, TRAINER_RESOURCE) if self._colocated and roles else roles)
+        shared = self._colocated and bool({*roles} & {TRAINER_RESOURCE, EXPLORER_RESOURCE})
+        self._needed = frozenset((*roles, TRAINER_RESOURCE) if shared else roles)
         self._wake.set()
 
     def check(self) -> None:

@@ -24,7 +24,14 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rftdask.cluster.layout import EXPLORER_RESOURCE, TRAINER_RESOURCE, WORKER_IMPORTS, imports_ahead
+from rftdask.cluster.layout import (
+    EXPLORER_RESOURCE,
+    TRAINER_RESOURCE,
+    WORKER_IMPORTS,
+    amount_of,
+    auxiliary_sizes,
+    imports_ahead,
+)
 from rftdask.cluster.preloads import LEAVING, UMASK_VARIABLE
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.engines.vllm_follower import ADDRESS, NODES, Nodes, follow
@@ -55,12 +62,13 @@ def join(config: Config, folder: PrivateFolder, role: str, patience_s: float) ->
     if config.cluster.stage_to is not None:
         stage_here(config.cluster.stage_to, config.cluster.stage_keep)
     job = os.environ.get("SLURM_JOB_ID", socket.gethostname())
+    largest = max(auxiliary_sizes(config.stage_configs()), default=1)
     return _keep_worker(
         folder,
         f"{role}-{os.environ.get('SLURM_PROCID', '0')}-{job}-{os.getpid()}",
         [
             *folder.worker_options(config.cluster.tls, config.cluster.interface),
-            *f"--resources {role}=1 --nthreads 1 --memory-limit 0 --no-dashboard".split(),
+            *f"--resources {role}={amount_of(role, largest)} --nthreads 1 --memory-limit 0 --no-dashboard".split(),
             *(*LEAVING, "--death-timeout", f"{patience_s:.0f}"),
             *("--local-directory", os.environ.get("TMPDIR", "/tmp")),
         ],

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from typing import TYPE_CHECKING, NamedTuple
 
 from rftdask.errors import UserError
 from rftdask.processes.gpus import visible_gpus
@@ -21,7 +22,9 @@ if TYPE_CHECKING:  # a job's first process needs the names below alone
 CONTROL_RESOURCE = "control"
 TRAINER_RESOURCE = "trainer"
 EXPLORER_RESOURCE = "explorer"
-ROLES = (TRAINER_RESOURCE, EXPLORER_RESOURCE)
+AUXILIARY_RESOURCE = "auxiliary"
+"""Of workers of auxiliary models; how much of it one has is the number of GPUs that its model may work on."""
+ROLES = (TRAINER_RESOURCE, EXPLORER_RESOURCE, AUXILIARY_RESOURCE)
 """Roles that have workers of their own."""
 WORKER_IMPORTS = ("distributed", "rftdask.cluster.preloads", "rftdask.explorer.worker_task")
 """What a worker imports, whatever its role."""
@@ -50,6 +53,11 @@ class WorkerPlan:
     """How many it sees, where there are any."""
     shares: tuple[int, ...] = ()
     """Numbers of the devices on which it takes turns with a worker of the other role; (): it shares none."""
+
+    @property
+    def amounts(self) -> dict[str, int]:
+        """How much of each resource it has."""
+        return {role: amount_of(role, self.num_gpus) for role in self.resources}
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,8 @@ class Layout:
     def describe(self) -> str:
         """Where the roles are, in a line: "1 rank on GPU 0, 1 engine on GPU 0; they take turns on GPU 0 (colocate)"."""
         told = []
-        for role, what in ((TRAINER_RESOURCE, "rank"), (EXPLORER_RESOURCE, "engine")):
+        names = {TRAINER_RESOURCE: "rank", EXPLORER_RESOURCE: "engine", AUXILIARY_RESOURCE: "auxiliary engine"}
+        for role, what in names.items():
             if own := [worker for worker in self.workers if role in worker.resources]:
                 gpus = [w.gpu + i for w in own if w.gpu is not None for i in range(w.num_gpus)]
                 told.append(f"{len(own)} {what}{'s' * (len(own) > 1)}" + (f" on {_named(gpus)}" if gpus else ""))
@@ -98,8 +107,13 @@ class Layout:
         if shared:
             has_gpus = any(worker.gpu is not None for worker in self.workers)
             where = _named(shared) if has_gpus else "what each machine has"
-            told[-1] += f"; they take turns on {where} (colocate)"
+            told[-1 if len(told) < len(names) else -2] += f"; they take turns on {where} (colocate)"
         return ", ".join(told)
+
+
+def amount_of(role: str, num_gpus: int) -> int:
+    """How much of its resource a worker of a role has, that works on so many GPUs."""
+    return num_gpus if role == AUXILIARY_RESOURCE else 1
 
 
 def _named(gpus: Sequence[int]) -> str:
@@ -202,14 +216,29 @@ def plan_machines(config: Config) -> Layout:
     if section.is_one_machine:
         return plan_layout(stages, section.num_cpus or _CORES_ENOUGH, section.gpu_per_node)
     num_gpus = section.gpu_per_node * max(1, section.node_num)
-    each = _demand(stages, num_gpus)[3]
+    each = _demand(stages, num_gpus).each
     spans = section.spans_nodes and section.gpu_per_node and each % section.gpu_per_node == 0
     if section.gpu_per_node and each > section.gpu_per_node and not spans:
         raise UserError(
             f"cluster: an engine works on {each} GPUs (tensor, pipeline and data_parallel_size of "
             f"explorer.rollout_model), and a machine has {section.gpu_per_node} (cluster.gpu_per_node)"
         )
+    largest = max(auxiliary_sizes(stages), default=0)
+    if section.gpu_per_node and largest > section.gpu_per_node:
+        raise UserError(
+            f"cluster: an engine of an auxiliary model works on {largest} GPUs (its tensor, pipeline and "
+            f"data_parallel_size), and a machine has {section.gpu_per_node} (cluster.gpu_per_node)"
+        )
     return plan_jobs(stages, dict.fromkeys(ROLES, section.num_cpus or 1), num_gpus or None)
+
+
+def auxiliary_sizes(stages: Sequence[Config]) -> list[int]:
+    """GPUs of each worker of auxiliary models, the largest first, so that every stage has a worker for each engine."""
+    wanted = [
+        sorted((model.num_gpus for model in stage.models_apart for _ in range(model.engine_num)), reverse=True)
+        for stage in stages
+    ]
+    return [max(sizes) for sizes in zip_longest(*wanted, fillvalue=0)]
 
 
 def check_one_machine(config: Config) -> None:
@@ -234,36 +263,44 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
     trainer it has a worker of its own: rollouts may kill theirs.
     Raises: UserError: more roles than cores or GPUs.
     """
-    ranks, first, explorers, each = _demand(stages, num_gpus)
+    ranks, first, explorers, each, judges = _demand(stages, num_gpus)
+    # Those of auxiliary models share with nobody.
+    apart = sum(judges)
     wanted = {stage.cluster.colocate for stage in stages}
-    too_few = bool(num_gpus) and ranks + explorers * each > num_gpus
+    too_few = bool(num_gpus) and ranks + explorers * each + apart > num_gpus
     colocated = bool(ranks and explorers) and (True in wanted or (too_few and False not in wanted))
     if colocated:
-        ranks, first, explorers, each = _demand(stages, num_gpus, colocated=True)
+        ranks, first, explorers, each, judges = _demand(stages, num_gpus, colocated=True)
         for path, engine in [pair for stage in stages if stage.has_explorer for pair in stage.explorer.engines()]:
+            if path != "explorer.rollout_model" and engine.is_apart:
+                continue
             if engine.traits.has_model and not (engine.traits.leaves_device or engine.traits.is_external):
                 raise UserError(
                     f"{path}.engine_type {engine.engine_type} cannot leave its GPU, so that trainer and engines take "
                     "turns on it (Engine.leaves_device, docs/extending.md); use more GPUs"
                 )
     of_roles = f"{ranks} trainer + {explorers} explorers (trainer.num_ranks, {_EXPLORER_KEYS})"
+    if judges:
+        of_roles += f" + {len(judges)} auxiliary (engine_num of explorer.auxiliary_models)"
     # Who takes turns takes them on the cores, too.
-    roles = max(ranks, explorers) if colocated else ranks + explorers
+    roles = (max(ranks, explorers) if colocated else ranks + explorers) + len(judges)
     # A trainer and an explorer may share a single core, so that a run starts on any machine.
     if roles > max(num_cpus, 2):
         at_once = f"{'by turns ' * colocated}= {roles} processes that compute"
         raise UserError(
             f"cluster: {of_roles} {at_once}, and there are {num_cpus} cores (cluster.num_cpus); "
-            f"{_advice(ranks, explorers, num_cpus, 1, colocated)}"
+            f"{_advice(ranks, explorers, num_cpus - len(judges), 1, colocated, len(judges))}"
         )
-    needed = max(ranks, explorers * each) if colocated else ranks + explorers * each
+    needed = (max(ranks, explorers * each) if colocated else ranks + explorers * each) + apart
     if num_gpus and needed > num_gpus:
         at_once = "taking turns (colocate)" if colocated else f"= {roles} processes with a GPU each"
-        if each > 1:
+        if each > 1 or apart > len(judges):
             at_once = f"with {each} GPUs each (tensor, pipeline and data_parallel_size)"
+            at_once += f", {_added(judges)} of auxiliary models" if judges else ""
         raise UserError(
             f"cluster: {of_roles} {at_once} = {needed} GPUs, and there are {num_gpus} GPUs (cluster.gpu_per_node); "
-            f"{_advice(ranks, explorers, num_gpus, each, colocated)}, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+            f"{_advice(ranks, explorers, num_gpus - apart, each, colocated, apart)}, or hide the GPUs "
+            "(CUDA_VISIBLE_DEVICES=)"
         )
     check_groups(stages, ranks)
     # Cores are divided evenly: more threads than cores slow all of them.
@@ -275,6 +312,12 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
         shares = tuple(number for number in range(at, at + each) if number < ranks) if colocated else ()
         gpu, num = (at, each) if has_gpu else (None, 1)
         workers.append(WorkerPlan(f"explorer-{i}", (EXPLORER_RESOURCE,), threads, gpu, num, shares))
+    # At the end of the machine: what lies between is for explorers that may join later.
+    at = num_gpus
+    for i, size in enumerate(judges):
+        at -= size
+        gpu = at if has_gpu else None
+        workers.append(WorkerPlan(f"auxiliary-{i}", (AUXILIARY_RESOURCE,), threads, gpu, size))
     if colocated:
         # Also those without an engine on their device: ranks take their turns together.
         workers[:ranks] = [replace(worker, shares=(i,)) for i, worker in enumerate(workers[:ranks])]
@@ -296,7 +339,9 @@ def plan_jobs(stages: list[Config], threads: Mapping[str, int], num_gpus: int | 
     """
     # Whoever starts workers himself may start both roles on a machine, where they find each other.
     colocated = any(stage.cluster.colocate for stage in stages)
-    ranks, first, most, each = _demand(stages, num_gpus or 0, colocated)
+    ranks, first, most, each, judges = _demand(stages, num_gpus or 0, colocated)
+    # Jobs of one role are alike: each is for the largest.
+    judges = [max(judges)] * len(judges) if judges else []
     kind = stages[0].cluster.type
     if colocated and kind not in _SHARING:
         raise UserError(
@@ -309,12 +354,14 @@ def plan_jobs(stages: list[Config], threads: Mapping[str, int], num_gpus: int | 
             f"{ranks} GPUs for {most} engines with {each} each; set explorer.rollout_model.engine_num to "
             f"{max(1, ranks // each)}, or trainer.num_ranks to {most * each}"
         )
-    needed = max(ranks, most * each) if colocated else ranks + most * each
+    needed = (max(ranks, most * each) if colocated else ranks + most * each) + sum(judges)
     if num_gpus and needed > num_gpus:
+        beside = f" + {_added(judges)} of auxiliary models" if judges else ""
         raise UserError(
             f"cluster: {ranks} trainer + {most} explorers (trainer.num_ranks, {_EXPLORER_KEYS}) with {each} "
-            f"GPU{'s' * (each > 1)} each{', taking turns (colocate),' * colocated} = {needed} GPUs, and there are "
-            f"{num_gpus} (cluster.node_num x cluster.gpu_per_node); {_advice(ranks, most, num_gpus, each, colocated)}"
+            f"GPU{'s' * (each > 1)} each{', taking turns (colocate),' * colocated}{beside} = {needed} GPUs, and there "
+            f"are {num_gpus} (cluster.node_num x cluster.gpu_per_node); "
+            f"{_advice(ranks, most, num_gpus - sum(judges), each, colocated, sum(judges))}"
         )
     check_groups(stages, ranks)
     counts = ((TRAINER_RESOURCE, ranks, 1), (EXPLORER_RESOURCE, first, each))
@@ -323,11 +370,28 @@ def plan_jobs(stages: list[Config], threads: Mapping[str, int], num_gpus: int | 
         for i in range(count):
             shares = tuple(range(i * num, i * num + num)) if colocated else ()
             workers.append(WorkerPlan(f"{role}-{i}", (role,), threads[role], None, num, shares))
+    for i, size in enumerate(judges):
+        workers.append(
+            WorkerPlan(f"{AUXILIARY_RESOURCE}-{i}", (AUXILIARY_RESOURCE,), threads[AUXILIARY_RESOURCE], None, size)
+        )
     return Layout(tuple(workers))
 
 
-def _demand(stages: Sequence[Config], num_gpus: int, colocated: bool = False) -> tuple[int, int, int, int]:
-    """(trainer ranks, explorers at first, explorers at most, GPUs of each explorer) that all stages can do with."""
+class _Demand(NamedTuple):
+    """What all stages can do with."""
+
+    ranks: int
+    first: int
+    """Explorers at first."""
+    most: int
+    """Explorers at most."""
+    each: int
+    """GPUs of each explorer."""
+    auxiliary: list[int]
+    """Of each worker of auxiliary models its GPUs."""
+
+
+def _demand(stages: Sequence[Config], num_gpus: int, colocated: bool = False) -> _Demand:
     exploring = [stage for stage in stages if stage.has_explorer]
     if colocated and any(stage.evaluates_training for stage in stages):
         raise UserError(
@@ -342,10 +406,12 @@ def _demand(stages: Sequence[Config], num_gpus: int, colocated: bool = False) ->
     # are one job, of whole nodes.
     slurm, on_slurm = stages[0].cluster.slurm.trainer, stages[0].cluster.type == "slurm"
     node = max(1, slurm.workers_per_node(1)) if on_slurm else 1
-    left = max(node * (slurm.nodes or 1), (num_gpus if colocated else num_gpus - most * each) // node * node)
+    judges = auxiliary_sizes(stages)
+    others = sum(judges) if colocated else sum(judges) + most * each
+    left = max(node * (slurm.nodes or 1), (num_gpus - others) // node * node)
     ranks = max((_asked_ranks(stage) or left for stage in stages if _trains(stage)), default=0)
     # Who has a place on a device keeps it, so all of them are there from the start.
-    return ranks, most if colocated else first, most, each
+    return _Demand(ranks, most if colocated else first, most, each, judges)
 
 
 def _trains(stage: Config) -> bool:
@@ -365,10 +431,17 @@ def check_groups(stages: Sequence[Config], ranks: int) -> None:
                 )
 
 
-def _advice(ranks: int, explorers: int, places: int, each: int, colocated: bool) -> str:
+def _added(sizes: Sequence[int]) -> str:
+    """ "2" of one worker, "2 + 1" of two."""
+    return " + ".join(map(str, sizes))
+
+
+def _advice(ranks: int, explorers: int, places: int, each: int, colocated: bool, apart: int = 0) -> str:
     """What would fit, by changing the fewest: engines beside the ranks that there are, else ranks beside the engines,
-    else both, in about the same shares.
+    else both, in about the same shares. places: without the `apart` that auxiliary models have.
     """
+    if apart and places < 1 + (0 if colocated else each):
+        return "lower engine_num of explorer.auxiliary_models, or set it to 0, which loads them beside the policy"
     if explorers and each > places:
         return f"lower explorer.rollout_model.tensor_parallel_size (or pipeline, data), so that an engine has {places}"
     turns = f"num_ranks {min(ranks, places)}, engine_num {min(explorers, places // each)}"
@@ -391,8 +464,9 @@ def imports_ahead(stages: Sequence[Config], roles: Collection[str]) -> list[str]
     """Modules that the engines and ranks of the roles import in some of the stages; WORKER_IMPORTS not among them."""
     modules: list[str] = []
     for stage in stages:
-        if EXPLORER_RESOURCE in roles:
-            modules += [module for _, engine in stage.explorer.engines() for module in engine.traits.imports_ahead]
+        models = (stage.explorer.rollout_model, *stage.models_beside) if EXPLORER_RESOURCE in roles else ()
+        models += stage.models_apart if AUXILIARY_RESOURCE in roles else ()
+        modules += [module for engine in models for module in engine.traits.imports_ahead]
         if TRAINER_RESOURCE in roles:
             modules += [RANK_IMPORT, *([_MODELS] if stage.trainer.has_model else [])]
     return list(dict.fromkeys(modules))

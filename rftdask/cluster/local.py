@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rftdask.cluster import preloads
 from rftdask.cluster.base import Cluster, close_in_turn
 from rftdask.cluster.layout import (
+    AUXILIARY_RESOURCE,
     EXPLORER_RESOURCE,
     RANK_IMPORT,
     ROLES,
@@ -52,13 +53,14 @@ def start_fork_server(modules: Iterable[str] = ()) -> None:
 
 
 def grace(resources: Collection[str]) -> dict[str, str]:
-    """Environment of a worker that this process starts: how long it outlives SIGTERM (preloads.py). Explorers end at
+    """Environment of a worker that this process starts: how long it outlives SIGTERM (preloads.py). Engines end at
     once: nothing needs them.
     """
-    return {preloads.GRACE_VARIABLE: "0" if EXPLORER_RESOURCE in resources else str(preloads.GRACE_S)}
+    ends = EXPLORER_RESOURCE in resources or AUXILIARY_RESOURCE in resources
+    return {preloads.GRACE_VARIABLE: "0" if ends else str(preloads.GRACE_S)}
 
 
-def worker_spec(name: str, resources: Collection[str], env: Mapping[str, str], **options: Any) -> dict[str, Any]:
+def worker_spec(name: str, resources: Mapping[str, int], env: Mapping[str, str], **options: Any) -> dict[str, Any]:
     """A worker in its nanny, as SpecCluster starts it. options: host, and what more of a nanny's is not the default."""
     own = {
         "name": name,
@@ -69,7 +71,7 @@ def worker_spec(name: str, resources: Collection[str], env: Mapping[str, str], *
         "memory_limit": 0,
         "silence_logs": logging.CRITICAL,
         "preload": [preloads.MODULE],
-        "resources": dict.fromkeys(resources, 1),
+        "resources": dict(resources),
         "env": {**grace(resources), **env},
     }
     return {"cls": "distributed.Nanny", "options": {**own, **options}}
@@ -152,7 +154,7 @@ class LocalCluster(Cluster):
         gpus = [] if worker.gpu is None else visible_gpus()[worker.gpu : worker.gpu + worker.num_gpus]
         env = self._env if worker.gpu is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         env = {**env, **shared_devices(self._turns, worker.shares)}
-        return worker_spec(worker.name, worker.resources, env, security=self._security, **self._comm)
+        return worker_spec(worker.name, worker.amounts, env, security=self._security, **self._comm)
 
     def scale(self, role: str, num_workers: int) -> None:
         """New workers get the GPUs that nobody has; those that leave are the newest."""

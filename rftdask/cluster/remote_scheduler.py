@@ -71,7 +71,7 @@ class RemoteWorkersCluster(Cluster):
         env = {**os.environ, UMASK_VARIABLE: str(umask())} if forks else {}
         options = {"host": str(host), "protocol": "tls://" if cluster.tls else "tcp://"}
         # One worker beside the driver, for what no rollout may kill: the synchronizer.
-        control = worker_spec("control-0", (CONTROL_RESOURCE,), env, security=self.security, **options)
+        control = worker_spec("control-0", {CONTROL_RESOURCE: 1}, env, security=self.security, **options)
         self._cluster = start_dask({"control-0": control}, cluster.dashboard_address, self.security, **options)
         self.client = connect(self._cluster)
         self.address = str(self._cluster.scheduler_address)

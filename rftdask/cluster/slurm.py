@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from rftdask.cluster.layout import TRAINER_RESOURCE
+from rftdask.cluster.layout import AUXILIARY_RESOURCE, TRAINER_RESOURCE
 from rftdask.config.schema.cluster import JobConfig, WorkerJobConfig, count_gres
 from rftdask.errors import NotInstalledError, RoleError, UserError
 
@@ -315,6 +315,8 @@ def shape_of(role: str, job: WorkerJobConfig, num_workers: int, gpus_each: int) 
         return JobShape(0, 0, 1)
     ask, is_trainer = f"cluster.slurm.{role}", role == TRAINER_RESOURCE
     what, key = ("rank", "trainer.num_ranks") if is_trainer else ("engine", "explorer.rollout_model.engine_num")
+    if role == AUXILIARY_RESOURCE:
+        key = "engine_num of explorer.auxiliary_models"
     gpus = f"{ask}.gpus_per_node is {job.gpus_per_node}" if job.gpus_per_node else f"{ask}.gres is {job.gres}"
     if not is_trainer and 1 <= job.num_gpus < gpus_each:
         return _over_nodes(job, num_workers, gpus_each, ask, gpus)

@@ -16,7 +16,15 @@ from rftdask.cluster.base import Cluster
 from rftdask.cluster.batch.slurm_script import batch_script, command_of, staging, step
 from rftdask.cluster.batch.slurm_steps import Steps, allocation, read_allocation, start_step, step_script
 from rftdask.cluster.jobqueue import DEATH_TIMEOUT_S, JobQueueCluster, worker_options
-from rftdask.cluster.layout import ROLES, TRAINER_RESOURCE, Layout, plan_jobs
+from rftdask.cluster.layout import (
+    AUXILIARY_RESOURCE,
+    EXPLORER_RESOURCE,
+    ROLES,
+    TRAINER_RESOURCE,
+    Layout,
+    auxiliary_sizes,
+    plan_jobs,
+)
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.config import Config
 from rftdask.config.plugins import SUBMITTED
@@ -61,7 +69,14 @@ class SlurmCluster(JobQueueCluster):
         """The jobs of so many workers of a role. Raises: UserError: they leave GPUs or places of a job unused."""
         exploring = [stage for stage in config.stage_configs() if stage.has_explorer]
         job: WorkerJobConfig = getattr(config.cluster.slurm, role)
-        shape = slurm.shape_of(role, job, num_workers, 1 if role == TRAINER_RESOURCE else _gpus_of_engines(config))
+        of_engines = {TRAINER_RESOURCE: 1, AUXILIARY_RESOURCE: max(auxiliary_sizes(config.stage_configs()), default=1)}
+        gpus_each = of_engines.get(role) or _gpus_of_engines(config)
+        if role == AUXILIARY_RESOURCE and num_workers and 1 <= job.num_gpus < gpus_each:
+            raise UserError(
+                f"cluster.slurm.auxiliary: a node has {job.num_gpus} GPUs, and an engine of an auxiliary model works "
+                f"on {gpus_each}; set gres to gpu:{gpus_each}, since only engines of the policy may have several nodes"
+            )
+        shape = slurm.shape_of(role, job, num_workers, gpus_each)
         if shape.span > 1:
             for stage in exploring:
                 check_spans(stage, job)
@@ -159,7 +174,7 @@ class SlurmStepsCluster(Steps, SlurmCluster):
 def check_spans(stage: Config, job: WorkerJobConfig) -> None:
     """Raises: UserError: an engine of the stage would be on several nodes, and cannot be."""
     for path, engine in stage.explorer.engines():
-        if engine.num_gpus <= job.num_gpus:
+        if engine.num_gpus <= job.num_gpus or (path != "explorer.rollout_model" and engine.is_apart):
             continue
         told = f"{path} works on {engine.num_gpus} GPUs, and a node of cluster.slurm.explorer has {job.num_gpus}"
         if path != "explorer.rollout_model" or not engine.traits.spans_nodes:
@@ -212,8 +227,13 @@ def check_chain(config: Config) -> None:
 
     Raises: UserError: one of them cannot run, with the arithmetic.
     """
+    if any(stage.models_apart for stage in config.stage_configs()):
+        raise UserError(
+            "explorer.auxiliary_models: a chain of --offline has no jobs for engine_num of auxiliary models; set it to "
+            "0, which loads them beside the policy"
+        )
     jobs, there = {role: getattr(config.cluster.slurm, role) for role in ROLES}, capacities(config)
-    for role in ROLES:
+    for role in (TRAINER_RESOURCE, EXPLORER_RESOURCE):
         slurm.check_fit({role: chain_shape(config, role)}, jobs, there)
 
 

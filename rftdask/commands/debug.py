@@ -19,6 +19,7 @@ from pathlib import Path
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.writer import UnitWriter
 from rftdask.config import Config, replace
+from rftdask.config.base import plain
 from rftdask.errors import DataError, UserError
 from rftdask.explorer.worker_cache import (
     WorkerCache,
@@ -67,6 +68,9 @@ class Debugger:
         self._profile = profile
         if profile:
             config = replace(config, {"explorer.sandbox.mode": "never"})
+        # There are no other workers: all models are here.
+        auxiliary = [{**plain(each), "engine_num": 0} for each in config.explorer.auxiliary_models]
+        config = replace(config, {"explorer.auxiliary_models": auxiliary})
         # Never into the log of a run.
         config = replace(config, {"buffer.trainer_input.experience_buffer.storage_type": "queue"})
         self.folder, self._storage = folder, open_storage(folder)

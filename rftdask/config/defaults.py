@@ -65,7 +65,13 @@ def fill(config: Config) -> Fills:
     if reference is None:
         fills["algorithm", "optimizer", "clip_grad"] = 1.0 if ours is None else ours
 
-    return fills | _fill_seeds(config) | _fill_pipeline(config) | _fill_tasksets(config, repeat_times, response)
+    return (
+        fills
+        | _fill_engines(config)
+        | _fill_seeds(config)
+        | _fill_pipeline(config)
+        | _fill_tasksets(config, repeat_times, response)
+    )
 
 
 def _fill_pipeline(config: Config) -> Fills:
@@ -78,6 +84,17 @@ def _fill_pipeline(config: Config) -> Fills:
     if not pipeline.inputs and pipeline.config_path is None and dataset.path not in (None, made):
         fills["data_processor", "task_pipeline", "inputs"] = [dataset.path]
     return fills
+
+
+def _fill_engines(config: Config) -> Fills:
+    # An auxiliary model is beside the policy, unless it is given engines.
+    explorer, at = config.explorer, ("explorer", "auxiliary_models")
+    fills: Fills = {
+        (*at, n, "engine_num"): 0 for n, each in enumerate(explorer.auxiliary_models) if each.engine_num is None
+    }
+    return fills | (
+        {("explorer", "rollout_model", "engine_num"): 1} if explorer.rollout_model.engine_num is None else {}
+    )
 
 
 def _fill_seeds(config: Config) -> Fills:

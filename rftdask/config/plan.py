@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rftdask.config.schema.buffer import TasksetConfig
+from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.run import Config
 
 _UNKNOWN = "known when the dataset is read"
@@ -158,13 +159,16 @@ def _role_plans(config: Config, num_ranks: int) -> list[RolePlan]:
             what = f"{config.model.external_model.model_name}, behind an API"
         roles.append(RolePlan(config.explorer.name, engine.engine_num, what))
         for model in () if config.algorithm.needs_teacher else config.explorer.auxiliary_models:
-            number, what = 1, f"{model.model_path}, behind an API"
+            number, what = 1, f"{model.model_path}, behind an API{_limits(model)}"
             if not model.traits.is_external:
-                number = engine.engine_num
+                number = model.engine_num or engine.engine_num
                 split = f" over {model.num_gpus} GPUs" if model.num_gpus > 1 else ""
-                what = (
-                    f"{model.engine_type} engine{split}, {model.model_path}, beside the policy in each explorer worker"
+                where = (
+                    "workers of its own, for all explorers"
+                    if model.is_apart
+                    else "beside the policy in each explorer worker"
                 )
+                what = f"{model.engine_type} engine{split}, {model.model_path}, {where}"
             roles.append(RolePlan(model.name or "auxiliary model", number, what))
     if trains:
         what = f"{config.trainer.trainer_type} rank, {config.model.model_path}"
@@ -181,6 +185,13 @@ def _role_plans(config: Config, num_ranks: int) -> list[RolePlan]:
         what = f"{sync.sync_style}; intervals: {intervals}; offset {sync.sync_offset}"
         roles.append(RolePlan("synchronizer", 1, what))
     return roles
+
+
+def _limits(model: InferenceModelConfig) -> str:
+    """The limits of a model behind an API, after a comma; "": it has none."""
+    limits = {"requests": model.requests_per_minute, "tokens": model.tokens_per_minute}
+    told = [f"{limit:,} {what}" for what, limit in limits.items() if limit is not None]
+    return f", at most {' and '.join(told)} a minute" if told else ""
 
 
 def _render(stage: StagePlan) -> str:

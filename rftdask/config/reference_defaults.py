@@ -33,8 +33,8 @@ DEFAULTS: Mapping[str, Any] = {
     "trainer.max_checkpoints_to_keep": 0,
 }
 """Those that differ from ours and can be taken over."""
-_AUXILIARY = {"engine_type": "vllm", "dtype": "bfloat16"}
-"""The same for each auxiliary model."""
+_AUXILIARY: Mapping[str, Any] = {"engine_type": "vllm", "dtype": "bfloat16", "engine_num": 1}
+"""The same for each auxiliary model, which has workers and GPUs of its own there."""
 _TAUGHT = ("on_policy_distill", "jsd")
 """Algorithms whose auxiliary models are teachers, which no explorer loads."""
 _MOST_OF_A_GPU = 0.94
@@ -98,13 +98,16 @@ def read_as_reference(tree: dict[str, Any]) -> tuple[list[Note], list[Note]]:
     _tasksets(tree, notes, defaults)
     stages = tree.get("stages")
     for part in (tree, *(stages if isinstance(stages, list) else ())):
+        is_taught = section(part, "algorithm").get("algorithm_type", kind) in _TAUGHT
         for number, model in enumerate(_auxiliary(part)):
             at = f"explorer.auxiliary_models[{number}]"
             for key, value in _AUXILIARY.items():
-                if give(model, key, value):
+                # A teacher's, and those of a model behind an API, mean nothing here.
+                idle = key == "engine_num" and (is_taught or model.get("engine_type") in ("external", "openai"))
+                if not idle and give(model, key, value):
                     defaults.append((f"{at}.{key}", _default_note(f"explorer.rollout_model.{key}", value)))
             _prompts(model, at, notes)
-        if section(part, "algorithm").get("algorithm_type", kind) not in _TAUGHT:
+        if not is_taught:
             _shares(part, section(tree, "explorer.rollout_model"), notes)
     return notes, defaults
 
@@ -125,10 +128,10 @@ def _prompts(model: dict[str, Any], at: str, notes: list[Note]) -> None:
 
 
 def _shares(part: dict[str, Any], policy: Mapping[str, Any], notes: list[Note]) -> None:
-    """Each engine has GPUs of its own there; here those of an explorer worker share its GPUs. part: the tree or a
-    stage; policy: the tree's engine of the policy, whose keys a stage inherits."""
+    """Each engine has GPUs of its own there; here those of an explorer worker (`engine_num: 0`) share its GPUs. part:
+    the tree or a stage; policy: the tree's engine of the policy, whose keys a stage inherits."""
     key, at = "gpu_memory_utilization", "explorer"
-    engines = {f"{at}.auxiliary_models[{number}]": model for number, model in enumerate(_auxiliary(part))}
+    engines = {f"{at}.auxiliary_models[{n}]": model for n, model in enumerate(_auxiliary(part)) if not _is_apart(model)}
     if not engines:
         return
     own = part["explorer"].setdefault("rollout_model", {})
@@ -147,6 +150,11 @@ def _shares(part: dict[str, Any], policy: Mapping[str, Any], notes: list[Note]) 
         engines[path][key] = round(_MOST_OF_A_GPU * share / sum(shares.values()), 2)
         told = f"{engines[path][key]} of a GPU that the engines of an explorer worker share; there each has its own"
         notes.append((f"{path}.{key}", told))
+
+
+def _is_apart(model: Mapping[str, Any]) -> bool:
+    count = model.get("engine_num")
+    return isinstance(count, int) and count > 0
 
 
 def _default_note(path: str, value: Any) -> str:

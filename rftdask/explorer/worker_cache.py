@@ -29,8 +29,9 @@ from rftdask.data.images import ImageProcessor
 from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer, with_thinking
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
-from rftdask.engines.client import EngineClient, EngineSpec
+from rftdask.engines.client import LOAD_TIMEOUT_S, EngineClient, EngineSpec
 from rftdask.errors import DataError, RoleError
+from rftdask.explorer.shared_engine import SharedEngine
 from rftdask.models.hub import local_model
 from rftdask.processes.child import LOG_LEVEL
 from rftdask.processes.turns import VARIABLE
@@ -47,6 +48,8 @@ from rftdask.run.run_folder import read_config
 from rftdask.storage import Storage
 
 if TYPE_CHECKING:  # it needs torch
+    from distributed import Worker
+
     from rftdask.algorithm.operators import Operator
 
 _MAX_FORK_SERVERS = 4
@@ -113,6 +116,8 @@ class WorkerCache:
         # These and the fork servers are made in the seat, and may be ended meanwhile by a unit that has given it up.
         self._auxiliary_engines: dict[EngineSpec, EngineClient] = {}
         self._auxiliary_tokenizers: dict[str, Tokenizer] = {}
+        self._shared_engines: dict[str, SharedEngine] = {}
+        """Of auxiliary models on workers of their own, by name."""
         self._task_times_s: dict[int, list[float]] = {}
         """Seconds of each task, by explore step."""
 
@@ -301,15 +306,35 @@ class WorkerCache:
             name: text_engine(engine, tokenizer, config)
             for name, (engine, tokenizer) in self.start_auxiliary(threads).items()
         }
+        found |= {
+            name: text_engine(engine, self._auxiliary_tokenizers[name], config)
+            for name, engine in self._shared_engines.items()
+        }
         remote = {name: model for name, model in remote_models(config).items() if name != POLICY}
         return found | {name: remote_model(model, config) for name, model in remote.items()}
+
+    def wait_for_shared(self, worker: Worker, fingerprint: str, url: str) -> None:
+        """Wait until workers of their own serve the auxiliary models that have some. In the seat. Raises: RoleError:
+        none does in time; as `seat`.
+        """
+        config, cluster, known = self._config, self._config.cluster, self._auxiliary_tokenizers
+        timeout_s = LOAD_TIMEOUT_S + (0.0 if cluster.is_one_machine else cluster.max_queue_s)
+        for model in config.models_apart:
+            name = model.asked_name
+            if name not in known:
+                known[name] = _tokenizer(model, config)
+            if name not in self._shared_engines:
+                # An attempt at a rollout that waits as long as it may would end by its own deadline, and not say why.
+                patience_s = config.explorer.max_timeout / 2
+                key, spec = (url, fingerprint, name), engine_spec(model, config, 1, None)
+                shared = SharedEngine(worker, key, spec, num_engines=model.engine_num, patience_s=patience_s)
+                self._shared_engines[name] = shared
+            self._shared_engines[name].wait_ready(timeout_s, self._called_off)
 
     def start_auxiliary(self, threads: int) -> dict[str, tuple[EngineClient, Tokenizer]]:
         """The auxiliary models of this process by name, loaded. Raises: RoleError, UserError."""
         config = self._config
-        if config.algorithm.needs_teacher:
-            return {}
-        models = {_name(m): m for m in config.explorer.auxiliary_models if not m.traits.is_external}
+        models = {model.asked_name: model for model in config.models_beside}
         specs = {name: engine_spec(model, config, threads, None) for name, model in models.items()}
         kept = self._auxiliary_engines
         for spec, engine in list(kept.items()):
@@ -354,6 +379,7 @@ class WorkerCache:
                 if (held := kept.pop(key, None)) is not None:  # type: ignore[call-overload]
                     held.close()
         self._auxiliary_tokenizers.clear()
+        self._shared_engines.clear()
         self._task_times_s = {}
 
 
@@ -393,7 +419,7 @@ def engine_spec(section: InferenceModelConfig, config: Config, threads: int, log
     # Each once, in a fixed order: equal specs must compare as equal.
     kinds = tuple(dict.fromkeys(samplings))
     # The cluster that started this worker says whether it shares its device, or the config does.
-    colocated = bool(config.cluster.colocate)
+    colocated = bool(config.cluster.colocate) and (is_policy or not section.is_apart)
     turn_s = config.synchronizer.sync_timeout if colocated or VARIABLE in os.environ else 0.0
     folders = config.explorer.plugin_dirs
     records_experts = is_policy and config.algorithm.enable_router_replay
@@ -417,7 +443,7 @@ def remote_models(config: Config) -> dict[str, str]:
     """The models behind an API, as the service names them, by the name under which workflows ask them; POLICY is the
     one that is evaluated in place of the policy."""
     policy = {POLICY: config.model.external_model.model_name or ""} if config.is_external else {}
-    return policy | {_name(m): m.model_path or "" for m in config.explorer.auxiliary_models if m.traits.is_external}
+    return policy | {m.asked_name: m.model_path or "" for m in config.explorer.auxiliary_models if m.traits.is_external}
 
 
 def remote_model(name: str, config: Config) -> RemoteModel:
@@ -427,7 +453,7 @@ def remote_model(name: str, config: Config) -> RemoteModel:
 
 
 def text_engine(
-    client: EngineClient, tokenizer: Tokenizer, config: Config, images: ImageProcessor | None = None
+    client: EngineClient | SharedEngine, tokenizer: Tokenizer, config: Config, images: ImageProcessor | None = None
 ) -> TextEngine:
     """The engine as rollouts ask it: as they come, or in calls of which LockstepQueue decides what shares one.
 
@@ -449,10 +475,6 @@ def text_engine(
     parser = AnswerParser(tokenizer, section.tool_call_parser, section.reasoning_parser)
     ways = generate if in_calls else streaming
     return TextEngine(ways, tokenizer, logprobs, parser, section.traits.guides_sampling, images)
-
-
-def _name(model: InferenceModelConfig) -> str:
-    return model.name or model.model_path or ""
 
 
 def _tokenizer(model: InferenceModelConfig, config: Config) -> Tokenizer:

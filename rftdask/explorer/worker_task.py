@@ -505,6 +505,8 @@ def _roll_out(
 
     # Here, and not on an event loop that other units share: it may take minutes.
     _cache.start_auxiliary(unit.threads)
+    if config.models_apart:
+        _cache.wait_for_shared(get_worker(), unit.config_fingerprint, unit.url)
     admitted = threading.Event()
     limits = {} if explorer.slots_per_engine is None else {SLOT: explorer.slots_per_engine}
     places, loop = _cache.shared() if served.shares else (SharedPlaces(limits), None)

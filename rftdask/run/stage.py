@@ -24,11 +24,12 @@ from rftdask.buffer.lineage import MAIN_LINEAGE, lineage_of
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.retention import apply_retention
 from rftdask.cluster.base import Cluster, control_workers
-from rftdask.cluster.layout import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout, num_ranks
+from rftdask.cluster.layout import AUXILIARY_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout, num_ranks
 from rftdask.config import Config
 from rftdask.config.schema.buffer import RetentionConfig
 from rftdask.data.task_schedule import num_explore_steps
-from rftdask.errors import DamagedError, DataError, FencedError, RoleError, UserError
+from rftdask.errors import DamagedError, DataError, FencedError, RftError, RoleError, UserError
+from rftdask.explorer.auxiliary_pool import AuxiliaryPool
 from rftdask.explorer.claims import Claims
 from rftdask.explorer.explorer import Explorer
 from rftdask.monitor.events import CODEC, Ended, Event, Note, Published
@@ -133,6 +134,7 @@ class StageRun:
         self._stopping = False
         self._trainer_ended: Ended | None = None
         self._explorer: Explorer | None = None
+        self._auxiliary: AuxiliaryPool | None = None
         self._sync: SyncHandle | None = None
         self._actor: DaskFuture[Synchronizer] | None = None
         self._generation = 0
@@ -160,7 +162,7 @@ class StageRun:
                 # First of all: who is refused here has not touched the ledger, the stop file or the weights.
                 steps = self.work.explore_steps if self._config.mode == "explore" else None
                 leases.append(Lease(self._storage, lease_role(self._config, role), explore_steps=steps))
-            self._cluster.use(roles)
+            self._cluster.use((*roles, *([AUXILIARY_RESOURCE] * bool(self._config.models_apart))))
             if "trainer" in roles:
                 self._check_ledger()
                 self._storage.remove(STOP_FILE)
@@ -170,6 +172,8 @@ class StageRun:
             self._client.subscribe_topic(TOPIC, lambda message: self._events.put(CODEC.decode(message[1])))
             if "explorer" in roles:
                 self._start_synchronizer()
+                if self._config.models_apart:
+                    self._auxiliary = self._make_auxiliary_pool()
                 self._explorer = self._make_explorer(leases[-1])
                 self._explorer.open()
                 self._work["explorer"] = self._threads.submit(self._explorer.run)
@@ -198,6 +202,8 @@ class StageRun:
                 wait([future for role, future in list(self._work.items()) if role == "retention"], WORKER_DEADLINE_S)
                 self._take_ends()
                 self._client.unsubscribe_topic(TOPIC)
+                if self._auxiliary is not None:
+                    self._auxiliary.close()
                 if self._actor is not None:
                     self._client.unpublish_dataset(ACTOR_NAME)
                     self._actor.release()
@@ -294,6 +300,18 @@ class StageRun:
             claims=Claims(self._storage, lease, self._config.synchronizer.sync_timeout) if shared else None,
         )
 
+    def _make_auxiliary_pool(self) -> AuxiliaryPool:
+        return AuxiliaryPool(
+            self._client,
+            self._storage,
+            self._config,
+            threads=self._layout.threads_of(AUXILIARY_RESOURCE),
+            log_folder=self._log_folder,
+            deadline_s=self._cluster.worker_deadline_s,
+            note=self._note,
+            scale=lambda num_workers: self._cluster.scale(AUXILIARY_RESOURCE, num_workers),
+        )
+
     def _ask_for_explorers(self, num_workers: int) -> None:
         if not self._can_scale:
             return
@@ -375,6 +393,11 @@ class StageRun:
             self._errors.append(error)
         found = workers_of(self._client)
         self._machines.note(found)
+        if self._auxiliary is not None:
+            try:
+                self._auxiliary.look(found)
+            except RftError as error:
+                self._errors.append(error)
         workers = {a: info["name"] for a, info in found.items()}
         for address, name in self._workers.items():
             if address not in workers:

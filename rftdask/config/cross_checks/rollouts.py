@@ -20,6 +20,8 @@ _SAMPLING = (
     *("min_response_tokens", "max_response_tokens", "max_prompt_tokens", "max_model_len"),
 )
 """Lengths and sampling of an auxiliary model."""
+_OF_SERVICES = ("requests_per_minute", "tokens_per_minute", "max_retries")
+"""Keys of a model behind an API."""
 _IGNORED = ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "gpu_memory_utilization")
 """Keys that change how fast it computes the same: a warning where it does not follow them."""
 
@@ -53,7 +55,11 @@ def _engines_keep_their_promises(config: Config) -> Iterator[Problem]:
                     f"{own.max_response_tokens} tokens (its max_prompt_tokens, max_response_tokens); raise it",
                 )
     # Those of one explorer worker are on the same GPUs; teachers are the trainer's.
-    engines = [(path, section) for path, section in config.explorer.engines() if section.traits.takes_share]
+    engines = [
+        (path, section)
+        for path, section in config.explorer.engines()
+        if section.traits.takes_share and (path == "explorer.rollout_model" or not section.is_apart)
+    ]
     shares = [
         float(section.extra_engine_args.get("gpu_memory_utilization", section.gpu_memory_utilization))
         for _, section in engines
@@ -144,7 +150,7 @@ def _options_are_read(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("cluster")
 def _gpus_are_asked_for_once(config: Config) -> Iterator[Problem]:
-    for role in ("controller", "trainer", "explorer"):
+    for role in ("controller", "trainer", "explorer", "auxiliary"):
         job: JobConfig = getattr(config.cluster.slurm, role)
         if job.gpus_per_node and count_gres(job.gres):
             told = f"gres asks for {job.gres}, too, and SLURM takes one of them; leave one out"
@@ -155,9 +161,10 @@ def _gpus_are_asked_for_once(config: Config) -> Iterator[Problem]:
 def _the_policy_is_named_elsewhere(config: Config) -> Iterator[Problem]:
     in_model = "lengths and sampling of the policy; set the same key in section model"
     whats = {"model_path": in_model, **dict.fromkeys(_SAMPLING, in_model)}
-    for key, what in {**whats, "name": "auxiliary models", "teaches": "auxiliary models"}.items():
+    of_auxiliary = dict.fromkeys(("name", "teaches", "prompt_price", "response_price"), "auxiliary models")
+    for key, what in {**whats, **of_auxiliary}.items():
         value = getattr(config.explorer.rollout_model, key)
-        if value is not None:
+        if value not in (None, 0.0):
             told = f"{show(value)} is not available in this release ({what}); leave it out or set null"
             yield f"explorer.rollout_model.{key}", told
 
@@ -224,6 +231,21 @@ def _external_is_not_trained(config: Config) -> Iterator[Problem]:
         yield key, f"a model behind an API gives no tokens and logprobs to train on; use mode bench, not {config.mode}"
     if not config.model.external_model.model_name:
         yield f"{at}.model_name", "required: the model's name at the service"
+
+
+@RULES.reading("explorer", "algorithm", "model.external_model")
+def _auxiliary_models_are_placed(config: Config) -> Iterator[Problem]:
+    if config.explorer.rollout_model.engine_num < 1:
+        yield "explorer.rollout_model.engine_num", "0: the policy has one engine at least; give 1 or more"
+    usual = {key: default_of(InferenceModelConfig.model_fields[key]) for key in _OF_SERVICES}
+    for path, section in config.explorer.engines():
+        is_policy = path == "explorer.rollout_model"
+        for key in _OF_SERVICES:
+            is_remote = config.is_external if is_policy else section.traits.is_external
+            if getattr(section, key) != usual[key] and not is_remote:
+                yield f"{path}.{key}", f"a limit of a model behind an API, and engine_type is {section.engine_type}"
+        if not is_policy and section.is_apart and section.traits.is_hosted:
+            yield f"{path}.engine_num", "the Tinker service computes, so it needs no workers; leave it out"
 
 
 @RULES.reading("explorer")

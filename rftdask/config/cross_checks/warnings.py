@@ -131,8 +131,9 @@ def _of_another_place(config: Config) -> Iterator[Problem]:
             yield path, "ignored: an evaluation takes every task once, in the order stored"
     for number, model in enumerate(config.explorer.auxiliary_models):
         path = f"explorer.auxiliary_models[{number}]"
-        if model.engine_num != 1:
-            yield f"{path}.engine_num", "ignored: each explorer worker has one of its own"
+        why = "a model behind an API has no engine here" if model.traits.is_external else "the trainer has the teachers"
+        if model.engine_num and not (model.is_apart and not config.algorithm.needs_teacher):
+            yield f"{path}.engine_num", f"ignored: {why}"
         if model.seed != config.seed:
             yield f"{path}.seed", "ignored: all that a rollout asks is drawn by explorer.rollout_model.seed"
 

@@ -84,7 +84,7 @@ class JobConfig(Section):
 
 
 class WorkerJobConfig(JobConfig):
-    """`cluster.slurm.trainer` and `.explorer`: jobs whose nodes have several ranks or engines each."""
+    """`cluster.slurm.trainer`, `.explorer` and `.auxiliary`: jobs whose nodes have several ranks or engines each."""
 
     nodes: Count | None = None
     """Nodes of each job. None: one, and for a trainer as many as all of its ranks take."""
@@ -105,6 +105,8 @@ class SlurmConfig(Section):
     """One job for all ranks of the trainer."""
     explorer: WorkerJobConfig = WorkerJobConfig()
     """A job for each engine, or for as many as the GPUs of its nodes are for; good for preemptible partitions."""
+    auxiliary: WorkerJobConfig = WorkerJobConfig()
+    """The same for engines of auxiliary models that have workers of their own; all are as large as the largest."""
     profile: str | None = None
     """Name of a file ~/.config/rftdask/NAME.yaml or /etc/rftdask/NAME.yaml, or the path of one, with a section
     `cluster` that a site writes once; what the configuration says itself counts. None once it is loaded: what the file
@@ -138,7 +140,7 @@ class ClusterConfig(Section):
     `options`."""
     options: Free = no_items()
     """existing: {address} or {scheduler_file}, and {tls_ca_file, tls_cert, tls_key} where it has TLS. pbs to oar:
-    arguments for dask-jobqueue's job class, for all roles, and below `trainer` and `explorer` for one."""
+    arguments for dask-jobqueue's job class, for all roles, and below `trainer`, `explorer` and `auxiliary` for one."""
     slurm: SlurmConfig = SlurmConfig()
     """slurm: what the jobs of each role ask for."""
     interface: str | None = None

@@ -124,8 +124,9 @@ class InferenceModelConfig(Section):
     variables that model.external_model names. tinker: a model at the Tinker service, the policy's with `model.tinker`;
     needs the extra `tinker`. fake: random tokens, for tests. package.module.Name: an engine of your own, a subclass of
     rftdask.engines.base.Engine."""
-    engine_num: Count = 1
-    """Engines, each a Dask worker of its own."""
+    engine_num: Annotated[Natural, Filled("1; auxiliary_models: 0")] = absent()
+    """Engines, each a Dask worker of its own, with as many GPUs as it works on. auxiliary_models: 0 loads the model
+    beside the policy in each explorer worker, on its GPUs; with more, all explorers of the run share these."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the weights, in which the trainer publishes them, too. auto: float32 on CPU, bfloat16 on GPU."""
     seed: Annotated[int, Filled("seed")] = absent()
@@ -157,6 +158,19 @@ class InferenceModelConfig(Section):
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """auxiliary_models: prompt and response together, by which vLLM sizes its cache. None: as long as the model and its
     cache allow."""
+    requests_per_minute: Count | None = None
+    """external: requests within any minute at most, of all explorer workers of the run together; each has an equal
+    share. Tries again count. None: no limit of ours."""
+    tokens_per_minute: Count | None = None
+    """external: the same of tokens of prompts and answers; an answer counts as its longest until it is there."""
+    max_retries: Natural = 8
+    """external: further tries of a request that the service was too busy for (408, 409, 429, 5xx, lost connections),
+    after the pause that it asks for, else a growing one."""
+    prompt_price: float = Field(default=0.0, ge=0)
+    """auxiliary_models: what a million tokens of prompts cost, in any currency; metrics and the summary of the run have
+    the sum."""
+    response_price: float = Field(default=0.0, ge=0)
+    """auxiliary_models: the same of answers."""
     tool_call_parser: ToolCallParser | None = None
     """How the model writes calls of tools, for workflows that ask by `model.openai_client()`. hermes: JSON within
     <tool_call>. openai: gpt-oss's channels. template: as the tokenizer's response_template says. none: calls stay text.
@@ -213,6 +227,16 @@ class InferenceModelConfig(Section):
         keys = ("temperature", "top_p", "top_k", "repetition_penalty", "min_response_tokens")
         own = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
         return model.model_copy(update=changes | own)
+
+    @property
+    def asked_name(self) -> str:
+        """What workflows call an auxiliary model."""
+        return self.name or self.model_path or ""
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether an auxiliary model has workers of its own, unless it is a teacher."""
+        return self.engine_num > 0 and not self.traits.is_external
 
     @property
     def num_gpus(self) -> int:
@@ -292,8 +316,8 @@ class ExplorerConfig(Section):
     rollout_model: InferenceModelConfig = InferenceModelConfig()
     """Engines of the policy."""
     auxiliary_models: tuple[InferenceModelConfig, ...] = ()
-    """Models that workflows may ask, such as judges; each explorer worker loads them beside the policy. Those of
-    on_policy_distill and jsd are teachers, which the trainer loads."""
+    """Models that workflows may ask, such as judges: beside the policy in each explorer worker, on workers of their own
+    (`engine_num`), or behind an API. Those of on_policy_distill and jsd are teachers, which the trainer loads."""
     eval_interval: Count = 100
     """Explore steps between evaluations; lowered to a multiple of the explorer's synchronization interval."""
     eval_on_startup: bool = True
@@ -317,7 +341,8 @@ class ExplorerConfig(Section):
     @property
     def gpus_per_worker(self) -> int:
         """GPUs that one explorer worker works on, where there are any: as many as its largest engine takes."""
-        return max(engine.num_gpus for _, engine in self.engines())
+        beside = [model for model in self.auxiliary_models if not model.is_apart]
+        return max(engine.num_gpus for engine in (self.rollout_model, *beside))
 
     def teacher_of(self, name: str) -> int | None:
         """Number of the auxiliary model that teaches a taskset or dataset; None: none does."""

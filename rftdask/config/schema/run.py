@@ -18,7 +18,7 @@ from rftdask.config.plugins import read_parts
 from rftdask.config.schema.algorithm import AlgorithmConfig, registered_parts, takes_demonstrations
 from rftdask.config.schema.buffer import BufferConfig, ExperienceBufferConfig, TasksetConfig
 from rftdask.config.schema.cluster import ClusterConfig
-from rftdask.config.schema.explorer import ExplorerConfig
+from rftdask.config.schema.explorer import ExplorerConfig, InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.config.schema.trainer import SynchronizerConfig, TrainerConfig
 from rftdask.config.yaml_source import escape, fill_from_environment, to_yaml
@@ -308,6 +308,18 @@ class Config(Section):
     def has_explorer(self) -> bool:
         """Whether this command has engines."""
         return self.mode != "train" or self.evaluates_training
+
+    @property
+    def models_apart(self) -> tuple[InferenceModelConfig, ...]:
+        """Auxiliary models of this command that have workers of their own."""
+        asked = () if self.algorithm.needs_teacher or not self.has_explorer else self.explorer.auxiliary_models
+        return tuple(model for model in asked if model.is_apart)
+
+    @property
+    def models_beside(self) -> tuple[InferenceModelConfig, ...]:
+        """Auxiliary models that each explorer worker of this command loads beside the policy."""
+        asked = () if self.algorithm.needs_teacher or not self.has_explorer else self.explorer.auxiliary_models
+        return tuple(model for model in asked if not (model.is_apart or model.traits.is_external))
 
     @property
     def has_both_roles(self) -> bool:

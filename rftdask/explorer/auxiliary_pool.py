@@ -1,0 +1,178 @@
+"""Auxiliary pool: the driver's rule which worker serves which auxiliary model, looked at now and then.
+
+Every worker of auxiliary models serves one, for the whole run; explorers find it by themselves (shared_engine.py). A
+worker that is lost is asked for again, and the next that joins takes its model. Whoever joins beyond the number that
+was asked for serves the model that has the fewest engines for what it should have.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distributed import Client, Future, KilledWorker
+
+from rftdask.config import Config
+from rftdask.config.schema.explorer import InferenceModelConfig
+from rftdask.errors import RoleError, UserError, WaitTimeout
+from rftdask.explorer.auxiliary_task import SERVING_TOPIC, AuxiliaryTask, serve_auxiliary
+from rftdask.explorer.shared_engine import AUXILIARY_RESOURCE
+from rftdask.processes.dask_task import WorkerInfo
+from rftdask.run.run_folder import record_config
+from rftdask.storage import Storage
+
+MAX_FAILURES = 4
+"""Starts of a model's engine in a row that fail, or lose their worker, before the run fails."""
+_ASK_AGAIN_S = 10.0
+"""Pause before workers that were asked for and are missing are asked for again."""
+
+log = logging.getLogger(__name__)
+
+
+def choose_model(models: Mapping[str, InferenceModelConfig], served: Mapping[str, int], amount: float) -> str | None:
+    """The model that a free worker is to serve; None: it has too few GPUs for any.
+
+    Args: models: by name; served: workers of each that are there; amount: GPUs of the worker.
+    Example: of a judge that wants 2 engines and has 1, and one that has all of its own, the first.
+    """
+    fitting = {name: model for name, model in models.items() if model.num_gpus <= amount}
+    # The largest of those that lack an engine: it has the fewest workers to choose from.
+    lacking = [name for name, model in fitting.items() if served.get(name, 0) < model.engine_num]
+    if lacking:
+        return max(lacking, key=lambda name: (fitting[name].num_gpus, -served.get(name, 0)))
+    return min(fitting, key=lambda name: served.get(name, 0) / fitting[name].engine_num, default=None)
+
+
+class AuxiliaryPool:
+    """The auxiliary models of a stage that have workers of their own. Used by one thread.
+
+    Example:
+        pool = AuxiliaryPool(client, storage, config, threads=4, ...)
+        pool.look(workers_of(client))   # now and then
+        pool.close()
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        storage: Storage,
+        config: Config,
+        *,
+        threads: int,
+        log_folder: str | None,
+        deadline_s: float,
+        note: Callable[[str], None],
+        scale: Callable[[int], None],
+    ) -> None:
+        """
+        Args:
+            threads: of each engine.
+            deadline_s: how long a model may have no worker.
+            note: takes news for people.
+            scale: asks for so many workers. Raises: UserError: they are somebody else's to start.
+        """
+        self._client, self._url, self._threads, self._log_folder = client, storage.url, threads, log_folder
+        self._fingerprint = record_config(storage, config)
+        self._models = {model.asked_name: model for model in config.models_apart}
+        self._deadline_s, self._note, self._scale = deadline_s, note, scale
+        self._tasks: dict[str, tuple[str, Future[Any]]] = {}
+        """(name of the model, its task) by the address of the worker."""
+        self._serving: set[str] = set()
+        """Keys of tasks whose models answer; filled from Dask's thread."""
+        self._told: set[str] = set()
+        """Those of them that were told of."""
+        self._failures: Counter[str] = Counter()
+        """By model, in a row."""
+        self._missing_since_s: dict[str, float] = {}
+        self._asked_s = time.monotonic()
+        client.subscribe_topic(SERVING_TOPIC, lambda message: self._serving.add(str(message[1])))
+
+    def look(self, workers: Mapping[str, WorkerInfo]) -> None:
+        """Take in who has come and gone, by address, and give out models.
+
+        Raises: RoleError: the engines of a model fail again and again; WaitTimeout: no worker of a model has come;
+        UserError: an engine's.
+        """
+        amounts = {a: info["resources"].get(AUXILIARY_RESOURCE, 0.0) for a, info in workers.items()}
+        amounts = {address: amount for address, amount in amounts.items() if amount}
+        for address, (name, task) in list(self._tasks.items()):
+            key = str(task.key)
+            if key in self._serving and key not in self._told:
+                self._told.add(key)
+                self._failures[name] = 0
+                self._note(
+                    f"auxiliary model {name!r} is served by worker {workers.get(address, {}).get('name', address)}"
+                )
+            if task.status != "pending" or address not in amounts:
+                del self._tasks[address]
+                self._take_end(name, task)
+        # The largest first, else a small model would take a place that a large one needs.
+        for address in sorted(amounts.keys() - self._tasks.keys(), key=lambda each: (-amounts[each], each)):
+            served = Counter(name for name, _ in self._tasks.values())
+            name = choose_model(self._models, served, amounts[address])
+            if name is not None:
+                self._tasks[address] = name, self._submit(name, address)
+        self._check_missing(len(amounts))
+
+    def close(self) -> None:
+        """End the engines. Idempotent."""
+        self._client.unsubscribe_topic(SERVING_TOPIC)
+        self._client.cancel([task for _, task in self._tasks.values()], force=True)
+        self._tasks.clear()
+
+    def _submit(self, name: str, address: str) -> Future[Any]:
+        log_file = None
+        if self._log_folder:
+            # A name may be a path.
+            log_file = f"{self._log_folder}/auxiliary-{list(self._models).index(name)}.log"
+        return self._client.submit(
+            serve_auxiliary,
+            AuxiliaryTask(self._url, self._fingerprint, name, self._threads, log_file),
+            # The time makes the key new: Dask must not answer with what it knows of an earlier one.
+            key=f"auxiliary-{address}-{time.time_ns()}",
+            resources={AUXILIARY_RESOURCE: self._models[name].num_gpus},
+            workers=[address],
+            pure=False,
+            retries=0,
+        )
+
+    def _take_end(self, name: str, task: Future[Any]) -> None:
+        error = task.exception() if task.status == "error" else None
+        if isinstance(error, UserError):
+            raise error
+        self._failures[name] += 1
+        self._serving.discard(str(task.key))
+        if isinstance(error, KilledWorker) or error is None:
+            cause = "its worker was lost"
+        else:
+            cause = f"{type(error).__name__}: {error}"
+        told = f"an engine of auxiliary model {name!r} ended: {cause}"
+        log.warning("%s", told)
+        if self._failures[name] >= MAX_FAILURES:
+            raise RoleError(f"{told}; so did {MAX_FAILURES} in a row, without one answer") from error
+        self._note(f"{told.partition(chr(10))[0]}; another takes its place")
+        self._client.cancel([task], force=True)
+
+    def _check_missing(self, num_workers: int) -> None:
+        now = time.monotonic()
+        served = {name for name, _ in self._tasks.values()}
+        for name in self._models:
+            if name in served:
+                self._missing_since_s.pop(name, None)
+            elif now - self._missing_since_s.setdefault(name, now) > self._deadline_s:
+                model = self._models[name]
+                raise WaitTimeout(
+                    f"no worker with {model.num_gpus} of the resource {AUXILIARY_RESOURCE} has come for auxiliary "
+                    f"model {name!r} in {self._deadline_s:.0f} s (engine_num {model.engine_num})"
+                )
+        wanted = sum(model.engine_num for model in self._models.values())
+        if num_workers < wanted and now - self._asked_s > _ASK_AGAIN_S:
+            # Again while some are missing: a worker that died while it started is not started again by its nanny.
+            self._asked_s = now
+            try:
+                self._scale(wanted)
+            except UserError as error:
+                log.info("workers of auxiliary models are not asked for: %s", error)
