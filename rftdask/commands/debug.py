@@ -24,8 +24,6 @@ from rftdask.errors import DataError, UserError
 from rftdask.explorer.worker_cache import (
     WorkerCache,
     engine_spec,
-    remote_model,
-    remote_models,
     sampling_params,
     text_engine,
 )
@@ -133,7 +131,7 @@ class Debugger:
             repeat_times=rollouts,
             explore_step=self._num_rounds + 1,
             policy=(
-                remote_model(remote_models(config)[POLICY], config)
+                self._cache.remote_model(POLICY)
                 if self._engine is None
                 else text_engine(self._engine, self._cache.tokenizer(), config, self._cache.images())
             ),

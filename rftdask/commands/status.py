@@ -8,7 +8,7 @@ from functools import partial
 
 from rftdask.errors import DamagedError
 from rftdask.run.run_folder import lease_holders
-from rftdask.run.view import Stage, open_stages
+from rftdask.run.view import Stage, open_stages, tell_use
 from rftdask.weights.published import CHECKPOINT_POINTER, WEIGHTS_POINTER, read_pointer
 
 
@@ -42,6 +42,8 @@ class StageStatus:
     accuracy: float | None = None
     eval_loss: float | None = None
     """Newest loss on held-out rows."""
+    auxiliary: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Auxiliary model -> its calls, failures, tokens and cost."""
     roles: dict[str, str] = field(default_factory=dict)
     """Role -> process that works on it now."""
     last_sign_s: float | None = None
@@ -61,6 +63,7 @@ class StageStatus:
             "reward": "" if self.reward is None else f"{self.reward:.3f}",
             "accuracy": "" if self.accuracy is None else f"{self.accuracy:.1%}",
             "eval loss": "" if self.eval_loss is None else f"{self.eval_loss:.4g}",
+            "auxiliary": "; ".join(f"{name}: {tell_use(use)}" for name, use in self.auxiliary.items()),
             "roles": ", ".join(f"{role}: {who}" for role, who in self.roles.items()),
             "last sign": "" if self.last_sign_s is None else f"{self.last_sign_s:.0f} s ago",
             "PROBLEMS": "; ".join(self.problems),
@@ -103,6 +106,7 @@ def stage_status(stage: Stage) -> StageStatus:
         reward=next(reversed(stage.values("trainer", "reward")), None),
         accuracy=next((accuracy.value for accuracy in reversed(stage.accuracies)), None),
         eval_loss=next(reversed(stage.values("eval", "eval_loss")), None),
+        auxiliary=stage.auxiliary_use,
         roles=roles,
         # Not below 0: clocks of two machines differ.
         last_sign_s=max(0.0, time.time() - last_s) if (last_s := stage.span[1]) else None,

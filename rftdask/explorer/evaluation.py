@@ -77,6 +77,8 @@ class EvaluationQueue:
         self._num_open: dict[tuple[int, int], int] = {}
         """Number of units under way or waiting, by version and number of the taskset."""
         self._waiting: deque[RolloutTask] = deque()
+        self._auxiliary_sums: dict[tuple[str, int], dict[str, float]] = {}
+        """Of evaluations that are not recorded yet, by folder of the log and version."""
         self._oldest = 0
         """Oldest version whose weights were there when the queue was made."""
 
@@ -125,6 +127,12 @@ class EvaluationQueue:
         """The first waiting unit, which waits no longer. Raises: IndexError: none waits."""
         return self._waiting.popleft()
 
+    def count(self, unit: RolloutTask, auxiliary_sums: Mapping[str, float]) -> None:
+        """Add what a unit asked of auxiliary models (`RolloutResult.auxiliary_sums`), which no row has."""
+        sums = self._auxiliary_sums.setdefault((unit.folder, unit.explore_step), {})
+        for name, value in auxiliary_sums.items():
+            sums[name] = sums.get(name, 0.0) + value
+
     def finish(self, unit: RolloutTask) -> bool:
         """Note that a unit is on storage; True if it was the last of its evaluation, which is recorded then."""
         names = [f"eval/{taskset.name}" for taskset in self._tasksets]
@@ -170,7 +178,9 @@ class EvaluationQueue:
 
     def _record_from_log(self, taskset: str, version: int) -> None:
         log = open_log(self._storage, self._config, f"eval/{taskset}")
-        self._record(taskset, version, evaluation_metrics(log, version, detailed=self._config.monitor.detailed_stats))
+        metrics = evaluation_metrics(log, version, detailed=self._config.monitor.detailed_stats)
+        use = self._auxiliary_sums.pop((f"eval/{taskset}", version), {})
+        self._record(taskset, version, metrics | {f"auxiliary/{name}": value for name, value in use.items()})
 
 
 def evaluation_metrics(log: ExperienceLog, version: int, *, detailed: bool = False) -> dict[str, float]:

@@ -622,6 +622,8 @@ class Explorer:
     def _count(self, unit: RolloutTask, result: RolloutResult) -> None:
         if result.note:
             self._emit(Note(result.note))
+        if unit.is_eval:
+            self._evals.count(unit, result.auxiliary_sums)
         # None where an attempt before had committed it, whose answer was lost: its shards count, its times are not
         # known.
         if not unit.is_eval and result.num_rollouts:

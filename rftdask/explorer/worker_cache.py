@@ -38,6 +38,7 @@ from rftdask.processes.turns import VARIABLE
 from rftdask.rollouts.places import SLOT, SharedPlaces
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.base import POLICY
+from rftdask.rollouts.policy.rate_limit import RateLimit
 from rftdask.rollouts.policy.remote import MAX_TIMEOUT_S, RemoteModel
 from rftdask.rollouts.policy.streaming_queue import Streaming
 from rftdask.rollouts.runner import TextEngine, model_sampling
@@ -118,6 +119,8 @@ class WorkerCache:
         self._auxiliary_tokenizers: dict[str, Tokenizer] = {}
         self._shared_engines: dict[str, SharedEngine] = {}
         """Of auxiliary models on workers of their own, by name."""
+        self._rate_limits: dict[tuple[str, tuple[float | None, ...]], RateLimit] = {}
+        """By model and limits; kept across runs, for a service does not know of them."""
         self._task_times_s: dict[int, list[float]] = {}
         """Seconds of each task, by explore step."""
 
@@ -310,8 +313,26 @@ class WorkerCache:
             name: text_engine(engine, self._auxiliary_tokenizers[name], config)
             for name, engine in self._shared_engines.items()
         }
-        remote = {name: model for name, model in remote_models(config).items() if name != POLICY}
-        return found | {name: remote_model(model, config) for name, model in remote.items()}
+        return found | {name: self.remote_model(name) for name in remote_models(config) if name != POLICY}
+
+    def remote_model(self, name: str) -> RemoteModel:
+        """The model behind an API that workflows ask by this name, for the event loop that runs now. Raises: UserError:
+        see RemoteModel.
+        """
+        config = self._config
+        section = remote_models(config)[name]
+        service, asked = config.model.external_model, section.model_path or config.model.external_model.model_name or ""
+        # One for all work units: they share what the service allows. Each worker has an equal part of it.
+        share = 1 / config.explorer.most_workers
+        limits = tuple(
+            None if limit is None else limit * share
+            for limit in (section.requests_per_minute, section.tokens_per_minute)
+        )
+        if (name, limits) not in self._rate_limits:
+            self._rate_limits[name, limits] = RateLimit(*limits, clock=time.monotonic)
+        # A try that takes as long as an attempt at a rollout would leave no time for another.
+        timeout_s = min(MAX_TIMEOUT_S, config.explorer.max_timeout / 2)
+        return RemoteModel(asked, service, timeout_s, section.max_retries, limit=self._rate_limits[name, limits])
 
     def wait_for_shared(self, worker: Worker, fingerprint: str, url: str) -> None:
         """Wait until workers of their own serve the auxiliary models that have some. In the seat. Raises: RoleError:
@@ -439,17 +460,11 @@ def sampling_params(taskset: TasksetConfig, config: Config, explore_step: int = 
     )
 
 
-def remote_models(config: Config) -> dict[str, str]:
-    """The models behind an API, as the service names them, by the name under which workflows ask them; POLICY is the
-    one that is evaluated in place of the policy."""
-    policy = {POLICY: config.model.external_model.model_name or ""} if config.is_external else {}
-    return policy | {m.asked_name: m.model_path or "" for m in config.explorer.auxiliary_models if m.traits.is_external}
-
-
-def remote_model(name: str, config: Config) -> RemoteModel:
-    """The model that the service calls `name`, for the event loop that runs now. Raises: UserError: see RemoteModel."""
-    # A try that takes as long as an attempt at a rollout would leave no time for another.
-    return RemoteModel(name, config.model.external_model, min(MAX_TIMEOUT_S, config.explorer.max_timeout / 2))
+def remote_models(config: Config) -> dict[str, InferenceModelConfig]:
+    """The models behind an API by the name under which workflows ask them; POLICY is the one that is evaluated in place
+    of the policy, whose name at the service `model.external_model` has."""
+    policy = {POLICY: config.explorer.rollout_model} if config.is_external else {}
+    return policy | {m.asked_name: m for m in config.explorer.auxiliary_models if m.traits.is_external}
 
 
 def text_engine(

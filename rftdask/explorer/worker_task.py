@@ -36,8 +36,6 @@ from rftdask.errors import OperatorError, StorageError, WaitTimeout
 from rftdask.explorer.worker_cache import (
     WorkerCache,
     engine_spec,
-    remote_model,
-    remote_models,
     sampling_params,
     text_engine,
 )
@@ -173,6 +171,8 @@ class RolloutResult:
     """By the name of the taskset, over its rollouts that may be trained."""
     reward_counts: Mapping[str, float] = field(default_factory=dict)
     """How many those are."""
+    auxiliary_sums: Mapping[str, float] = field(default_factory=dict)
+    """What auxiliary models were asked for: "judge/calls", and the other names of a ModelUse."""
     note: str = ""
     """News that people should know, such as that the engine had died; "": none."""
 
@@ -260,6 +260,7 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
             time_engine_s=_cache.count_time(began_s),
             request_s=request_s,
             slot_s=used_s * config.slots_per_engine,
+            auxiliary_sums=auxiliary_sums(config, outcome),
             note=_cache.take_note(),
         )
 
@@ -515,7 +516,7 @@ def _roll_out(
         # Made here, because the clients of models behind an API belong to the event loop that asks them.
         auxiliary = _cache.auxiliary(unit.threads)
         if served.engine is None:
-            policy: TextEngine | RemoteModel = remote_model(remote_models(config)[POLICY], config)
+            policy: TextEngine | RemoteModel = _cache.remote_model(POLICY)
         else:
             policy = text_engine(served.engine, _cache.tokenizer(), config, _cache.images())
         return await run_work_unit(
@@ -687,6 +688,18 @@ def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
     )
 
 
+def auxiliary_sums(config: Config, outcome: UnitOutcome) -> dict[str, float]:
+    """What the auxiliary models were asked for, at their prices; see `RolloutResult.auxiliary_sums`."""
+    prices = {
+        model.asked_name: (model.prompt_price, model.response_price) for model in config.explorer.auxiliary_models
+    }
+    return {
+        f"{model}/{name}": value
+        for model, use in outcome.uses.items()
+        for name, value in use.sums(*prices[model]).items()
+    }
+
+
 def _by_taskset(
     rewards_by_group: Mapping[str, Sequence[float]], measure: Callable[[Sequence[float]], float]
 ) -> dict[str, float]:
@@ -727,6 +740,8 @@ def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, f
     - tokens_per_s: of one engine, while it had its weights
     - occupancy: requests under way in an engine, as a share of its slots, mean over the time; not of a model behind an
       API
+    - auxiliary/<name>/...: calls, failures, tokens and cost of an auxiliary model, summed over all rollouts and their
+      attempts, but for those of units that were lost
     - step_s: wall time since the step before was complete
     """
 
@@ -761,6 +776,7 @@ def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, f
     reward_sums, reward_counts = by_name([r.reward_sums for r in results]), by_name([r.reward_counts for r in results])
     if len(reward_sums) > 1:
         metrics |= {f"taskset/{name}/reward": value / reward_counts[name] for name, value in reward_sums.items()}
+    metrics |= {f"auxiliary/{name}": value for name, value in by_name([r.auxiliary_sums for r in results]).items()}
     # Last: a metric of a workflow does not replace one of these by its name.
     return metrics | {
         "reward": total([r.reward_sum for r in results]) / num_rewards,

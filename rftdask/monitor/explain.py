@@ -639,6 +639,27 @@ FAMILIES: dict[str, Metric] = {
         "up",
         source="Chen et al., arXiv:2107.03374, equation 1",
     ),
+    r"auxiliary/.+/(calls|failures)": Metric(
+        "Calls of a model",
+        "questions to an auxiliary model in the step, and those of them that failed, by all attempts at rollouts",
+        "calls",
+        "watch",
+        source="rollouts/policy/recording.py",
+    ),
+    r"auxiliary/.+/(prompt|response)_tokens": Metric(
+        "Tokens of a model",
+        "tokens of the questions that an auxiliary model answered in the step, or of its answers",
+        "tokens",
+        "watch",
+        source="rollouts/policy/recording.py",
+    ),
+    r"auxiliary/.+/cost": Metric(
+        "Cost of a model",
+        "(prompt_price x prompt tokens + response_price x response tokens) / 1,000,000",
+        "as the prices",
+        "down",
+        source="rollouts/policy/recording.py",
+    ),
     r"taskset/[^/]+/reward": Metric(
         "Reward of a taskset",
         "mean over the rollouts of one taskset that may be trained, in steps that had tasks of several",

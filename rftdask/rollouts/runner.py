@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from rftdask.rollouts.loop_watchdog import Watchdog
 from rftdask.rollouts.places import SLOT, SharedPlaces
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch, LockstepQueue, RequestQueue, RolloutKey
-from rftdask.rollouts.policy.recording import LogprobsBatch, RecordingModel, Served, ServedModel, ServedRemote
+from rftdask.rollouts.policy.recording import LogprobsBatch, ModelUse, RecordingModel, Served, ServedModel, ServedRemote
 from rftdask.rollouts.policy.remote import RemoteModel
 from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 from rftdask.rollouts.rewards.registry import get_reward
@@ -74,6 +74,8 @@ class UnitOutcome:
     """Seconds from a task's first rollout to the end of its last, of the tasks that were not called off."""
     engine_s: float
     """Seconds in which the policy's engine had something to do."""
+    uses: Mapping[str, ModelUse] = field(default_factory=dict)
+    """What each auxiliary model was asked for, by name."""
 
 
 def model_sampling(model: ModelConfig) -> SamplingParams:
@@ -127,28 +129,30 @@ async def run_work_unit(
     remotes = [each for each in (policy, *(auxiliary or {}).values()) if isinstance(each, RemoteModel)]
 
     # How each model is asked: an engine through a queue of this unit, a model behind an API directly.
-    def serve(engine: TextEngine | RemoteModel, wait_s: float, own: ModelConfig) -> Callable[[SamplingParams], Served]:
+    def serve(
+        engine: TextEngine | RemoteModel, wait_s: float, own: ModelConfig, use: ModelUse
+    ) -> Callable[[SamplingParams], Served]:
         if isinstance(engine, RemoteModel):
-            return partial(ServedRemote, engine)
+            return partial(ServedRemote, engine, use=use)
         generate = engine.generate
         queue = StreamingQueue(generate) if isinstance(generate, Streaming) else LockstepQueue(generate, wait_s)
         queues.append(queue)
         parser = engine.parser or AnswerParser(engine.tokenizer)
         return lambda sampling: ServedModel(
-            queue, engine.tokenizer, sampling, own, engine.logprobs, parser, engine.is_guided, engine.images
+            queue, engine.tokenizer, sampling, own, engine.logprobs, parser, engine.is_guided, engine.images, use
         )
 
-    serve_policy = serve(policy, max_wait_s, model)
+    serve_policy = serve(policy, max_wait_s, model, ModelUse())
     queue = queues[0] if queues else None
-    owns = {each.name or each.model_path: each.own_model(model) for each in explorer.auxiliary_models}
+    owns = {each.asked_name: each.own_model(model) for each in explorer.auxiliary_models}
     # Nobody waits for others to ask a judge.
-    served: dict[str, Served] = {}
+    served, uses = dict[str, Served](), dict[str, ModelUse]()
     for name, engine in (auxiliary or {}).items():
-        own = owns.get(name, model)
-        served[name] = serve(engine, 0.0, own)(model_sampling(own))
+        own, uses[name] = owns.get(name, model), ModelUse()
+        served[name] = serve(engine, 0.0, own, uses[name])(model_sampling(own))
 
     def engine_failure() -> Exception | None:
-        failures = [None if queue is None else queue.failure, *(remote.failure for remote in remotes)]
+        failures = [each.failure for each in (*queues, *remotes)]
         return next((failure for failure in failures if failure is not None), None)
 
     def new_model(rollout: Rollout) -> RecordingModel:
@@ -187,7 +191,8 @@ async def run_work_unit(
         ]
         # The watchdog breaks off workflows that block the loop, and nothing of our own: see _Plan.workflow_of.
         with Watchdog(max_block_s(explorer), only_within="run_in_process"):
-            return await _RunningUnit(rollouts, plan, queue, explorer, on_group, places, on_admitted).run()
+            outcome = await _RunningUnit(rollouts, plan, queue, explorer, on_group, places, on_admitted).run()
+            return replace(outcome, uses=uses)
     except ExceptionGroup as group:
         # The engine's own, where it has one: what rollouts raise after it only follows from it.
         failure = engine_failure() or group.exceptions[0]

@@ -105,7 +105,8 @@ def _check_inputs(
     with _noted(problems):
         first = stages[0]  # later stages train what the one before makes
         if first.has_explorer:
-            for name in remote_models(first).values():
+            for model in remote_models(first).values():
+                name = model.model_path or first.model.external_model.model_name or ""
                 check_service(name, first.model.external_model)
         has_model = first.explorer.rollout_model.traits.has_model or first.trainer.has_model
         if first.trainer.is_hosted:

@@ -24,7 +24,7 @@ from rftdask.config import Config
 from rftdask.monitor.explain import METRICS, WINDOW
 from rftdask.monitor.progress import duration
 from rftdask.run.run_folder import package_versions
-from rftdask.run.view import Accuracy, Stage
+from rftdask.run.view import Accuracy, Stage, tell_use
 from rftdask.storage import open_storage
 from rftdask.text.secrets import mask
 from rftdask.text.terminal import safe, safe_console
@@ -118,6 +118,8 @@ class RunSummary:
     """In the order of the stages."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Experiences of all stages: "committed", "trained", "waiting", then the dropped ones by reason."""
+    auxiliary: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Auxiliary model -> calls, failures, tokens and cost of all stages."""
     time_split: Mapping[str, float] = field(default_factory=dict)
     """Seconds of wall time by what they went to: "training", "generating", "both", "neither"."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -203,6 +205,10 @@ def summarize(
             )
         )
         counts.update(stage.counts)
+    auxiliary: dict[str, Counter[str]] = {}
+    for stage in stages:
+        for name, use in stage.auxiliary_use.items():
+            auxiliary.setdefault(name, Counter()).update(use)  # type: ignore[arg-type]  # sums, which need not be whole
     return RunSummary(
         run_name=config.name,
         run_url=url,
@@ -219,6 +225,7 @@ def summarize(
         samples=_samples(stages),
         changes=tuple(c for row, stage in zip(rows, stages, strict=True) for c in _changes(row.name, stage)),
         counts=dict(counts),
+        auxiliary=auxiliary,
         time_split=time_split(stages),
         versions=package_versions(),
         config_yaml=config.to_yaml(),
@@ -392,6 +399,9 @@ def render_summary(summary: RunSummary) -> RenderableType:
         used = f"{summary.counts['trained']:,} trained{dropped}, {summary.counts['waiting']:,} waiting"
         doubt = "" if summary.adds_up else " (these do NOT add up)"
         parts += [Text(f"experiences: {summary.counts['committed']:,} committed = {used}{doubt}"), Text("")]
+    if summary.auxiliary:
+        parts += [shown(f"auxiliary model {name}: {tell_use(use)}") for name, use in summary.auxiliary.items()]
+        parts.append(Text(""))
     parts.append(line(f"Files are in {summary.run_url}", "bold"))
     width = max(map(len, summary.files), default=0)
     parts += [

@@ -8,6 +8,7 @@ copied or moved is read where it is.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -143,12 +144,32 @@ class Stage:
         sums = versions.sum()[sizes == sizes.max()]
         return [Accuracy(correct / count, int(count)) for correct, count in sums.itertuples(index=False)]
 
+    @cached_property
+    def auxiliary_use(self) -> dict[str, dict[str, float]]:
+        """What each auxiliary model was asked for in all rollouts and evaluations: calls, failures, tokens and cost."""
+        found: dict[str, dict[str, float]] = {}
+        for column in [str(name) for name in self.metrics.columns if str(name).startswith("auxiliary/")]:
+            # A name may have slashes of its own.
+            model, _, what = column.removeprefix("auxiliary/").rpartition("/")
+            found.setdefault(model, {})[what] = sum(
+                (sum(self.values(role, column)) for role in ("explorer", "eval")), 0.0
+            )
+        return found
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """Lines that say which steps were skipped, and why it learns nothing; empty where it learns."""
         trainer, explorer = (self.rows(role).to_dict("records") for role in ("trainer", "explorer"))
         skipped = (f"step {step} was skipped: {because}" for step, because in self.ledger.skips.items())
         return (*skipped, *warn_of_learning(trainer, explorer).values())
+
+
+def tell_use(use: Mapping[str, float]) -> str:
+    """What a model was asked for, for a person. Example: "64 calls (2 failed), 1,024 + 256 tokens, cost 0.12"."""
+    failed = f" ({use['failures']:,.0f} failed)" if use.get("failures") else ""
+    tokens = f"{use.get('prompt_tokens', 0):,.0f} + {use.get('response_tokens', 0):,.0f} tokens"
+    cost = f", cost {use['cost']:.4g}" if "cost" in use else ""
+    return f"{use.get('calls', 0):,.0f} calls{failed}, {tokens}{cost}"
 
 
 def open_stages(url: str | Path) -> list[Stage]:

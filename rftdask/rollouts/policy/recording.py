@@ -16,7 +16,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -79,6 +79,39 @@ LogprobsBatch = Callable[[list[tuple[tuple[int, ...], tuple[int, ...]]]], Awaita
 """Natural-log probabilities of the second tokens of each pair after the first, at temperature 1."""
 
 
+@dataclass
+class ModelUse:
+    """What a model was asked for by all attempts of a work unit, also those that failed."""
+
+    calls: int = 0
+    """Questions, also those that got no answer."""
+    failures: int = 0
+    """Those of them that ended with an error."""
+    prompt_tokens: int = 0
+    """Of the questions that were answered, as are the next."""
+    response_tokens: int = 0
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[Callable[[int, int], None]]:
+        """Count the block as a call; what it gives takes the tokens of prompt and answer once there is one."""
+        self.calls += 1
+        try:
+            yield self._add_tokens
+        except Exception:  # and not who is called off
+            self.failures += 1
+            raise
+
+    def _add_tokens(self, prompt: int, response: int) -> None:
+        self.prompt_tokens += prompt
+        self.response_tokens += response
+
+    def sums(self, prompt_price: float, response_price: float) -> dict[str, float]:
+        """By the names that they have in metrics; the cost where a million tokens have these prices."""
+        cost = (self.prompt_tokens * prompt_price + self.response_tokens * response_price) / 1e6
+        counts = {name: float(value) for name, value in vars(self).items()}
+        return counts | ({"cost": cost} if prompt_price or response_price else {})
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """An engine and what it takes to speak text with it."""
@@ -96,6 +129,8 @@ class ServedModel:
     """Its engine samples by grammars and what must not come."""
     images: ImageProcessor | None = None
     """Of the images in chats; None: chats have none."""
+    use: ModelUse = field(default_factory=ModelUse)
+    """Where its calls are counted."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +139,8 @@ class ServedRemote:
 
     model: RemoteModel
     sampling: SamplingParams
+    use: ModelUse = field(default_factory=ModelUse)
+    """Where its calls are counted."""
 
 
 Served: TypeAlias = ServedModel | ServedRemote
@@ -431,13 +468,15 @@ class RecordingModel(PolicyHandle):
         if extends is not None:
             self._extended.add(extends)
         try:
-            if budget is None:
-                asking = request
-                if streamed is not None:
-                    asking = replace(request, on_tokens=_on_this_loop(streamed(request.sampling.stop).take))
-                generation, forced = await model.queue.generate(self._key, turn, asking), range(0)
-            else:
-                generation, forced = await self._think(model, turn, request, prompt, budget)
+            with model.use.counting() as count:
+                if budget is None:
+                    asking = request
+                    if streamed is not None:
+                        asking = replace(request, on_tokens=_on_this_loop(streamed(request.sampling.stop).take))
+                    generation, forced = await model.queue.generate(self._key, turn, asking), range(0)
+                else:
+                    generation, forced = await self._think(model, turn, request, prompt, budget)
+                count(len(request.prompt_tokens), len(generation.tokens))
         except BaseException:
             # It was never answered, so another may go on from there.
             if name == POLICY:
@@ -549,7 +588,9 @@ class RecordingModel(PolicyHandle):
         if options.get("grammar"):
             raise ValueError("a model behind an API is not guided by a grammar")
         request = GenerateRequest((), _sampling(served.sampling, options), seed)
-        answer = await served.model.ask(asked, request.sampling, seed, tools)
+        with served.use.counting() as count:
+            answer = await served.model.ask(asked, request.sampling, seed, tools)
+            count(answer.num_prompt_tokens, answer.num_response_tokens)
         response = Response(answer.text, (), (), (), answer.finish_reason)
         if name == POLICY:
             prompt = asked if isinstance(asked, str) else "\n".join(f"{m['role']}: {m.get('content')}" for m in asked)
@@ -669,7 +710,9 @@ async def _logprobs(model: ServedModel, prompt: str, response: str) -> tuple[flo
     tokens = encode_hidden(model.tokenizer, *hide_special(model.tokenizer, response))
     if not prompt_tokens or not tokens:
         raise ValueError("logprobs needs a prompt and a response, of at least one token each")
-    [logprobs] = await model.logprobs_batch([(tuple(prompt_tokens), tuple(tokens))])
+    with model.use.counting() as count:
+        [logprobs] = await model.logprobs_batch([(tuple(prompt_tokens), tuple(tokens))])
+        count(len(prompt_tokens) + len(tokens), 0)
     return logprobs
 
 

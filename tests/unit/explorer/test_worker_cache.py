@@ -321,7 +321,7 @@ def test_an_engine_is_as_the_keys_of_its_section_say() -> None:
     spec = engine_spec(run.explorer.rollout_model, run, 1, None)
     assert spec.section.engine_type == "fake"
     assert ("TOKENIZERS", "one") in spec.env
-    assert worker_cache.remote_models(run) == {"judge": "far"}
+    assert {name: model.model_path for name, model in worker_cache.remote_models(run).items()} == {"judge": "far"}
 
     class Client:
         """What is read of an engine that answers nothing here."""
