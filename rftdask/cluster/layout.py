@@ -100,7 +100,7 @@ class Layout:
         names = {TRAINER_RESOURCE: "rank", EXPLORER_RESOURCE: "engine", AUXILIARY_RESOURCE: "auxiliary engine"}
         for role, what in names.items():
             if own := [worker for worker in self.workers if role in worker.resources]:
-                gpus = [w.gpu + i for w in own if w.gpu is not None for i in range(w.num_gpus)]
+                gpus = sorted(w.gpu + i for w in own if w.gpu is not None for i in range(w.num_gpus))
                 told.append(f"{len(own)} {what}{'s' * (len(own) > 1)}" + (f" on {_named(gpus)}" if gpus else ""))
         engines = (worker for worker in self.workers if EXPLORER_RESOURCE in worker.resources)
         shared = sorted({number for worker in engines for number in worker.shares})
@@ -294,9 +294,11 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
     needed = (max(ranks, explorers * each) if colocated else ranks + explorers * each) + apart
     if num_gpus and needed > num_gpus:
         at_once = "taking turns (colocate)" if colocated else f"= {roles} processes with a GPU each"
-        if each > 1 or apart > len(judges):
+        if each > 1:
             at_once = f"with {each} GPUs each (tensor, pipeline and data_parallel_size)"
-            at_once += f", {_added(judges)} of auxiliary models" if judges else ""
+        if judges:
+            at_once = f"with {each} GPU{'s' * (each > 1)} each{', taking turns (colocate),' * colocated}"
+            at_once += f" + {_added(judges)} of auxiliary models"
         raise UserError(
             f"cluster: {of_roles} {at_once} = {needed} GPUs, and there are {num_gpus} GPUs (cluster.gpu_per_node); "
             f"{_advice(ranks, explorers, num_gpus - apart, each, colocated, apart)}, or hide the GPUs "
@@ -339,9 +341,7 @@ def plan_jobs(stages: list[Config], threads: Mapping[str, int], num_gpus: int | 
     """
     # Whoever starts workers himself may start both roles on a machine, where they find each other.
     colocated = any(stage.cluster.colocate for stage in stages)
-    ranks, first, most, each, judges = _demand(stages, num_gpus or 0, colocated)
-    # Jobs of one role are alike: each is for the largest.
-    judges = [max(judges)] * len(judges) if judges else []
+    ranks, first, most, each, judges = _demand(stages, num_gpus or 0, colocated, alike=True)
     kind = stages[0].cluster.type
     if colocated and kind not in _SHARING:
         raise UserError(
@@ -391,7 +391,8 @@ class _Demand(NamedTuple):
     """Of each worker of auxiliary models its GPUs."""
 
 
-def _demand(stages: Sequence[Config], num_gpus: int, colocated: bool = False) -> _Demand:
+def _demand(stages: Sequence[Config], num_gpus: int, colocated: bool = False, alike: bool = False) -> _Demand:
+    """What the stages want. alike: workers of auxiliary models are jobs of one role, each of which is for the largest."""
     exploring = [stage for stage in stages if stage.has_explorer]
     if colocated and any(stage.evaluates_training for stage in stages):
         raise UserError(
@@ -407,6 +408,7 @@ def _demand(stages: Sequence[Config], num_gpus: int, colocated: bool = False) ->
     slurm, on_slurm = stages[0].cluster.slurm.trainer, stages[0].cluster.type == "slurm"
     node = max(1, slurm.workers_per_node(1)) if on_slurm else 1
     judges = auxiliary_sizes(stages)
+    judges = [max(judges)] * len(judges) if alike and judges else judges
     others = sum(judges) if colocated else sum(judges) + most * each
     left = max(node * (slurm.nodes or 1), (num_gpus - others) // node * node)
     ranks = max((_asked_ranks(stage) or left for stage in stages if _trains(stage)), default=0)

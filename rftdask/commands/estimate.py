@@ -15,7 +15,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from rftdask.cluster.layout import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout, num_ranks, plan_machines
+from rftdask.cluster.layout import (
+    AUXILIARY_RESOURCE,
+    EXPLORER_RESOURCE,
+    TRAINER_RESOURCE,
+    Layout,
+    num_ranks,
+    plan_machines,
+)
 from rftdask.cluster.slurm import megabytes
 from rftdask.config import Config
 from rftdask.config.schema.explorer import InferenceModelConfig
@@ -41,8 +48,8 @@ _NUM_SMS = 132
 """Multiprocessors of a GPU (H100, H200), which the attention's deterministic backward pass divides its work over."""
 _PROCESS = 1.5 * GB
 """Host memory of a rank or an engine with its libraries."""
-_OF_ENGINES = ("engines", "asleep")
-"""Parts of host memory that are of engines; the others are of ranks."""
+_OWNERS = {"engines": EXPLORER_RESOURCE, "asleep": EXPLORER_RESOURCE, "auxiliary": AUXILIARY_RESOURCE}
+"""Roles of parts of host memory; the others are of ranks."""
 _GRAPHS = 1.0 * GB
 """Allowance for vLLM's CUDA graphs, which it measures when it starts."""
 _BLOCK = 16
@@ -80,6 +87,8 @@ class Estimate:
     parts: tuple[Part, ...]
     problem: str = ""
     """Why it cannot work, whatever the total."""
+    keeps_to_share: bool = False
+    """It takes a share of each GPU, and makes its cache by it."""
 
     @property
     def total_bytes(self) -> float:
@@ -367,29 +376,54 @@ def vllm_parts(
 
 def _explorer(config: Config, shape: ModelShape, num_engines: int, memory_bytes: float | None) -> Estimate:
     """An explorer worker: the engine of the policy, and those of the auxiliary models beside it."""
-    parts: list[Part] = []
-    problems = []
-    teachers = config.algorithm.needs_teacher
-    sections = [config.explorer.rollout_model, *(() if teachers else config.explorer.auxiliary_models)]
-    for number, engine in enumerate(sections):
-        if engine.traits.is_external or not engine.traits.has_model:
-            continue
-        own = _shape(engine.model_path or "", config.model.trust_remote_code) if number else shape
-        dtype_bytes = {"auto": own.bytes_at_rest, "float32": 4}.get(engine.dtype, 2)
-        if engine.traits.takes_share:
-            # A model beside the policy takes what fits, unless it is told a length.
-            longest = engine.extra_engine_args.get("max_model_len", engine.max_model_len or 1)
-            longest = longest if number else config.model.max_model_len
-            found, problem = vllm_parts(own, engine, int(longest), dtype_bytes, memory_bytes)
-            problems += [problem] if problem else []
-        else:
-            rows = config.slots_per_engine
-            tokens = min(MAX_BATCH_TOKENS, rows * config.model.max_model_len)
-            found = engine_parts(own, tokens, min(rows, tokens), dtype_bytes)
-        at = f" of {engine.name or engine.model_path}" if number else ""
-        parts += [replace(part, why=part.why + at) for part in found]
+    policy = config.explorer.rollout_model
+    found = [_engine(config, policy, shape, config.model.max_model_len, config.slots_per_engine, memory_bytes)]
+    for model in config.models_beside:
+        own = _own_shape(config, model)
+        # A model beside the policy takes what fits, unless it is told a length.
+        parts, problem = _engine(config, model, own, model.max_model_len or 1, config.slots_per_engine, memory_bytes)
+        found.append((tuple(replace(part, why=f"{part.why} of {model.asked_name}") for part in parts), problem))
     num_gpus = num_engines * config.explorer.gpus_per_worker
-    return Estimate(config.explorer.name, num_gpus, tuple(parts), "; ".join(problems))
+    parts, problems = [part for parts, _ in found for part in parts], [problem for _, problem in found if problem]
+    takes_share = policy.traits.takes_share
+    return Estimate(config.explorer.name, num_gpus, tuple(parts), "; ".join(problems), takes_share)
+
+
+def _apart(config: Config, model: InferenceModelConfig, memory_bytes: float | None) -> Estimate:
+    """The workers of an auxiliary model that has some of its own, of which all explorers ask."""
+    longest = model.max_model_len or model.own_model(config.model).max_model_len
+    rows = -(-config.slots_per_engine * config.explorer.most_workers // model.engine_num)
+    parts, problem = _engine(config, model, _own_shape(config, model), longest, rows, memory_bytes)
+    num_gpus, takes_share = model.engine_num * model.num_gpus, model.traits.takes_share
+    return Estimate(f"auxiliary {model.asked_name}", num_gpus, parts, problem, takes_share)
+
+
+def _own_shape(config: Config, model: InferenceModelConfig) -> ModelShape | None:
+    """None: it computes with no weights."""
+    return _shape(model.model_path or "", config.model.trust_remote_code) if model.traits.has_model else None
+
+
+def _engine(
+    config: Config,
+    engine: InferenceModelConfig,
+    shape: ModelShape | None,
+    longest: int,
+    rows: int,
+    memory_bytes: float | None,
+) -> tuple[tuple[Part, ...], str]:
+    """The parts of one engine on each of its GPUs, and why it cannot start. longest: tokens of a sequence, for one that
+    takes a share; rows: responses at once, for one that takes what it needs.
+    """
+    if shape is None or not engine.traits.has_model or engine.traits.is_external:
+        return (), ""
+    dtype_bytes, problem = {"auto": shape.bytes_at_rest, "float32": 4}.get(engine.dtype, 2), ""
+    if engine.traits.takes_share:
+        longest = int(engine.extra_engine_args.get("max_model_len", longest)) if engine.model_path else longest
+        parts, problem = vllm_parts(shape, engine, longest, dtype_bytes, memory_bytes)
+    else:
+        tokens = min(MAX_BATCH_TOKENS, rows * config.model.max_model_len)
+        parts = engine_parts(shape, tokens, min(rows, tokens), dtype_bytes)
+    return parts, problem
 
 
 def estimate(
@@ -451,6 +485,13 @@ def estimate(
         if layout.colocated:
             weights = sum(part.num_bytes for part in found[-1].parts if part.name == "weights")
             host.append(Part("asleep", here * weights, "weights of the engines, while ranks train"))
+    for model in config.models_apart:
+        found.append(_apart(config, model, memory_bytes))
+    if config.models_apart:
+        # Of a machine as many as fit on it beside nothing else.
+        sizes_apart = [model.num_gpus for model in config.models_apart for _ in range(model.engine_num)]
+        here = min(len(sizes_apart), int(max(1, a_machine // max(sizes_apart))) if a_machine < math.inf else 1 << 30)
+        host.append(Part("auxiliary", here * _PROCESS, f"{here} processes", here))
     if config.mode in ("both", "train") and not (sizes.sharded or sizes.offloaded):
         # When they load, ranks have nothing else there but themselves.
         beside = sum(
@@ -496,13 +537,16 @@ def check_jobs(stages: Sequence[Config], layout: Layout) -> None:
             host = estimate(stage, layout=layout)[-1]
         except UserError:
             continue  # of a model whose shape is not known, nothing is known
-        jobs = {TRAINER_RESOURCE: stage.cluster.slurm.trainer, EXPLORER_RESOURCE: stage.cluster.slurm.explorer}
+        slurm = stage.cluster.slurm
+        jobs = {TRAINER_RESOURCE: slurm.trainer, EXPLORER_RESOURCE: slurm.explorer, AUXILIARY_RESOURCE: slurm.auxiliary}
         for role, job in jobs.items():
             # Engines that take turns are in the job of the ranks, one with each as many as its GPUs are for.
             shared = layout.colocated and role == TRAINER_RESOURCE
-            kept = [part for part in host.parts if shared or (part.name in _OF_ENGINES) == (role == EXPLORER_RESOURCE)]
+            owners = {part.name: _owner(part) for part in host.parts}
+            owners = {name: role if shared and owner == EXPLORER_RESOURCE else owner for name, owner in owners.items()}
+            kept = [part for part in host.parts if owners[part.name] == role]
             count = next((part.count for part in kept if part.count), 0)
-            if not (count and job.num_gpus) or job.exclusive or (layout.colocated and not shared):
+            if not (count and job.num_gpus) or job.exclusive or (layout.colocated and role == EXPLORER_RESOURCE):
                 continue
             needed, given = sum(part.num_bytes for part in kept) / count, megabytes(job.memory) * 2**20
             if needed > given:
@@ -513,6 +557,10 @@ def check_jobs(stages: Sequence[Config], layout: Layout) -> None:
                     f"({parts}); set it to {math.ceil(needed / GB)}GB or more, or exclusive: true, which has all of a "
                     "node's"
                 )
+
+
+def _owner(part: Part) -> str:
+    return _OWNERS.get(part.name, TRAINER_RESOURCE)
 
 
 def gpu_bytes(name: str) -> float:
@@ -536,9 +584,7 @@ def what_fits(config: Config, shape: ModelShape, memory_bytes: float, layout: La
     for each in estimate(config, shape, layout, memory_bytes):
         if not each.num_gpus:
             continue
-        # An engine that takes a share keeps to it: its cache is made by it.
-        keeps_to_it = each.role == config.explorer.name and config.explorer.rollout_model.traits.takes_share
-        room = memory_bytes if keeps_to_it else usable
+        room = memory_bytes if each.keeps_to_share else usable
         verdict = "fits" if each.total_bytes <= room and not each.problem else "does not fit"
         lines.append(
             f"{each.role}: {verdict}, {each.total_bytes / GB:.1f} of {room / GB:.1f} GB "

@@ -164,7 +164,7 @@ def _the_policy_is_named_elsewhere(config: Config) -> Iterator[Problem]:
     of_auxiliary = dict.fromkeys(("name", "teaches", "prompt_price", "response_price"), "auxiliary models")
     for key, what in {**whats, **of_auxiliary}.items():
         value = getattr(config.explorer.rollout_model, key)
-        if value not in (None, 0.0):
+        if value is not None:
             told = f"{show(value)} is not available in this release ({what}); leave it out or set null"
             yield f"explorer.rollout_model.{key}", told
 

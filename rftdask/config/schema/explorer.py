@@ -166,10 +166,10 @@ class InferenceModelConfig(Section):
     max_retries: Natural = 8
     """external: further tries of a request that the service was too busy for (408, 409, 429, 5xx, lost connections),
     after the pause that it asks for, else a growing one."""
-    prompt_price: float = Field(default=0.0, ge=0)
+    prompt_price: float | None = Field(default=None, ge=0)
     """auxiliary_models: what a million tokens of prompts cost, in any currency; metrics and the summary of the run have
-    the sum."""
-    response_price: float = Field(default=0.0, ge=0)
+    the sum. None: nothing, or it is not counted."""
+    response_price: float | None = Field(default=None, ge=0)
     """auxiliary_models: the same of answers."""
     tool_call_parser: ToolCallParser | None = None
     """How the model writes calls of tools, for workflows that ask by `model.openai_client()`. hermes: JSON within

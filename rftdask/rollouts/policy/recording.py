@@ -105,11 +105,13 @@ class ModelUse:
         self.prompt_tokens += prompt
         self.response_tokens += response
 
-    def sums(self, prompt_price: float, response_price: float) -> dict[str, float]:
-        """By the names that they have in metrics; the cost where a million tokens have these prices."""
-        cost = (self.prompt_tokens * prompt_price + self.response_tokens * response_price) / 1e6
+    def sums(self, prompt_price: float | None, response_price: float | None) -> dict[str, float]:
+        """By the names that they have in metrics; the cost, too, where a million tokens have prices."""
         counts = {name: float(value) for name, value in vars(self).items()}
-        return counts | ({"cost": cost} if prompt_price or response_price else {})
+        if prompt_price is None and response_price is None:
+            return counts
+        cost = self.prompt_tokens * (prompt_price or 0.0) + self.response_tokens * (response_price or 0.0)
+        return counts | {"cost": cost / 1e6}
 
 
 @dataclass(frozen=True)

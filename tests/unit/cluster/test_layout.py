@@ -277,3 +277,62 @@ def test_jobs_are_those_to_begin_with_and_their_gpus_are_kept_for_those_that_may
     workers = plan_jobs([elastic], {"trainer": 4, "explorer": 2}, num_gpus=8).workers
     assert [worker.name for worker in workers if "explorer" in worker.resources] == ["explorer-0"]
     assert sum("trainer" in worker.resources for worker in workers) == 5
+
+
+# ---- auxiliary models on workers of their own
+
+
+def judges(*models: str) -> str:
+    """The key for auxiliary models of `engines x GPUs` each, such as "2x4"."""
+    items = []
+    for number, told in enumerate(models):
+        engines, gpus = told.split("x")
+        items.append(
+            f"{{name: judge-{number}, model_path: j, engine_type: vllm, engine_num: {engines}, "
+            f"tensor_parallel_size: {gpus}}}"
+        )
+    return f"explorer.auxiliary_models=[{', '.join(items)}]"
+
+
+def test_auxiliary_models_have_workers_and_gpus_of_their_own() -> None:
+    layout = plan_layout([stage(1, judges("2x2", "1x1", "0x1"))], 64, num_gpus=8)
+    apart = [worker for worker in layout.workers if "auxiliary" in worker.resources]
+    # At the end of the machine; the ranks have what is left.
+    assert [(worker.gpu, worker.num_gpus) for worker in apart] == [(6, 2), (4, 2), (3, 1)]
+    assert [worker.amounts for worker in apart] == [{"auxiliary": 2}, {"auxiliary": 2}, {"auxiliary": 1}]
+    # The model beside the policy has the GPUs of its explorer, which are as many as its own.
+    with pytest.raises(UserError, match=r"4 GPUs? each"):
+        plan_layout([stage(2, judges("0x4"), "cluster.colocate=false")], 64, num_gpus=8)
+    with_small = plan_layout([stage(1, judges("1x2"))], 64, num_gpus=8)
+    assert with_small.describe() == "5 ranks on GPUs 0-4, 1 engine on GPU 5, 1 auxiliary engine on GPUs 6-7"
+
+
+def test_too_few_gpus_or_cores_for_auxiliary_models_are_refused_with_the_arithmetic() -> None:
+    apart = ("trainer.num_ranks=2", "cluster.colocate=false")
+    with pytest.raises(
+        UserError, match=r"2 trainer \+ 3 explorers .*\+ 2 auxiliary .*2 \+ 2 of .* = 9 GPUs.*engine_num to 2"
+    ):
+        plan_layout([stage(3, judges("2x2"), *apart)], 64, num_gpus=8)
+    with pytest.raises(
+        UserError, match=r"8 of auxiliary models = 10 GPUs.* lower engine_num of explorer.auxiliary_models"
+    ):
+        plan_layout([stage(1, judges("1x8"), "trainer.num_ranks=1", "cluster.colocate=false")], 64, num_gpus=8)
+    with pytest.raises(UserError, match=r"\+ 1 auxiliary .* 3 processes .* there are 2 cores"):
+        plan_layout([stage(1, judges("1x1"))], 2)
+
+
+def test_every_stage_has_workers_for_its_auxiliary_models_and_a_teacher_has_none() -> None:
+    layout = plan_layout([stage(1, judges("1x1", "1x4")), stage(1, judges("3x2"))], 64, num_gpus=16)
+    assert [w.num_gpus for w in layout.workers if "auxiliary" in w.resources] == [4, 2, 2]
+    taught = stage(1, "algorithm.algorithm_type=on_policy_distill", judges("2x1"))
+    assert plan_layout([taught], 64, num_gpus=8).num_workers("auxiliary") == 0
+
+
+def test_jobs_of_auxiliary_models_are_as_large_as_the_largest() -> None:
+    threads = {"trainer": 4, "explorer": 2, "auxiliary": 8}
+    layout = plan_jobs([stage(2, judges("1x4", "1x1"), "cluster.type=slurm")], threads, num_gpus=12)
+    apart = [worker for worker in layout.workers if "auxiliary" in worker.resources]
+    assert [(worker.num_gpus, worker.threads) for worker in apart] == [(4, 8), (4, 8)]
+    assert layout.num_workers("trainer") == 2
+    with pytest.raises(UserError, match=r"8 GPUs \(its tensor.* machine has 4"):
+        plan_machines(stage(1, judges("1x8"), "cluster.type=slurm", "cluster.gpu_per_node=4", "cluster.node_num=4"))

@@ -5,6 +5,8 @@
 - No secret in a message.
 """
 
+from typing import Any
+
 import pytest
 from config_cases import config, grpo, problems, sft
 
@@ -386,8 +388,8 @@ def test_a_broken_key_does_not_invent_other_mistakes() -> None:
             "task once, in the order stored",
         ),
         (
-            ["explorer.auxiliary_models=[{model_path: judge, engine_num: 2}]"],
-            "explorer.auxiliary_models[0].engine_num: ignored: each explorer worker has one of its own",
+            ["explorer.auxiliary_models=[{model_path: judge, engine_num: 2, engine_type: external}]"],
+            "explorer.auxiliary_models[0].engine_num: ignored: a model behind an API has no engine here",
         ),
         (
             ["explorer.auxiliary_models=[{model_path: judge, seed: 7}]"],
@@ -572,3 +574,39 @@ def test_pixels_are_not_normalized_by_vllm() -> None:
     key = "explorer.rollout_model.extra_engine_args.mm_device_do_normalize"
     [line] = problems(grpo(), f"{key}=true", "explorer.rollout_model.engine_type=vllm")
     assert line.startswith(f"{key}: the trainer gives the model the pixels that the model's own processor normalizes")
+
+
+@pytest.mark.parametrize(
+    ("explorer", "line"),
+    [
+        (
+            {"rollout_model": {"engine_num": 0}},
+            "explorer.rollout_model.engine_num: 0: the policy has one engine at least; give 1 or more",
+        ),
+        (
+            {"auxiliary_models": [{"model_path": "j", "requests_per_minute": 60}]},
+            "explorer.auxiliary_models[0].requests_per_minute: a limit of a model behind an API, and engine_type is "
+            "transformers",
+        ),
+        (
+            {"rollout_model": {"prompt_price": 1.0}},
+            "explorer.rollout_model.prompt_price: 1.0 is not available in this release (auxiliary models); leave it "
+            "out or set null",
+        ),
+        (
+            {"auxiliary_models": [{"model_path": "q", "engine_type": "tinker", "engine_num": 1}]},
+            "explorer.auxiliary_models[0].engine_num: the Tinker service computes, so it needs no workers; leave it "
+            "out",
+        ),
+    ],
+)
+def test_what_an_auxiliary_model_cannot_have_is_refused(explorer: dict[str, Any], line: str) -> None:
+    assert line in problems(grpo(explorer=explorer))
+
+
+def test_models_apart_share_no_gpu_with_the_policy() -> None:
+    both = {
+        "rollout_model": {"engine_type": "vllm"},
+        "auxiliary_models": [{"engine_type": "vllm", "model_path": "judge", "engine_num": 1}],
+    }
+    assert [model.asked_name for model in config(grpo(explorer=both)).models_apart] == ["judge"]

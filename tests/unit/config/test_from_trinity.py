@@ -326,8 +326,23 @@ def test_the_capacity_of_a_buffer_counts_steps_there() -> None:
     assert (buffer.capacity, buffer.storage_type) == (120, "queue")
 
 
+def test_an_auxiliary_model_has_engines_of_its_own_as_there_and_a_teacher_none() -> None:
+    models = {"auxiliary_models": [{"model_path": "j"}, {"model_path": "far", "engine_type": "external"}]}
+    loaded = load_config(tree(explorer=models), origin="trinity")
+    assert [model.asked_name for model in loaded.models_apart] == ["j"]
+    assert [(model.engine_num, model.gpu_memory_utilization) for model in loaded.models_apart] == [(1, 0.9)]
+    assert any(
+        line.startswith("explorer.auxiliary_models[0].engine_num: 1, as there") for line in loaded.reference_defaults
+    )
+    assert not any("[1].engine_num" in line for line in (*loaded.reference_defaults, *loaded.warnings))
+    taught = tree(
+        explorer={"auxiliary_models": [{"model_path": "t"}]}, algorithm={"algorithm_type": "on_policy_distill"}
+    )
+    assert not any("engine_num" in line for line in load_config(taught, origin="trinity").warnings)
+
+
 def test_engines_that_share_a_gpu_get_a_share_and_a_judge_its_own_thinking() -> None:
-    judge = {"model_path": "j", "enable_thinking": False, "max_model_len": 20}
+    judge = {"model_path": "j", "enable_thinking": False, "max_model_len": 20, "engine_num": 0}
     judge |= {"max_prompt_tokens": 16, "max_response_tokens": 8}
     loaded = load_config(tree(explorer={"auxiliary_models": [judge]}), origin="trinity")
     [model] = loaded.explorer.auxiliary_models
