@@ -392,7 +392,7 @@ class _Demand(NamedTuple):
 
 
 def _demand(stages: Sequence[Config], num_gpus: int, colocated: bool = False, alike: bool = False) -> _Demand:
-    """What the stages want. alike: workers of auxiliary models are jobs of one role, each of which is for the largest."""
+    """What the stages want. alike: workers of auxiliary models are jobs of one role, each for the largest of them."""
     exploring = [stage for stage in stages if stage.has_explorer]
     if colocated and any(stage.evaluates_training for stage in stages):
         raise UserError(

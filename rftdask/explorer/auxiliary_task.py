@@ -13,7 +13,7 @@ from distributed import get_worker
 
 from rftdask.engines.client import EngineClient
 from rftdask.errors import ProcessLostError
-from rftdask.explorer.shared_engine import listen, serve, stop_serving
+from rftdask.explorer.shared_engine import ModelServer
 from rftdask.explorer.worker_cache import engine_spec
 from rftdask.processes.dask_task import make_called_off
 from rftdask.run.run_folder import read_config
@@ -47,13 +47,13 @@ def serve_auxiliary(asked: AuxiliaryTask) -> None:
     """
     worker, called_off = get_worker(), make_called_off()
     key = asked.url, asked.config_fingerprint, asked.name
-    listen(worker)
+    server = ModelServer(worker, key)
     config = read_config(open_storage(asked.url), asked.config_fingerprint)
     section = next(model for model in config.models_apart if model.asked_name == asked.name)
     engine = EngineClient(engine_spec(section, config, asked.threads, asked.log_file))
     try:
         engine.wait_ready()
-        serve(key, engine)
+        server.engine = engine
         worker.log_event(SERVING_TOPIC, worker.get_current_task())
         while engine.alive():
             if called_off():
@@ -61,5 +61,5 @@ def serve_auxiliary(asked: AuxiliaryTask) -> None:
             time.sleep(_LOOK_S)
         raise ProcessLostError(f"{engine} has died, which served auxiliary model {asked.name!r}")
     finally:
-        stop_serving(key)
+        server.engine = None
         engine.close()

@@ -1,6 +1,6 @@
 """Shared engine: an auxiliary model on workers of its own, as the rollouts of any explorer worker ask it.
 
-    explorer worker: SharedEngine.submit --Dask's connections--> _answer on a worker of the model --> its EngineClient
+    explorer worker: SharedEngine.submit --Dask's connections--> ModelServer of another worker --> its EngineClient
 
 Tokens in, tokens out: tokenizer, templates and seeds are the asker's, so an answer is the one that an engine beside the
 policy would give. Who serves which model is asked of the workers, each of which knows (auxiliary_task.py); which
@@ -19,13 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 from distributed import Worker
 
 from rftdask.engines import server
 from rftdask.engines.base import GenerateRequest, Generation
-from rftdask.engines.client import EngineClient, EngineSpec
+from rftdask.engines.client import EngineSpec
 from rftdask.errors import ProcessLostError, RftError, RoleError, WaitTimeout
 
 AUXILIARY_RESOURCE = "auxiliary"
@@ -38,70 +38,75 @@ _MAX_LOSSES = 3
 
 Key = tuple[str, str, str]
 """(run folder, fingerprint of its config, name of the model)."""
-T = TypeVar("T")
 
 
 # ---- the worker that serves a model
 
-_served: dict[Key, EngineClient] = {}
-"""Engines of this process that have answered."""
-_alone: dict[Key, asyncio.Lock] = {}
-"""Held by one call at a time of those that share the engine with nobody."""
-_asked: dict[str, list[Future[Any]]] = {}
-"""What is under way, by a name that its asker has made."""
+
+class AskedEngine(Protocol):
+    """What an `EngineClient` is asked for."""
+
+    def submit(self, requests: Sequence[GenerateRequest], /) -> list[Future[Generation]]:
+        """Futures of the answers; a cancelled one's request leaves the engine. They raise RoleError."""
+
+    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float, /) -> list[Generation]:
+        """The answers. Raises: RoleError, WaitTimeout."""
+
+    def logprobs(
+        self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], timeout_s: float, /
+    ) -> list[tuple[float, ...]]:
+        """The logprobs of the second tokens after the first. Raises: RoleError, WaitTimeout."""
 
 
-def listen(worker: Worker) -> None:
-    """Answer other workers, from here on; what is not served yet with nothing. Idempotent."""
-    worker.handlers.update({_ASK: _answer, _DROP: _drop})
+class ModelServer:
+    """Answers what other workers ask of the model of this worker, from here on; with nothing as long as it has no
+    engine that works.
+    """
 
+    def __init__(self, worker: Worker, key: Key) -> None:
+        self.engine: AskedEngine | None = None
+        self._key = key
+        self._alone = asyncio.Lock()
+        """Held by one call at a time of those that share the engine with nobody."""
+        self._asked: dict[str, list[Future[Generation]]] = {}
+        """What is under way, by a name that its asker has made."""
+        worker.handlers.update({_ASK: self._answer, _DROP: self._drop})
 
-def serve(key: Key, engine: EngineClient) -> None:
-    """Answer what other workers ask of the model, from here on until `stop_serving`."""
-    _served[key] = engine
+    async def _answer(
+        self, key: Sequence[str], name: str, message: Any, alone: bool, timeout_s: float
+    ) -> dict[str, Any]:
+        """{"answer"}: what the engine says; {"lost"}: why it says nothing any more; {}: it is not served here."""
+        engine = self.engine
+        if engine is None or tuple(key) != self._key:
+            return {}
+        asked = server.FROM_CLIENT.decode(message)
+        try:
+            if isinstance(asked, server.Score):
+                scored = await asyncio.to_thread(engine.logprobs, asked.pairs, timeout_s)
+                return {"answer": server.FROM_SERVER.encode(server.Scored(0, tuple(scored)))}
+            assert isinstance(asked, server.Generate)
+            requests = [each.request for each in asked.requests]
+            if alone:
+                async with self._alone:
+                    found = await asyncio.to_thread(engine.generate, requests, timeout_s)
+            else:
+                futures = self._asked[name] = engine.submit(requests)
+                found = list(await asyncio.wait_for(asyncio.gather(*map(asyncio.wrap_future, futures)), timeout_s))
+        except (RoleError, WaitTimeout, TimeoutError) as error:
+            return {"lost": f"{type(error).__name__}: {error}"}
+        except asyncio.CancelledError:
+            if any(future.cancelled() for future in self._asked.get(name, ())):
+                return {"lost": "nobody waits for it"}
+            raise  # this worker ends
+        finally:
+            self._asked.pop(name, None)
+        answers = tuple(server.Answer(number, generation) for number, generation in enumerate(found))
+        return {"answer": server.FROM_SERVER.encode(server.Generated(answers))}
 
-
-def stop_serving(key: Key) -> None:
-    """Idempotent."""
-    _served.pop(key, None)
-    _alone.pop(key, None)
-
-
-async def _answer(key: Sequence[str], name: str, message: Any, alone: bool, timeout_s: float) -> dict[str, Any]:
-    """{"answer"}: what the engine says; {"lost"}: why it says nothing any more; {}: it is not served here."""
-    model: Key = (key[0], key[1], key[2])
-    engine = _served.get(model)
-    if engine is None:
-        return {}
-    asked = server.FROM_CLIENT.decode(message)
-    try:
-        if isinstance(asked, server.Score):
-            scored = await asyncio.to_thread(engine.logprobs, asked.pairs, timeout_s)
-            return {"answer": server.FROM_SERVER.encode(server.Scored(0, tuple(scored)))}
-        assert isinstance(asked, server.Generate)
-        requests = [each.request for each in asked.requests]
-        if alone:
-            async with _alone.setdefault(model, asyncio.Lock()):
-                found = await asyncio.to_thread(engine.generate, requests, timeout_s)
-        else:
-            futures = _asked[name] = list(engine.submit(requests))
-            found = list(await asyncio.wait_for(asyncio.gather(*map(asyncio.wrap_future, futures)), timeout_s))
-    except (RoleError, WaitTimeout, TimeoutError) as error:
-        return {"lost": f"{type(error).__name__}: {error}"}
-    except asyncio.CancelledError:
-        if name in _asked:  # its asker has gone away; else this worker ends
-            return {"lost": "nobody waits for it"}
-        raise
-    finally:
-        _asked.pop(name, None)
-    answers = tuple(server.Answer(number, generation) for number, generation in enumerate(found))
-    return {"answer": server.FROM_SERVER.encode(server.Generated(answers))}
-
-
-async def _drop(name: str) -> None:
-    """Let the engine go on without requests that nobody waits for."""
-    for future in _asked.get(name, ()):
-        future.cancel()
+    async def _drop(self, name: str) -> None:
+        """Let the engine go on without requests that nobody waits for."""
+        for future in self._asked.get(name, ()):
+            future.cancel()
 
 
 # ---- the worker that asks

@@ -108,6 +108,12 @@ _FREE_KEYS = {
 }
 """What a later start may change: it decides how far, how fast or how loud a run goes, not what its steps are."""
 
+_FREE_OF_MODELS = (
+    *("engine_num", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "gpu_memory_utilization"),
+    *("requests_per_minute", "tokens_per_minute", "max_retries", "prompt_price", "response_price"),
+)
+"""The same of each auxiliary model: where it is, how fast it is asked, and what that costs."""
+
 _TRAINED_KEYS = {"buffer.explorer_input.taskset", "buffer.explorer_input.tasksets"}
 """What a later start in mode bench may leave out."""
 
@@ -197,7 +203,7 @@ def _check_same(storage: Storage, config: Config, free: Collection[str] = ()) ->
         free |= _TRAINED_KEYS  # an evaluation reads none of them
     differing = [
         mask(f"{key}: was {old!r}, is {new!r}")
-        for key, old, new in _differences(plain(was), plain(config))
+        for key, old, new in _differences(_compared(was), _compared(config))
         if not (key == "model.model_path" and _is_of_the_run(storage, old, new))
         and not any(key == other or key.startswith(f"{other}.") for other in free)
     ]
@@ -377,6 +383,15 @@ def _is_of_the_run(storage: Storage, was: str, now: str) -> bool:
     root = storage.url.rstrip("/").rpartition("/")[0]
     inside = now.removeprefix(root)
     return now.startswith(f"{root}/") and "/global_step_" in inside and was.endswith(inside)
+
+
+def _compared(config: Config) -> dict[str, Any]:
+    """The config without what a later start may change of its auxiliary models."""
+    tree: dict[str, Any] = plain(config)
+    for model in tree["explorer"]["auxiliary_models"]:
+        for key in _FREE_OF_MODELS:
+            del model[key]
+    return tree
 
 
 def _differences(was: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -23,6 +23,8 @@ class ApiServer(ThreadingHTTPServer):
         self.reply = reply
         self.plan = list(plan)
         self.requests: list[dict[str, Any]] = []
+        self.retry_after = ("retry-after-ms", "1")
+        """The header of each answer."""
         self.over = threading.Event()
         self.lock = threading.Lock()
 
@@ -57,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
-        self.send_header("retry-after-ms", "1")
+        self.send_header(*self.server.retry_after)
         self.end_headers()
         self.wfile.write(data)
 

@@ -3,6 +3,7 @@ the batch with an error that says what to do; answers are rows without tokens; t
 """
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from rftdask.config.schema.model import ExternalModelConfig
 from rftdask.data.task import Task
 from rftdask.engines.base import SamplingParams
 from rftdask.errors import UserError
-from rftdask.rollouts.policy.remote import RemoteModel, check_service
+from rftdask.rollouts.policy import rate_limit
+from rftdask.rollouts.policy.rate_limit import RateLimit
+from rftdask.rollouts.policy.remote import RemoteModel, RemoteModelError, check_service, retry_after_s
 from rftdask.rollouts.runner import TextEngine, run_work_unit
 from rftdask.weights.published import Published
 from tests.unit.rollouts.rollout_cases import CharTokenizer, keep, replies, settings, task
@@ -69,6 +72,64 @@ def test_rate_limits_errors_timeouts_and_lost_connections_are_tried_again(monkey
             "top_k": 3,
             "seed": 11,
         }
+
+
+def test_a_pause_that_the_service_asks_for_holds_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = RateLimit(clock=time.monotonic)
+
+    async def ask() -> float:
+        first, second = (model(server, monkeypatch, limit=limit) for _ in range(2))
+        refused = asyncio.create_task(first.ask(QUESTION, SamplingParams(max_tokens=5), seed=1))
+        while not limit.paused_s:
+            await asyncio.sleep(0.005)
+        began_s, pause_s = time.monotonic(), limit.paused_s
+        await second.ask(QUESTION, SamplingParams(max_tokens=5), seed=2)
+        waited_s = time.monotonic() - began_s
+        await refused
+        await first.close()
+        await second.close()
+        return waited_s - pause_s
+
+    with api_server("4", 429) as server:
+        server.retry_after = "retry-after", "0.5"
+        assert asyncio.run(ask()) > -0.01
+    assert len(server.requests) == 3
+
+
+def test_a_pause_that_is_too_long_is_no_reason_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(remote: RemoteModel) -> None:
+        with pytest.raises(RemoteModelError, match="told to answer 429"):
+            await remote.ask(QUESTION, SamplingParams(max_tokens=5), seed=1)
+        await remote.close()
+
+    with api_server("4", 429) as server:
+        server.retry_after = "retry-after", "4000"
+        asyncio.run(ask(model(server, monkeypatch)))
+    assert len(server.requests) == 1
+
+
+def test_a_service_may_ask_for_a_pause_in_three_ways() -> None:
+    assert retry_after_s({"retry-after-ms": "1500", "retry-after": "9"}, 0.0) == 1.5
+    assert retry_after_s({"retry-after": "20"}, 0.0) == 20.0
+    assert retry_after_s({"retry-after": "Thu, 01 Jan 1970 00:01:00 GMT"}, 45.0) == 15.0
+    assert [retry_after_s({"retry-after": text}, 0.0) for text in ("soon", "nan", "-1")] == [None] * 3
+    assert retry_after_s({}, 0.0) is None
+
+
+def test_requests_go_out_as_the_limit_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rate_limit, "WINDOW_S", 0.5)
+
+    async def ask(limit: RateLimit) -> float:
+        remote, began_s = model(server, monkeypatch, limit=limit), time.monotonic()
+        asked = [remote.ask(QUESTION, SamplingParams(max_tokens=3), seed=seed) for seed in range(5)]
+        await asyncio.gather(*asked)
+        await remote.close()
+        return time.monotonic() - began_s
+
+    with api_server("4") as server:
+        # Two in each half second, by number; by tokens, of which an answer has 10 and each reserves some more.
+        assert asyncio.run(ask(RateLimit(requests=2, clock=time.monotonic))) >= 1.0
+        assert asyncio.run(ask(RateLimit(tokens=40, clock=time.monotonic))) >= 1.0
 
 
 def test_its_answers_are_rows_with_text_counts_and_rewards_but_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,107 @@
+"""Promises of auxiliary models on workers of their own, in real runs: all explorers share them, what they are asked is
+counted, and a run whose judge is killed tells what it would have told.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from rftdask import Experiment
+from tests.e2e.toy_runs import run_folder as toy_folder
+from tests.e2e.toy_runs import write_grpo_config
+from tests.integration.run_cases import (
+    BATCH_SIZE,
+    ENGINE,
+    REPEAT_TIMES,
+    RunProcess,
+    assert_sound,
+    finish,
+    num_steps,
+    run_folder,
+    status_of,
+    worker_of,
+    write_config,
+)
+
+STEPS = 4
+WORKFLOW = "tests.integration.inputs.judged_workflow.judged"
+CALLS = 2
+"""Of the judge, by an attempt of that workflow."""
+
+
+def write(folder: Path, engine_num: int, **judge: Any) -> Path:
+    """A run with a fake policy and a fake judge."""
+    path = write_config(folder)
+    tree = yaml.safe_load(path.read_text())
+    source = tree["buffer"]["explorer_input"]
+    source.pop("eval_tasksets")
+    source |= {"default_workflow_type": WORKFLOW, "default_reward_fn_type": None}
+    item = {"name": "judge", "model_path": "none", "engine_type": "fake", "engine_num": engine_num, **judge}
+    tree["explorer"] |= {"auxiliary_models": [item]}
+    tree["trainer"]["total_steps"] = STEPS
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def rows_of(folder: Path) -> list[tuple[Any, ...]]:
+    """What each rollout was answered and judged, by its uid."""
+    table = pa.concat_tables(pq.read_table(file) for file in sorted(folder.glob("experiences/0*/*.parquet")))
+    names = ("taskset", "epoch", "task_index", "rollout", "status", "response_text", "reward", "metrics")
+    return sorted(tuple(map(str, (row[name] for name in names))) for row in table.to_pylist())
+
+
+def test_two_explorers_share_a_judge_whose_calls_are_counted(tmp_path: Path) -> None:
+    config = write(tmp_path, 1, prompt_price=3.0, response_price=15.0)
+    overrides = ("explorer.rollout_model.engine_num=2", "cluster.num_cpus=4", "synchronizer.sync_style=fully_async")
+    ended = finish(config, *overrides)
+    folder = run_folder(config)
+    assert ended.out.count("auxiliary model 'judge' is served by worker auxiliary-0") == 1
+    # All that its engine says is in one log, which is of one process.
+    assert (folder / "log" / "auxiliary-0.log").read_text().count("has answered, and is ready") == 1
+    use = status_of(folder)["auxiliary"]["judge"]
+    assert use["calls"] >= CALLS * STEPS * BATCH_SIZE * REPEAT_TIMES and use["failures"] == 0
+    assert (
+        use["cost"] == pytest.approx((3 * use["prompt_tokens"] + 15 * use["response_tokens"]) / 1e6) and use["cost"] > 0
+    )
+    assert f"auxiliary model judge: {use['calls']:,.0f} calls, " in ended.out
+    steps = Experiment.open(folder).metrics("explorer")
+    assert steps["auxiliary/judge/calls"].sum() == use["calls"]
+    assert {row[4] for row in rows_of(folder)} == {"ok"}
+
+
+@pytest.mark.slow
+def test_a_run_whose_judge_is_killed_tells_what_a_judge_beside_the_policy_tells(tmp_path: Path) -> None:
+    beside = write(tmp_path / "beside", 0)
+    finish(beside, "cluster.num_cpus=2")
+    config = write(tmp_path / "apart", 1)
+    folder = run_folder(config)
+    with RunProcess("run", str(config), "cluster.num_cpus=3", "--progress", "plain") as run:
+        run.wait_until(lambda: num_steps(folder) >= 1)
+        [judge] = [engine for engine in run.children(ENGINE) if "auxiliary-0.log" in str(engine.open_files())]
+        worker_of(judge).kill()
+        ended = run.end()
+        assert ended.code == 0, ended
+        assert "an engine of auxiliary model 'judge' ended: its worker was lost; another takes its place" in ended.out
+        run.wait_for_no_survivors()
+    assert_sound(folder)
+    assert rows_of(folder) == rows_of(run_folder(beside))
+
+
+@pytest.mark.slow
+def test_a_model_on_a_worker_of_its_own_scores_answers(tmp_path: Path) -> None:
+    config = write_grpo_config(tmp_path, cluster={"num_cpus": 3}, trainer={"total_steps": 2})
+    tree = yaml.safe_load(config.read_text())
+    tree["buffer"]["explorer_input"] |= {"default_workflow_type": "math_rm_workflow", "default_reward_fn_type": None}
+    judge = {"model_path": tree["model"]["model_path"], "engine_num": 1, "max_prompt_tokens": 256}
+    tree["explorer"] = {"auxiliary_models": [judge]}
+    config.write_text(yaml.safe_dump(tree))
+    finish(config)
+    table = pa.concat_tables(pq.read_table(file) for file in toy_folder(config).glob("experiences/0*/*.parquet"))
+    rewards = table["reward"].to_pylist()
+    assert all(0 < reward < 1 for reward in rewards) and len(set(rewards)) > 1

@@ -1,0 +1,160 @@
+"""Promises of the pool of auxiliary models: every worker serves one model that fits its GPUs; one that is lost is
+replaced, by the next that joins; an engine that cannot be started, and a worker that never comes, end the run by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from distributed import Client, KilledWorker
+
+from rftdask.config import Config, load_config
+from rftdask.errors import ProcessLostError, RoleError, UserError, WaitTimeout
+from rftdask.explorer import auxiliary_pool
+from rftdask.explorer.auxiliary_pool import MAX_FAILURES, AuxiliaryPool, choose_model
+from rftdask.explorer.auxiliary_task import SERVING_TOPIC, AuxiliaryTask
+from rftdask.storage.memory import MemoryStorage
+
+
+class FakeTask:
+    """A Dask task that ends when the test says so."""
+
+    def __init__(self, key: str) -> None:
+        self.key, self.status, self.error = key, "pending", cast(Any, None)
+
+    def exception(self) -> Any:
+        return self.error
+
+    def fail(self, error: Exception) -> None:
+        self.status, self.error = "error", error
+
+
+class FakeClient:
+    """The part of a distributed.Client that the pool uses."""
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[str, str, FakeTask]] = []
+        """(worker, model, task) in the order of submission."""
+        self.cancelled: list[FakeTask] = []
+        self.serves: Any = None
+
+    def submit(self, function: Any, asked: AuxiliaryTask, *, key: str, workers: list[str], **options: Any) -> FakeTask:
+        task = FakeTask(key)
+        self.tasks.append((workers[0], asked.name, task))
+        return task
+
+    def subscribe_topic(self, topic: str, handler: Any) -> None:
+        assert topic == SERVING_TOPIC
+        self.serves = handler
+
+    def unsubscribe_topic(self, topic: str) -> None:
+        assert topic == SERVING_TOPIC
+
+    def cancel(self, tasks: list[FakeTask], *, force: bool) -> None:
+        self.cancelled += tasks
+
+
+class World:
+    """A pool, and what it was told and has asked for."""
+
+    def __init__(self, *models: Mapping[str, Any], deadline_s: float = 100.0) -> None:
+        self.client, self.notes, self.asked = FakeClient(), list[str](), list[int]()
+        self.pool = AuxiliaryPool(
+            cast(Client, self.client),
+            MemoryStorage("memory://pool"),
+            judged(*models),
+            threads=2,
+            log_folder=None,
+            deadline_s=deadline_s,
+            note=self.notes.append,
+            scale=self.asked.append,
+        )
+
+    def look(self, **workers: float) -> None:
+        """workers: GPUs of each that is there, by name."""
+        found = {name: {"name": name, "resources": {"auxiliary": amount}} for name, amount in workers.items()}
+        self.pool.look({**cast(Any, found), "explorer": cast(Any, {"name": "e", "resources": {"explorer": 1.0}})})
+
+    def placed(self) -> list[tuple[str, str]]:
+        return [(worker, model) for worker, model, _ in self.client.tasks]
+
+
+def judged(*models: Mapping[str, Any]) -> Config:
+    return load_config(
+        {
+            "model": {"model_path": "m", "max_model_len": 64},
+            "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl"}}},
+            "explorer": {"auxiliary_models": [{"model_path": "j", "engine_type": "vllm", **model} for model in models]},
+        }
+    )
+
+
+SMALL = {"name": "small", "engine_num": 2}
+LARGE = {"name": "large", "engine_num": 1, "tensor_parallel_size": 4}
+
+
+def test_every_worker_serves_a_model_that_fits_its_gpus_the_largest_first() -> None:
+    world = World(SMALL, LARGE)
+    world.look(a=1, b=1, c=4)
+    assert world.placed() == [("c", "large"), ("a", "small"), ("b", "small")]
+    world.look(a=1, b=1, c=4, tiny=0.5)  # too small for any
+    assert len(world.placed()) == 3
+    world.pool.close()
+    assert len(world.client.cancelled) == 3
+
+
+def test_who_joins_beyond_the_number_serves_the_model_with_the_fewest_engines() -> None:
+    models = {model.asked_name: model for model in judged(SMALL, LARGE).models_apart}
+    assert choose_model(models, {"small": 1, "large": 0}, 4) == "large"
+    assert choose_model(models, {"small": 1, "large": 0}, 1) == "small"
+    assert choose_model(models, {"small": 2, "large": 2}, 4) == "small"
+    assert choose_model(models, {"small": 3, "large": 1}, 4) == "large"
+    assert choose_model(models, {}, 0.5) is None
+
+
+def test_a_worker_that_is_lost_is_replaced_by_the_next_that_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auxiliary_pool, "_ASK_AGAIN_S", 0.0)
+    world = World(SMALL)
+    world.look(a=1, b=1)
+    for _, _, task in world.client.tasks:
+        world.client.serves((0.0, task.key))
+    world.look(a=1, b=1)
+    assert world.notes == [f"auxiliary model 'small' is served by worker {name}" for name in ("a", "b")]
+    lost = SimpleNamespace(address="a")
+    for number in range(2 * MAX_FAILURES):  # which is no failure of a start
+        world.client.tasks[-1][2].fail(KilledWorker("k", cast(Any, lost), 0))
+        name = f"c{number}"
+        world.look(a=1, **{name: 1})
+        assert world.placed()[-1] == (name, "small")
+        world.client.serves((0.0, world.client.tasks[-1][2].key))
+        world.look(a=1, **{name: 1})
+    world.look(a=1)
+    assert world.asked[-1] == 2 and "its worker was lost; another takes its place" in world.notes[2]
+
+
+def test_an_engine_that_fails_again_and_again_ends_the_run_by_name() -> None:
+    world = World(SMALL)
+    world.look(a=1)
+    for _ in range(MAX_FAILURES - 1):
+        world.client.tasks[-1][2].fail(ProcessLostError("engine-vllm (pid 3) ended"))
+        world.look(a=1)
+    world.client.tasks[-1][2].fail(ProcessLostError("engine-vllm (pid 3) ended"))
+    with pytest.raises(RoleError, match=r"'small' ended: ProcessLostError: engine-vllm.*4 in a row"):
+        world.look(a=1)
+
+
+def test_a_users_mistake_ends_the_run_at_once_and_so_does_a_worker_that_never_comes() -> None:
+    world = World(SMALL)
+    world.look(a=1)
+    world.client.tasks[-1][2].fail(UserError("there is no model folder 'j'"))
+    with pytest.raises(UserError, match="there is no model folder"):
+        world.look(a=1)
+    late = World(LARGE, deadline_s=0.0)
+    late.look(a=1)
+    with pytest.raises(
+        WaitTimeout, match=r"no worker with 4 of the resource auxiliary .* 'large' in 0 s \(engine_num 1"
+    ):
+        late.look(a=1)
