@@ -117,6 +117,7 @@ def _check_inputs(
                 check_reads_images(first.model.model_path, first.explorer.rollout_model.traits.image_models)
             if any(stage.reads_videos for stage in stages):
                 check_reads_videos(first.model.model_path)
+    _check_auxiliary(stages, problems)
     # Elsewhere, and meanwhile, since it takes torch, which nothing else needs in this process.
     with ThreadPoolExecutor(1, "algorithms") as thread:
         algorithms = [] if tried else [thread.submit(call, _check_algorithm, stage) for stage in stages]
@@ -143,6 +144,18 @@ def _check_inputs(
     for text in dict.fromkeys(unchecked or ()):
         log.warning("not checked here, and checked where the run starts: %s", text)
     return found
+
+
+def _check_auxiliary(stages: list[Config], problems: list[str]) -> None:
+    """The folders of the auxiliary models that explorers or workers of their own load; teachers are looked at with the
+    algorithm.
+    """
+    for stage in stages:
+        loaded = (*stage.models_beside, *stage.models_apart)
+        for path, model in stage.explorer.engines()[1:]:
+            if model in loaded and model.traits.has_model and not model.traits.is_hosted:
+                with _noted(problems):
+                    _check_model_folder(model.model_path or "", f"{path}.model_path")
 
 
 @contextmanager
