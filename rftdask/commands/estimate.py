@@ -381,8 +381,8 @@ def _explorer(config: Config, shape: ModelShape, num_engines: int, memory_bytes:
     for model in config.models_beside:
         own = _own_shape(config, model)
         # A model beside the policy takes what fits, unless it is told a length.
-        parts, problem = _engine(config, model, own, model.max_model_len or 1, config.slots_per_engine, memory_bytes)
-        found.append((tuple(replace(part, why=f"{part.why} of {model.asked_name}") for part in parts), problem))
+        beside, problem = _engine(config, model, own, model.max_model_len or 1, config.slots_per_engine, memory_bytes)
+        found.append((tuple(replace(part, why=f"{part.why} of {model.asked_name}") for part in beside), problem))
     num_gpus = num_engines * config.explorer.gpus_per_worker
     parts, problems = [part for parts, _ in found for part in parts], [problem for _, problem in found if problem]
     takes_share = policy.traits.takes_share

@@ -103,18 +103,17 @@ class AuxiliaryPool:
             if key in self._serving and key not in self._told:
                 self._told.add(key)
                 self._failures[name] = 0
-                self._note(
-                    f"auxiliary model {name!r} is served by worker {workers.get(address, {}).get('name', address)}"
-                )
+                worker = workers[address]["name"] if address in workers else address
+                self._note(f"auxiliary model {name!r} is served by worker {worker}")
             if task.status != "pending" or address not in amounts:
                 del self._tasks[address]
                 self._take_end(name, task)
         # The largest first, else a small model would take a place that a large one needs.
         for address in sorted(amounts.keys() - self._tasks.keys(), key=lambda each: (-amounts[each], each)):
             served = Counter(name for name, _ in self._tasks.values())
-            name = choose_model(self._models, served, amounts[address])
-            if name is not None:
-                self._tasks[address] = name, self._submit(name, address)
+            chosen = choose_model(self._models, served, amounts[address])
+            if chosen is not None:
+                self._tasks[address] = chosen, self._submit(chosen, address)
         self._check_missing(len(amounts))
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from distributed import Worker
 
@@ -162,7 +162,8 @@ class SharedEngine:
 
     def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[Generation]:
         """As `EngineClient.generate`: these together, and beside nobody else's."""
-        return self._wait(self._generate(requests, alone=True), timeout_s)
+        found: list[Generation] = self._wait(self._generate(requests, alone=True), timeout_s)
+        return found
 
     def logprobs(
         self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], timeout_s: float
@@ -174,7 +175,8 @@ class SharedEngine:
             assert isinstance(answer, server.Scored)
             return list(answer.logprobs)
 
-        return self._wait(score(), timeout_s)
+        found: list[tuple[float, ...]] = self._wait(score(), timeout_s)
+        return found
 
     def _wait(self, answer: Any, timeout_s: float) -> Any:
         # Longer than the request itself waits, so that its own error is told.
@@ -186,7 +188,7 @@ class SharedEngine:
             raise WaitTimeout(f"{self} gave no answer for {timeout_s + 2 * self._patience_s:.0f} s") from None
 
     def _start(self, work: Any) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self._worker.loop.asyncio_loop)
+        return asyncio.run_coroutine_threadsafe(work, cast(Any, self._worker.loop).asyncio_loop)
 
     async def _generate_one(self, request: GenerateRequest) -> Generation:
         [generation] = await self._generate([request], alone=False)

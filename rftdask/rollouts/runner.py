@@ -152,7 +152,7 @@ async def run_work_unit(
         served[name] = serve(engine, 0.0, own, uses[name])(model_sampling(own))
 
     def engine_failure() -> Exception | None:
-        failures = [each.failure for each in (*queues, *remotes)]
+        failures = [*(each.failure for each in queues), *(each.failure for each in remotes)]
         return next((failure for failure in failures if failure is not None), None)
 
     def new_model(rollout: Rollout) -> RecordingModel:

@@ -208,7 +208,7 @@ def summarize(
     auxiliary: dict[str, Counter[str]] = {}
     for stage in stages:
         for name, use in stage.auxiliary_use.items():
-            auxiliary.setdefault(name, Counter()).update(use)  # type: ignore[arg-type]  # sums, which need not be whole
+            auxiliary.setdefault(name, Counter()).update(use)
     return RunSummary(
         run_name=config.name,
         run_url=url,

@@ -419,6 +419,25 @@ def test_engines_that_take_turns_start_in_the_job_of_the_ranks(tmp_path: Path) -
     )
 
 
+def test_auxiliary_models_have_jobs_of_their_own_for_the_largest_of_them(tmp_path: Path) -> None:
+    models = (
+        "explorer.auxiliary_models=[{name: a, engine_type: vllm, model_path: m, engine_num: 2, "
+        "tensor_parallel_size: 4}, {name: b, engine_type: vllm, model_path: m, engine_num: 2}]"
+    )
+    config = configured(tmp_path, "cluster.slurm.auxiliary={gres: 'gpu:h100:8', cpus: 16}", models)
+    assert SlurmCluster.shape(config, "auxiliary", 4) == JobShape(2, 1, 2)
+    script = SlurmCluster.job_script(config, "auxiliary", 4, "auxiliary-0", private(config), tmp_path)
+    assert " --resources auxiliary=4 " in script and "#SBATCH --gres=gpu:h100:8\n" in script
+    assert " --resources explorer=1 " in SlurmCluster.job_script(
+        config, "explorer", 1, "explorer-0", private(config), tmp_path
+    )
+    few = configured(tmp_path, "cluster.slurm.auxiliary={gres: 'gpu:2'}", models)
+    with pytest.raises(
+        UserError, match=r"cluster.slurm.auxiliary: a node has 2 GPUs, .* works on 4; set gres to gpu:4"
+    ):
+        SlurmCluster.shape(few, "auxiliary", 4)
+
+
 def test_an_engine_over_two_nodes_is_a_worker_and_one_that_follows(tmp_path: Path) -> None:
     keys = ("cluster.slurm.explorer={gres: 'gpu:h100:8', nodes: 2, cpus: 32}", "cluster.interface=ib0")
     engine = (

@@ -35,6 +35,7 @@ from rftdask.commands.estimate import (
     gpu_bytes,
     load_bytes,
     logit_bytes,
+    tell_memory,
     train_parts,
     train_sizes,
     vllm_parts,
@@ -485,3 +486,23 @@ def test_jobs_of_slurm_have_the_host_memory_that_their_ranks_and_engines_keep() 
     turns = ("mode=colocate", "trainer.num_ranks=8", "explorer.rollout_model.engine_num=2", "cluster.node_num=1")
     with pytest.raises(UserError, match=r"trainer.memory is 60GB.*\(ranks 1.5, offloaded .*engines 0.4, asleep"):
         check(*turns, "cluster.slurm.trainer.exclusive=false", "cluster.slurm.trainer.memory=60GB")
+
+
+def test_auxiliary_models_on_workers_of_their_own_are_estimated_and_placed(tmp_path: Path) -> None:
+    apart = (
+        "explorer.auxiliary_models=[{name: judge, model_path: Qwen/Qwen3-8B, engine_type: vllm, engine_num: 2, "
+        "tensor_parallel_size: 2, max_model_len: 8192, gpu_memory_utilization: 0.8}]"
+    )
+    more = ("explorer.rollout_model.engine_type=vllm", "cluster.gpu_per_node=8", "cluster.colocate=false")
+    config = make_config(tmp_path, "model.model_path=Qwen/Qwen3-0.6B", apart, *more)
+    explorer, judge, host = estimate(config, memory_bytes=80 * GB)[1:]
+    assert (judge.role, judge.num_gpus, judge.problem) == ("auxiliary judge", 4, "")
+    weights = {part.name: part.num_bytes for part in judge.parts}["weights"]
+    assert weights == pytest.approx(read_shape("Qwen/Qwen3-8B").num_parameters)  # half of them, of 2 bytes
+    assert judge.total_bytes == pytest.approx(0.8 * 80 * GB, rel=0.01)
+    assert [part.name for part in explorer.parts].count("weights") == 1
+    assert {part.name: part.count for part in host.parts}["auxiliary"] == 2
+    told = tell_memory(config, "H100 80GB")
+    assert told.splitlines()[0] == "placement  3 ranks on GPUs 0-2, 1 engine on GPU 3, 2 auxiliary engines on GPUs 4-7"
+    assert "auxiliary judge: fits, 64.0 of 80.0 GB" in told
+    assert "auxiliary judge: does not fit" in tell_memory(config, "8GB")

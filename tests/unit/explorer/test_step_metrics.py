@@ -138,3 +138,12 @@ def test_a_step_that_was_set_aside_whole_has_metrics() -> None:
     poisoned = RolloutResult(("experiences", 1, 0), (), 3, "", num_rollouts=4, num_by_status={"poisoned": 4})
     metrics = step_metrics([poisoned], step_s=1.0)
     assert (metrics["failed"], metrics["reward"], metrics["response_length"]) == (1.0, 0.0, 0.0)
+
+
+def test_what_auxiliary_models_were_asked_is_added_up() -> None:
+    unit = summarize_unit(work_unit(1, 1), UnitOutcome([turn(0, 0, 0, 1.0, 4)], [], [], 0.0))
+    units = [
+        replace(unit, auxiliary_sums=sums) for sums in ({"a/b/calls": 3.0, "a/b/cost": 0.5}, {"a/b/calls": 4.0}, {})
+    ]
+    metrics = step_metrics(units, 1.0)
+    assert (metrics["auxiliary/a/b/calls"], metrics["auxiliary/a/b/cost"]) == (7.0, 0.5)

@@ -443,3 +443,43 @@ def test_without_a_verdict_the_whole_group_has_failed() -> None:
     rows = judged_group("I cannot say")
     assert [(row.status, row.reward) for row in rows] == [(Status.FAILED, None)] * 3
     assert rows[0].error.startswith("reward of the group: ValueError: the judge gave no list of 2 scores")
+
+
+async def _asks_a_judge(task: Task, model: Any) -> float:
+    """Two questions; the judge has no logprobs to give, which is the first attempt's failure."""
+    answer = await model.chat(task.messages)
+    judge = model.auxiliary("judge")
+    await judge.generate(answer.text)
+    if len(answer.text) > 1:
+        raise ValueError("not of interest")
+    return 1.0
+
+
+def test_what_auxiliary_models_are_asked_is_counted_by_all_attempts() -> None:
+    name = f"{__name__}._asks_a_judge"
+    batch = {"repeat_times": 2, "auxiliary": {"judge": TextEngine(replies("yes"), CharTokenizer())}}
+    never = {"sandbox": {"mode": "never"}}
+    use = outcome([task(0, name)], TextEngine(replies("4"), CharTokenizer()), batch, **never).uses["judge"]
+    assert (use.calls, use.failures, use.response_tokens) == (2, 0, 2 * 4)  # three letters and the end
+    assert use.prompt_tokens == 2 * 1
+    retried = outcome([task(0, name)], TextEngine(replies("44"), CharTokenizer()), batch, max_retry_times=1, **never)
+    assert {row.status for row in retried.experiences} == {Status.FAILED}
+    assert retried.uses["judge"].calls == 4
+    assert use.sums(None, 10.0) == {
+        "calls": 2.0,
+        "failures": 0.0,
+        "prompt_tokens": 2.0,
+        "response_tokens": 8.0,
+        "cost": 8e-5,
+    }
+    assert "cost" not in use.sums(None, None)
+
+
+def test_an_auxiliary_engine_that_is_gone_ends_the_unit_and_its_calls_have_failed() -> None:
+    async def dead(requests: list[GenerateRequest]) -> list[Generation]:
+        raise RoleError("the engine of the judge has died")
+
+    batch = {"repeat_times": 1, "auxiliary": {"judge": TextEngine(dead, CharTokenizer())}}
+    policy = TextEngine(replies("4"), CharTokenizer())
+    with pytest.raises(RoleError, match="the engine of the judge has died"):
+        outcome([task(0, f"{__name__}._asks_a_judge")], policy, batch, sandbox={"mode": "never"})

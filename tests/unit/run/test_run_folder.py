@@ -122,6 +122,17 @@ def test_how_far_and_how_loud_may_change(storage: Storage) -> None:
     assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == ["  - seed"]
 
 
+def test_a_later_start_may_place_auxiliary_models_elsewhere_and_not_ask_others(storage: Storage) -> None:
+    def judged(text: str) -> Config:
+        return config(f"explorer.auxiliary_models=[{{name: judge, model_path: j{text}}}]")
+
+    open_run(storage, judged(""))
+    [judge] = open_run(storage, judged(", engine_num: 2, prompt_price: 3")).explorer.auxiliary_models
+    assert (judge.engine_num, judge.prompt_price) == (2, 3.0)
+    with pytest.raises(DataError, match=r"explorer\.auxiliary_models: was"):
+        open_run(storage, judged(", temperature: 0.5"))
+
+
 def test_an_evaluation_needs_no_training_taskset(storage: Storage) -> None:
     open_run(storage, config())
     evals = "buffer.explorer_input.eval_tasksets=[{path: e.jsonl}]"
