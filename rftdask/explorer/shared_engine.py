@@ -13,11 +13,12 @@ since it may be what ends them; no wait is without a deadline, and the error nam
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -134,7 +135,7 @@ class SharedEngine:
         self._under_way: Counter[str] = Counter()
         """Requests, by address."""
         self._workers: frozenset[str] = frozenset()
-        self._looked_s = -_LOOK_S
+        self._looked_s = -math.inf
         self._absent: dict[str, float] = {}
         """Until when a worker is not asked again, that did not serve the model."""
 
@@ -145,16 +146,11 @@ class SharedEngine:
         """Wait until a worker serves the model. Raises: RoleError: none does in time, or it is called off."""
         empty = server.FROM_CLIENT.encode(server.Generate(()))
         waiting = self._start(self._ask(empty, False, timeout_s))
-        while True:
-            try:
-                waiting.result(_LOOK_S)
-                return
-            except TimeoutError:
-                if waiting.done():
-                    raise
-                if called_off():
-                    waiting.cancel()
-                    raise RoleError(f"{self} is waited for no longer: the work unit was called off") from None
+        while wait([waiting], _LOOK_S).not_done:
+            if called_off():
+                waiting.cancel()
+                raise RoleError(f"{self} is waited for no longer: the work unit was called off")
+        waiting.result()
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[Future[Generation]]:
         """As `EngineClient.submit`; each request may go to another worker. Their tokens are not told on the way."""

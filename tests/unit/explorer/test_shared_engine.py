@@ -160,7 +160,7 @@ def test_who_waits_for_a_model_gets_it_when_it_is_there(judges: Judges) -> None:
 def test_a_request_that_nobody_wants_any_more_leaves_its_engine(judges: Judges) -> None:
     for engine in judges.engines:
         engine.waits = True
-    first, second = judges.ask().submit([request(1), request(2)])
+    first, second = judges.ask(patience_s=60.0).submit([request(1), request(2)])
     wait_until(lambda: sum(len(engine.under_way) for engine in judges.engines) == 2)
     first.cancel()
     under_way: list[Future[Any]] = [each for engine in judges.engines for each in engine.under_way]

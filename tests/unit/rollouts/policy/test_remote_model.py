@@ -80,8 +80,9 @@ def test_a_pause_that_the_service_asks_for_holds_for_all_who_ask(monkeypatch: py
     async def ask() -> float:
         first, second = (model(server, monkeypatch, limit=limit) for _ in range(2))
         refused = asyncio.create_task(first.ask(QUESTION, SamplingParams(max_tokens=5), seed=1))
-        while not limit.paused_s:
-            await asyncio.sleep(0.005)
+        async with asyncio.timeout(10.0):
+            while not limit.paused_s:
+                await asyncio.sleep(0.005)
         began_s, pause_s = time.monotonic(), limit.paused_s
         await second.ask(QUESTION, SamplingParams(max_tokens=5), seed=2)
         waited_s = time.monotonic() - began_s
