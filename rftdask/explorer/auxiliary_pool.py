@@ -114,6 +114,7 @@ class AuxiliaryPool:
             chosen = choose_model(self._models, served, amounts[address])
             if chosen is not None:
                 self._tasks[address] = chosen, self._submit(chosen, address)
+                self._note(f"auxiliary model {chosen!r} starts on worker {workers[address]['name']}")
         self._check_missing(len(amounts))
 
     def close(self) -> None:

@@ -122,7 +122,8 @@ def test_a_worker_that_is_lost_is_replaced_by_the_next_that_joins(monkeypatch: p
     for _, _, task in world.client.tasks:
         world.client.serves((0.0, task.key))
     world.look(a=1, b=1)
-    assert world.notes == [f"auxiliary model 'small' is served by worker {name}" for name in ("a", "b")]
+    told = [f"auxiliary model 'small' {what} worker {name}" for what in ("starts on", "is served by") for name in "ab"]
+    assert world.notes == told
     lost = SimpleNamespace(address="a")
     for number in range(2 * MAX_FAILURES):  # which is no failure of a start
         world.client.tasks[-1][2].fail(KilledWorker("k", cast(Any, lost), 0))
@@ -132,7 +133,7 @@ def test_a_worker_that_is_lost_is_replaced_by_the_next_that_joins(monkeypatch: p
         world.client.serves((0.0, world.client.tasks[-1][2].key))
         world.look(a=1, **{name: 1})
     world.look(a=1)
-    assert world.asked[-1] == 2 and "its worker was lost; another takes its place" in world.notes[2]
+    assert world.asked[-1] == 2 and "its worker was lost; another takes its place" in world.notes[4]
 
 
 def test_an_engine_that_fails_again_and_again_ends_the_run_by_name() -> None:
