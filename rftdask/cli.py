@@ -897,7 +897,9 @@ def serve(
     overrides: Overrides = None,
     host: Annotated[str | None, typer.Option(help="Address to listen at; default: explorer.listen_address")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Default: explorer.proxy_port")] = None,
-    max_concurrent: Annotated[int, typer.Option(min=1, help="Requests under way at once; more get a 429")] = 64,
+    max_concurrent: Annotated[
+        int | None, typer.Option(min=1, help="Requests under way at once; default: what engines have memory for")
+    ] = None,
     group_age: Annotated[float, typer.Option(min=0, help="Seconds that a session waits for others of its task")] = 600,
     tls_cert: Annotated[str, typer.Option(help="Certificate chain (PEM): serve HTTPS; with --tls-key")] = "",
     tls_key: Annotated[str, typer.Option(help="Private key (PEM) of the certificate")] = "",

@@ -303,6 +303,25 @@ def warm_up(run: WarmUp) -> None:
                 engine.load(storage, published)
 
 
+@contextmanager
+def own_engine(run: WarmUp, called_off: Callable[[], bool]) -> Iterator[EngineClient]:
+    """A new engine of this worker that serves the model folder, for somebody else than work units, which wait until the
+    block ends, and the engine with it. called_off: whether nobody wants it any more.
+
+    Raises: RoleError: it was called off, or the engine failed; DataError, UserError: as `run_rollouts`.
+    """
+    with _cache.seat(called_off):
+        config = _cache.open(open_storage(run.url), run.config_fingerprint)
+        _cache.wait_until_idle()
+        _cache.drop_engine()
+        engine = _cache.engine(engine_spec(config.explorer.rollout_model, config, run.threads, run.log_file))
+        try:
+            engine.wait_ready()
+            yield engine
+        finally:
+            _cache.drop_engine()
+
+
 @dataclass(frozen=True)
 class _Served:
     """The engine as a unit finds it."""

@@ -19,6 +19,37 @@ SLOT = "slot"
 """Kind of place of an engine's slots; a rollout has one from its beginning to its end."""
 
 
+class TokenRoom:
+    """The memory of an engine for keys and values, in tokens: what may enter it, beside what is in it. The pure rule.
+
+    Example:
+        room = TokenRoom(100)
+        room.take(60); room.has_room(50), room.has_room(40)  ->  False, True
+        room.give(60); room.has_room(300)  ->  True, for one by itself is never too large
+    """
+
+    def __init__(self, num_tokens: int | None) -> None:
+        """num_tokens: that it has room for; None: not known, so there is room for any."""
+        self.num_tokens = num_tokens
+        self.taken = 0
+
+    def has_room(self, needed: int) -> bool:
+        """True if what needs so many tokens may enter now."""
+        return self.num_tokens is None or not self.taken or self.missing(needed) <= 0
+
+    def missing(self, needed: int) -> int:
+        """Tokens that have to be given before there is room for so many; 0 or less: none."""
+        return 0 if self.num_tokens is None else self.taken + needed - self.num_tokens
+
+    def take(self, num_tokens: int) -> None:
+        """Something has entered."""
+        self.taken += num_tokens
+
+    def give(self, num_tokens: int) -> None:
+        """It has left."""
+        self.taken -= num_tokens
+
+
 class ConcurrencyLimiter(Generic[Key]):
     """The pure rule.
 

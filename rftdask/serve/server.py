@@ -30,8 +30,9 @@ import signal
 import ssl
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -45,24 +46,22 @@ from rftdask.config import Config, replace
 from rftdask.data.images import ImageProcessor, can_be_given_images
 from rftdask.data.task import Task
 from rftdask.data.tokenizer import load_tokenizer
-from rftdask.engines.base import GenerateRequest, Generation
-from rftdask.engines.client import EngineClient
-from rftdask.errors import RoleError, StorageError, UserError
-from rftdask.explorer.worker_cache import engine_spec
+from rftdask.errors import UserError
 from rftdask.rollouts.attempt import Rollout
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.answer_stream import EventStream
 from rftdask.rollouts.policy.endpoint import answer_http, as_response, key_in, web_server
-from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
+from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, refusal
 from rftdask.rollouts.policy.recording import RecordingModel, ServedModel
-from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 from rftdask.rollouts.runner import model_sampling
 from rftdask.rollouts.workflows.base import Reward
-from rftdask.run.run_folder import Lease, open_run, private_files
+from rftdask.run.run_folder import Lease, open_run, private_files, record_config
+from rftdask.serve.balance import MAX_UNSIZED, Balanced, FullError, NoEngineError
 from rftdask.serve.bank import TASKSET, Rewarded, SessionBank, one_rollout
+from rftdask.serve.engines import EnginePool, LocalEngines
 from rftdask.storage import Storage, open_storage
-from rftdask.weights.published import Published, latest_written
+from rftdask.weights.published import Published
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +69,9 @@ TOKEN_VARIABLE = "RFTDASK_SERVE_TOKEN"
 """Environment variable of the token of access; where it is not set, each start has a new one."""
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _RETRY_AFTER_S = 1
+"""Where nothing says how long it takes."""
 _LOOK_S = 0.2
-"""Between two looks for groups that are complete, weights that are new, and engines that are gone."""
-_ENGINE_TIMEOUT_S = 600.0
+"""Between two looks for groups that are complete, weights that are new, and engines that come and go."""
 _KEPT_ANSWERS = 4
 """Of a session, for a client that lost the reply and asks again."""
 _KEPT_NAMES = 100_000
@@ -88,8 +87,8 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     """0 takes a free one."""
-    max_concurrent: int = 64
-    """Requests under way at once; more are told to come again (429)."""
+    max_concurrent: int | None = None
+    """Requests under way at once; more are told to come again (429). None: as many as the engines have memory for."""
     group_age_s: float = 600.0
     """Seconds that a session waits for others of its task before it is a group without them."""
     session_idle_s: float = 3600.0
@@ -117,45 +116,6 @@ class ServeOptions:
                 f"files without a password: {error}"
             ) from error
         return {"ssl_certfile": self.tls_cert, "ssl_keyfile": self.tls_key}
-
-
-class FullError(RuntimeError):
-    """The engines' memory is full of what is under way."""
-
-
-class Balanced(RequestQueue):
-    """Several engines, of which the one with the least to do is asked, as long as its memory of keys and values has
-    room for a request's prompt and longest answer; one that nothing is under way in takes any.
-
-    Args: queues: of the engines; num_tokens: that each has room for; None: not known, so nothing is refused.
-    """
-
-    def __init__(self, queues: Sequence[RequestQueue], num_tokens: Sequence[int | None]) -> None:
-        super().__init__()
-        self._queues, self._num_tokens = list(queues), list(num_tokens)
-        self._under_way = [0] * len(queues)
-        """Tokens of prompts and longest answers, by engine."""
-
-    async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
-        """See RequestQueue. Raises: FullError."""
-        number = self._under_way.index(min(self._under_way))
-        needed, under_way = len(request.prompt_tokens) + request.sampling.max_tokens, self._under_way[number]
-        room = self._num_tokens[number]
-        if room is not None and under_way and under_way + needed > room:
-            raise FullError(
-                f"the request may need {needed} tokens of the engine's memory, of whose {room} {under_way} are taken; "
-                "come again, or ask for fewer max_tokens"
-            )
-        self._under_way[number] += needed
-        try:
-            return await self._queues[number].generate(key, turn, request)
-        finally:
-            self._under_way[number] -= needed
-
-    async def close(self) -> None:
-        """See RequestQueue."""
-        for queue in self._queues:
-            await queue.close()
 
 
 @dataclass
@@ -252,7 +212,8 @@ class PolicyServer:
         session_id = session_id or secrets.token_hex(8)
         if not _SESSION_ID.fullmatch(session_id):
             return refusal("a session's name is up to 100 letters, digits, dots, hyphens, underscores", "session_id")
-        if self._under_way >= self._options.max_concurrent:
+        most = self._options.max_concurrent
+        if most is not None and self._under_way >= most:
             return _come_again(f"{self._under_way} requests are under way, which is all this server takes; come again")
         if session_id not in self._sessions:
             has_ended = await asyncio.to_thread(self._bank.find, session_id) is not None
@@ -271,7 +232,10 @@ class PolicyServer:
         try:
             answer = await session.model.openai(path, body, stream)
         except FullError as error:
-            return _come_again(str(error))
+            return _come_again(str(error), error.retry_after_s)
+        except NoEngineError as error:
+            headers = {"Retry-After": str(_RETRY_AFTER_S)}
+            return refusal(str(error), code="service_unavailable", status=503, headers=headers)
         finally:
             self._under_way -= 1
             session.under_way -= 1
@@ -417,8 +381,8 @@ class PolicyServer:
         return [dataclasses.replace(row, session=session.id) for row in rollout.rewarded(session.model, reward)]
 
 
-def _come_again(why: str) -> OpenAIAnswer:
-    headers = {"Retry-After": str(_RETRY_AFTER_S)}
+def _come_again(why: str, retry_after_s: int = _RETRY_AFTER_S) -> OpenAIAnswer:
+    headers = {"Retry-After": str(retry_after_s)}
     return refusal(why, code="rate_limit_exceeded", status=429, headers=headers)
 
 
@@ -445,8 +409,8 @@ def serve_policy(
 
     Args: config: of the run, of whatever mode. say: takes lines for who started it.
         storage: the run's folder, which may not be where its config has it; None: it is there.
-    Raises: UserError: it cannot be served; FencedError: another process explores for the run; RoleError: an engine
-        died.
+    Raises: UserError: it cannot be served; FencedError: another process explores for the run; RoleError: an engine of
+        this machine died, or none can be had elsewhere; WaitTimeout.
     """
     if config.stages or config.is_external or config.algorithm.schema_type != "experience":
         raise UserError("what is served is the policy of a run that learns from rollouts, without stages")
@@ -461,53 +425,86 @@ def serve_policy(
         experiences = open_log(storage, config)
         experiences.unseal()
         bank = SessionBank(storage, experiences, config, group_age_s=options.group_age_s)
-        section = config.explorer.rollout_model
-        threads = max(1, (os.cpu_count() or 1) // section.engine_num)
-        engines = [EngineClient(engine_spec(section, config, threads, None)) for _ in range(section.engine_num)]
-        for engine in engines:
-            stack.callback(engine.close)
+        section, queue = config.explorer.rollout_model, Balanced(None if options.max_concurrent else MAX_UNSIZED)
+        start: Callable[[Storage, Balanced], EnginePool] = partial(LocalEngines, config)
+        if not config.cluster.is_one_machine:
+            start = stack.enter_context(_on_workers(config, storage))
         tokenizer = load_tokenizer(config)
-        # What answers are made of takes most of a second, which the first who asks need not wait for.
-        importlib.import_module("openai.types.chat")
         parser = AnswerParser(tokenizer, section.tool_call_parser, section.reasoning_parser)
-        for engine in engines:
-            engine.wait_ready()
-        images: ImageProcessor | None = None
-        # Asked once an engine has its model, which is on this machine by then. Tasks say whether they have images; who
-        # asks a server does not.
-        traits = section.traits
-        if traits.reads_images and can_be_given_images(config.model.model_path, traits.image_models):
-            images = ImageProcessor(config.model.model_path, trust_remote_code=config.model.trust_remote_code)
-            images.run = storage
-            _ = images.placeholder_id  # before the first request, since it loads torch
 
         async def run() -> None:
-            queues = [StreamingQueue(Streaming(each.submit, _ENGINE_TIMEOUT_S, str(each))) for each in engines]
-            queue = Balanced(queues, [each.cache_tokens for each in engines])
-            sampling, guided = model_sampling(config.model), section.traits.guides_sampling
-            served = ServedModel(queue, tokenizer, sampling, config.model, None, parser, guided, images)
-            server = PolicyServer(config, served, bank, token, options)
+            engines = start(storage, queue)
             try:
+                # What answers are made of takes most of a second, in which engines start.
+                importlib.import_module("openai.types.chat")
+                if not await _until_asked(engines):
+                    return
+                sampling, guided, images = model_sampling(config.model), section.traits.guides_sampling, None
+                # Asked once an engine has its model, which is on this machine by then if its engines are. Tasks say
+                # whether they have images; who asks a server does not.
+                traits = section.traits
+                if traits.reads_images and can_be_given_images(config.model.model_path, traits.image_models):
+                    images = ImageProcessor(config.model.model_path, trust_remote_code=config.model.trust_remote_code)
+                    images.run = storage
+                    _ = images.placeholder_id  # before the first request, since it loads torch
+                served = ServedModel(queue, tokenizer, sampling, config.model, None, parser, guided, images)
+                server = PolicyServer(config, served, bank, token, options)
                 await _run(server, options, engines, storage, f"with the key {token}", say)
             finally:
-                await queue.close()
+                await engines.close()
 
         asyncio.run(run())
         experiences.seal(bank.num_whole_steps)
         say(f"{bank.num_groups} groups are in the log, {bank.num_waiting} sessions wait for others of their task")
 
 
+@contextlib.contextmanager
+def _on_workers(config: Config, storage: Storage) -> Iterator[Callable[[Storage, Balanced], EnginePool]]:
+    """The cluster of the configuration, and what makes engines of its explorer workers. Raises: UserError: it cannot be
+    had; WaitTimeout.
+    """
+    # Late: engines of this machine need no Dask.
+    from rftdask.cluster.base import plan_cluster, start_cluster
+    from rftdask.cluster.layout import EXPLORER_RESOURCE
+    from rftdask.explorer.worker_task import WarmUp
+    from rftdask.serve.worker_pool import WorkerEngines
+
+    layout = plan_cluster(config, [config])
+    run = WarmUp(storage.url, record_config(storage, config), layout.threads_of(EXPLORER_RESOURCE), None)
+    with start_cluster(config, layout, storage) as cluster:
+        cluster.use((EXPLORER_RESOURCE,))
+        yield partial(WorkerEngines, cluster, run)
+
+
+async def _until_asked(engines: EnginePool) -> bool:
+    """Wait for the first engine. False: a signal came first. Raises: as EnginePool.look."""
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    ending = asyncio.create_task(ended.wait())
+    while not engines.queue.engines and not ended.is_set():
+        looking = asyncio.create_task(engines.look())
+        await asyncio.wait({looking, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if looking.done():
+            looking.result()
+            await asyncio.wait({ending}, timeout=_LOOK_S)
+        else:
+            looking.cancel()
+    ending.cancel()
+    return not ended.is_set()
+
+
 async def _run(
     server: PolicyServer,
     options: ServeOptions,
-    engines: Sequence[EngineClient],
+    engines: EnginePool,
     storage: Storage,
     key: str,
     say: Callable[[str], None],
 ) -> None:
-    """Listen until a signal comes; meanwhile look for what is new, what is complete, and who is gone.
+    """Listen until a signal comes; meanwhile look for what is new, what is complete, and who comes and goes.
 
-    Raises: StorageError; RoleError: an engine died. Who is started next takes over.
+    Raises: StorageError; RoleError: there are no engines any more. Who is started next takes over.
     """
     web = web_server(
         server.app(), host=options.host, port=options.port, timeout_graceful_shutdown=_CLOSE_S, **options.tls
@@ -527,18 +524,9 @@ async def _run(
             scheme = "https" if options.tls_cert else "http"
             say(f"serving {scheme}://{host}:{port}/v1 {key}; its sessions go to {storage.url}")
         while not listening.done():
-            found = await asyncio.to_thread(latest_written, storage)
-            if found is not None and found != server.weights:
-                try:
-                    # In the order of messages: what was asked before is answered by the weights before.
-                    await asyncio.gather(*(asyncio.to_thread(each.load, storage, found) for each in engines))
-                    server.weights = found
-                    log.info("serving version %d", found.version)
-                except StorageError as error:  # removed meanwhile, since there is a newer one
-                    log.warning("version %d is not served: %s", found.version, error)
+            await engines.look()
+            server.weights = engines.weights
             await server.commit_groups()
-            if dead := [str(each) for each in engines if not each.alive()]:
-                raise RoleError(f"{dead[0]} has died; the same command goes on")
             await asyncio.wait({listening}, timeout=_LOOK_S)
     finally:
         end()

@@ -266,5 +266,5 @@ def as_response(answer: OpenAIAnswer) -> Response:
     """The answer over HTTP. An error is not to be tried again, where it would come again."""
     from starlette.responses import JSONResponse
 
-    retry = {} if answer.status in (200, 429) else {"x-should-retry": "false"}
+    retry = {} if answer.status in (200, 429, 503) else {"x-should-retry": "false"}
     return JSONResponse(answer.body, answer.status, {**retry, **answer.headers})

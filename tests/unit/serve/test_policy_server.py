@@ -26,11 +26,13 @@ from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.models.toy import build_toy_image_model, build_toy_model
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.recording import ServedModel
+from rftdask.serve.balance import Balanced
 from rftdask.serve.bank import SessionBank
-from rftdask.serve.server import Balanced, FullError, PolicyServer, ServeOptions
+from rftdask.serve.server import PolicyServer, ServeOptions
 from rftdask.storage import open_storage
 from rftdask.weights.published import Published
 from tests.unit.rollouts.rollout_cases import MODEL, CharTokenizer, generation
+from tests.unit.serve.test_balance import TalkingEngine
 from tests.unit.serve.test_session_bank import CONFIG
 
 _numbers = itertools.count()
@@ -294,59 +296,35 @@ def test_a_session_that_nobody_asks_is_forgotten() -> None:
     run(check, session_idle_s=-1)
 
 
-def sized(num_tokens: int) -> GenerateRequest:
-    """A request that may need so many tokens of an engine's memory."""
-    return GenerateRequest((1,) * 4, SamplingParams(max_tokens=num_tokens - 4), 0)
-
-
-def test_a_request_enters_the_engine_with_the_most_room_or_is_told_to_come_again() -> None:
-    async def check() -> None:
-        queues = [Queue(), Queue()]
-        for queue in queues:
-            queue.goes_on.clear()
-        balanced, key = Balanced(queues, [100, 100]), RolloutKey(0, 0)
-        under_way = []
-        for num_tokens in (60, 30, 40, 25, 300):
-            under_way.append(asyncio.create_task(balanced.generate(key, 0, sized(num_tokens))))
-            await asyncio.sleep(0)
-        # 60 | 30, then 60 | 70, then 85 | 70, and no room for 300.
-        assert [queue.num_asked for queue in queues] == [2, 2]
-        with pytest.raises(FullError, match="may need 300 tokens"):
-            await under_way.pop()
-        for queue in queues:
-            queue.goes_on.set()
-        await asyncio.gather(*under_way)
-        # One by itself is never too large, and an engine that says nothing takes any.
-        await balanced.generate(key, 0, sized(300))
-        free = Queue()
-        await asyncio.gather(*(Balanced([free], [None]).generate(key, 0, sized(9999)) for _ in range(3)))
-        assert free.num_asked == 3
-
-    asyncio.run(check())
-
-
 def test_an_answer_for_which_there_is_no_memory_is_a_429_and_leaves_nothing_behind() -> None:
     async def check(case: Case) -> None:
         served = case.server._served
-        case.server._served = replace(served, queue=Balanced([case.queue], [60]))
+        engine = TalkingEngine(60)
+        balanced = Balanced()
+        balanced.add(engine)
+        case.server._served = replace(served, queue=balanced)
         one, two = (case.client(f"/sessions/{name}/v1", max_retries=0) for name in ("one", "two"))
-        case.queue.goes_on.clear()
+        engine.is_held = True
         first = asyncio.create_task(case.ask(one))
-        while not case.queue.num_asked:
-            await asyncio.sleep(0.01)
+        await engine.until_asked(1)
         with pytest.raises(openai.RateLimitError, match="come again") as raised:
             await case.ask(two, n=2)
         assert raised.value.response.headers["Retry-After"] == "1"
-        case.queue.goes_on.set()
+        engine.let_go()
         await first
         # Of two answers to one request the second finds no room: neither is of the session.
-        case.queue.goes_on.clear()
+        engine.is_held = True
         with pytest.raises(openai.RateLimitError):
             await case.ask(two, n=2)
-        case.queue.goes_on.set()
+        engine.let_go()
         await case.ask(two)
         status, told = await case.feedback(session_id="two", reward=1)
         assert (status, told["num_rows"]) == (200, 1)
+        # A server whose engines are all lost at the moment is another thing to come again for.
+        engine.is_lost = True
+        with pytest.raises(openai.InternalServerError, match="no engine is there") as down:
+            await case.ask(one)
+        assert (down.value.status_code, down.value.response.headers["Retry-After"]) == (503, "1")
 
     run(check)
 

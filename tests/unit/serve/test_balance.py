@@ -1,0 +1,227 @@
+"""Promises of balancing: a call goes to the engine with the most of its memory free, or is told when to come again; a
+call whose engine is lost goes to another one, unless its beginning was told or it ends engine after engine; engines
+come and go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.errors import ProcessLostError
+from rftdask.rollouts.policy.lockstep_queue import RolloutKey
+from rftdask.serve.balance import Balanced, FullError, NoEngineError
+from rftdask.storage import Storage
+from rftdask.weights.published import Published
+from tests.unit.rollouts.rollout_cases import generation
+
+KEY = RolloutKey(0, 0)
+
+
+class TalkingEngine:
+    """A ServedEngine that says which call of it it is; while `is_held`, when it is let go."""
+
+    def __init__(self, cache_tokens: int | None = None) -> None:
+        self.cache_tokens = cache_tokens
+        self.weights = Published(0, "", "")
+        self.asked: list[tuple[GenerateRequest, Future[Generation]]] = []
+        self.is_held = self.is_lost = False
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> list[Future[Generation]]:
+        for request in requests:
+            self.asked.append((request, Future()))
+            if not self.is_held:
+                self._answer(len(self.asked))
+        return [future for _, future in self.asked[-len(requests) :]]
+
+    def let_go(self) -> None:
+        self.is_held = False
+        for number, (_, future) in enumerate(self.asked, 1):
+            if not future.done():
+                self._answer(number)
+
+    def lose(self) -> None:
+        """End as an engine whose process was killed."""
+        self.is_lost = True
+        for _, future in self.asked:
+            if not future.done():
+                future.set_exception(ProcessLostError("killed"))
+
+    async def until_asked(self, num_calls: int) -> None:
+        async with asyncio.timeout(60):
+            while len(self.asked) < num_calls:
+                await asyncio.sleep(0)
+
+    def load(self, storage: Storage, published: Published) -> None:
+        self.weights = published
+
+    def alive(self) -> bool:
+        return not self.is_lost
+
+    def close(self) -> None:
+        self.lose()
+
+    def _answer(self, number: int) -> None:
+        request, future = self.asked[number - 1]
+        if future.set_running_or_notify_cancel():
+            future.set_result(generation(str(number), request))
+
+
+def sized(num_tokens: int, **more: Any) -> GenerateRequest:
+    """A request that may need so many tokens of an engine's memory."""
+    return GenerateRequest((1,) * 4, SamplingParams(max_tokens=num_tokens - 4), 0, **more)
+
+
+def balance(*engines: TalkingEngine, **options: Any) -> Balanced:
+    balanced = Balanced(**options)
+    for engine in engines:
+        engine.is_held = True
+        balanced.add(engine)
+    return balanced
+
+
+def run(check: Callable[[], Awaitable[None]]) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(60):
+            await check()
+
+    asyncio.run(within())
+
+
+async def ask(balanced: Balanced, request: GenerateRequest) -> asyncio.Task[Generation]:
+    """The call, which its engine has."""
+    asking = asyncio.create_task(balanced.generate(KEY, 0, request))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return asking
+
+
+def test_a_call_goes_to_the_engine_with_the_most_of_its_memory_free() -> None:
+    async def check() -> None:
+        small, large = TalkingEngine(100), TalkingEngine(200)
+        balanced = balance(small, large)
+        under_way = [await ask(balanced, sized(num_tokens)) for num_tokens in (60, 30, 80, 80)]
+        # 60/100 | 0, then | 30/200, then | 110/200, then | 190/200: 140 of 100 would be too much.
+        assert [len(engine.asked) for engine in (small, large)] == [1, 3]
+        under_way.append(await ask(balanced, sized(40)))
+        assert [len(engine.asked) for engine in (small, large)] == [2, 3]
+        with pytest.raises(FullError, match="may need 300 tokens of an engine's memory, of whose 200 190 are taken"):
+            await balanced.generate(KEY, 0, sized(300))
+        for engine in (small, large):
+            engine.let_go()
+        await asyncio.gather(*under_way)
+        # One by itself is never too large.
+        await balanced.generate(KEY, 0, sized(300))
+
+    run(check)
+
+
+def test_an_engine_that_does_not_say_how_much_memory_it_has_is_given_so_many_calls() -> None:
+    async def check() -> None:
+        engines = TalkingEngine(), TalkingEngine()
+        balanced = balance(*engines, max_unsized=2)
+        under_way = [await ask(balanced, sized(num_tokens)) for num_tokens in (9999, 5, 5, 9999)]
+        assert [len(engine.asked) for engine in engines] == [2, 2]
+        with pytest.raises(FullError, match="is given 2 requests at once"):
+            await balanced.generate(KEY, 0, sized(5))
+        for engine in engines:
+            engine.let_go()
+        await asyncio.gather(*under_way)
+        unlimited = balance(TalkingEngine(), max_unsized=None)
+        for _ in range(200):
+            under_way.append(await ask(unlimited, sized(9999)))
+        await unlimited.close()
+
+    run(check)
+
+
+def test_who_is_told_to_come_again_is_told_when_by_how_fast_memory_becomes_free() -> None:
+    async def check() -> None:
+        now_s, engine = 0.0, TalkingEngine(100)
+        balanced = balance(engine, clock=lambda: now_s)
+
+        async def refused(num_tokens: int) -> int:
+            with pytest.raises(FullError) as full:
+                await balanced.generate(KEY, 0, sized(num_tokens))
+            return full.value.retry_after_s
+
+        first = await ask(balanced, sized(80))
+        assert await refused(50) == 1, "nothing is known yet"
+        now_s = 10.0
+        engine.let_go()
+        await first
+        engine.is_held = True
+        await ask(balanced, sized(90))
+        now_s = 20.0  # 80 tokens in 10 s became free: 8 a second
+        assert [await refused(num_tokens) for num_tokens in (11, 50, 100, 9999)] == [1, 5, 12, 30]
+        now_s = 90.0
+        assert await refused(50) == 1, "what was a minute ago says nothing"
+        await balanced.close()
+
+    run(check)
+
+
+def test_a_call_whose_engine_is_lost_goes_to_another_one() -> None:
+    async def check() -> None:
+        first, second = TalkingEngine(), TalkingEngine()
+        balanced = balance(first, second)
+        asking = await ask(balanced, sized(10))
+        assert len(first.asked) == 1
+        first.lose()
+        await second.until_asked(1)
+        assert balanced.engines == [second]
+        assert balanced.take_lost() == [first] and balanced.take_lost() == []
+        second.let_go()
+        assert (await asking).tokens == generation("1", sized(10)).tokens
+        second.lose()
+        with pytest.raises(NoEngineError):
+            await balanced.generate(KEY, 0, sized(10))
+        # Another one comes.
+        third = TalkingEngine()
+        balanced.add(third)
+        await balanced.generate(KEY, 0, sized(10))
+        assert len(third.asked) == 1
+
+    run(check)
+
+
+def test_a_call_whose_beginning_was_told_does_not_begin_again() -> None:
+    async def check() -> None:
+        first, second = TalkingEngine(), TalkingEngine()
+        balanced, told = balance(first, second), list[int]()
+        quiet = await ask(balanced, sized(10, on_tokens=told.extend))
+        loud = await ask(balanced, sized(10, on_tokens=told.extend))
+        [(request, _)] = second.asked
+        assert request.on_tokens is not None
+        request.on_tokens((7,))
+        second.lose()
+        with pytest.raises(ProcessLostError):
+            await loud
+        # The other one was told nothing.
+        third = TalkingEngine()
+        balanced.add(third)
+        first.lose()
+        await quiet
+        assert told == [7] and len(third.asked) == 1
+
+    run(check)
+
+
+def test_a_call_that_ends_engine_after_engine_is_given_to_no_other() -> None:
+    async def check() -> None:
+        engines = [TalkingEngine() for _ in range(5)]
+        balanced = balance(*engines)
+        asking = await ask(balanced, sized(10))
+        for engine in engines[:3]:
+            await engine.until_asked(1)
+            engine.lose()
+        with pytest.raises(ProcessLostError):
+            await asking
+        assert [len(engine.asked) for engine in engines] == [1, 1, 1, 0, 0]
+
+    run(check)
