@@ -141,7 +141,9 @@ class PolicyServer:
         self, config: Config, served: ServedModel, bank: SessionBank, token: str, options: ServeOptions
     ) -> None:
         self.weights = Published(0, "", "")
-        """Newest version that is served."""
+        """Version that every engine serves, or a newer one."""
+        self.num_engines = 0
+        """Engines that are asked."""
         self._config, self._served, self._bank, self._token, self._options = config, served, bank, token, options
         self._sessions: dict[str, _Session] = {}
         self._answered: OrderedDict[str, str] = OrderedDict()
@@ -256,6 +258,7 @@ class PolicyServer:
     async def _health(self, request: Request) -> Response:
         told = {
             "policy_version": self.weights.version,
+            "engines": self.num_engines,
             "under_way": self._under_way,
             "open_sessions": len(self._sessions),
         }
@@ -525,7 +528,7 @@ async def _run(
             say(f"serving {scheme}://{host}:{port}/v1 {key}; its sessions go to {storage.url}")
         while not listening.done():
             await engines.look()
-            server.weights = engines.weights
+            server.weights, server.num_engines = engines.weights, len(engines.queue.engines)
             await server.commit_groups()
             await asyncio.wait({listening}, timeout=_LOOK_S)
     finally:

@@ -1,0 +1,43 @@
+"""An engine that takes its time and says what it does, for tests of servers: a file for each process of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rftdask.engines.base import GenerateRequest, Generation, Give, Take
+from rftdask.engines.fake import FakeEngine
+
+CALLS = "RFTDASK_TEST_CALLS"
+"""Folder of the files `<pid>`: a line "+" for each call that begins, and "-" for one that ends."""
+
+
+class SlowEngine(FakeEngine):
+    """0.2 s for an answer of 8 tokens, and memory for 100 tokens."""
+
+    engine_type = ""
+    imports_ahead = ()
+
+    def __init__(self) -> None:
+        super().__init__(tokens_per_request=8, seconds_per_step=0.025)
+        self.cache_tokens = 100
+
+    @classmethod
+    def from_config(cls, *_: Any) -> SlowEngine:
+        return cls()
+
+    def serve(self, take: Take, give: Give) -> None:
+        with Path(os.environ[CALLS], str(os.getpid())).open("a", buffering=1) as file:
+
+            def taken() -> Sequence[tuple[int, GenerateRequest | None]]:
+                found = take()
+                file.write("+\n" * sum(request is not None for _, request in found))
+                return found
+
+            def given(number: int, generation: Generation) -> None:
+                file.write("-\n")
+                give(number, generation)
+
+            super().serve(taken, given)

@@ -1,0 +1,234 @@
+"""Promises of a server whose engines are on Dask's workers, with real processes on two addresses: calls are balanced
+over them; a worker that is killed costs no call and no session whose reward was answered with 200; memory that is left
+decides who is told to come again; a worker that joins is asked, with the newest weights; a server that is killed leaves
+no engine behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from rftdask.buffer.log import open_log
+from rftdask.config import load_config
+from rftdask.storage import open_storage
+from rftdask.weights.published import publish_weights
+from tests.integration.roles.slow_engine import CALLS
+from tests.integration.run_cases import RunProcess, run_folder, write_config
+
+pytestmark = pytest.mark.slow
+TOKEN = "a-token"
+NUM_AGENTS = 8
+"""At once, of whose calls one engine has memory for half."""
+
+
+class Agents:
+    """Threads that each play session after session of two turns, and tell rewards; what they were answered."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.rewarded: list[str] = []
+        """Sessions whose reward was answered with 200."""
+        self.refused: list[int] = []
+        """Seconds after which they were told to come again."""
+        self.problems: list[str] = []
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self._play, args=(number,)) for number in range(NUM_AGENTS)]
+
+    def __enter__(self) -> Agents:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Let them end the sessions that they have begun. Idempotent."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        """The answer, once it is not 429 any more."""
+        headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+        while True:
+            request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    return json.loads(answer.read())  # type: ignore[no-any-return]
+            except urllib.error.HTTPError as error:
+                with error:
+                    if error.code != 429:
+                        raise RuntimeError(f"{error.code}: {error.read().decode()}") from error
+                    self.refused.append(int(error.headers["Retry-After"]))
+            self._stopping.wait(0.1)
+
+    def play(self, session: str) -> None:
+        messages: list[dict[str, Any]] = []
+        for said in "ab":
+            messages.append({"role": "user", "content": said})
+            answer = self.post(f"/sessions/{session}/v1/chat/completions", model="p", messages=messages)
+            messages.append(answer["choices"][0]["message"])
+        self.post("/feedback", session_id=session, reward=1)
+        self.rewarded.append(session)
+
+    def _play(self, agent: int) -> None:
+        number = 0
+        try:
+            while not self._stopping.is_set():
+                self.play(f"s{agent}-{number}")
+                number += 1
+        except Exception as error:  # for the test to tell
+            self.problems.append(f"{type(error).__name__}: {error}")
+
+
+def health(url: str) -> dict[str, int]:
+    with urllib.request.urlopen(url + "/health", timeout=60) as answer:
+        return json.loads(answer.read())  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def process(*program: str) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-m", *program], stderr=subprocess.DEVNULL) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def worker(scheduler_file: Path, host: str) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    options = f"--host {host} --nthreads 1 --memory-limit 0 --no-nanny --no-dashboard --resources explorer=1".split()
+    return process("distributed.cli.dask_worker", "--scheduler-file", str(scheduler_file), *options)
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    folder = tmp_path / "calls"
+    folder.mkdir()
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{Path(__file__).parent}")
+    monkeypatch.setenv("RFTDASK_SERVE_TOKEN", TOKEN)
+    monkeypatch.setenv(CALLS, str(folder))
+    return folder
+
+
+@contextlib.contextmanager
+def scheduler(file: Path) -> Iterator[tuple[str, str]]:
+    """A Dask scheduler that says in the file where it is, and what makes a run use its cluster."""
+    options = ("--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", str(file))
+    with process("distributed.cli.dask_scheduler", *options):
+        yield "cluster.type=existing", f"cluster.options={{scheduler_file: '{file}'}}"
+
+
+def serve(config: Path, *overrides: str) -> RunProcess:
+    engine = "explorer.rollout_model.engine_type=slow_engine.SlowEngine"
+    arguments = ("--port", "0", engine, "model.max_prompt_tokens=64", *overrides)
+    return RunProcess("serve", str(config), *arguments, env={"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}"})
+
+
+def url_of(run: RunProcess) -> str:
+    assert run.process.stdout is not None
+    line = run.process.stdout.readline()
+    assert line.startswith("serving "), (line, run.kill_and_read())
+    return line.split()[1].removesuffix("/v1")
+
+
+def end(run: RunProcess) -> None:
+    run.process.terminate()
+    assert run.process.wait(60) == 0
+
+
+def sessions_in_log(config: Path) -> int:
+    log = open_log(open_storage(str(run_folder(config))), load_config(config))
+    rows = [row for name in log.shards() for row in log.read(name).to_pylist()]
+    return len({(row["task_index"], row["rollout"]) for row in rows})
+
+
+def engine_of(started: subprocess.Popen[bytes], calls: Path) -> int:
+    [pid] = [each.pid for each in psutil.Process(started.pid).children(recursive=True) if calls_of(calls, each.pid)[0]]
+    return pid
+
+
+def calls_of(folder: Path, pid: int) -> tuple[int, int]:
+    """Calls that an engine has begun and ended, the first two of which make it ready; (0, 0): it is no engine."""
+    lines = (folder / str(pid)).read_text().split() if (folder / str(pid)).exists() else []
+    return lines.count("+"), lines.count("-")
+
+
+def test_a_killed_worker_costs_no_call_and_no_session_and_the_next_one_is_asked(tmp_path: Path, calls: Path) -> None:
+    config, file = write_config(tmp_path), tmp_path / "scheduler.json"
+    with (
+        scheduler(file) as cluster,
+        worker(file, "127.0.0.1") as first,
+        worker(file, "127.0.0.2") as victim,
+        serve(config, *cluster, "explorer.rollout_model.engine_num=2") as run,
+    ):
+        url = url_of(run)
+        run.wait_until(lambda: health(url)["engines"] == 2)
+        killed, left = engine_of(victim, calls), engine_of(first, calls)
+        with Agents(url) as agents:
+            run.wait_until(lambda: calls_of(calls, killed)[1] > 10 and calls_of(calls, left)[1] > 10)
+            refused_before = len(agents.refused)
+            run.wait_until(lambda: calls_of(calls, killed)[0] > calls_of(calls, killed)[1])
+            victim.kill()
+            run.wait_until(lambda: health(url)["engines"] == 1)
+            before = calls_of(calls, left)[1]
+            run.wait_until(lambda: calls_of(calls, left)[1] > before + 20)
+            # The agents are too many for the memory of the one that is left.
+            assert len(agents.refused) > refused_before and set(agents.refused) <= set(range(1, 31))
+            publish_weights(open_storage(str(run_folder(config))), 3, b"weights", "main")
+            with worker(file, "127.0.0.2") as next_one:
+                run.wait_until(lambda: health(url)["engines"] == 2 and health(url)["policy_version"] == 3)
+                joined = engine_of(next_one, calls)
+                run.wait_until(lambda: calls_of(calls, joined)[1] > 10)
+                agents.stop()
+                end(run)
+    assert agents.problems == []
+    assert sessions_in_log(config) == len(agents.rewarded) > 20
+    assert not psutil.pid_exists(killed)
+
+
+def test_a_killed_server_leaves_no_engine_and_no_session_behind(tmp_path: Path, calls: Path) -> None:
+    config, file = write_config(tmp_path), tmp_path / "scheduler.json"
+    with scheduler(file) as cluster, worker(file, "127.0.0.2") as host:
+        for number in range(2):
+            with serve(config, *cluster) as run:
+                agents = Agents(url_of(run))
+                for session in range(3):
+                    agents.play(f"s{number}-{session}")
+                pid = engine_of(host, calls)
+                run.process.kill()
+                run.process.wait(60)
+            run.wait_for_no_survivors()
+            psutil.wait_procs([each for each in psutil.process_iter() if each.pid == pid], timeout=60)
+            assert not psutil.pid_exists(pid) and host.poll() is None
+        with serve(config, *cluster) as run:
+            url_of(run)
+            end(run)
+    assert sessions_in_log(config) == 6
+
+
+def test_a_worker_that_joins_speaks_tls_with_its_server(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    tree = yaml.safe_load(config.read_text())
+    tree["explorer"]["rollout_model"]["engine_type"] = "slow_engine.SlowEngine"
+    config.write_text(yaml.safe_dump({**tree, "cluster": {"type": "joined"}}))
+    with serve(config) as run, process("rftdask", "join", str(config)) as joined:
+        agents = Agents(url_of(run))
+        agents.play("s")
+        assert [*run_folder(config).glob("control/private/*.pem")], "the keys of the cluster"
+        end(run)
+        assert joined.wait(60) == 0, "the run is over"
+    assert sessions_in_log(config) == 1
