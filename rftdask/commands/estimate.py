@@ -376,12 +376,14 @@ def vllm_parts(
 
 def _explorer(config: Config, shape: ModelShape, num_engines: int, memory_bytes: float | None) -> Estimate:
     """An explorer worker: the engine of the policy, and those of the auxiliary models beside it."""
-    policy = config.explorer.rollout_model
-    found = [_engine(config, policy, shape, config.model.max_model_len, config.slots_per_engine, memory_bytes)]
+    policy, rows = config.explorer.rollout_model, config.slots_per_engine
+    if config.explorer.slots_per_engine == "memory":
+        rows = max(rows, MAX_BATCH_TOKENS // config.model.max_model_len)
+    found = [_engine(config, policy, shape, config.model.max_model_len, rows, memory_bytes)]
     for model in config.models_beside:
         own = _own_shape(config, model)
         # A model beside the policy takes what fits, unless it is told a length.
-        beside, problem = _engine(config, model, own, model.max_model_len or 1, config.slots_per_engine, memory_bytes)
+        beside, problem = _engine(config, model, own, model.max_model_len or 1, rows, memory_bytes)
         found.append((tuple(replace(part, why=f"{part.why} of {model.asked_name}") for part in beside), problem))
     num_gpus = num_engines * config.explorer.gpus_per_worker
     parts, problems = [part for parts, _ in found for part in parts], [problem for _, problem in found if problem]

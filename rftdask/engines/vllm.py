@@ -86,8 +86,13 @@ class _CacheConfig(Protocol):
     block_size: int
 
 
+class _ParallelConfig(Protocol):
+    data_parallel_size: int
+
+
 class _VllmConfig(Protocol):
     cache_config: _CacheConfig
+    parallel_config: _ParallelConfig
 
 
 class _Renderer(Protocol):
@@ -515,9 +520,7 @@ class VllmEngine(Engine):
             self._running = asyncio.run_coroutine_threadsafe(start(), self._loop).result()
         except (ValueError, OSError, RuntimeError) as error:
             raise DataError(f"vLLM cannot serve model {model_path}: {self._cause() or error}") from error
-        cache = self._running.vllm_config.cache_config
-        # None of a model without such a cache.
-        self.cache_tokens = cache.num_gpu_blocks and cache.num_gpu_blocks * cache.block_size
+        self.cache_tokens = cache_tokens(self._running.vllm_config)
         tempered = self._llm.collective_rpc("use_tempered_logprobs", args=(self._end_ids,))
         if not all(self._run(tempered, "its first call")):
             raise RoleError(f"{self} has a sampler that is not vLLM's own, so its logprobs cannot be trusted")
@@ -574,6 +577,17 @@ class VllmEngine(Engine):
 
     def __str__(self) -> str:
         return f"engine 'vllm' ({self.model_path}, policy version {self.policy_version})"
+
+
+def cache_tokens(config: _VllmConfig) -> int | None:
+    """Tokens that a running vLLM has room for in its cache, over all its copies; None: its model has no such cache."""
+    cache = config.cache_config
+    # Newer releases count it by kind of layer: blocks are not tokens where a model mixes kinds. It is that of a copy,
+    # while the blocks are those of all.
+    of_copy: int | None = getattr(cache, "kv_cache_size_tokens", None)
+    if of_copy is not None:
+        return of_copy * config.parallel_config.data_parallel_size or None
+    return (cache.num_gpu_blocks or 0) * cache.block_size or None
 
 
 def end_with_engine() -> None:

@@ -16,6 +16,7 @@ import asyncio
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,7 +36,7 @@ from rftdask.explorer.shared_engine import SharedEngine
 from rftdask.models.hub import local_model
 from rftdask.processes.child import LOG_LEVEL
 from rftdask.processes.turns import VARIABLE
-from rftdask.rollouts.places import SLOT, SharedPlaces
+from rftdask.rollouts.places import SLOT, SharedPlaces, slots_by_memory
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.base import POLICY
 from rftdask.rollouts.policy.rate_limit import RateLimit
@@ -55,6 +56,8 @@ if TYPE_CHECKING:  # it needs torch
 
 _MAX_FORK_SERVERS = 4
 """Kept for evaluations, whose workflows may be others than those of training; each holds its imports in memory."""
+_UNITS_REMEMBERED = 8
+"""Work units whose rollouts make up the mean length of one."""
 _MAX_STEPS_REMEMBERED = 100
 """Explore steps whose tasks make up the mean time of a task."""
 _LOOK_S = 1.0
@@ -102,6 +105,10 @@ class WorkerCache:
         self._last_end_s = 0.0
         """Time at which a unit ended last, by the monotonic clock."""
         self._shared: tuple[SharedPlaces, SharedLoop] | None = None
+        self._num_slots = 0
+        """Of `_shared`."""
+        self._unit_lengths: deque[Sequence[int]] = deque(maxlen=_UNITS_REMEMBERED)
+        """Tokens of the rollouts of the last units."""
         self._run: tuple[str, str] | None = None
         """URL and fingerprint of the config that all below belongs to, save the policy's engine, which has a spec."""
         self._engine: EngineClient | None = None
@@ -179,8 +186,27 @@ class WorkerCache:
     def shared(self) -> tuple[SharedPlaces, SharedLoop]:
         """What units share that overlap: the slots of the engine, and the event loop of their rollouts."""
         if self._shared is None:
-            self._shared = SharedPlaces({SLOT: self._config.slots_per_engine}), SharedLoop()
+            self._num_slots = self._config.slots_per_engine
+            self._shared = SharedPlaces({SLOT: self._num_slots}), SharedLoop()
         return self._shared
+
+    def add_lengths(self, lengths: Sequence[int], cache_tokens: int | None) -> None:
+        """Remember how long the rollouts of a unit became, in tokens, by which an engine with room for so many has
+        slots, where the configuration says so.
+        """
+        by_memory = self._config.explorer.slots_per_engine == "memory" and cache_tokens is not None
+        with self._ended:  # units that overlap end on threads of their own
+            if lengths and by_memory and self._shared is not None:
+                self._unit_lengths.append(lengths)
+                known = [length for unit in self._unit_lengths for length in unit]
+                wanted = slots_by_memory(cache_tokens or 0, sum(known) / len(known), self._config.slots_per_engine)
+                self._shared[0].change(SLOT, wanted - self._num_slots)
+                self._num_slots = wanted
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that the engine has now."""
+        return self._num_slots or self._config.slots_per_engine
 
     def count_time(self, began_s: float) -> float:
         """Seconds of a unit that has ended now which no other unit has counted. began_s: by the monotonic clock."""
@@ -209,7 +235,8 @@ class WorkerCache:
             self._operators = None
             if self._shared is not None:
                 self._shared[1].close()
-                self._shared = None
+                self._shared, self._num_slots = None, 0
+            self._unit_lengths.clear()
             self._config, self._run = config, (storage.url, fingerprint)
         return self._config
 

@@ -259,7 +259,7 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
             time_s=time.monotonic() - began_s,
             time_engine_s=_cache.count_time(began_s),
             request_s=request_s,
-            slot_s=used_s * config.slots_per_engine,
+            slot_s=used_s * _cache.num_slots,
             auxiliary_sums=auxiliary_sums(config, outcome),
             note=_cache.take_note(),
         )
@@ -528,7 +528,7 @@ def _roll_out(
     if config.models_apart:
         _cache.wait_for_shared(get_worker(), unit.config_fingerprint, unit.url)
     admitted = threading.Event()
-    limits = {} if explorer.slots_per_engine is None else {SLOT: explorer.slots_per_engine}
+    limits = {SLOT: explorer.slots_per_engine} if isinstance(explorer.slots_per_engine, int) else {}
     places, loop = _cache.shared() if served.shares else (SharedPlaces(limits), None)
 
     async def run() -> UnitOutcome:
@@ -570,6 +570,13 @@ def _roll_out(
             outcome = running.result()
     if not unit.is_eval:
         _cache.add_task_times(unit.explore_step, outcome.task_times_s)
+        lengths: dict[tuple[str, int], int] = {}
+        for row in outcome.experiences:
+            if row.status.trainable:
+                key = row.group_id, row.rollout
+                lengths[key] = max(lengths.get(key, 0), len(row.tokens))
+        if served.engine is not None:
+            _cache.add_lengths([*lengths.values()], served.engine.cache_tokens)
     return outcome
 
 

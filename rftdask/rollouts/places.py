@@ -1,4 +1,6 @@
 """Places: which rollouts may run now, under limits on how many of a kind run at once; also over several work units.
+And what an engine's memory of keys and values has room for, which limits the calls of a server one by one
+(`TokenRoom`), and the rollouts of an explorer by their mean (`slots_by_memory`).
 
 A rollout takes one place of each of its kinds, all of them or none: holding one while waiting for another could block
 two for ever. A *slot* of an engine is such a kind: work units that overlap in one engine share a `SharedPlaces`, so
@@ -50,6 +52,18 @@ class TokenRoom:
         self.taken -= num_tokens
 
 
+def slots_by_memory(cache_tokens: int, mean_tokens: float, fewest: int) -> int:
+    """Slots of an engine that has room for the keys and values of so many tokens.
+
+    Not by the longest that rollouts may become, of which they would leave most unused: they are many, and most of them
+    under way are not at their end; where it was too many all the same, the engine lets requests wait.
+
+    Args: mean_tokens: of a rollout at its end, its longest sequence; fewest: slots in any case.
+    Example: slots_by_memory(400_000, 1_600.0, fewest=64) == 250
+    """
+    return max(fewest, int(cache_tokens / max(1.0, mean_tokens)))
+
+
 class ConcurrencyLimiter(Generic[Key]):
     """The pure rule.
 
@@ -69,6 +83,13 @@ class ConcurrencyLimiter(Generic[Key]):
         """Limit more kinds, of which nothing runs yet; those that are limited stay as they are."""
         self._free = {**limits, **self._free}
 
+    def change(self, kind: str, by: int) -> list[Key]:
+        """Have more places of a kind that is limited, or fewer, which those that run give up as they leave. Returns:
+        those that run from now on.
+        """
+        self._free[kind] += by
+        return self._admit_all()
+
     def enter(self, key: Key, kinds: tuple[str, ...]) -> bool:
         """Ask for a place of each of `kinds`. Returns: True if `key` runs at once; else a later `leave` names it."""
         self._waiting[key] = kinds
@@ -80,6 +101,9 @@ class ConcurrencyLimiter(Generic[Key]):
         for kind in self._running.pop(key, ()):
             if kind in self._free:
                 self._free[kind] += 1
+        return self._admit_all()
+
+    def _admit_all(self) -> list[Key]:
         # In the order in which they came; a copy, because those that are admitted leave.
         return [waiting for waiting in list(self._waiting) if self._admit(waiting)]
 
@@ -126,6 +150,13 @@ class SharedPlaces:
             self._admit[key] = admit
             if self._limiter.enter(key, kinds):
                 self._admit.pop(key)()
+
+    def change(self, kind: str, by: int) -> None:
+        """Have more places of a kind that is limited, or fewer, and admit those that run then."""
+        with self._changed:
+            for admitted in self._limiter.change(kind, by):
+                self._admit.pop(admitted)()
+            self._changed.notify_all()
 
     def leave(self, key: Hashable) -> None:
         """Give up the places of `key`, and admit those that run in its place. Idempotent."""

@@ -297,9 +297,11 @@ class ExplorerConfig(Section):
     tasks_per_batch: Count | None = None
     """Tasks in one work unit, the unit of work sent to an engine. None: an even share of
     an explore step for each engine there may be, 64 at most."""
-    slots_per_engine: Count | None = None
+    slots_per_engine: Count | Literal["memory"] | None = None
     """Rollouts that an engine has under way at once; others wait. Save in style fixed, those of the next work unit take
-    the slots that are left. None: as many as the rollouts of one work unit."""
+    the slots that are left. None: as many as the rollouts of one work unit. memory: as many as its memory of keys and
+    values has room for, by the mean length of the worker's last rollouts, and not fewer than that; an engine that does
+    not say how much it has, has that many."""
     flush_age_s: float | None = Field(default=0.25, gt=0)
     """Seconds that the finished rollouts of a task wait for the other tasks of their work unit before they are
     committed without them. None: a batch is committed as a whole."""

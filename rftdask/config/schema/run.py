@@ -270,9 +270,12 @@ class Config(Section):
 
     @property
     def slots_per_engine(self) -> int:
-        """Rollouts that an engine has under way at once: as configured, else those of a work unit."""
+        """Rollouts that an engine has under way at once: as configured, else those of a work unit. Of `memory` the
+        fewest.
+        """
+        configured = self.explorer.slots_per_engine
         per_task = self.algorithm.repeat_times + self.algorithm.greedy_baseline
-        return self.explorer.slots_per_engine or self.tasks_per_unit * per_task
+        return configured if isinstance(configured, int) else self.tasks_per_unit * per_task
 
     @property
     def evaluates_training(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +42,8 @@ class SlowEngine(FakeEngine):
                 give(number, generation)
 
             super().serve(taken, given)
+
+
+def most_under_way(file: Path) -> int:
+    """Most calls that were under way at once in the engine of a file."""
+    return max(accumulate(1 if line == "+" else -1 for line in file.read_text().split()))

@@ -6,7 +6,8 @@
 - so does one whose weights load in flight; its rows tell the oldest and the newest version, and none is too stale;
 - so does one that asks for more tasks than it waits for: what is called off, and what it leaves of a group, is in the
   ledger with its reason, and a replay trains the same rows;
-- in style fixed no unit begins before the one before it has ended.
+- in style fixed no unit begins before the one before it has ended;
+- where slots follow the engine's memory, as many rollouts are under way as it has room for.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.shard import ShardName, done_units
 from rftdask.monitor.metrics import read_metrics
 from rftdask.storage import open_storage
+from tests.integration.roles.slow_engine import CALLS, most_under_way
 from tests.integration.run_cases import (
     BATCH_SIZE,
     ENGINE,
@@ -196,3 +198,20 @@ def test_units_of_style_fixed_do_not_overlap(config: Path) -> None:
         ended = run.end()
     assert ended.code == 0, ended
     assert max(seen) == 1
+
+
+@pytest.mark.parametrize(("slots", "most"), [("null", BATCH_SIZE // 2 * REPEAT_TIMES), ("memory", 8)])
+def test_as_many_rollouts_are_under_way_as_there_are_slots(config: Path, tmp_path: Path, slots: str, most: int) -> None:
+    # The engine has room for 100 tokens; a prompt has 4 or 5, an answer 8.
+    (tmp_path / "calls").mkdir()
+    settings = ("mode=explore", "buffer.total_steps=8", "explorer.eval_on_startup=false", "--progress", "none")
+    engine = ("explorer.rollout_model.engine_type=slow_engine.SlowEngine", f"explorer.slots_per_engine={slots}")
+    environment = {"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}", CALLS: str(tmp_path / "calls")}
+    with RunProcess(
+        "run", str(config), *settings, *engine, "synchronizer.sync_style=fully_async", env=environment
+    ) as run:
+        ended = run.end()
+    assert ended.code == 0, ended
+    [told] = (tmp_path / "calls").iterdir()
+    assert most_under_way(told) == most
+    assert 0.5 < read_metrics(open_storage(str(run_folder(config))), "explorer").occupancy.mean() <= 1.0

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rftdask.config import load_config
-from rftdask.engines.vllm import VllmEngine
+from rftdask.engines.vllm import VllmEngine, cache_tokens
 from rftdask.models.toy import build_toy_model
 
 
@@ -72,3 +73,23 @@ def test_a_key_reaches_vllm(model: Path, key: str, value: Any, argument: str, mo
     section[key.removeprefix("model.")] = value
     wanted = {"max_num_seqs": 3, "max_lora_rank": 8}.get(argument, value)  # vLLM has ranks of its own
     assert given(tree)[argument] == wanted != usual.get(argument)
+
+
+@pytest.mark.parametrize(
+    ("told", "tokens"),
+    [
+        # As vLLM 0.32 tells it of a model whose layers are of several kinds, in two copies.
+        ({"num_gpu_blocks": 2000, "kv_cache_size_tokens": 9000}, 18_000),
+        ({"num_gpu_blocks": 2000, "kv_cache_size_tokens": None}, 32_000),
+        ({"num_gpu_blocks": 2000}, 32_000),
+        ({"num_gpu_blocks": None}, None),
+        ({"num_gpu_blocks": 0, "kv_cache_size_tokens": None}, None),
+    ],
+)
+def test_the_memory_of_an_engine_is_what_vllm_says_of_all_its_copies(
+    told: dict[str, int | None], tokens: int | None
+) -> None:
+    config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=16, **told), parallel_config=SimpleNamespace(data_parallel_size=2)
+    )
+    assert cache_tokens(config) == tokens

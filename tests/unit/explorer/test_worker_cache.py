@@ -337,3 +337,24 @@ def test_an_engine_is_as_the_keys_of_its_section_say() -> None:
     engine = worker_cache.text_engine(Client(spec), CharTokenizer(), run)  # type: ignore[arg-type]
     assert engine.parser is not None
     assert (engine.parser._calls_name, engine.parser._thoughts_name) == ("openai", "think")
+
+
+def test_slots_follow_the_memory_of_the_engine_where_they_are_to(storage: Storage) -> None:
+    cache = WorkerCache()
+    for slots, after in (("memory", [6, 50, 20, 6]), ("9", [9, 9, 9, 9]), ("null", [6, 6, 6, 6])):
+        run = config(f"explorer.slots_per_engine={slots}", "explorer.tasks_per_batch=3", "algorithm.repeat_times=2")
+        cache.open(storage, record_config(storage, run))
+        places = cache.shared()[0]
+        found = [cache.num_slots]
+        # The mean of all that is remembered: 20, then 50, then 354.
+        for lengths in ([10, 30], [80, 80, 50], [860] * 3):
+            cache.add_lengths(lengths, 1000)
+            found.append(cache.num_slots)
+        assert found == after
+        cache.add_lengths([], 1000)
+        cache.add_lengths([1], None)
+        assert cache.num_slots == after[-1], "nothing is known of it"
+        for number in range(after[-1]):
+            assert places.wait_for_room(SLOT, 0)
+            places.enter(number, (SLOT,), admit=lambda: None)
+        assert not places.wait_for_room(SLOT, 0)

@@ -13,7 +13,7 @@ import pytest
 from rftdask.buffer.log.schema import Status
 from rftdask.config.schema.explorer import OverRolloutConfig
 from rftdask.data.task import Task
-from rftdask.rollouts.places import SLOT, SharedPlaces
+from rftdask.rollouts.places import SLOT, SharedPlaces, TokenRoom, slots_by_memory
 from rftdask.rollouts.runner import TextEngine, UnitOutcome, run_work_unit
 from rftdask.rollouts.shared_loop import SharedLoop
 from rftdask.rollouts.workflows.base import PolicyModel
@@ -167,3 +167,38 @@ def test_units_on_a_shared_loop_run_side_by_side() -> None:
     loop.submit(asyncio.sleep(0)).result(30)
     loop.close()
     assert ended.wait(30), "what is left is cancelled"
+
+
+def test_an_engine_has_slots_for_what_its_memory_holds_of_rollouts_of_mean_length() -> None:
+    assert [slots_by_memory(1000, mean, fewest=8) for mean in (10.0, 30.0, 124.9, 125.1, 5000.0, 0.0)] == [
+        100,
+        33,
+        8,
+        8,
+        8,
+        1000,
+    ]
+
+
+def test_more_places_admit_who_waits_and_fewer_are_given_up_by_those_who_leave() -> None:
+    places, admitted = SharedPlaces({SLOT: 1}), list[str]()
+    for key in "abcdef":
+        places.enter(key, (SLOT,), admit=lambda key=key: admitted.append(key))
+    places.change(SLOT, 2)
+    assert admitted == ["a", "b", "c"]
+    places.change(SLOT, -2)
+    for key in "abc":
+        assert not places.wait_for_room(SLOT, 0)
+        places.leave(key)
+    assert admitted == ["a", "b", "c", "d"]
+
+
+def test_an_engine_has_room_for_what_its_memory_holds_and_for_one_by_itself() -> None:
+    room = TokenRoom(100)
+    room.take(60)
+    assert [room.has_room(needed) for needed in (40, 41)] == [True, False] and room.missing(50) == 10
+    room.give(60)
+    assert room.has_room(300)
+    unknown = TokenRoom(None)
+    unknown.take(10**9)
+    assert unknown.has_room(10**9)
