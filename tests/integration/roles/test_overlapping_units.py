@@ -23,7 +23,6 @@ from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.shard import ShardName, done_units
 from rftdask.monitor.metrics import read_metrics
 from rftdask.storage import open_storage
-from tests.integration.roles.slow_engine import CALLS, most_under_way
 from tests.integration.run_cases import (
     BATCH_SIZE,
     ENGINE,
@@ -38,6 +37,7 @@ from tests.integration.run_cases import (
     worker_of,
     write_config,
 )
+from tests.integration.serving.slow_engine import CALLS, most_under_way
 
 pytestmark = pytest.mark.slow
 
@@ -205,8 +205,11 @@ def test_as_many_rollouts_are_under_way_as_there_are_slots(config: Path, tmp_pat
     # The engine has room for 100 tokens; a prompt has 4 or 5, an answer 8.
     (tmp_path / "calls").mkdir()
     settings = ("mode=explore", "buffer.total_steps=8", "explorer.eval_on_startup=false", "--progress", "none")
-    engine = ("explorer.rollout_model.engine_type=slow_engine.SlowEngine", f"explorer.slots_per_engine={slots}")
-    environment = {"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}", CALLS: str(tmp_path / "calls")}
+    engine = (
+        "explorer.rollout_model.engine_type=tests.integration.serving.slow_engine.SlowEngine",
+        f"explorer.slots_per_engine={slots}",
+    )
+    environment = {"PYTHONPATH": str(Path.cwd()), CALLS: str(tmp_path / "calls")}
     with RunProcess(
         "run", str(config), *settings, *engine, "synchronizer.sync_style=fully_async", env=environment
     ) as run:

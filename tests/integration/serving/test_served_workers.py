@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -25,8 +27,8 @@ from rftdask.buffer.log import open_log
 from rftdask.config import load_config
 from rftdask.storage import open_storage
 from rftdask.weights.published import publish_weights
-from tests.integration.roles.slow_engine import CALLS
 from tests.integration.run_cases import RunProcess, run_folder, write_config
+from tests.integration.serving.slow_engine import CALLS
 
 pytestmark = pytest.mark.slow
 TOKEN = "a-token"
@@ -118,7 +120,7 @@ def worker(scheduler_file: Path, host: str) -> contextlib.AbstractContextManager
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     folder = tmp_path / "calls"
     folder.mkdir()
-    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{Path(__file__).parent}")
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
     monkeypatch.setenv("RFTDASK_SERVE_TOKEN", TOKEN)
     monkeypatch.setenv(CALLS, str(folder))
     return folder
@@ -133,9 +135,9 @@ def scheduler(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def serve(config: Path, *overrides: str) -> RunProcess:
-    engine = "explorer.rollout_model.engine_type=slow_engine.SlowEngine"
+    engine = "explorer.rollout_model.engine_type=tests.integration.serving.slow_engine.SlowEngine"
     arguments = ("--port", "0", engine, "model.max_prompt_tokens=64", *overrides)
-    return RunProcess("serve", str(config), *arguments, env={"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}"})
+    return RunProcess("serve", str(config), *arguments)
 
 
 def url_of(run: RunProcess) -> str:
@@ -200,14 +202,22 @@ def test_a_killed_worker_costs_no_call_and_no_session_and_the_next_one_is_asked(
     assert not psutil.pid_exists(killed)
 
 
-def test_a_killed_server_leaves_no_engine_and_no_session_behind(tmp_path: Path, calls: Path) -> None:
+def test_a_killed_engine_is_followed_by_another_and_a_killed_server_leaves_none_behind(
+    tmp_path: Path, calls: Path
+) -> None:
     config, file = write_config(tmp_path), tmp_path / "scheduler.json"
     with scheduler(file) as cluster, worker(file, "127.0.0.2") as host:
         for number in range(2):
             with serve(config, *cluster) as run:
                 agents = Agents(url_of(run))
-                for session in range(3):
-                    agents.play(f"s{number}-{session}")
+                agents.play(f"s{number}-0")
+                # Its engine alone: the worker starts another one.
+                os.kill(engine_of(host, calls), signal.SIGKILL)
+                run.wait_until(lambda: health(agents.url)["engines"] == 0)  # noqa: B023
+                with pytest.raises(RuntimeError, match="503: .*no engine is there"):
+                    agents.play(f"s{number}-1")
+                run.wait_until(lambda: health(agents.url)["engines"] == 1)  # noqa: B023
+                agents.play(f"s{number}-1")
                 pid = engine_of(host, calls)
                 run.process.kill()
                 run.process.wait(60)
@@ -217,13 +227,13 @@ def test_a_killed_server_leaves_no_engine_and_no_session_behind(tmp_path: Path, 
         with serve(config, *cluster) as run:
             url_of(run)
             end(run)
-    assert sessions_in_log(config) == 6
+    assert sessions_in_log(config) == 4
 
 
 def test_a_worker_that_joins_speaks_tls_with_its_server(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     tree = yaml.safe_load(config.read_text())
-    tree["explorer"]["rollout_model"]["engine_type"] = "slow_engine.SlowEngine"
+    tree["explorer"]["rollout_model"]["engine_type"] = "tests.integration.serving.slow_engine.SlowEngine"
     config.write_text(yaml.safe_dump({**tree, "cluster": {"type": "joined"}}))
     with serve(config) as run, process("rftdask", "join", str(config)) as joined:
         agents = Agents(url_of(run))
