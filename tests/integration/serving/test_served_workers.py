@@ -169,6 +169,10 @@ def calls_of(folder: Path, pid: int) -> tuple[int, int]:
     return lines.count("+"), lines.count("-")
 
 
+def calls_of_others(folder: Path, pid: int) -> int:
+    return sum(calls_of(folder, int(file.name))[1] for file in folder.iterdir() if file.name != str(pid))
+
+
 def test_a_killed_worker_costs_no_call_and_no_session_and_the_next_one_is_asked(tmp_path: Path, calls: Path) -> None:
     config, file = write_config(tmp_path), tmp_path / "scheduler.json"
     with (
@@ -202,32 +206,25 @@ def test_a_killed_worker_costs_no_call_and_no_session_and_the_next_one_is_asked(
     assert not psutil.pid_exists(killed)
 
 
-def test_a_killed_engine_is_followed_by_another_and_a_killed_server_leaves_none_behind(
-    tmp_path: Path, calls: Path
-) -> None:
+def test_a_killed_engine_is_followed_by_another_and_a_killed_server_leaves_none(tmp_path: Path, calls: Path) -> None:
     config, file = write_config(tmp_path), tmp_path / "scheduler.json"
     with scheduler(file) as cluster, worker(file, "127.0.0.2") as host:
-        for number in range(2):
-            with serve(config, *cluster) as run:
-                agents = Agents(url_of(run))
-                agents.play(f"s{number}-0")
-                # Its engine alone: the worker starts another one.
-                os.kill(engine_of(host, calls), signal.SIGKILL)
-                run.wait_until(lambda: health(agents.url)["engines"] == 0)  # noqa: B023
-                with pytest.raises(RuntimeError, match="503: .*no engine is there"):
-                    agents.play(f"s{number}-1")
-                run.wait_until(lambda: health(agents.url)["engines"] == 1)  # noqa: B023
-                agents.play(f"s{number}-1")
-                pid = engine_of(host, calls)
-                run.process.kill()
-                run.process.wait(60)
-            run.wait_for_no_survivors()
-            psutil.wait_procs([each for each in psutil.process_iter() if each.pid == pid], timeout=60)
-            assert not psutil.pid_exists(pid) and host.poll() is None
         with serve(config, *cluster) as run:
-            url_of(run)
+            agents = Agents(url_of(run))
+            agents.play("one")
+            first = engine_of(host, calls)
+            os.kill(first, signal.SIGKILL)
+            run.wait_until(lambda: calls_of_others(calls, first) > 0 and health(agents.url)["engines"] == 1)
+            agents.play("two")
+            second = engine_of(host, calls)
+            run.process.kill()
+            run.process.wait(60)
+        psutil.wait_procs([each for each in psutil.process_iter() if each.pid == second], timeout=60)
+        assert not psutil.pid_exists(second) and host.poll() is None
+        with serve(config, *cluster) as run:
+            Agents(url_of(run)).play("three")
             end(run)
-    assert sessions_in_log(config) == 4
+    assert sessions_in_log(config) == 3
 
 
 def test_a_worker_that_joins_speaks_tls_with_its_server(tmp_path: Path) -> None:
