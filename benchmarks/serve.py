@@ -1,12 +1,14 @@
 """What `rftdask serve` adds to an answer, with hundreds of agents at once.
 
     OMP_NUM_THREADS=1 python benchmarks/serve.py [--sessions 512] [--turns 8] [--tokens 200] [--answer-s 8]
-                                                 [--quick] [--json FILE]
+                                                 [--workers 0] [--quick] [--json FILE]
 
 Sessions side by side, each of some turns: what was said goes back with each turn, so a session is one conversation; at
 its end it is rewarded. The server is a process as a user starts it, with the simulated engine of simulated.py,
 which decodes an answer in so many seconds by the clock, however many are under way. Overhead is what a call takes
 beyond what the same request takes in the bare engine, asked in a process by itself with as many side by side.
+With --workers the engines are on so many Dask workers (`rftdask join`, TLS) instead of below the server: processes of
+the same machine, with the same two cores.
 
 All agents are one process on the same machine, whose own work is in the overhead too.
 """
@@ -34,7 +36,7 @@ from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 TOKEN = "a-token"
 
 
-def write_config(root: Path, tokens: int, turns: int) -> Path:
+def write_config(root: Path, tokens: int, turns: int, workers: int) -> Path:
     tree = {
         "name": "served",
         "mode": "serve",
@@ -43,9 +45,10 @@ def write_config(root: Path, tokens: int, turns: int) -> Path:
         "algorithm": {"algorithm_type": "grpo", "repeat_times": 8, "kl_loss_fn": "none"},
         "buffer": {"batch_size": 8},
         "explorer": {
-            "rollout_model": {"engine_type": "simulated.SimulatedEngine"},
+            "rollout_model": {"engine_type": "simulated.SimulatedEngine", "engine_num": max(1, workers)},
             "proxy_port": 0,
         },
+        "cluster": {"type": "joined" if workers else "local"},
         "monitor": {"monitor_type": "none"},
     }
     path = root / "config.yaml"
@@ -122,6 +125,9 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=512, help="at once")
     parser.add_argument("--turns", type=int, default=8, help="of each")
     parser.add_argument("--tokens", type=int, default=200, help="of each answer")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="of Dask that have an engine each; 0: the server has one"
+    )
     parser.add_argument("--answer-s", type=float, default=8.0, help="seconds in which the engine decodes an answer")
     args = parser.parse_args()
     report = Report(args)
@@ -132,24 +138,30 @@ def main() -> None:
         root = Path(folder)
         os.environ[STEP_S] = repr(answer_s / tokens)
         floor_s = bare(sessions, turns, tokens)
-        program = [sys.executable, "-m", "rftdask", "serve", str(write_config(root, tokens, turns))]
+        config, program = str(write_config(root, tokens, turns, args.workers)), [sys.executable, "-m", "rftdask"]
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "RFTDASK_SERVE_TOKEN": TOKEN, "PYTHONPATH": path}
         server = subprocess.Popen(
-            [*program, "--max-concurrent", str(2 * sessions)],
+            [*program, "serve", config, "--max-concurrent", str(2 * sessions)],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "RFTDASK_SERVE_TOKEN": TOKEN, "PYTHONPATH": path},
+            env=env,
         )
+        joined = [subprocess.Popen([*program, "join", config], env=env) for _ in range(args.workers)]
         try:
             assert server.stdout is not None
-            url = server.stdout.readline().split()[1].removesuffix("/v1")
+            line = next(line for line in server.stdout if line.startswith("serving "))
+            url = line.split()[1].removesuffix("/v1")
+            while httpx.get(f"{url}/health").json()["engines"] < args.workers:
+                time.sleep(0.1)
             began = time.perf_counter()
             answers_s, rewards_s, num_refused = asyncio.run(play(url, sessions, turns, tokens, answer_s))
             wall_s = time.perf_counter() - began
         finally:
             server.terminate()
-            server.wait(60)
-    what = f"{sessions} sessions of {turns} turns"
+            for process in (server, *joined):
+                process.wait(60)
+    what = f"{sessions} sessions of {turns} turns" + f", {args.workers} workers" * bool(args.workers)
     floor = float(np.median(floor_s))
     for share in (50, 99):
         overhead = float(np.percentile(answers_s, share)) - floor

@@ -1,4 +1,5 @@
 """Serve: a policy as OpenAI's API, whose sessions become experiences of a run once somebody says what they were worth.
 
-The folder knows no tasksets and no workflows: who asks is the agent, and who rewards the environment.
+Its engines are on this machine, or on Dask's workers. The folder knows no tasksets and no workflows: who asks is the
+agent, and who rewards the environment.
 """

@@ -5,7 +5,8 @@ those of Dask's workers.
                    |
                    `--> lost --> here: the server ends; on a worker: another one is started, where a worker is
 
-`EnginePool.look` is called a few times a second, and waits for no engine that others can be asked beside.
+`EnginePool.look` is called a few times a second, and waits for no engine that others can be asked beside. An engine is
+asked once it serves the newest weights.
 """
 
 from __future__ import annotations
@@ -78,6 +79,15 @@ class EnginePool(ABC):
         for loading in self._loading.values():
             loading.cancel()
 
+    async def _load_newest(self, engine: ServedEngine) -> None:
+        """Have an engine serve what is newest before it is asked. Raises: RoleError, WaitTimeout."""
+        found = await asyncio.to_thread(latest_written, self._storage)
+        try:
+            if found is not None:
+                await asyncio.to_thread(engine.load, self._storage, found)
+        except StorageError as error:  # removed meanwhile; the next look finds the next one
+            log.warning("%s begins with version %d: %s", engine, engine.weights.version, error)
+
     @abstractmethod
     async def _look_for_engines(self) -> None:
         """Give `queue` those that are ready. Raises: as `look`."""
@@ -96,19 +106,24 @@ class LocalEngines(EnginePool):
         section = config.explorer.rollout_model
         threads = max(1, (os.cpu_count() or 1) // section.engine_num)
         spec = engine_spec(section, config, threads, None)
-        self._starting = [EngineClient(spec) for _ in range(section.engine_num)]
+        self._engines = [EngineClient(spec) for _ in range(section.engine_num)]
+        self._have_started = False
 
     async def _look_for_engines(self) -> None:
-        for engine in self._starting:
+        if self._have_started:
+            return
+        for engine in self._engines:
             await asyncio.to_thread(engine.wait_ready)
-        while self._starting:
-            self.queue.add(self._starting.pop(0))
+            await self._load_newest(engine)
+        for engine in self._engines:
+            self.queue.add(engine)
+        self._have_started = True
 
     def _take_lost(self, engine: ServedEngine) -> None:
         raise RoleError(f"{engine} has died; the same command goes on")
 
     async def close(self) -> None:
         """See EnginePool."""
-        for engine in self._starting:
-            engine.close()
         await super().close()
+        for engine in self._engines:
+            engine.close()

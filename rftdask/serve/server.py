@@ -440,6 +440,8 @@ def serve_policy(
             try:
                 # What answers are made of takes most of a second, in which engines start.
                 importlib.import_module("openai.types.chat")
+                if not config.cluster.is_one_machine:
+                    say(f"waits for the first explorer worker of cluster.type {config.cluster.type}")
                 if not await _until_asked(engines):
                     return
                 sampling, guided, images = model_sampling(config.model), section.traits.guides_sampling, None

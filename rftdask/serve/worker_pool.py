@@ -42,7 +42,7 @@ from rftdask.serve.worker_engine import (
     host_engines,
 )
 from rftdask.storage import Storage
-from rftdask.weights.published import Published, latest_written
+from rftdask.weights.published import Published
 
 _LOOK_AT_WORKERS_S = 1.0
 _AGAIN_S = 10.0
@@ -103,12 +103,13 @@ class WorkerEngines(EnginePool):
     async def _start(self, address: str) -> WorkerEngine:
         """An engine on a worker that serves the newest weights. Raises: RftError; OSError: the worker is not there."""
         client = self._cluster.client
-        await asyncio.to_thread(client.run, host_engines, workers=[address])
+        try:
+            await asyncio.to_thread(client.run, host_engines, workers=[address])
+        except Exception as error:  # whatever the call raised there, such as where rftdask is another one
+            raise RoleError(f"it cannot be asked to start one: {type(error).__name__}: {error}") from error
         engine = await WorkerEngine.open(address, client.connection_args, self._run)
         try:
-            found = await asyncio.to_thread(latest_written, self._storage)
-            if found is not None:
-                await asyncio.to_thread(engine.load, self._storage, found)
+            await self._load_newest(engine)
         except BaseException:
             engine.close()
             raise

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import yaml
 from cryptography import x509
@@ -254,6 +255,17 @@ def test_a_server_with_a_certificate_speaks_https_alone(tmp_path: Path) -> None:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         with httpx.Client(verify=ssl.create_default_context(cafile=str(cert_file)), headers=headers) as client:
             assert client.get(f"{url}/models").json()["data"][0]["id"] == "policy"
+            # As a program of somebody else uses it: a session's key, for that session alone.
+            session = client.post(f"{url.removesuffix('/v1')}/sessions", json={}).json()
+            asked: Any = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+            with openai.OpenAI(base_url=url, api_key=session["api_key"], http_client=client) as agent:
+                assert agent.chat.completions.create(**asked).choices[0].message.role == "assistant"
+                told = {"reward": 1, "session_id": session["session_id"]}
+                assert client.post(f"{url.removesuffix('/v1')}/feedback", json=told).json()["num_rows"] == 1
+            with httpx.Client(verify=ssl.create_default_context(cafile=str(cert_file))) as other:
+                stranger = openai.OpenAI(base_url=url, api_key="another", http_client=other, max_retries=0)
+                with pytest.raises(openai.AuthenticationError):
+                    stranger.chat.completions.create(**asked)
         with pytest.raises(httpx.ConnectError, match="self-signed certificate"):
             httpx.get(f"{url}/models")
         with pytest.raises(httpx.RemoteProtocolError):

@@ -10,9 +10,13 @@ from typing import Any
 
 from rftdask.engines.base import GenerateRequest, Generation, Give, Take
 from rftdask.engines.fake import FakeEngine
+from rftdask.errors import DataError
 
 CALLS = "RFTDASK_TEST_CALLS"
 """Folder of the files `<pid>`: a line "+" for each call that begins, and "-" for one that ends."""
+
+WHY_NOT = "RFTDASK_TEST_WHY_NOT"
+"""Why it cannot start; not set: it can."""
 
 
 class SlowEngine(FakeEngine):
@@ -27,6 +31,8 @@ class SlowEngine(FakeEngine):
 
     @classmethod
     def from_config(cls, *_: Any) -> SlowEngine:
+        if why := os.environ.get(WHY_NOT):
+            raise DataError(why)
         return cls()
 
     def serve(self, take: Take, give: Give) -> None:

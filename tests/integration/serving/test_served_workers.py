@@ -28,7 +28,7 @@ from rftdask.config import load_config
 from rftdask.storage import open_storage
 from rftdask.weights.published import publish_weights
 from tests.integration.run_cases import RunProcess, run_folder, write_config
-from tests.integration.serving.slow_engine import CALLS
+from tests.integration.serving.slow_engine import CALLS, WHY_NOT
 
 pytestmark = pytest.mark.slow
 TOKEN = "a-token"
@@ -142,6 +142,7 @@ def serve(config: Path, *overrides: str) -> RunProcess:
 
 def url_of(run: RunProcess) -> str:
     assert run.process.stdout is not None
+    assert run.process.stdout.readline().startswith("waits for the first explorer worker of cluster.type ")
     line = run.process.stdout.readline()
     assert line.startswith("serving "), (line, run.kill_and_read())
     return line.split()[1].removesuffix("/v1")
@@ -224,6 +225,9 @@ def test_a_killed_engine_is_followed_by_another_and_a_killed_server_leaves_none(
         with serve(config, *cluster) as run:
             Agents(url_of(run)).play("three")
             end(run)
+        with serve(config, *cluster, f"explorer.env_vars={{{WHY_NOT}: no such model}}") as run:
+            ended = run.end()
+        assert ended.code == 2 and "127.0.0.2" in ended.err and "no such model" in ended.err, ended
     assert sessions_in_log(config) == 3
 
 
