@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -30,8 +29,8 @@ MAX_UNSIZED = 64
 """Calls that an engine is given at once whose memory is not known."""
 _TIMEOUT_S = 600.0
 """Longest silence of an engine that has something to do; then it counts as lost."""
-_WINDOW_S = 60.0
-"""Time over which it is counted how fast memory becomes free."""
+_NEWEST_SHARE = 0.1
+"""Of a call in the mean time of calls."""
 _MAX_RETRY_AFTER_S = 30
 
 log = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class NoEngineError(RuntimeError):
     """No engine is there at the moment."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Place:
     """An engine, and what it has to do."""
 
@@ -103,8 +102,8 @@ class Balanced(RequestQueue):
         super().__init__()
         self._max_unsized, self._clock = max_unsized, clock
         self._places: list[_Place] = []
-        self._given: deque[tuple[float, int]] = deque()
-        """When how many tokens were given back, in the last `_WINDOW_S`."""
+        self._mean_s = 0.0
+        """Of calls, the newest count most."""
 
     def add(self, engine: ServedEngine) -> None:
         """Ask it from now on."""
@@ -114,7 +113,8 @@ class Balanced(RequestQueue):
     def take_lost(self) -> list[ServedEngine]:
         """Those that are lost; from here on they are known no more."""
         lost = [place for place in self._places if place.is_lost]
-        self._places = [place for place in self._places if not place.is_lost]
+        # Not by asking again: one that is lost in this moment is for the next call.
+        self._places = [place for place in self._places if place not in lost]
         return [place.engine for place in lost]
 
     @property
@@ -141,6 +141,7 @@ class Balanced(RequestQueue):
             place = self._choose(needed)
             place.room.take(needed)
             place.num_calls += 1
+            began_s = self._clock()
             try:
                 return await place.queue.generate(key, turn, request)
             except (RoleError, WaitTimeout) as error:
@@ -152,7 +153,7 @@ class Balanced(RequestQueue):
             finally:
                 place.room.give(needed)
                 place.num_calls -= 1
-                self._given.append((self._clock(), needed))
+                self._mean_s += _NEWEST_SHARE * (self._clock() - began_s - self._mean_s)
 
     def _choose(self, needed: int) -> _Place:
         """The engine for a call that may need so many tokens. Raises: FullError, NoEngineError."""
@@ -174,18 +175,12 @@ class Balanced(RequestQueue):
         raise FullError(
             f"the request may need {needed} tokens of an engine's memory, of whose {place.room.num_tokens} "
             f"{place.room.taken} are taken; come again, or ask for fewer max_tokens",
-            self._retry_after_s(missing),
+            self._retry_after_s(missing, place),
         )
 
-    def _retry_after_s(self, missing: int) -> int:
-        """Seconds in which so many tokens become free, as they did in the last minute, all engines together."""
-        now = self._clock()
-        while self._given and self._given[0][0] < now - _WINDOW_S:
-            self._given.popleft()
-        if not self._given:
-            return 1
-        per_s = sum(num_tokens for _, num_tokens in self._given) / max(1.0, now - self._given[0][0])
-        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(missing / per_s)))
+    def _retry_after_s(self, missing: int, place: _Place) -> int:
+        """Seconds in which so many tokens become free there, if each call keeps its own as long as calls did lately."""
+        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(missing / max(1, place.room.taken) * self._mean_s)))
 
     async def close(self) -> None:
         """See RequestQueue."""

@@ -159,7 +159,8 @@ class WorkerEngine:
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[list[Any]] = asyncio.Queue()
         self._num_asked = 0
-        self._asked: dict[int, Future[Any]] = {}
+        self._ready = Future[Any]()
+        self._asked: dict[int, Future[Any]] = {0: self._ready}
         """What is not answered yet; by 0 whether it is ready."""
         self._listeners: dict[int, OnTokens] = {}
         """Who takes the tokens of those that stream."""
@@ -172,15 +173,18 @@ class WorkerEngine:
         comm = await connect(address, **connection_args)
         await comm.write({"op": OPERATION, "run": astuple(run), "reply": False})
         engine = cls(address, comm)
-        ready = engine._asked[0] = Future[Any]()
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(ready), LOAD_TIMEOUT_S)
-        except TimeoutError:
-            raise RoleError(f"{engine} was not ready in {LOAD_TIMEOUT_S:.0f} s") from None
-        finally:
-            if not ready.done() or ready.cancelled() or ready.exception():
-                engine.close()
+        await engine.wait_ready()
         return engine
+
+    async def wait_ready(self) -> None:
+        """Wait until the model is loaded and has answered. Raises: UserError, RoleError: why not; it is closed then."""
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(self._ready), LOAD_TIMEOUT_S)
+        except TimeoutError:
+            raise RoleError(f"{self} was not ready in {LOAD_TIMEOUT_S:.0f} s") from None
+        finally:
+            if self.alive() and (self._ready.cancelled() or not self._ready.done()):
+                self.close()
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[Future[Generation]]:
         """As EngineClient.submit."""
@@ -263,7 +267,9 @@ class WorkerEngine:
             for answer in message.answers:
                 self._answer(answer.number, answer.generation)
         elif isinstance(message, Gone):
-            self._fail((UserError if message.is_users else ProcessLostError)(f"{self}: {message.why}"))
+            # Of one that was ready it is as with any other loss: it may do better on another machine.
+            is_users = message.is_users and 0 in self._asked
+            self._fail((UserError if is_users else ProcessLostError)(f"{self}: {message.why}"))
         elif isinstance(message, Hosted):
             self._name = f"{message.name} of worker {self._comm.peer_address}"
             self.cache_tokens = message.cache_tokens
