@@ -534,6 +534,11 @@ def join(
         raise UserError(
             f"cluster.type {checked.cluster.type} starts its own workers; only one that is joined takes more"
         )
+    if not checked.continue_from_checkpoint:
+        raise UserError(
+            "continue_from_checkpoint: false gives each start a run of its own, whose name a worker cannot know; add "
+            "continue_from_checkpoint=true, and name=NAME of the run that is meant, as its start says it"
+        )
     work(checked, PrivateFolder.of(checked, open_storage(checked.checkpoint_job_dir)), role, patience)
 
 

@@ -93,13 +93,13 @@ def _stage_plan(config: Config, num_ranks: int) -> StagePlan:
     trains = config.mode in ("both", "train")
 
     def rows_of(taskset: TasksetConfig) -> int | None:
-        return count_rows(taskset.path, taskset.split, taskset.dataset_args)
+        return count_rows(taskset.path, taskset.split, taskset.dataset_args, taskset.subset_name)
 
     if on_rollouts:
         num_tasks = _sum([rows_of(taskset) for taskset in source.train_tasksets])
     else:
         rows = buffer.trainer_input.experience_buffer
-        num_tasks = count_rows(rows.path, rows.split, {}) if rows.path else None
+        num_tasks = count_rows(rows.path, rows.split, {}, rows.subset_name) if rows.path else None
     explore_steps = None
     if on_rollouts and explores:
         explore_steps = buffer.total_steps
@@ -239,8 +239,10 @@ _GENERATED_SIZE = 1000
 """Size of a reasoning-gym dataset when none is given, as the one who reads it has it."""
 
 
-def count_rows(path: str, split: str, dataset_args: dict[str, object]) -> int | None:
-    """Rows of the dataset at `path`, or None when it is not here or cannot be counted."""
+def count_rows(path: str, split: str, dataset_args: dict[str, object], subset_name: str | None = None) -> int | None:
+    """Rows of the dataset at `path`, or None when it is not here or cannot be counted. Of a folder, those of its
+    subfolder `subset_name`, where one is named.
+    """
     if path.startswith(GENERATED):
         size = dataset_args.get("size", _GENERATED_SIZE)
         return size if isinstance(size, int) else None
@@ -250,6 +252,7 @@ def count_rows(path: str, split: str, dataset_args: dict[str, object]) -> int | 
     place = Path(path).expanduser()
     if place.is_file():
         return _count_file(place)
+    place /= subset_name or ""
     if not place.is_dir():
         return None
     files = sorted(file for file in place.iterdir() if file.suffix in _SUFFIXES)

@@ -107,6 +107,9 @@ MISTYPED = {
     "offline in one allocation": ("submit", "CONFIG", "--offline", "--single-allocation"),
     "a role that is none": ("join", "CONFIG", "--role", "king"),
     "a cluster that is not joined": ("join", "CONFIG"),
+    "a run of a name that is not known yet": (
+        *("join", "CONFIG", "cluster.type=joined", "continue_from_checkpoint=false"),
+    ),
     "lines below 1": ("logs", "RUN", "-n", "0"),
     "a role without a log": ("logs", "RUN", "king"),
     "a timeout of 0": ("cancel", "RUN", "--timeout", "0"),

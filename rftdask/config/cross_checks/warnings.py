@@ -143,6 +143,7 @@ _OF_ROWS = (
     *("enable_concatenated_multi_turn", "return_assistant_tokens_mask"),
 )
 _OF_TASKS = ("workflow_key", "reward_fn_key")
+_OF_DATASETS = ("split", "subset_name")
 
 
 def _of_other_rows(config: Config) -> Iterator[Problem]:
@@ -161,12 +162,12 @@ def _of_other_rows(config: Config) -> Iterator[Problem]:
     for name, dataset in rows:
         for key in _changed(dataset.format, _OF_TASKS):
             yield f"{at}.{name}.format.{key}", "ignored: it is of tasks, and these are rows to learn from"
-    if (
-        config.algorithm.schema_type == "experience"
-        and source.experience_buffer.data_selector.selector_type != "sequential"
-    ):
-        told = "ignored: rollouts are read from the log of the run"
-        yield f"{at}.experience_buffer.data_selector.selector_type", told
+    if config.algorithm.schema_type == "experience":
+        log = source.experience_buffer
+        is_given = {key: getattr(log, key) != default_of(type(log).model_fields[key]) for key in _OF_DATASETS}
+        is_given["data_selector.selector_type"] = log.data_selector.selector_type != "sequential"
+        for key in (key for key, given in is_given.items() if given):
+            yield f"{at}.experience_buffer.{key}", "ignored: rollouts are read from the log of the run"
     if source.experience_buffer.data_selector.feature_keys:
         yield f"{at}.experience_buffer.data_selector.feature_keys", "ignored: only tasks are ordered by what they hold"
 

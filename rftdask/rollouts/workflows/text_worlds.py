@@ -10,12 +10,16 @@ import hashlib
 import importlib
 import json
 import re
-from typing import Any, Protocol
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from rftdask.data.task import Task
+from rftdask.errors import UserError
 from rftdask.rollouts.workflows.base import PolicyModel, Reward, Step
 from rftdask.rollouts.workflows.registry import workflow
 
+_Choice = TypeVar("_Choice")
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _RULES = (
     "You act in a world that is told in text. Each turn, think within <think> </think> and then take one action within "
@@ -79,14 +83,19 @@ async def sciworld_workflow(task: Task, model: PolicyModel) -> Reward:
     num_turns, env_done, golden_rounds (the length of one solution).
 
     The prompt is JSON: {"task_name", "var_num", "jar_path" (the package's own)}. `workflow_args`: max_env_steps (30),
-    simplifications (easy).
+    simplifications (easy); task_name: the prompt is not read, and the row's `seed`, or the task's number, draws one of
+    the variations that ScienceWorld has for training.
     """
-    told = json.loads(task.prompt or _last(task))
+    named = task.workflow_args.get("task_name")
+    told = {"task_name": named} if named else json.loads(task.prompt or _last(task))
     package: Any = importlib.import_module("scienceworld")
     most = int(task.workflow_args.get("max_env_steps", 30))
     world = _Science(package.ScienceWorldEnv("", told.get("jar_path"), envStepLimit=100))
     try:
         easier = task.workflow_args.get("simplifications", "easy")
+        if named:
+            world.env.load(named)  # which variations there are is told of a task that is loaded
+            told["var_num"] = draw(world.env.get_variations_train(), task)
         world.env.load(told["task_name"], told["var_num"], easier, generateGoldPath=True)
         golden = len(world.env.get_gold_action_sequence())
     except BaseException:
@@ -125,13 +134,16 @@ async def alfworld_workflow(task: Task, model: PolicyModel) -> Reward:
     """A household task of ALFWorld. The reward is the game's at its end, -0.1 where it does not come. Each turn tells
     its state and reward, so algorithms that compare steps (gigpo) see them. Metrics: num_turns, env_done.
 
-    The prompt is the path of a `game.tw-pddl`. `workflow_args`: max_env_steps (30).
+    The prompt is the path of a `game.tw-pddl`. `workflow_args`: max_env_steps (30); games: a folder, in which the row's
+    `seed`, or the task's number, draws one of those files, and the prompt is not read.
     """
+    folder = task.workflow_args.get("games")
+    path = draw(find_games(str(folder)), task) if folder else task.prompt or _last(task)
     gym: Any = importlib.import_module("textworld.gym")
     textworld: Any = importlib.import_module("textworld")
     alfred: Any = importlib.import_module("alfworld.agents.environment.alfred_tw_env")
     infos = textworld.EnvInfos(description=True, inventory=True, admissible_commands=True)
-    game = gym.register_game(task.prompt or _last(task), infos, wrappers=[alfred.AlfredDemangler()])
+    game = gym.register_game(path, infos, wrappers=[alfred.AlfredDemangler()])
     steps, is_over = await walk(
         _Alfred(gym.make(game)), ALFRED_RULES, int(task.workflow_args.get("max_env_steps", 30)), model
     )
@@ -153,6 +165,22 @@ class _Alfred:
 
     def close(self) -> None:
         self._env.close()
+
+
+def find_games(folder: str) -> list[str]:
+    """The games below a folder, in one order on every machine. Raises: UserError: there is none."""
+    games = sorted(map(str, Path(folder).expanduser().rglob("game.tw-pddl")))
+    if not games:
+        raise UserError(
+            f"alfworld_workflow: workflow_args.games is {folder}, below which there is no game.tw-pddl; run "
+            "alfworld-download, or name the folder that it told"
+        )
+    return games
+
+
+def draw(choices: Sequence[_Choice], task: Task) -> _Choice:
+    """One of `choices`, by the row's `seed` or the task's number."""
+    return choices[int(task.row.get("seed", task.index)) % len(choices)]
 
 
 def _last(task: Task) -> str:

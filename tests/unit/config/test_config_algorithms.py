@@ -201,6 +201,9 @@ def test_each_kind_of_log_is_taken_and_a_path_is_for_databases() -> None:
         assert config(grpo(), f"{EXPERIENCES}.storage_type={kind}").warnings == ()
     (line,) = config(grpo(), f"{EXPERIENCES}.storage_type=file", f"{EXPERIENCES}.path=x").warnings
     assert line == f"{EXPERIENCES}.path: ignored: rollouts are read from the log of the run"
+    for key in ("split", "subset_name"):  # of a dataset
+        (line,) = config(grpo(), f"{EXPERIENCES}.{key}=hard").warnings
+        assert line == f"{EXPERIENCES}.{key}: ignored: rollouts are read from the log of the run"
     (line,) = problems(grpo(), f"{EXPERIENCES}.storage_type=sql", f"{EXPERIENCES}.path=mysql://host/db")
     assert line.startswith(f"{EXPERIENCES}.path: 'mysql://host/db' is no database; use postgresql://user@host/name")
     (line,) = problems(grpo(), f"{EXPERIENCES}.storage_type=sql", "checkpoint_root_dir=s3://bucket/runs")

@@ -215,3 +215,8 @@ def test_a_folder_counts_the_files_of_the_split(tmp_path: Path) -> None:
     assert count_rows(str(tmp_path), "train", {}) == 3
     assert count_rows(str(tmp_path), "test", {}) == 1
     assert count_rows(str(tmp_path / "absent"), "train", {}) is None
+    (tmp_path / "hard").mkdir()
+    (tmp_path / "hard/train.jsonl").write_text("{}\n" * 5)
+    assert count_rows(str(tmp_path), "train", {}, "hard") == 5
+    assert count_rows(str(tmp_path), "train", {}, "easy") is None
+    assert count_rows(str(tmp_path / "test.jsonl"), "train", {}, "hard") == 1  # a file has no subsets

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import psutil
 import pytest
 
+from rftdask.data.task import Task
 from rftdask.rollouts.rewards import math_verifier
-from rftdask.rollouts.rewards.math_answer import is_right, same_answer
+from rftdask.rollouts.rewards.math_answer import is_right, math_reward, same_answer
 from rftdask.rollouts.rewards.math_verifier import is_equal
 
 ENDLESS = r"\boxed{\sum_{n=1}^{100000000} n^n}"
@@ -48,6 +49,41 @@ def wait_until(true: Callable[[], bool], what: str) -> None:
 def test_equal_as_mathematics(answer: str, truth: str) -> None:
     assert same_answer(answer, truth)
     assert is_right(f"Hence \\boxed{{{answer}}}.", truth)
+
+
+ACCEPTED = [
+    ("0.5", r"\frac{1}{2}"),
+    (r"\dfrac{2}{4}", "1/2"),
+    (r"-\frac{1}{3}", r"\frac{-1}{3}"),
+    ("75%", r"\frac{3}{4}"),
+    (r"1{,}250", "1250"),
+    (r"3\times 10^{4}", "30000"),
+    (r"12\text{ cm}", "12"),
+    (r"45^\circ", "45"),
+    (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
+    (r"\log_2 8", "3"),
+    (r"\binom{5}{2}", "10"),
+    ("x^2-1", "(x-1)(x+1)"),
+    ("y = 2x+1", "y=1+2x"),
+    ("1 + 2i", "2i+1"),
+    ("x<2", "2>x"),
+    (r"[0, 0.5)", r"[0,\frac{1}{2})"),
+    (r"(-\infty, 2] \cup [3, \infty)", r"[3,\infty)\cup(-\infty,2]"),
+    (r"\{3, 1, 2\}", r"\{1,2,3\}"),
+    (r"\pm 3", r"\{-3, 3\}"),
+    (
+        r"\begin{pmatrix} 1 & 0.5 \\ 0 & 2 \end{pmatrix}",
+        r"\begin{bmatrix} 1 & \frac{1}{2} \\ 0 & 2 \end{bmatrix}",
+    ),
+]
+"""An answer and a truth that math-verify finds equal, in another form each."""
+
+
+@pytest.mark.parametrize(("answer", "truth"), ACCEPTED)
+def test_what_math_verify_accepts_is_right(answer: str, truth: str) -> None:
+    assert is_equal(f"\\boxed{{{answer}}}", f"\\boxed{{{truth}}}") is True
+    assert same_answer(answer, truth) and is_right(f"Hence $\\boxed{{{answer}}}$.", truth)
+    assert math_reward(f"Hence $\\boxed{{{answer}}}$.", truth, Task("sums", 0, 0)).value == 1.0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,116 @@
+"""A policy learns from being used by a command-line agent as it is, in about a minute on a laptop.
+
+    python examples/agents/learn_from_use.py
+
+`rftdask serve` puts the policy behind OpenAI's API and records what it is asked, a trainer learns beside it, and the
+agent is `llm` (https://llm.datasette.io, in the extra `agents`), each time as somebody would type it. Its policy is the
+toy of learn.py: asked for the number behind a letter, it guesses seven times in ten, and calls the tool that knows it
+three times. Who uses it says by POST /feedback whether the answer was right.
+"""
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import yaml
+from learn import LETTERS, make_toy
+
+from rftdask import Experiment
+from rftdask.config import load_config
+
+HERE = Path(__file__).parent
+SERVED = HERE / "served.yaml"
+TOOL = HERE / "with_llm" / "look.py"
+LLM = (sys.executable, "-m", "llm", "prompt", "--no-log")
+AT_ONCE = 3
+"""Uses side by side: each is a process of its own that computes for most of its time."""
+NUM_TOLD = 16
+"""Of the first uses, and of the last, whose mean reward is told."""
+DEADLINE_S = 120.0
+
+
+def warm_up() -> None:
+    """The policy that is served at first: the first stage of tool_loop.yaml, as a run of its own."""
+    tree = yaml.safe_load((HERE / "tool_loop.yaml").read_text())
+    experiment = Experiment(**{**tree, "name": "served_first", "stages": tree["stages"][:1]})
+    experiment.prepare()
+    make_toy(Path(experiment.config.checkpoint_root_dir) / "tool_loop_toy")
+    experiment.run()
+
+
+@contextlib.contextmanager
+def command(*arguments: str, **more: Any) -> Iterator[subprocess.Popen[str]]:
+    """A command of rftdask while the block runs."""
+    with subprocess.Popen([sys.executable, "-m", "rftdask", *arguments], text=True, **more) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait(DEADLINE_S)
+
+
+def post(url: str, key: str, **body: Any) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120) as reply:
+        told: dict[str, Any] = json.load(reply)
+    return told
+
+
+def use(server: str, key: str, task: str) -> float:
+    """Ask llm for the number behind a letter, and tell the server what the answer was worth: 1 if it was right."""
+    letter, number = random.choice(LETTERS), str(random.randrange(10))
+    session = post(f"{server}/sessions", key, task_id=task)
+    with tempfile.TemporaryDirectory() as folder:
+        # All that llm is told: where its model is, and by the key, whose session it is.
+        model = {"model_id": "policy", "model_name": "policy", "api_base": f"{server}/v1", "api_key_name": "policy"}
+        Path(folder, "extra-openai-models.yaml").write_text(yaml.safe_dump([{**model, "supports_tools": True}]))
+        Path(folder, "number.txt").write_text(number)
+        said = subprocess.run(
+            [*LLM, "--model", "policy", "--key", session["api_key"], "--functions", str(TOOL), f"{letter}:"],
+            cwd=folder,
+            env={**os.environ, "LLM_USER_PATH": folder},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+    reward = float(said.stdout.strip() == number)
+    post(f"{server}/feedback", key, session_id=session["session_id"], reward=reward)
+    return reward
+
+
+def main(overrides: list[str]) -> None:
+    began = time.monotonic()
+    warm_up()
+    config = load_config(SERVED, overrides)
+    repeats, num_tasks = config.algorithm.repeat_times, config.buffer.batch_size * config.trainer.total_steps
+    tasks = [str(number // repeats) for number in range(num_tasks * repeats)]
+    with (
+        command("serve", str(SERVED), *overrides, stdout=subprocess.PIPE) as server,
+        command("run", str(SERVED), "mode=train", "--progress", "none", *overrides) as trainer,
+        ThreadPoolExecutor(AT_ONCE) as pool,
+    ):
+        assert server.stdout is not None
+        _, address, *_, key = server.stdout.readline().split(";")[0].split()
+        url = address.removesuffix("/v1")
+        rewards = list(pool.map(lambda task: use(url, key, task), tasks))
+        if trainer.wait(DEADLINE_S):
+            sys.exit(f"the trainer failed with code {trainer.returncode}")
+    before, after = (sum(part) / NUM_TOLD for part in (rewards[:NUM_TOLD], rewards[-NUM_TOLD:]))
+    print(
+        f"llm: reward {before:.2f} -> {after:.2f} in {time.monotonic() - began:.0f} s, run: {config.checkpoint_job_dir}"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
