@@ -20,8 +20,8 @@ from rftdask.models.toy import EOS, build_toy_model
 from rftdask.processes.nursery import call
 
 HERE = Path(__file__).parent
-FEWER = {"program_agent": ("stages[1].buffer.batch_size=8", "stages[1].trainer.total_steps=12")}
-"""Tasks in a step, and steps, of an agent that starts a process for each rollout."""
+FEWER = {"program_agent": ("stages[1].buffer.batch_size=4",)}
+"""Tasks in a step, of an agent that starts a process for each rollout."""
 LETTERS = "abcdefgh"
 CALL = '<tool_call>{"name": "look"}</tool_call>'
 CHAT_TEMPLATE = (

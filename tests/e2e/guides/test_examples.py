@@ -1,9 +1,10 @@
 """Promises of examples/agents: an agent on openai's client, one of LangGraph and one that is a program of its own learn
-to use their tool, from rewards alone; and of examples/environments: each file runs as it is, but for its model and its
-size, without a network.
+to use their tool, from rewards alone, and a served policy learns from being used by the command line llm; and of
+examples/environments: each file is valid as it is, and runs but for its model and its size, without a network.
 """
 
 import contextlib
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rftdask import Experiment
 from tests.integration.run_cases import RunProcess, call_cli, finish
 
 ROOT = Path(__file__).parents[3]
@@ -44,6 +46,40 @@ def test_an_agent_learns_to_call_its_tool(program: tuple[str, ...], tmp_path: Pa
     print(last[0])
     before, after = float(last[1]), float(last[2])
     assert after >= 0.5 and after >= before + 0.3, last[0]
+
+
+@pytest.mark.extras
+def test_a_served_policy_learns_from_being_used_by_a_command_line_agent(tmp_path: Path) -> None:
+    pytest.importorskip("llm")
+    with RunProcess(program=(str(AGENTS / "learn_from_use.py"),), env={"RFTDASK_RUNS": str(tmp_path)}) as run:
+        ended = run.end(DEADLINE_S)
+        assert ended.code == 0, ended
+        run.wait_for_no_survivors()
+    last = LAST_LINE.fullmatch(ended.out.splitlines()[-1])
+    assert last is not None, ended.out[-500:]
+    print(last[0])
+    served, warmed_up = tmp_path / "rftdask/served", tmp_path / "rftdask/served_first/warmup"
+    rows = Experiment.open(served).experiences()
+    # One use is one rollout and one row, whose answers are the policy's.
+    assert len(rows) == len(os.listdir(served / "serve/done")) == 4 * 8
+    assert set(rows["reward"]) == {0.0, 1.0} and set(rows["status"]) == {"ok"}
+    assert rows["max_policy_version"].max() >= 2, "it was not served what was learned"
+    # What the mean of a few uses tells with noise is exact here.
+    before, after = (share_of_calls(path / "actor/huggingface") for path in (
+        warmed_up / "global_step_200", served / "global_step_4"
+    ))  # fmt: skip
+    print(f"calls of the tool: {before:.2f} -> {after:.2f}")
+    assert after >= 0.6 and after >= before + 0.2, (before, after)
+
+
+def share_of_calls(model: Path) -> float:
+    """How likely a policy begins its answer with a call of the tool, in the mean of the letters."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # late: heavy
+
+    tokenizer, policy = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    prompts = tokenizer([f"[look]{letter}:" for letter in "abcdefgh"], return_tensors="pt", add_special_tokens=False)
+    last = policy(**prompts).logits[:, -1].detach().softmax(-1)
+    return float(last[:, tokenizer.convert_tokens_to_ids("<")].mean())
 
 
 def test_every_environment_is_tried_and_valid_as_it_is() -> None:
