@@ -61,7 +61,7 @@ class Algorithm:
     def use_teacher(self) -> bool:
         """Whether a teacher is needed: its logprobs by the advantages, or all it says by the policy loss."""
         needs = () if self.advantage_fn is None else self.advantage_fn.needs
-        return "teacher_logprobs_NT" in needs or self.policy_loss_fn.uses_teacher
+        return "teacher_logprobs_Q" in needs or self.policy_loss_fn.uses_teacher
 
     @property
     def use_entropy(self) -> bool:
@@ -101,25 +101,24 @@ class Algorithm:
             raise ValueError(f"algorithm {self.name!r} has no advantage function")
         if not self.kl_penalty_fn.is_active:
             return self.advantage_fn(inputs)
-        inputs.check(("loss_mask_NT", "rollout_logprobs_NT", "ref_logprobs_NT"))
-        assert inputs.loss_mask_NT is not None and inputs.rollout_logprobs_NT is not None
-        assert inputs.ref_logprobs_NT is not None
-        mask_NT = inputs.loss_mask_NT & inputs.used_N[:, None]
+        inputs.check(("loss_mask_Q", "rollout_logprobs_Q", "ref_logprobs_Q"))
+        assert inputs.rollout_logprobs_Q is not None and inputs.ref_logprobs_Q is not None
+        mask_Q = inputs.used_mask_Q
         # Of what sampled, not of the current weights: the penalty is a part of the reward, and has no gradient.
-        kl_NT = self.kl_penalty_fn.per_token(
-            inputs.rollout_logprobs_NT.masked_fill(~mask_NT, 0.0), inputs.ref_logprobs_NT.masked_fill(~mask_NT, 0.0)
+        kl_Q = self.kl_penalty_fn.per_token(
+            inputs.rollout_logprobs_Q.masked_fill(~mask_Q, 0.0), inputs.ref_logprobs_Q.masked_fill(~mask_Q, 0.0)
         )
         coef = self.kl_penalty_fn.kl_coef if kl_coef is None else kl_coef
         # One number a rollout where the advantage is one: the sum over its tokens. Else each token pays for itself.
-        kl_N = kl_NT.sum(-1)
+        kl_N, num_trained = inputs.row_sums(kl_Q), inputs.row_sums(mask_Q).sum()
+        mean_kl = float(kl_N.sum() / num_trained.clamp(min=1))
         if inputs.rollout_N is not None and len(kl_N):
-            kl_N = group_sums(kl_N, inputs.rollout_N, int(inputs.rollout_N.max()) + 1)[inputs.rollout_N].to(kl_N.dtype)
-        changes: dict[str, Any] = {"rewards_N": inputs.rewards_N - coef * kl_N}
+            kl_N = group_sums(kl_N, inputs.rollout_N, int(inputs.rollout_N.max()) + 1)[inputs.rollout_N]
+        changes: dict[str, Any] = {"rewards_N": inputs.rewards_N - coef * kl_N.to(inputs.rewards_N.dtype)}
         if self.advantage_fn.token_level:
-            changes = {"token_rewards_NT": inputs.token_rewards() - coef * kl_NT}
+            changes = {"token_rewards_Q": inputs.token_rewards() - coef * kl_Q}
         # Before the baseline is taken: a rollout is compared with siblings that have paid, too.
         result = self.advantage_fn(replace(inputs, **changes))
-        mean_kl = float(kl_NT.sum() / mask_NT.sum().clamp(min=1))
         return replace(result, metrics={**result.metrics, "kl_penalty": mean_kl, "kl_penalty_coef": coef})
 
     def compute_loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:

@@ -7,6 +7,7 @@ the batch is trained. Invariant: that of `BatchFilter`; only `reward_shaping_map
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -81,6 +82,7 @@ class AlgorithmFilter(BatchFilter):
         # With the rewards that are trained: a flat group may not be flat any more once they were shaped, or the
         # reverse.
         batch = batch_from_table(with_rewards(table, self.rewards(table)))
-        inputs = BatchRows(batch, torch.device("cpu")).advantage_inputs(step)
+        rows = BatchRows(batch, torch.device("cpu"))
+        inputs = replace(rows.advantage_inputs(step), **rows.token_inputs(rows, {}))
         # The advantages are made again when the batch is trained, by all ranks; here only the drops count.
         return [int(code) for code in advantage(inputs).drops_N]

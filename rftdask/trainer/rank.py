@@ -174,11 +174,11 @@ def build_trainer(
     planned = None if parent is None else parent.schedule_steps  # a replay decays as its parent did
     registered, folders = registered_train_engines(), config.explorer.plugin_dirs
     engine = find_part("trainer engine", config.trainer.trainer_type, registered, folders)
-    # The threads that save and publish speak to their like on the other ranks while the ranks train.
+    # The threads that save, publish and read ahead speak to their like on the other ranks while the ranks train.
     # Made here, since making a group is a call of all ranks, in one order.
     timeout = timedelta(seconds=_ANSWER_S)
-    savers, publishers = (
-        ProcessRanks(dist.new_group(backend="gloo", timeout=timeout)) if ranks.size > 1 else None for _ in range(2)
+    savers, publishers, readers = (
+        ProcessRanks(dist.new_group(backend="gloo", timeout=timeout)) if ranks.size > 1 else None for _ in range(3)
     )
     rules = make_sync_rules(config)
     publishes = algorithm.schema == "experience" or config.evaluates_training
@@ -237,6 +237,7 @@ def build_trainer(
         should_stop=should_stop,
         emit=emit,
         publishers=publishers,
+        readers=readers,
         whole_asked=whole_asked,
         whole_interval=config.synchronizer.whole_interval,
         holder=holder,

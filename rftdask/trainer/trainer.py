@@ -58,6 +58,8 @@ _PATIENCE_S = 0.2
 """Rank 0 waits so long for a batch before it looks whether it is to stop or to publish, and tells the others."""
 _SIGN_OF_LIFE_S = 5.0
 _TURN_LOOK_S = 0.02
+_LOOK_AHEAD_S = 0.1
+"""Shortest pause between two looks for the next batch while one trains."""
 _TEXTS = ("uids", "images")
 
 Turn: TypeAlias = tuple[Literal["train", "publish", "whole", "wait", "stop", "end"], str]
@@ -111,6 +113,8 @@ class Trainer:
     publishers: Ranks | None = None
     """The same ranks over a process group of their own, since its calls are made from a thread: each writes its part of
     the weights. None: rank 0 writes all, and has all."""
+    readers: Ranks | None = None
+    """The same ranks once more, for the thread that reads ahead. None: rank 0 alone looks ahead."""
     held_out: Sequence[TrainingBatch] = ()
     """Rows that are not trained, the same on all ranks: what the weights say of them is measured before the first step,
     every `eval_interval` steps and after the last."""
@@ -190,7 +194,7 @@ class Trainer:
                     )
                     got = time.perf_counter()
                     # Nothing may be left of a batch; the step is made all the same, since others count steps.
-                    with self._looking_ahead(step + 1, failed):
+                    with self._looking_ahead(step + 2, failed):
                         metrics = self.engine.train_step(batch, step + 1) if len(batch) else {}
                 except Exception as error:  # the end of what is told of it
                     way_out = f"rftdask skip {self.storage.url} {step + 1} --because WHY"
@@ -264,16 +268,30 @@ class Trainer:
 
     @contextmanager
     def _looking_ahead(self, step: int, failed: list[Exception]) -> Iterator[None]:
-        """Let the source find and read what the batch after `step` may be made of, while this step trains. On rank 0,
-        which alone forms batches; no other call of the source is made meanwhile. What went wrong goes to `failed`.
+        """Find and read what the batch of `step`, the next, may be made of, while another one trains; no other call of
+        the source is made meanwhile. What went wrong goes to `failed`.
+
+        Rank 0 alone forms batches: it tells the others what the next would be; each reads what it will be asked for.
+        If the batch becomes another one, what is missing is read then.
         """
-        if not self.ranks.is_rank0 or self._is_last(step):
+        readers = self.readers or Ranks()
+        if self._is_last(step - 1) or not (self.ranks.is_rank0 or self.readers):
             yield
             return
+        trained = threading.Event()
 
         def look() -> None:
             try:
-                self.source.look_ahead()
+                found: LedgerEntry | None = None
+                try:
+                    if self.ranks.is_rank0:
+                        found = self._next_entry(step, trained)
+                finally:  # the others wait for a word, whatever it is
+                    told = readers.broadcast(None if found is None else found.to_json().decode())
+                if told is not None:
+                    entry = LedgerEntry.from_json(told.encode())
+                    alone = self.ranks.size == 1
+                    self.source.read_ahead(entry, None if alone else places_of(entry, self.ranks.rank, self.ranks.size))
             except Exception as error:  # carried to the thread that trains, and raised there
                 failed.append(error)
 
@@ -283,7 +301,19 @@ class Trainer:
         try:
             yield
         finally:
-            thread.join()  # it ends: storage has its retries
+            trained.set()
+        # Not after an error: the word that it may wait for comes from a rank that may wait for this one.
+        thread.join()  # it ends: storage has its retries, and rank 0 speaks when it has trained
+
+    def _next_entry(self, step: int, trained: threading.Event) -> LedgerEntry | None:
+        """What the batch of `step` would be made of, once enough is there; None: not until the one before it was
+        `trained`. On rank 0."""
+        while True:
+            looked = time.monotonic()
+            entry = self.source.look_ahead(step)
+            # Looking takes a twentieth of the time at most.
+            if entry is not None or trained.wait(max(_LOOK_AHEAD_S, 20 * (time.monotonic() - looked))):
+                return entry
 
     def _is_last(self, step: int) -> bool:
         return self.total_steps is not None and step >= self.total_steps
@@ -459,9 +489,9 @@ def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[s
     metrics = {
         "num_rows": float(len(batch)),
         "num_tokens": float(batch.lengths.sum()),
-        "num_trained_tokens": float(batch.loss_mask.sum()),
+        "num_trained_tokens": float(batch.num_trained.sum()),
     }
-    trained = np.array([mask.sum() for mask in batch.row_masks()])
+    trained = batch.num_trained
     if len(batch):
         # What was added between turns is not trained; of a row that is masked all counts, since nothing tells it apart.
         lengths = np.where(trained > 0, trained, batch.response_lengths)
@@ -482,9 +512,8 @@ def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[s
             staleness_max=float(np.max(staleness[own])),
         )
         # Of what the engine has said of its tokens; a model behind an API may say nothing.
-        own_logprobs = batch.rollout_logprobs[batch.loss_mask & np.repeat(own, batch.response_lengths)]
-        if own_logprobs.any():
-            metrics["rollout_entropy"] = -float(own_logprobs.mean())
+        if (logprobs := batch.trained_logprobs[own]).any():
+            metrics["rollout_entropy"] = -float(logprobs.sum() / trained[own].sum())
         if len(rewards) > len(stds):  # a lone rollout has nothing to differ from
             metrics["flat_groups"] = float((stds == 0.0).mean())
     # Of the notes those that are counts, such as num_missing_groups of a partial batch.
@@ -538,10 +567,10 @@ def read_together(
 ) -> TrainingBatch:
     """The batch of an entry: each rank reads its own rows from storage, then they give each other what they read.
 
-    So every shard is read about once. Every rank knows all rows, so that advantages, masks and denominators are those
-    of the whole batch: of a response token 5 bytes, logprob and mask. Tokens, and the experts that they took, which may
-    be hundreds of bytes, go to the ranks that compute them alone. The batch is, to the bit, what one rank would have
-    read, but for the numbers of states, which are compared within a group alone. Called by all ranks.
+    So every shard is read about once. Every rank knows all rows and how many of their tokens are trained, so that
+    baselines and denominators are those of the whole batch. Tokens, and all that is said of each, which may be hundreds
+    of bytes, go to the ranks that compute them alone. The batch is, to the bit, what one rank would have read, but for
+    the numbers of states, which are compared within a group alone. Called by all ranks.
 
     Args:
         rows_to_compute: numbers of the rows whose tokens this rank is to hold, given the batch without any; None: all.
@@ -571,12 +600,16 @@ def read_together(
         # Of rows that do not tell theirs, such as demonstrations, beside those of others that do.
         unknown = [np.full((len(part["tokens"]), experts.shape[1]), -1, np.int16) for part in found]
         experts = np.concatenate([part.get("routed_experts", none) for part, none in zip(found, unknown, strict=True)])
-    tokens = np.concatenate([part["tokens"] for part in found])
-    return replace(batch, tokens=tokens, routed_experts=experts, held=np.isin(np.arange(len(batch)), rows))
+    own_tokens = {name: np.concatenate([part[name] for part in found]) for name in _OF_TOKENS}
+    return replace(batch, **own_tokens, routed_experts=experts, held=np.isin(np.arange(len(batch)), rows))
+
+
+_OF_TOKENS = ("tokens", "rollout_logprobs", "loss_mask")
+"""What a rank has of its own rows alone, beside experts, which may be unknown."""
 
 
 def _tokens_to_bytes(batch: TrainingBatch) -> bytes:
-    arrays = {"tokens": batch.tokens, "routed_experts": batch.routed_experts}
+    arrays = {name: getattr(batch, name) for name in (*_OF_TOKENS, "routed_experts")}
     return save({name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None})
 
 

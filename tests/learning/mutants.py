@@ -75,7 +75,7 @@ ADVANTAGES: Mapping[type, tuple[str, Any]] = {
     group.Reinforce: ("topr", None),
     turns.StepWiseGrpo: ("multi_step_grpo", group),
     turns.Gigpo: ("gigpo", turns),
-    tokens.Gae: ("ppo", "values_NT"),
+    tokens.Gae: ("ppo", "values_Q"),
     tokens.Remax: ("remax", "baseline_rewards_N"),
     tokens.ReinforcePlusPlus: ("reinforceplusplus", None),
     tokens.OnPolicyDistill: ("on_policy_distill", None),
@@ -113,10 +113,8 @@ def _sign_of_advantage(cls: type) -> AbstractContextManager[Any]:
 
     def mutant(self: Any, inputs: Any) -> Any:
         result = original(self, inputs)
-        tokens_NT = result.advantages_NT
-        return replace(
-            result, advantages_N=-result.advantages_N, advantages_NT=None if tokens_NT is None else -tokens_NT
-        )
+        tokens_Q = result.advantages_Q
+        return replace(result, advantages_N=-result.advantages_N, advantages_Q=None if tokens_Q is None else -tokens_Q)
 
     return mock.patch.object(cls, "__call__", mutant)
 
@@ -162,7 +160,7 @@ def _nobody_shown() -> AbstractContextManager[Any]:
 
 def _inverted_filter() -> AbstractContextManager[Any]:
     original = tokens.filtered
-    return mock.patch.object(tokens, "filtered", lambda inputs, grpo, dropped_NT: original(inputs, grpo, ~dropped_NT))
+    return mock.patch.object(tokens, "filtered", lambda inputs, grpo, dropped_Q: original(inputs, grpo, ~dropped_Q))
 
 
 def _sign_of_kl(cls: type) -> AbstractContextManager[Any]:

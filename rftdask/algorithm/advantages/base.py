@@ -1,8 +1,8 @@
 """What an advantage function takes and gives, and statistics of groups without a loop over groups.
 
-Rows are experiences, or the turns of them for a function that tells turns apart; N of them, in any order. Knows nothing
-of losses. Invariant: a row that is not valid changes no
-other row's advantage, and no row's advantage depends on the order of the rows.
+Rows are experiences, or the turns of them for a function that tells turns apart; N of them, in any order. What is said
+of tokens lies row after row without padding, Q numbers. Knows nothing of losses. Invariant: a row that is not valid
+changes no other row's advantage, and no row's advantage depends on the order of the rows, nor on who has its tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -48,21 +48,26 @@ class AdvantageInputs:
     of its turns' is the last turn's, so a rollout's turns always add up to its reward. For gigpo."""
     baseline_rewards_N: Tensor | None = None
     """[N] float, reward of the greedy rollout of the row's task. For remax."""
-    loss_mask_NT: Tensor | None = None
-    """[N, T] bool, True where the token is trained. For token-level functions, with the tensors below."""
-    token_rewards_NT: Tensor | None = None
-    """[N, T] float, reward of each token; None: `rewards_N` on the last trained token."""
-    values_NT: Tensor | None = None
-    """[N, T] float, the critic's value before the token."""
-    rollout_logprobs_NT: Tensor | None = None
-    policy_logprobs_NT: Tensor | None = None
-    """[N, T] float, under the weights before the step. For clipv."""
-    ref_logprobs_NT: Tensor | None = None
-    teacher_logprobs_NT: Tensor | None = None
-    entropy_NT: Tensor | None = None
-    """[N, T] float, nats."""
-    necs_NT: Tensor | None = None
-    """[N, T] float, E_v[p_v (H + log p_v)] over the tokens v that could have stood there. For clipv."""
+    tokens_N: Tensor | None = None
+    """[N] int64, how many of the Q numbers of each tensor below are of the row; 0 for rows whose tokens others have."""
+    loss_mask_Q: Tensor | None = None
+    """[Q] bool, True where the token is trained. For token-level functions, with the tensors below."""
+    token_rewards_Q: Tensor | None = None
+    """[Q] float, reward of each token; None: `rewards_N` on the last trained token."""
+    values_Q: Tensor | None = None
+    """[Q] float, the critic's value before the token."""
+    rollout_logprobs_Q: Tensor | None = None
+    policy_logprobs_Q: Tensor | None = None
+    """[Q] float, under the weights before the step. For clipv."""
+    ref_logprobs_Q: Tensor | None = None
+    teacher_logprobs_Q: Tensor | None = None
+    entropy_Q: Tensor | None = None
+    """[Q] float, nats."""
+    necs_Q: Tensor | None = None
+    """[Q] float, E_v[p_v (H + log p_v)] over the tokens v that could have stood there. For clipv."""
+    gather: Callable[[Tensor], Sequence[Tensor]] = lambda own: [own]
+    """What everybody who has tokens of the batch gives for this call, in the same order everywhere; all give tensors of
+    one shape. Whoever has all tokens gets the own one alone."""
     step: int = 0
     """Training step; part of the seed of functions that draw."""
     uids: Sequence[str] | None = None
@@ -79,21 +84,45 @@ class AdvantageInputs:
         used_N = torch.ones_like(self.group_N, dtype=torch.bool) if self.valid_N is None else self.valid_N
         return used_N if self.expert_mask_N is None else used_N & ~self.expert_mask_N
 
+    @cached_property
+    def row_Q(self) -> Tensor:
+        """[Q] int64, the row of each token."""
+        assert self.tokens_N is not None, "what is said of tokens comes with their number in each row"
+        return torch.arange(len(self.tokens_N), device=self.tokens_N.device).repeat_interleave(self.tokens_N)
+
+    @cached_property
+    def used_mask_Q(self) -> Tensor:
+        """[Q] bool, trained tokens of used rows."""
+        assert self.loss_mask_Q is not None
+        return self.loss_mask_Q & self.used_N[self.row_Q]
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over everybody who has tokens of the batch."""
+        return torch.stack(list(self.gather(value))).sum(0)
+
+    def row_sums(self, values_Q: Tensor) -> Tensor:
+        """[N] float64 sums over the tokens of each row, also of those that others have."""
+        return self.total(group_sums(values_Q, self.row_Q, len(self.rewards_N)))
+
     def token_rewards(self) -> Tensor:
-        """[N, T] reward of each token: `token_rewards_NT`, or `rewards_N` on the row's last trained token."""
-        if self.token_rewards_NT is not None:
-            return self.token_rewards_NT
-        self.check(("loss_mask_NT",))
-        assert self.loss_mask_NT is not None
-        # [N, T]: the largest masked position of each row.
-        positions_T = torch.arange(self.loss_mask_NT.shape[1], device=self.loss_mask_NT.device)
-        # -1 for a row without a trained token, which is the position of none: its reward is nowhere.
-        last_N = torch.where(self.loss_mask_NT, positions_T, -1).amax(-1)
-        return torch.where(positions_T == last_N[:, None], self.rewards_N[:, None], 0.0)
+        """[Q] reward of each token: `token_rewards_Q`, or `rewards_N` on the row's last trained token."""
+        if self.token_rewards_Q is not None:
+            return self.token_rewards_Q
+        self.check(("loss_mask_Q",))
+        assert self.loss_mask_Q is not None
+        places_M = self.loss_mask_Q.nonzero().squeeze(-1)
+        # Of the trained tokens, which lie row by row, the last of each row is followed by one of another.
+        rows_M = self.row_Q[places_M]
+        is_last_M = torch.ones_like(places_M, dtype=torch.bool)
+        is_last_M[:-1] = rows_M[1:] != rows_M[:-1]
+        rewards_Q = self.rewards_N.new_zeros(len(self.loss_mask_Q))
+        rewards_Q[places_M[is_last_M]] = self.rewards_N[rows_M[is_last_M]]
+        return rewards_Q
 
     def check(self, needs: Sequence[str]) -> None:
         """Raise ValueError if a needed field is missing, or a used row's reward is not finite, naming it."""
-        missing = [name for name in needs if getattr(self, name) is None]
+        counted = ("tokens_N",) if any(name.endswith("_Q") for name in needs) else ()
+        missing = [name for name in (*needs, *counted) if getattr(self, name) is None]
         require(not missing, f"the advantage function needs {', '.join(missing)}")
         require(self.rewards_N.shape == self.group_N.shape, "rewards_N and group_N differ in length")
         require(bool((self.group_N >= 0).all()), "group_N must be >= 0")
@@ -148,18 +177,18 @@ class AdvantageResult:
     drops_N: Tensor
     """[N] int8, `DropReason` codes."""
     metrics: dict[str, float] = field(default_factory=dict)
-    advantages_NT: Tensor | None = None
-    """[N, T] float32, of token-level functions; 0 outside the loss mask."""
-    returns_NT: Tensor | None = None
-    """[N, T] float32, targets of the critic; 0 outside the loss mask."""
-    keep_NT: Tensor | None = None
-    """[N, T] bool, False for tokens the function takes out of the loss (clipb, clipv); None: all stay."""
+    advantages_Q: Tensor | None = None
+    """[Q] float32, of token-level functions; 0 outside the loss mask."""
+    returns_Q: Tensor | None = None
+    """[Q] float32, targets of the critic; 0 outside the loss mask."""
+    keep_Q: Tensor | None = None
+    """[Q] bool, False for tokens the function takes out of the loss (clipb, clipv); None: all stay."""
 
-    def per_token(self, loss_mask_NT: Tensor) -> Tensor:
-        """[N, T] float32 advantages of the tokens; 0 outside the mask."""
-        if self.advantages_NT is not None:
-            return self.advantages_NT * loss_mask_NT
-        return self.advantages_N[:, None] * loss_mask_NT
+    def per_token(self, inputs: AdvantageInputs) -> Tensor:
+        """[Q] float32 advantages of the tokens; 0 outside the mask."""
+        assert inputs.loss_mask_Q is not None
+        of_tokens_Q = self.advantages_N[inputs.row_Q] if self.advantages_Q is None else self.advantages_Q
+        return of_tokens_Q * inputs.loss_mask_Q
 
 
 class AdvantageFn(ABC):
@@ -185,16 +214,24 @@ class AdvantageFn(ABC):
     needs: ClassVar[tuple[str, ...]] = ()
     """Optional fields of `AdvantageInputs` that must be there."""
     uses_critic: ClassVar[bool] = False
-    """Whether `values_NT` are needed, so that a critic is trained."""
+    """Whether `values_Q` are needed, so that a critic is trained."""
     uses_groups: ClassVar[bool] = True
     """Whether the rollouts of a task are compared, so that one alone teaches nothing."""
     selects_alone: ClassVar[bool] = False
     """Whether it says which rollouts are trained and nothing more, for losses that take no advantages."""
     token_level: ClassVar[bool] = False
-    """Whether it gives a number per token, `advantages_NT`, rather than one per row."""
+    """Whether it gives a number per token, `advantages_Q`, rather than one per row."""
+    takes_parts: ClassVar[bool] = False
+    """Whether it is right where each process has the tokens of some rows alone, which takes `total` and `row_sums` of
+    its inputs wherever it adds up tokens of the batch. Else every process is given the tokens of all rows."""
     compares_turns: ClassVar[bool] = False
     """Whether it tells the turns of a rollout apart, and is given each as a row. Else rows are experiences, and, unless
     it is token-level, `compute` is given one row for each rollout; all of the rollout gets what it says."""
+
+    @property
+    def uses_tokens(self) -> bool:
+        """Whether it looks at what is said of tokens, which is brought together then."""
+        return self.token_level or any(name.endswith("_Q") for name in self.needs)
 
     def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
         """Advantages of all rows, without gradient.
@@ -235,19 +272,19 @@ def of_rollouts(compute: Callable[[AdvantageInputs], AdvantageResult], inputs: A
     row_R = rollout_N.new_zeros(num_rollouts)
     last_N = inputs.used_N & turns.is_last_N
     row_R[rollout_N[last_N]] = last_N.nonzero().squeeze(-1)
-    most = int(turns.position_N.max()) + 1
-
-    def joined(values_NT: Tensor) -> Tensor:
-        values_RKT = values_NT.new_zeros(num_rollouts, most, values_NT.shape[1])
-        # Scattered by rollout and turn: [N, T] -> [R, K, T] -> [R, K * T], the turns side by side in their order.
-        values_RKT[rollout_N, turns.position_N] = values_NT
-        return values_RKT.flatten(1)
-
     changes: dict[str, Any] = {"rollout_N": None, "turn_N": None, "state_N": None, "turn_rewards_N": None, "uids": None}
+    if inputs.tokens_N is not None:
+        # Turns side by side in their order: rows sorted by rollout and place, their tokens with them.
+        order_N = torch.argsort(turns.position_N, stable=True)
+        order_N = order_N[torch.argsort(rollout_N[order_N], stable=True)]
+        lengths_N = inputs.tokens_N[order_N]
+        starts_N = (inputs.tokens_N.cumsum(0) - inputs.tokens_N)[order_N] - (lengths_N.cumsum(0) - lengths_N)
+        order_Q = starts_N.repeat_interleave(lengths_N) + torch.arange(len(inputs.row_Q), device=rollout_N.device)
+        changes["tokens_N"] = group_sums(inputs.tokens_N, rollout_N, num_rollouts).long()
     for name in (f.name for f in fields(inputs) if f.name not in changes):
         value = getattr(inputs, name)
         if isinstance(value, Tensor):
-            changes[name] = joined(value) if name.endswith("_NT") else value[row_R]
+            changes[name] = value[order_Q] if name.endswith("_Q") else value[row_R]
     if inputs.lengths_N is not None:
         lengths_N = torch.where(inputs.used_N, inputs.lengths_N, 0)
         changes["lengths_N"] = group_sums(lengths_N, rollout_N, num_rollouts).to(lengths_N.dtype)

@@ -42,13 +42,14 @@ class Grpo(AdvantageFn):
     std_threshold: float | None = None
     """Drop tasks with sigma at or below it, lone rollouts included; None: drop none."""
     rank_penalty: float | None = None
-    """p; needs rollout_logprobs_NT and loss_mask_NT. None: no penalty."""
+    """p; needs rollout_logprobs_Q and loss_mask_Q. None: no penalty."""
     std_cal_level: str = "group"
     """"group" or "batch"."""
     duplicate_experiences: bool = False
     """Not supported: an experience is trained at most once."""
 
     advantage_name = "grpo"
+    takes_parts = True
     deprecated_names: ClassVar[tuple[str, ...]] = ("grpo_verl",)
 
     def __post_init__(self) -> None:
@@ -59,6 +60,11 @@ class Grpo(AdvantageFn):
             not self.duplicate_experiences,
             "duplicate_experiences would train an experience twice; refill with dapo_dynamic_sampling instead",
         )
+
+    @property
+    def uses_tokens(self) -> bool:
+        """With a rank penalty, which is by logprobs."""
+        return self.rank_penalty is not None
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         """In float64: rewards that differ little would lose their difference to the mean in float32."""
@@ -92,12 +98,11 @@ class Grpo(AdvantageFn):
 
     def _likelihood_rank(self, inputs: AdvantageInputs) -> Tensor:
         """[N] rank / n of the mean logprob within the task, in [0, 1): the likeliest has the largest."""
-        inputs.check(("rollout_logprobs_NT", "loss_mask_NT"))
-        assert inputs.rollout_logprobs_NT is not None and inputs.loss_mask_NT is not None
-        mask_NT = inputs.loss_mask_NT
-        sums_N = torch.where(mask_NT, inputs.rollout_logprobs_NT, 0.0).sum(-1)
+        inputs.check(("rollout_logprobs_Q", "loss_mask_Q"))
+        assert inputs.rollout_logprobs_Q is not None and inputs.loss_mask_Q is not None
+        sums_N = inputs.row_sums(torch.where(inputs.loss_mask_Q, inputs.rollout_logprobs_Q, 0.0))
         # Rows that do not count rank behind all others, and so move nobody.
-        means_N = torch.where(inputs.used_N, sums_N / mask_NT.sum(-1).clamp(min=1), torch.inf)
+        means_N = torch.where(inputs.used_N, sums_N / inputs.row_sums(inputs.loss_mask_Q).clamp(min=1), torch.inf)
         counts_G = group_sums(inputs.used_N, inputs.group_N, inputs.num_groups)
         return ranks_in_group(means_N, inputs.group_N) / counts_G[inputs.group_N].clamp(min=1.0)
 

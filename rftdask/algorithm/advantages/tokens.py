@@ -1,7 +1,8 @@
 """Advantages with one number per token: critics, rewards to go, distillation, and filters of tokens.
 
-Knows nothing of losses. Invariant: positions outside the loss mask (prompts, tool output, padding) neither get an
-advantage nor change that of another token: recursions step over them.
+Knows nothing of losses. Tokens lie row after row, Q numbers, which may be those of some rows of the batch alone; M of
+them are trained. Invariant: tokens outside the loss mask (such as tool output) neither get an advantage nor change that
+of another token: recursions step over them.
 """
 
 from dataclasses import dataclass
@@ -16,47 +17,53 @@ from rftdask.algorithm.checks import require
 from rftdask.algorithm.drops import count_drops
 
 
-def whiten(values_NT: Tensor, mask_NT: Tensor) -> Tensor:
-    """(x - mean) / sqrt(sample variance + 1e-8) over the masked positions; 0 elsewhere, and everywhere if there are
-    fewer than two."""
-    count = mask_NT.sum()
+def whiten(inputs: AdvantageInputs, values_Q: Tensor) -> Tensor:
+    """(x - mean) / sqrt(sample variance + 1e-8) over the trained tokens of the batch; 0 elsewhere, and everywhere if
+    there are fewer than two."""
+    centered_Q, squares, count = centered(inputs, values_Q)
     if count < 2:
-        return torch.zeros_like(values_NT)
-    kept_NT = torch.where(mask_NT, values_NT, 0.0).double()
-    mean = kept_NT.sum() / count
-    centered_NT = torch.where(mask_NT, kept_NT - mean, 0.0)
-    variance = centered_NT.square().sum() / (count - 1)
+        return torch.zeros_like(values_Q)
     # 1e-8 under the root: equal values give 0, and no division by 0.
-    return (centered_NT * torch.rsqrt(variance + 1e-8)).to(values_NT.dtype)
+    return (centered_Q * torch.rsqrt(squares / (count - 1) + 1e-8)).to(values_Q.dtype)
 
 
-def used_mask(inputs: AdvantageInputs) -> Tensor:
-    """[N, T] bool, trained tokens of used rows."""
-    assert inputs.loss_mask_NT is not None
-    return inputs.loss_mask_NT & inputs.used_N[:, None]
+def centered(inputs: AdvantageInputs, values_Q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Values minus their mean over the trained tokens of the batch, float64 and 0 elsewhere; the sum of their squares,
+    and the number of these tokens."""
+    mask_Q = inputs.used_mask_Q
+    kept_Q = torch.where(mask_Q, values_Q, 0.0).double()
+    total, count = inputs.total(torch.stack([kept_Q.sum(), mask_Q.sum().double()]))
+    centered_Q = torch.where(mask_Q, kept_Q - total / count.clamp(min=1.0), 0.0)
+    return centered_Q, inputs.total(centered_Q.square().sum()), count
+
+
+def trained_mean(inputs: AdvantageInputs, values_Q: Tensor) -> float:
+    """The mean over the trained tokens of the batch of what is 0 elsewhere."""
+    total, count = inputs.total(torch.stack([values_Q.double().sum(), inputs.used_mask_Q.sum().double()]))
+    return float(total / count.clamp(min=1.0))
 
 
 def token_result(
     inputs: AdvantageInputs,
-    advantages_NT: Tensor,
+    advantages_Q: Tensor,
     metrics: dict[str, float] | None = None,
-    returns_NT: Tensor | None = None,
-    keep_NT: Tensor | None = None,
+    returns_Q: Tensor | None = None,
+    keep_Q: Tensor | None = None,
 ) -> AdvantageResult:
     """Result of a token-level function: 0 outside the used mask, row means, counters."""
-    mask_NT = used_mask(inputs)
-    advantages_NT = torch.where(mask_NT, advantages_NT, 0.0).to(torch.float32)
+    mask_Q = inputs.used_mask_Q
+    advantages_Q = torch.where(mask_Q, advantages_Q, 0.0).to(torch.float32)
     # For metrics and for who asks for one number a row; the loss takes the tokens' own.
-    means_N = advantages_NT.sum(-1) / mask_NT.sum(-1).clamp(min=1)
+    means_N = inputs.row_sums(advantages_Q) / inputs.row_sums(mask_Q).clamp(min=1)
     stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
     drops_N = base_drops(inputs)
     return AdvantageResult(
-        advantages_N=means_N,
+        advantages_N=means_N.to(torch.float32),
         drops_N=drops_N,
         metrics={**stats.metrics(), **(metrics or {}), **count_drops(drops_N)},
-        advantages_NT=advantages_NT,
-        returns_NT=None if returns_NT is None else torch.where(mask_NT, returns_NT, 0.0).to(torch.float32),
-        keep_NT=keep_NT,
+        advantages_Q=advantages_Q,
+        returns_Q=None if returns_Q is None else torch.where(mask_Q, returns_Q, 0.0).to(torch.float32),
+        keep_Q=keep_Q,
     )
 
 
@@ -74,10 +81,11 @@ class Gae(AdvantageFn):
     whiten: bool = True
 
     advantage_name = "ppo"
-    needs = ("loss_mask_NT", "values_NT")
+    needs = ("loss_mask_Q", "values_Q")
     uses_critic = True
     uses_groups = False
     token_level = True
+    takes_parts = True
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lam"):
@@ -85,23 +93,22 @@ class Gae(AdvantageFn):
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         """In float64, because the sums are as long as a rollout."""
-        assert inputs.values_NT is not None
-        mask_NT = used_mask(inputs)
-        values_NT = torch.where(mask_NT, inputs.values_NT, 0.0).double()
-        rewards_NT = torch.where(mask_NT, inputs.token_rewards(), 0.0).double()
+        assert inputs.values_Q is not None
+        mask_Q = inputs.used_mask_Q
+        values_Q = torch.where(mask_Q, inputs.values_Q, 0.0).double()
+        rewards_Q = torch.where(mask_Q, inputs.token_rewards(), 0.0).double()
         # Behind the last trained token there is nothing: V' and A' are 0, the rollout has ended there.
-        column_T, num_columns = torch.arange(mask_NT.shape[1], device=mask_NT.device), mask_NT.shape[1]
-        nearest_NT = torch.where(mask_NT, column_T, num_columns).flip(1).cummin(1).values.flip(1)
-        pad = torch.nn.functional.pad
-        next_value_NT = pad(values_NT, (0, 1)).gather(1, pad(nearest_NT[:, 1:], (0, 1), value=num_columns))
-        delta_NT = rewards_NT + self.gamma * next_value_NT - values_NT
-        advantages_NT = discounted_sums(delta_NT, mask_NT, self.gamma * self.lam)
+        places_M = mask_Q.nonzero().squeeze(-1)
+        rows_M = inputs.row_Q[places_M]
+        next_values_Q = torch.zeros_like(values_Q)
+        next_values_Q[places_M[:-1]] = torch.where(rows_M[1:] == rows_M[:-1], values_Q[places_M[1:]], 0.0)
+        delta_Q = rewards_Q + self.gamma * next_values_Q - values_Q
+        advantages_Q = discounted_sums(inputs, delta_Q, self.gamma * self.lam)
         # What the critic is to learn, so it must not be whitened.
-        returns_NT = advantages_NT + values_NT
+        returns_Q = advantages_Q + values_Q
         if self.whiten:
-            advantages_NT = whiten(advantages_NT, mask_NT)
-        mean_value = float(values_NT.sum() / mask_NT.sum().clamp(min=1))
-        return token_result(inputs, advantages_NT, {"value_mean": mean_value}, returns_NT)
+            advantages_Q = whiten(inputs, advantages_Q)
+        return token_result(inputs, advantages_Q, {"value_mean": trained_mean(inputs, values_Q)}, returns_Q)
 
 
 @dataclass(frozen=True)
@@ -112,19 +119,19 @@ class ReinforcePlusPlus(AdvantageFn):
     """Discount per trained token."""
 
     advantage_name = "reinforceplusplus"
-    needs = ("loss_mask_NT",)
+    needs = ("loss_mask_Q",)
     uses_groups = False
     token_level = True
+    takes_parts = True
 
     def __post_init__(self) -> None:
         require(0.0 <= self.gamma <= 1.0, f"gamma must be within [0, 1], got {self.gamma}")
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """Returns [N, T], before and after whitening, are 0 where no token is trained."""
-        mask_NT = used_mask(inputs)
-        returns_NT = discounted_sums(inputs.token_rewards(), mask_NT, self.gamma)
+        """Returns [Q], before and after whitening, are 0 where no token is trained."""
+        returns_Q = discounted_sums(inputs, inputs.token_rewards(), self.gamma)
         # Normalized over the whole batch, which stands in place of a baseline by task.
-        return token_result(inputs, whiten(returns_NT, mask_NT), returns_NT=returns_NT)
+        return token_result(inputs, whiten(inputs, returns_Q), returns_Q=returns_Q)
 
 
 class ReinforcePlusPlusAlgorithm(AlgorithmType):
@@ -139,17 +146,17 @@ class Remax(AdvantageFn):
     """Reward to go minus the reward of the greedy rollout of the same task. ReMax, arXiv:2310.10505."""
 
     advantage_name = "remax"
-    needs = ("loss_mask_NT", "baseline_rewards_N")
+    needs = ("loss_mask_Q", "baseline_rewards_N")
     uses_groups = False
     token_level = True
+    takes_parts = True
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         """The baseline [N] is the reward of a greedy rollout, which is itself not trained on."""
         assert inputs.baseline_rewards_N is not None
-        mask_NT = used_mask(inputs)
-        returns_NT = discounted_sums(inputs.token_rewards(), mask_NT, 1.0)
+        returns_Q = discounted_sums(inputs, inputs.token_rewards(), 1.0)
         # The baseline depends on the task alone, not on the sampled tokens, so the gradient stays unbiased.
-        return token_result(inputs, returns_NT - inputs.baseline_rewards_N[:, None], returns_NT=returns_NT)
+        return token_result(inputs, returns_Q - inputs.baseline_rewards_N[inputs.row_Q], returns_Q=returns_Q)
 
 
 class RemaxAlgorithm(AlgorithmType):
@@ -174,16 +181,16 @@ class OnPolicyDistill(AdvantageFn):
     kl_coef: float = 1.0
 
     advantage_name = "on_policy_distill"
-    needs = ("loss_mask_NT", "rollout_logprobs_NT", "teacher_logprobs_NT")
+    needs = ("loss_mask_Q", "rollout_logprobs_Q", "teacher_logprobs_Q")
     uses_groups = False
     token_level = True
+    takes_parts = True
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         """Rewards are not used; metric teacher_kl is the mean of log p_sampler - log p_teacher, nats per token."""
-        student_NT, teacher_NT = student_and_teacher(inputs)
-        gap_NT = teacher_NT - student_NT
-        mean_kl = float(-gap_NT.sum() / used_mask(inputs).sum().clamp(min=1))
-        return token_result(inputs, self.kl_coef * gap_NT, {"teacher_kl": mean_kl})
+        student_Q, teacher_Q = student_and_teacher(inputs)
+        gap_Q = teacher_Q - student_Q
+        return token_result(inputs, self.kl_coef * gap_Q, {"teacher_kl": trained_mean(inputs, -gap_Q)})
 
 
 class OnPolicyDistillAlgorithm(AlgorithmType):
@@ -207,18 +214,17 @@ class ClipB(AdvantageFn):
     mu: float = 2.5
 
     advantage_name = "clipb"
-    needs = ("loss_mask_NT", "rollout_logprobs_NT", "entropy_NT")
+    needs = ("loss_mask_Q", "rollout_logprobs_Q", "entropy_Q")
     token_level = True
+    takes_parts = True
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
         """Metric token_filter_frac is the share of the trained tokens that were dropped."""
-        grpo, mask_NT = Grpo(epsilon=self.epsilon)(inputs), used_mask(inputs)
-        signal_NT = entropy_signal(inputs, inputs.rollout_logprobs_NT)
-        centered_NT, sigma = centered_over(signal_NT, mask_NT)
+        grpo, mask_Q = Grpo(epsilon=self.epsilon)(inputs), inputs.used_mask_Q
+        centered_Q, sigma = centered_and_sigma(inputs, entropy_signal(inputs, inputs.rollout_logprobs_Q))
         # With sigma 0 all tokens are equal, and none stands out.
-        low_NT = (centered_NT < -self.mu * sigma) if sigma >= 1e-12 else torch.zeros_like(mask_NT)
-        dropped_NT = mask_NT & low_NT & (grpo.advantages_N < 0)[:, None]
-        return filtered(inputs, grpo, dropped_NT)
+        low_Q = (centered_Q < -self.mu * sigma) if sigma >= 1e-12 else torch.zeros_like(mask_Q)
+        return filtered(inputs, grpo, mask_Q & low_Q & (grpo.advantages_N < 0)[inputs.row_Q])
 
 
 @dataclass(frozen=True)
@@ -237,86 +243,101 @@ class ClipV(AdvantageFn):
     """At most this share of the trained tokens (but at least one) is dropped, the largest d first."""
 
     advantage_name = "clipv"
-    needs = ("loss_mask_NT", "policy_logprobs_NT", "entropy_NT", "necs_NT")
+    needs = ("loss_mask_Q", "policy_logprobs_Q", "entropy_Q", "necs_Q")
     token_level = True
+    takes_parts = True
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """As ClipB; necs_NT is the expectation over the vocabulary."""
-        assert inputs.necs_NT is not None
-        grpo, mask_NT = Grpo(epsilon=self.epsilon)(inputs), used_mask(inputs)
-        signal_NT = entropy_signal(inputs, inputs.policy_logprobs_NT)
-        excess_NT = torch.where(mask_NT, inputs.necs_NT - signal_NT, 0.0)
-        _, sigma = centered_over(excess_NT, mask_NT)
+        """As ClipB; necs_Q is the expectation over the vocabulary."""
+        assert inputs.necs_Q is not None
+        grpo, mask_Q = Grpo(epsilon=self.epsilon)(inputs), inputs.used_mask_Q
+        signal_Q = entropy_signal(inputs, inputs.policy_logprobs_Q)
+        excess_Q = torch.where(mask_Q, inputs.necs_Q - signal_Q, 0.0)
+        _, sigma = centered_and_sigma(inputs, excess_Q)
         # Not centered: d is 0 for a token that is as its distribution.
-        high_NT = (excess_NT > self.mu * sigma) if sigma >= 1e-12 else torch.zeros_like(mask_NT)
-        dropped_NT = mask_NT & high_NT & (grpo.advantages_N < 0)[:, None]
-        # At least one, or short batches would never filter.
-        most = max(int(self.max_frac * int(mask_NT.sum())), 1)
-        if int(dropped_NT.sum()) > most:
-            # Flat, over the whole batch: the share is of all tokens, and not of each row's.
-            ranked = excess_NT.masked_fill(~dropped_NT, -torch.inf).flatten()
-            dropped_NT = torch.zeros_like(ranked, dtype=torch.bool).index_fill(0, ranked.topk(most).indices, True)
-            dropped_NT = dropped_NT.view_as(mask_NT)
-        return filtered(inputs, grpo, dropped_NT)
+        high_Q = (excess_Q > self.mu * sigma) if sigma >= 1e-12 else torch.zeros_like(mask_Q)
+        dropped_Q = mask_Q & high_Q & (grpo.advantages_N < 0)[inputs.row_Q]
+        num_dropped, num_trained = inputs.total(torch.stack([dropped_Q.sum(), mask_Q.sum()])).tolist()
+        # At least one, or short batches would never filter. Over the whole batch: the share is of all tokens, and not
+        # of each row's.
+        most = max(int(self.max_frac * num_trained), 1)
+        if num_dropped > most:
+            dropped_Q = largest(inputs, excess_Q.masked_fill(~dropped_Q, -torch.inf), most)
+        return filtered(inputs, grpo, dropped_Q)
+
+
+def largest(inputs: AdvantageInputs, values_Q: Tensor, most: int) -> Tensor:
+    """[Q] bool, the `most` largest numbers of the batch, of which there are as many; of equal ones the first."""
+    own_M = torch.argsort(values_Q, descending=True, stable=True)[:most]
+    # What each has to offer: values and their rows, filled up to the same number by what is never taken.
+    offer_2M = torch.stack([torch.full((most,), -torch.inf), torch.zeros(most)]).double()
+    offer_2M[0, : len(own_M)], offer_2M[1, : len(own_M)] = values_Q[own_M].double(), inputs.row_Q[own_M].double()
+    values_M, rows_M = torch.cat(list(inputs.gather(offer_2M)), 1)
+    order_M = torch.argsort(rows_M, stable=True)
+    taken_M = order_M[torch.argsort(values_M[order_M], descending=True, stable=True)][:most]
+    # The tokens of a row are in one place, where they were offered in this order: the first are taken.
+    assert inputs.tokens_N is not None
+    num_own = int((inputs.tokens_N[rows_M[taken_M].long()] > 0).sum())
+    return torch.zeros_like(values_Q, dtype=torch.bool).index_fill(0, own_M[:num_own], True)
 
 
 _CACHED = 2**17
 """Numbers of some rows that a core keeps near it, over all rounds of their sums."""
 
 
-def discounted_sums(values_NT: Tensor, mask_NT: Tensor, gamma: float) -> Tensor:
-    """[N, T] float64, v_t + gamma * (the same of the next trained token); an untrained token has that of the next.
+def discounted_sums(inputs: AdvantageInputs, values_Q: Tensor, gamma: float) -> Tensor:
+    """[Q] float64, v_t + gamma * (the same of the next trained token of the row); 0 where no token is trained.
 
-    In log2(T) rounds over all columns, each of which joins runs of twice the length: column by column the sums of a
-    response of 64 thousand tokens would take more than a second.
+    In log2(longest row) rounds over all tokens, each of which joins runs of twice the length: token by token the sums
+    of a response of 64 thousand would take more than a second.
     """
-    sums_NT = torch.where(mask_NT, values_NT, 0.0).double()
-    # Untrained tokens neither add a value nor discount: gamma is per trained token.
-    factors_NT = torch.ones_like(sums_NT).masked_fill(mask_NT, gamma)
-    rows = max(1, _CACHED // max(1, sums_NT.shape[1]))
-    for sums_BT, factors_BT in zip(sums_NT.split(rows), factors_NT.split(rows), strict=True):
-        length = 1
-        while length < sums_BT.shape[1]:
-            # Of a run: its own sum, and by what it multiplies that of the run behind it.
-            sums_BT[:, :-length] += factors_BT[:, :-length] * sums_BT[:, length:]
-            factors_BT[:, :-length] = factors_BT[:, :-length] * factors_BT[:, length:]
-            length *= 2
-    return sums_NT
+    # Trained tokens alone, so that each is followed by the next one that counts, or by one of another row.
+    places_M = inputs.used_mask_Q.nonzero().squeeze(-1)
+    lengths_N = torch.bincount(inputs.row_Q[places_M], minlength=len(inputs.rewards_N))
+    # How many trained tokens of its row are behind each.
+    behind_M = lengths_N.cumsum(0).repeat_interleave(lengths_N) - torch.arange(1, len(places_M) + 1)
+    sums_M = values_Q[places_M].double()
+    # Some rows at a time: those that end where another multiple of _CACHED tokens is full.
+    ends_N = lengths_N.cumsum(0)
+    last_N = torch.ones_like(ends_N, dtype=torch.bool)
+    last_N[:-1] = ends_N[1:] // _CACHED > ends_N[:-1] // _CACHED
+    sizes = ends_N[last_N].diff(prepend=ends_N.new_zeros(1)).tolist()
+    for sums_B, behind_B in zip(sums_M.split(sizes), behind_M.split(sizes), strict=True):
+        length, factor, longest = 1, gamma, int(behind_B.max()) if len(behind_B) else 0
+        while length <= longest:
+            # A run's own sum, and what the run behind it adds, where that is of the same row.
+            sums_B[:-length] += torch.where(behind_B[:-length] >= length, factor * sums_B[length:], 0.0)
+            length, factor = 2 * length, factor * factor
+    return torch.zeros_like(values_Q, dtype=torch.float64).index_copy_(0, places_M, sums_M)
 
 
 def student_and_teacher(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """[N, T] logprobs of sampler and teacher, 0 outside the used mask. Raises: ValueError: one is not finite within
-    it."""
-    mask_NT = used_mask(inputs)
+    """[Q] logprobs of sampler and teacher, 0 outside the used mask. Raises: ValueError: one is not finite within it."""
     both = []
-    for name in ("rollout_logprobs_NT", "teacher_logprobs_NT"):
-        value_NT = torch.where(mask_NT, getattr(inputs, name), 0.0)
-        bad_N = (~torch.isfinite(value_NT)).any(-1)
-        require(not bool(bad_N.any()), f"{name} is not finite at row {int(bad_N.long().argmax())}")
-        both.append(value_NT)
+    for name in ("rollout_logprobs_Q", "teacher_logprobs_Q"):
+        value_Q = torch.where(inputs.used_mask_Q, getattr(inputs, name), 0.0)
+        bad_M = (~torch.isfinite(value_Q)).nonzero()
+        require(not len(bad_M), f"{name} is not finite at row {int(inputs.row_Q[bad_M[0]]) if len(bad_M) else 0}")
+        both.append(value_Q)
     return both[0], both[1]
 
 
-def entropy_signal(inputs: AdvantageInputs, given_NT: Tensor | None) -> Tensor:
-    """[N, T] p (H + log p) on the used mask, 0 elsewhere; given_NT: log p."""
-    assert given_NT is not None and inputs.entropy_NT is not None
-    mask_NT = used_mask(inputs)
-    # Before the exp: padding may hold anything, and inf * 0 is nan.
-    logprobs_NT = torch.where(mask_NT, given_NT, 0.0)
-    return torch.where(mask_NT, logprobs_NT.exp() * (inputs.entropy_NT + logprobs_NT), 0.0)
+def entropy_signal(inputs: AdvantageInputs, given_Q: Tensor | None) -> Tensor:
+    """[Q] p (H + log p) on the used mask, 0 elsewhere; given_Q: log p."""
+    assert given_Q is not None and inputs.entropy_Q is not None
+    mask_Q = inputs.used_mask_Q
+    # Before the exp: what is not trained may hold anything, and inf * 0 is nan.
+    logprobs_Q = torch.where(mask_Q, given_Q, 0.0)
+    return torch.where(mask_Q, logprobs_Q.exp() * (inputs.entropy_Q + logprobs_Q), 0.0)
 
 
-def centered_over(values_NT: Tensor, mask_NT: Tensor) -> tuple[Tensor, float]:
-    """Values minus their mean over the mask, and their population standard deviation over it."""
-    count = mask_NT.sum().clamp(min=1)
-    centered_NT = values_NT - torch.where(mask_NT, values_NT, 0.0).sum() / count
-    sigma = (torch.where(mask_NT, centered_NT, 0.0).square().sum() / count).sqrt()
-    return centered_NT, float(sigma)
+def centered_and_sigma(inputs: AdvantageInputs, values_Q: Tensor) -> tuple[Tensor, float]:
+    """Values minus their mean over the trained tokens, and their population standard deviation over these."""
+    centered_Q, squares, count = centered(inputs, values_Q)
+    return centered_Q, float((squares / count.clamp(min=1.0)).sqrt())
 
 
-def filtered(inputs: AdvantageInputs, grpo: AdvantageResult, dropped_NT: Tensor) -> AdvantageResult:
+def filtered(inputs: AdvantageInputs, grpo: AdvantageResult, dropped_Q: Tensor) -> AdvantageResult:
     """The advantages of `grpo` on every token but the dropped ones."""
-    mask_NT = used_mask(inputs)
-    share = float(dropped_NT.sum() / mask_NT.sum().clamp(min=1))
-    advantages_NT = grpo.advantages_N[:, None].expand(mask_NT.shape)
-    return token_result(inputs, advantages_NT, {"token_filter_frac": share}, keep_NT=~dropped_NT)
+    share = trained_mean(inputs, dropped_Q)
+    return token_result(inputs, grpo.advantages_N[inputs.row_Q], {"token_filter_frac": share}, keep_Q=~dropped_Q)

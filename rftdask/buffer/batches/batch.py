@@ -29,9 +29,10 @@ class TrainingBatch:
     prompt_lengths: np.ndarray
     """[N] int64."""
     rollout_logprobs: np.ndarray
-    """[Q] float32; zeros where nothing was sampled (supervised rows, what was added between turns)."""
+    """[Q] float32, of rows that are `held`; zeros where nothing was sampled (supervised rows, what was added between
+    turns)."""
     loss_mask: np.ndarray
-    """[Q] bool."""
+    """[Q] bool, of rows that are `held`."""
     rewards: np.ndarray
     """[N] float32."""
     groups: np.ndarray
@@ -65,7 +66,12 @@ class TrainingBatch:
     images: tuple[tuple[str, ...], ...] | None = None
     """[N] names of the images of each row, in their order; None: no row has any."""
     held: np.ndarray | None = None
-    """[N] bool: rows whose tokens, with their experts, are here; the others are for other ranks. None: all are here."""
+    """[N] bool: rows whose tokens, with all that is said of each, are here; the others are for other ranks. None: all
+    are here."""
+    trained_of_turns: np.ndarray | None = None
+    """[K] int64: trained tokens of each turn, where not all masks are here; see `num_trained_of_turns`."""
+    logprob_sums: np.ndarray | None = None
+    """[N] float64, the same of logprobs; see `trained_logprobs`."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -80,6 +86,23 @@ class TrainingBatch:
         """[N] int64, R_i."""
         lengths: np.ndarray = self.lengths - self.prompt_lengths
         return lengths
+
+    @property
+    def num_trained_of_turns(self) -> np.ndarray:
+        """[K] int64: trained tokens of each turn, of all rows."""
+        return _sums(self.loss_mask, self.turn_lengths) if self.trained_of_turns is None else self.trained_of_turns
+
+    @property
+    def num_trained(self) -> np.ndarray:
+        """[N] int64: trained tokens of each row, of all rows."""
+        return _sums(self.num_trained_of_turns, self.num_turns)
+
+    @property
+    def trained_logprobs(self) -> np.ndarray:
+        """[N] float64: sum of `rollout_logprobs` over the trained tokens of each row, of all rows."""
+        if self.logprob_sums is not None:
+            return self.logprob_sums
+        return _sums(np.where(self.loss_mask, self.rollout_logprobs, 0.0).astype(np.float64), self.response_lengths)
 
     def rollout_rewards(self) -> tuple[np.ndarray, np.ndarray]:
         """[K] rewards and [K] groups of the sampled rollouts, each once, whatever its rows; the first one's counts."""
@@ -113,22 +136,31 @@ class TrainingBatch:
 
     def holding(self, rows: Sequence[int] | np.ndarray) -> TrainingBatch:
         """The same rows, with the tokens of these alone, of those that are held."""
-        keep = np.isin(np.arange(len(self)), rows) & self.is_held
-        kept = np.repeat(keep[self.is_held], self.lengths[self.is_held])
-        experts = None if self.routed_experts is None else self.routed_experts[kept]
-        return replace(self, tokens=self.tokens[kept], routed_experts=experts, held=keep)
+        keep, here = np.isin(np.arange(len(self)), rows) & self.is_held, self.is_held
+        kept = np.repeat(keep[here], self.lengths[here])
+        kept_responses = np.repeat(keep[here], self.response_lengths[here])
+        return replace(
+            self,
+            tokens=self.tokens[kept],
+            rollout_logprobs=self.rollout_logprobs[kept_responses],
+            loss_mask=self.loss_mask[kept_responses],
+            routed_experts=None if self.routed_experts is None else self.routed_experts[kept],
+            held=keep,
+            trained_of_turns=self.num_trained_of_turns,
+            logprob_sums=self.trained_logprobs,
+        )
 
     def _held_ends(self) -> np.ndarray:
         """[N] places in S at which the rows end."""
         return np.cumsum(self.lengths * self.is_held)
 
     def row_logprobs(self) -> list[np.ndarray]:
-        """[R_i] of every row, views."""
-        return np.split(self.rollout_logprobs, np.cumsum(self.response_lengths)[:-1])
+        """[R_i] of every row, views; [0] of rows that are not held."""
+        return np.split(self.rollout_logprobs, np.cumsum(self.response_lengths * self.is_held)[:-1])
 
     def row_masks(self) -> list[np.ndarray]:
-        """[R_i] of every row, views."""
-        return np.split(self.loss_mask, np.cumsum(self.response_lengths)[:-1])
+        """[R_i] of every row, views; [0] of rows that are not held."""
+        return np.split(self.loss_mask, np.cumsum(self.response_lengths * self.is_held)[:-1])
 
     def by_turns(self) -> TrainingBatch:
         """Each turn as a row, with its own tokens alone, those added before it included: for what compares turns."""
@@ -156,7 +188,16 @@ class TrainingBatch:
             routed_experts=None,
             images=None,
             held=None if self.held is None else of_row(self.held),
+            logprob_sums=None,
         )
+
+
+def _sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The sum of each run of `values`, which have these lengths; int64 of bools."""
+    ends = np.concatenate([[0], np.cumsum(values)])
+    stops = np.cumsum(lengths)
+    sums: np.ndarray = ends[stops] - ends[stops - lengths]
+    return sums
 
 
 GROUP_KEY = ("taskset", "epoch", "task_index")
@@ -373,6 +414,9 @@ _UNKNOWN = {"baselines": 0.0, "states": -1, "turn_rewards": 0.0, "routed_experts
 _OF_OTHERS = {"states": "turns", "turn_rewards": "turns", "routed_experts": "tokens"}
 """What tells their number, where it is not that of the rows."""
 
+_COUNTED = {"trained_of_turns": "num_trained_of_turns", "logprob_sums": "trained_logprobs"}
+"""What is known of all rows, by where it comes from."""
+
 
 def join_batches(parts: Sequence[TrainingBatch]) -> TrainingBatch:
     """Join the rows of all parts, in order; groups and rollouts are numbered through by first appearance."""
@@ -405,6 +449,9 @@ def join_batches(parts: Sequence[TrainingBatch]) -> TrainingBatch:
         known = next((value for value in values if value is not None), None)
         if known is None:
             joined[name] = None
+            continue
+        if name in _COUNTED:
+            joined[name] = np.concatenate([getattr(part, _COUNTED[name]) for part in parts])
             continue
         counted = _OF_OTHERS.get(name, "lengths")
         filled = [

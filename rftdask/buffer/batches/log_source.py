@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -137,10 +138,21 @@ class LogSource(BatchSource):
         self._reader.forget_all_but(in_use)
         return self._reader.read(entry, places)
 
-    def look_ahead(self) -> None:
+    def look_ahead(self, step: int) -> LedgerEntry | None:
         """See BatchSource; finds and reads new shards, whose groups then wait in memory."""
-        if self._looked:  # before the first look a resumed trainer may have entries to replay, which need none
-            self._index_new_shards()
+        if not self._looked:  # before the first look a resumed trainer may have entries to replay
+            return self.ledger.read(step)
+        self._index_new_shards()
+        selection = self._select(step)
+        if selection is None:
+            return None
+        use = [Rows(group.source, group.trainable_rows) for group in selection.use]
+        use += [Rows(group.source, group.rows) for group in selection.reuse]
+        return LedgerEntry(step, self.ledger.lineage, tuple(use))
+
+    def read_ahead(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> None:
+        """See BatchSource; the shards, as far as they may be kept."""
+        self._reader.read_ahead(entry, places)
 
     # ---- waiting
 
@@ -329,6 +341,22 @@ class EntryReader:
             source = shown[0][0].source
             raise DataError(f"ledger entry {entry.step} names {source}, and no demonstrations are configured")
         return join_batches([batch, *(self.demonstrations.batch(part, entry.step, within) for part, within in shown)])
+
+    def read_ahead(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> None:
+        """Read the shards of which `read` will want rows, unless they are here; keep them while there is room."""
+        begin, wanted = 0, dict[str, ShardName]()
+        for part in entry.use:
+            end = begin + len(part.rows)
+            is_read = places is None or bisect_left(places, begin) < bisect_left(places, end)
+            name = None if part.of_dataset or part.source in self._tables else ShardName.try_parse(part.source)
+            if is_read and name is not None:
+                wanted[part.source] = name
+            begin = end
+        read = partial(self.log.read, columns=self.columns)
+        for name, table in zip(
+            wanted.values(), in_order(read, list(wanted.values()), self.log.num_readers), strict=True
+        ):
+            self.keep(name, table)
 
     def rows(self, parts: Sequence[Rows]) -> pa.Table:
         """Read the rows of the log as recorded, one part after another."""

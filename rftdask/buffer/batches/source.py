@@ -58,10 +58,16 @@ class BatchSource(ABC):
         It needs no entry to have been formed here. Raises: DamagedError; DataError: they are of another dataset.
         """
 
-    def look_ahead(self) -> None:  # noqa: B027  # a source that is quick has nothing to do
-        """Take up what has come since for the batches after the last entry, so that the next is made sooner; it decides
-        nothing. From any thread while no other call is under way. Raises: as `entry`, but for its time.
+    def look_ahead(self, step: int) -> LedgerEntry | None:
+        """Take up what has come since for the batch of `step`, the next to be formed; what it would train of what is
+        there, before filters, as nothing has said yet. None: it is not there.
+
+        It decides nothing. From any thread while no other call is under way. Raises: as `entry`, but for its time.
         """
+        return None
+
+    def read_ahead(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> None:  # noqa: B027
+        """Keep what `read` will need of such an entry, while there is room. From any thread; raises: as `read`."""
 
     def state_dict(self) -> dict[str, object]:
         """The state that a checkpoint keeps to go on after the last entry handed out; JSON types. Here none."""
@@ -153,6 +159,14 @@ class ReplayedSource(BatchSource):
     def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
         """See BatchSource."""
         return self._rows.read(entry, places)
+
+    def look_ahead(self, step: int) -> LedgerEntry | None:
+        """See BatchSource; the parent's entry."""
+        return self._parent.read(step)
+
+    def read_ahead(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> None:
+        """See BatchSource."""
+        self._rows.read_ahead(entry, places)
 
 
 # ---- supervised rows
@@ -252,6 +266,8 @@ class DatasetSource(BatchSource):
         self._ledger = ledger
         self._fence = Fence(ledger)
         self._num_steps = num_rows * total_epochs // batch_size if total_steps is None else total_steps
+        # (use, step, places) of rows that were read ahead, and what they are.
+        self._ahead: tuple[object, TrainingBatch] | None = None
 
     def state_dict(self) -> dict[str, object]:
         """The dataset's fingerprint: a checkpoint does not go on with another one."""
@@ -280,4 +296,19 @@ class DatasetSource(BatchSource):
             raise DataError(f"{path} was written for {was}, the dataset is {self._rows.source} now")
         if not entry.use:  # the step was skipped
             return batch_from_table(SCHEMA.empty_table())
-        return self._rows.batch(entry.use[0], entry.step, places)
+        wanted, ahead = (entry.use, entry.step, places), self._ahead
+        self._ahead = None
+        return (
+            ahead[1] if ahead is not None and ahead[0] == wanted else self._rows.batch(entry.use[0], entry.step, places)
+        )
+
+    def look_ahead(self, step: int) -> LedgerEntry | None:
+        """See BatchSource; the rows of a step are known from its number."""
+        if step > self._num_steps:
+            return None
+        return LedgerEntry(step, self._ledger.lineage, (self._rows.rows(step),))
+
+    def read_ahead(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> None:
+        """See BatchSource."""
+        batch = self._rows.batch(entry.use[0], entry.step, places)
+        self._ahead = ((entry.use, entry.step, places), batch)

@@ -217,7 +217,7 @@ class AlgorithmConfig(Section):
         of the user's own, which is not imported here, only the algorithm itself knows (`Algorithm.use_teacher`)."""
         needs = self._of_advantage(self.advantage_fn, "needs", ())
         loss = registered_parts("policy_loss_fn").get(self.policy_loss_fn or self._of_type("policy_loss_fn"))
-        return "teacher_logprobs_NT" in needs or (loss is not None and bool(loss.traits["uses_teacher"]))
+        return "teacher_logprobs_Q" in needs or (loss is not None and bool(loss.traits["uses_teacher"]))
 
     @property
     def greedy_baseline(self) -> bool:

@@ -213,13 +213,15 @@ def advantages_of(
             rewards_N=batch.rewards,
             group_N=batch.groups,
             lengths_N=batch.mask.sum(-1),
-            loss_mask_NT=batch.mask,
-            values_NT=batch.values,
-            rollout_logprobs_NT=batch.old,
-            policy_logprobs_NT=batch.old,
-            teacher_logprobs_NT=batch.ref,
-            entropy_NT=batch.entropy,
-            necs_NT=batch.entropy_change,
+            # Padding is tokens that are not trained.
+            tokens_N=torch.full_like(batch.groups, batch.mask.shape[1]),
+            loss_mask_Q=batch.mask.flatten(),
+            values_Q=batch.values.flatten(),
+            rollout_logprobs_Q=batch.old.flatten(),
+            policy_logprobs_Q=batch.old.flatten(),
+            teacher_logprobs_Q=batch.ref.flatten(),
+            entropy_Q=batch.entropy.flatten(),
+            necs_Q=batch.entropy_change.flatten(),
             baseline_rewards_N=batch.rewards.flip(0),
             rollout_N=batch.rollouts if turns else None,
             turn_N=batch.turns if turns else None,
@@ -227,14 +229,17 @@ def advantages_of(
             turn_rewards_N=batch.turn_rewards if turns else None,
         )
         result: AdvantageResult = function(inputs)
-        return result.per_token(batch.mask) * (1 if result.keep_NT is None else result.keep_NT)
+        kept_Q = result.per_token(inputs) * (1 if result.keep_Q is None else result.keep_Q)
+        return kept_Q.view_as(batch.mask)
 
     return ours
 
 
 def token_rewards(batch: Batch) -> Tensor:
     """[B, T] reward on the last trained token of each row."""
-    return AdvantageInputs(batch.rewards, batch.groups, loss_mask_NT=batch.mask).token_rewards()
+    lengths_N = torch.full_like(batch.groups, batch.mask.shape[1])
+    inputs = AdvantageInputs(batch.rewards, batch.groups, tokens_N=lengths_N, loss_mask_Q=batch.mask.flatten())
+    return inputs.token_rewards().view_as(batch.mask)
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,8 @@ def _advantage_cases() -> list[Case]:
             }
             rows = SimpleNamespace(batch=batch, non_tensor_batch={"uid": b.groups.tolist()})
             after = function(rows)[0].batch
-            advantages_NT: Tensor = after["advantages"] * after["response_mask"]  # which some take tokens out of
-            return advantages_NT
+            advantages_BT: Tensor = after["advantages"] * after["response_mask"]  # which some take tokens out of
+            return advantages_BT
 
         return Case(what, advantages_of(name, args), theirs, kinds, differs=differs, float32_only=True)
 

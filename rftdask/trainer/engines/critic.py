@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -84,41 +85,57 @@ class Critic:
         self,
         rows: BatchRows,
         passes: Passes,
-        mask_Q: Tensor,
+        members: np.ndarray,
         old_Q: Tensor,
         returns_Q: Tensor,
         *,
         update: int,
         step: int,
     ) -> dict[str, float]:
-        """One update toward the returns over the tokens of `mask_Q`, which are in `passes`.
+        """One update toward the returns over the trained tokens of these rows, which the passes are over.
 
         old_Q: the values the returns were made with. update, step: as of `ModelOptimizer.step`.
 
         Raises: RoleError: the loss or its gradient is not finite.
         """
         # A mean over the trained tokens of the mini-batch; parts of it add up over passes and ranks.
-        weights_Q = mask_Q / mask_Q.sum().clamp(min=1)
+        weights_Q = rows.loss_mask_Q / rows.counts()[torch.from_numpy(members)].sum().clamp(min=1)
         total = 0.0
-        for members in passes.own:
-            values_BT = self.model(**rows.model_inputs(members))
-            old_BT, returns_BT = rows.part(old_Q, members), rows.part(returns_Q, members)
+        for part in passes.own:
+            values_BT = self.model(**rows.model_inputs(part))
+            old_BT, returns_BT = rows.part(old_Q, part), rows.part(returns_Q, part)
             loss_BT = value_loss(values_BT, old_BT, returns_BT, self._cliprange_value)
-            loss = (loss_BT * rows.part(weights_Q, members)).sum()
+            loss = (loss_BT * rows.part(weights_Q, part)).sum()
             loss.backward()
             total += float(loss.detach())
         passes.idle_backward(rows, self.model)
-        total = passes.add_metrics({"loss": total})["loss"]
-        if not math.isfinite(total):
-            raise RoleError(f"step {step}: the loss of the critic is {total}; lower trainer.critic.lr")
+        # Of the tokens of own rows, in float64; what the others have is added.
+        own_M = torch.from_numpy(rows.tokens_of(np.concatenate([members[:0], *passes.own]))).to(weights_Q.device)
+        weights_M, returns_M = weights_Q[own_M].double(), returns_Q[own_M].double()
+        residual_M = returns_M - old_Q[own_M]
+        sums = passes.add_metrics(
+            {
+                "loss": total,
+                "returns": float((returns_M * weights_M).sum()),
+                "residual": float((residual_M * weights_M).sum()),
+                "error": float((residual_M.square() * weights_M).sum()),
+            }
+        )
+        if not math.isfinite(sums["loss"]):
+            raise RoleError(f"step {step}: the loss of the critic is {sums['loss']}; lower trainer.critic.lr")
         metrics = {f"critic_{name}": value for name, value in self.optimizer.step(update, step).items()}
-        residual_Q = returns_Q - old_Q
         # 1: the values are the returns, but for a constant; 0: as good as a constant. Of returns that are all equal
         # there is nothing to explain.
-        left, variance = (_weighted_variance(each_Q, weights_Q) for each_Q in (residual_Q, returns_Q))
+        variances = passes.add_metrics(
+            {
+                name: float(((values_M - sums[name]).square() * weights_M).sum())
+                for name, values_M in (("returns", returns_M), ("residual", residual_M))
+            }
+        )
+        left, variance = variances["residual"], variances["returns"]
         return {
-            "critic_loss": total,
-            "critic_error": float((residual_Q.square() * weights_Q).sum()),
+            "critic_loss": sums["loss"],
+            "critic_error": sums["error"],
             "critic_explained_variance": 1.0 - left / variance if variance > 0 else 0.0,
             **metrics,
         }
@@ -135,11 +152,6 @@ class Critic:
         """As of `TrainEngine.load_state_files`."""
         self.optimizer.load_state_files(_OPTIMIZER, files)
         SavedTensors(f"critic/{MODEL_FILE}", files, self._strategy.ranks).load(distinct_state(self.model))
-
-
-def _weighted_variance(values_Q: Tensor, weights_Q: Tensor) -> float:
-    mean = (values_Q * weights_Q).sum()
-    return float(((values_Q - mean).square() * weights_Q).sum())
 
 
 def value_loss(values_BT: Tensor, old_BT: Tensor, returns_BT: Tensor, cliprange: float) -> Tensor:

@@ -4,8 +4,9 @@ given to models as tensors.
 It knows neither models nor losses. How rows are dealt follows from their lengths, which all ranks know, so that they
 agree without a word.
 
-Letters: N rows of the batch; Q response tokens of all of them; B rows of a micro-batch; T response tokens of the
-longest of those rows; U units, which are neighbors in the batch that are never parted: pairs of rows, or single ones.
+Letters: N rows of the batch; Q response tokens of those whose tokens this rank has; B rows of a micro-batch; T response
+tokens of the longest of those rows; U units, which are neighbors in the batch that are never parted: pairs of rows, or
+single ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rftdask.algorithm.advantages.base import AdvantageInputs
+from rftdask.algorithm.advantages.base import AdvantageFn, AdvantageInputs, group_sums
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.losses.base import LossInputs
 from rftdask.buffer.batches.batch import TrainingBatch
@@ -32,8 +33,11 @@ from rftdask.trainer.ranks import Ranks
 
 
 class BatchRows:
-    """The response side of a batch, a number for each response token and none beyond, row after row: [Q]. Some rows of
-    it are padded to the longest of them when a pass needs them, and their tokens are packed.
+    """The response side of a batch, a number for each response token that is here and none beyond, row after row: [Q].
+    Some rows of it are padded to the longest of them when a pass needs them, and their tokens are packed.
+
+    Each rank has the tokens of the rows that it computes. What one of them finds out about the tokens of a row goes to
+    the others that have it, too (`shared`), and to nobody else.
 
     Example, of responses of 2 and 1 tokens: rows.part(values_Q, [1, 0]) == [[values_Q[2], 0], values_Q[:2]]
     """
@@ -46,17 +50,21 @@ class BatchRows:
         *,
         lean: bool = False,
         processor: ImageProcessor | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """sequence, lean, processor: as of `pack_rows`."""
+        """sequence, lean, processor: as of `pack_rows`. ranks: who have the rows together; None: this one has all."""
         self._batch, self._device, self._sequence, self._lean = batch, device, sequence, lean
-        self._processor = processor
+        self._processor, self._ranks = processor, ranks or Ranks()
         self._tokens, self._experts = batch.row_tokens(), batch.row_experts()
-        self._lengths = np.asarray(batch.response_lengths, np.int64)
+        self._lengths = np.where(batch.is_held, batch.response_lengths, 0)
         # [N] places in Q at which the rows begin: the sum of the lengths before each.
         self._starts = self._lengths.cumsum() - self._lengths
+        here = np.flatnonzero(batch.is_held)
+        self._rows_of_ranks = [np.frombuffer(told, np.int64) for told in self._ranks.all_gather_bytes(here.tobytes())]
         # On the device once a batch; what a pass needs of them is indexed there.
         self.rollout_logprobs_Q = _tensor(np.asarray(batch.rollout_logprobs, np.float32)).to(device)
         self.loss_mask_Q = _tensor(np.asarray(batch.loss_mask, np.bool_)).to(device)
+        self._num_trained_N = _tensor(batch.num_trained).to(device)
         self.experts_N = _tensor(batch.experts).to(device)
         self.rollouts_N = _tensor(batch.rollouts).to(device)
         self.rewards_N = _tensor(batch.rewards).to(device)
@@ -92,14 +100,33 @@ class BatchRows:
         place_BT, there_BT = self.places(members, values_Q.device)
         return values_Q[place_BT].masked_fill(~there_BT, 0)
 
-    def padded(self, values_Q: Tensor) -> Tensor:
-        """[N, T] of all rows on the CPU, for what wants the whole batch side by side."""
-        return self.part(values_Q.cpu(), np.arange(len(self._batch)))
+    def tokens_of(self, members: np.ndarray) -> np.ndarray:
+        """[M] places in Q of the tokens of some rows, row after row."""
+        lengths_B = self._lengths[members]
+        skipped_B = self._starts[members] - (lengths_B.cumsum() - lengths_B)
+        places: np.ndarray = np.repeat(skipped_B, lengths_B) + np.arange(lengths_B.sum())
+        return places
 
-    def packed(self, values_NT: Tensor) -> Tensor:
-        """[Q] of what is said of all rows side by side."""
-        there_NT = torch.arange(values_NT.shape[1]) < torch.from_numpy(self._lengths)[:, None]
-        return values_NT[there_NT].to(self._device)
+    def shared(self, values_Q: Tensor, computed: Sequence[np.ndarray]) -> Tensor:
+        """[Q], or [Q, K], of what some rank knows of each token here. Called by all ranks.
+
+        values_Q: right at the rows that this rank has computed. computed: those of each rank; each row is one's.
+        """
+        if self._ranks.size == 1:
+            return values_Q
+        given = [np.intersect1d(computed[self._ranks.rank], rows) for rows in self._rows_of_ranks]
+        taken = [np.intersect1d(rows, self._rows_of_ranks[self._ranks.rank]) for rows in computed]
+        sent_Q, found_Q = (
+            torch.from_numpy(self.tokens_of(np.concatenate(rows))).to(self._device) for rows in (given, taken)
+        )
+        sizes = [[int(self._lengths[rows].sum()) for rows in each] for each in (given, taken)]
+        # Row after row, as `found_Q` has their places.
+        return torch.zeros_like(values_Q).index_copy_(0, found_Q, self._ranks.all_to_all(values_Q[sent_Q], *sizes))
+
+    def sums(self, values_Q: Tensor) -> Tensor:
+        """[N] float64 sums over the tokens of each row that are here."""
+        row_Q = self.of_tokens(torch.arange(len(self._batch), device=values_Q.device))
+        return group_sums(values_Q, row_Q, len(self._batch))
 
     def of_tokens(self, values_N: Tensor) -> Tensor:
         """[Q] what is said of each token's row."""
@@ -107,12 +134,8 @@ class BatchRows:
         return values_N.repeat_interleave(lengths_N, output_size=int(self._lengths.sum()))
 
     def counts(self) -> Tensor:
-        """[N] int64 trained tokens of each row."""
-        # [Q + 1], with a 0 in front: the count of a row is the difference between its end
-        # and its start, also of an empty one.
-        ends_Q = torch.nn.functional.pad(self.loss_mask_Q.cumsum(0), (1, 0))
-        starts_N = torch.from_numpy(self._starts).to(self._device)
-        return ends_Q[starts_N + torch.from_numpy(self._lengths).to(self._device)] - ends_Q[starts_N]
+        """[N] int64 trained tokens of each row, of all rows."""
+        return self._num_trained_N
 
     def model_inputs(self, members: np.ndarray) -> dict[str, PackedRows]:
         """The token side of some rows, as `token_logprobs` takes it."""
@@ -137,7 +160,6 @@ class BatchRows:
     def scored(self, parts: Sequence[np.ndarray], score: Callable[..., Tensor]) -> Tensor:
         """[Q], or [Q, K], float32 of what `score` says of every response token, given `model_inputs` of one part at a
         time."""
-        # Rows that are in no part stay 0, so that the sum over the ranks has each row once.
         values_Q = torch.zeros_like(self.rollout_logprobs_Q)
         for members in parts:
             values_BT = score(**self.model_inputs(members))
@@ -148,12 +170,9 @@ class BatchRows:
             values_Q[place_BT[there_BT]] = values_BT[there_BT]
         return values_Q
 
-    def advantage_inputs(self, step: int, *, with_tokens: bool = True) -> AdvantageInputs:
-        """What the rows themselves say, on the CPU; what models say of them is to be added. Only of a batch `by_turns`
-        they have states and rewards of turns.
-
-        with_tokens: with what is said of tokens, [N, T], where the longest response is as much as all.
-        """
+    def advantage_inputs(self, step: int) -> AdvantageInputs:
+        """What the rows themselves say, on the CPU; what is said of tokens is to be added. Only of a batch `by_turns`
+        they have states and rewards of turns."""
         batch = self._batch
         are_turns = len(batch.turns) == len(batch)
         return AdvantageInputs(
@@ -166,8 +185,6 @@ class BatchRows:
             state_N=_tensor(batch.states) if are_turns and batch.states is not None else None,
             turn_rewards_N=_tensor(batch.turn_rewards) if are_turns and batch.turn_rewards is not None else None,
             baseline_rewards_N=None if batch.baselines is None else _tensor(batch.baselines),
-            loss_mask_NT=self.padded(self.loss_mask_Q) if with_tokens else None,
-            rollout_logprobs_NT=self.padded(self.rollout_logprobs_Q) if with_tokens else None,
             step=step,
             uids=batch.uids,
         )
@@ -208,10 +225,10 @@ class BatchRows:
         current_BT = policy_BT.detach()
         proximal_BT = None
         if keeps_proximal(config, algorithm):
-            proximal_BT = self.part(scores["policy_logprobs_NT"], members)
+            proximal_BT = self.part(scores["policy_logprobs_Q"], members)
         elif not config.algorithm.bypass_old_logprobs:
             proximal_BT = current_BT  # of the only update: the weights before it are the current ones
-        ref_Q = scores.get("ref_logprobs_NT")
+        ref_Q = scores.get("ref_logprobs_Q")
         return LossInputs(
             policy_logprobs_BT=policy_BT,
             # Without gradient: in the place of recorded logprobs it makes every ratio 1, the gradient that of log p.
@@ -231,28 +248,48 @@ class BatchRows:
         )
 
     def advantages(
-        self, algorithm: Algorithm, scores: Mapping[str, Tensor], step: int, kl_coef: float
+        self,
+        algorithm: Algorithm,
+        scores: Mapping[str, Tensor],
+        step: int,
+        kl_coef: float,
+        computed: Sequence[np.ndarray] | None = None,
     ) -> tuple[Callable[[np.ndarray], Tensor], Tensor | None, dict[str, float]]:
         """Advantages of some rows, [B, T], or [B, 1] where a row has one number; [Q] targets of a critic, and metrics.
-        Takes tokens that the advantage function takes out of the loss out of these rows.
+        Takes tokens that the advantage function takes out of the loss out of these rows. Called by all ranks.
 
-        scores: [Q] of what models say of the rows, by the names that `AdvantageInputs` has for it.
+        Args:
+            scores: [Q] of what models say of the rows, by the names that `AdvantageInputs` has for it.
+            computed: as of `shared`; None: this rank has all rows.
         """
-        # Of the whole batch on every rank, so that groups are whole, and on the CPU, so that all ranks agree. Side by
-        # side only where the function looks at tokens.
+        # Of the whole batch on every rank, so that groups are whole, and on the CPU, so that all ranks agree. Of tokens
+        # only where they are looked at, and then at those of the rows that this rank has computed.
         function = algorithm.advantage_fn
-        with_tokens = algorithm.kl_penalty_fn.is_active or (
-            function is not None and (function.token_level or any(name.endswith("_NT") for name in function.needs))
-        )
         # The same tokens in the same order, cut into turns or into rows.
         seen = self.by_turns() if function is not None and function.compares_turns else self
-        more_inputs: dict[str, Any] = {name: seen.padded(v) for name, v in scores.items() if with_tokens}
-        given = replace(seen.advantage_inputs(step, with_tokens=with_tokens), **more_inputs)
+        given = seen.advantage_inputs(step)
+        rows = None if computed is None or not takes_parts(function) else computed[self._ranks.rank]
+        if algorithm.kl_penalty_fn.is_active or (function is not None and function.uses_tokens):
+            given = replace(given, **self.token_inputs(seen, scores, rows))
         result = algorithm.compute_advantages(given, kl_coef=kl_coef)
+
+        def here(values_M: Tensor) -> Tensor:
+            """[Q] of what is said of the tokens that were given."""
+            if rows is None or computed is None:
+                return values_M.to(self._device)
+            values_Q = values_M.new_zeros(len(self.loss_mask_Q))
+            values_Q[self.tokens_of(np.sort(rows))] = values_M
+            return self.shared(values_Q.to(self._device), computed)
+
         # Before the weights of the tokens are made: a token that was taken out is in no denominator.
-        if result.keep_NT is not None:
-            self.loss_mask_Q &= seen.packed(result.keep_NT)
-        if result.advantages_NT is None and seen is self:
+        if result.keep_Q is not None:
+            self.loss_mask_Q &= here(result.keep_Q)
+            counts_N = self.sums(self.loss_mask_Q.cpu())
+            if rows is not None:
+                others = torch.from_numpy(~np.isin(np.arange(len(self._batch)), rows))
+                counts_N = given.total(counts_N.masked_fill(others, 0))
+            self._num_trained_N = counts_N.long().to(self._device)
+        if result.advantages_Q is None and seen is self:
             advantages_N1 = result.advantages_N.to(self._device)[:, None]
 
             def advantages(members: np.ndarray) -> Tensor:
@@ -262,12 +299,38 @@ class BatchRows:
         else:
             per_token_Q = (
                 seen.of_tokens(result.advantages_N.to(self._device))
-                if result.advantages_NT is None
-                else seen.packed(result.advantages_NT)
+                if result.advantages_Q is None
+                else here(result.advantages_Q)
             )
             advantages = partial(self.part, per_token_Q)
-        returns_Q = None if result.returns_NT is None else seen.packed(result.returns_NT)
+        returns_Q = None if result.returns_Q is None else here(result.returns_Q)
         return advantages, returns_Q, {name: float(value) for name, value in result.metrics.items()}
+
+    def token_inputs(
+        self, seen: BatchRows, scores: Mapping[str, Tensor], rows: np.ndarray | None = None
+    ) -> dict[str, Any]:
+        """What `AdvantageInputs` has of tokens, on the CPU: of all, or of these rows, of which every rank has others.
+
+        seen: the rows, or their turns (`by_turns`). scores: as of `advantages`.
+        """
+        said = {"loss_mask_Q": self.loss_mask_Q, "rollout_logprobs_Q": self.rollout_logprobs_Q, **scores}
+        if rows is None:
+            return {name: value_Q.cpu() for name, value_Q in said.items()} | {"tokens_N": _tensor(seen._lengths)}
+        places_M = torch.from_numpy(self.tokens_of(np.sort(rows)))
+        given = np.isin(np.arange(len(self._batch)), rows)
+        given = given if seen is self else np.repeat(given, self._batch.num_turns)
+
+        def gather(own: Tensor) -> list[Tensor]:
+            told = self._ranks.all_gather_bytes(own.contiguous().numpy().tobytes())
+            return [torch.frombuffer(bytearray(data), dtype=own.dtype).view_as(own) for data in told]
+
+        tokens = {name: value_Q.cpu()[places_M] for name, value_Q in said.items()}
+        return {**tokens, "tokens_N": _tensor(seen._lengths * given), "gather": gather}
+
+
+def takes_parts(function: AdvantageFn | None) -> bool:
+    """Whether a rank may have the tokens of its own rows alone when it makes advantages."""
+    return function is None or function.takes_parts or not function.uses_tokens
 
 
 def _tensor(values: np.ndarray) -> Tensor:
@@ -288,13 +351,13 @@ class Passes:
     """Passes over rows of no consequence, so that all ranks make the same number, or at least one."""
     filler: np.ndarray
     """The rows of an idle pass: few and short."""
+    computed: list[np.ndarray]
+    """Row numbers of all passes of each rank, of those whose sums count."""
 
     def scored(self, rows: BatchRows, score: Callable[..., Tensor]) -> Tensor:
-        """[Q] float32 of what `score` says of every response token of the batch; without gradients."""
+        """[Q] float32 of what `score` says of every response token here; without gradients. Called by all ranks."""
         idle = [rows.scored([self.filler], score) for _ in range(self.num_idle)]
-        values = rows.scored(self.own, score) if self.own else torch.zeros_like(idle[0])
-        # What several ranks computed alike is counted once.
-        return self.ranks.all_reduce(values if self.counts else torch.zeros_like(values))
+        return rows.shared(rows.scored(self.own, score) if self.own else idle[0], self.computed)
 
     def add_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """The sums of all passes of all ranks, by name."""
@@ -376,12 +439,19 @@ def plan_passes(
         own_units = [units[number] for number in part]
         parts = micro_batches(lengths, own_units, max_tokens=max_tokens, max_rows=max_rows, costs=costs)
         cut.append([members[rows] for rows in parts])
-    own = cut[ranks.rank // (ranks.size // num_parts)]
+    group_size = ranks.size // num_parts
+    own = cut[ranks.rank // group_size]
+    nothing = np.array([], np.int64)
+    # What several ranks compute alike is counted once, as what the first of them says.
+    computed = [
+        np.concatenate([nothing, *cut[r // group_size]]) if r % group_size == 0 else nothing for r in range(ranks.size)
+    ]
     # A rank without rows makes a pass all the same, to know the shapes of what it adds nothing to.
     num_idle = max(len(parts) for parts in cut) - len(own) if together else int(not own)
     # The cheapest unit of the batch, which every rank knows.
     shortest = np.array([int(np.argmin(lengths.reshape(-1, unit).max(axis=1)))])
-    return Passes(ranks, group is None or group.is_rank0, own, num_idle, members[rows_of_units(shortest, unit)])
+    filler = members[rows_of_units(shortest, unit)]
+    return Passes(ranks, group is None or group.is_rank0, own, num_idle, filler, computed)
 
 
 def _joined(

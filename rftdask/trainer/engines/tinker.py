@@ -66,7 +66,7 @@ def check_algorithm(config: Config, algorithm: Algorithm) -> None:
     needs = () if advantage is None else advantage.needs
     others = {
         "algorithm.entropy_loss_fn: entropies; set none": algorithm.use_entropy,
-        "algorithm.advantage_fn: entropies of the policy": {"entropy_NT", "necs_NT"} & set(needs),
+        "algorithm.advantage_fn: entropies of the policy": {"entropy_Q", "necs_Q"} & set(needs),
         "algorithm.policy_loss_fn: a teacher": algorithm.use_teacher,
         "algorithm.policy_loss_fn: a KL baseline over other prompts": loss.uses_kl_baseline,
         "algorithm.policy_loss_fn: a reward model": loss.scores_sequences,
@@ -205,7 +205,9 @@ class TinkerTrainEngine(TrainEngine):
             logprobs, scores = self._policy_logprobs(batch), self._scores(batch)
             inputs = self._loss_inputs(batch, rows, members, logprobs, weights_N, scores, None)
             # So that the mean over all batches is that of one batch of all rows.
-            share = float(batch.loss_mask.sum()) if self._algorithm.loss_agg_mode == "token-mean" else float(len(batch))
+            share = (
+                float(batch.num_trained.sum()) if self._algorithm.loss_agg_mode == "token-mean" else float(len(batch))
+            )
             total += share
             for name, value in self._algorithm.compute_loss(inputs)[1].items():
                 totals[name] = totals.get(name, 0.0) + share * float(value)
@@ -231,10 +233,10 @@ class TinkerTrainEngine(TrainEngine):
                 for tokens, start in zip(batch.row_tokens(), starts, strict=True)
             ]
             told = response_logprobs(self._reference, pairs, timeout_s=self._timeout_s)
-            scores["ref_logprobs_NT"] = torch.tensor([value for row in told for value in row])
+            scores["ref_logprobs_Q"] = torch.tensor([value for row in told for value in row])
         if keeps_proximal(self._config, self._algorithm):
             parts = zip(self._policy_logprobs(batch), batch.response_lengths, strict=True)
-            scores["policy_logprobs_NT"] = torch.cat([row[-length:] for row, length in parts])
+            scores["policy_logprobs_Q"] = torch.cat([row[-length:] for row, length in parts])
         return scores
 
     def _policy_logprobs(self, batch: TrainingBatch) -> list[Tensor]:

@@ -1,8 +1,9 @@
 """The PyTorch train engine: the models of one rank, an optimizer, and a strategy by which the ranks share them.
 
-Every rank is given the whole batch, and computes its own rows of it. A step: what frozen models and the critic say of
-the rows, brought together; then the advantages over the whole batch, on every rank the same; then one update of the
-policy and one of the critic for each mini-batch of each pass over the batch, by gradients added over the ranks.
+Every rank is told of all rows of the batch, and has the tokens of those that it computes. A step: what frozen models
+and the critic say of the rows; then the advantages over the whole batch, of which each rank makes those of its tokens;
+then one update of the policy and one of the critic for each mini-batch of each pass over the batch, by gradients added
+over the ranks.
 Letters: N rows of the batch; B rows of a micro-batch; T response tokens of the longest response.
 """
 
@@ -51,7 +52,14 @@ from rftdask.storage.base import Data
 from rftdask.trainer.attention import PACKED
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.critic import Critic
-from rftdask.trainer.engines.micro_batches import BatchRows, Passes, keeps_proximal, plan_passes, updates_of
+from rftdask.trainer.engines.micro_batches import (
+    BatchRows,
+    Passes,
+    keeps_proximal,
+    plan_passes,
+    takes_parts,
+    updates_of,
+)
 from rftdask.trainer.engines.optimizer import ModelOptimizer
 from rftdask.trainer.engines.router_loss import RouterLoss
 from rftdask.trainer.engines.step_metrics import finish_means, mismatch, next_kl_coefs, over_updates
@@ -255,12 +263,14 @@ class TorchEngine(TrainEngine):
             of_rows = [names for names, is_held in zip(batch.images, batch.is_held, strict=True) if is_held]
             self._images.folder.fetch(storage, [name for names in of_rows for name in names])
         processor = None if batch.images is None else self._images
-        return BatchRows(batch, self._device, self._sequence, lean=self._lean, processor=processor)
+        return BatchRows(batch, self._device, self._sequence, lean=self._lean, processor=processor, ranks=self._ranks)
 
     def rows_to_compute(self, batch: TrainingBatch, step: int) -> np.ndarray | None:
         """See TrainEngine: those of all passes over the batch and over the mini-batches of the step."""
         if self._algorithm.policy_loss_fn.uses_kl_baseline:
             return None  # prompts meet responses of other rows
+        if not takes_parts(self._algorithm.advantage_fn):
+            return None
         members = [np.arange(len(batch)), *(rows for _, rows in updates_of(batch, self._config, step, self._unit))]
         plans = [self._plan(batch, rows) for rows in members]
         plans += [
@@ -272,7 +282,7 @@ class TorchEngine(TrainEngine):
         """Score the batch, make its advantages, then its updates, each one of the policy and one of the critic."""
         algorithm, device = self._algorithm, self._device
         _check_experts(batch, self._routers)
-        # Every rank knows all rows, and the tokens of those that are in its passes.
+        # Every rank knows all rows, and the tokens of those alone that are in its passes.
         rows = self._rows_of(batch)
         whole = self._plan(batch, np.arange(len(batch)))
         # What is drawn at a step depends on the seed and the step alone, so there is no random state to keep.
@@ -290,7 +300,8 @@ class TorchEngine(TrainEngine):
             advantages: Callable[[np.ndarray], Tensor] | None = None
             returns_Q: Tensor | None = None
             if algorithm.advantage_fn is not None:
-                advantages, returns_Q, metrics = rows.advantages(algorithm, scores, step, float(self._kl_coefs[1]))
+                kl_coef = float(self._kl_coefs[1])
+                advantages, returns_Q, metrics = rows.advantages(algorithm, scores, step, kl_coef, whole.computed)
             for number, members in updates_of(batch, self._config, step, self._unit):
                 # One mini-batch is the whole batch: its passes are planned already.
                 passes = whole if len(members) == len(batch) else self._plan(batch, members)
@@ -331,9 +342,8 @@ class TorchEngine(TrainEngine):
                     of_update |= self._optimizer.step(number, step)
                 if self._critic is not None:
                     assert returns_Q is not None
-                    mask_Q = rows.loss_mask_Q & rows.of_tokens(rows.among(members))
                     of_update |= self._critic.update(
-                        rows, passes, mask_Q, scores["values_NT"], returns_Q, update=number, step=step
+                        rows, passes, members, scores["values_Q"], returns_Q, update=number, step=step
                     )
                 updates.append(of_update)
         metrics |= over_updates(updates)
@@ -366,7 +376,7 @@ class TorchEngine(TrainEngine):
                     for _ in range(taught.num_idle):  # the exchanges of ranks with more passes take all
                         self._update_scores(teacher, **rows.model_inputs(taught.filler))
             # So that the mean over all batches is that of one batch of all rows.
-            share = float(batch.loss_mask.sum()) if algorithm.loss_agg_mode == "token-mean" else float(len(batch))
+            share = float(batch.num_trained.sum()) if algorithm.loss_agg_mode == "token-mean" else float(len(batch))
             total += share
             for name, mean in passes.add_metrics(sums).items():
                 totals[name] += share * mean
@@ -416,29 +426,30 @@ class TorchEngine(TrainEngine):
             passes.scored(rows, lambda model=model, **inputs: model(**inputs)[0])
             for model in (self._policy, self._reference)
         )
-        return max(0.0, float(rows.padded((policy_Q - ref_Q) * rows.loss_mask_Q).sum(-1).mean()))
+        drift_N = rows.sums((policy_Q - ref_Q) * rows.loss_mask_Q)
+        return max(0.0, float(drift_N.mean()))
 
     def _scores(self, batch: TrainingBatch, rows: BatchRows, passes: Passes) -> dict[str, Tensor]:
         """[Q] of what frozen models, the policy and the critic say before the update, of what the algorithm asks
         for; by the names that `AdvantageInputs` has for it."""
         scores: dict[str, Tensor] = {}
         if (reference := self._reference) is not None:
-            scores["ref_logprobs_NT"] = passes.scored(rows, lambda **inputs: reference(**inputs)[0])
-        if "teacher_logprobs_NT" in self._needs:
+            scores["ref_logprobs_Q"] = passes.scored(rows, lambda **inputs: reference(**inputs)[0])
+        if "teacher_logprobs_Q" in self._needs:
             # Each scores its own rows, the others are 0.
             taught = self._taught(batch, np.arange(len(batch)), passes)
             each = [part.scored(rows, lambda model=model, **inputs: model(**inputs)[0]) for model, part in taught]
-            scores["teacher_logprobs_NT"] = sum(each[1:], each[0])
-        if "necs_NT" in self._needs:
+            scores["teacher_logprobs_Q"] = sum(each[1:], each[0])
+        if "necs_Q" in self._needs:
             three_Q3 = passes.scored(rows, partial(entropy_signals, self._policy))
-            names = ("policy_logprobs_NT", "entropy_NT", "necs_NT")
+            names = ("policy_logprobs_Q", "entropy_Q", "necs_Q")
             scores |= dict(zip(names, three_Q3.unbind(-1), strict=True))
-        elif "entropy_NT" in self._needs:
-            scores["entropy_NT"] = passes.scored(rows, lambda **inputs: self._policy(**inputs, with_entropy=True)[1])
-        if keeps_proximal(self._config, self._algorithm) and "policy_logprobs_NT" not in scores:
-            scores["policy_logprobs_NT"] = passes.scored(rows, lambda **inputs: self._policy(**inputs)[0])
+        elif "entropy_Q" in self._needs:
+            scores["entropy_Q"] = passes.scored(rows, lambda **inputs: self._policy(**inputs, with_entropy=True)[1])
+        if keeps_proximal(self._config, self._algorithm) and "policy_logprobs_Q" not in scores:
+            scores["policy_logprobs_Q"] = passes.scored(rows, lambda **inputs: self._policy(**inputs)[0])
         if self._critic is not None:
-            scores["values_NT"] = self._critic.values(rows, passes)
+            scores["values_Q"] = self._critic.values(rows, passes)
         return scores
 
     def _update_scores(self, teacher: Scorer | None, **inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -22,6 +22,13 @@ def token_weights(mask_BT: Tensor, mode: str, **given: Any) -> Tensor:
     return mask_BT * row_weights(mask_BT.sum(-1), mode, **given)[:, None]
 
 
+def side_by_side(**padded_NT: Tensor | None) -> dict[str, Any]:
+    """What is said of tokens, [N, T] each, as `AdvantageInputs` takes it; what is no token of a row is not trained."""
+    given = {name.replace("_NT", "_Q"): None if value is None else value.flatten() for name, value in padded_NT.items()}
+    shape = next(value.shape for value in padded_NT.values() if value is not None)
+    return {"tokens_N": torch.full(shape[:1], shape[1]), **given}
+
+
 def load_all(key: str) -> dict[str, Any]:
     """Name -> class of every registered part for a key of the configuration."""
     return {name: part.load() for name, part in registered_parts(key).items()}

@@ -1,6 +1,7 @@
 """What every advantage function promises: rows in any order, failed rows and demonstrations without effect, equal to
 a plain loop over groups, errors that name the experience, the KL penalty off the rewards."""
 
+import dataclasses
 import math
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.drops import DropReason
 from rftdask.errors import UserError
 from tests.numerics import shifted_seed
-from tests.unit.algorithm.algorithm_cases import ADVANTAGE_FNS
+from tests.unit.algorithm.algorithm_cases import ADVANTAGE_FNS, side_by_side
 
 NAMES = sorted(ADVANTAGE_FNS)
 WIDTH = 5
@@ -39,25 +40,31 @@ def random_inputs(seed: int, num_rows: int = 24, num_groups: int = 5) -> Advanta
         turn_N=torch.arange(num_rows) % 2,
         state_N=torch.randint(-1, 3, (num_rows,), generator=generator),
         baseline_rewards_N=draw(num_rows),
-        loss_mask_NT=mask,
-        values_NT=draw(num_rows, WIDTH),
-        rollout_logprobs_NT=-draw(num_rows, WIDTH).abs(),
-        policy_logprobs_NT=-draw(num_rows, WIDTH).abs(),
-        ref_logprobs_NT=-draw(num_rows, WIDTH).abs(),
-        teacher_logprobs_NT=-draw(num_rows, WIDTH).abs(),
-        entropy_NT=draw(num_rows, WIDTH).abs(),
-        necs_NT=draw(num_rows, WIDTH),
+        **side_by_side(
+            loss_mask_NT=mask,
+            values_NT=draw(num_rows, WIDTH),
+            rollout_logprobs_NT=-draw(num_rows, WIDTH).abs(),
+            policy_logprobs_NT=-draw(num_rows, WIDTH).abs(),
+            ref_logprobs_NT=-draw(num_rows, WIDTH).abs(),
+            teacher_logprobs_NT=-draw(num_rows, WIDTH).abs(),
+            entropy_NT=draw(num_rows, WIDTH).abs(),
+            necs_NT=draw(num_rows, WIDTH),
+        ),
     )
 
 
 def take(inputs: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
-    fields = {key: value[rows] for key, value in vars(inputs).items() if isinstance(value, Tensor)}
-    return replace(inputs, **fields)
+    """Some rows; all have WIDTH tokens."""
+    fields = {f.name: value for f in dataclasses.fields(inputs) if isinstance(value := getattr(inputs, f.name), Tensor)}
+    taken = {
+        key: value.view(-1, WIDTH)[rows].flatten() if key.endswith("_Q") else value[rows]
+        for key, value in fields.items()
+    }
+    return replace(inputs, **taken)
 
 
 def advantages(name: str, inputs: AdvantageInputs) -> Tensor:
-    assert inputs.loss_mask_NT is not None
-    return ADVANTAGE_FNS[name]()(inputs).per_token(inputs.loss_mask_NT)
+    return ADVANTAGE_FNS[name]()(inputs).per_token(inputs).view(-1, WIDTH)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,8 +85,7 @@ def test_a_failed_rollout_changes_no_other_row_and_is_dropped(name: str, reward:
     alone = advantages(name, take(inputs, ~failed))
     dirty = replace(inputs, rewards_N=inputs.rewards_N.masked_fill(failed, reward), valid_N=~failed)
     result = ADVANTAGE_FNS[name]()(dirty)
-    assert inputs.loss_mask_NT is not None
-    got = result.per_token(inputs.loss_mask_NT)
+    got = result.per_token(inputs).view(-1, WIDTH)
     torch.testing.assert_close(got[~failed], alone)
     assert (got[failed] == 0).all()
     assert (result.drops_N[failed] == DropReason.INVALID_ROLLOUT).all()
@@ -93,8 +99,7 @@ def test_a_demonstration_is_kept_without_advantage_and_enters_no_baseline(name: 
     expert[:2] = True
     result = ADVANTAGE_FNS[name]()(replace(inputs, expert_mask_N=expert))
     assert (result.drops_N[:2] == DropReason.KEPT).all() and (result.advantages_N[:2] == 0).all()
-    assert inputs.loss_mask_NT is not None
-    got = result.per_token(inputs.loss_mask_NT)
+    got = result.per_token(inputs).view(-1, WIDTH)
     torch.testing.assert_close(got[2:], advantages(name, take(inputs, ~expert)))
 
 
@@ -157,20 +162,20 @@ def test_the_kl_penalty_lowers_the_rewards_before_the_advantages(algorithm_type:
     algorithm = make_algorithm(algorithm_type, kl_penalty_fn="k1", kl_penalty_fn_args={"kl_coef": 0.5})
     assert algorithm.use_reference and algorithm.advantage_fn is not None
     inputs = random_inputs(8)
-    assert inputs.rollout_logprobs_NT is not None and inputs.ref_logprobs_NT is not None
-    assert inputs.loss_mask_NT is not None
-    kl = torch.where(inputs.loss_mask_NT, inputs.rollout_logprobs_NT - inputs.ref_logprobs_NT, 0.0)
+    assert inputs.rollout_logprobs_Q is not None and inputs.ref_logprobs_Q is not None
+    assert inputs.loss_mask_Q is not None
+    kl = torch.where(inputs.loss_mask_Q, inputs.rollout_logprobs_Q - inputs.ref_logprobs_Q, 0.0)
     # Of the two turns of a rollout together: what is penalized is the reward of the rollout.
-    of_rollout = kl.sum(-1).view(-1, 2).sum(-1).repeat_interleave(2)
+    of_rollout = kl.view(-1, 2 * WIDTH).sum(-1).repeat_interleave(2)
     penalized: dict[str, Any] = {"rewards_N": inputs.rewards_N - 0.5 * of_rollout}
     if algorithm_type == "reinforceplusplus":
-        penalized = {"token_rewards_NT": inputs.token_rewards() - 0.5 * kl}
+        penalized = {"token_rewards_Q": inputs.token_rewards() - 0.5 * kl}
     want = algorithm.advantage_fn(replace(inputs, **penalized))
     got = algorithm.compute_advantages(inputs)
-    torch.testing.assert_close(got.per_token(inputs.loss_mask_NT), want.per_token(inputs.loss_mask_NT))
-    assert got.metrics["kl_penalty"] == pytest.approx((kl.sum() / inputs.loss_mask_NT.sum()).item(), rel=1e-5)
-    with pytest.raises(ValueError, match="ref_logprobs_NT"):
-        algorithm.compute_advantages(replace(inputs, ref_logprobs_NT=None))
+    torch.testing.assert_close(got.per_token(inputs), want.per_token(inputs))
+    assert got.metrics["kl_penalty"] == pytest.approx((kl.sum() / inputs.loss_mask_Q.sum()).item(), rel=1e-5)
+    with pytest.raises(ValueError, match="ref_logprobs_Q"):
+        algorithm.compute_advantages(replace(inputs, ref_logprobs_Q=None))
 
 
 def test_the_adaptive_coefficient_follows_the_measured_kl() -> None:
@@ -197,20 +202,22 @@ def test_a_rollout_counts_once_in_its_baseline_whatever_its_turns(name: str, mor
     once = random_inputs(5)
     once = replace(once, rollout_N=torch.arange(24), turn_N=torch.zeros(24, dtype=torch.int64))
     # The same rollouts, cut into turns: a rollout of n tokens is n rows, and its reward is that of each of them.
-    assert once.loss_mask_NT is not None
-    row, token = once.loss_mask_NT.nonzero(as_tuple=True)
+    assert once.loss_mask_Q is not None
+    trained = once.loss_mask_Q.view(-1, WIDTH)
+    row, token = trained.nonzero(as_tuple=True)
     order = torch.randperm(len(row), generator=torch.Generator().manual_seed(3))
     row, token = row[order], token[order]
     cut = {
-        key: value[row, token][:, None]
+        key: value.view(-1, WIDTH)[row, token]
         for key, value in vars(once).items()
-        if key.endswith("_NT") and value is not None
+        if key.endswith("_Q") and isinstance(value, Tensor) and key in {f.name for f in dataclasses.fields(once)}
     }
-    turns = replace(take(once, row), **cut, lengths_N=torch.ones_like(row), rollout_N=row, turn_N=token)
+    ones = torch.ones_like(row)
+    turns = replace(take(once, row), **cut, tokens_N=ones, lengths_N=ones, rollout_N=row, turn_N=token)
     # A rollout without a trained token has no turn; it is in the baseline of the other batch alone.
-    once = replace(once, valid_N=once.loss_mask_NT.any(-1))
+    once = replace(once, valid_N=trained.any(-1))
     want, got = fn(once), fn(turns)
-    torch.testing.assert_close(got.advantages_N, want.per_token(once.loss_mask_NT)[row, token])
+    torch.testing.assert_close(got.advantages_N, want.per_token(once).view(-1, WIDTH)[row, token])
     assert torch.equal(got.drops_N, want.drops_N[row])
     if name not in ("clipb", "clipv"):
         assert got.metrics["num_groups"] == want.metrics["num_groups"]
@@ -226,9 +233,10 @@ def test_the_kl_penalty_of_a_rollout_is_that_of_all_its_turns() -> None:
         group_N=torch.zeros(3, dtype=torch.int64),
         rollout_N=torch.tensor([0, 0, 1]),
         turn_N=torch.tensor([0, 1, 0]),
-        loss_mask_NT=torch.ones(3, 1, dtype=torch.bool),
-        rollout_logprobs_NT=torch.tensor([[-0.75], [-0.5], [-1.0]]),
-        ref_logprobs_NT=torch.full((3, 1), -1.0),
+        tokens_N=torch.ones(3, dtype=torch.int64),
+        loss_mask_Q=torch.ones(3, dtype=torch.bool),
+        rollout_logprobs_Q=torch.tensor([-0.75, -0.5, -1.0]),
+        ref_logprobs_Q=torch.full((3,), -1.0),
     )
     assert algorithm.compute_advantages(given).advantages_N.tolist() == [0.125, 0.125, -0.125]
 
@@ -265,5 +273,7 @@ def test_discounted_sums_are_those_of_a_loop_from_behind(gamma: float, monkeypat
         wanted_NT, behind_N = torch.zeros(5, width, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
         for t in reversed(range(width)):
             behind_N = torch.where(mask_NT[:, t], values_NT[:, t] + gamma * behind_N, behind_N)
-            wanted_NT[:, t] = behind_N
-        torch.testing.assert_close(tokens.discounted_sums(values_NT, mask_NT, gamma), wanted_NT, rtol=1e-12, atol=1e-12)
+            wanted_NT[:, t] = torch.where(mask_NT[:, t], behind_N, 0.0)
+        given = AdvantageInputs(torch.zeros(5), torch.arange(5), **side_by_side(loss_mask_NT=mask_NT))
+        found_Q = tokens.discounted_sums(given, values_NT.flatten(), gamma)
+        torch.testing.assert_close(found_Q.view(5, width), wanted_NT, rtol=1e-12, atol=1e-12)

@@ -10,14 +10,22 @@ from torch import Tensor
 from rftdask.algorithm.advantages.base import AdvantageInputs, AdvantageResult
 from rftdask.algorithm.drops import DropReason
 from tests.numerics import shifted_seed
-from tests.unit.algorithm.algorithm_cases import ADVANTAGE_FNS
+from tests.unit.algorithm.algorithm_cases import ADVANTAGE_FNS, side_by_side
 
 
 def run(
     name: str, rewards: list[float], groups: list[int] | None = None, fn_args: Any = None, **more: Any
 ) -> AdvantageResult:
+    """more: fields of the inputs; what is said of tokens side by side, [N, T], as is what comes back."""
     group = torch.tensor(groups or [0] * len(rewards))
-    return ADVANTAGE_FNS[name](**(fn_args or {}))(AdvantageInputs(torch.tensor(rewards), group, **more))
+    padded = {key: more.pop(key) for key in list(more) if key.endswith("_NT")}
+    given = AdvantageInputs(torch.tensor(rewards), group, **more, **(side_by_side(**padded) if padded else {}))
+    return ADVANTAGE_FNS[name](**(fn_args or {}))(given)
+
+
+def rows_of(values_Q: Tensor | None, num_rows: int) -> Tensor:
+    assert values_Q is not None
+    return values_Q.view(num_rows, -1)
 
 
 def close(expected: object, tolerance: float = 2e-6) -> Any:
@@ -56,9 +64,8 @@ def test_gae_of_one_response() -> None:
     fn_args = {"gamma": 0.9, "lam": 0.8, "whiten": False}
     mask = torch.ones(1, 3, dtype=torch.bool)
     got = run("ppo", [1.0], fn_args=fn_args, values_NT=row([0.5, 0.4, 0.3]), loss_mask_NT=mask)
-    assert got.advantages_NT is not None and got.returns_NT is not None
-    assert got.advantages_NT[0].tolist() == close([0.12928, 0.374, 0.7])
-    assert got.returns_NT[0].tolist() == close([0.62928, 0.774, 1.0])
+    assert rows_of(got.advantages_Q, 1)[0].tolist() == close([0.12928, 0.374, 0.7])
+    assert rows_of(got.returns_Q, 1)[0].tolist() == close([0.62928, 0.774, 1.0])
 
 
 @pytest.mark.parametrize("elsewhere", [0.0, 100.0, math.nan])
@@ -68,34 +75,32 @@ def test_gae_steps_over_what_the_policy_did_not_write(elsewhere: float) -> None:
     rewards = row([0, 0, 0.1, 0.1, 0.1, 0, 0, 0.1, 1, 0, 0])
     fn_args = {"gamma": 0.9, "lam": 0.8, "whiten": False}
     got = run("ppo", [1.0], fn_args=fn_args, values_NT=values, loss_mask_NT=mask, token_rewards_NT=rewards)
-    assert got.advantages_NT is not None
-    assert got.advantages_NT[mask].tolist() == close([-0.534651, -1.575904, -2.8832, -4.56, -8.0])
-    assert got.advantages_NT[~mask].abs().sum() == 0.0
+    advantages_NT = rows_of(got.advantages_Q, 1)
+    assert advantages_NT[mask].tolist() == close([-0.534651, -1.575904, -2.8832, -4.56, -8.0])
+    assert advantages_NT[~mask].abs().sum() == 0.0
 
 
 def test_whitened_advantages_have_mean_zero_and_variance_one() -> None:
     mask = torch.rand(5, 9, generator=torch.Generator().manual_seed(shifted_seed(0))) > 0.3
     values = torch.randn(5, 9, generator=torch.Generator().manual_seed(shifted_seed(1)))
     got = run("ppo", [1, 0, 0.5, 2, -1], [0, 1, 2, 3, 4], values_NT=values, loss_mask_NT=mask)
-    assert got.advantages_NT is not None
-    assert got.advantages_NT[mask].mean().item() == close(0.0)
-    assert got.advantages_NT[mask].var().item() == close(1.0)
+    trained = rows_of(got.advantages_Q, 5)[mask]
+    assert trained.mean().item() == close(0.0)
+    assert trained.var().item() == close(1.0)
 
 
 def test_reinforceplusplus_whitens_the_reward_to_go() -> None:
     mask = torch.ones(2, 2, dtype=torch.bool)
     got = run("reinforceplusplus", [1.0, 0.0], [0, 1], {"gamma": 0.5}, loss_mask_NT=mask)
-    assert got.returns_NT is not None and got.advantages_NT is not None
-    assert got.returns_NT.tolist() == [[0.5, 1.0], [0.0, 0.0]]
+    assert rows_of(got.returns_Q, 2).tolist() == [[0.5, 1.0], [0.0, 0.0]]
     sigma = math.sqrt((0.125**2 + 0.625**2 + 2 * 0.375**2) / 3)
-    assert got.advantages_NT[0].tolist() == close([0.125 / sigma, 0.625 / sigma])
+    assert rows_of(got.advantages_Q, 2)[0].tolist() == close([0.125 / sigma, 0.625 / sigma])
 
 
 def test_remax_subtracts_the_greedy_reward() -> None:
     mask = torch.tensor([[True, True, False], [True, False, True]])
     got = run("remax", [1.0, 0.0], loss_mask_NT=mask, baseline_rewards_N=torch.tensor([0.25, 0.25]))
-    assert got.advantages_NT is not None
-    assert got.advantages_NT.tolist() == [[0.75, 0.75, 0.0], [-0.25, 0.0, -0.25]]
+    assert rows_of(got.advantages_Q, 2).tolist() == [[0.75, 0.75, 0.0], [-0.25, 0.0, -0.25]]
 
 
 def test_opmd_baselines() -> None:
@@ -166,7 +171,7 @@ def test_distillation_is_the_gap_to_the_teacher() -> None:
     student, teacher = row([-1.0, -2.0, 7.0]), row([-0.5, -3.0, math.nan])
     given: Any = {"loss_mask_NT": row([1, 1, 0]).bool(), "rollout_logprobs_NT": student, "teacher_logprobs_NT": teacher}
     distill = run("on_policy_distill", [0.0], fn_args={"kl_coef": 2.0}, **given)
-    assert distill.per_token(given["loss_mask_NT"])[0].tolist() == close([1.0, -2.0, 0.0])
+    assert rows_of(distill.advantages_Q, 1)[0].tolist() == close([1.0, -2.0, 0.0])
 
 
 def test_step_wise_grpo_gives_every_turn_the_advantage_of_its_rollout() -> None:
@@ -227,9 +232,7 @@ def test_clipb_and_clipv_take_tokens_of_losing_rollouts_out_of_the_loss() -> Non
         "entropy_NT": entropy,
     }
     got = run("clipb", [1.0, 0.0], **given)
-    assert got.keep_NT is not None
-    assert (~got.keep_NT).nonzero().tolist() == [[1, 3]]
+    assert (~rows_of(got.keep_Q, 2)).nonzero().tolist() == [[1, 3]]
     given |= {"rollout_logprobs_NT": None, "policy_logprobs_NT": logprobs, "necs_NT": torch.zeros(2, width)}
     clipv = run("clipv", [1.0, 0.0], fn_args={"mu": 2.5, "max_frac": 0.02}, **given)
-    assert clipv.keep_NT is not None
-    assert (~clipv.keep_NT).nonzero().tolist() == [[1, 3]]
+    assert (~rows_of(clipv.keep_Q, 2)).nonzero().tolist() == [[1, 3]]

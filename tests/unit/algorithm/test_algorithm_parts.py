@@ -64,7 +64,7 @@ def test_the_facts_are_those_of_the_composition(name: str) -> None:
 def test_what_an_advantage_needs_is_known() -> None:
     for name, cls in ADVANTAGE_FNS.items():
         section = AlgorithmConfig(algorithm_type="grpo", advantage_fn=name)
-        assert section.needs_teacher == ("teacher_logprobs_NT" in cls.needs)
+        assert section.needs_teacher == ("teacher_logprobs_Q" in cls.needs)
         assert section.greedy_baseline == ("baseline_rewards_N" in cls.needs)
     assert AlgorithmConfig(algorithm_type="jsd").needs_teacher
     assert AlgorithmConfig(algorithm_type="remax").greedy_baseline

@@ -241,8 +241,9 @@ def test_each_key_of_a_part_is_in_the_advantages(section: dict[str, Any], advant
     batch = AdvantageInputs(
         rewards_N=torch.tensor([1.0, 0.0]),
         group_N=torch.tensor([0, 0]),
-        loss_mask_NT=torch.ones(2, 1, dtype=torch.bool),
-        rollout_logprobs_NT=torch.tensor([[-1.0], [-1.0]]),
-        ref_logprobs_NT=torch.tensor([[-2.0], [-1.0]]),
+        tokens_N=torch.ones(2, dtype=torch.int64),
+        loss_mask_Q=torch.ones(2, dtype=torch.bool),
+        rollout_logprobs_Q=torch.tensor([-1.0, -1.0]),
+        ref_logprobs_Q=torch.tensor([-2.0, -1.0]),
     )
     assert built(**section).compute_advantages(batch).advantages_N.tolist() == pytest.approx(advantages, abs=1e-5)

@@ -92,22 +92,22 @@ def test_words_that_one_of_them_never_says_stay_finite() -> None:
 def exact_policy_gradient(log_q_V: Tensor, log_p_V: Tensor, leaf_V: Tensor) -> Tensor:
     """Expectation over the vocabulary of the gradient that on_policy_distill takes for a sampled word."""
     algorithm = make_algorithm("on_policy_distill")
-    all_words = {"loss_mask_NT": torch.ones(NUM_WORDS, 1, dtype=torch.bool)}
-    advantages = algorithm.compute_advantages(
-        AdvantageInputs(
-            torch.zeros(NUM_WORDS),
-            torch.arange(NUM_WORDS),
-            rollout_logprobs_NT=log_q_V.detach()[:, None],
-            teacher_logprobs_NT=log_p_V[:, None],
-            **all_words,
-        )
+    # A row of one token for each word.
+    given = AdvantageInputs(
+        torch.zeros(NUM_WORDS),
+        torch.arange(NUM_WORDS),
+        tokens_N=torch.ones(NUM_WORDS, dtype=torch.int64),
+        loss_mask_Q=torch.ones(NUM_WORDS, dtype=torch.bool),
+        rollout_logprobs_Q=log_q_V.detach(),
+        teacher_logprobs_Q=log_p_V,
     )
+    advantages_Q = algorithm.compute_advantages(given).per_token(given)
     inputs = LossInputs(
         policy_logprobs_BT=log_q_V[:, None],
         rollout_logprobs_BT=log_q_V.detach()[:, None],
-        loss_mask_BT=all_words["loss_mask_NT"],
+        loss_mask_BT=torch.ones(NUM_WORDS, 1, dtype=torch.bool),
         token_weights_BT=log_q_V.detach().exp()[:, None],
-        advantages_BT=advantages.per_token(all_words["loss_mask_NT"]).double(),
+        advantages_BT=advantages_Q[:, None].double(),
     )
     (gradient_V,) = torch.autograd.grad(algorithm.compute_loss(inputs)[0], leaf_V, retain_graph=True)
     return gradient_V

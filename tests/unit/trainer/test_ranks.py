@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
+from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import StorageError
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
@@ -71,8 +74,13 @@ def test_every_place_is_read_by_one_rank_and_no_group_is_parted(uses: list[tuple
 def rows_of(numbers: Sequence[int], first: int = 0) -> TrainingBatch:
     rows = [([7, 8, *range(2 + n % 3)], 2, None) for n in numbers]
     batch = supervised_batch(rows, [f"t/0/{n // 2}/{n % 2}/0" for n in numbers], 2)
-    return TrainingBatch(
-        **{**vars(batch), "experts": np.zeros(len(rows), bool), "rewards": np.array(numbers, np.float32)}
+    logprobs = np.concatenate([-5.0 * n - np.arange(2 + n % 3) for n in numbers])
+    return replace(
+        batch,
+        experts=np.zeros(len(rows), bool),
+        rewards=np.array(numbers, np.float32),
+        rollout_logprobs=logprobs.astype(np.float32),
+        loss_mask=logprobs % 3 != 0,
     )
 
 
@@ -121,13 +129,13 @@ def test_each_rank_is_given_the_tokens_that_it_wants_and_all_else_of_every_row(
         return read_together(entry, ranks, read, lambda batch: None if wish is None else np.array(wish, int))
 
     for found, wish in zip(in_threads(size, rank), wishes, strict=True):
-        expected = whole if wish is None else whole.holding(wish)
+        expected = whole.holding(range(7) if wish is None else wish)
         for name, value in vars(expected).items():
-            if name != "held":
-                assert np.array_equal(getattr(found, name), value), name
-        for row, tokens in enumerate(found.row_tokens()):
-            wanted = wish is None or row in wish
-            assert tokens.tolist() == (whole.row_tokens()[row].tolist() if wanted else [])
+            assert np.array_equal(getattr(found, name), value), name
+        assert found.num_trained.tolist() == [mask.sum() for mask in whole.row_masks()]
+        for of_row in (TrainingBatch.row_tokens, TrainingBatch.row_logprobs, TrainingBatch.row_masks):
+            for row, (values, wanted) in enumerate(zip(of_row(found), of_row(whole), strict=True)):
+                assert values.tolist() == (wanted.tolist() if wish is None or row in wish else [])
 
 
 # ---- the gang
@@ -174,6 +182,91 @@ def test_a_resumed_gang_loads_the_checkpoint_on_every_rank() -> None:
     engines = [FakeTrainEngine(), FakeTrainEngine()]
     run_gang(storage, 2, engines, [[], []])  # nothing is left to train
     assert engines[0].weights() == engines[1].weights() != FakeTrainEngine().weights()
+
+
+# ---- reading ahead
+
+
+class SlowEngine(FakeTrainEngine):
+    """Trains each batch until its rank has read the next one ahead, of which there is one but for the last."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self.num_steps, self.has_read = num_steps, threading.Event()
+
+    def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
+        if step < self.num_steps:
+            assert self.has_read.wait(10), f"the batch after step {step} was not read while it was trained"
+            self.has_read.clear()
+        return super().train_step(batch, step)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_every_rank_reads_its_rows_of_the_next_batch_while_this_one_trains(size: int, is_late: bool) -> None:
+    storage, num_steps = new_storage(), 4
+    fill_log(storage, 1 if is_late else num_steps, is_finished=not is_late)
+    loads: list[list[tuple[bool, str]]] = [[] for _ in range(size)]
+
+    def rank(ranks: Ranks, writers: Ranks, readers: Ranks) -> None:
+        engine, source = SlowEngine(num_steps), source_of(storage)
+        read, read_ahead, entry_of, batch_of = source.log.read, source.read_ahead, source.entry, source.read
+        asked = threading.Event()  # while the loop waits for a batch
+
+        def noted(name: ShardName, columns: Sequence[str]) -> pa.Table:
+            loads[ranks.rank].append((not asked.is_set(), name.text))
+            return read(name, columns)
+
+        def in_loop(call: Callable[..., Any], *given: Any) -> Any:
+            asked.set()
+            try:
+                return call(*given)
+            finally:
+                asked.clear()
+
+        def told(entry: LedgerEntry, places: Sequence[int] | None = None) -> None:
+            read_ahead(entry, places)
+            engine.has_read.set()
+
+        seen: Any = source  # whose calls are watched
+        seen.log.read, seen.read_ahead = noted, told
+        seen.entry, seen.read = partial(in_loop, entry_of), partial(in_loop, batch_of)
+        saver = Checkpoints(storage, "main", ranks=ranks, writers=writers, strategy="unrestricted")
+        given = {"ranks": ranks, "readers": readers if size > 1 else None, "total_steps": num_steps}
+        make_trainer(storage, engine=engine, source=source, checkpoints=saver, **given).run()
+
+    if is_late:  # what comes while the first step trains is found, too
+        threading.Timer(0.3, fill_log, (storage, num_steps), {"first": 2}).start()
+    in_threads(size, rank, num_groups=3)
+    # Rank 0 reads all, to find out what is there; another one what it trains, where each shard is a group's.
+    assert sorted(map(len, loads)) == [0] * (size - 2) + [num_steps] * min(size, 2)
+    for number, read_by in enumerate(loads):
+        assert len({name for _, name in read_by}) == len(read_by), "once"
+        beside = [is_beside for is_beside, _ in sorted(read_by, key=lambda load: load[1])]
+        if number == 0:
+            # What is there at the start is found when the first batch is formed.
+            assert beside[:2] == [False, is_late]
+        else:
+            assert beside[:1] == [False][: len(beside)] and all(beside[1:])
+
+
+def test_an_error_of_who_looks_ahead_ends_the_run_and_no_rank_waits_for_it() -> None:
+    storage = new_storage()
+    fill_log(storage, 3)
+
+    def rank(ranks: Ranks, writers: Ranks, readers: Ranks) -> None:
+        source = source_of(storage)
+        if ranks.is_rank0:
+
+            def look_ahead(step: int) -> LedgerEntry | None:
+                raise StorageError("no route to the storage")
+
+            source.look_ahead = look_ahead  # type: ignore[method-assign]
+        saver = Checkpoints(storage, "main", ranks=ranks, writers=writers, strategy="unrestricted")
+        make_trainer(storage, source=source, checkpoints=saver, ranks=ranks, readers=readers).run()
+
+    with pytest.raises(StorageError, match="no route"):
+        in_threads(2, rank, num_groups=3)
 
 
 # ---- saving

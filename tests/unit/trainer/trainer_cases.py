@@ -31,10 +31,10 @@ def new_storage() -> Storage:
     return open_storage(f"memory://trainer-{next(_numbers)}")
 
 
-def fill_log(storage: Storage, steps: int) -> None:
+def fill_log(storage: Storage, steps: int, *, first: int = 1, is_finished: bool = True) -> None:
     """A finished log: one task of two rollouts in each explore step, one batch for each."""
     log = ParquetLog(storage)
-    for step in range(1, steps + 1):
+    for step in range(first, steps + 1):
         rows = [
             Experience(
                 "t",
@@ -50,7 +50,8 @@ def fill_log(storage: Storage, steps: int) -> None:
             for k in (0, 1)
         ]
         log.commit(rows, explore_step=step, unit=0)
-    log.seal(steps)
+    if is_finished:
+        log.seal(steps)
 
 
 def engine_config(model: Path | str, lora: LoraConfig | None = None, **overrides: Any) -> Config:
@@ -102,6 +103,7 @@ def make_trainer(
     source: BatchSource | None = None,
     checkpoints: Checkpoints | None = None,
     ranks: Ranks | None = None,
+    readers: Ranks | None = None,
     whole_interval: int = 1,
     whole_asked: Callable[[int], bool] = lambda version: False,
     **section: Any,
@@ -115,6 +117,7 @@ def make_trainer(
         metrics=sink or Sink(),
         section=TrainerConfig(**{"save_interval": 2, **section}),
         total_steps=total_steps,
+        readers=readers,
         lineage="main",
         publish_due=publish_due,
         should_stop=should_stop,
