@@ -524,7 +524,10 @@ def join(
 ) -> None:
     """Work for a run whose cluster.type is joined, as one more worker, until it is over."""
     from rftdask.cluster.join import join as work
+    from rftdask.cluster.layout import plan_machines
     from rftdask.cluster.secrets_folder import PrivateFolder
+    from rftdask.commands.estimate import check_joined
+    from rftdask.processes.gpus import free_host_bytes, visible_gpus
     from rftdask.storage import open_storage
 
     if role not in ("trainer", "explorer", "auxiliary"):
@@ -539,6 +542,8 @@ def join(
             "continue_from_checkpoint: false gives each start a run of its own, whose name a worker cannot know; add "
             "continue_from_checkpoint=true, and name=NAME of the run that is meant, as its start says it"
         )
+    if visible_gpus():
+        check_joined(checked.stage_configs(), plan_machines(checked), role, free_host_bytes())
     work(checked, PrivateFolder.of(checked, open_storage(checked.checkpoint_job_dir)), role, patience)
 
 

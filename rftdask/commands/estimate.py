@@ -18,6 +18,7 @@ from typing import Any
 from rftdask.cluster.layout import (
     AUXILIARY_RESOURCE,
     EXPLORER_RESOURCE,
+    ROLES,
     TRAINER_RESOURCE,
     Layout,
     num_ranks,
@@ -530,35 +531,63 @@ def check_host(stages: Sequence[Config], layout: Layout, free_bytes: float) -> N
 
 
 def check_jobs(stages: Sequence[Config], layout: Layout) -> None:
-    """Whether what ranks and engines keep in host memory fits what SLURM gives their jobs, where those have GPUs.
+    """Whether what ranks and engines keep in host memory fits what a batch system gives their jobs, where those have
+    GPUs and the memory of a job is said.
 
     Raises: UserError: it does not, part by part.
     """
-    for stage in stages if stages[0].cluster.type == "slurm" else ():
-        try:
-            host = estimate(stage, layout=layout)[-1]
-        except UserError:
-            continue  # of a model whose shape is not known, nothing is known
-        slurm = stage.cluster.slurm
-        jobs = {TRAINER_RESOURCE: slurm.trainer, EXPLORER_RESOURCE: slurm.explorer, AUXILIARY_RESOURCE: slurm.auxiliary}
-        for role, job in jobs.items():
-            # Engines that take turns are in the job of the ranks, one with each as many as its GPUs are for.
-            shared = layout.colocated and role == TRAINER_RESOURCE
-            owners = {part.name: _owner(part) for part in host.parts}
-            owners = {name: role if shared and owner == EXPLORER_RESOURCE else owner for name, owner in owners.items()}
-            kept = [part for part in host.parts if owners[part.name] == role]
-            count = next((part.count for part in kept if part.count), 0)
-            if not (count and job.num_gpus) or job.exclusive or (layout.colocated and role == EXPLORER_RESOURCE):
-                continue
-            needed, given = sum(part.num_bytes for part in kept) / count, megabytes(job.memory) * 2**20
-            if needed > given:
-                parts = ", ".join(f"{part.name} {part.num_bytes / count / GB:.1f}" for part in kept)
-                raise UserError(
-                    f"cluster.slurm.{role}.memory is {job.memory}, and stage {stage.name} keeps about "
-                    f"{needed / GB:.1f} GB in host memory for each {'rank' if role == TRAINER_RESOURCE else 'engine'} "
-                    f"({parts}); set it to {math.ceil(needed / GB)}GB or more, or exclusive: true, which has all of a "
-                    "node's"
-                )
+    section = stages[0].cluster
+    for stage, role in ((stage, role) for stage in stages for role in ROLES):
+        if section.type == "slurm":
+            slurm = stage.cluster.slurm
+            job = {TRAINER_RESOURCE: slurm.trainer, EXPLORER_RESOURCE: slurm.explorer}.get(role, slurm.auxiliary)
+            key, told = f"cluster.slurm.{role}.memory", job.memory if job.num_gpus and not job.exclusive else None
+        else:  # of dask-jobqueue: a job for each worker, and options for all roles or one
+            own = section.options.get(role, {})
+            key = f"cluster.options.{role}.memory" if "memory" in own else "cluster.options.memory"
+            told = {**section.options, **own}.get("memory") if section.gpu_per_node else None
+        parts = _of_worker(stage, layout, role) if isinstance(told, str) else []
+        needed = sum(part.num_bytes for part in parts)
+        if isinstance(told, str) and needed > megabytes(told) * 2**20:
+            more = ", or exclusive: true, which has all of a node's" if section.type == "slurm" else ""
+            raise UserError(
+                f"{key} is {told}, and stage {stage.name} keeps about {_words(role, parts)}; set it to "
+                f"{math.ceil(needed / GB)}GB or more{more}"
+            )
+
+
+def check_joined(stages: Sequence[Config], layout: Layout, role: str, free_bytes: float) -> None:
+    """Whether what one more worker of a role keeps in host memory fits the machine on which it is to join, which has
+    GPUs. What other workers there have taken is not free any more.
+
+    Raises: UserError: it does not, part by part.
+    """
+    for stage in stages:
+        parts = _of_worker(stage, layout, role)
+        if sum(part.num_bytes for part in parts) > free_bytes:
+            raise UserError(
+                f"host memory: a worker of stage {stage.name} keeps about {_words(role, parts)}, and "
+                f"{free_bytes / GB:.1f} GB are free on this machine; let it join on one with more, or fewer join here"
+            )
+
+
+def _of_worker(stage: Config, layout: Layout, role: str) -> list[Part]:
+    """What one worker of a role keeps in host memory beside a GPU; nothing where it is not known, or it has no role."""
+    try:
+        host = estimate(stage, layout=layout)[-1]
+    except UserError:
+        return []  # of a model whose shape is not known, nothing is known
+    # Engines that take turns are with the ranks, one with each as many as its GPUs are for.
+    owners = {EXPLORER_RESOURCE: TRAINER_RESOURCE} if layout.colocated else {}
+    kept = [p for p in host.parts if owners.get(owner := _owner(p), owner) == role]
+    count = next((part.count for part in kept if part.count), 0)
+    return [replace(part, num_bytes=part.num_bytes / count) for part in kept] if count else []
+
+
+def _words(role: str, parts: Sequence[Part]) -> str:
+    told = ", ".join(f"{part.name} {part.num_bytes / GB:.1f}" for part in parts)
+    total = sum(part.num_bytes for part in parts)
+    return f"{total / GB:.1f} GB in host memory for each {'rank' if role == TRAINER_RESOURCE else 'engine'} ({told})"
 
 
 def _owner(part: Part) -> str:

@@ -52,6 +52,7 @@ from rftdask.models.hub import local_model
 from rftdask.models.image_models import model_class, with_images
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, load_files
 from rftdask.models.routers import Routers
+from rftdask.processes.gpus import set_device
 from rftdask.weights.delta import DeltaFile
 from rftdask.weights.manifest import BLOCK_BYTES
 from rftdask.weights.tensor_heads import read_file_head
@@ -96,6 +97,8 @@ class TransformersEngine(Engine):
         self.model_path = model_path
         self.dtype = dtype
         self.device = torch.device(device)
+        if self.device.type == "cuda":
+            set_device()
         self.max_batch_tokens = self.cache_tokens = max_batch_tokens
         source = local_model(model_path)
         disable_progress_bar()  # nobody looks at the log of an engine, and a bar has a thread and a process of its own

@@ -71,6 +71,13 @@ def use_device(num_gpus: int = 1, shares_as: str = "") -> str:
     return "cuda"
 
 
+def set_device() -> None:
+    """Make the one GPU of this process the current one, which NCCL takes and where all lands that names none. After
+    `use_device`, and not in a process that leaves its GPUs to others which it starts.
+    """
+    _cuda().set_device(0)
+
+
 def free_host_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Host memory that this process may still take: of the machine, or of its job or container, whose control group is
     limited. Args: groups, own: where Linux tells of them.

@@ -40,7 +40,7 @@ from rftdask.monitor.events import CODEC, Alive, Event
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.child import Channel
 from rftdask.processes.dask_task import host_of
-from rftdask.processes.gpus import out_of_memory, use_device
+from rftdask.processes.gpus import out_of_memory, set_device, use_device
 from rftdask.processes.turns import DeviceTurn
 from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import Storage, open_storage
@@ -80,7 +80,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     shares_as = "rank-" * bool(config.cluster.colocate)
     device = use_device(shares_as=shares_as) if config.trainer.has_model else "cpu"
     if device == "cuda":
-        torch.cuda.set_device(0)  # the one that it sees; NCCL takes what is current
+        set_device()
     trainer: Trainer | None = None
     try:
         dist.init_process_group(

@@ -30,6 +30,7 @@ from rftdask.commands.estimate import (
     activation_bytes,
     check_host,
     check_jobs,
+    check_joined,
     engine_parts,
     estimate,
     gpu_bytes,
@@ -506,3 +507,34 @@ def test_auxiliary_models_on_workers_of_their_own_are_estimated_and_placed(tmp_p
     assert told.splitlines()[0] == "placement  3 ranks on GPUs 0-2, 1 engine on GPU 3, 2 auxiliary engines on GPUs 4-7"
     assert "auxiliary judge: fits, 64.0 of 80.0 GB" in told
     assert "auxiliary judge: does not fit" in tell_memory(config, "8GB")
+
+
+def test_jobs_of_other_batch_systems_have_it_too() -> None:
+    path = Path(__file__).parents[3] / "config" / "gpus" / "gpus-32.yaml"
+
+    def check(*settings: str) -> None:
+        config = load_config(path, ("cluster.type=pbs", *settings))
+        check_jobs(config.stage_configs(), plan_machines(config))
+
+    check()  # the site says how much a job has
+    with pytest.raises(
+        UserError, match=r"cluster.options.memory is 4GB.* 30\.2 GB .*for each rank .* to 31GB or more$"
+    ):
+        check("cluster.options.memory=4GB")
+    check("cluster.options.memory=4GB", "cluster.options.trainer.memory=31GB")
+    with pytest.raises(UserError, match=r"cluster.options.explorer.memory is 1GB.* for each engine \(engines 1.5\)"):
+        check("cluster.options.memory=31GB", "cluster.options.explorer.memory=1GB")
+    check("cluster.options.memory=1GB", "cluster.gpu_per_node=0", "cluster.node_num=0")  # without GPUs nobody knows
+
+
+def test_a_worker_joins_a_machine_that_has_the_host_memory_for_it() -> None:
+    config = load_config(Path(__file__).parents[3] / "config" / "gpus" / "gpus-32.yaml", ["cluster.type=joined"])
+    stages, layout = config.stage_configs(), plan_machines(config)
+    check_joined(stages, layout, "trainer", 31 * GB)
+    with pytest.raises(
+        UserError, match=r"30\.2 GB .*for each rank .*and 29.0 GB are free on this machine; let it join"
+    ):
+        check_joined(stages, layout, "trainer", 29 * GB)
+    check_joined(stages, layout, "explorer", 2 * GB)
+    with pytest.raises(UserError, match=r"for each engine \(engines 1.5\), and 1.0 GB are free"):
+        check_joined(stages, layout, "explorer", 1 * GB)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,41 @@ def test_a_rank_and_an_engine_that_share_gpus_find_each_other(sees: Any, monkeyp
     sees("0,1", cuda())
     use_device()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+JOINED = """
+import os, sys
+from types import SimpleNamespace
+from rftdask.engines import server
+from rftdask.processes import gpus
+
+seen = []
+gpus._cuda = lambda: SimpleNamespace(is_available=lambda: True, set_device=seen.append)
+if sys.argv[1] == "rank":
+    gpus.use_device()
+else:
+    server._device({"plugin_dirs": [], "section": {"tensor_parallel_size": int(sys.argv[1])}, "colocated": False})
+gpus.set_device()
+print(os.environ["CUDA_VISIBLE_DEVICES"], *seen, flush=True)
+input()
+"""
+
+
+def test_joined_workers_that_see_all_gpus_do_not_all_take_the_first(tmp_path: Path) -> None:
+    env = {**os.environ, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,1,2,3,4", "RFTDASK_THREADS": "1"}
+    env = {name: value for name, value in env.items() if name not in (*gpus._JOBS, VARIABLE)}
+    with ExitStack() as stack:  # three engines, of which one has two GPUs, and a rank, at the same time
+        processes = [
+            stack.enter_context(subprocess.Popen([sys.executable, "-c", JOINED, who], env=env, stdin=-1, stdout=-1))
+            for who in ("1", "2", "1", "rank")
+        ]
+        told = [process.stdout.readline().decode().split() for process in processes if process.stdout is not None]
+        for process in processes:
+            process.kill()
+    taken = [name for names, _ in told for name in names.split(",")]
+    assert sorted(taken) == ["0", "1", "2", "3", "4"], told
+    assert [len(names.split(",")) for names, _ in told] == [1, 2, 1, 1]
+    assert {device for _, device in told} == {"0"}, "the first of those that a process sees now is its own"
 
 
 def test_a_gpu_is_free_again_when_its_process_was_killed(sees: Any, tmp_path: Path) -> None:
