@@ -8,8 +8,10 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -53,6 +55,35 @@ def test_a_quick_run_ends_well_and_writes_its_rows(name: str, tmp_path: Path) ->
     if name == "chaos":  # the short form of what docs/reliability.md promises of a run whose every role is killed
         assert "5 kills (1 x driver, 1 x engine, 1 x explorer worker, 1 x trainer, 1 x trainer worker)" in done.stdout
         assert "0 lost, 0 twice, the same ledger, the same bits of weights" in done.stdout
+
+
+def test_a_part_of_a_gpu_that_hangs_is_ended_and_reported_and_the_next_one_runs(tmp_path: Path) -> None:
+    """Part j is a run, which takes longer than the limit, and has processes of its own."""
+    mark = {**os.environ, "RFTDASK_TEST_MARK": str(tmp_path)}
+    command = [
+        sys.executable,
+        str(FOLDER / "gpu.py"),
+        "--tiny",
+        "--append",
+        "gpu.md",
+        "--limit",
+        "8",
+        "--parts",
+        "j",
+        "a",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path, env=mark)
+    assert done.returncode == 1, (done.stdout[-4000:], done.stderr[-4000:])
+    rows = (tmp_path / "gpu.md").read_text().splitlines()[3:]
+    assert "| j | the part itself | ended after 8 s | ends BROKEN |" in rows
+    assert any(row.startswith("| a | sum over a group of one") and "holds" in row for row in rows)
+    left = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("RFTDASK_TEST_MARK") == str(tmp_path) and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(process)
+    _, alive = psutil.wait_procs(left, timeout=30)  # workers notice that their parent has gone
+    assert [process.cmdline() for process in alive] == []
 
 
 def test_without_peft_the_parts_of_a_gpu_say_what_they_leave_out(tmp_path: Path) -> None:

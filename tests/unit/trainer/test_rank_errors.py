@@ -4,7 +4,11 @@ waited in vain tells in which call.
 
 from __future__ import annotations
 
+import os
 import pickle
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import torch.distributed as dist
@@ -77,6 +81,48 @@ def test_who_waits_in_vain_tells_in_which_call(tmp_path: Path) -> None:
     assert flight_recorder.left_behind(folder, 1) == ""
     flight_recorder.forget(folder, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+HANGING = """
+import os, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from rftdask.trainer.process_ranks import ProcessRanks, lost_peer
+
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+meeting = f"file://{folder}/meeting"
+dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+ranks = ProcessRanks(dist.new_group(timeout=timedelta(seconds=2), group_desc="of training"))
+ranks.all_reduce(torch.ones(8))
+if rank == 1:
+    sys.stdin.read()  # as a rank that hangs, until the test has seen what the other says
+try:
+    ranks.all_reduce(torch.ones(4096))
+except RuntimeError as error:
+    print(lost_peer(error))
+    # Where NCCL is, its watchdog writes this record into the file before it ends the process.
+    dump = torch._C._distributed_c10d._dump_fr_trace()
+    Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "0").write_bytes(dump)
+    sys.stdout.flush()
+    os._exit(0)  # without a goodbye to the rank that hangs
+"""
+
+
+def test_ranks_of_gloo_tell_the_call_that_timed_out_as_torch_recorded_it(tmp_path: Path) -> None:
+    """gloo records its calls as NCCL does, but neither whether they were completed nor, at a timeout, a file."""
+    env = {**os.environ, **flight_recorder.recording(str(tmp_path))}
+    command = [sys.executable, "-c", HANGING]
+    with subprocess.Popen([*command, "1", str(tmp_path)], stdin=subprocess.PIPE, env=env) as hung:
+        waiting = subprocess.run([*command, "0", str(tmp_path)], capture_output=True, text=True, timeout=120, env=env)
+        hung.kill()
+    assert waiting.returncode == 0, waiting.stderr[-2000:]
+    call = r"number 2, gloo:all_reduce of \[\[4096\]\] Float, at rftdask/trainer/process_ranks.py:\d+"
+    what = f"its last call in of training was {call}"
+    assert re.search(rf"^another rank does not answer: .*Timed out waiting.*; {what}", waiting.stdout), waiting.stdout
+    told = flight_recorder.left_behind(str(tmp_path), 0)
+    assert re.search(rf"{what}.* \(all of it: torchfrtrace {tmp_path} --prefix collectives-rank-\)$", told), told
 
 
 def test_keys_that_are_set_already_are_not_advised() -> None:

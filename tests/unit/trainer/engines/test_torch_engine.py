@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rftdask.algorithm.compose import make_algorithm
+from rftdask.algorithm.losses.base import LossInputs
 from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
 from rftdask.config.schema.model import LoraConfig
 from rftdask.errors import DataError, RoleError
@@ -352,23 +353,45 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_the_third_in_a_row_is
 # ---- frozen weights
 
 
-@pytest.mark.parametrize(("algorithm", "lora"), [("dpo", None), ("dpo", LoraConfig(lora_rank=2))])
+@pytest.mark.parametrize(
+    ("algorithm", "lora"),
+    [
+        ("dpo", None),
+        ("dpo", LoraConfig(lora_rank=2)),
+        ("grpo", None),
+        ("on_policy_distill", None),
+        ("jsd", None),
+    ],
+)
 def test_frozen_weights_stay_as_their_files_have_them_and_compute_as_in_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, lora: LoraConfig | None
 ) -> None:
+    """Of references, teachers and what is under adapters; the loss is float32, and the same to the bit."""
     build_toy_model(tmp_path, hidden_size=16, intermediate_size=16, num_layers=2, num_heads=2)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
     pairs = supervised_batch([([1, 2, 3, 4], 2, None), ([1, 2, 9], 2, None)], ["t/0/0", "t/0/1"], 2)
+    batch = pairs if algorithm == "dpo" else rollouts()
+    taught = algorithm in ("on_policy_distill", "jsd")
+    more = {"explorer__auxiliary_models": [{"model_path": str(tmp_path)}]} if taught else {}
 
     def trained() -> tuple[set[torch.dtype], list[dict[str, float]]]:
-        engine = TorchEngine(engine_config(tmp_path, lora), make_algorithm(algorithm))
-        held = engine._model if lora else engine._frozen[0]
+        engine = TorchEngine(engine_config(tmp_path, lora, **more), make_algorithm(algorithm))
+        (held,) = [engine._model] if lora else engine._frozen
         with torch.no_grad():  # adapters begin with the rounding of the layers beside them
             for name, parameter in engine._model.named_parameters():
                 if "lora_" in name:
                     parameter.fill_(0.25)
-        steps = [engine.train_step(pairs, step) for step in (1, 2, 3)]
+        inputs_of, seen = engine._loss_inputs, []
+
+        def noted(*given: Any) -> LossInputs:
+            seen.append(inputs_of(*given))
+            return seen[-1]
+
+        engine._loss_inputs = noted  # type: ignore[method-assign]  # to see what the loss is given
+        steps = [engine.train_step(batch, step) for step in (1, 2, 3)]
+        said = {value.dtype for inputs in seen for value in vars(inputs).values() if isinstance(value, torch.Tensor)}
+        assert said <= {torch.float32, torch.bool}
         return {p.dtype for p in held.parameters() if not p.requires_grad}, steps
 
     dtypes, steps = trained()
@@ -393,8 +416,17 @@ class Largest(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "mix", "decoupled_ppo"])
-def test_no_array_of_all_rows_by_the_longest_is_made(tmp_path: Path, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "parts"),
+    [
+        ("grpo", {}),
+        ("mix", {}),
+        ("decoupled_ppo", {}),
+        ("reinforceplusplus", {}),
+        ("grpo", {"kl_penalty_fn": "k2"}),
+    ],
+)
+def test_no_array_of_all_rows_by_the_longest_is_made(tmp_path: Path, algorithm: str, parts: dict[str, Any]) -> None:
     build_toy_model(tmp_path, hidden_size=4, intermediate_size=4, num_layers=1, num_heads=1)
     lengths = [1] * 1999 + [1000]
     batch = supervised_batch(
@@ -405,7 +437,9 @@ def test_no_array_of_all_rows_by_the_longest_is_made(tmp_path: Path, algorithm: 
     random = np.random.default_rng(0)
     batch = replace(batch, rewards=random.random(2000).astype(np.float32), experts=np.arange(2000) // 4 % 5 == 0)
     overrides: dict[str, Any] = {"model__max_model_len": 2000, "algorithm__kl_loss_fn": "k2"}
-    engine = TorchEngine(engine_config(tmp_path, None, **overrides), make_algorithm(algorithm, kl_loss_fn="k2"))
+    engine = TorchEngine(
+        engine_config(tmp_path, None, **overrides), make_algorithm(algorithm, kl_loss_fn="k2", **parts)
+    )
     with Largest() as largest:
         engine.train_step(batch, 1)
     # A pass has 1,000 tokens, and 258 logits for each.
