@@ -23,14 +23,14 @@ TOLERANCES = {
     "float32": (1e-3, 2e-4),
     "bfloat16": (1.0, 0.15),  # logits near 20 are rounded to 0.06
     "float16": (0.3, 0.05),
-    "fp8": (3.0, 0.85),
+    "fp8": (5.0, 1.5),
 }
 """By data type, the largest and the largest mean absolute difference of logprobs, in nats.
 
-Measured against float32 on a Qwen3 of 28 layers with random weights and logits of a spread of 3: float16 0.02 and
-0.006, bfloat16 0.14 and 0.05, weights and inputs of 8 bits (e4m3) with a scale for each tensor, block or channel 0.9 to
-1.2 and 0.31 to 0.42, which is doubled here. There another output head was 11 and 3.5, a layer less 2.5 and 0.7: in 8
-bits only the former is seen.
+Measured by benchmarks/tolerances.py against float32 on a Qwen3 of 28 layers with random weights and logits of a spread
+of 3, the worst of three draws: float16 0.04 and 0.011, bfloat16 0.36 and 0.085, weights and inputs of 8 bits (e4m3)
+with a scale for each tensor, block or channel 2.2 to 3.8 and 0.78 to 0.81. There another output head was 8.2 and 3.0 at
+the least, a layer less 1.6 and 0.39: in 8 bits only the former is seen.
 """
 
 

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 PARTS_OF_GPU = {"gpu_train"}
 """What gpu.py runs."""
 NAMES = sorted({path.stem for path in FOLDER.glob("*.py") if "\nif __name__ ==" in path.read_text()} - PARTS_OF_GPU)
-SHORT = ("chaos", "gpu", "rollouts", "serve", "sizes", "weight_arithmetic")
+SHORT = ("chaos", "gpu", "rollouts", "serve", "sizes", "tolerances", "weight_arithmetic")
 """Those whose quick form is short, or is promised to run in CI."""
 PARTS = "abcdefghij"
 DEADLINE_S = 900.0
