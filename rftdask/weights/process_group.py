@@ -95,9 +95,11 @@ class Door:
                 self._store.set(seat, json.dumps(["", 0, 0, str(error)]))
             return
         try:
+            # Of its own: a call on one that waits for a member holds Python's lock, and with it the whole rank.
+            store = _store(self.address, is_master=False)
             for rank, seat in enumerate(seats, 1):
-                self._store.set(seat, json.dumps([name, rank, 1 + len(seats), ""]))
-            group = _group(name, self._store, 0, 1 + len(seats), self._host)
+                store.set(seat, json.dumps([name, rank, 1 + len(seats), ""]))
+            group = _group(name, store, 0, 1 + len(seats), self._host)
             entry = dict(published.files)[file]
             with copy.files[0].open("rb") as opened:
                 # Private, since torch wants memory that could be written; nobody writes it.
@@ -165,6 +167,12 @@ class _Member:
         return f"{self._published.folder}/{self._name}"
 
     def _join(self) -> Any:
+        host, _, port = self._address.rpartition(":")
+        try:
+            # Where nobody listens any more torch's store would try again for a minute.
+            socket.create_connection((host, int(port)), _ANSWER_S).close()
+        except OSError as error:
+            raise NotFoundError(f"{self._path} is not to be had from {self._address}: {error}") from error
         store, seat = _store(self._address, is_master=False), secrets.token_hex(16)
         knock = [self._published.version, self._published.content_hash, self._name, seat]
         store.queue_push(_KNOCKS, json.dumps(knock))

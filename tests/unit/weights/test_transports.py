@@ -5,8 +5,11 @@ the next one. What kills and real machines do to them is in tests/integration/we
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -147,6 +150,30 @@ def test_who_never_takes_part_costs_the_others_one_group(door: Published, monkey
         take(door)
     monkeypatch.setattr(process_group, "_ANSWER_S", 60.0)  # nobody is dead any more, and the machine may be busy
     assert take(door) == DATA
+
+
+def test_who_never_takes_part_does_not_stop_the_process_of_the_rank(
+    door: Published, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert door.held is not None
+    monkeypatch.setattr(process_group, "_ANSWER_S", 3.0)
+    store = process_group._store(dict(door.held.addresses)["model.safetensors"], is_master=False)
+    store.queue_push(process_group._KNOCKS, f'[1, "{door.content_hash}", "model.safetensors", "of-one-that-died"]')
+    store.wait(["of-one-that-died"], timedelta(seconds=60))
+    for _ in range(5):
+        time.sleep(0.05)  # as a rank that trains meanwhile: any call of Python
+    assert not caplog.messages, "the group is still waited for"
+    while not caplog.messages:
+        time.sleep(0.05)
+    assert "version 1 did not reach all of 1 machines" in caplog.messages[0]
+
+
+def test_a_rank_that_is_gone_is_told_without_waiting_for_it(storage: Storage) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    _, published = held(storage, address)
+    with pytest.raises(NotFoundError, match=f"is not to be had from {address}: .*refused"):
+        take(published)
 
 
 def test_what_is_held_no_more_is_refused_by_its_reason(door: Published, storage: Storage) -> None:
