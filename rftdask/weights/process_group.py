@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
 """For a member to take part in what the others wait for: a block is 64 MiB, which takes less on any network."""
+_TRY_S = 1.0
+"""For one try to reach a rank, after which it is looked whether it still listens."""
 _GATHER_S = 0.1
 """In which machines that knock are one group: they all look at one pointer, so they come together."""
 _LOOK_S = 0.05
@@ -167,13 +169,11 @@ class _Member:
         return f"{self._published.folder}/{self._name}"
 
     def _join(self) -> Any:
-        host, _, port = self._address.rpartition(":")
         try:
-            # Where nobody listens any more torch's store would try again for a minute.
-            socket.create_connection((host, int(port)), _ANSWER_S).close()
+            store = _store_of_another(self._address)
         except OSError as error:
             raise NotFoundError(f"{self._path} is not to be had from {self._address}: {error}") from error
-        store, seat = _store(self._address, is_master=False), secrets.token_hex(16)
+        seat = secrets.token_hex(16)
         knock = [self._published.version, self._published.content_hash, self._name, seat]
         store.queue_push(_KNOCKS, json.dumps(knock))
         store.wait([seat], timedelta(seconds=_ANSWER_S))
@@ -185,9 +185,26 @@ class _Member:
         return _group(name, store, rank, size, self._host)
 
 
-def _store(address: str, **more: Any) -> Any:
+def _store_of_another(address: str) -> Any:
+    """Raises: OSError: nobody listens there any more; RuntimeError: who listens does not answer."""
     host, _, port = address.rpartition(":")
-    timeout = timedelta(seconds=_ANSWER_S)
+    deadline = time.monotonic() + _ANSWER_S
+    while True:
+        # Looked at between short tries: torch's would go on for longer than a minute where nobody is any more.
+        socket.create_connection((host, int(port)), _ANSWER_S).close()
+        try:
+            store = _store(address, _TRY_S, is_master=False)
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            store.set_timeout(timedelta(seconds=_ANSWER_S))
+            return store
+
+
+def _store(address: str, timeout_s: float = 0.0, **more: Any) -> Any:
+    host, _, port = address.rpartition(":")
+    timeout = timedelta(seconds=timeout_s or _ANSWER_S)
     return _dist.TCPStore(host, int(port), timeout=timeout, wait_for_workers=False, **more)
 
 

@@ -5,10 +5,14 @@ memory of its own, whose engine is a child process; the trainer is on another on
 - a machine that joins late gets what there is, and nobody waits for it;
 - whoever is killed with signal 9 while versions travel (a machine, its engine, the trainer) takes nothing along: the
   others get theirs, and so does the process that takes its place, once the trainer has published again what it held;
+- a trainer killed at any of its durable writes is followed by one that publishes the same versions, in their order,
+  with their hashes and fingerprints: what was published before its newest checkpoint is a file, the rest it repeats;
 - what a trainer holds is a file when it is asked to write it, and nothing else on storage than its manifest before;
 - a run over these machines trains the same, bit for bit, and asks for no files where it can do without.
 """
 
+import hashlib
+import json
 import os
 import random
 import signal
@@ -22,7 +26,10 @@ import pytest
 
 from rftdask.cluster.layout import Layout, WorkerPlan
 from rftdask.cluster.local import LocalCluster
+from rftdask.storage import open_storage
+from rftdask.weights.published import read_published
 from tests.integration.run_cases import (
+    RunProcess,
     assert_sound,
     final_weights,
     finish_alone,
@@ -31,7 +38,9 @@ from tests.integration.run_cases import (
     write_config,
 )
 from tests.integration.weights import weight_parties as parties
+from tests.integration.weights.killed_trainer import FingerprintEngine
 from tests.integration.weights.weight_parties import Said
+from tests.unit.trainer.trainer_cases import fill_log, make_trainer
 
 DEADLINE_S = 180.0
 TRAINER, ENGINES = "trainer-0", ("explorer-1", "explorer-2")
@@ -162,6 +171,47 @@ def test_whoever_is_killed_takes_nothing_along(run: Run) -> None:
                 future.cancel()
                 future = run.serve(version, (name,))[name]
             assert future.result(timeout=DEADLINE_S) == said, (name, told)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[Said]:
+    """What is said of the versions of a trainer that nobody kills, and that holds nothing."""
+    storage = open_storage(f"memory://undisturbed-{uuid.uuid4().hex}")
+    fill_log(storage, parties.NUM_VERSIONS)
+    make_trainer(storage, engine=FingerprintEngine()).run()
+    said = []
+    for version in range(1, parties.NUM_VERSIONS + 1):
+        published = read_published(storage, version)
+        assert published is not None
+        data = storage.get(f"{published.folder}/model.safetensors")
+        sha256 = hashlib.sha256(data).hexdigest()
+        said.append(Said(version, published.content_hash, published.fingerprint, sha256))
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_a_trainer_killed_at_each_durable_write_goes_on_with_the_same_versions_in_their_order(
+    run: Run, tmp_path: Path, every: int, undisturbed: list[Said]
+) -> None:
+    folder = tmp_path / uuid.uuid4().hex
+    folder.mkdir()
+    machine = run.begin(TRAINER, parties.give_blocks).result(timeout=DEADLINE_S)
+    followers = {
+        name: run.begin(name, parties.follow, str(run.config), str(folder), name) for name in parties.FOLLOWERS
+    }
+    memory = str(run.machines.folder / f"memory-{TRAINER}")
+    arguments = (str(run.config), str(folder), machine, str(random.SystemRandom().randrange(every)), str(every))
+    program = ("-m", "tests.integration.weights.killed_trainer", *arguments)
+    with RunProcess(program=program, env={"RFTDASK_SHARED_MEMORY": memory, "TMPDIR": memory}) as trainer:
+        ended = trainer.end()
+    assert ended.code == 0, ended
+    told = json.loads((folder / "told.json").read_text())
+    assert {place: problems for place, problems in told.items() if problems} == {}
+    assert len(told) >= 5, told
+    for name, first in parties.FOLLOWERS.items():
+        served = followers[name].result(timeout=DEADLINE_S)
+        assert [at for at, said in zip(told, served, strict=True) if said != undisturbed[first - 1 :]] == []
 
 
 STEPS = 6

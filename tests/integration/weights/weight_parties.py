@@ -5,6 +5,7 @@ whose engines serve what was published. Each Dask worker is a machine: its RFTDA
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,10 @@ from rftdask.weights.published import read_published, remove_weights_below
 from rftdask.weights.publisher import Publisher
 
 TIMEOUT_S = 120.0
+NUM_VERSIONS = 4
+"""Of a run of `killed_trainer.py`."""
+FOLLOWERS = {"explorer-1": 1, "explorer-2": 2}
+"""Machines that serve every version of such a run from one of them on: the second joins late."""
 _publishers: dict[str, Publisher] = {}
 """Of this process, by URL: a trainer that was killed has lost them, with all that they held."""
 _engine: EngineClient | None = None
@@ -67,6 +72,12 @@ def publish(config_file: str, url: str, versions: list[int]) -> list[Said]:
     return said
 
 
+def give_blocks() -> str:
+    """Give what is held on this machine to others; the address under which it is to be had."""
+    serve_blocks(get_worker())
+    return str(get_worker().address)
+
+
 def collect(url: str, version: int) -> None:
     """Remove what is older, as the explorer does."""
     remove_weights_below(open_storage(url), version)
@@ -100,6 +111,34 @@ def serve(config_file: str, url: str, version: int) -> Said:
     for file in engine._copy.files:
         digest.update(Path(file).read_bytes())
     return Said(engine.weights.version, engine.weights.content_hash, engine.weights.fingerprint, digest.hexdigest())
+
+
+def follow(config_file: str, folder: str, machine: str) -> list[list[Said]]:
+    """Serve the versions of the runs in `folder`, one run after the other, until there are no more: each version as
+    soon as it is published."""
+    found: list[list[Said]] = []
+    while True:
+        run = Path(folder, str(len(found)))
+        while not run.exists():
+            if Path(folder, "told.json").exists():
+                return found
+            time.sleep(0.01)
+        found.append([])
+        for version in range(FOLLOWERS[machine], NUM_VERSIONS + 1):
+            found[-1].append(serve(config_file, str(run), version))
+            _served_file(run, machine).write_text(str(version))
+
+
+def served_by(run: Path, machine: str) -> int:
+    """The version that a machine which follows serves now; 0: none yet."""
+    try:
+        return int(_served_file(run, machine).read_text() or 0)
+    except FileNotFoundError:
+        return 0
+
+
+def _served_file(run: Path, machine: str) -> Path:
+    return run / f"served-by-{machine}"
 
 
 def engine_pid(config_file: str) -> int:

@@ -23,6 +23,7 @@ from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.trainer.ranks import Ranks
 from rftdask.trainer.trainer import Trainer
+from rftdask.weights.held import Holder
 
 _numbers = itertools.count()
 
@@ -84,10 +85,10 @@ class Sink:
         self.num_flushed = len(self.rows)
 
 
-def source_of(storage: Storage) -> LogSource:
+def source_of(storage: Storage, lineage: str = "main") -> LogSource:
     """Batches of one group each."""
     rule = SampleRule(groups_per_batch=1, tasks_per_step=1, ordered=True)
-    return LogSource(ParquetLog(storage), Ledger(storage), rule, tasks_per_unit=1, max_read_timeout_s=0.0)
+    return LogSource(ParquetLog(storage), Ledger(storage, lineage), rule, tasks_per_unit=1, max_read_timeout_s=0.0)
 
 
 def make_trainer(
@@ -106,23 +107,26 @@ def make_trainer(
     readers: Ranks | None = None,
     whole_interval: int = 1,
     whole_asked: Callable[[int], bool] = lambda version: False,
+    holder: Holder | None = None,
+    lineage: str = "main",
     **section: Any,
 ) -> Trainer:
     """A new process' trainer; its defaults: to the end of the log, a checkpoint every 2 steps."""
     return Trainer(
         engine=engine or FakeTrainEngine(),
-        source=source or source_of(storage),
-        checkpoints=checkpoints or Checkpoints(storage, "main", keep),
+        source=source or source_of(storage, lineage),
+        checkpoints=checkpoints or Checkpoints(storage, lineage, keep),
         storage=storage,
         metrics=sink or Sink(),
         section=TrainerConfig(**{"save_interval": 2, **section}),
         total_steps=total_steps,
         readers=readers,
-        lineage="main",
+        lineage=lineage,
         publish_due=publish_due,
         should_stop=should_stop,
         emit=(events if events is not None else []).append,
         ranks=ranks or Ranks(),
         whole_interval=whole_interval,
         whole_asked=whole_asked,
+        holder=holder,
     )
