@@ -8,7 +8,8 @@ memory of its own, whose engine is a child process; the trainer is on another on
 - a trainer killed at any of its durable writes is followed by one that publishes the same versions, in their order,
   with their hashes and fingerprints: what was published before its newest checkpoint is a file, the rest it repeats;
 - what a trainer holds is a file when it is asked to write it, and nothing else on storage than its manifest before;
-- a run over these machines trains the same, bit for bit, and asks for no files where it can do without.
+- a run over these machines trains the same, bit for bit, and asks for no files where it can do without; where those who
+  hold weights give nothing it goes on with files, and ends the same way.
 """
 
 import hashlib
@@ -34,6 +35,7 @@ from tests.integration.run_cases import (
     final_weights,
     finish_alone,
     ledger_of,
+    num_steps,
     run_folder,
     write_config,
 )
@@ -236,3 +238,22 @@ def test_a_run_over_machines_trains_the_same(machines: Machines, tmp_path: Path,
     assert ledger_of(folder) == ledger_of(by_files)
     assert final_weights(folder) == final_weights(by_files)
     assert not (folder / "control" / "whole_version.txt").exists(), "it asked for files"
+
+
+@pytest.mark.slow
+def test_a_run_whose_machines_get_nothing_from_the_holder_goes_on_with_files(
+    machines: Machines, tmp_path: Path, by_files: Path
+) -> None:
+    config = write_config(tmp_path)
+    folder = run_folder(config)
+    where = f"cluster.options={{address: '{machines.client.scheduler.address}'}}"
+    settings = ("cluster.type=existing", where, f"trainer.total_steps={STEPS}", "synchronizer.sync_method=memory")
+    with RunProcess("run", str(config), *settings, "--progress", "plain") as run:
+        run.wait_until(lambda: num_steps(folder) >= 1)
+        machines.client.run(parties.give_nothing, workers=[machines.addresses()[TRAINER]])
+        ended = run.end()
+    assert ended.code == 0, ended
+    assert (folder / "control" / "whole_version.txt").exists(), "nobody asked for files"
+    assert assert_sound(folder)["step"] == STEPS
+    assert ledger_of(folder) == ledger_of(by_files)
+    assert final_weights(folder) == final_weights(by_files)

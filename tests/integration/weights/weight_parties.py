@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed import get_worker
+from distributed import Worker, get_worker
 
 from rftdask.config import Config, load_config
 from rftdask.engines.client import EngineClient
@@ -19,6 +19,7 @@ from rftdask.storage import open_storage
 from rftdask.storage.base import Data
 from rftdask.synchronizer.actor import SyncHandle
 from rftdask.trainer.rank import build_holder
+from rftdask.weights import dask_tree
 from rftdask.weights.dask_tree import serve_blocks
 from rftdask.weights.fingerprint import Fingerprint
 from rftdask.weights.manifest import BLOCK_BYTES
@@ -76,6 +77,15 @@ def give_blocks() -> str:
     """Give what is held on this machine to others; the address under which it is to be had."""
     serve_blocks(get_worker())
     return str(get_worker().address)
+
+
+def give_nothing(dask_worker: Worker) -> None:
+    """Have no block for anybody, from here on until somebody gives blocks again."""
+
+    async def answer(**asked: object) -> dict[str, None]:
+        return {"block": None}
+
+    dask_worker.handlers[dask_tree._OPERATION] = answer
 
 
 def collect(url: str, version: int) -> None:
