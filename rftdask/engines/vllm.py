@@ -345,8 +345,8 @@ class VllmEngine(Engine):
         answered = Generation(tuple(tokens), tuple(logprobs), reason, version, self.policy_version)
         # Until vLLM is told of a load, it serves what it was started with, as when the request came.
         spans = getattr(answer, "weight_versions", None) or ()
-        found = [(span.start, version if span.version == _FIRST else int(span.version)) for span in spans]
-        return answered.sampled_by(found) if found else answered
+        starts = [(span.start, version if span.version == _FIRST else int(span.version)) for span in spans]
+        return answered.sampled_by(starts) if starts else answered
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         """See Engine. vLLM samples one token after each pair, which nobody reads."""
