@@ -61,12 +61,13 @@ def test_a_served_policy_learns_from_being_used_by_a_command_line_agent(tmp_path
     served, warmed_up = tmp_path / "rftdask/served", tmp_path / "rftdask/served_first/warmup"
     rows = Experiment.open(served).experiences()
     # One use is one rollout and one row, whose answers are the policy's.
-    assert len(rows) == len(os.listdir(served / "serve/done")) == 4 * 8
-    assert set(rows["reward"]) == {0.0, 1.0} and set(rows["status"]) == {"ok"}
+    assert len(rows) == len(os.listdir(served / "serve/done")) == 5 * 8
+    assert set(rows["reward"]) == {0.0, 1.0}
     assert rows["max_policy_version"].max() >= 2, "it was not served what was learned"
+    assert {row.partition("]")[0] for row in rows["prompt_text"]} == {"[look"}, "llm has one tool"
     # What the mean of a few uses tells with noise is exact here.
     before, after = (share_of_calls(path / "actor/huggingface") for path in (
-        warmed_up / "global_step_200", served / "global_step_4"
+        warmed_up / "global_step_200", served / "global_step_5"
     ))  # fmt: skip
     print(f"calls of the tool: {before:.2f} -> {after:.2f}")
     assert after >= 0.6 and after >= before + 0.2, (before, after)
