@@ -51,6 +51,17 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Staged:
+    """A copy of the weights."""
+
+    blocking_s: float
+    """How long a step waits for it."""
+    floor_s: float
+    """Of one more copy into the same memory."""
+    files: dict[str, Data]
+
+
+@dataclass(frozen=True)
 class Served:
     """What an engine's process tells."""
 
@@ -68,10 +79,8 @@ def cases(engines: Sequence[int], machines: int) -> list[Case]:
     return found + [Case(method, count, min(count, machines)) for method in ("memory", "nccl") for count in engines]
 
 
-def run_methods(
-    report: Report, folder: str, size: str, stage: Callable[[], tuple[float, dict[str, Data]]], work: list[Case]
-) -> None:
-    """stage: copies the weights off the trainer; how long the step waited, and the files."""
+def run_methods(report: Report, folder: str, size: str, stage: Callable[[], Staged], work: list[Case]) -> None:
+    """stage: copies the weights off the trainer."""
     memories = Path(os.environ.get(SHARED_MEMORY) or "/dev/shm", f"rftdask-benchmark-{os.getpid()}")
     names = ["trainer", *(f"engine-{number}" for number in range(max(case.engines for case in work)))]
     spec = {
@@ -102,7 +111,7 @@ def _run(
     report: Report,
     url: str,
     size: str,
-    stage: Callable[[], tuple[float, dict[str, Data]]],
+    stage: Callable[[], Staged],
     case: Case,
     client: Client,
     addresses: dict[str, str],
@@ -124,12 +133,14 @@ def _run(
         serve = partial(_serve, url, version, case.method, str(memories / name), peers)
         waiting.append(client.submit(serve, workers=[f"engine-{number}"], pure=False))
     time.sleep(1.0)  # all look at the pointer
-    before = _moved()
+    peak, before = Peak(), _moved()
     began = time.time()
-    blocking_s, files = stage()
-    num_bytes = sum(map(len, files.values()))
-    published = publisher.publish(version, files)
+    staged = stage()
+    began += staged.floor_s
+    num_bytes = sum(map(len, staged.files.values()))
+    published = publisher.publish(version, staged.files)
     visible_s = time.time() - began
+    trainer_peak = peak.stop()
     assert (published.held is not None) == (case.method != "checkpoint")
     engines: list[Served] = [future.result(timeout=TIMEOUT_S) for future in waiting]
     served_s = max(engine.end_s for engine in engines) - began
@@ -138,12 +149,31 @@ def _run(
     if holder is not None:
         holder.release(version)
     what = f"{size}, {case}"
-    report.add(f"{what}: blocking", blocking_s, "s", less_is_better=True)
-    report.add(f"{what}: visible", visible_s, "s", less_is_better=True)
+    # In the same round: the same bytes once to where this method puts them.
+    ((_, data),) = staged.files.items()
+    place = Path(url).parent / "plain" if holder is None else memories / "trainer" / "plain"
+    write_s = _write_plainly(place, memoryview(data))
+    copied = {"against": "copy floor", "other": staged.floor_s}
+    report.add(f"{what}: blocking", staged.blocking_s, "s", less_is_better=True, **copied)
+    written = {"against": "write floor", "other": write_s}
+    report.add(f"{what}: visible", visible_s, "s", less_is_better=True, **written)
     report.add(f"{what}: all engines have read it", served_s, "s", less_is_better=True)
     report.add(f"{what}: bytes moved", moved / num_bytes, "times the version", less_is_better=True)
-    peak = max(engine.peak_bytes for engine in engines) / 1e9
-    report.add(f"{what}: host peak of an engine's process", peak, "GB", less_is_better=True)
+    engine_peak = max(engine.peak_bytes for engine in engines)
+    report.add(f"{what}: host peak of an engine's process", engine_peak / 1e9, "GB", less_is_better=True)
+    report.add(f"{what}: host peak of the trainer's process", trainer_peak / 1e9, "GB", less_is_better=True)
+
+
+def _write_plainly(path: Path, data: memoryview) -> float:
+    """Seconds of a sequential write with an fsync at its end."""
+    began = time.monotonic()
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, len(data), _PIECE):
+            file.write(data[start : start + _PIECE])
+        os.fsync(file.fileno())
+    took = time.monotonic() - began
+    path.unlink()
+    return took
 
 
 def _give(memory: str) -> None:

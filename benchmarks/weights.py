@@ -21,7 +21,8 @@ type of its engine. Rows:
 - checkpoint: the copy of the weights in float32 that a step waits for, and how long its writing takes. The state of
   the optimizer, twice as many bytes by the same way, is left out: beside all else it would not fit a small machine.
 - methods (weight_methods.py): each way in which weights travel, with 1, 4 and 16 simulated engines: blocking, visible,
-  until all engines have read every byte, bytes that all processes moved, host peak of an engine's process.
+  until all engines have read every byte, bytes that all processes moved, host peaks of an engine's and of the trainer's
+  process. Floors, in the same round: one more copy, and one write of the bytes to where the method puts them.
 
 7B does not fit the memory of a small machine: its float32 weights alone are 30 GB. There the values of one layer stand
 for those of all, and four ranks of one machine write their parts one after the other, so that the memory is that of
@@ -51,7 +52,7 @@ from typing import Any
 import torch
 from report import Report, make_parser
 from transformers import AutoModelForCausalLM, Qwen2Config
-from weight_methods import cases, run_methods
+from weight_methods import Staged, cases, run_methods
 
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.config import load_config
@@ -206,10 +207,13 @@ def main() -> None:
             if engines:
                 trainer.reuse(trainer.weights())  # new memory costs the first publication of a run alone
 
-                def stage() -> tuple[float, dict[str, Data]]:
+                tensors = distinct_state(trainer._model)
+
+                def stage() -> Staged:
                     used, files = measure(trainer.weights)
+                    floor, _ = measure(partial(copy_all, tensors, views(next(iter(files.values())))))
                     trainer.reuse(files)  # for the next case; this one has read it by then
-                    return used.wall_s, files
+                    return Staged(used.wall_s, floor.wall_s, dict(files))
 
                 run_methods(report, folder, size, stage, cases(engines, arguments.machines))
     finally:
