@@ -140,9 +140,10 @@ class ModelOptimizer:
         held = {full_name.rpartition("/")[0] for full_name in saved.names}
         for parameter, weight in self._trained.items():
             if parameter in held:
+                # One after the other: the gradients of all would take as much memory as the weights.
                 weight.grad = torch.zeros_like(weight)
-        self._step(0.0)
-        self._drop_gradients()
+                self._step(0.0)
+                self._drop_gradients()
         numbers: list[tuple[dict[str, Any], str, Tensor]] = []
         for parameter, state in self._states():
             for key, value in state.items():
