@@ -34,8 +34,8 @@ TOOL = HERE / "with_llm" / "look.py"
 LLM = (sys.executable, "-m", "llm", "prompt", "--no-log")
 AT_ONCE = 3
 """Uses side by side: each is a process of its own that computes for most of its time."""
-NUM_TOLD = 16
-"""Of the first uses, and of the last, whose mean reward is told."""
+NUM_TOLD = 8
+"""Uses before it has learned anything, and of the policy that the trainer leaves, whose mean reward is told."""
 DEADLINE_S = 120.0
 
 
@@ -64,6 +64,17 @@ def post(url: str, key: str, **body: Any) -> dict[str, Any]:
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120) as reply:
         told: dict[str, Any] = json.load(reply)
     return told
+
+
+def wait_for(server: str, version: int) -> None:
+    """Until the server serves a version. Raises: TimeoutError."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        with urllib.request.urlopen(f"{server}/health", timeout=DEADLINE_S) as reply:
+            if json.load(reply)["policy_version"] >= version:
+                return
+        time.sleep(0.2)
+    raise TimeoutError(f"{server} has not loaded version {version} in {DEADLINE_S:.0f} s")
 
 
 def use(server: str, key: str, task: str) -> float:
@@ -106,6 +117,8 @@ def main(overrides: list[str]) -> None:
         rewards = list(pool.map(lambda task: use(url, key, task), tasks))
         if trainer.wait(DEADLINE_S):
             sys.exit(f"the trainer failed with code {trainer.returncode}")
+        wait_for(url, version=config.trainer.total_steps)
+        rewards += pool.map(lambda _: use(url, key, "after"), range(NUM_TOLD))
     before, after = (sum(part) / NUM_TOLD for part in (rewards[:NUM_TOLD], rewards[-NUM_TOLD:]))
     print(
         f"llm: reward {before:.2f} -> {after:.2f} in {time.monotonic() - began:.0f} s, run: {config.checkpoint_job_dir}"

@@ -60,8 +60,8 @@ def test_a_served_policy_learns_from_being_used_by_a_command_line_agent(tmp_path
     print(last[0])
     served, warmed_up = tmp_path / "rftdask/served", tmp_path / "rftdask/served_first/warmup"
     rows = Experiment.open(served).experiences()
-    # One use is one rollout and one row, whose answers are the policy's.
-    assert len(rows) == len(os.listdir(served / "serve/done")) == 5 * 8
+    # One use is one rollout and one row, whose answers are the policy's; the uses of what was learned may be there.
+    assert len(rows) == len(os.listdir(served / "serve/done")) and len(rows) in (5 * 8, 6 * 8)
     assert set(rows["reward"]) == {0.0, 1.0}
     assert rows["max_policy_version"].max() >= 2, "it was not served what was learned"
     assert {row.partition("]")[0] for row in rows["prompt_text"]} == {"[look"}, "llm has one tool"
