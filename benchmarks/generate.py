@@ -77,7 +77,9 @@ class ByteTokenizer:
 
 
 def start_engine(engine: str, folder: str) -> EngineClient:
-    section = InferenceModelConfig.model_validate({"engine_type": engine, "dtype": "float32", "seed": 42})
+    section = InferenceModelConfig.model_validate(
+        {"engine_type": engine, "engine_num": 1, "dtype": "float32", "seed": 42}
+    )
     model = ModelConfig(model_path=folder, max_model_len=4096, max_prompt_tokens=2048, max_response_tokens=2048)
     client = EngineClient(EngineSpec(section, model, threads=1))
     client.wait_ready()

@@ -18,7 +18,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Literal, Protocol, TypeAlias
@@ -30,6 +30,7 @@ from rftdask.buffer.batches.batch import TrainingBatch, join_batches
 from rftdask.buffer.batches.ledger import LedgerEntry
 from rftdask.buffer.batches.source import BatchSource, NotYet
 from rftdask.config.schema.trainer import TrainerConfig
+from rftdask.errors import StorageError
 from rftdask.monitor.events import Alive, CheckpointSaved, Ended, Event, Published, Started, Step
 from rftdask.processes.turns import DeviceTurn
 from rftdask.storage import Storage
@@ -291,7 +292,10 @@ class Trainer:
                 if told is not None:
                     entry = LedgerEntry.from_json(told.encode())
                     alone = self.ranks.size == 1
-                    self.source.read_ahead(entry, None if alone else places_of(entry, self.ranks.rank, self.ranks.size))
+                    places = None if alone else places_of(entry, self.ranks.rank, self.ranks.size)
+                    # In its own turn it is read again, and then the error says which step cannot be trained.
+                    with suppress(StorageError):
+                        self.source.read_ahead(entry, places)
             except Exception as error:  # carried to the thread that trains, and raised there
                 failed.append(error)
 

@@ -96,7 +96,9 @@ def others(folders: dict[int, Path]) -> dict[int, TransformersEngine]:
 def engine(folders: dict[int, Path]) -> Iterator[VllmEngine]:
     if find_spec("vllm") is None:
         pytest.fail("vLLM is not installed here; tests/vllm_engine/install_vllm.sh VENV makes an environment with it")
-    section = InferenceModelConfig.model_validate({"engine_type": "vllm", "dtype": "float32", "seed": 42})
+    section = InferenceModelConfig.model_validate(
+        {"engine_type": "vllm", "engine_num": 1, "dtype": "float32", "seed": 42}
+    )
     model = ModelConfig(model_path=str(folders[0]), max_model_len=512, max_prompt_tokens=64, max_response_tokens=64)
     engine = VllmEngine.from_config(section, model, "cpu")
     yield engine
@@ -148,7 +150,7 @@ def test_an_engine_over_two_nodes_computes_and_loads_as_one_and_leaves_nothing(
     monkeypatch.setenv(ADDRESS, "127.0.0.1")
     monkeypatch.setenv(NODES, f"2:{tmp_path}")
     section = InferenceModelConfig.model_validate(
-        {"engine_type": "vllm", "dtype": "float32", "tensor_parallel_size": 2}
+        {"engine_type": "vllm", "engine_num": 1, "dtype": "float32", "tensor_parallel_size": 2}
     )
     model = ModelConfig(model_path=str(folders[0]), max_model_len=128, max_prompt_tokens=64, max_response_tokens=64)
     with subprocess.Popen([sys.executable, "-c", FOLLOW, str(tmp_path)]) as follower:

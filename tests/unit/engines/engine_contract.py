@@ -17,7 +17,7 @@ from tests.numerics import LOGIT_SIZE, assert_close
 
 
 def engine_spec(engine_type: str, model_path: str = "no/such/model") -> EngineSpec:
-    section = InferenceModelConfig.model_construct(engine_type=engine_type, seed=42)
+    section = InferenceModelConfig.model_construct(engine_type=engine_type, engine_num=1, seed=42)
     model = ModelConfig(model_path=model_path, max_model_len=64, max_prompt_tokens=32, max_response_tokens=32)
     return EngineSpec(section, model, threads=1)
 

@@ -335,7 +335,7 @@ def test_a_line_is_an_experience_that_a_person_can_read(tmp_path: Path) -> None:
     )
     line = (tmp_path / log.path(name)).read_text()
     assert line.startswith(
-        '{"schema": "1.4", "run": "r", "uid": "t/0/3/1/0", "taskset": "t", "epoch": 0, "task_index": 3'
+        '{"schema": "1.5", "run": "r", "uid": "t/0/3/1/0", "taskset": "t", "epoch": 0, "task_index": 3'
     )
     assert '"tokens": [1, 2, 3, 1, 9], "prompt_length": 2, "rollout_logprobs": [-0.5, -0.25, -1.0]' in line
     assert '"loss_mask_runs": [1, 1, 1], "reward": 1.0' in line and "4 \u00b1 1" in line
