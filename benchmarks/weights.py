@@ -18,8 +18,8 @@ type of its engine. Rows:
   it. Its bytes; visible; made: the whole as a machine makes it of the version before; in place: an engine that serves
   the version before. Bytes and calls to storage, of the trainer and of one machine, are counted at a storage in memory,
   which gets the calls that an object store would.
-- checkpoint: the copy of the weights in float32 that a step waits for, and how long its writing takes. The state of
-  the optimizer, twice as many bytes by the same way, is left out: beside all else it would not fit a small machine.
+- checkpoint: the copy of the weights in float32 and of the two moments of AdamW that a step waits for, and how long its
+  writing takes. Floors: one more copy of the same tensors, and a write of as many bytes at the speed of that above.
 - methods (weight_methods.py): each way in which weights travel, with 1, 4 and 16 simulated engines: blocking, visible,
   until all engines have read every byte, bytes that all processes moved, host peaks of an engine's and of the trainer's
   process. Floors, in the same round: one more copy, and one write of the bytes to where the method puts them.
@@ -30,7 +30,7 @@ one; times are sums over the ranks. Methods are left out there, since what is he
 
 Bytes are what the process asked of the system to read and write (rchar and wchar of /proc/self/io); host peaks are of
 this process (VmHWM), above what it held before. All floors are measured in the same round as what they are compared
-with, and ratios are of medians. It needs some 8 GB of memory for 0.5B, 13 GB for 1.5B without checkpoints and methods
+with, and ratios are of medians. It needs some 16 GB of memory for 0.5B, 13 GB for 1.5B without checkpoints and methods
 (there without changes in place and counted calls), 8 GB for 7B, whose files take 31 GB of the disk for a while, and
 cleans up.
 """
@@ -285,14 +285,29 @@ def run_in_parts(report: Report, folder: str, shape: Mapping[str, int], repeats:
 
 
 def views(file: Data) -> dict[str, torch.Tensor]:
-    """The tensors in a file."""
+    """The tensors in a file, but for those of integers."""
     head, start = read_head(lambda begin, end: file[begin:end])
     memory, found = torch.frombuffer(file, dtype=torch.uint8), {}
     for name, told in head.items():
-        if name != "__metadata__":
+        if name != "__metadata__" and told["dtype"] in DTYPES:
             (begin, end), dtype = told["data_offsets"], DTYPES[told["dtype"]]
             found[name] = memory[start + begin : start + end].view(dtype).view(told["shape"])
     return found
+
+
+def optimizer_state(trainer: TorchEngine) -> dict[str, torch.Tensor]:
+    """The tensors of AdamW, as after the first step, by their names in a checkpoint."""
+    optimizer = trainer._optimizer
+    for weight in optimizer._trained.values():
+        weight.grad = torch.zeros_like(weight)
+        optimizer._step(0.0)
+        optimizer._drop_gradients()
+    return {
+        name: tensor
+        for parameter, state in optimizer._states()
+        for key, value in state.items()
+        for name, tensor in optimizer._flat(parameter, key, value).items()
+    }
 
 
 def run(
@@ -308,7 +323,7 @@ def run(
     plain = Path(folder, "plain")
     note("first copy", trainer.weights)
     trainer.reuse(trainer.weights())
-    checkpoint = Checkpoints(storage, "main")
+    checkpoint, moments = Checkpoints(storage, "main"), optimizer_state(trainer) if checkpoints else {}
     for version in range(1, repeats + 1):
         trainer.reuse(publisher.take_spare())
         weights = note("blocking", trainer.weights)
@@ -332,10 +347,10 @@ def run(
         if checkpoints:
             files = note("checkpoint copy" if version > 1 else "first checkpoint copy", trainer.state_files)
             checkpoint_bytes = sum(len(data) for data in files.values())
-            (state,) = (data for name, data in files.items() if name.endswith("model.safetensors"))
-            note("checkpoint floor", partial(copy_all, tensors, views(state)))
+            into = {n: t for data in files.values() for n, t in views(data).items() if n in tensors | moments}
+            note("checkpoint floor", partial(copy_all, tensors | moments, into))
             note("checkpoint", partial(checkpoint.save, version, files, {}))
-            del files, state
+            del files, into
             trainer.reuse(checkpoint.take_spare())
             storage.remove(f"global_step_{version}")
         storage.remove(published.folder)
