@@ -7,7 +7,6 @@ not valid is not a checkpoint, and the next older one is taken.
 from __future__ import annotations
 
 import json
-import mmap
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +22,6 @@ from rftdask.storage.checked_json import parse_object
 from rftdask.trainer.background import Background
 from rftdask.trainer.ranks import Ranks
 from rftdask.weights.manifest import (
-    BLOCK_BYTES,
     FileEntry,
     Manifest,
     block_numbers,
@@ -39,7 +37,6 @@ from rftdask.weights.manifest import (
     read_file,
     read_manifest,
     remove_folder,
-    verify_block,
 )
 from rftdask.weights.published import CHECKPOINT_POINTER, move_pointer
 
@@ -86,7 +83,7 @@ class CheckpointFiles(Mapping[str, bytes]):
     Raises: NotFoundError, DamagedError: by `[name]` and `take_block`, as `read_file`.
     """
 
-    def __init__(self, storage: Storage, folder: str, manifest: Manifest, held: dict[tuple[str, int], Data]) -> None:
+    def __init__(self, storage: Storage, folder: str, manifest: Manifest, held: dict[tuple[str, int], bytes]) -> None:
         """held: blocks that were read and verified; they are let go of here."""
         self._storage, self._folder, self._manifest, self._held = storage, folder, manifest, held
         self.blocks = blocks_of(manifest)
@@ -95,7 +92,7 @@ class CheckpointFiles(Mapping[str, bytes]):
     def __getitem__(self, name: str) -> bytes:
         return b"".join(self.take_block(name, number) for number in block_numbers(self._manifest.files[name]))
 
-    def take_block(self, name: str, number: int) -> Data:
+    def take_block(self, name: str, number: int) -> bytes:
         """A block, verified. All but the first of a file, which has its head, are not held any longer."""
         data = self._held.pop((name, number), None) if number else self._held.get((name, number))
         if data is None:
@@ -110,18 +107,6 @@ class CheckpointFiles(Mapping[str, bytes]):
 
     def __len__(self) -> int:
         return len(self._manifest.files)
-
-
-def _read_or_map(storage: Storage, path: str, entry: FileEntry, number: int) -> Data:
-    """A block, verified. Of a file on this machine it is mapped: pages that the system has read and may drop again, and
-    no memory of this process; files of checkpoints are replaced, and never cut. Raises: as `read_block`."""
-    file = storage.local_file(path)
-    if file is None or not entry.size_bytes:
-        return read_block(storage, path, entry, number)
-    verify_block(storage, path, entry, number)
-    with file.open("rb") as opened:
-        whole = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-    return whole[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES] if entry.blocks else whole
 
 
 def turns_of(strategy: str, hosts: Sequence[str]) -> list[int]:
@@ -280,8 +265,8 @@ class Checkpoints:
 
         Raises: DamagedError: it is of another lineage.
         """
-        # Read and verified by all ranks together, before anything is changed by it. Each keeps what it read, and gives
-        # the others what they need of it: no byte is read twice.
+        # Read and verified by all ranks together, before anything is changed by it. Each keeps what it read, as much
+        # as a copy of what it saves, and gives the others what they need of it: no byte is read twice.
         steps = self.ranks.broadcast(checkpoint_steps(self._storage) if self.ranks.is_rank0 else None)
         for step in reversed(steps):
             files = self._try_read(step)
@@ -305,7 +290,7 @@ class Checkpoints:
             manifest = read_manifest(self._storage, folder)
             if manifest is None or manifest.version != step:
                 return None
-            held = dict(read_blocks(_read_or_map, self._storage, folder, manifest, self.ranks.rank, self.ranks.size))
+            held = dict(read_blocks(read_block, self._storage, folder, manifest, self.ranks.rank, self.ranks.size))
         except (NotFoundError, DamagedError):
             return None
         # Step numbers of two lineages mean different weights; one must not resume from the other's.

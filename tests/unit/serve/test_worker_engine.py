@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,10 @@ def run(tmp_path: Path, check: Callable[[WorkerEngine, Storage], Awaitable[None]
             await hosting
 
     asyncio.run(within())
-    children = psutil.Process().children(recursive=True)
-    engines = [each for each in children if "rftdask.engines.server:serve" in " ".join(each.cmdline())]
+    engines = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it ends at this moment
+            engines += [each] * ("rftdask.engines.server:serve" in " ".join(each.cmdline()))
     assert psutil.wait_procs(engines, timeout=60)[1] == [], "an engine is left"
 
 
