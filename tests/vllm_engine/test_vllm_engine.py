@@ -542,14 +542,17 @@ def check_images(models: Sequence[Path], folder: Path, then: Callable[[VllmEngin
             for scored, answer in zip(scored_BT.tolist(), answers, strict=True):
                 assert answer.logprobs == pytest.approx(scored[: len(answer.tokens)], abs=1e-4)
         # One that is under way while weights are loaded sees its image anew.
-        long = dataclasses.replace(requests[3], sampling=SamplingParams(100, ignore_eos=True))
+        told: list[tuple[int, ...]] = []
+        long = dataclasses.replace(
+            requests[3], sampling=SamplingParams(100, ignore_eos=True), on_tokens=lambda tokens: told.append(tokens)
+        )
         looks: list[list[tuple[int, GenerateRequest | None]]] = [[(1, requests[0])], [(0, long)]]
         found: dict[int, Generation] = {}
 
         def take() -> Sequence[tuple[int, GenerateRequest | None]]:
-            if len(looks) == 1 and not found:
+            if len(looks) == 1 and told:
                 seeing.load_weights(1, weights_of(models[1]))
-            return looks.pop() if looks else []
+            return looks.pop() if len(looks) == 2 or (looks and told) else []
 
         seeing.serve(take, found.__setitem__)
         assert (found[0].min_policy_version, found[0].max_policy_version) == (0, 1) and len(found[0].tokens) == 100
