@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
 from rftdask.engines.base import GenerateRequest, Give, Take
 from rftdask.engines.fake import FakeEngine
@@ -36,7 +37,8 @@ class SimulatedEngine(FakeEngine):
             if not under_way:
                 return
             for number in [number for number, (ends, _, _) in under_way.items() if ends <= now]:
-                give(number, self._answer(*under_way.pop(number)[1:]))
+                _, request, oldest = under_way.pop(number)
+                give(number, replace(self._answer(request), min_policy_version=oldest))
             time.sleep(_TICK_S)
 
     def _length(self, request: GenerateRequest) -> int:
