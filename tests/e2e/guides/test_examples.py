@@ -48,7 +48,7 @@ def test_an_agent_learns_to_call_its_tool(program: tuple[str, ...], tmp_path: Pa
     assert after >= 0.5 and after >= before + 0.3, last[0]
 
 
-@pytest.mark.extras
+@pytest.mark.long
 def test_a_served_policy_learns_from_being_used_by_a_command_line_agent(tmp_path: Path) -> None:
     pytest.importorskip("llm")
     with RunProcess(program=(str(AGENTS / "learn_from_use.py"),), env={"RFTDASK_RUNS": str(tmp_path)}) as run:
