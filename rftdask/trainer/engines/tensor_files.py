@@ -20,7 +20,6 @@ import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import product
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -172,8 +171,6 @@ def save_tensors(
     return writer.files
 
 
-_PIECE_BYTES = 2**20
-"""Of a block: what a rank gives the others at once."""
 _Part: TypeAlias = tuple[str, int, int]
 """Of a file: from a byte up to another."""
 _Look = tuple[str, bool, list[tuple[str, str, list[int], list[int], int]]]
@@ -355,45 +352,40 @@ class SavedTensors(_NoFolder, StorageReader):
 
 def _exchange(files: InBlocks, wanted: Sequence[_Part], ranks: Ranks) -> Iterator[tuple[int, bytearray]]:
     """As `SavedTensors._parts`. The ranks go through the blocks together, as many at once as there are ranks, each of
-    which gives the others what they want of its own, piece by piece: a byte is read by one rank, and goes where it is
-    wanted alone; beside what is wanted no rank has more than some pieces in memory.
+    which gives the others what they want of its own: a byte is read by one rank, and goes where it is wanted alone.
     """
-    of_piece: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {}
-    """By file and piece of it: the rank that wants a part, the place in what that one wants, and the first and last
-    byte in the file. Each rank makes the same of what all want."""
+    of_block: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {}
+    """By block: the rank that wants a part of it, the place in what that one wants, and the first and last byte in the
+    file. Each rank makes the same of what all want."""
     for rank, parts in enumerate(ranks.all_gather([list(part) for part in wanted])):
         for number, (file, start, stop) in enumerate(parts):
-            for piece in range(start // _PIECE_BYTES, -(-stop // _PIECE_BYTES)):
-                first, last = max(start, piece * _PIECE_BYTES), min(stop, (piece + 1) * _PIECE_BYTES)
-                of_piece.setdefault((file, piece), []).append((rank, number, first, last))
+            for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
+                first, last = max(start, block * BLOCK_BYTES), min(stop, (block + 1) * BLOCK_BYTES)
+                of_block.setdefault((file, block), []).append((rank, number, first, last))
     missing = [stop - start for _, start, stop in wanted]
     found: dict[int, bytearray] = {}
     yield from ((number, bytearray()) for number, size in enumerate(missing) if not size)
-    pieces_each = BLOCK_BYTES // _PIECE_BYTES
-    for first_place, place in product(range(0, len(files.blocks), ranks.size), range(pieces_each)):
+    for first_place in range(0, len(files.blocks), ranks.size):
         at_once = files.blocks[first_place : first_place + ranks.size]
-        given = [sorted(of_piece.get((name, block * pieces_each + place), [])) for name, block in at_once]
-        if place == 0:
-            data = None
+        given = [sorted(of_block.get(block, [])) for block in at_once]
         if not any(given):
             continue
         send, rows = [0] * ranks.size, [np.empty(0, np.uint8)]
         if ranks.rank < len(at_once) and given[ranks.rank]:
             name, block = at_once[ranks.rank]
-            if data is None:
-                data = np.frombuffer(files.take_block(name, block), np.uint8)
+            data = np.frombuffer(files.take_block(name, block), np.uint8)
             for rank, _, first, last in given[ranks.rank]:
                 send[rank] += last - first
                 rows.append(data[first - block * BLOCK_BYTES : last - block * BLOCK_BYTES])
         own = [[part for part in parts if part[0] == ranks.rank] for parts in given]
         receive = [sum(last - first for _, _, first, last in parts) for parts in own]
         receive += [0] * (ranks.size - len(receive))
-        got, taken = ranks.all_to_all(torch.from_numpy(np.concatenate(rows)), send, receive).numpy(), 0
+        got, place = ranks.all_to_all(torch.from_numpy(np.concatenate(rows)), send, receive).numpy(), 0
         for _, number, first, last in (part for parts in own for part in parts):
             _, start, stop = wanted[number]
             into = found.setdefault(number, bytearray(stop - start))
-            into[first - start : last - start] = got[taken : taken + last - first].data
-            taken, missing[number] = taken + last - first, missing[number] - (last - first)
+            into[first - start : last - start] = got[place : place + last - first].data
+            place, missing[number] = place + last - first, missing[number] - (last - first)
             if not missing[number]:
                 yield number, found.pop(number)
 
