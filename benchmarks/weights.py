@@ -222,6 +222,11 @@ def main() -> None:
 
 
 LEARNING_RATES = (1e-6, 1e-5)
+TOLD_WHOLE = (
+    "first copy", "blocking", "written", "verify", "load", "checkpoint copy", "checkpoint",
+    *(f"delta {what} {lr}" for lr in LEARNING_RATES for what in ("written", "made", "in place")),
+)  # fmt: skip
+"""Of which bytes and host peaks are told, too."""
 
 
 def run_in_parts(report: Report, folder: str, shape: Mapping[str, int], repeats: int) -> None:
@@ -391,7 +396,7 @@ def run(
         served = None if size == "1.5B" else engine
         del engine
         run_deltas(report, trainer, served, storage, times, size, repeats)
-    for name in ("first copy", "blocking", "written", "verify", "load", "checkpoint copy", "checkpoint"):
+    for name in TOLD_WHOLE:
         if name not in times.took:
             continue
         used = times.took[name][-1]
