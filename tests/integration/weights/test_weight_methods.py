@@ -241,17 +241,24 @@ def test_a_run_over_machines_trains_the_same(machines: Machines, tmp_path: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["memory", "nccl"])
 def test_a_run_whose_machines_get_nothing_from_the_holder_goes_on_with_files(
-    machines: Machines, tmp_path: Path, by_files: Path
+    machines: Machines, tmp_path: Path, by_files: Path, method: str
 ) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)
     where = f"cluster.options={{address: '{machines.client.scheduler.address}'}}"
-    settings = ("cluster.type=existing", where, f"trainer.total_steps={STEPS}", "synchronizer.sync_method=memory")
+    settings = ("cluster.type=existing", where, f"trainer.total_steps={STEPS}", f"synchronizer.sync_method={method}")
+    break_off, parties_to_it = parties.reach_no_rank, ENGINES
+    if method == "memory":
+        break_off, parties_to_it = parties.give_nothing, (TRAINER,)
     with RunProcess("run", str(config), *settings, "--progress", "plain") as run:
         run.wait_until(lambda: num_steps(folder) >= 1)
-        machines.client.run(parties.give_nothing, workers=[machines.addresses()[TRAINER]])
-        ended = run.end()
+        machines.client.run(break_off, workers=[machines.addresses()[name] for name in parties_to_it])
+        try:
+            ended = run.end()
+        finally:
+            machines.client.run(parties.reach_ranks)
     assert ended.code == 0, ended
     assert (folder / "control" / "whole_version.txt").exists(), "nobody asked for files"
     assert assert_sound(folder)["step"] == STEPS

@@ -19,10 +19,11 @@ from rftdask.storage import open_storage
 from rftdask.storage.base import Data
 from rftdask.synchronizer.actor import SyncHandle
 from rftdask.trainer.rank import build_holder
-from rftdask.weights import dask_tree
+from rftdask.weights import dask_tree, process_group
 from rftdask.weights.dask_tree import serve_blocks
 from rftdask.weights.fingerprint import Fingerprint
 from rftdask.weights.manifest import BLOCK_BYTES
+from rftdask.weights.process_group import _store_of_another
 from rftdask.weights.published import read_published, remove_weights_below
 from rftdask.weights.publisher import Publisher
 
@@ -86,6 +87,20 @@ def give_nothing(dask_worker: Worker) -> None:
         return {"block": None}
 
     dask_worker.handlers[dask_tree._OPERATION] = answer
+
+
+def reach_no_rank(dask_worker: Worker) -> None:
+    """From this machine nobody listens at the door of any rank, from here on until `reach_ranks`."""
+
+    def refused(address: str) -> object:
+        raise ConnectionRefusedError(f"{address} refuses")
+
+    vars(process_group)["_store_of_another"] = refused
+
+
+def reach_ranks(dask_worker: Worker) -> None:
+    """As it was."""
+    vars(process_group)["_store_of_another"] = _store_of_another
 
 
 def collect(url: str, version: int) -> None:
