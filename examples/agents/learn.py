@@ -23,6 +23,8 @@ HERE = Path(__file__).parent
 FEWER = {"program_agent": ("stages[1].buffer.batch_size=4",)}
 """Tasks in a step, of an agent that starts a process for each rollout."""
 LETTERS = "abcdefgh"
+NUMBERS = range(10, 100)
+"""Of two digits: of one, a guess is right often enough to be learned from a few dozen rollouts."""
 CALL = '<tool_call>{"name": "look"}</tool_call>'
 CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
@@ -42,10 +44,10 @@ def make_toy(assets: Path) -> None:
     asked, shown = [], []
     for letter in LETTERS:
         prompt = f"[look]{letter}:"
-        shown += [{"prompt": prompt, "response": str(draw.randrange(10))} for _ in range(7)]
-        shown += [{"prompt": prompt, "response": CALL}] * 3
-        shown += [{"prompt": f"{prompt}{CALL}{EOS}>{n}=", "response": str(n)} for n in range(10)]
-        asked += [{"question": f"{letter}:", "answer": str(draw.randrange(10))} for _ in range(8)]
+        shown += [{"prompt": prompt, "response": str(draw.choice(NUMBERS))} for _ in range(14)]
+        shown += [{"prompt": prompt, "response": CALL}] * 6
+        shown += [{"prompt": f"{prompt}{CALL}{EOS}>{n}=", "response": str(n)} for n in draw.sample(NUMBERS, 30)]
+        asked += [{"question": f"{letter}:", "answer": str(draw.choice(NUMBERS))} for _ in range(8)]
     assets.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train", asked), ("eval", asked[::2]), ("sft", shown)):
         (assets / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""A policy learns from being used by a command-line agent as it is, in a minute or two on a laptop.
+"""A policy learns from being used by a command-line agent as it is, in a minute on a laptop.
 
     python examples/agents/learn_from_use.py
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from learn import LETTERS, make_toy
+from learn import LETTERS, NUMBERS, make_toy
 
 from rftdask import Experiment
 from rftdask.config import load_config
@@ -31,7 +31,9 @@ from rftdask.config import load_config
 HERE = Path(__file__).parent
 SERVED = HERE / "served.yaml"
 TOOL = HERE / "with_llm" / "look.py"
-LLM = (sys.executable, "-m", "llm", "prompt", "--no-log")
+ALONE = "import sys; sys.modules['pandas'] = None; from llm.cli import cli; cli()"
+LLM = (sys.executable, "-c", ALONE, "prompt", "--no-log")
+"""llm as it is in an environment of its own (pipx, uv): it imports pandas where it finds it, and has no use for it."""
 AT_ONCE = 3
 """Uses side by side: each is a process of its own that computes for most of its time."""
 NUM_TOLD = 8
@@ -79,7 +81,7 @@ def wait_for(server: str, version: int) -> None:
 
 def use(server: str, key: str, task: str) -> float:
     """Ask llm for the number behind a letter, and tell the server what the answer was worth: 1 if it was right."""
-    letter, number = random.choice(LETTERS), str(random.randrange(10))
+    letter, number = random.choice(LETTERS), str(random.choice(NUMBERS))
     session = post(f"{server}/sessions", key, task_id=task)
     with tempfile.TemporaryDirectory() as folder:
         # All that llm is told: where its model is, and by the key, whose session it is.

@@ -48,7 +48,7 @@ def test_an_agent_learns_to_call_its_tool(program: tuple[str, ...], tmp_path: Pa
     assert after >= 0.5 and after >= before + 0.3, last[0]
 
 
-@pytest.mark.long
+@pytest.mark.extras
 def test_a_served_policy_learns_from_being_used_by_a_command_line_agent(tmp_path: Path) -> None:
     pytest.importorskip("llm")
     with RunProcess(program=(str(AGENTS / "learn_from_use.py"),), env={"RFTDASK_RUNS": str(tmp_path)}) as run:
@@ -61,16 +61,16 @@ def test_a_served_policy_learns_from_being_used_by_a_command_line_agent(tmp_path
     served, warmed_up = tmp_path / "rftdask/served", tmp_path / "rftdask/served_first/warmup"
     rows = Experiment.open(served).experiences()
     # One use is one rollout and one row, whose answers are the policy's; the uses of what was learned may be there.
-    assert len(rows) == len(os.listdir(served / "serve/done")) and len(rows) in (5 * 8, 6 * 8)
+    assert len(rows) == len(os.listdir(served / "serve/done")) and len(rows) in (3 * 8, 4 * 8)
     assert set(rows["reward"]) == {0.0, 1.0}
-    assert rows["max_policy_version"].max() >= 2, "it was not served what was learned"
+    assert rows["max_policy_version"].max() >= 1, "it was not served what was learned"
     assert {row.partition("]")[0] for row in rows["prompt_text"]} == {"[look"}, "llm has one tool"
     # What the mean of a few uses tells with noise is exact here.
     before, after = (share_of_calls(path / "actor/huggingface") for path in (
-        warmed_up / "global_step_200", served / "global_step_5"
+        warmed_up / "global_step_200", served / "global_step_3"
     ))  # fmt: skip
     print(f"calls of the tool: {before:.2f} -> {after:.2f}")
-    assert after >= 0.6 and after >= before + 0.2, (before, after)
+    assert after >= 0.8 and after >= before + 0.4, (before, after)
 
 
 def share_of_calls(model: Path) -> float:
