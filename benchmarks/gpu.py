@@ -39,7 +39,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import accumulate
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ from rftdask.engines.transformers import TransformersEngine
 from rftdask.storage import open_storage
 from rftdask.trainer.attention import packed_attention
 from rftdask.trainer.engines.torch_engine import TorchEngine
-from rftdask.trainer.packing import Spans
+from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.rank import build_algorithm
 from rftdask.weights.published import publish_weights
 
@@ -139,33 +139,37 @@ def group_of_one(place: Place) -> Iterator[None]:
 
 
 def part_b(place: Place) -> None:
-    lengths = (50, 3) if place.quick else (700, 512, 64, 3)  # the longest first, as rows are packed
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=place.device)
-    spans = Spans(lengths, lengths, ends, ends, None)  # each row sees itself alone
+    # Rows that see themselves alone; then the same with what they begin with lying there once, as a trainer packs them.
+    lengths, prompt = ((50, 7), 5) if place.quick else ((700, 512, 64, 48), 40)
     half = torch.bfloat16 if place.device == "cuda" else torch.float32
-    for size, heads, keys, window in ((64, 8, 8, None), (128, 16, 8, None), (128, 8, 1, 33), (256, 4, 2, None)):
+    for lean, (size, heads, keys, window) in product(
+        (False, True), ((64, 8, 8, None), (128, 16, 8, None), (128, 8, 1, 33), (256, 4, 2, None))
+    ):
+        tokens = [np.arange(length) for length in lengths]
+        rows = pack_rows(tokens, np.full(len(lengths), prompt), np.ones(len(lengths)), place.device, lean=lean)
+        spans, places_S = rows.spans, torch.arange(len(rows.tokens_S), device=place.device)
         torch.manual_seed(0)
-        shape = sum(lengths), size
+        shape = len(places_S), size
         given = [torch.randn(1, n, *shape, device=place.device, dtype=half) for n in (heads, keys, keys)]
         query, key, value = (each.clone().requires_grad_() for each in given)
         module = torch.nn.Module().to(place.device)
         out, _ = packed_attention(module, query, key, value, None, spans=spans, sliding_window=window)
         out.sum().backward()
         exact = [each.float().clone().requires_grad_() for each in given]
-        pieces, at = [], 0
-        for length in lengths:
-            part = [each[:, :, at : at + length] for each in exact]
-            behind = torch.arange(length, device=place.device)[:, None] - torch.arange(length, device=place.device)
-            mask = (behind >= 0) & (behind < (window or length))
+        pieces, seen_K = [], places_S if spans.seen_K is None else spans.seen_K
+        for own, seen in zip(places_S.split(list(spans.lengths)), seen_K.split(list(spans.seen)), strict=True):
+            place_K = torch.arange(len(seen), device=place.device)
+            behind = place_K[len(seen) - len(own) :, None] - place_K
+            mask = (behind >= 0) & (behind < (window or len(seen)))
+            part = [each[:, :, places] for each, places in zip(exact, (own, seen, seen), strict=True)]
             attended = scaled_dot_product_attention(*part, attn_mask=mask, enable_gqa=heads != keys)
             pieces.append(attended.transpose(1, 2))
-            at += length
         wanted = torch.cat(pieces, 1)
         wanted.sum().backward()
         far = _apart(out, wanted)
         grads = max(_apart(a.grad, b.grad) for a, b in zip((query, key, value), exact, strict=True))
         bound = 0.02 if half is torch.bfloat16 else 1e-5
-        what = f"heads of {size}, {heads} of queries, {keys} of keys, window {window}"
+        what = f"heads of {size}, {heads} of queries, {keys} of keys, window {window}{', shared prompts' * lean}"
         place.add("b", what, f"{far:.1e}, gradients {grads:.1e}", f"<= {bound:g}", max(far, grads) <= bound)
 
 
@@ -412,19 +416,22 @@ def run_part(part: str, place: Place, limit_s: float) -> None:
         place.add(part, "the part itself", ended, "ends", False)
 
 
-def append(file: Path, place: Place, rows: Sequence[Row], parts: Sequence[str]) -> None:
-    """Add the rows to the table at the end of a Markdown file, which begins with HEADER; first where they are from."""
+def begin_table(file: Path, place: Place, parts: Sequence[str]) -> None:
+    """Say at the end of a Markdown file, which begins with HEADER, where the rows that follow are from."""
     here = torch.cuda.get_device_name() if place.device == "cuda" else "no GPU: tiny shapes on the CPU"
     packages = ("torch", "transformers", "vllm", "dask-cuda", "trl", "torchao")
     told = ", ".join(f"{name} {version(name)}" for name in packages if find_spec(name.replace("-", "_")))
     command = f"python benchmarks/gpu.py --parts {' '.join(parts)}{' --tiny' if place.quick else ''}"
-    cells = [("", f"**{date.today()}: {here}**", told, f"`{command}`"), *(row[:4] for row in rows)]
-    text = file.read_text() if file.exists() else ""
-    with file.open("a") as table:
-        if HEADER not in text:
+    if HEADER not in (file.read_text() if file.exists() else ""):
+        with file.open("a") as table:
             table.write(HEADER)
-        for row in cells:
-            table.write(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |\n")
+    append(file, ("", f"**{date.today()}: {here}**", told, f"`{command}`"))
+
+
+def append(file: Path, cells: Sequence[str]) -> None:
+    """Add a row to the table at the end of a Markdown file."""
+    with file.open("a") as table:
+        table.write(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n")
 
 
 def main() -> None:
@@ -437,8 +444,16 @@ def main() -> None:
     if device == "cpu" and not args.quick:
         raise SystemExit("there is no GPU here; --tiny tries the script out on the CPU, and measures nothing")
     report, started, rows = Report(args), time.perf_counter(), list[Row]()
+
+    def tell(row: Row) -> None:
+        rows.append(row)
+        if args.append is not None:  # at once: a GPU may be taken away at any moment
+            append(args.append, row[:4])
+
     with tempfile.TemporaryDirectory(prefix="rftdask-gpu-", ignore_cleanup_errors=True) as name:
-        place = Place(device, args.quick, Path(name), rows.append)
+        place = Place(device, args.quick, Path(name), tell)
+        if args.append is not None:
+            begin_table(args.append, place, args.parts)
         for part in args.parts:
             began = time.perf_counter()
             left_s = ALL_S - (began - started) if len(args.parts) > 1 else PART_S
@@ -447,8 +462,6 @@ def main() -> None:
         took = time.perf_counter() - started
         holds = None if args.quick else took <= (ALL_S if len(args.parts) > 1 else PART_S)
         place.add("all", f"parts {' '.join(args.parts)}", f"{took:.0f} s", f"<= {ALL_S} s", holds)
-    if args.append is not None:
-        append(args.append, place, rows, args.parts)
     report.write()
     raise SystemExit(1 if any(row[4] is False for row in rows) else 0)
 

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -84,6 +85,19 @@ def test_a_part_of_a_gpu_that_hangs_is_ended_and_reported_and_the_next_one_runs(
                 left.append(process)
     _, alive = psutil.wait_procs(left, timeout=30)  # workers notice that their parent has gone
     assert [process.cmdline() for process in alive] == []
+
+
+def test_what_parts_of_a_gpu_have_found_is_in_the_table_when_the_machine_is_taken_away(tmp_path: Path) -> None:
+    table = tmp_path / "gpu.md"
+    command = [sys.executable, str(FOLDER / "gpu.py"), "--tiny", "--append", str(table), "--parts", "a", "j"]
+    deadline = time.monotonic() + DEADLINE_S
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=tmp_path) as script:
+        try:
+            while not (table.exists() and "| a |" in table.read_text()):
+                assert script.poll() is None and time.monotonic() < deadline
+                time.sleep(0.1)
+        finally:
+            script.kill()
 
 
 def test_without_peft_the_parts_of_a_gpu_say_what_they_leave_out(tmp_path: Path) -> None:
