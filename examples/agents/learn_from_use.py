@@ -1,4 +1,4 @@
-"""A policy learns from being used by a command-line agent as it is, in a minute on a laptop.
+"""A policy learns from being used by a command-line agent as it is, in about a minute on a laptop.
 
     python examples/agents/learn_from_use.py
 

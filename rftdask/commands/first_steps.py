@@ -38,7 +38,7 @@ def bundled() -> dict[str, Path]:
         str(path.relative_to(top)): path
         for kind in ("config", "examples", "notebooks")
         for path in sorted((top / kind).rglob("*"))
-        if path.suffix in (".yaml", ".py", ".ipynb")
+        if path.suffix in (".yaml", ".py", ".ipynb", ".sh", ".mjs")
     }
 
 
@@ -49,7 +49,7 @@ def describe(path: Path) -> str:
         return "".join(cells[0]["source"]).splitlines()[0].lstrip("# ") if cells else ""
     if path.suffix == ".py":
         return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0].replace("\n", " ")
-    said = (line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("# "))
+    said = (line.lstrip("#/ ") for line in path.read_text().splitlines() if line.startswith(("# ", "// ")))
     return next((line for line in said if "$schema" not in line), "")
 
 

@@ -96,6 +96,15 @@ def hide_special(tokenizer: Tokenizer, chat: T) -> tuple[T, dict[str, str]]:
     return hide(chat), {stand_ins[text]: text for text in spelled}
 
 
+def is_plain(tokenizer: Tokenizer, tokens: Sequence[int]) -> bool:
+    """Whether what a policy wrote has no special tokens but those that end it."""
+    _, special = _special_tokens(tokenizer)
+    end = len(tokens)
+    while end and tokens[end - 1] in special:
+        end -= 1
+    return special.keys().isdisjoint(tokens[:end])
+
+
 def sampled_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """What a policy wrote, as a template has to render it for the chat to go on from these very tokens: special tokens
     are special at the end alone, where they end the turn, and hidden (`hide_special`) where they are spelled.
@@ -105,10 +114,10 @@ def sampled_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     while end and tokens[end - 1] in special:
         end -= 1
     # A real one within the text stays bare: nobody is told of it, so no prompt has it there.
-    is_plain = special.keys().isdisjoint(tokens[:end])
-    body = tokenizer.decode(tokens[:end], skip_special_tokens=is_plain)
+    plain = is_plain(tokenizer, tokens)
+    body = tokenizer.decode(tokens[:end], skip_special_tokens=plain)
     tail = tokenizer.decode(tokens[end:], skip_special_tokens=False) if end < len(tokens) else ""
-    return (hide_special(tokenizer, body)[0] if is_plain else body) + tail
+    return (hide_special(tokenizer, body)[0] if plain else body) + tail
 
 
 def show_hidden(text: str, hidden: Mapping[str, str]) -> str:

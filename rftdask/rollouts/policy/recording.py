@@ -17,7 +17,7 @@ import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
 from hashlib import blake2b
@@ -31,6 +31,7 @@ from rftdask.data.tokenizer import (
     Tokenizer,
     encode_hidden,
     hide_special,
+    is_plain,
     sampled_text,
     show_hidden,
     with_first_token,
@@ -352,7 +353,7 @@ class RecordingModel(PolicyHandle):
             if asked.path == CHAT:
                 prompts = [_Prompt("")]
                 if isinstance(model, ServedModel):
-                    prompts = [await _chat_prompt(model, messages, asked.template_options)]
+                    prompts = [await _prompt_as_sampled(model, messages, asked)]
 
             async def sample(prompt: _Prompt, number: int, choice: int) -> Told:
                 seed = None if asked.seed is None else f"{asked.seed}/{number}"
@@ -388,7 +389,9 @@ class RecordingModel(PolicyHandle):
             return text_completion(asked, told, tokenizer, usage)
         answer = chat_completion(asked, told, tokenizer, usage)
         for choice, each in zip(answer.body["choices"], told, strict=True):
-            if each.parsed.calls or each.parsed.reasoning is not None:
+            # Marks that are special tokens are in no text: of those the template knows how they are written.
+            whole = tokenizer is None or is_plain(tokenizer, each.response.tokens)
+            if whole and (each.parsed.calls or each.parsed.reasoning is not None):
                 for key in _message_keys([*asked.messages, choice["message"]])[-1]:
                     self._told[f"{name}/{key}"] = each.response.text
         return answer
@@ -409,7 +412,7 @@ class RecordingModel(PolicyHandle):
     ) -> Told:
         given = {**asked.options, **asked.template_options, **({} if asked.seed is None else {"seed": asked.seed})}
         given |= {"logprobs": True} if asked.logprobs else {}
-        passed_on = {"tools", "max_tokens", "temperature", "top_p", "top_k", "min_tokens", "repetition_penalty"}
+        passed_on = {"tools", "stop", "max_tokens", "temperature", "top_p", "top_k", "min_tokens", "repetition_penalty"}
         if asked.form is not None:
             raise BadRequestError(f"{asked.form.param} is not passed on to a model behind an API", asked.form.param)
         for param in given.keys() - passed_on:
@@ -454,7 +457,7 @@ class RecordingModel(PolicyHandle):
             raise ValueError("the prompt is empty")
         options = dict(sampling)
         budget = options.pop("thinking_token_budget", None)
-        if words := options.pop("bad_words", ()):
+        if words := texts_of("bad_words", options.pop("bad_words", ())):
             options["bad_tokens"] = _bad_tokens(model.tokenizer, words)
         if model.images is not None:
             # It would stand for an image that is not there, also where the next turn of a chat shows the first one.
@@ -741,6 +744,26 @@ async def _chat_prompt(
     return replace(_render(model.tokenizer, messages, template_options), images=names)
 
 
+async def _prompt_as_sampled(model: ServedModel, sampled: Sequence[Mapping[str, Any]], asked: OpenAIRequest) -> _Prompt:
+    """The chat as rendered with its answers as the policy wrote them (`sampled`), so that it goes on from their tokens;
+    as the request has them where the template then fails, or leaves out what a tool said: it reads calls of tools, and
+    what the policy wrote has none.
+    """
+    said = [str(each["content"]).strip() for each in sampled if each["role"] == "tool" and each.get("content")]
+    prompt, failure = None, None
+    try:
+        prompt = await _chat_prompt(model, sampled, asked.template_options)
+    except TemplateError as error:
+        failure = error
+    if prompt is not None and all(text in prompt.text for text in said):
+        return prompt
+    if list(sampled) == list(asked.messages) and failure is not None:
+        raise failure
+    given = await _chat_prompt(model, asked.messages, asked.template_options)
+    # A template may write it in other words, such as JSON, whichever way the calls are told.
+    return given if prompt is None or any(text in given.text for text in said) else prompt
+
+
 def _message_keys(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Of each message what tells it from others: among all that stood before it, and by itself alone."""
     keys, before = [], blake2b(digest_size=16)
@@ -781,6 +804,14 @@ def _cut_at_stop(tokenizer: Tokenizer, generation: Generation, stop: Sequence[st
     return cut, text[: min(text.index(each) for each in stop if each in text)]
 
 
+def texts_of(name: str, given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """One text or several as several. Raises: TypeError: something else."""
+    texts = (given,) if isinstance(given, str) else tuple(given or ())
+    if not all(isinstance(text, str) and text for text in texts):
+        raise TypeError(f"{name} must be a text or several, none of them empty: {given!r:.200}")
+    return texts
+
+
 def _sampling(defaults: SamplingParams, asked: Mapping[str, Any]) -> SamplingParams:
     """Sampling parameters that a workflow asks for, checked: a mistake must not end everybody's work unit.
 
@@ -788,7 +819,9 @@ def _sampling(defaults: SamplingParams, asked: Mapping[str, Any]) -> SamplingPar
     """
     if not asked:
         return defaults
-    sampling = replace(defaults, **asked)
+    if beyond := asked.keys() - {each.name for each in fields(SamplingParams)}:
+        raise TypeError(f"this model does not know the sampling parameters {', '.join(sorted(beyond))}")
+    sampling = replace(defaults, **{**asked, "stop": texts_of("stop", asked.get("stop", defaults.stop))})
     numbers = (sampling.max_tokens, sampling.min_tokens, sampling.top_k, sampling.temperature, sampling.top_p)
     if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
         raise ValueError(f"sampling parameters must be finite numbers: {dict(asked)!r:.200}")

@@ -132,9 +132,11 @@ class RemoteModel:
         request: dict[str, Any] = {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p")}
         # Of the parameters that not every service knows those that differ from defaults.
         usual = SamplingParams(max_tokens=1)
-        more = {name: getattr(sampling, name) for name in ("top_k", "min_tokens", "repetition_penalty")}
+        more = {name: getattr(sampling, name) for name in ("top_k", "min_tokens", "repetition_penalty", "ignore_eos")}
         if extra := {name: value for name, value in more.items() if value != getattr(usual, name)}:
             request["extra_body"] = extra
+        if sampling.stop:
+            request["stop"] = list(sampling.stop)
         endpoint: AsyncCompletions | AsyncChatCompletions
         if isinstance(asked, str):
             endpoint, request["prompt"] = self._client.completions, asked

@@ -151,9 +151,15 @@ def test_what_comes_with_the_package_is_described_and_copied(tmp_path: Path) -> 
 def test_a_folder_is_copied_with_all_that_is_in_it(tmp_path: Path) -> None:
     for name in ("agents", "examples/agents"):
         copied = {str(path.relative_to(tmp_path / name)) for path in copy_bundled(name, tmp_path / name)}
-        assert {"learn.py", "tool_loop.yaml", "with_openai/tool_loop.py"} <= copied
+        assert {
+            "learn.py",
+            "tool_loop.yaml",
+            "with_openai/tool_loop.py",
+            "over_http/agent.sh",
+            "over_http/agent.mjs",
+        } <= copied
         assert (tmp_path / name / "with_openai" / "tool_loop.py").is_file()
-    for name in (".", "", "agent"):
+    for name in (".", "", "langgraph"):
         with pytest.raises(UserError, match="no one file"):
             copy_bundled(name, tmp_path)
 

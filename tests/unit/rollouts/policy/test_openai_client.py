@@ -17,6 +17,7 @@ from typing import Any
 
 import openai
 import pytest
+from jinja2 import TemplateError
 from openai import AsyncOpenAI
 
 from rftdask.buffer.log.schema import Experience
@@ -129,6 +130,39 @@ def test_a_message_with_calls_of_tools_goes_back_to_the_policy_as_it_wrote_it() 
     [row] = rows(agent, replies(WRITTEN))
     assert len(row.turns or ()) == 3
     assert row.response_text == f"{WRITTEN}<tool>2<assistant>{WRITTEN}<tool>2<assistant>{WRITTEN}"
+
+
+class ReadsCalls(CharTokenizer):
+    """Its template writes what a tool said behind a message with calls alone, in place of which it may fail."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self._fails = fails
+
+    def apply_chat_template(self, chat: Any, **options: Any) -> str:
+        shown: list[dict[str, Any]] = []
+        for message in chat:
+            if message["role"] != "tool" or shown[-1].get("tool_calls"):
+                shown.append(message)
+            elif self._fails:
+                raise TemplateError("no tool was called")
+        calls = [{**each, "content": f"{each['content']}{len(each.get('tool_calls') or ())}"} for each in shown]
+        return super().apply_chat_template(calls, **options)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_template_that_reads_calls_of_tools_is_given_them(fails: bool) -> None:
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.chat.completions.create
+        message = (await create(model="p", messages=ASKED, tools=TOOLS)).choices[0].message
+        told = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"}
+        await create(model="p", messages=[*ASKED, message, told], tools=TOOLS)
+
+    first, second = rows(agent, replies(WRITTEN), ReadsCalls(fails))
+    assert (first.prompt_text, second.prompt_text) == (
+        "[add]<user>hi0<assistant>",
+        "[add]<user>hi0<assistant>so:1<tool>20<assistant>",
+    )
 
 
 def test_calls_are_told_apart_as_the_request_says() -> None:

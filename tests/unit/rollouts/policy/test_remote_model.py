@@ -18,6 +18,8 @@ from rftdask.rollouts.policy import rate_limit
 from rftdask.rollouts.policy.rate_limit import RateLimit
 from rftdask.rollouts.policy.remote import RemoteModel, RemoteModelError, check_service, retry_after_s
 from rftdask.rollouts.runner import TextEngine, run_work_unit
+from rftdask.rollouts.workflows.base import PolicyModel
+from rftdask.rollouts.workflows.registry import workflow
 from rftdask.weights.published import Published
 from tests.unit.rollouts.rollout_cases import CharTokenizer, keep, replies, settings, task
 
@@ -158,6 +160,23 @@ def test_a_plain_prompt_goes_to_completions_and_calls_of_tools_are_text(monkeypa
         assert (plain.response_text, server.requests[0]["path"], plain.reward) == ("4", "/v1/completions", 1.0)
         rows = rollouts(model(server, monkeypatch), [task(0, "calculator_workflow")])
     assert [(row.turn, row.reward, row.metrics["num_tool_calls"]) for row in rows[:2]] == [(0, 1.0, 1.0), (1, 1.0, 1.0)]
+
+
+def test_texts_to_stop_at_are_passed_on_and_what_a_service_is_not_asked_for_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[dict[str, object]] = [{"stop": "END"}, {"stop": ["END", "."]}, {"bad_words": ["x"]}, {"stop": [""]}]
+
+    async def judged(task: Task, model: PolicyModel) -> float:
+        await model.chat(QUESTION, **asked[task.index])
+        return 1.0
+
+    workflow("asks_with_options", in_process=True)(judged)
+    with api_server("4") as server:
+        found = rollouts(model(server, monkeypatch), [task(number, "asks_with_options") for number in range(4)])
+    assert sorted(request["stop"] for request in server.requests) == [["END"]] * 2 + [["END", "."]] * 2
+    assert {row.error.partition(":")[0] for row in found[4:]} == {"TypeError"}
+    assert "bad_words" in found[4].error and "stop" in found[6].error
 
 
 def test_an_auxiliary_model_behind_an_api_judges(monkeypatch: pytest.MonkeyPatch) -> None:
