@@ -158,6 +158,12 @@ class WeightWorker:
         # In place: what vLLM has set up in its sampler stays.
         sampler.__class__ = tempered
         sampler.end_ids = end_ids
+        if tempered is TemperedSampler and not hasattr(torch.ops._C, "fused_gumbel_argmax"):
+            # That of a CPU, before it had this kernel: one row without a seed, such as a greedy one, and it drew all rows
+            # of the step without theirs (vLLM before 0.29).
+            drawing = sampler.topk_topp_sampler
+            if drawing.forward == drawing.forward_cpu:
+                drawing.forward = drawing.forward_native
         # Grammars are masks that vLLM writes into the logits before it calls its sampler.
         if tempered is TemperedKernelSampler:
             sampler.logprobs_mode = "processed_logprobs"  # it then makes logprobs of the logits that `sample` returns

@@ -372,6 +372,8 @@ def test_who_returns_to_its_gpu_has_room_for_a_cache_once_its_new_weights_are_th
 def test_a_response_under_way_goes_on_with_new_weights(
     engine: VllmEngine, folders: dict[int, Path], others: dict[int, TransformersEngine]
 ) -> None:
+    from vllm.outputs import CompletionOutput
+
     engine.load_verified(30, weights_of(folders[0]), fingerprint_of(others[0]))
     long = GenerateRequest((3, 4, 5), SamplingParams(100, ignore_eos=True), 1)
     short = GenerateRequest((3, 4), SamplingParams(1), 2)
@@ -394,7 +396,9 @@ def test_a_response_under_way_goes_on_with_new_weights(
     of_old = np.abs(said - old) < 1e-3
     changed = int(np.argmin(of_old))
     assert 0 < changed < len(said), "loaded before its first or after its last token"
-    assert answers[0].version_starts == ((0, 30), (changed, 31))
+    # vLLM tells which version sampled which token since 0.32; before, that both did, and no more.
+    is_told = "weight_versions" in {field.name for field in dataclasses.fields(CompletionOutput)}
+    assert answers[0].version_starts == (((0, 30), (changed, 31)) if is_told else ())
     assert np.abs(said - new)[changed:].max() < 1e-3
 
 
