@@ -159,8 +159,8 @@ class WeightWorker:
         sampler.__class__ = tempered
         sampler.end_ids = end_ids
         if tempered is TemperedSampler and not hasattr(torch.ops._C, "fused_gumbel_argmax"):
-            # That of a CPU, before it had this kernel: one row without a seed, such as a greedy one, and it drew all rows
-            # of the step without theirs (vLLM before 0.29).
+            # That of a CPU, before it had this kernel: beside a row without a seed, such as a greedy one, it drew all
+            # rows without theirs (vLLM before 0.29).
             drawing = sampler.topk_topp_sampler
             if drawing.forward == drawing.forward_cpu:
                 drawing.forward = drawing.forward_native

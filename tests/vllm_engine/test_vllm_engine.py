@@ -27,6 +27,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from packaging.version import Version
 from PIL import Image
 from safetensors.torch import load_file, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -65,6 +66,7 @@ RUN_DEADLINE_S = 900.0
 NUM_EVAL = 4
 NUM_GRPO = 8
 LAST_LINE = re.compile(r"quickstart: accuracy (\d\.\d\d) -> (\d\.\d\d) in ")
+UNSPLIT = "of an image that Idefics3 does not split it counts no part, and fails on its pixels"
 # vLLM's imports warn of what they will change.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1000)]
 
@@ -106,6 +108,14 @@ def engine(folders: dict[int, Path]) -> Iterator[VllmEngine]:
     engine.close()
     with pytest.raises(RoleError, match="was closed"):
         engine.generate([GenerateRequest((3, 4), SamplingParams(max_tokens=1), 0)])
+
+
+def skip_before(release: str, fault: str) -> None:
+    """Ends the test where vLLM is older than the release in which it became what the test is of."""
+    from vllm import __version__
+
+    if Version(__version__) < Version(release):
+        pytest.skip(f"vLLM {__version__}: {fault}")
 
 
 def weights_of(folder: Path) -> list[Path]:
@@ -458,10 +468,12 @@ class VllmsOwnReload(Engine):
 def test_a_stale_output_head_is_noticed_and_the_engine_started_again(
     engine: VllmEngine, folders: dict[int, Path], others: dict[int, TransformersEngine]
 ) -> None:
-    """vLLM 0.32 on a CPU, tied embeddings. When it no longer is so, `load_published` can do without its last lines."""
+    """vLLM since 0.28 on a CPU, tied embeddings. Where it is not so, `load_published` can do without its last lines."""
     engine.load_verified(20, weights_of(folders[1]), fingerprint_of(others[1]))
     trusting = VllmsOwnReload(engine)
     trusting.load_weights(21, weights_of(folders[0]))
+    if largest_gap(engine, others[0]) < 1e-4:
+        skip_before("0.28", "its own reload leaves nothing stale")
     assert largest_gap(engine, others[0]) > 0.1
     trusting.load_verified(21, weights_of(folders[0]), fingerprint_of(others[0]))
     assert trusting.num_anew == 1
@@ -569,6 +581,7 @@ def test_images_are_those_of_the_transformers_engine_and_of_the_trainer_also_wit
     tmp_path: Path, engine: VllmEngine
 ) -> None:
     """An engine of its own, with `engine` closed to make room."""
+    skip_before("0.31", UNSPLIT)
     engine.close()
     models = [save_idefics3(tmp_path / str(version), seed=version) for version in (0, 1)]
 
@@ -607,6 +620,7 @@ def test_images_of_models_that_need_torchvision_are_those_of_the_trainer(
 
 
 def test_a_run_with_images_trains_what_vllm_sampled(tmp_path: Path, engine: VllmEngine) -> None:
+    skip_before("0.31", UNSPLIT)
     engine.close()
     save_idefics3(tmp_path / "model", seed=0)
     for number in range(4):

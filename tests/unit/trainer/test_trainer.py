@@ -36,6 +36,8 @@ from rftdask.weights.published import (
 from tests.unit.trainer.trainer_cases import Sink, fill_log, make_trainer, new_storage
 
 NUM_STEPS = 5
+WAIT_S = 60.0
+"""Of one thread for another that comes to it at once, on a machine however busy."""
 
 
 @pytest.fixture
@@ -102,7 +104,7 @@ def test_a_step_trains_while_the_version_before_it_is_written(storage: Storage) 
 
     def note(verb: str, path: str, stage: str) -> None:
         if (verb, path, stage) == ("put", "weights/1/model.safetensors", "before"):
-            in_time.append(trains.wait(5.0))
+            in_time.append(trains.wait(WAIT_S))
 
     class Second(FakeTrainEngine):
         def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
@@ -122,7 +124,7 @@ def test_a_checkpoint_exists_only_after_the_publication_it_tells_of(storage: Sto
         if (verb, path, stage) == ("put", "global_step_2/trainer_state.json", "after"):
             written.set()  # all that comes before the manifest
         if (verb, path, stage) == ("put", "weights/2/model.safetensors", "before"):
-            written.wait(5.0)
+            written.wait(WAIT_S)
         if verb == "put" and stage == "after" and path in (WEIGHTS_POINTER, "global_step_2/MANIFEST.json"):
             seen.append(path)
 
@@ -558,11 +560,11 @@ def test_shards_that_came_since_are_read_while_a_step_trains() -> None:
 
     class Waiting(FakeTrainEngine):
         def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
-            read_in_time.append(was_read.wait(5.0))
+            read_in_time.append(was_read.wait(WAIT_S))
             return super().train_step(batch, step)
 
     noted = FaultyStorage(storage, note)
     rule = SampleRule(groups_per_batch=1, tasks_per_step=1, ordered=True)
-    source = Late(ParquetLog(noted), Ledger(storage), rule, tasks_per_unit=1, max_read_timeout_s=5.0)
+    source = Late(ParquetLog(noted), Ledger(storage), rule, tasks_per_unit=1, max_read_timeout_s=WAIT_S)
     assert make_trainer(storage, engine=Waiting(), source=source).run() == Ended(2, False)
     assert read_in_time == [True, True]
