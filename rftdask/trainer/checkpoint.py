@@ -22,9 +22,11 @@ from rftdask.storage.checked_json import parse_object
 from rftdask.trainer.background import Background
 from rftdask.trainer.ranks import Ranks
 from rftdask.weights.manifest import (
+    BLOCK_BYTES,
     FileEntry,
     Manifest,
     block_numbers,
+    block_span,
     blocks_of,
     check_reports,
     commit_folder,
@@ -37,8 +39,11 @@ from rftdask.weights.manifest import (
     read_file,
     read_manifest,
     remove_folder,
+    stream_block,
+    stream_blocks,
 )
 from rftdask.weights.published import CHECKPOINT_POINTER, move_pointer
+from rftdask.weights.tensor_heads import head_bytes
 
 INTERIM = "interim"
 """In the manifest of a checkpoint that goes when there are newer ones."""
@@ -78,26 +83,34 @@ def oldest_resume_point(storage: Storage) -> ResumePoint | None:
 
 
 class CheckpointFiles(Mapping[str, bytes]):
-    """The files that a manifest names. What was not read and verified before, is when it is asked for.
+    """The files that a manifest names, of which nothing but heads is held: what is asked for is read, and verified on
+    the way.
 
-    Raises: NotFoundError, DamagedError: by `[name]` and `take_block`, as `read_file`.
+    Raises: NotFoundError, DamagedError: by all that reads, as `read_file`.
     """
 
-    def __init__(self, storage: Storage, folder: str, manifest: Manifest, held: dict[tuple[str, int], bytes]) -> None:
-        """held: blocks that were read and verified; they are let go of here."""
-        self._storage, self._folder, self._manifest, self._held = storage, folder, manifest, held
+    def __init__(self, storage: Storage, folder: str, manifest: Manifest, heads: Mapping[str, bytes]) -> None:
+        """heads: of files of tensors, by name, that were verified; those of others are read."""
+        self._storage, self._folder, self._manifest, self._heads = storage, folder, manifest, heads
         self.blocks = blocks_of(manifest)
         """(file, number) of all of them."""
 
     def __getitem__(self, name: str) -> bytes:
-        return b"".join(self.take_block(name, number) for number in block_numbers(self._manifest.files[name]))
+        path, entry = f"{self._folder}/{name}", self._manifest.files[name]
+        return b"".join(read_block(self._storage, path, entry, number) for number in block_numbers(entry))
 
-    def take_block(self, name: str, number: int) -> bytes:
-        """A block, verified. All but the first of a file, which has its head, are not held any longer."""
-        data = self._held.pop((name, number), None) if number else self._held.get((name, number))
-        if data is None:
-            return read_block(self._storage, f"{self._folder}/{name}", self._manifest.files[name], number)
-        return data
+    def head(self, name: str) -> bytes:
+        """The beginning of a file of tensors, up to their first byte."""
+        held = self._heads.get(name)
+        return _verify(self._storage, f"{self._folder}/{name}", self._manifest.files[name], 0) if held is None else held
+
+    def span(self, name: str, number: int) -> tuple[int, int]:
+        """First byte of a block in its file, and the byte after its last."""
+        return block_span(self._manifest.files[name], number)
+
+    def stream(self, blocks: Sequence[tuple[str, int]]) -> Iterator[Data]:
+        """Blocks one after the other, in pieces, as `stream_blocks`."""
+        return stream_blocks(self._storage, self._folder, self._manifest, blocks)
 
     def __contains__(self, name: object) -> bool:
         return name in self._manifest.files  # the inherited one would read it
@@ -107,6 +120,17 @@ class CheckpointFiles(Mapping[str, bytes]):
 
     def __len__(self) -> int:
         return len(self._manifest.files)
+
+
+def _verify(storage: Storage, path: str, entry: FileEntry, number: int) -> bytes:
+    """As `verify_block`; the head of the file, if it is one of tensors and this is its first block."""
+    head, size = bytearray(), BLOCK_BYTES if number == 0 and path.endswith(".safetensors") else 0
+    for piece in stream_block(storage, path, entry, number):
+        if len(head) < size:
+            head += piece
+            size = min(size, head_bytes(head))
+            del head[size:]
+    return bytes(head)
 
 
 def turns_of(strategy: str, hosts: Sequence[str]) -> list[int]:
@@ -265,8 +289,8 @@ class Checkpoints:
 
         Raises: DamagedError: it is of another lineage.
         """
-        # Read and verified by all ranks together, before anything is changed by it. Each keeps what it read, as much
-        # as a copy of what it saves, and gives the others what they need of it: no byte is read twice.
+        # Read and verified by all ranks together, before anything is changed by it. It is read again by who loads it,
+        # since to hold what was verified would take as much memory as the state itself.
         steps = self.ranks.broadcast(checkpoint_steps(self._storage) if self.ranks.is_rank0 else None)
         for step in reversed(steps):
             files = self._try_read(step)
@@ -281,7 +305,7 @@ class Checkpoints:
         return step, state, files
 
     def _try_read(self, step: int) -> CheckpointFiles | None:
-        """A checkpoint whose share of this rank is read and verified; None: something of it is not what it must be.
+        """A checkpoint whose share of this rank is verified; None: something of it is not what it must be.
 
         Raises: DamagedError: it is of another lineage.
         """
@@ -290,13 +314,14 @@ class Checkpoints:
             manifest = read_manifest(self._storage, folder)
             if manifest is None or manifest.version != step:
                 return None
-            held = dict(read_blocks(read_block, self._storage, folder, manifest, self.ranks.rank, self.ranks.size))
+            found = read_blocks(_verify, self._storage, folder, manifest, self.ranks.rank, self.ranks.size)
+            heads = {name: head for (name, _), head in found if head}
         except (NotFoundError, DamagedError):
             return None
         # Step numbers of two lineages mean different weights; one must not resume from the other's.
         if manifest.lineage != self._lineage:
             raise DamagedError(f"{folder} is of lineage {manifest.lineage}, this trainer works on {self._lineage}")
-        return CheckpointFiles(self._storage, folder, manifest, held)
+        return CheckpointFiles(self._storage, folder, manifest, heads)
 
     def _settle(self, newest: int) -> None:
         """Point to `newest`, which was verified or written just now, and drop the oldest before it beyond the limit."""

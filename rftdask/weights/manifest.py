@@ -22,8 +22,8 @@ NAME = "MANIFEST.json"
 BLOCK_BYTES = 64 * 2**20
 """Of larger files every block has a hash of its own, so that several readers can verify a file together, and none has
 to hold it. A part of the format: it must not change."""
-_PIECE_BYTES = 4 * 2**20
-"""In which a block of a local file is read that is only hashed: it fits a core's cache, and memory is used again."""
+PIECE_BYTES = 2 * 2**20
+"""In which a block of a local file is read that nobody holds: it fits a core's cache, and memory is used again."""
 _NUM_THREADS = 4
 """That hash or read blocks of one file at once: one thread hashes 1.5 GB/s, and disks are faster than that."""
 
@@ -160,6 +160,12 @@ def block_numbers(entry: FileEntry) -> range:
     return range(max(1, len(entry.blocks)))
 
 
+def block_span(entry: FileEntry, number: int) -> tuple[int, int]:
+    """First byte of a block in its file, and the byte after its last."""
+    start = number * BLOCK_BYTES
+    return (start, min(start + BLOCK_BYTES, entry.size_bytes)) if entry.blocks else (0, entry.size_bytes)
+
+
 def read_block(storage: Storage, path: str, entry: FileEntry, number: int) -> bytes:
     """One block of the file at `path`, verified; a file without blocks is one. Raises: as `read_file`."""
     if not entry.blocks:
@@ -176,19 +182,48 @@ def read_block(storage: Storage, path: str, entry: FileEntry, number: int) -> by
 
 def verify_block(storage: Storage, path: str, entry: FileEntry, number: int) -> None:
     """As `read_block`, whose bytes nobody wants; of a file on this machine no more than a piece is held."""
-    if storage.local_file(path) is None or not entry.blocks:
-        read_block(storage, path, entry, number)
+    for _ in stream_block(storage, path, entry, number):
+        pass
+
+
+def stream_block(storage: Storage, path: str, entry: FileEntry, number: int) -> Iterator[Data]:
+    """As `read_block`, in pieces of PIECE_BYTES; what is wrong is raised in place of the last one at the latest. Of a
+    file on this machine no more than a piece is held.
+    """
+    start, stop = block_span(entry, number)
+    if storage.local_file(path) is None:
+        # By one request, whose answer takes longer to come than its bytes.
+        block = memoryview(read_block(storage, path, entry, number))
+        yield from (block[place : place + PIECE_BYTES] for place in range(0, len(block), PIECE_BYTES))
         return
-    start, digest, size = number * BLOCK_BYTES, hashlib.sha256(), 0
-    stop = entry.size_bytes + 1 if number == len(entry.blocks) - 1 else start + BLOCK_BYTES
-    for place in range(start, stop, _PIECE_BYTES):
-        piece = storage.get_part(path, place, min(place + _PIECE_BYTES, stop))
+    name, expected = (f"{path} from byte {start}", entry.blocks[number]) if entry.blocks else (path, entry.sha256)
+    digest = hashlib.sha256()
+    for place in range(start, max(stop, start + 1), PIECE_BYTES):
+        end = min(place + PIECE_BYTES, stop)
+        # As of `read_block`: one byte more than there should be.
+        piece = storage.get_part(path, place, end + 1 if end == entry.size_bytes else end)
         digest.update(piece)
-        size += len(piece)
-    if digest.hexdigest() != entry.blocks[number]:
-        raise _damaged(
-            f"{path} from byte {start}", size, min(BLOCK_BYTES, entry.size_bytes - start), entry.blocks[number]
-        )
+        if len(piece) != end - place or (end == stop and digest.hexdigest() != expected):
+            raise _damaged(name, place + len(piece) - start, stop - start, expected)
+        yield piece
+
+
+def stream_blocks(
+    storage: Storage, folder: str, manifest: Manifest, blocks: Sequence[tuple[str, int]]
+) -> Iterator[Data]:
+    """Pieces of these (file, number), as `stream_block`, one block after the other; on no disk of this machine they
+    are read some blocks ahead.
+    """
+
+    def begin(block: tuple[str, int]) -> Iterator[Data]:
+        name, number = block
+        pieces = stream_block(storage, f"{folder}/{name}", manifest.files[name], number)
+        # The whole block is there with its first piece, where it comes by one request.
+        return pieces if is_local else iter(list(pieces))
+
+    is_local = storage.local_file(folder) is not None
+    for pieces in in_order(begin, blocks, 1 if is_local else _NUM_THREADS):
+        yield from pieces
 
 
 def check_block(path: str, data: Data, entry: FileEntry, number: int) -> None:

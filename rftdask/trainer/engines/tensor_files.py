@@ -3,7 +3,7 @@ loads them whole (`stage_tensors`), or saved and loaded by `torch.distributed.ch
 
 PyTorch plans who writes what, of what several ranks hold one alone, and which part of which file a rank is to get. Its
 planners are given bytes by name here, where they expect a file system. Nothing is known of models, nor where files go.
-Of files that are read in blocks each rank has some, and the ranks give each other what they want of them.
+Of files that are in blocks each rank reads some, and the ranks give each other what they want of them.
 
 The format is that of PyTorch's HuggingFaceStorageWriter, so HuggingFaceStorageReader reads it too: a file for each rank
 that writes, whose head says in JSON where each tensor begins in the whole; a file whose head does not, holds whole
@@ -18,8 +18,10 @@ import math
 import mmap
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate, starmap, zip_longest
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -44,7 +46,7 @@ from rftdask.errors import RftError, RoleError
 from rftdask.storage.base import Data
 from rftdask.trainer.engines.strategies.base import full
 from rftdask.trainer.ranks import Ranks
-from rftdask.weights.manifest import BLOCK_BYTES
+from rftdask.weights.manifest import PIECE_BYTES
 from rftdask.weights.tensor_heads import read_head
 
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
@@ -178,16 +180,28 @@ _Look = tuple[str, bool, list[tuple[str, str, list[int], list[int], int]]]
 the file at which it begins. JSON types."""
 
 
+_Block: TypeAlias = tuple[str, int]
+"""A file and the number of the block in it."""
+
+
 @runtime_checkable
 class InBlocks(Protocol):
-    """Files in blocks of BLOCK_BYTES, which are dealt to the ranks one by one."""
+    """Files in blocks, all of one file of one length but its last, that are read in pieces and never held."""
 
     @property
-    def blocks(self) -> Sequence[tuple[str, int]]:
-        """(file, number) of all of them, the same on all ranks; the block at place i is that of rank i % size."""
+    def blocks(self) -> Sequence[_Block]:
+        """All of them, the same on all ranks. The head of a file is at hand on the rank of its first block: the block
+        at place i is that of rank i % size."""
 
-    def take_block(self, name: str, number: int) -> Data:
-        """A block of this rank's."""
+    def head(self, name: str) -> Data:
+        """The beginning of a file, up to the first byte of its tensors."""
+
+    def span(self, name: str, number: int) -> tuple[int, int]:
+        """First byte of a block in its file, and the byte after its last."""
+
+    def stream(self, blocks: Sequence[_Block]) -> Iterator[Data]:
+        """Blocks one after the other, each in pieces of PIECE_BYTES. Raises: DamagedError: one is not what it was, in
+        place of its last piece at the latest."""
 
 
 class _NoFolder:
@@ -222,7 +236,7 @@ class SavedTensors(_NoFolder, StorageReader):
     def __init__(self, name: str, files: Mapping[str, Data], ranks: Ranks) -> None:
         """Looks into the heads of the files. Called by all ranks.
 
-        files: if they are `InBlocks`, a rank reads its own blocks alone, and is given what it fills by the others.
+        files: if they are `InBlocks`, a rank reads some blocks alone, and is given what it fills by the others.
         Raises: RoleError: they are not there, or parts whose place in the whole is not known.
         """
         self._name, self._files, self._ranks = name, files, ranks
@@ -236,7 +250,7 @@ class SavedTensors(_NoFolder, StorageReader):
         # Each rank looks into some of them: its own if as many ranks wrote, or those whose beginnings it has.
         looked = own[ranks.rank :: ranks.size]
         if isinstance(files, InBlocks):
-            mine = files.blocks[ranks.rank :: ranks.size]
+            mine = set(files.blocks[ranks.rank :: ranks.size])
             looked = [file for file in own if (file, 0) in mine]
         looks = ranks.all_gather([self._look(file) for file in looked])
         self._places: dict[MetadataIndex, tuple[str, torch.dtype, list[int], int]] = {}
@@ -298,20 +312,19 @@ class SavedTensors(_NoFolder, StorageReader):
         """Fill what this rank asked for, tensor by tensor, the file that is in memory first."""
         items = [(self._places[item.storage_index], item) for item in plan.items]
         items.sort(key=lambda item: (item[0][0] != self._held[0], item[0][0], item[0][3]))
-        boxes, wanted = [], []
+        filled, wanted = [], []
         for (file, dtype, sizes, begin), item in items:
-            boxes.append([slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True)])
+            box = [slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True)]
             # Whole rows: they lie one after another, and of weights that are spread a rank has some rows.
             row = math.prod(sizes[1:]) * dtype.itemsize
-            first, last = (boxes[-1][0].start, boxes[-1][0].stop) if boxes[-1] else (0, 1)
-            wanted.append((file, begin + first * row, begin + last * row))
-        for number, data in self._parts(wanted):
-            (_, dtype, sizes, _), item = items[number]
-            target, box = planner.resolve_tensor(item), boxes[number]
-            if target.numel():
-                rows = torch.frombuffer(data, dtype=dtype).view([-1, *sizes[1:]] if box else [])
-                target.copy_(rows[(slice(None), *box[1:])] if box else rows)
-            planner.commit_tensor(item, target)
+            first, last = (box[0].start, box[0].stop) if box else (0, 1)
+            target = planner.resolve_tensor(item)
+            wanted.append((file, begin + first * row, begin + (last if target.numel() else first) * row))
+            filled.append(_Filled(target, dtype, sizes, box))
+        for number, place, data in self._parts(wanted):
+            filled[number].put(place, data)
+        for (_, item), each in zip(items, filled, strict=True):
+            planner.commit_tensor(item, each.target)
         return _done(None)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -319,14 +332,16 @@ class SavedTensors(_NoFolder, StorageReader):
 
     # ----
 
-    def _parts(self, wanted: Sequence[_Part]) -> Iterator[tuple[int, bytearray]]:
-        """(its place in `wanted`, its bytes) of every part. Called by all ranks, each with what it wants."""
+    def _parts(self, wanted: Sequence[_Part]) -> Iterator[tuple[int, int, np.ndarray]]:
+        """(place in `wanted`, place in that part, bytes) of some of the bytes after others, in any order, until all of
+        every part were there. Called by all ranks, each with what it wants.
+        """
         if isinstance(self._files, InBlocks):
             yield from _exchange(self._files, wanted, self._ranks)
             return
         for number, (file, start, stop) in enumerate(wanted):
             # A copy that can be written to: torch warns of memory that cannot.
-            yield number, bytearray(self._whole(file)[start:stop])
+            yield number, 0, np.frombuffer(bytearray(self._whole(file)[start:stop]), np.uint8)
 
     def _whole(self, file: str) -> Data:
         """A file that can only be read whole, which is kept, in case that the next part is of it, too."""
@@ -337,8 +352,7 @@ class SavedTensors(_NoFolder, StorageReader):
 
     def _look(self, file: str) -> _Look:
         """What is in a file, by its head."""
-        # No head is longer than a block.
-        begins = self._files.take_block(file, 0) if isinstance(self._files, InBlocks) else self._whole(file)
+        begins = self._files.head(file) if isinstance(self._files, InBlocks) else self._whole(file)
         head, start = read_head(lambda begin, end: begins[begin:end])
         more = head.pop("__metadata__", {})
         placed = json.loads(more[_SHARDING]) if _SHARDING in more else None
@@ -350,44 +364,107 @@ class SavedTensors(_NoFolder, StorageReader):
         return file, placed is not None, chunks
 
 
-def _exchange(files: InBlocks, wanted: Sequence[_Part], ranks: Ranks) -> Iterator[tuple[int, bytearray]]:
-    """As `SavedTensors._parts`. The ranks go through the blocks together, as many at once as there are ranks, each of
-    which gives the others what they want of its own: a byte is read by one rank, and goes where it is wanted alone.
+class _Filled:
+    """A tensor that is filled in place by the bytes of whole rows of a file, which come in pieces, in any order."""
+
+    def __init__(self, target: Tensor, dtype: torch.dtype, sizes: Sequence[int], box: Sequence[slice]) -> None:
+        """dtype, sizes: of what is in the file. box: what of it `target` is to have, of all dimensions."""
+        self.target, self._dtype, self._sizes, self._columns = target, dtype, sizes[1:], box[1:]
+        self._row_bytes = math.prod(self._sizes) * dtype.itemsize
+        self._torn: dict[int, tuple[bytearray, list[int]]] = {}
+        """By number, rows of which a part has come, and how many bytes of them have not."""
+        same = dtype == target.dtype and self._columns == [slice(0, size) for size in self._sizes]
+        # Then bytes are copied to where they belong, whatever they are a part of.
+        self._bytes = target.view(-1).view(torch.uint8) if same and target.is_contiguous() else None
+
+    def put(self, place: int, data: np.ndarray) -> None:
+        """Take bytes from this place of the rows on."""
+        if self._bytes is not None:
+            self._bytes[place : place + len(data)].copy_(torch.from_numpy(data))
+            return
+        while len(data):
+            number, begin = divmod(place, self._row_bytes)
+            size = len(data) - len(data) % self._row_bytes
+            if begin or not size:
+                size = min(self._row_bytes - begin, len(data))
+                row, missing = self._torn.setdefault(number, (bytearray(self._row_bytes), [self._row_bytes]))
+                row[begin : begin + size] = data[:size].data
+                missing[0] -= size
+                if not missing[0]:
+                    self._copy(number, self._torn.pop(number)[0])
+            else:
+                self._copy(number, bytearray(data[:size]))
+            place, data = place + size, data[size:]
+
+    def _copy(self, number: int, data: bytearray) -> None:
+        """Whole rows from this one on."""
+        rows = torch.frombuffer(data, dtype=self._dtype).view([-1, *self._sizes])
+        into = self.target if self.target.dim() else self.target.view(1)
+        into[number : number + len(rows)].copy_(rows[(slice(None), *self._columns)])
+
+
+def _deal(files: InBlocks, blocks: Iterable[_Block], size: int) -> list[list[_Block]]:
+    """The blocks that each rank reads: as many bytes, and neighbors, so that ranks which load what as many of them
+    saved read hardly more than what they want themselves.
     """
-    of_block: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {}
+    in_order = sorted(blocks, key=lambda block: (len(block[0]), block))  # optim-10 after optim-9
+    ends = list(accumulate(stop - start for start, stop in starmap(files.span, in_order)))
+    dealt: list[list[_Block]] = [[] for _ in range(size)]
+    for block, begin, end in zip(in_order, [0, *ends], ends, strict=False):
+        dealt[(begin + end) * size // (2 * ends[-1] + 1)].append(block)  # by its middle
+    return dealt
+
+
+def _exchange(files: InBlocks, wanted: Sequence[_Part], ranks: Ranks) -> Iterator[tuple[int, int, np.ndarray]]:
+    """As `SavedTensors._parts`. Each rank reads some blocks, piece by piece, at the pace of the others, and gives them
+    what they want of each: a byte is read by one rank, and goes where it is wanted alone. Beside what is filled a rank
+    has no more than a few pieces in memory, and of each other rank one.
+    """
+    of_block: dict[_Block, list[tuple[int, int, int, int]]] = defaultdict(list)
     """By block: the rank that wants a part of it, the place in what that one wants, and the first and last byte in the
     file. Each rank makes the same of what all want."""
     for rank, parts in enumerate(ranks.all_gather([list(part) for part in wanted])):
         for number, (file, start, stop) in enumerate(parts):
-            for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
-                first, last = max(start, block * BLOCK_BYTES), min(stop, (block + 1) * BLOCK_BYTES)
-                of_block.setdefault((file, block), []).append((rank, number, first, last))
-    missing = [stop - start for _, start, stop in wanted]
-    found: dict[int, bytearray] = {}
-    yield from ((number, bytearray()) for number, size in enumerate(missing) if not size)
-    for first_place in range(0, len(files.blocks), ranks.size):
-        at_once = files.blocks[first_place : first_place + ranks.size]
-        given = [sorted(of_block.get(block, [])) for block in at_once]
-        if not any(given):
-            continue
-        send, rows = [0] * ranks.size, [np.empty(0, np.uint8)]
-        if ranks.rank < len(at_once) and given[ranks.rank]:
-            name, block = at_once[ranks.rank]
-            data = np.frombuffer(files.take_block(name, block), np.uint8)
-            for rank, _, first, last in given[ranks.rank]:
-                send[rank] += last - first
-                rows.append(data[first - block * BLOCK_BYTES : last - block * BLOCK_BYTES])
-        own = [[part for part in parts if part[0] == ranks.rank] for parts in given]
-        receive = [sum(last - first for _, _, first, last in parts) for parts in own]
-        receive += [0] * (ranks.size - len(receive))
-        got, place = ranks.all_to_all(torch.from_numpy(np.concatenate(rows)), send, receive).numpy(), 0
-        for _, number, first, last in (part for parts in own for part in parts):
-            _, start, stop = wanted[number]
-            into = found.setdefault(number, bytearray(stop - start))
-            into[first - start : last - start] = got[place : place + last - first].data
-            place, missing[number] = place + last - first, missing[number] - (last - first)
-            if not missing[number]:
-                yield number, found.pop(number)
+            _, length = files.span(file, 0)
+            for block in range(start // length, -(-stop // length)) if start < stop else ():
+                begin, end = files.span(file, block)
+                of_block[file, block].append((rank, number, max(start, begin), min(stop, end)))
+    dealt = _deal(files, of_block, ranks.size)
+    pieces, failed = files.stream(dealt[ranks.rank]), None
+    for at_once in zip_longest(*dealt):
+        spans = [(0, 0) if block is None else files.span(*block) for block in at_once]
+        for place in range(0, max(stop - start for start, stop in spans), PIECE_BYTES):
+            # Of the piece of each rank.
+            bounds = [(start + place, min(start + place + PIECE_BYTES, stop)) for start, stop in spans]
+            given = [
+                [
+                    (rank, number, max(first, begin), min(last, end))
+                    for rank, number, first, last in of_block.get(block, ())
+                    if first < end and begin < last
+                ]
+                for block, (begin, end) in zip(at_once, bounds, strict=True)
+            ]
+            begin, end = bounds[ranks.rank]
+            send, rows = [0] * ranks.size, [np.empty(0, np.uint8)]
+            if begin < end:
+                try:
+                    data = np.frombuffer(next(pieces) if failed is None else bytes(end - begin), np.uint8)
+                except RftError as error:
+                    # The others wait for this rank at every piece, and are told when all have gone by.
+                    data, failed = np.zeros(end - begin, np.uint8), error
+                for rank, _, first, last in given[ranks.rank]:
+                    send[rank] += last - first
+                    rows.append(data[first - begin : last - begin])
+            if not any(given):
+                continue
+            own = [[part for part in parts if part[0] == ranks.rank] for parts in given]
+            receive = [sum(last - first for _, _, first, last in parts) for parts in own]
+            got, taken = ranks.all_to_all(torch.from_numpy(np.concatenate(rows)), send, receive).numpy(), 0
+            for _, number, first, last in (part for parts in own for part in parts):
+                yield number, first - wanted[number][1], got[taken : taken + last - first]
+                taken += last - first
+    if failed is not None:
+        raise failed
 
 
 class _Writer(_NoFolder, StorageWriter):
