@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from storage_kills import killed_at_put
 
 from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage, open_storage
+from rftdask.storage.base import Data
 from rftdask.storage.memory import MemoryStorage
 from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.weights import manifest as manifests
@@ -17,6 +20,7 @@ from rftdask.weights.manifest import (
     NAME,
     FileEntry,
     Manifest,
+    blocks_of,
     check_file,
     commit_folder,
     extend_folder,
@@ -24,6 +28,7 @@ from rftdask.weights.manifest import (
     read_file,
     read_manifest,
     remove_folder,
+    stream_blocks,
     write_folder,
 )
 
@@ -31,9 +36,9 @@ FILES = {"model.safetensors": b"weights", "a/b.json": b"{}"}
 _numbers = itertools.count()
 
 
-@pytest.fixture
-def storage() -> Storage:
-    return open_storage(f"memory://manifest-{next(_numbers)}")
+@pytest.fixture(params=["memory", "disk"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    return open_storage(f"memory://manifest-{next(_numbers)}" if request.param == "memory" else str(tmp_path))
 
 
 def write(storage: Storage, files: dict[str, bytes] = FILES) -> Manifest:
@@ -125,6 +130,7 @@ def test_the_content_hash_names_content_and_not_version() -> None:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(manifests, "PIECE_BYTES", 2)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -153,6 +159,30 @@ def test_readers_verify_a_folder_together(storage: Storage, num_readers: int) ->
         storage.put("weights/3/large", data)
         assert not all(verdicts()), data
         assert not is_valid(storage, "weights/3")
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 6, 8, 9])
+def test_blocks_come_in_pieces_and_a_wrong_one_never_whole(storage: Storage, size: int) -> None:
+    data = bytes(range(size))
+    written = write(storage, {"first": b"xyz", "large": data})
+    blocks = [block for block in blocks_of(written) if block[0] == "large"]
+
+    def pieces() -> Iterator[Data]:
+        return stream_blocks(storage, "weights/3", written, [("first", 0), *blocks])
+
+    assert [bytes(piece) for piece in pieces() if len(piece)] == [
+        *(b"xy", b"z"),
+        *(data[place : place + 2] for place in range(0, size, 2)),
+    ]
+    changed = [data[:place] + b"x" + data[place + 1 :] for place in range(size)]
+    for wrong in [*changed, *(data[:place] for place in range(size)), data + b"x"]:
+        storage.put("weights/3/large", wrong)
+        seen = b""
+        with pytest.raises(DamagedError, match="large"):
+            for piece in pieces():
+                seen += piece
+        assert len(seen) < 3 + max(1, size)
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -3,6 +3,7 @@
 - what is loaded is what was saved, to the bit, and the same tensors give the same bytes;
 - what is staged is a copy, the bytes that safetensors itself would write, in the data type that is asked for;
 - however a tensor was cut into parts, the whole of it is loaded, and no file is read without need;
+- what is in blocks is read piece by piece, by one of the ranks that load it, and what was changed meanwhile is told;
 - PyTorch's own reader finds the same tensors, and no byte is a pickle;
 - what does not fit is refused with names, and an error of storage stays one.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -24,8 +25,15 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from rftdask.errors import DamagedError, RoleError
+from rftdask.storage.base import Data
+from rftdask.storage.local import LocalStorage
+from rftdask.testing.thread_ranks import in_threads
+from rftdask.trainer import checkpoint
+from rftdask.trainer.checkpoint import Checkpoints
+from rftdask.trainer.engines import tensor_files
 from rftdask.trainer.engines.tensor_files import SavedTensors, save_tensors, stage_tensors
 from rftdask.trainer.ranks import Ranks
+from rftdask.weights import manifest
 from tests.numerics import shifted_seed
 
 NAME = "actor/optim.safetensors"
@@ -159,6 +167,96 @@ def test_other_files_of_similar_names_are_no_parts() -> None:
         name: b"" for name in ("actor/optim-x.safetensors", "critic/optim.safetensors", "actor/optim.safetensors2")
     }
     assert_equal(loaded(files | others), some_tensors())
+
+
+# ---- in blocks
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (manifest, checkpoint):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 1000)  # the heads below are shorter
+    for module in (manifest, tensor_files):
+        monkeypatch.setattr(module, "PIECE_BYTES", 70)
+
+
+def saved_parts(folder: Path, files: Mapping[str, Data]) -> LocalStorage:
+    storage = LocalStorage(folder)
+    Checkpoints(storage, "main").save(1, files, {})
+    return storage
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_tensors_are_filled_piece_by_piece_wherever_these_end(tmp_path: Path, size: int) -> None:
+    whole = torch.randn(23, 41, generator=torch.Generator().manual_seed(shifted_seed(2)))
+    storage = saved_parts(tmp_path, cut(whole, [0, 9, 10, 23], [0, 20, 41]))
+
+    def load_parts(ranks: Ranks) -> None:
+        found = Checkpoints(storage, "main", ranks=ranks).load_newest()
+        assert found is not None
+        saved = SavedTensors(NAME, found[2], ranks)
+        for into in (torch.empty(23, 41), torch.empty(23, 41, dtype=torch.float64), torch.empty(41, 23).T):
+            saved.load({"w": into})
+            assert torch.equal(into.float(), whole)
+
+    in_threads(size, load_parts)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("size", [1, 2])
+def test_neighbors_read_as_many_bytes_each_and_all_once(tmp_path: Path, size: int) -> None:
+    tensors = {f"w{number}": torch.arange(700.0) + number for number in range(4)}
+    storage = saved_parts(tmp_path, save_tensors(NAME, tensors, ALONE, spread=True))
+
+    class Counting(LocalStorage):
+        num_bytes = 0
+
+        def get_part(self, path: str, start: int, stop: int) -> bytes:
+            data = super().get_part(path, start, stop)
+            self.num_bytes += len(data)
+            return data
+
+    def load_counted(ranks: Ranks) -> int:
+        counting = Counting(tmp_path)
+        found = Checkpoints(counting, "main", ranks=ranks).load_newest()
+        assert found is not None
+        counting.num_bytes = 0
+        saved = SavedTensors(NAME, found[2], ranks)
+        into = {name: torch.empty(700) for name in tensors}
+        saved.load(into)
+        assert_equal(into, tensors)
+        return counting.num_bytes
+
+    num_bytes = len(storage.get(f"global_step_1/{NAME}"))
+    read = in_threads(size, load_counted)
+    assert sum(read) == num_bytes
+    assert max(read) - min(read) <= 1000 + num_bytes % 1000
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_what_changes_after_it_was_verified_is_told_when_all_have_read(tmp_path: Path) -> None:
+    tensors = {f"w{number}": torch.arange(700.0) for number in range(4)}
+    storage = saved_parts(tmp_path, save_tensors(NAME, tensors, ALONE, spread=True))
+
+    def load_damaged(ranks: Ranks) -> str:
+        found = Checkpoints(storage, "main", ranks=ranks).load_newest()
+        assert found is not None
+        saved = SavedTensors(NAME, found[2], ranks)
+        if ranks.all_gather(None) and ranks.is_rank0:
+            data = storage.get(f"global_step_1/{NAME}")
+            storage.put(f"global_step_1/{NAME}", data[:2500] + bytes([data[2500] ^ 1]) + data[2501:])
+        ranks.all_gather(None)
+        try:
+            saved.load({name: torch.empty(700) for name in tensors})
+        except DamagedError as error:
+            return str(error)
+        return ""
+
+    # Of rank 0 are the first blocks. The other has to hear of it by torch.distributed, which threads have not.
+    told = in_threads(2, load_damaged)
+    assert "optim.safetensors from byte 2000: 1000 bytes do not match" in told[0]
+    assert told[1] == ""
 
 
 # ---- what is refused
