@@ -128,7 +128,7 @@ def _verify(storage: Storage, path: str, entry: FileEntry, number: int) -> bytes
     for piece in stream_block(storage, path, entry, number):
         if len(head) < size:
             head += piece
-            size = min(size, head_bytes(head))
+            size = min(size, head_bytes(bytes(head[:8])))
             del head[size:]
     return bytes(head)
 
