@@ -4,7 +4,8 @@
   part of the files alone, also where pairs of ranks cut layers (tensor_parallel_size);
 - nor does one that resumes, of weights and optimizer, also where each rank holds all of them;
 - ranks that resume read each byte of a checkpoint twice over all of them, to verify it and to load it, as it was saved
-  by as many or by another number, and give each other what they need of it; of what they save each holds a share;
+  by as many or by another number, and give each other what they need of it; of what they save each holds a share; a
+  file that changes after it was verified ends all of them;
 - what it holds is, to the bit, what it would hold of a model that was read whole: tied and untied weights, adapters,
   the head of a reward model, a critic, widths that the ranks do not divide, old files of pickles.
 """
@@ -29,6 +30,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import supervised_batch
 from rftdask.config.schema.trainer import TrainerConfig
+from rftdask.errors import DamagedError
 from rftdask.models.toy import build_toy_model
 from rftdask.storage.base import Data
 from rftdask.storage.local import LocalStorage
@@ -168,9 +170,9 @@ class Noted:
         return result
 
 
-def resume(gangs: dict[int, Ranks], folder: str, path: str) -> tuple[list[int], dict[str, list[int]], bool]:
+def resume(gangs: dict[int, Ranks], folder: str, path: str) -> tuple[list[int], dict[str, list[int]], bool, str]:
     """Of ranks that resume what four saved: bytes that each of the four saved; bytes that each read, by how it
-    resumed; and whether the four hold what they had."""
+    resumed; whether the four hold what they had; and what a rank says of a file that changes after it was verified."""
     ranks, storage = gangs[4], CountingStorage(folder)
     made = engine(path, "sft", ranks)
     made.train_step(supervised_batch([([1, 2, 3, 4], 2, None)] * 4, [f"t/0/0/{i}/0" for i in range(4)], 1), 1)
@@ -190,7 +192,19 @@ def resume(gangs: dict[int, Ranks], folder: str, path: str) -> tuple[list[int], 
         assert found is not None
         again.load_state_files(found[2])
         read[way] = gang.all_gather(storage.num_bytes)
-    return saved, read, again.state_files() == files
+    same, told = again.state_files() == files, ""
+    found = Checkpoints(storage, "main", ranks=ranks).load_newest()
+    assert found is not None
+    if ranks.all_gather(None) and ranks.is_rank0:
+        damaged = Path(folder, "global_step_1/actor/optim-2.safetensors")
+        data = damaged.read_bytes()
+        damaged.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
+    ranks.all_gather(None)
+    try:
+        again.load_state_files(found[2])
+    except DamagedError as error:
+        told = str(error)
+    return saved, read, same, told
 
 
 def resume_large(gangs: dict[int, Ranks], small: str, large: str, folder: str) -> dict[str, tuple[int, int, int]]:
@@ -308,8 +322,11 @@ def test_a_rank_loads_its_part_of_the_weights_alone(small: str, large: str, tmp_
 def test_ranks_that_resume_read_each_byte_twice_over_all_of_them(tmp_path: Path) -> None:
     build_toy_model(tmp_path / "model", hidden_size=64, intermediate_size=256, num_layers=4, num_heads=4)
     found = run_ranks(4, tmp_path, resume, str(tmp_path / "run"), str(tmp_path / "model"))
-    assert all(same for _, _, same in found)
-    saved, read, _ = found[0]
+    assert all(same for _, _, same, _ in found)
+    saved, read, _, told = found[0]
+    # One rank has read it, and none goes on.
+    assert [each for *_, each in found] == [told] * 4
+    assert "actor/optim-2.safetensors" in told and "do not match the manifest" in told
     assert max(saved) <= 1.2 * sum(saved) / 4, saved
     # More than the files: of a rank the manifest, and files of some bytes that all ranks look into.
     assert {way: sum(each) < 2.1 * sum(saved) for way, each in read.items()} == dict.fromkeys(read, True), (saved, read)
