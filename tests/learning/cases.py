@@ -178,7 +178,7 @@ def config_of(case: Case, seed: int, toys: Path, workflows: str = "") -> dict[st
     workflows: the module of the workflows and a dot, for processes that have not imported it.
     """
     columns = {"prompt_type": "raw", "prompt_key": "prompt", "response_key": "response"}
-    workflow = workflows + (case.toy if case.toy in ("corridor", "stairs") else "echo")
+    workflow = workflows + (case.toy if case.toy in ("corridor", "stairs", "tool") else "echo")
     taskset = {"path": str(toys / f"{case.toy}.jsonl"), "format": columns, "default_workflow_type": workflow}
     explorer_input: dict[str, Any] = {"eval_tasksets": [{"name": "held", **taskset}]}
     trainer_input: dict[str, Any] = {}
@@ -209,7 +209,7 @@ def config_of(case: Case, seed: int, toys: Path, workflows: str = "") -> dict[st
         },
         "buffer": {
             **({} if on_rollouts else {"train_batch_size": 32}),
-            "batch_size": 4 if case.toy == "corridor" else 8,
+            "batch_size": 4 if case.toy in ("corridor", "tool") else 8,
             "total_epochs": 1000,
             "explorer_input": explorer_input,
             "trainer_input": trainer_input,
@@ -247,9 +247,9 @@ def learn(case: Case, seed: int) -> Result:
         mixture_of(seed)
     with tempfile.TemporaryDirectory(prefix="rftdask-learning-") as folder:
         run = Run(config_of(case, seed, toys), case.settings, Path(folder))
-        before = look_at(run)
+        before, said = look_at(run), first_letters(run)
         steps = run.train()
-        after = look_at(run) | look_back(steps)
+        after = look_at(run) | look_back(steps) | {"strayed": strayed(said, first_letters(run))}
     return Result(before, after, steps, time.process_time() - began)
 
 
@@ -267,6 +267,18 @@ def look_at(run: Run) -> dict[str, float]:
     wins = [run.logprob(f"{letter}:", letter) > run.logprob(f"{letter}:", after(letter)) for letter in LETTERS]
     told = [np.exp(run.logprob(f"{letter}:{letter}", "?")) for letter in LETTERS]
     return found | {"preference": float(np.mean(wins)), "told": float(np.mean(told))}
+
+
+def first_letters(run: Run) -> np.ndarray:
+    """[8, 9] probabilities of the letters as the first one of echo's answers, and of all else, question by question."""
+    asked = [(f"{letter}:", said) for letter in LETTERS for said in LETTERS]
+    letters = np.exp([run.logprob(*each) for each in asked]).reshape(len(LETTERS), len(LETTERS))
+    return np.column_stack([letters, np.maximum(1.0 - letters.sum(1), 1e-12)])
+
+
+def strayed(before: np.ndarray, after: np.ndarray) -> float:
+    """Mean KL of what is said after a run from what was said before it, nats."""
+    return float((after * np.log(np.maximum(after, 1e-12) / before)).sum(1).mean())
 
 
 def look_back(steps: pd.DataFrame) -> dict[str, float]:

@@ -2,8 +2,9 @@
 
     python -m tests.learning.differences [NAME...] [--seeds 0,1,2]
 
-A line for each: the metric of the run with ours, and with theirs, of each seed. Nothing is asserted. These are of what
-`rftdask conformance` calls "differs"; docs/algorithms.md says of all of it why.
+A line for each: the number with ours, and with theirs, of each seed. Where learning shows less than the formula does,
+the number is of a policy of eight words (exact.py). Every row of `rftdask conformance` that says "differs" has one,
+whoever of the two it speaks for; docs/algorithms.md says why ours is as it is. Some of them are tests, with seed 0.
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from rftdask.algorithm.advantages import turns
-from rftdask.algorithm.losses.preference import dpo
+from rftdask.algorithm import aggregation, kl
+from rftdask.algorithm.advantages import tokens, turns
+from rftdask.algorithm.algorithm import Algorithm
+from rftdask.algorithm.losses.preference import dpo, orpo
 from rftdask.algorithm.losses.ratio import sapo
+from rftdask.algorithm.losses.reinforce import cispo
+from tests.learning import exact
 from tests.learning.cases import CASES, MANY_UPDATES, Case, learn
 
 Both = Callable[[], AbstractContextManager[Any]]
@@ -82,29 +87,210 @@ def _turns_alone() -> AbstractContextManager[Any]:
     return _gigpo(theirs)
 
 
+def _cap() -> AbstractContextManager[Any]:
+    """TRL's: epsilon_high is the largest weight."""
+    ours = cispo.Cispo.__call__
+
+    def theirs(self: cispo.Cispo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return ours(replace(self, clip_range_high=self.clip_range_high - 1.0), inputs)
+
+    return mock.patch.object(cispo.Cispo, "__call__", theirs)
+
+
+def _all_rows_count(rate: float = 1.0) -> AbstractContextManager[Any]:
+    """TRL's: the mean is over all rows, with a token to train or without. rate: of learning, times that of ours."""
+    ours = aggregation.row_weights
+
+    def theirs(counts_B: Tensor, mode: str, **more: Any) -> Tensor:
+        return ours(counts_B, mode, **more) * (rate * (counts_B > 0).float().mean())
+
+    return mock.patch.object(aggregation, "row_weights", theirs)
+
+
+def _unbounded() -> AbstractContextManager[Any]:
+    """TRL's: the ratio that corrects is what it is."""
+
+    def theirs(self: kl.CorrectedK3, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+        ratio = (policy_logprobs - old_logprobs).clamp(max=kl.MAX_LOG_RATIO).exp()
+        return ratio * kl.K3().estimate(difference, policy_logprobs, None)
+
+    return mock.patch.object(kl.CorrectedK3, "estimate", theirs)
+
+
+def _sft_by_token() -> AbstractContextManager[Any]:
+    """TRL's, but for its prompts: SFT's part is a mean over the tokens of all chosen responses."""
+    ours = orpo.Orpo.__call__
+
+    def theirs(self: orpo.Orpo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_BT, metrics = ours(self, inputs)
+        chosen_P = self.rewards(inputs).view(-1, 2)[:, 0]
+        lengths_P = inputs.loss_mask_BT.sum(-1).view(-1, 2)[:, 0]
+        moved_P = chosen_P * (1.0 - lengths_P / lengths_P.double().mean()).to(chosen_P.dtype)
+        return loss_BT + inputs.spread(moved_P.repeat_interleave(2)), metrics
+
+    return mock.patch.object(orpo.Orpo, "__call__", theirs)
+
+
+def _sums_over_tokens() -> AbstractContextManager[Any]:
+    """OpenRLHF's: the margin of IPO is of whole responses; beta is 0.1."""
+    ours = dpo.Dpo.__call__
+
+    def rewards(self: dpo.Dpo, inputs: Any) -> Tensor:
+        return self.beta * inputs.sequence_sums(inputs.policy_logprobs_BT - inputs.ref_logprobs_BT)
+
+    def theirs(self: dpo.Dpo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return ours(replace(self, beta=0.1), inputs)
+
+    return mock.patch.multiple(dpo.Dpo, rewards=rewards, __call__=theirs)
+
+
+def _sum_of_a_pass() -> AbstractContextManager[Any]:
+    """Trinity-RFT's: a pass is its sum over the width, and weighs as it has rows; so a row weighs as its pass has."""
+    ours = Algorithm.compute_loss
+
+    def theirs(self: Algorithm, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = ours(self, inputs)
+        return loss * len(inputs.policy_logprobs_BT), metrics
+
+    return mock.patch.object(Algorithm, "compute_loss", theirs)
+
+
+def _tools_enter() -> AbstractContextManager[Any]:
+    """Trinity-RFT's: what a tool said, between what the policy did, is a step like any other."""
+    ours = tokens.Gae.compute
+
+    def theirs(self: tokens.Gae, inputs: Any) -> Any:
+        mask_Q, row_Q = inputs.loss_mask_Q, inputs.row_Q
+        places_Q = torch.arange(len(row_Q))
+        ends = torch.full((len(inputs.rewards_N),), -1).scatter_reduce(0, row_Q[mask_Q], places_Q[mask_Q], "amax")
+        begins = torch.full_like(ends, len(row_Q)).scatter_reduce(0, row_Q[mask_Q], places_Q[mask_Q], "amin")
+        between_Q = (places_Q >= begins[row_Q]) & (places_Q <= ends[row_Q])
+        every = replace(inputs, loss_mask_Q=between_Q, token_rewards_Q=inputs.token_rewards())
+        result = ours(replace(self, whiten=False), every)
+        return tokens.token_result(inputs, tokens.whiten(inputs, result.advantages_Q), {}, result.returns_Q)
+
+    return mock.patch.object(tokens.Gae, "compute", theirs)
+
+
 def _case(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
-SGD = "algorithm.optimizer.optimizer_type=sgd", "algorithm.optimizer.betas=[0.9,0.999]"
+@dataclass(frozen=True)
+class Run:
+    """A run of a toy, measured by one metric."""
 
-# Name -> (case, metric, ours, theirs).
-DIFFERENCES: Mapping[str, tuple[Case, str, Both, Both]] = {
-    "sapo: the gate is detached": (
-        replace(_case("sapo"), steps=48, settings=MANY_UPDATES),
-        "drift",
-        nullcontext,
-        _detached_gate,
+    row: str
+    """Function of the table of conformance."""
+    case: Case
+    metric: str
+    theirs: Both
+    ours: Both = nullcontext
+
+    def measure(self, seed: int) -> tuple[float, float]:
+        """The metric with ours, and with theirs."""
+        found = []
+        for formula in (self.ours, self.theirs):
+            with formula():
+                found.append(learn(self.case, seed).after[self.metric])
+        return found[0], found[1]
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A number of a policy of eight words."""
+
+    row: str
+    metric: str
+    measure: Callable[[int], tuple[float, float]]
+
+
+SGD = "algorithm.optimizer.optimizer_type=sgd", "algorithm.optimizer.betas=[0.9,0.999]"
+CUT = "data_processor.experience_pipeline.operators=[{name: mask_response_truncated}]", "model.max_response_tokens=2"
+LENGTHS = "model.max_response_tokens=13"
+
+
+def _passes(num_rows: int) -> Run:
+    settings = (*SGD, f"trainer.micro_batch_size={num_rows}")
+    return Run(
+        "seq-mean-token-sum-norm", replace(_case("dr_grpo"), lr=4.0, settings=settings), "accuracy", _sum_of_a_pass
+    )
+
+
+def _ipo(beta: float) -> Run:
+    settings = (LENGTHS, f"algorithm.policy_loss_fn_args={{loss_type: ipo, beta: {beta}}}")
+    case = replace(_case("dpo"), dataset="lengths", settings=settings)
+    return Run("ipo loss", case, "accuracy", _sums_over_tokens)
+
+
+ANCHORED = _case("grpo-corrected_k3")
+EMPTY = Run(
+    "grpo loss with empty rows",
+    replace(_case("dr_grpo"), lr=0.1, settings=(*SGD, *CUT, "algorithm.loss_agg_mode=seq-mean-token-mean")),
+    "accuracy",
+    _all_rows_count,
+)
+
+DIFFERENCES: Mapping[str, Run | Exact] = {
+    "cispo: 0.28 is the largest weight": Run(
+        "cispo loss, epsilon_high 0.28 as a distance",
+        # By plain gradients: Adam divides by their scale.
+        replace(_case("cispo"), lr=0.05, settings=SGD),
+        "accuracy",
+        _cap,
     ),
-    # By plain gradients: Adam divides by the size of what is left of them.
-    "dpo: one logit of all pairs": (
-        replace(_case("dpo"), lr=5.0, settings=SGD),
-        "preference",
-        nullcontext,
-        _one_logit,
+    "empty rows: weight of the others": Exact(
+        "grpo loss with empty rows", "share of their weight without the empty ones", exact.step_of_the_masked
     ),
-    "gigpo: states of all tasks": (_case("gigpo"), "accuracy", nullcontext, _states_of_all_tasks),
-    "gigpo: rewards of turns alone": (_case("gigpo"), "accuracy", _no_turn_rewards, _turns_alone),
+    "empty rows: half of a batch": EMPTY,
+    "empty rows: theirs at twice the rate": replace(EMPTY, theirs=lambda: _all_rows_count(2.0)),
+    "corrected_k3: bias": Exact(
+        "corrected_k3 penalty in the loss", "bias of the gradient, over its norm", exact.bias_of_corrected_k3
+    ),
+    "corrected_k3: deviation": Exact(
+        "corrected_k3 penalty in the loss", "deviation by a token, over the norm", exact.deviation_of_corrected_k3
+    ),
+    "corrected_k3: a run that goes far": Run(
+        "corrected_k3 penalty in the loss",
+        replace(ANCHORED, lr=3e-2, steps=48, settings=(*ANCHORED.settings, *MANY_UPDATES)),
+        "strayed",
+        _unbounded,
+    ),
+    "k3: the way back": Exact("k3 estimate in a loss", "KL that is left", exact.back_from_certainty),
+    "orpo: by token": Run(
+        "orpo loss", replace(_case("orpo"), dataset="lengths", steps=10, settings=(LENGTHS,)), "accuracy", _sft_by_token
+    ),
+    "ipo: sums, the same beta": _ipo(0.1),
+    "ipo: sums, ours with beta times the mean length": _ipo(0.75),
+    "sapo: the gate is detached": Run(
+        "sapo loss", replace(_case("sapo"), steps=48, settings=MANY_UPDATES), "drift", _detached_gate
+    ),
+    "dpo: one logit of all pairs": Run(
+        "dpo loss", replace(_case("dpo"), lr=5.0, settings=SGD), "preference", _one_logit
+    ),
+    "token-sum-norm: passes of 64 rows": _passes(64),
+    "token-sum-norm: passes of 8 rows": _passes(8),
+    "gae: what a tool said enters": Run(
+        "GAE advantage",
+        replace(
+            _case("ppo"),
+            toy="tool",
+            settings=(
+                "buffer.batch_size=32",
+                "trainer.critic.lr=1e-2",
+                "trainer.critic_warmup=4",
+                "algorithm.advantage_fn_args={lam: 0.8}",
+            ),
+        ),
+        "earned",
+        _tools_enter,
+    ),
+    "gigpo: states of all tasks": Run(
+        "gigpo advantage, states of a task", _case("gigpo"), "accuracy", _states_of_all_tasks
+    ),
+    "gigpo: rewards of turns alone": Run(
+        "gigpo advantage, rewards beyond the turns'", _case("gigpo"), "accuracy", _turns_alone, _no_turn_rewards
+    ),
 }
 
 
@@ -113,14 +299,12 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="all of them if none is named")
     parser.add_argument("--seeds", default="0,1,2")
     args = parser.parse_args()
-    for name, (case, metric, ours, theirs) in DIFFERENCES.items():
+    for name, difference in DIFFERENCES.items():
         if args.names and name not in args.names:
             continue
-        found = []
-        for broken in (ours, theirs):
-            with broken():
-                found.append([f"{learn(case, int(seed)).after[metric]:.2f}" for seed in args.seeds.split(",")])
-        print(f"{name:32} {metric}: ours {', '.join(found[0])}; theirs {', '.join(found[1])}", flush=True)
+        pairs = [difference.measure(int(seed)) for seed in args.seeds.split(",")]
+        ours, theirs = (", ".join(f"{number:.2f}" for number in numbers) for numbers in zip(*pairs, strict=True))
+        print(f"| {name} | {difference.metric} | {ours} | {theirs} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,20 @@ RFTDASK_LEARNING_SEEDS ("0") names the seeds, such as "0,1,2".
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from rftdask.config.schema.algorithm import registered_parts
+from tests.learning import exact
 from tests.learning.cases import CASES, Case, crossed, learn
+from tests.learning.differences import DIFFERENCES
 from tests.learning.mutants import Mutant, killed_by, mutants
 
 SEEDS = [int(seed) for seed in os.environ.get("RFTDASK_LEARNING_SEEDS", "0").split(",")]
+PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 MUTANTS_IN_CI = ("Ppo: sign", "Ppo: clip", "Grpo: baseline", "Sft: mask", "Dpo: sign", "K2: sign")
 
 
@@ -31,9 +36,8 @@ def test_every_loss_and_every_advantage_has_a_mutant() -> None:
 
 
 def test_the_table_of_the_page_has_every_bound_of_every_case() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     missing = [
-        f"{case.name}: {name}" for case in CASES for name in case.bounds if f"| `{case.name}` | {name} |" not in page
+        f"{case.name}: {name}" for case in CASES for name in case.bounds if f"| `{case.name}` | {name} |" not in PAGE
     ]
     assert missing == [], "measure them: python -m tests.learning NAME --markdown"
 
@@ -47,3 +51,41 @@ def test_it_learns(case: Case, seed: int) -> None:
 @pytest.mark.parametrize("mutant", [m for m in mutants() if m.name in MUTANTS_IN_CI], ids=lambda mutant: mutant.name)
 def test_a_mutant_crosses_a_bound(mutant: Mutant) -> None:
     assert killed_by(mutant, seed=0) != []
+
+
+def test_every_row_that_differs_from_a_peer_has_a_number_that_shows_it() -> None:
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| differs \|", PAGE, re.MULTILINE)
+    assert len(rows) > 10
+    assert set(rows) == {difference.row for difference in DIFFERENCES.values()}
+    missing = [name for name, each in DIFFERENCES.items() if f"| {name} | {each.metric} |" not in PAGE]
+    assert missing == [], "measure them: python -m tests.learning.differences NAME"
+
+
+def test_the_weight_of_a_row_does_not_depend_on_masked_ones() -> None:
+    ours, theirs = exact.step_of_the_masked(seed=0)
+    assert ours == pytest.approx(1.0, abs=1e-12)
+    assert theirs < 0.6
+
+
+def test_a_kl_estimate_without_a_bound_is_unbiased_and_the_bounded_one_has_less_variance() -> None:
+    (biased, exactly), (less, more) = exact.bias_of_corrected_k3(0), exact.deviation_of_corrected_k3(0)
+    assert exactly == pytest.approx(0.0, abs=1e-12)
+    assert biased > 0.1
+    assert less < more
+
+
+def test_the_gradient_that_estimates_are_compared_with_is_that_of_finite_differences() -> None:
+    assert torch.autograd.gradcheck(exact.kl_of_logits, exact.draw_logits(0, exact.FAR)[::2])
+
+
+def test_an_estimate_that_is_bounded_does_not_bring_a_far_policy_back() -> None:
+    ours, theirs = exact.back_from_certainty(seed=0)
+    assert ours < 1e-3
+    assert theirs > 1.0
+
+
+@pytest.mark.parametrize("num_rows", (64, 8))
+def test_what_is_learned_does_not_depend_on_the_cut_into_passes(num_rows: int) -> None:
+    ours, theirs = DIFFERENCES[f"token-sum-norm: passes of {num_rows} rows"].measure(0)
+    assert ours > 0.9
+    assert theirs < 0.5

@@ -40,8 +40,14 @@ EXITS = {"w": 1, "x": 3, "y": 1, "z": 3}
 """Corridor -> the cell of its exit."""
 GIFT = 4.0
 STAIRS = 6
+TALK = "." * 10 + ":"
+"""What a tool says."""
 CLIMBS = 16
 """Times that a task comes in a run, all of which is one epoch."""
+LONG = 12
+"""Letters of a long answer."""
+NOISE = ("mkqs", "tnvy", "pzow", "jiul", "yknt", "suqm", "owzp", "lvij")
+"""What stands before the question of a long one."""
 CORRECT_SHARE = {"echo": 0.3, "unheard": 0.3, "corridor": 0.3}
 """Of what the policy says before it learns."""
 WARM_UP_STEPS = 200
@@ -82,6 +88,16 @@ async def stairs(task: Task, model: PolicyModel) -> Reward:
     return Reward(float(at == 0), {"accuracy": float(at == 0), "length": float(task.row["start"] - at)})
 
 
+@workflow("tool", in_process=True)
+async def tool(task: Task, model: PolicyModel) -> Reward:
+    """1 for the right first letter, after which a tool talks and the policy may say one letter more."""
+    asked = f"{task.prompt}2>"
+    said = (await model.generate(asked, max_tokens=1)).text[:1]
+    right = float(said == ("r" if task.truth == "3" else "l"))
+    await model.generate(f"{asked}{said}{TALK}", max_tokens=1)
+    return Reward(right + task.row["gift"], {"accuracy": right, "length": 2.0})
+
+
 def write_tables(folder: Path) -> None:
     """Every dataset of the toys as NAME.jsonl."""
     right = [(f"{letter}:", letter) for letter in LETTERS]
@@ -100,10 +116,18 @@ def write_tables(folder: Path) -> None:
             {"prompt": name, "response": str(out), "gift": 4 * GIFT * (i // 2)}
             for i, (name, out) in enumerate(EXITS.items())
         ],
+        "tool": [{"prompt": name, "response": str(out), "gift": 0.0} for name, out in EXITS.items()],
         "stairs": starts,
         "climbs": [row for row in starts for _ in range(CLIMBS)],
         "pairs": [
             {"prompt": asked, "chosen": said, "rejected": after(said)} for asked, said in right
+        ],
+        # Every second pair is a long one: sixteen times its letter, or the next one, after four letters of noise.
+        "lengths": [
+            {"prompt": asked, "chosen": said, "rejected": after(said)} for asked, said in right
+        ] + [
+            {"prompt": f"{noise}{asked.upper()}", "chosen": said * LONG, "rejected": after(said) * LONG}
+            for (asked, said), noise in zip(right, NOISE, strict=True)
         ],
         "text": [{"prompt": asked + said} for asked, said in right],
         # Two questions in one chat. The user begins the second one with "?", which is not the policy's to say.
