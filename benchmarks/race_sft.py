@@ -13,7 +13,7 @@ ends, AdamW of one learning rate, clipped gradients. They take turns, so that a 
 Wall time is from the command to the end of its process. The loss is measured afterwards, for all three by one function:
 nats per token of the right answers to held-out questions. The orders of rows differ, since each shuffles by itself.
 Ratios are medians over seeds. TRL is in the extra `conformance`; without it its rows are left out, which is said. There
-is no race for PPO: TRL has none any more, and the other peers' need a GPU.
+is no race for PPO: TRL has none any more.
 """
 
 from __future__ import annotations
