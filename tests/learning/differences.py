@@ -213,7 +213,7 @@ LENGTHS = "model.max_response_tokens=13"
 def _passes(num_rows: int) -> Run:
     settings = (*SGD, f"trainer.micro_batch_size={num_rows}")
     return Run(
-        "seq-mean-token-sum-norm", replace(_case("dr_grpo"), lr=4.0, settings=settings), "accuracy", _sum_of_a_pass
+        "seq-mean-token-sum-norm", replace(_case("dr_grpo"), lr=2.0, settings=settings), "accuracy", _sum_of_a_pass
     )
 
 

@@ -12,6 +12,8 @@
 - stairs     "x4>" is stair 4 of six, by the name of a corridor with its exit to the right: r leads one stair down, and
              whoever says something else falls. Only the ground pays, and tasks begin on every stair: from high up next
              to nobody gets there before the step is known. `low` is the larger the lower.
+- tool       "x2>" of the corridor is to be answered with its right step, r or l; then a tool talks for eleven letters,
+             in the same row, and the policy may say one letter more, which nobody looks at.
 
 What is shown (sft), compared (dpo) or read (cpt) are echo's right answers. The teacher is a policy that knows them.
 """
