@@ -1,4 +1,5 @@
-"""EngineClient: how a Dask worker reaches the engine in its child process; the other side is `server`.
+"""Client: how an engine in another process is asked, and how a Dask worker reaches that of its child process, whose
+other side is `server`. How that of another worker is reached, `remote` says.
 
 Weights are proven on both sides: the client has every file verified on its machine before the engine loads it, and
 the engine's process compares what they compute with the trainer's fingerprint before it answers. One client, one
@@ -13,6 +14,7 @@ import os
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -94,38 +96,30 @@ class EngineSpec:
         }
 
 
-class EngineClient:
-    """The engine of this worker process. Used from any thread.
+class AskedEngine(ABC):
+    """An engine elsewhere, as others ask it. How messages reach it, and its answers come back, its kinds know: a child
+    process (`EngineClient`), or a worker of another machine (`RemoteEngine`). Used from any thread.
 
-    Example:
-        client = EngineClient(spec)
-        client.wait_ready()
-        client.load(storage, published)
-        generations = client.generate(requests, timeout_s=1800)   # these together, and no others, if nobody else asks
-        futures = client.submit(requests)                         # these beside whatever is under way
+    Once it has failed, everything that was asked of it and is not answered fails with the same error, as does all that
+    is asked later.
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
-        """Starts the child, and returns while it loads its model; see `wait_ready`."""
-        self.spec = spec
-        folder = Path(spec.section.model_path or spec.model.model_path)
-        self.weights = Published(0, "", _folder_hash(folder))
-        """Weights that the engine serves now; version 0 is the model folder as it is."""
-        self._copy: NodeCopy | None = None
-        """Their files on this machine, kept for its other engines as long as this one serves them."""
-        self._fetched: NodeCopy | None = None
-        """What `fetch` brought here last."""
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Guards the three below, and is held while a message is queued, so that numbers go out in their order."""
+        """Guards what follows, and is held while a message is sent, so that numbers go out in their order."""
         self._num_asked = 0
-        self._asked: dict[int, Future[Any]] = {}
+        self._ready = Future[Any]()
+        """Set by the first message, which the engine sends unasked once it works."""
+        self._asked: dict[int, Future[Any]] = {0: self._ready}
         """Futures that are not answered yet, by number."""
         self._listeners: dict[int, OnTokens] = {}
-        """Who takes the tokens of those that stream; guarded, too."""
+        """Who takes the tokens of those that stream."""
         self._failure: RftError | None = None
         """The error because of which nothing will be answered any more."""
+        self._has_work = False
+        """True once it was asked for something on behalf of a task."""
         self._num_generating = 0
-        """Requests under way; `_lock` guards these, too."""
+        """Requests under way."""
         self._request_s = 0.0
         """Seconds that they were, each for itself, since `take_use`, or since the engine was ready."""
         self._used_since_s = self._counted_s = time.monotonic()
@@ -133,45 +127,31 @@ class EngineClient:
         """Time of its last answer of any kind."""
         self.cache_tokens: int | None = None
         """See Engine; once it is ready."""
-        self._outbox: SimpleQueue[server.FromClient | None] = SimpleQueue()
-        """Messages to write; None ends the writer."""
-        self._child = Child(
-            # A process of its own: a model that exhausts memory or crashes in a kernel costs the engine, not the Dask
-            # worker.
-            server.TARGET,
-            spec.to_plain(),
-            name=f"engine-{spec.section.engine_type}",
-            threads=spec.threads,
-            env=dict(spec.env),
-            log_file=Path(spec.log_file) if spec.log_file else None,
-            # An environment of the user's own may matter to what it imports.
-            may_fork=spec.imports_ahead and dict(spec.env).keys() <= {LOG_LEVEL},
-        )
-        self._turn = threading.Lock()
-        """Held by one caller at a time that loads weights."""
-        self._ready = self._asked[0] = Future[Any]()
-        """Set by the first message, which the engine sends unasked once it works."""
-        self._has_work = False
-        """True once it was asked for something on behalf of a task."""
-        self._writer = threading.Thread(target=self._write, name="engine-writer", daemon=True)
-        self._writer.start()
-        threading.Thread(target=self._read, name="engine-answers", daemon=True).start()
+        self.weights = Published(0, "", "")
+        """Weights that the engine serves now; version 0 is the model folder as it is."""
 
-    def wait_ready(self) -> None:
-        """Wait until the model is loaded and has answered. Raises: RoleError, UserError: why not; it is closed then."""
-        timeout_s = LOAD_TIMEOUT_S + self.spec.turn_timeout_s
-        try:
-            self._ready.result(timeout_s)
-        except TimeoutError:
-            self.close()
-            raise WaitTimeout(f"{self} said nothing for {timeout_s:.0f} s") from None
-        except RftError:
-            self.close()
-            raise
+    @abstractmethod
+    def load(self, storage: Storage, published: Published) -> None:
+        """Serve `published` from now on. Raises: StorageError: it serves what it served; RoleError: it has ended;
+        WaitTimeout: it hangs.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it, as far as it is ours to end. Idempotent."""
+
+    @abstractmethod
+    def _send(self, message: Any) -> None:
+        """Send a message without waiting until it is written. `_lock` is held."""
 
     def alive(self) -> bool:
-        """True while the process may answer."""
-        return self._failure is None and self._child.alive()
+        """True while it may answer."""
+        return self._failure is None
+
+    @property
+    def num_under_way(self) -> int:
+        """What it was asked and has not answered."""
+        return len(self._asked)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[Future[Generation]]:
         """Send requests, which enter the engine together, and return futures of their answers at once, in their order.
@@ -196,7 +176,7 @@ class EngineClient:
             )
             # One message for all of them: the engine takes them in one step, and siblings share the work on their
             # prompt.
-            self._outbox.put(server.Generate(tuple(numbered)))
+            self._send(server.Generate(tuple(numbered)))
 
         # Called when the future is done, also by an answer; only a cancelled one is told to the engine. A future that
         # waits for its answer is still in `_asked`: so exactly one of answer and drop takes it out.
@@ -207,7 +187,7 @@ class EngineClient:
                 with self._lock:
                     if self._asked.pop(number, None) is not None:
                         self._count_generating(-1)
-                        self._outbox.put(server.Drop((number,)))
+                        self._send(server.Drop((number,)))
 
         for number, future in zip(numbers, futures, strict=True):
             future.add_done_callback(partial(drop, number))
@@ -239,33 +219,24 @@ class EngineClient:
         self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], timeout_s: float
     ) -> list[tuple[float, ...]]:
         """Score given tokens, as Engine.logprobs. Raises: RoleError; WaitTimeout: it hangs."""
+        return list(self._wait(self.score(pairs), timeout_s).logprobs)
+
+    def score(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Future[server.Scored]:
+        """As `logprobs`, at once: a future of the answer, which raises RoleError."""
         self._has_work = True
-        return list(self._ask(lambda number: server.Score(number, tuple(pairs)), timeout_s).logprobs)
+        return self._ask(lambda number: server.Score(number, tuple(pairs)))
 
-    def take_turn(self) -> None:
-        """Wait until the engine is on its device, where it stays until `end_turn`; at once if it shares it with nobody.
-
-        Raises: RoleError: the engine died, or its turn did not come; WaitTimeout: it hangs.
-        """
-        if self.spec.turn_timeout_s:
-            self._ask(server.TakeTurn, LOAD_TIMEOUT_S + self.spec.turn_timeout_s)
-
-    def end_turn(self) -> None:
-        """The engine may leave its device, if it shares it: what it was to do there is done."""
-        if self.spec.turn_timeout_s:
-            self._outbox.put(server.EndTurn())
-
-    def _ask(self, message: Callable[[int], server.FromClient], timeout_s: float) -> Any:
+    def _ask(self, message: Callable[[int], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
-            self._outbox.put(message(self._register(future)))
+            self._send(message(self._register(future)))
+        return future
+
+    def _wait(self, future: Future[Any], timeout_s: float) -> Any:
         try:
             return future.result(timeout_s)
         except TimeoutError:
             raise WaitTimeout(f"{self} gave no answer for {timeout_s:.0f} s") from None
-
-    def __str__(self) -> str:
-        return f"{self._child.name} (pid {self._child.pid})"
 
     def _register(self, future: Future[Any]) -> int:
         # Returns the number of what the future waits for, which is used once. `_lock` is held.
@@ -276,6 +247,119 @@ class EngineClient:
         else:
             self._asked[self._num_asked] = future
         return self._num_asked
+
+    def _take(self, message: server.FromServer) -> None:
+        """Hand on a message of the engine."""
+        for sampled in message.sampled if isinstance(message, server.Generated) else ():
+            with self._lock:
+                listener = self._listeners.get(sampled.number)
+            if listener is not None:
+                listener(sampled.tokens)
+        answers: list[tuple[int, Any]]
+        if isinstance(message, server.Generated):
+            answers = [(answer.number, answer.generation) for answer in message.answers]
+        else:
+            answers = [(0 if isinstance(message, server.Ready) else message.number, message)]
+        with self._lock:
+            futures = [self._asked.pop(number, None) for number, _ in answers]
+            self.answered_s = time.monotonic()
+            if isinstance(message, server.Ready):
+                self._used_since_s = self.answered_s
+                self.cache_tokens = message.cache_tokens
+            elif isinstance(message, server.Generated):
+                self._count_generating(-sum(future is not None for future in futures))
+        for future, (_, answer) in zip(futures, answers, strict=True):
+            # False for one that was cancelled meanwhile: its answer is dropped.
+            if future is not None and future.set_running_or_notify_cancel():
+                future.set_result(answer)
+
+    def _fail(self, error: RftError) -> None:
+        """Fail what was asked. Idempotent."""
+        with self._lock:
+            # The first error is the cause; what fails after it fails because of it.
+            self._failure = self._failure or error
+            asked, self._asked = self._asked, {}
+            self._count_generating(-self._num_generating)
+        for future in asked.values():
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._failure)
+
+
+class EngineClient(AskedEngine):
+    """The engine of this worker process. Used from any thread.
+
+    Example:
+        client = EngineClient(spec)
+        client.wait_ready()
+        client.load(storage, published)
+        generations = client.generate(requests, timeout_s=1800)   # these together, and no others, if nobody else asks
+        futures = client.submit(requests)                         # these beside whatever is under way
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Starts the child, and returns while it loads its model; see `wait_ready`."""
+        super().__init__()
+        self.spec = spec
+        folder = Path(spec.section.model_path or spec.model.model_path)
+        self.weights = Published(0, "", _folder_hash(folder))
+        self._copy: NodeCopy | None = None
+        """Their files on this machine, kept for its other engines as long as this one serves them."""
+        self._fetched: NodeCopy | None = None
+        """What `fetch` brought here last."""
+        self._outbox: SimpleQueue[server.FromClient | None] = SimpleQueue()
+        """Messages to write; None ends the writer."""
+        self._child = Child(
+            # A process of its own: a model that exhausts memory or crashes in a kernel costs the engine, not the Dask
+            # worker.
+            server.TARGET,
+            spec.to_plain(),
+            name=f"engine-{spec.section.engine_type}",
+            threads=spec.threads,
+            env=dict(spec.env),
+            log_file=Path(spec.log_file) if spec.log_file else None,
+            # An environment of the user's own may matter to what it imports.
+            may_fork=spec.imports_ahead and dict(spec.env).keys() <= {LOG_LEVEL},
+        )
+        self._turn = threading.Lock()
+        """Held by one caller at a time that loads weights."""
+        self._writer = threading.Thread(target=self._write, name="engine-writer", daemon=True)
+        self._writer.start()
+        threading.Thread(target=self._read, name="engine-answers", daemon=True).start()
+
+    def wait_ready(self) -> None:
+        """Wait until the model is loaded and has answered. Raises: RoleError, UserError: why not; it is closed then."""
+        timeout_s = LOAD_TIMEOUT_S + self.spec.turn_timeout_s
+        try:
+            self._ready.result(timeout_s)
+        except TimeoutError:
+            self.close()
+            raise WaitTimeout(f"{self} said nothing for {timeout_s:.0f} s") from None
+        except RftError:
+            self.close()
+            raise
+
+    def alive(self) -> bool:
+        """True while the process may answer."""
+        return super().alive() and self._child.alive()
+
+    def take_turn(self) -> None:
+        """Wait until the engine is on its device, where it stays until `end_turn`; at once if it shares it with nobody.
+
+        Raises: RoleError: the engine died, or its turn did not come; WaitTimeout: it hangs.
+        """
+        if self.spec.turn_timeout_s:
+            self._wait(self._ask(server.TakeTurn), LOAD_TIMEOUT_S + self.spec.turn_timeout_s)
+
+    def end_turn(self) -> None:
+        """The engine may leave its device, if it shares it: what it was to do there is done."""
+        if self.spec.turn_timeout_s:
+            self._outbox.put(server.EndTurn())
+
+    def __str__(self) -> str:
+        return f"{self._child.name} (pid {self._child.pid})"
+
+    def _send(self, message: server.FromClient) -> None:
+        self._outbox.put(message)
 
     def _write(self) -> None:
         # Thread that writes messages, so that nobody who asks waits for a process that does not read.
@@ -296,28 +380,7 @@ class EngineClient:
             except RftError as error:
                 self._fail(self._blamed(error))
                 return
-            for sampled in message.sampled if isinstance(message, server.Generated) else ():
-                with self._lock:
-                    listener = self._listeners.get(sampled.number)
-                if listener is not None:
-                    listener(sampled.tokens)
-            answers: list[tuple[int, Any]]
-            if isinstance(message, server.Generated):
-                answers = [(answer.number, answer.generation) for answer in message.answers]
-            else:
-                answers = [(0 if isinstance(message, server.Ready) else message.number, message)]
-            with self._lock:
-                futures = [self._asked.pop(number, None) for number, _ in answers]
-                self.answered_s = time.monotonic()
-                if isinstance(message, server.Ready):
-                    self._used_since_s = self.answered_s
-                    self.cache_tokens = message.cache_tokens
-                elif isinstance(message, server.Generated):
-                    self._count_generating(-sum(future is not None for future in futures))
-            for future, (_, answer) in zip(futures, answers, strict=True):
-                # False for one that was cancelled meanwhile: its answer is dropped.
-                if future is not None and future.set_running_or_notify_cancel():
-                    future.set_result(answer)
+            self._take(message)
 
     def _blamed(self, error: RftError) -> RftError:
         # The error of the process, as one that says whether a task may be to blame: only for a loss while it worked.
@@ -332,15 +395,8 @@ class EngineClient:
     def _fail(self, error: RftError) -> None:
         if isinstance(error, EngineError | ProcessLostError):
             error.engine = f"{os.uname().nodename}/{self._child.pid}"
-        with self._lock:
-            # The first error is the cause; what fails after it fails because of it.
-            self._failure = self._failure or error
-            asked, self._asked = self._asked, {}
-            self._count_generating(-self._num_generating)
+        super()._fail(error)
         self._outbox.put(None)
-        for future in asked.values():
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
 
     def fetch(
         self,
@@ -430,7 +486,7 @@ class EngineClient:
             try:
                 files, is_delta = tuple(map(str, copy.files)), part is not published
                 load = server.LoadWeights(0, published.version, files, published.fingerprint, in_flight, is_delta)
-                answer = self._ask(partial(_numbered, load), LOAD_TIMEOUT_S)
+                answer = self._wait(self._ask(partial(_numbered, load)), LOAD_TIMEOUT_S)
             except BaseException:
                 copy.close()
                 raise

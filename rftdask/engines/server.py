@@ -117,9 +117,10 @@ FROM_CLIENT: Codec[FromClient] = Codec(Generate, Drop, Score, LoadWeights, TakeT
 class Ready:
     """The model is loaded and has answered; the first message of all."""
 
-    pid: int
     cache_tokens: int | None = None
     """See Engine."""
+    name: str = ""
+    """Where its asker does not know it."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     waits = {"timeout_s": spec["turn_timeout_s"], "beside": spec["section"]["model_path"] is not None}
     engine = _make_engine(spec, device, None if turn is None else partial(turn.wait, **waits))
     client = _ClientOf(engine, spec, channel)
-    client.send(Ready(os.getpid(), engine.cache_tokens))
+    client.send(Ready(engine.cache_tokens))
     again = _smoke_requests(spec, longest=False)
     """What is asked once more, when it has loaded its first weights or adapters."""
     rests = True

@@ -6,18 +6,22 @@ cannot be started or has died, so that the error has a place to go. Its weights 
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distributed import get_worker
+from distributed import Status, Worker, get_worker
+from distributed.comm.core import Comm
 
 from rftdask.engines.client import EngineClient
-from rftdask.errors import ProcessLostError
-from rftdask.explorer.shared_engine import ModelServer
-from rftdask.explorer.worker_cache import engine_spec
+from rftdask.engines.remote import Answering
+from rftdask.errors import ProcessLostError, RftError, RoleError
+from rftdask.explorer.shared_engine import OPERATION, Key
+from rftdask.explorer.worker_cache import engine_spec, is_asked_in_calls
 from rftdask.processes.dask_task import make_called_off
 from rftdask.run.run_folder import read_config
-from rftdask.storage import open_storage
+from rftdask.storage import Storage, open_storage
 
 SERVING_TOPIC = "rftdask-serving"
 """Dask topic where a worker reports the key of its task, once the model answers."""
@@ -39,6 +43,38 @@ class AuxiliaryTask:
     """File that the engine writes to; None: its output is the worker's."""
 
 
+class ModelServer:
+    """Answers what other workers ask of the engine of this worker, from here on. in_calls: one call at a time, which
+    shares the engine with nobody.
+    """
+
+    def __init__(self, worker: Worker, key: Key, engine: EngineClient, storage: Storage, *, in_calls: bool) -> None:
+        self._key, self._engine, self._storage = key, engine, storage
+        self._alone = asyncio.Lock() if in_calls else None
+        self._asked: set[Answering] = set()
+        self._ended: RftError | None = None
+        worker.handlers[OPERATION] = self._answer
+
+    def end(self, error: RftError) -> None:
+        """Let nobody ask any more."""
+        self._ended = error
+        for answering in tuple(self._asked):
+            answering.end(error)
+
+    async def _answer(self, comm: Comm, key: Sequence[str]) -> Status:
+        answering = Answering(comm, alone=self._alone)
+        self._asked.add(answering)  # first: the engine may end meanwhile
+        if self._ended is None and tuple(key) == self._key:
+            answering.begin(self._engine, self._storage)
+        else:
+            answering.end(self._ended or RoleError("it serves another model"))
+        try:
+            await answering.run()
+        finally:
+            self._asked.remove(answering)
+        return Status.dont_reply
+
+
 def serve_auxiliary(asked: AuxiliaryTask) -> None:
     """Serve the model until the task is cancelled.
 
@@ -46,20 +82,23 @@ def serve_auxiliary(asked: AuxiliaryTask) -> None:
     sees it, lacks the config that the driver has; StorageError.
     """
     worker, called_off = get_worker(), make_called_off()
-    key = asked.url, asked.config_fingerprint, asked.name
-    server = ModelServer(worker, key)
-    config = read_config(open_storage(asked.url), asked.config_fingerprint)
+    storage = open_storage(asked.url)
+    config = read_config(storage, asked.config_fingerprint)
     section = next(model for model in config.models_apart if model.asked_name == asked.name)
     engine = EngineClient(engine_spec(section, config, asked.threads, asked.log_file))
     try:
         engine.wait_ready()
-        server.engine = engine
+        key, in_calls = (asked.url, asked.config_fingerprint, asked.name), is_asked_in_calls(section, config)
+        server = ModelServer(worker, key, engine, storage, in_calls=in_calls)
         worker.log_event(SERVING_TOPIC, worker.get_current_task())
-        while engine.alive():
-            if called_off():
-                return
-            time.sleep(_LOOK_S)
-        raise ProcessLostError(f"{engine} has died, which served auxiliary model {asked.name!r}")
+        ended = ProcessLostError(f"{engine} has ended, which served auxiliary model {asked.name!r}")
+        try:
+            while engine.alive():
+                if called_off():
+                    return
+                time.sleep(_LOOK_S)
+            raise ended
+        finally:
+            server.end(ended)
     finally:
-        server.engine = None
         engine.close()

@@ -227,6 +227,9 @@ class WorkerCache:
             self.wait_until_idle()
             # Other plug-ins, environment variables or models may be meant by the same names.
             self.drop_auxiliary()
+            for shared in self._shared_engines.values():
+                shared.close()
+            self._shared_engines.clear()
             self._tokenizer = None
             self._images = None
             self._tasksets = {}
@@ -427,7 +430,6 @@ class WorkerCache:
                 if (held := kept.pop(key, None)) is not None:  # type: ignore[call-overload]
                     held.close()
         self._auxiliary_tokenizers.clear()
-        self._shared_engines.clear()
         self._task_times_s = {}
 
 
@@ -494,13 +496,17 @@ def remote_models(config: Config) -> dict[str, InferenceModelConfig]:
     return policy | {m.asked_name: m for m in config.explorer.auxiliary_models if m.traits.is_external}
 
 
+def is_asked_in_calls(section: InferenceModelConfig, config: Config) -> bool:
+    """Whether what an engine computes together is decided by who asks: where a run is to repeat its bits."""
+    # An engine that never repeats its bits, such as vLLM, has nothing to lose by taking requests as they come.
+    return config.synchronizer.sync_style == "fixed" and section.traits.repeats_bits
+
+
 def text_engine(
     client: EngineClient | SharedEngine, tokenizer: Tokenizer, config: Config, images: ImageProcessor | None = None
 ) -> TextEngine:
-    """The engine as rollouts ask it: as they come, or in calls of which LockstepQueue decides what shares one.
-
-    In calls where a run is to repeat its bits (style fixed), save for an engine that never does. Raises: UserError: see
-    AnswerParser.
+    """The engine as rollouts ask it: as they come, or in calls of which LockstepQueue decides what shares one. Raises:
+    UserError: see AnswerParser.
     """
     timeout_s = config.explorer.max_timeout + _EXTRA_TIME_S
 
@@ -510,12 +516,10 @@ def text_engine(
     async def logprobs(pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         return await asyncio.to_thread(client.logprobs, pairs, timeout_s)
 
-    in_calls = config.synchronizer.sync_style == "fixed" and client.spec.section.traits.repeats_bits
-    # An engine that never repeats its bits, such as vLLM, has nothing to lose by taking requests as they come.
     streaming = Streaming(client.submit, timeout_s, str(client), lambda: client.answered_s)
     section = client.spec.section
     parser = AnswerParser(tokenizer, section.tool_call_parser, section.reasoning_parser)
-    ways = generate if in_calls else streaming
+    ways = generate if is_asked_in_calls(section, config) else streaming
     return TextEngine(ways, tokenizer, logprobs, parser, section.traits.guides_sampling, images)
 
 

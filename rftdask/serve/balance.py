@@ -10,18 +10,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from rftdask.engines.base import GenerateRequest, Generation
+from rftdask.engines.client import AskedEngine
 from rftdask.errors import RoleError, WaitTimeout
 from rftdask.rollouts.places import TokenRoom
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
-from rftdask.storage import Storage
-from rftdask.weights.published import Published
 
 MAX_LOSSES = 3
 """Engines in a row that are lost while they have a call, before it is refused: it may be what ends them."""
@@ -34,28 +31,6 @@ _NEWEST_SHARE = 0.1
 _MAX_RETRY_AFTER_S = 30
 
 log = logging.getLogger(__name__)
-
-
-class ServedEngine(Protocol):
-    """An engine in front of which a server balances: an EngineClient, or one on another machine."""
-
-    cache_tokens: int | None
-    """See Engine."""
-    weights: Published
-    """Those that it serves."""
-
-    def submit(self, requests: Sequence[GenerateRequest]) -> Sequence[Future[Generation]]:
-        """As EngineClient.submit."""
-
-    def load(self, storage: Storage, published: Published) -> None:
-        """As EngineClient.load; from a thread of its own."""
-
-    def alive(self) -> bool:
-        """True while it may answer."""
-        ...
-
-    def close(self) -> None:
-        """End it. Idempotent."""
 
 
 class FullError(RuntimeError):
@@ -74,7 +49,7 @@ class NoEngineError(RuntimeError):
 class _Place:
     """An engine, and what it has to do."""
 
-    engine: ServedEngine
+    engine: AskedEngine
     queue: RequestQueue
     room: TokenRoom
     """Of which prompts and longest answers are taken that are under way."""
@@ -105,12 +80,12 @@ class Balanced(RequestQueue):
         self._mean_s = 0.0
         """Of calls, the newest count most."""
 
-    def add(self, engine: ServedEngine) -> None:
+    def add(self, engine: AskedEngine) -> None:
         """Ask it from now on."""
         queue = StreamingQueue(Streaming(engine.submit, _TIMEOUT_S, str(engine)))
         self._places.append(_Place(engine, queue, TokenRoom(engine.cache_tokens)))
 
-    def take_lost(self) -> list[ServedEngine]:
+    def take_lost(self) -> list[AskedEngine]:
         """Those that are lost; from here on they are known no more."""
         lost = [place for place in self._places if place.is_lost]
         # Not by asking again: one that is lost in this moment is for the next call.
@@ -118,7 +93,7 @@ class Balanced(RequestQueue):
         return [place.engine for place in lost]
 
     @property
-    def engines(self) -> list[ServedEngine]:
+    def engines(self) -> list[AskedEngine]:
         """Those that are asked."""
         return [place.engine for place in self._places if not place.is_lost]
 

@@ -17,10 +17,10 @@ import os
 from abc import ABC, abstractmethod
 
 from rftdask.config import Config
-from rftdask.engines.client import EngineClient
+from rftdask.engines.client import AskedEngine, EngineClient
 from rftdask.errors import RoleError, StorageError, WaitTimeout
 from rftdask.explorer.worker_cache import engine_spec
-from rftdask.serve.balance import Balanced, ServedEngine
+from rftdask.serve.balance import Balanced
 from rftdask.storage import Storage
 from rftdask.weights.published import Published, latest_written
 
@@ -39,7 +39,7 @@ class EnginePool(ABC):
         self._storage, self.queue = storage, queue
         self.weights = Published(0, "", "")
         """The oldest that an engine serves; while none is there, the last that one did."""
-        self._loading: dict[ServedEngine, asyncio.Task[None]] = {}
+        self._loading: dict[AskedEngine, asyncio.Task[None]] = {}
 
     async def look(self) -> None:
         """Take in who has come and who has gone, and have newer weights loaded.
@@ -79,7 +79,7 @@ class EnginePool(ABC):
         for loading in self._loading.values():
             loading.cancel()
 
-    async def _load_newest(self, engine: ServedEngine) -> None:
+    async def _load_newest(self, engine: AskedEngine) -> None:
         """Have an engine serve what is newest before it is asked. Raises: RoleError, WaitTimeout."""
         found = await asyncio.to_thread(latest_written, self._storage)
         try:
@@ -93,7 +93,7 @@ class EnginePool(ABC):
         """Give `queue` those that are ready. Raises: as `look`."""
 
     @abstractmethod
-    def _take_lost(self, engine: ServedEngine) -> None:
+    def _take_lost(self, engine: AskedEngine) -> None:
         """Told of one that is asked no more. Raises: RoleError: so the server is to end."""
 
 
@@ -119,7 +119,7 @@ class LocalEngines(EnginePool):
             self.queue.add(engine)
         self._have_started = True
 
-    def _take_lost(self, engine: ServedEngine) -> None:
+    def _take_lost(self, engine: AskedEngine) -> None:
         raise RoleError(f"{engine} has died; the same command goes on")
 
     async def close(self) -> None:

@@ -98,7 +98,7 @@ def test_weights_are_loaded_between_those_who_asked_before_and_those_who_ask_aft
     parent = Parent(asks(1, 2), asks(3), load, asks(5), score)
     serve(engine_spec("fake").to_plain(), parent)  # type: ignore[arg-type]
     ready, *answers = parent.answers
-    assert ready == Ready(os.getpid())
+    assert ready == Ready()
     assert [type(answer) for answer in answers] == [Generated, Loaded, Generated, Scored], "those of a step are one"
     assert [number for number, _ in generated(answers)] == [1, 2, 3, 5]
     assert answers[1] == Loaded(4, 9)

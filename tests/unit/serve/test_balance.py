@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.engines.client import AskedEngine
 from rftdask.errors import ProcessLostError
 from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.serve.balance import Balanced, FullError, NoEngineError
@@ -23,12 +24,12 @@ from tests.unit.rollouts.rollout_cases import generation
 KEY = RolloutKey(0, 0)
 
 
-class TalkingEngine:
-    """A ServedEngine that says which call of it it is; while `is_held`, when it is let go."""
+class TalkingEngine(AskedEngine):
+    """One that says which call of it it is; while `is_held`, when it is let go."""
 
     def __init__(self, cache_tokens: int | None = None) -> None:
+        super().__init__()
         self.cache_tokens = cache_tokens
-        self.weights = Published(0, "", "")
         self.asked: list[tuple[GenerateRequest, Future[Generation]]] = []
         self.is_held = self.is_lost = False
 
@@ -65,6 +66,9 @@ class TalkingEngine:
 
     def close(self) -> None:
         self.lose()
+
+    def _send(self, message: Any) -> None:
+        raise NotImplementedError
 
     def _answer(self, number: int) -> None:
         request, future = self.asked[number - 1]

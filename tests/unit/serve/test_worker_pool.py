@@ -16,52 +16,28 @@ import psutil
 import pytest
 
 from rftdask.config import replace as replace_keys
-from rftdask.engines.base import GenerateRequest, SamplingParams
+from rftdask.engines.base import GenerateRequest
+from rftdask.engines.remote import RemoteEngine
 from rftdask.errors import ProcessLostError, StorageError
 from rftdask.explorer.worker_task import WarmUp
 from rftdask.run.run_folder import record_config
-from rftdask.serve.worker_engine import _host
-from rftdask.serve.worker_pool import WorkerEngine
+from rftdask.serve.worker_pool import host
 from rftdask.storage import Storage, open_storage
 from rftdask.weights.published import latest_written, publish_weights
+from tests.unit.engines.test_remote import ASKED, pipes
 from tests.unit.serve.test_session_bank import CONFIG
 
 FAKE = replace_keys(CONFIG, {"model.model_path": "none", "explorer.rollout_model.engine_type": "fake"})
-ASKED = GenerateRequest((1, 2), SamplingParams(max_tokens=3), seed=7)
 
 
-class Pipe:
-    """The part of Dask's Comm that both sides use, between two of this process."""
-
-    peer_address = "tcp://127.0.0.2:1"
-
-    def __init__(self) -> None:
-        self.other = self
-        self._inbox: asyncio.Queue[Any] = asyncio.Queue()
-
-    async def read(self) -> Any:
-        message = await self._inbox.get()
-        if message is None:
-            raise OSError("the stream is closed")
-        return message
-
-    async def write(self, message: Any) -> None:
-        self.other._inbox.put_nowait(message)
-
-    def abort(self) -> None:
-        for side in (self, self.other):
-            side._inbox.put_nowait(None)
-
-
-def run(tmp_path: Path, check: Callable[[WorkerEngine, Storage], Awaitable[None]]) -> None:
+def run(tmp_path: Path, check: Callable[[RemoteEngine, Storage], Awaitable[None]]) -> None:
     async def within() -> None:
         storage = open_storage(tmp_path)
-        here, there = Pipe(), Pipe()
-        here.other, there.other = there, here
+        here, there = pipes()
         warm_up = WarmUp(storage.url, record_config(storage, FAKE), 1, None)
         async with asyncio.timeout(120):
-            hosting = asyncio.create_task(_host(there, astuple(warm_up)))  # type: ignore[arg-type]
-            engine = WorkerEngine("tcp://127.0.0.2:1", here)  # type: ignore[arg-type]
+            hosting = asyncio.create_task(host(there, astuple(warm_up)))  # type: ignore[arg-type]
+            engine = RemoteEngine("tcp://127.0.0.2:1", here)  # type: ignore[arg-type]
             await engine.wait_ready()
             await check(engine, storage)
             engine.close()
@@ -75,12 +51,12 @@ def run(tmp_path: Path, check: Callable[[WorkerEngine, Storage], Awaitable[None]
     assert psutil.wait_procs(engines, timeout=60)[1] == [], "an engine is left"
 
 
-async def answers(engine: WorkerEngine, *requests: GenerateRequest) -> list[Any]:
+async def answers(engine: RemoteEngine, *requests: GenerateRequest) -> list[Any]:
     return list(await asyncio.gather(*map(asyncio.wrap_future, engine.submit(requests))))
 
 
 def test_calls_are_answered_and_streamed_and_weights_are_loaded(tmp_path: Path) -> None:
-    async def check(engine: WorkerEngine, storage: Storage) -> None:
+    async def check(engine: RemoteEngine, storage: Storage) -> None:
         told: list[int] = []
         [plain, streamed] = await answers(engine, ASKED, replace(ASKED, on_tokens=told.extend))
         assert plain == streamed and len(plain.tokens) == 3 and plain.max_policy_version == 0
@@ -102,7 +78,7 @@ def test_calls_are_answered_and_streamed_and_weights_are_loaded(tmp_path: Path) 
 
 
 def test_an_image_that_the_run_folder_lacks_ends_the_engine_by_name(tmp_path: Path) -> None:
-    async def check(engine: WorkerEngine, storage: Storage) -> None:
+    async def check(engine: RemoteEngine, storage: Storage) -> None:
         with pytest.raises(ProcessLostError, match=r"media/abcd.* is missing"):
             await answers(engine, replace(ASKED, images=("abcd",)))
         assert not engine.alive()
