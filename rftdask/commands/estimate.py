@@ -135,32 +135,43 @@ def train_parts(shape: ModelShape, sizes: TrainSizes) -> tuple[Part, ...]:
     count, critic = shape.num_parameters, sizes.critic.num_parameters if sizes.critic else 0
     # Adapters lie beside the weights, which stay frozen and need neither gradients nor optimizer state.
     trained, adapters = (count, 0) if sizes.trained is None else (sizes.trained, sizes.trained)
-    # Share of weights, gradients and optimizer state that lies on one GPU.
-    held = 0.0 if sizes.offloaded else 1.0 / sizes.num_ranks if sizes.sharded else 1.0
     cut = sizes.tensor_parallel
-    if cut > 1 and not sizes.offloaded:  # embeddings and norms are not cut
-        held = (shape.num_outside + (count - shape.num_outside) / cut) / count
-        held /= sizes.num_ranks / cut if sizes.sharded else 1
+
+    def held(model: ModelShape | None) -> float:
+        return 0.0 if sizes.offloaded or model is None else _share(model, sizes)
+
+    own, of_critic = held(shape), held(sizes.critic)
     # Frozen weights stay as their files have them, but for layers that are cut and not spread.
     most = _MASTER if cut > 1 and not sizes.sharded else 0
-    frozen = sum(model.num_parameters * max(most, min(_MASTER, model.bytes_at_rest)) for model in sizes.frozen)
+    frozen = (held(each) * each.num_parameters * max(most, min(_MASTER, each.bytes_at_rest)) for each in sizes.frozen)
     base = sizes.master_bytes if sizes.trained is None else min(_MASTER, shape.bytes_at_rest)
+    weights = own * (base * count + sizes.master_bytes * adapters) + of_critic * sizes.master_bytes * critic
+    gradients = sizes.master_bytes * (own * trained + of_critic * critic)
     state, why = _state_bytes(shape, sizes)
+    state *= own
     if sizes.critic:
-        state += _state_bytes(sizes.critic, replace(sizes, trained=None))[0]
+        state += of_critic * _state_bytes(sizes.critic, replace(sizes, trained=None))[0]
     parts = [
-        Part("weights", held * (base * count + sizes.master_bytes * (critic + adapters)), f"{count:,} of {base} bytes"),
-        Part("gradients", held * sizes.master_bytes * (trained + critic), f"{trained:,} of {sizes.master_bytes} bytes"),
-        Part("optimizer", held * state, why),
-        Part("frozen models", held * frozen, f"{len(sizes.frozen)} (reference, teachers)"),
+        Part("weights", weights, f"{count:,} of {base} bytes"),
+        Part("gradients", gradients, f"{trained:,} of {sizes.master_bytes} bytes"),
+        Part("optimizer", state, why),
+        Part("frozen models", sum(frozen), f"{len(sizes.frozen)} (reference, teachers)"),
     ]
     if sizes.compute_bytes < _MASTER:
-        whole, summed = count * held if cut > 1 else count, 0.0
+        layers, summed = (count - shape.num_outside) / cut, 0.0
+        layer = layers / max(1, shape.num_layers)
         if sizes.sharded:  # gathered at a time: two layers, embeddings and output layer
-            layer = (count - shape.num_outside) / max(1, shape.num_layers) / cut
             whole = layer * 2 + shape.num_outside
             if sizes.trained is None:  # added up at a time: what lies outside of the layers, or a layer
                 summed = (sizes.compute_bytes + _MASTER) * max(layer, shape.num_outside)
+        elif sizes.trained is None:
+            whole = count * own if cut > 1 else count
+        else:
+            # Autocast keeps the copies of trained weights for a pass; of frozen ones, unless they have that type
+            # already, the way back does: of the layers that it has not passed, or of the one that is computed again.
+            whole = adapters
+            if base > sizes.compute_bytes:
+                whole += (layer if sizes.checkpointing else layers) + shape.vocab_size * shape.hidden_size
         parts.append(Part("products", sizes.compute_bytes * whole, "weights in bfloat16, while they multiply"))
         parts.append(Part("sums", summed, "gradients of one unit, while ranks add them up"))
         # FlashAttention adds up the gradient of the queries in float32; deterministic, in as many copies as fill the
@@ -175,22 +186,26 @@ def train_parts(shape: ModelShape, sizes: TrainSizes) -> tuple[Part, ...]:
     return tuple(part for part in parts if part.num_bytes)
 
 
+def _share(model: ModelShape, sizes: TrainSizes) -> float:
+    """Share of a model's weights, gradients and optimizer state that the rank with the most of them has. Rows are dealt
+    whole: of 8 experts each of the first eight of 16 ranks has one.
+    """
+    ranks = sizes.num_ranks // sizes.tensor_parallel if sizes.sharded else 1
+    most = 0.0
+    for (is_outside, rows), count in model.rows.items():  # embeddings and norms are not cut
+        most += count * -(-rows // (ranks * (1 if is_outside else sizes.tensor_parallel))) / rows
+    return most / model.num_parameters
+
+
 def load_bytes(shape: ModelShape, sizes: TrainSizes) -> float:
     """The most that a rank holds on its GPU while it loads one model after another (`load_policy`): under fsdp2 its
     rows alone, 1.2 times them and a tensor at most; else each model whole, which is in host memory before.
     """
 
     def most(model: ModelShape, each: int) -> float:
-        cut = sizes.tensor_parallel
-        if not (sizes.sharded or sizes.offloaded or cut > 1):
+        if not (sizes.sharded or sizes.offloaded or sizes.tensor_parallel > 1):
             return float(each * model.num_parameters)
-        if cut > 1:  # as it is then held
-            layers = (model.num_parameters - model.num_outside) / cut
-            rows = (model.num_outside + layers) / (sizes.num_ranks / cut if sizes.sharded else 1)
-            return each * (1.2 * rows + max(map(math.prod, model.weights.values())))
-        # Fused experts of which some rank would have none are read whole.
-        fused = [math.prod(dims) for dims in model.weights.values() if len(dims) > 2 and dims[0] < sizes.num_ranks]
-        rows = sum(fused) + (model.num_parameters - sum(fused)) / sizes.num_ranks
+        rows = _share(model, sizes) * model.num_parameters  # as they are then held
         return each * (1.2 * rows + max(map(math.prod, model.weights.values())))
 
     base = sizes.master_bytes if sizes.trained is None else min(_MASTER, shape.bytes_at_rest)

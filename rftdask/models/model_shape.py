@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,19 @@ class ModelShape:
         return sum(
             math.prod(shape) for name, shape in self.weights.items() if not any(map(str.isdigit, name.split(".")))
         )
+
+    @cached_property
+    def rows(self) -> Mapping[tuple[bool, int], int]:
+        """(Are they outside of the layers, rows of their tensor) -> number of weights. An expert is a row of one tensor
+        of all experts, as transformers holds them, also where the files have a tensor for each.
+        """
+        of_experts = {name: re.sub(r"\.experts\.\d+\.", ".experts.", name) for name in self.weights}
+        num_experts, rows = Counter(of_experts.values()), Counter[tuple[bool, int]]()
+        for name, shape in self.weights.items():
+            is_alone = of_experts[name] == name
+            is_outside = not any(map(str.isdigit, name.split(".")))
+            rows[is_outside, max(1, *shape[:1]) if is_alone else num_experts[of_experts[name]]] += math.prod(shape)
+        return rows
 
     def lora_parameters(self, lora: LoraConfig) -> int:
         """Count the weights of adapters on the layers that PEFT would take: rank * (in + out) each."""

@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.core_model_loading import convert_and_load_state_dict_in_model, set_param_for_module
 from transformers.utils import logging
 
 from rftdask.errors import DataError
@@ -37,7 +37,7 @@ from rftdask.models.image_models import model_class
 from rftdask.models.model_shape import MAX_LOGITS
 from rftdask.storage.staging import staged
 from rftdask.trainer.attention import check_splits, hidden_states, pack_if_equal
-from rftdask.trainer.engines.strategies.base import distinct_state
+from rftdask.trainer.engines.strategies.base import distinct_state, local
 from rftdask.trainer.packing import PackedRows
 from rftdask.weights.tensor_heads import read_file_head
 
@@ -143,7 +143,13 @@ def _parts_alone(spread: Callable[[PreTrainedModel], None] | None, device: str) 
                     held |= dict(zip(names := list(reader.keys()), map(reader.get_slice, names), strict=True))
                 else:
                     held |= torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            return convert_and_load_state_dict_in_model(model, held, replace(settings, device_map={"": device}))
+            info, rest = convert_and_load_state_dict_in_model(model, held, replace(settings, device_map={"": device}))
+        # It stacks the experts that a rank has, and fails where it has none.
+        for name, weight in list(model.named_parameters()):
+            if name in info.conversion_errors and not len(none := local(weight)):
+                set_param_for_module(model, name, torch.empty_like(none, device=device), info, None)
+                del info.conversion_errors[name]
+        return info, rest
 
     theirs._load_pretrained_model = staticmethod(load)
     try:

@@ -7,7 +7,8 @@
   by as many or by another number, and give each other what they need of it; of what they save each holds a share; a
   file that changes after it was verified ends all of them;
 - what it holds is, to the bit, what it would hold of a model that was read whole: tied and untied weights, adapters,
-  the head of a reward model, a critic, widths that the ranks do not divide, old files of pickles.
+  the head of a reward model, a critic, widths that the ranks do not divide, experts of which a rank has none, old files
+  of pickles.
 """
 
 from __future__ import annotations
@@ -360,7 +361,7 @@ def test_a_rank_holds_what_it_would_hold_of_the_whole_model(tmp_path: Path) -> N
         **{
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "num_experts": 6,
+            "num_experts": 6,  # in twos: the last rank has none
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 8,
         },

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -54,6 +55,7 @@ from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.ranks import Ranks
 
+MIXTRAL = "mistralai/Mixtral-8x7B-v0.1"
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3}
 FAMILIES = {
     "qwen2 tied": transformers.Qwen2Config(
@@ -350,14 +352,75 @@ def test_what_a_rank_loads_has_to_fit() -> None:
     assert load_bytes(shape, replace(cut, sharded=False, trained=10**6)) == 2 * shape.num_parameters
     taught = load_bytes(read_shape("Qwen/Qwen3-0.6B"), replace(cut, sharded=False, frozen=(teacher,)))
     assert taught == 2 * teacher.num_parameters + 4 * 596_049_920
-    experts = read_shape("Qwen/Qwen3-30B-A3B")  # 128 of them: 256 ranks would have none of some
-    assert load_bytes(experts, replace(cut, num_ranks=256)) > 4 * experts.num_expert_parameters
     engines = "explorer.rollout_model.engine_num=8"
     config = sizes.make_config("Qwen/Qwen3-32B", (8, 8), engines, "trainer.trainer_strategy=ddp")
     trainer, _, host = estimate(config, memory_bytes=80 * GB)
     assert "a rank holds 131.0 GB while it loads; take fsdp2" in trainer.problem
     assert host.total_bytes > 8 * 4 * shape.num_parameters
     assert estimate(sizes.make_config("Qwen/Qwen3-32B", (8, 8), engines), memory_bytes=80 * GB)[0].problem == ""
+
+
+@pytest.mark.parametrize(("model", "num_ranks", "share"), [("Qwen/Qwen3-235B-A22B", 24, 6 / 128), (MIXTRAL, 16, 1 / 8)])
+def test_experts_are_dealt_whole_and_some_ranks_have_none(model: str, num_ranks: int, share: float) -> None:
+    shape = read_shape(model)
+    experts, tensor = shape.num_expert_parameters, max(map(math.prod, shape.weights.values()))
+    sizes = TrainSizes(tokens=1000, num_ranks=num_ranks, sharded=True)
+    most = 4 * (share * experts + (shape.num_parameters - experts) / num_ranks)
+    # What is no expert is 3 % of the weights, and hardly more uneven than its rows.
+    assert train_parts(shape, sizes)[0].num_bytes == pytest.approx(most, rel=0.01)
+    assert load_bytes(shape, sizes) == pytest.approx(1.2 * most + 4 * tensor, rel=0.01)
+    apart: dict[str, tuple[int, ...]] = {}
+    for name, dims in shape.weights.items():  # as files of the Hub have them
+        more = {name.replace(".experts.", f".experts.{i}."): dims[1:] for i in range(dims[0])}
+        apart |= more if ".experts." in name else {name: dims}
+    assert train_parts(replace(shape, weights=apart), sizes)[0] == train_parts(shape, sizes)[0]
+
+
+@pytest.mark.parametrize("num_ranks", [3, 5, 7, 64])
+def test_the_first_rank_has_the_most_rows(saved: tuple[Any, ModelShape, Path], num_ranks: int) -> None:
+    model, shape, _ = saved
+    measured = sum(parameter.chunk(num_ranks)[0].nbytes for parameter in model.parameters())
+    assert train_parts(shape, TrainSizes(9, num_ranks, sharded=True))[0].num_bytes == pytest.approx(measured)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("trained", ["all", "adapters beside bfloat16", "adapters beside float32"])
+def test_autocast_keeps_copies_of_the_weights_that_are_counted(
+    tmp_path: Path, trained: str, checkpointing: bool
+) -> None:
+    """With `checkpointing` what a layer keeps while it is computed again is counted beside, which no hook sees."""
+    model: Any = transformers.AutoModelForCausalLM.from_config(FAMILIES["qwen2 tied"])
+    model.to(torch.bfloat16 if "bfloat16" in trained else torch.float32).save_pretrained(tmp_path)
+    shape, lora = read_shape(str(tmp_path)), LoraConfig(lora_rank=3)
+    if trained != "all":
+        begin(model, lora)
+        trainer_model.compute_wide(model)
+    assert pack_if_equal(model)
+    if checkpointing:
+        model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    copies, held = dict[int, torch.UntypedStorage](), {each.untyped_storage().data_ptr() for each in model.parameters()}
+    shapes = {tuple(sorted(parameter.shape)) for parameter in model.parameters() if parameter.dim() > 1}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tuple(sorted(tensor.shape)) in shapes and storage.data_ptr() not in held:
+            copies[storage.data_ptr()] = storage
+        return tensor
+
+    rows = pack_rows([np.arange(71) % 96], np.array([30]), np.ones(1))  # no width is 71
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        trainer_model.token_logprobs(model, rows)[0].sum().backward()
+    measured = sum(storage.nbytes() for storage in copies.values())
+    sizes = TrainSizes(
+        9, checkpointing=checkpointing, trained=None if trained == "all" else shape.lora_parameters(lora)
+    )
+    counted = {part.name: part.num_bytes for part in train_parts(shape, sizes)}["products"]
+    layers = shape.num_parameters - shape.num_outside
+    if checkpointing:
+        counted -= {"all": 2 * layers, "adapters beside bfloat16": counted}.get(trained, 0)
+        counted -= 2 * (layers / 3 + sizes.trained) if "float32" in trained else 0
+    # What the first of three layers multiplies its input by is kept by none, since the input has no gradient.
+    assert measured == pytest.approx(counted, rel=0.08)
 
 
 def test_a_deterministic_backward_pass_counts_its_copies() -> None:

@@ -71,14 +71,9 @@ class FSDP2(Strategy):
                 whole = torch.empty(laid.shape, dtype=laid.dtype, device="meta")
                 # A weight that is cut along its rows is cut first: a rank has some rows of its part.
                 rows_are_cut = any(placement.is_shard(0) for placement in cuts)
-                num_rows = len(whole) // (num_cuts if rows_are_cut else 1)
-                if whole.dim() > 2 and -(-num_rows // self._mesh.size()) * (self._mesh.size() - 1) >= num_rows:
-                    # transformers stacks the experts of a rank, and fails at one that has none: read whole.
-                    read = whole
-                else:
-                    along: Placement = _StridedShard(0, split_factor=num_cuts) if rows_are_cut else Shard(0)
-                    mesh = self._cut.whole_mesh if self._cut and cuts else self._mesh
-                    read = distribute_tensor(whole, mesh, [along, *cuts], src_data_rank=None)
+                along: Placement = _StridedShard(0, split_factor=num_cuts) if rows_are_cut else Shard(0)
+                mesh = self._cut.whole_mesh if self._cut and cuts else self._mesh
+                read = distribute_tensor(whole, mesh, [along, *cuts], src_data_rank=None)
                 setattr(module, name, torch.nn.Parameter(read, requires_grad=laid.requires_grad))
 
     def prepare(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
