@@ -466,7 +466,10 @@ def estimate(
         sizes = train_sizes(config, shape, layout)
         loading, problem = load_bytes(shape, sizes), ""
         if memory_bytes is not None and loading > USABLE * memory_bytes:
-            problem = f"a rank holds {loading / GB:.1f} GB while it loads; take fsdp2 and more ranks, or LoRA"
+            least = load_bytes(shape, replace(sizes, sharded=True, num_ranks=1024))  # an expert is not divided
+            ways = ["fsdp2 and more ranks"] * (least <= USABLE * memory_bytes) + ["LoRA"] * (sizes.trained is None)
+            way = " or ".join(ways) or "a GPU with more memory"
+            problem = f"a rank holds {loading / GB:.1f} GB while it loads; take {way}"
         found.append(Estimate(config.trainer.name, sizes.num_ranks, train_parts(shape, sizes), problem))
         here = int(min(sizes.num_ranks, a_machine))
         host.append(Part("ranks", here * _PROCESS, f"{here} processes", here))

@@ -355,7 +355,10 @@ def test_what_a_rank_loads_has_to_fit() -> None:
     engines = "explorer.rollout_model.engine_num=8"
     config = sizes.make_config("Qwen/Qwen3-32B", (8, 8), engines, "trainer.trainer_strategy=ddp")
     trainer, _, host = estimate(config, memory_bytes=80 * GB)
-    assert "a rank holds 131.0 GB while it loads; take fsdp2" in trainer.problem
+    assert "a rank holds 131.0 GB while it loads; take fsdp2 and more ranks or LoRA" in trainer.problem
+    mixture = sizes.make_config(MIXTRAL, (4, 8), "explorer.rollout_model.engine_num=16")
+    # Each of eight ranks has an expert of eight, however many more there are.
+    assert estimate(mixture, memory_bytes=24 * GB)[0].problem == "a rank holds 31.3 GB while it loads; take LoRA"
     assert host.total_bytes > 8 * 4 * shape.num_parameters
     assert estimate(sizes.make_config("Qwen/Qwen3-32B", (8, 8), engines), memory_bytes=80 * GB)[0].problem == ""
 
