@@ -147,7 +147,7 @@ def _parts_alone(spread: Callable[[PreTrainedModel], None] | None, device: str) 
         # It stacks the experts that a rank has, and fails where it has none.
         for name, weight in list(model.named_parameters()):
             if name in info.conversion_errors and not len(none := local(weight)):
-                set_param_for_module(model, name, torch.empty_like(none, device=device), info, None)
+                set_param_for_module(model, name, torch.empty_like(none, device=device), info, settings.hf_quantizer)
                 del info.conversion_errors[name]
         return info, rest
 
