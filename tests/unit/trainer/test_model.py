@@ -49,6 +49,7 @@ from rftdask.trainer.model import (
 from rftdask.trainer.packing import PackedRows, pack_rows
 from rftdask.trainer.ranks import Ranks
 from tests.numerics import assert_close, assert_same_logprobs, shifted_seed
+from tests.unit.engines.tiny_models import save_tiny_mixture
 
 VOCAB_SIZE = 50
 PROMPT_LENGTHS = [3, 1, 5, 4]
@@ -280,6 +281,16 @@ class TestLoadPolicy:
         save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(DataError, match=r"lacks the weights \['model\.norm\.weight'\]"):
             load_policy(str(tmp_path), "float32", "cpu")
+
+    def test_experts_that_cannot_be_stacked_are_not_taken_for_none(self, tmp_path: Path) -> None:
+        save_tiny_mixture(tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors")
+        name = "model.layers.0.mlp.experts.3.down_proj.weight"
+        save_file(
+            tensors | {name: tensors[name][:1].clone()}, tmp_path / "model.safetensors", metadata={"format": "pt"}
+        )
+        with pytest.raises(RuntimeError, match="conversion"):  # read in parts, of which there is one
+            load_policy(str(tmp_path), "float32", "cpu", spread=lambda model: None)
 
     def test_torn_weights_are_refused(self, folder: Path, tmp_path: Path) -> None:
         for path in folder.iterdir():
