@@ -41,7 +41,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def running(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it went between the two
+        return False
 
 
 @pytest.mark.parametrize(
