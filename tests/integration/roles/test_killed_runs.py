@@ -119,4 +119,7 @@ def test_a_run_goes_on_when_its_engine_its_trainer_and_its_explorer_worker_are_k
 
 
 def is_running(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it went between the two
+        return False
