@@ -98,23 +98,24 @@ def hide_special(tokenizer: Tokenizer, chat: T) -> tuple[T, dict[str, str]]:
 
 def is_plain(tokenizer: Tokenizer, tokens: Sequence[int]) -> bool:
     """Whether what a policy wrote has no special tokens but those that end it."""
+    return _special_tokens(tokenizer)[1].keys().isdisjoint(tokens[: _end(tokenizer, tokens)])
+
+
+def _end(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
+    """Number of tokens before the special ones at the end."""
     _, special = _special_tokens(tokenizer)
     end = len(tokens)
     while end and tokens[end - 1] in special:
         end -= 1
-    return special.keys().isdisjoint(tokens[:end])
+    return end
 
 
 def sampled_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """What a policy wrote, as a template has to render it for the chat to go on from these very tokens: special tokens
     are special at the end alone, where they end the turn, and hidden (`hide_special`) where they are spelled.
     """
-    _, special = _special_tokens(tokenizer)
-    end = len(tokens)
-    while end and tokens[end - 1] in special:
-        end -= 1
+    end, plain = _end(tokenizer, tokens), is_plain(tokenizer, tokens)
     # A real one within the text stays bare: nobody is told of it, so no prompt has it there.
-    plain = is_plain(tokenizer, tokens)
     body = tokenizer.decode(tokens[:end], skip_special_tokens=plain)
     tail = tokenizer.decode(tokens[end:], skip_special_tokens=False) if end < len(tokens) else ""
     return (hide_special(tokenizer, body)[0] if plain else body) + tail

@@ -171,8 +171,9 @@ class SharedEngine:
         """Take in who serves the model, as of a moment ago."""
         if time.monotonic() - self._looked_s >= _LOOK_S:
             self._looked_s = time.monotonic()  # before it is answered: one question is enough
-            with suppress(OSError):  # the scheduler is gone, and this worker with it
-                told = (await self._worker.scheduler.identity(n_workers=-1))["workers"]
+            with suppress(OSError):  # the scheduler is gone, and this worker with it, or does not answer
+                asked = self._worker.scheduler.identity(n_workers=-1)
+                told = (await asyncio.wait_for(asked, self._patience_s))["workers"]
                 there = {address for address, info in told.items() if info["resources"].get(AUXILIARY_RESOURCE)}
                 self._num_workers = len(there)
                 self._engines.look(there)

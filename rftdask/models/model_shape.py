@@ -72,9 +72,7 @@ class ModelShape:
     @property
     def num_outside(self) -> int:
         """Weights outside of the layers: embeddings, output layer, last norm."""
-        return sum(
-            math.prod(shape) for name, shape in self.weights.items() if not any(map(str.isdigit, name.split(".")))
-        )
+        return sum(count for (is_outside, _), count in self.rows.items() if is_outside)
 
     @cached_property
     def rows(self) -> Mapping[tuple[bool, int], int]:

@@ -175,7 +175,7 @@ def read_request(
         key, kind, least, most = _NUMBERS[name]
         options[key] = _number(name, given.pop(name), kind, least, most)
     for name in ("stop", "bad_words"):
-        if texts := _texts(name, given.pop(name, None)):
+        if texts := texts_of(name, given.pop(name, None)):
             options[name] = texts
     n = int(_number("n", given.pop("n", 1), int, 1, MAX_CHOICES))
     seed = given.pop("seed", None)
@@ -285,9 +285,10 @@ def _flag(name: str, given: dict[str, Any], default: bool = False) -> bool:
     return value
 
 
-def _texts(name: str, value: Any) -> tuple[str, ...]:
+def texts_of(name: str, value: Any) -> tuple[str, ...]:
+    """One text or several as several; None is none. Raises: BadRequestError: something else."""
     texts = [value] if isinstance(value, str) else value or []
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
         raise BadRequestError(f"{name} must be a text, or a list of texts, none of them empty", name)
     return tuple(texts)
 

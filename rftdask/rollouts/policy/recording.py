@@ -64,6 +64,7 @@ from rftdask.rollouts.policy.openai_api import (
     read_request,
     refusal,
     text_completion,
+    texts_of,
     token_usage,
 )
 from rftdask.rollouts.policy.remote import RemoteModel
@@ -749,18 +750,17 @@ async def _prompt_as_sampled(model: ServedModel, sampled: Sequence[Mapping[str, 
     as the request has them where the template then fails, or leaves out what a tool said: it reads calls of tools, and
     what the policy wrote has none.
     """
-    said = [str(each["content"]).strip() for each in sampled if each["role"] == "tool" and each.get("content")]
-    prompt, failure = None, None
-    try:
+    if list(sampled) == list(asked.messages):
+        return await _chat_prompt(model, sampled, asked.template_options)
+    said = [str(each["content"]).strip() for each in sampled if each["role"] == "tool"]
+    prompt = None
+    with contextlib.suppress(TemplateError):  # that of the messages as given is raised
         prompt = await _chat_prompt(model, sampled, asked.template_options)
-    except TemplateError as error:
-        failure = error
-    if prompt is not None and all(text in prompt.text for text in said):
-        return prompt
-    if list(sampled) == list(asked.messages) and failure is not None:
-        raise failure
+        said = [text for text in said if text not in prompt.text]
+        if not said:
+            return prompt
     given = await _chat_prompt(model, asked.messages, asked.template_options)
-    # A template may write it in other words, such as JSON, whichever way the calls are told.
+    # A template may write it in other words, such as JSON, whichever way calls are told.
     return given if prompt is None or any(text in given.text for text in said) else prompt
 
 
@@ -802,14 +802,6 @@ def _cut_at_stop(tokenizer: Tokenizer, generation: Generation, stop: Sequence[st
     # What was left out may be all that the newest weights have sampled.
     cut = cut.sampled_by(generation.versions) if generation.versions else cut
     return cut, text[: min(text.index(each) for each in stop if each in text)]
-
-
-def texts_of(name: str, given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """One text or several as several. Raises: TypeError: something else."""
-    texts = (given,) if isinstance(given, str) else tuple(given or ())
-    if not all(isinstance(text, str) and text for text in texts):
-        raise TypeError(f"{name} must be a text or several, none of them empty: {given!r:.200}")
-    return texts
 
 
 def _sampling(defaults: SamplingParams, asked: Mapping[str, Any]) -> SamplingParams:

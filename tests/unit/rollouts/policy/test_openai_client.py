@@ -13,7 +13,8 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import openai
 import pytest
@@ -163,6 +164,49 @@ def test_a_template_that_reads_calls_of_tools_is_given_them(fails: bool) -> None
         "[add]<user>hi0<assistant>",
         "[add]<user>hi0<assistant>so:1<tool>20<assistant>",
     )
+
+
+class WritesJson(CharTokenizer):
+    """Its template writes what a tool said as JSON, whether or not it was called."""
+
+    def apply_chat_template(self, chat: Any, **options: Any) -> str:
+        told = [{**each, "content": json.dumps(each["content"])} if each["role"] == "tool" else each for each in chat]
+        return super().apply_chat_template(told, **options)
+
+
+def test_what_a_tool_said_may_be_written_in_other_words() -> None:
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.chat.completions.create
+        messages = list(ASKED)
+        for said in ("2", 'a "b"'):
+            message = (await create(model="p", messages=messages, tools=TOOLS)).choices[0].message
+            messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": said}]
+        await create(model="p", messages=messages, tools=TOOLS)
+
+    [row] = rows(agent, replies(WRITTEN), WritesJson())
+    assert row.response_text.startswith(f'{WRITTEN}<tool>"2"<assistant>{WRITTEN}<tool>"a \\"b\\""<assistant>')
+
+
+class Marked(CharTokenizer):
+    """A special token stands before calls, which no text of an answer has."""
+
+    added_tokens_decoder: ClassVar = {1: SimpleNamespace(content="\x01", special=True)}
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
+        text = super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text.replace("\x01", "") if skip_special_tokens else text
+
+
+def test_a_message_whose_marks_are_special_tokens_is_written_by_the_template() -> None:
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.chat.completions.create
+        message = (await create(model="p", messages=ASKED, tools=TOOLS)).choices[0].message
+        told = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"}
+        await create(model="p", messages=[*ASKED, message, told], tools=TOOLS)
+
+    first, second = rows(agent, replies(f"so: \x01{WRITTEN[4:]}"), Marked())
+    assert 1 in first.tokens
+    assert second.prompt_text == "[add]<user>hi<assistant>so:<tool>2<assistant>"
 
 
 def test_calls_are_told_apart_as_the_request_says() -> None:
