@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -165,15 +165,20 @@ def ours(folder: Path, seed: int, steps: int) -> tuple[float, Curve, Path]:
 def other(arm: str, folder: Path, seed: int, steps: int) -> tuple[float, Curve, Path]:
     """Seconds, curve and final model of an arm of this file, in a process of its own."""
     began, start = time.time(), time.perf_counter()
+    run_arm(__file__, arm, folder, seed, steps)
+    seconds = time.perf_counter() - start
+    told = json.loads((folder / f"{arm}.json").read_text())
+    return seconds, [(at - began, reward) for at, reward in told], folder / arm
+
+
+def run_arm(script: str, arm: str, folder: Path, seed: int, steps: int) -> None:
+    """An arm of a script, in a process of its own. Raises: subprocess.CalledProcessError."""
     subprocess.run(
-        [sys.executable, __file__, "--arm", arm, "--folder", str(folder), "--seed", str(seed), "--steps", str(steps)],
+        [sys.executable, script, "--arm", arm, "--folder", str(folder), "--seed", str(seed), "--steps", str(steps)],
         check=True,
         capture_output=True,
         env={**os.environ, "OMP_NUM_THREADS": "2"},
     )
-    seconds = time.perf_counter() - start
-    told = json.loads((folder / f"{arm}.json").read_text())
-    return seconds, [(at - began, reward) for at, reward in told], folder / arm
 
 
 def read_rows(folder: Path, name: str) -> list[dict[str, str]]:
@@ -271,7 +276,7 @@ def seconds_to(curve: Curve, reward: float) -> float:
     return next((at for at, mean in means if mean >= reward), curve[-1][0])
 
 
-def race(task: str, seeds: Sequence[int], steps: int, warm_up_steps: int, report: Report) -> None:
+def race(task: str, seeds: Sequence[int], steps: int, report: Report) -> None:
     arms = ["ours", *(["trl"] if find_spec("trl") else []), "bare"]
     walls: dict[str, list[float]] = {arm: [] for arm in arms}
     times: dict[str, list[float]] = {arm: [] for arm in arms}
@@ -279,7 +284,7 @@ def race(task: str, seeds: Sequence[int], steps: int, warm_up_steps: int, report
     for number, seed in enumerate(seeds):
         with tempfile.TemporaryDirectory(prefix="race-") as name:
             folder = Path(name)
-            write_task(folder, task, seed, warm_up_steps)
+            write_task(folder, task, seed, warm_up_steps=0 if report.quick else 320)
             before, curves = accuracy(folder, folder / "model"), {}
             for arm in arms[number % len(arms) :] + arms[: number % len(arms)]:
                 seconds, curves[arm], model = (
@@ -311,31 +316,35 @@ def race(task: str, seeds: Sequence[int], steps: int, warm_up_steps: int, report
         report.add(f"{task}: held-out accuracy of {names.get(arm, ('ours',))[0]}", median(ends[arm]), "share")
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
+def main(
+    description: str | None,
+    arms: Mapping[str, Callable[[Path, int, int], None]],
+    run_race: Callable[[str, Sequence[int], int, Report], None],
+    *,
+    seeds: int,
+    steps: int,
+) -> None:
+    """The command of a race. arms: those that it starts in processes of their own; run_race: of a task, by all;
+    seeds, steps: how many unless others are asked for.
+    """
+    parser = make_parser(description)
     parser.add_argument("--task", nargs="+", choices=TASKS, default=["sums"])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--arm", choices=("trl", "bare"), help="of this benchmark itself: run this one, in --folder")
+    parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--arm", choices=arms, help="of this benchmark itself: run this one, in --folder")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.arm:
-        {"trl": trl_arm, "bare": bare_arm}[args.arm](args.folder, args.seed, args.steps)
+        arms[args.arm](args.folder, args.seed, args.steps)
         return
     if find_spec("trl") is None:
         print("TRL is not installed, so it is left out; it is in the extra conformance")
     report = Report(args)
     for task in args.task:
-        race(
-            task,
-            range(1 if args.quick else args.seeds),
-            2 if args.quick else args.steps,
-            0 if args.quick else 320,
-            report,
-        )
+        run_race(task, range(1 if args.quick else args.seeds), 2 if args.quick else args.steps, report)
     report.write()
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, {"trl": trl_arm, "bare": bare_arm}, race, seeds=5, steps=24)

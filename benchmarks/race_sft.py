@@ -18,10 +18,7 @@ is no race for PPO: TRL has none any more.
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,8 +26,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
-from race import BETAS, FORMAT, LR, TASKS, common, read_rows, run, trained, write_task
-from report import Report, make_parser
+from race import BETAS, FORMAT, LR, common, main, read_rows, run, run_arm, trained, write_task
+from report import Report
 
 BATCH = 32
 EPOCHS = 40
@@ -57,17 +54,6 @@ def ours(folder: Path, seed: int, steps: int) -> Path:
     }
     run(folder, tree)
     return trained(folder, "race-sft")
-
-
-def other(arm: str, folder: Path, seed: int, steps: int) -> Path:
-    """The model of an arm of this file, in a process of its own."""
-    subprocess.run(
-        [sys.executable, __file__, "--arm", arm, "--folder", str(folder), "--seed", str(seed), "--steps", str(steps)],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )
-    return folder / arm
 
 
 def trl_arm(folder: Path, seed: int, steps: int) -> None:
@@ -148,7 +134,11 @@ def race(task: str, seeds: Sequence[int], steps: int, report: Report) -> None:
             before = held_out(folder, folder / "model")
             for arm in arms[number % len(arms) :] + arms[: number % len(arms)]:
                 start = time.perf_counter()
-                model = ours(folder, seed, steps) if arm == "ours" else other(arm, folder, seed, steps)
+                if arm == "ours":
+                    model = ours(folder, seed, steps)
+                else:
+                    run_arm(__file__, arm, folder, seed, steps)
+                    model = folder / arm
                 walls[arm].append(time.perf_counter() - start)
                 losses[arm].append(held_out(folder, model))
         told = ", ".join(f"{arm} {walls[arm][-1]:.1f} s, {losses[arm][-1]:.3f}" for arm in arms)
@@ -164,25 +154,5 @@ def race(task: str, seeds: Sequence[int], steps: int, report: Report) -> None:
         report.add(f"{task}: held-out loss of {arm}", median(losses[arm]), "nats per token", less_is_better=True)
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--task", nargs="+", choices=TASKS, default=["sums"])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=320)
-    parser.add_argument("--arm", choices=("trl", "bare"), help="of this benchmark itself: run this one, in --folder")
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if args.arm:
-        {"trl": trl_arm, "bare": bare_arm}[args.arm](args.folder, args.seed, args.steps)
-        return
-    if find_spec("trl") is None:
-        print("TRL is not installed, so it is left out; it is in the extra conformance")
-    report = Report(args)
-    for task in args.task:
-        race(task, range(1 if args.quick else args.seeds), 2 if args.quick else args.steps, report)
-    report.write()
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, {"trl": trl_arm, "bare": bare_arm}, race, seeds=3, steps=320)

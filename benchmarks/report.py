@@ -70,7 +70,8 @@ class Report:
     def __init__(self, arguments: argparse.Namespace) -> None:
         """arguments: of a parser that `make_parser` made."""
         self.rows: list[Row] = []
-        self._quick: bool = arguments.quick
+        self.quick: bool = arguments.quick
+        """Whether with fewer repeats, so that the numbers say nothing."""
         self._file: Path | None = arguments.json
 
     def add(
@@ -97,5 +98,5 @@ class Report:
         """Write the file, where one was asked for. Raises: OSError."""
         if self._file is not None:
             rows = [asdict(row) for row in self.rows]
-            content = {"benchmark": Path(sys.argv[0]).stem, "quick": self._quick, "rows": rows}
+            content = {"benchmark": Path(sys.argv[0]).stem, "quick": self.quick, "rows": rows}
             self._file.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")

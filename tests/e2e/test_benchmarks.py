@@ -90,14 +90,17 @@ def test_a_part_of_a_gpu_that_hangs_is_ended_and_reported_and_the_next_one_runs(
 def test_what_parts_of_a_gpu_have_found_is_in_the_table_when_the_machine_is_taken_away(tmp_path: Path) -> None:
     table = tmp_path / "gpu.md"
     command = [sys.executable, str(FOLDER / "gpu.py"), "--tiny", "--append", str(table), "--parts", "a", "j"]
-    deadline = time.monotonic() + DEADLINE_S
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=tmp_path) as script:
+    deadline, env = time.monotonic() + DEADLINE_S, {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=tmp_path, env=env) as script:
         try:
             while not (table.exists() and "| a |" in table.read_text()):
                 assert script.poll() is None and time.monotonic() < deadline
                 time.sleep(0.1)
         finally:
-            script.kill()
+            all_of_it = [*psutil.Process(script.pid).children(recursive=True), script]
+            for process in all_of_it:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 def test_without_peft_the_parts_of_a_gpu_say_what_they_leave_out(tmp_path: Path) -> None:
