@@ -114,7 +114,9 @@ def main(overrides: list[str]) -> None:
         ThreadPoolExecutor(AT_ONCE) as pool,
     ):
         assert server.stdout is not None
-        _, address, *_, key = server.stdout.readline().split(";")[0].split()
+        if not (line := server.stdout.readline()):
+            sys.exit("rftdask serve did not start; what it said is above")
+        _, address, *_, key = line.split(";")[0].split()
         url = address.removesuffix("/v1")
         rewards = list(pool.map(lambda task: use(url, key, task), tasks))
         if trainer.wait(DEADLINE_S):
