@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rftdask.errors import RoleError
-from rftdask.processes.nursery import end_with
+from rftdask.processes.nursery import end_with, socket_folder
 from rftdask.storage.staging import source_of, staged
 
 ENGINE_PID = "RFTDASK_ENGINE_PID"
@@ -127,8 +127,12 @@ def set_defaults(on_cpu: bool) -> None:
     """Set what vLLM reads from the environment, where nobody has; before it is imported."""
     from rftdask.engines.base import MAX_BAD_TOKENS, MAX_BAD_WORDS  # late: a job's first process loads no configuration
 
-    room = {"VLLM_MAX_NUM_BAD_WORDS": str(MAX_BAD_WORDS), "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": str(MAX_BAD_TOKENS)}
-    for name, value in (_DEFAULTS | room | (_CPU_DEFAULTS if on_cpu else {})).items():
+    own = {
+        "VLLM_MAX_NUM_BAD_WORDS": str(MAX_BAD_WORDS),
+        "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": str(MAX_BAD_TOKENS),
+        "VLLM_RPC_BASE_PATH": socket_folder(),
+    }
+    for name, value in (_DEFAULTS | own | (_CPU_DEFAULTS if on_cpu else {})).items():
         os.environ.setdefault(name, value)
 
 

@@ -68,11 +68,21 @@ _CALL_S = 300.0
 _ANY_BYTES = "surrogateescape"
 """How os.environ has values that are no UTF-8."""
 _PR_SET_PDEATHSIG = 1
+_ADDRESS_BYTES = 107
+"""Of a socket, with its name."""
+_SOCKET_NAME_BYTES = 37
+"""Of the longest name below the folder: a slash and a UUID, vLLM's; Python's and the nursery's take 32."""
 # Else a title is written over what ps and /proc tell of a process's environment; Dask gives titles, too.
 os.environ.setdefault("SPT_NOENV", "1")
 _is_started = False
 _context = multiprocessing.get_context("forkserver")
 _libc = ctypes.CDLL(None)
+
+
+def socket_folder() -> str:
+    """Where sockets can be: TMPDIR, or /tmp where that is too long for their addresses."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) + _SOCKET_NAME_BYTES <= _ADDRESS_BYTES else "/tmp"
 
 
 def can_fork(has_gpus: bool) -> bool:
@@ -184,9 +194,12 @@ def start(modules: Sequence[str]) -> None:
     resource_tracker.ensure_running()  # it unblocks two of them, the first time
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     os.environ.update({name: value for name, value in environment.items() if before[name] is None})
+    temporary = tempfile.tempdir
+    tempfile.tempdir = socket_folder()  # for the socket of the server, in a folder that Python makes once
     try:
         forkserver.ensure_running()
     finally:
+        tempfile.tempdir = temporary
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
@@ -238,7 +251,7 @@ def _call(told: Connection, function: Callable[..., Any], args: Sequence[Any]) -
 @contextlib.contextmanager
 def nursery() -> Iterator[str]:
     """A nursery below the fork server: the address of its socket, in a folder that only its owner may enter."""
-    folder = tempfile.mkdtemp(prefix="rftdask-nursery-")
+    folder = tempfile.mkdtemp(prefix="rftdask-nursery-", dir=socket_folder())
     address = str(Path(folder, "socket"))
     ours, theirs = _context.Pipe()
     with socket.socket(socket.AF_UNIX) as listener, theirs:

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -90,14 +91,22 @@ def test_a_part_of_a_gpu_that_hangs_is_ended_and_reported_and_the_next_one_runs(
 def test_what_parts_of_a_gpu_have_found_is_in_the_table_when_the_machine_is_taken_away(tmp_path: Path) -> None:
     table = tmp_path / "gpu.md"
     command = [sys.executable, str(FOLDER / "gpu.py"), "--tiny", "--append", str(table), "--parts", "a", "j"]
-    deadline, env = time.monotonic() + DEADLINE_S, {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=tmp_path, env=env) as script:
+    deadline = time.monotonic() + DEADLINE_S
+    with (
+        # What is killed leaves its folders behind; a short name, for the sockets of Python's fork server.
+        tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as left,
+        subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, cwd=tmp_path, env={**os.environ, "TMPDIR": left}
+        ) as script,
+    ):
         try:
             while not (table.exists() and "| a |" in table.read_text()):
                 assert script.poll() is None and time.monotonic() < deadline
                 time.sleep(0.1)
         finally:
-            all_of_it = [*psutil.Process(script.pid).children(recursive=True), script]
+            all_of_it: list[psutil.Process] = []
+            with suppress(psutil.NoSuchProcess):  # it has ended by itself, which is told above
+                all_of_it = [*psutil.Process(script.pid).children(recursive=True), psutil.Process(script.pid)]
             for process in all_of_it:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,12 +101,21 @@ with nursery() as socket:
 """
 
 
-def test_a_fork_has_the_imports_and_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
+@pytest.mark.parametrize("temporary_bytes", [70, 71, 200])
+def test_a_fork_has_the_imports_and_nothing_outlives_a_killed_driver(tmp_path: Path, temporary_bytes: int) -> None:
+    """However long the name of TMPDIR is, of which a socket's address may have 107 bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        temporary = Path(short, "x" * (temporary_bytes - len(short) - 1))
+        temporary.mkdir()
+        check_driver(tmp_path, temporary)
+
+
+def check_driver(tmp_path: Path, temporary: Path) -> None:
     path = os.pathsep.join([str(HERE), str(Path(rftdask.__file__).parents[1])])
     file = tmp_path / "driver.py"
     file.write_text(DRIVER)
     command = [sys.executable, str(file), str(tmp_path / "log")]
-    environment = {**os.environ, "PYTHONPATH": path, "MARKED": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         told = driver.stdout.readline()
