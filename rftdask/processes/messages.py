@@ -10,19 +10,20 @@ A field may hold a dataclass of its own, None in place of one, or a tuple of the
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Message = TypeVar("Message")
+_PLAIN = (int, float, str, bytes, bool, type(None))
 
 
 class Codec(Generic[Message]):
     """The one encode/decode pair of a channel whose messages are of the classes `kinds`."""
 
     def __init__(self, *kinds: type[Message]) -> None:
-        self._kinds = {kind.__name__: kind for kind in kinds}
+        self._kinds: dict[str, type[Any]] = {kind.__name__: kind for kind in kinds}
 
     def encode(self, message: Message) -> list[Any]:
         """The class's name and the values of its fields, in their order."""
@@ -33,7 +34,9 @@ class Codec(Generic[Message]):
         # Checked: what comes may have been written by code that is not ours.
         if not isinstance(plain, list | tuple) or not plain or plain[0] not in self._kinds:
             raise ValueError(f"not one of the messages {', '.join(self._kinds)}: {plain!r:.100}")
-        message: Message = _from_plain(self._kinds[plain[0]], plain[1:])
+        read = _reader(self._kinds[plain[0]])
+        assert read is not None
+        message: Message = read(plain[1:])
         return message
 
 
@@ -45,26 +48,35 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _to_plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return [_to_plain(getattr(value, name)) for name in _hints(type(value))]
+    kind = type(value)
+    if kind in _PLAIN:  # most are
+        return value
     # Of token ids there may be thousands: they are not looked at one by one.
-    if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float | str | bytes):
-        return [_to_plain(item) for item in value]
-    return value
+    if isinstance(value, list | tuple):
+        return [_to_plain(item) for item in value] if value and not isinstance(value[0], _PLAIN) else value
+    return [_to_plain(getattr(value, name)) for name in _hints(kind)] if is_dataclass(kind) else value
 
 
-def _from_plain(hint: Any, plain: Any) -> Any:
-    if isinstance(hint, type) and is_dataclass(hint):
-        hints = _hints(hint)
-        # By number: both ends are of one version, so the fields are the same.
-        if not isinstance(plain, list | tuple) or len(plain) != len(hints):
-            raise ValueError(f"not the fields of {hint.__name__}: {plain!r:.100}")
-        return hint(*map(_from_plain, hints.values(), plain))
+@functools.cache
+def _reader(hint: Any) -> Callable[[Any], Any] | None:
+    """What makes a value of this type of a plain one; None: it is one. Made once for each type, since a message may
+    hold a thousand of it."""
     arguments = get_args(hint)
+    if isinstance(hint, type) and is_dataclass(hint):
+        readers = [_reader(each) for each in _hints(hint).values()]
+
+        def read_fields(plain: Any) -> Any:
+            # By number: both ends are of one version, so the fields are the same.
+            if not isinstance(plain, list | tuple) or len(plain) != len(readers):
+                raise ValueError(f"not the fields of {hint.__name__}: {plain!r:.100}")
+            return hint(*[v if read is None else read(v) for read, v in zip(readers, plain, strict=True)])
+
+        return read_fields
     if get_origin(hint) in (Union, UnionType) and len(arguments) == 2 and type(None) in arguments:
-        return None if plain is None else _from_plain(next(k for k in arguments if k is not type(None)), plain)
+        read_some = _reader(next(kind for kind in arguments if kind is not type(None)))
+        return None if read_some is None else lambda plain: None if plain is None else read_some(plain)
     if get_origin(hint) in (tuple, Sequence) and arguments:
         # Token ids and logprobs come in thousands: items that need no conversion are taken as they are.
-        is_flat = arguments[0] in (int, float, str, bool, bytes)
-        return tuple(plain) if is_flat else tuple(_from_plain(arguments[0], item) for item in plain)
-    return plain
+        read_item = _reader(arguments[0])
+        return tuple if read_item is None else lambda plain: tuple(map(read_item, plain))
+    return None

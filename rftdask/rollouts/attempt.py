@@ -294,8 +294,8 @@ class Rollout:
         num_sampled = sum(call.num_response_tokens for _, call in calls)
         truncated = any(call.generation.finish_reason == "length" for _, call in calls)
         is_turn = len(calls) == 1 and place == ordinal
-        return replace(
-            self._blank(ordinal, attempt, first.request.sampling, first.request.seed),
+        return self._row(
+            *(ordinal, attempt, first.request.sampling, first.request.seed),
             # Trainable all the same; an operator may drop it.
             status=Status.TRUNCATED if truncated else Status.OK,
             tokens=tokens,
@@ -332,15 +332,18 @@ class Rollout:
             text = f"{'TimeoutError' if isinstance(error, _AttemptTimeout) else type(error).__name__}: {error}"
         where = "".join(f" {name}={value!r:.40}" for name, value in state.items())
         seed = rollout_seed(self.explorer.rollout_model.seed, self.task.group_id, self.key.rollout, 0)
-        return replace(
-            self._blank(0, attempt, self.sampling, seed),
+        return self._row(
+            *(0, attempt, self.sampling, seed),
             status=Status.TIMEOUT if isinstance(error, (_AttemptTimeout, _CalledOff)) else Status.FAILED,
             # It stays beside the run, and an error of an HTTP client quotes its URL.
             error=mask(" ".join(f"{text}{f' [state:{where}]' if where else ''}".split()))[:_MAX_ERROR_LENGTH],
             prompt_text=self.task.prompt,
+            min_policy_version=self.weights.version,
+            max_policy_version=self.weights.version,
+            weights_hash=self.weights.content_hash,
         )
 
-    def _blank(self, turn: int, attempt: int, sampling: SamplingParams, seed: int) -> Experience:
+    def _row(self, turn: int, attempt: int, sampling: SamplingParams, seed: int, **found: Any) -> Experience:
         return Experience(
             taskset=self.task.taskset,
             epoch=self.task.epoch,
@@ -349,15 +352,12 @@ class Rollout:
             explore_step=self.explore_step,
             turn=turn,
             attempt=attempt,
-            status=Status.FAILED,
-            min_policy_version=self.weights.version,
-            max_policy_version=self.weights.version,
-            weights_hash=self.weights.content_hash,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             seed=seed,
             truth=self.task.truth,
+            **found,
         )
 
 

@@ -194,9 +194,9 @@ class Call:
     """Of a call that goes on: the prompt's text beyond the sequence so far."""
     source: str = ""
     """Role of the last message of the prompt; "": a text without roles."""
-    sequence: str = ""
-    """The prompt with the answer, as a template renders them, with special tokens hidden where a text spells one: what
-    later prompts are compared with."""
+    rendered: str = ""
+    """The prompt with special tokens hidden where a text spells one; with the answer it is what later prompts are
+    compared with."""
     forced: range = range(0)
     """Tokens of the answer that the policy did not write: they ended its thoughts."""
 
@@ -228,6 +228,8 @@ class RecordingModel(PolicyHandle):
         self._group_id = group_id
         self._run_seed = run_seed
         self._calls: dict[int, Call] = {}
+        # Prompt and answer of calls, as a template renders them; made when a later prompt is compared with them.
+        self._sequences: dict[int, str] = {}
         # Prompts of the policy so far, as they are compared; and turns on whose tokens another call goes on.
         self._asked: list[str] = []
         self._extended: set[int] = set()
@@ -441,7 +443,7 @@ class RecordingModel(PolicyHandle):
         # Special tokens that stood in a message are text again: only the template may write real ones.
         if parent is not None:
             before = self._calls[parent]
-            added = prompt[len(before.sequence) :]
+            added = prompt[len(self._sequence(parent)) :]
             kept = (*before.request.prompt_tokens, *before.generation.tokens)
             tokens = [*kept, *_encode(model, added, hidden, images[len(before.request.images) :])]
         elif source:
@@ -511,7 +513,7 @@ class RecordingModel(PolicyHandle):
                 branch,
                 "" if extends is None else show_hidden(added, hidden),
                 source,
-                prompt + sampled_text(model.tokenizer, generation.tokens),
+                prompt,
                 forced,
             )
         return turn, response
@@ -564,10 +566,16 @@ class RecordingModel(PolicyHandle):
     def _parent(self, prompt: str) -> int | None:
         """Turn of the call whose prompt and answer, of all, are the longest beginning of this prompt, of equal ones one
         that nothing goes on from yet; None: of none."""
-        longest_first = sorted(
-            self._calls, key=lambda turn: (-len(self._calls[turn].sequence), turn in self._extended, turn)
-        )
-        return next((turn for turn in longest_first if prompt.startswith(self._calls[turn].sequence)), None)
+        longest_first = sorted(self._calls, key=lambda turn: (-len(self._sequence(turn)), turn in self._extended, turn))
+        return next((turn for turn in longest_first if prompt.startswith(self._sequence(turn))), None)
+
+    def _sequence(self, turn: int) -> str:
+        """Prompt and answer of a call of the policy, as a template renders them."""
+        if turn not in self._sequences:
+            policy, call = self._models[POLICY], self._calls[turn]
+            assert isinstance(policy, ServedModel)
+            self._sequences[turn] = call.rendered + sampled_text(policy.tokenizer, call.generation.tokens)
+        return self._sequences[turn]
 
     def _branch(self, parent: int | None, prompt: str, sampling: SamplingParams, truncated: bool) -> Branch | None:
         """Why a call does not go on where `parent` ended; None: it does, or there was none before."""
