@@ -23,7 +23,7 @@ class Codec(Generic[Message]):
     """The one encode/decode pair of a channel whose messages are of the classes `kinds`."""
 
     def __init__(self, *kinds: type[Message]) -> None:
-        self._kinds: dict[str, type[Any]] = {kind.__name__: kind for kind in kinds}
+        self._kinds: dict[str, Any] = {kind.__name__: kind for kind in kinds}
 
     def encode(self, message: Message) -> list[Any]:
         """The class's name and the values of its fields, in their order."""
