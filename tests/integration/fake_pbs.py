@@ -6,6 +6,7 @@ of `qstat -u`, what a job finds in its environment. Jobs are processes of this m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -97,10 +98,11 @@ def qdel(spool: Path, job_id: str) -> None:
     group = int(str(job["pid"]))
     os.killpg(group, signal.SIGTERM)
     end = time.monotonic() + 10  # kill_delay
-    while psutil.pid_exists(group) and psutil.Process(group).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > end:
-            os.killpg(group, signal.SIGKILL)
-        time.sleep(0.05)
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        while psutil.Process(group).status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > end:
+                os.killpg(group, signal.SIGKILL)
+            time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import re
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.integration.run_cases import (
@@ -26,6 +25,7 @@ from tests.integration.run_cases import (
     worker_of,
     write_config,
 )
+from tests.living import lives
 
 STEPS = 30
 SETTINGS = (f"trainer.total_steps={STEPS}", "trainer.save_interval=4", "cluster.num_cpus=6")
@@ -38,13 +38,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = write_config(tmp_path_factory.mktemp("undisturbed"))
     finish_alone(config, *SETTINGS)
     return run_folder(config)
-
-
-def running(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it went between the two
-        return False
 
 
 @pytest.mark.parametrize(
@@ -71,7 +64,7 @@ def test_a_gang_outlives_its_ranks_and_their_workers(
             time.sleep(dice.uniform(0.0, 0.1))  # anywhere within a step
             target.kill()
             seen.append((what, gang.index(victim), num_steps(folder)))
-            run.wait_until(lambda gang=gang: not any(running(process) for process in gang), GONE_S)
+            run.wait_until(lambda gang=gang: not any(map(lives, gang)), GONE_S)
         ended = run.end()
         run.wait_for_no_survivors()
     assert ended.code == 0, (seen, ended)

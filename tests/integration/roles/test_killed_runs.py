@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.integration.run_cases import (
@@ -30,6 +29,7 @@ from tests.integration.run_cases import (
     worker_of,
     write_config,
 )
+from tests.living import lives
 
 STEPS = 40
 SETTINGS = (f"trainer.total_steps={STEPS}", "trainer.save_interval=7", "explorer.eval_interval=20")
@@ -106,7 +106,7 @@ def test_a_run_goes_on_when_its_engine_its_trainer_and_its_explorer_worker_are_k
         parent = worker_of(engine)
         parent.kill()
         run.wait_until(lambda: num_shards(folder) > shards + 2)
-        assert not is_running(engine), "the engine outlived its worker"
+        assert not lives(engine), "the engine outlived its worker"
         ended = run.end()
         run.wait_for_no_survivors()
     assert ended.code == 0, ended
@@ -116,10 +116,3 @@ def test_a_run_goes_on_when_its_engine_its_trainer_and_its_explorer_worker_are_k
     assert any("worker explorer-0" in note and "was lost" in note for note in notes), notes
     assert method == MEMORY or list(folder.glob("weights/*/*.delta")), "nothing was published as what has changed"
     assert_same_end(folder, undisturbed)
-
-
-def is_running(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it went between the two
-        return False

@@ -28,6 +28,7 @@ from rftdask.cluster.preloads import LEAVING
 from rftdask.processes.dask_cluster import DASK_CONFIG
 from rftdask.processes.dask_task import LEAVING_TOPIC, make_called_off
 from tests.integration.run_cases import DEADLINE_S
+from tests.living import lives
 
 pytestmark = pytest.mark.slow
 
@@ -76,12 +77,6 @@ def address_of(client: Client) -> str:
 
 def tree(root: psutil.Popen) -> list[psutil.Process]:
     return [root, *root.children(recursive=True)]
-
-
-def lives(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def kill_tree(root: psutil.Popen) -> None:

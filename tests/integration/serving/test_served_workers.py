@@ -29,6 +29,7 @@ from rftdask.storage import open_storage
 from rftdask.weights.published import publish_weights
 from tests.integration.run_cases import RunProcess, run_folder, write_config
 from tests.integration.serving.slow_engine import CALLS, WHY_NOT
+from tests.living import lives, wait_until_gone
 
 pytestmark = pytest.mark.slow
 TOKEN = "a-token"
@@ -204,7 +205,7 @@ def test_a_killed_worker_costs_no_call_and_no_session_and_the_next_one_is_asked(
                 end(run)
     assert agents.problems == []
     assert sessions_in_log(config) == len(agents.rewarded) > 20
-    assert not psutil.pid_exists(killed)
+    assert not lives(killed)
 
 
 def test_a_killed_engine_is_followed_by_another_and_a_killed_server_leaves_none(tmp_path: Path, calls: Path) -> None:
@@ -220,8 +221,8 @@ def test_a_killed_engine_is_followed_by_another_and_a_killed_server_leaves_none(
             second = engine_of(host, calls)
             run.process.kill()
             run.process.wait(60)
-        psutil.wait_procs([each for each in psutil.process_iter() if each.pid == second], timeout=60)
-        assert not psutil.pid_exists(second) and host.poll() is None
+        wait_until_gone(second)
+        assert host.poll() is None
         with serve(config, *cluster) as run:
             Agents(url_of(run)).play("three")
             end(run)

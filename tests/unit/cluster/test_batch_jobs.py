@@ -78,6 +78,7 @@ from rftdask.errors import ConfigError, FencedError, RoleError, UserError
 from rftdask.run.run_folder import note_end
 from rftdask.storage import open_storage
 from tests.integration.run_cases import call_cli
+from tests.living import lives
 
 
 def job(number: int, joined: bool = False) -> JobRecord:
@@ -976,7 +977,7 @@ def test_who_warns_of_the_walltime_warns_the_driver_and_ends_with_its_script(tmp
         with subprocess.Popen(["bash", "-c", script], start_new_session=True) as controller:
             assert controller.wait(60) == code
             left = [each for each in psutil.process_iter() if _session(each.pid) == controller.pid]
-            wait_for(lambda left=left: not any(map(_runs, left)))
+            wait_for(lambda left=left: not any(map(lives, left)))
         assert (tmp_path / "again").exists()  # after the first, whose walltime came
 
 
@@ -984,12 +985,6 @@ def _session(pid: int) -> int:
     with contextlib.suppress(ProcessLookupError):
         return os.getsid(pid)
     return 0
-
-
-def _runs(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def test_a_driver_does_not_outlive_the_script_of_its_job(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import subprocess
@@ -111,8 +112,11 @@ def test_the_other_nodes_of_an_engine_run_its_newest_start_until_its_worker_ends
 
 def parts_of(folder: Path) -> list[psutil.Process]:
     """Children of this process that were told the number of this folder's engine by the environment."""
-    own = f"2:{folder}"
-    return [each for each in psutil.Process().children() if each.environ().get("RFTDASK_ENGINE_NODES") == own]
+    found = []
+    for each in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it ends at this moment
+            found += [each] * (each.environ().get("RFTDASK_ENGINE_NODES") == f"2:{folder}")
+    return found
 
 
 class StandIn:

@@ -8,19 +8,16 @@
 """
 
 import ast
-import contextlib
 import json
 import logging
 import os
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
@@ -50,6 +47,7 @@ from rftdask.errors import (
 )
 from rftdask.run.run_folder import check_run, open_run
 from rftdask.storage import open_storage
+from tests.living import wait_until_gone
 from tests.unit.data.fake_data_juicer.environment import make_stand_in
 from tests.unit.test_project import imported_names
 
@@ -242,12 +240,7 @@ def test_a_process_ends_with_whoever_started_it(here: Path) -> None:
         "print(process._process.pid, flush=True)\nos._exit(0)\n"
     )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    end = time.monotonic() + 30.0
-    with contextlib.suppress(psutil.NoSuchProcess):  # it has gone
-        process = psutil.Process(int(told.stdout))
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+    wait_until_gone(int(told.stdout))
 
 
 def test_without_an_environment_the_command_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ All of it holds for a fork of a nursery as for an interpreter of its own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import rftdask
 from rftdask.errors import FencedError, ProcessLostError, RoleError, UserError, WaitTimeout
 from rftdask.processes.child import Child
 from rftdask.processes.nursery import ADDRESS
+from tests.living import wait_until_gone
 
 HERE = Path(__file__).parent
 ENV = {
@@ -56,11 +58,6 @@ def start(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     for child in nursery.children:
         child.close()
         child.close()
-
-
-def wait_until_gone(pid: int) -> None:
-    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=LONG_S)
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_child_answers_and_ends_when_it_is_closed(start: Nursery) -> None:
@@ -194,5 +191,5 @@ def test_no_child_outlives_a_killed_parent(tmp_path: Path, last_message: str) ->
     try:
         wait_until_gone(pid)
     finally:
-        if psutil.pid_exists(pid):
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

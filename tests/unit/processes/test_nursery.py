@@ -20,6 +20,7 @@ from rftdask.errors import ConfigError, ProcessLostError, RoleError
 from rftdask.processes import nursery as module
 from rftdask.processes.child import Child
 from rftdask.processes.nursery import ADDRESS, call, nursery, start
+from tests.living import wait_until_gone
 
 HERE = Path(__file__).parent
 LONG_S = 60.0
@@ -77,7 +78,7 @@ def test_forks_end_with_their_nursery_and_the_next_child_is_an_interpreter(
         parent.kill()
         with pytest.raises(RoleError):
             child.receive(LONG_S)
-        psutil.wait_procs([psutil.Process(child.pid)] if psutil.pid_exists(child.pid) else [], timeout=LONG_S)
+        wait_until_gone(child.pid)
         child.close()
         second = Child("child_targets:echo", {}, name="echo", log_file=tmp_path / "log")
         assert second.request("y", LONG_S)["message"] == "y"
@@ -136,9 +137,8 @@ def test_a_fork_server_in_the_middle_of_its_imports_ends_with_its_driver(tmp_pat
     env = {**os.environ, "PYTHONPATH": path}
     # The fork server has its stdout, too: it ends in time if both have ended.
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=LONG_S)
-    below = [psutil.Process(pid) for pid in json.loads(done.stdout) if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(below, timeout=LONG_S)
-    assert not alive
+    for pid in json.loads(done.stdout):
+        wait_until_gone(pid)
 
 
 def broken(kind: str) -> int:

@@ -15,6 +15,7 @@ from rftdask.data.task import Task
 from rftdask.rollouts.rewards import math_verifier
 from rftdask.rollouts.rewards.math_answer import is_right, math_reward, same_answer
 from rftdask.rollouts.rewards.math_verifier import is_equal
+from tests.living import lives
 
 ENDLESS = r"\boxed{\sum_{n=1}^{100000000} n^n}"
 
@@ -113,7 +114,7 @@ def test_a_question_without_end_is_given_up_and_the_next_is_answered(caplog: pyt
 def test_a_child_that_is_killed_is_replaced() -> None:
     assert is_equal("$5$", "$5$")
     os.kill(child(), signal.SIGKILL)
-    wait_until(lambda: not psutil.pid_exists(child()) or psutil.Process(child()).status() == "zombie", "it lives")
+    wait_until(lambda: not lives(child()), "it lives")
     assert is_equal("$5$", "$5$")
 
 
@@ -158,4 +159,4 @@ def test_the_child_ends_with_who_asks_whatever_it_does() -> None:
         assert asker.stdout is not None
         pid = int(asker.stdout.readline())
         asker.kill()
-    wait_until(lambda: not psutil.pid_exists(pid), "the child lives")
+    wait_until(lambda: not lives(pid), "the child lives")

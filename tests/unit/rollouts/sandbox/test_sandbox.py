@@ -25,6 +25,7 @@ from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.sandbox import pool
 from rftdask.rollouts.sandbox.messages import SandboxSpec
 from rftdask.rollouts.sandbox.pool import ForkServer, SandboxLostError, pickled
+from tests.living import lives
 from tests.unit.rollouts.rollout_cases import CharTokenizer, keep, outcome, replies, run, task
 
 LIMITS = SandboxConfig(max_processes=8, max_memory_gb=0.25)
@@ -153,7 +154,7 @@ def test_what_a_workflow_started_ends_with_it(tmp_path: Path, session: bool, end
         sandbox=LIMITS,
     )
     assert experience.status is (Status.OK if ends else Status.TIMEOUT)
-    until(lambda: not is_running(int(file.read_text())))
+    until(lambda: not lives(int(file.read_text())))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -165,13 +166,6 @@ def until(condition: Callable[[], bool]) -> None:
 
 def children(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_no_rollout_sees_what_another_one_changed_of_its_process(tmp_path: Path) -> None:
@@ -256,7 +250,7 @@ def test_a_fork_server_that_a_rollout_stops_or_kills_is_ended_with_all_below_it_
     with pytest.raises(SandboxLostError, match="the process that starts sandboxes is gone"):
         run(tasks, replies("4"), max_retry_times=0, max_timeout=60.0, sandbox=limits)
     assert time.monotonic() - began < 20, "who waits for a stopped one waits for max_timeout"
-    assert not is_running(int(file.read_text())), "what its forks had started lives"
+    assert not lives(int(file.read_text())), "what its forks had started lives"
     assert {e.status for e in run(tasks, replies("4"), sandbox=limits)} == {Status.OK}
 
 
@@ -277,7 +271,7 @@ def test_a_fork_that_does_not_begin_is_not_waited_for(tmp_path: Path, monkeypatc
         with pytest.raises(SandboxLostError, match=r"no process began within 0\.5 s"):
             asyncio.run(begin())
         assert not server.alive()
-        until(lambda: not is_running(nursery))
+        until(lambda: not lives(nursery))
     finally:
         server.close()
 
@@ -306,7 +300,7 @@ def test_forks_end_with_their_nursery_and_the_nursery_with_its_parent() -> None:
         process = await _Process.start(fork_server)
         pid = process._pid
         fork_server._process.kill()
-        while is_running(pid):
+        while lives(pid):
             await asyncio.sleep(0.01)
         process.kill()
         return pid
