@@ -58,6 +58,7 @@ from tests.integration.run_cases import RunProcess, assert_sound, run_folder, st
 from tests.unit.engines.engine_contract import ContinuousContract, EngineContract
 from tests.unit.rollouts.policy import test_guided_answers as guided
 from tests.unit.trainer.trainer_cases import engine_config
+from tests.versions import needs_newer_transformers
 from tests.vllm_engine.vllm_models import END_IDS, save_idefics3, save_qwen2, save_qwen_vl
 
 ROOT = Path(__file__).parents[2]
@@ -577,6 +578,7 @@ def check_images(models: Sequence[Path], folder: Path, then: Callable[[VllmEngin
         seeing.close()
 
 
+@needs_newer_transformers
 def test_images_are_those_of_the_transformers_engine_and_of_the_trainer_also_with_new_weights(
     tmp_path: Path, engine: VllmEngine
 ) -> None:
@@ -619,6 +621,7 @@ def test_images_of_models_that_need_torchvision_are_those_of_the_trainer(
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
+@needs_newer_transformers
 def test_a_run_with_images_trains_what_vllm_sampled(tmp_path: Path, engine: VllmEngine) -> None:
     skip_before("0.31", UNSPLIT)
     engine.close()

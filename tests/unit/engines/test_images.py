@@ -117,6 +117,7 @@ def test_the_processor_here_makes_the_tokens_of_the_model_s_own(folder: Path, im
         assert (*tokens, *tokenizer.encode("so?")) == expected
 
 
+@needs_newer_transformers
 def test_inputs_are_kept_up_to_so_many_bytes_those_asked_for_last(folder: Path, images: ImageProcessor) -> None:
     first, second, third = ([images.folder.put(png(picture(seed)))] for seed in (1, 2, 3))
     size = sum(value.nbytes for value in images.inputs(first).values())
@@ -135,6 +136,7 @@ def test_inputs_are_kept_up_to_so_many_bytes_those_asked_for_last(folder: Path, 
     assert pixels(first) is not kept
 
 
+@needs_newer_transformers
 def test_a_prompt_with_placeholders_is_what_the_processor_reads(folder: Path, images: ImageProcessor) -> None:
     tokenizer = images.own.tokenizer
     for pictures in PICTURES:

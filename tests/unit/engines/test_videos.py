@@ -68,6 +68,7 @@ def test_what_is_no_video_is_refused_with_what_to_do(tmp_path: Path) -> None:
         video_files([truncated], "")
 
 
+@needs_newer_transformers
 def test_a_model_or_a_machine_that_reads_no_videos_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_toy_image_model(tmp_path / "sees")
     monkeypatch.setattr(module, "find_spec", lambda _: object())

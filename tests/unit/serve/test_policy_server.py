@@ -34,6 +34,7 @@ from rftdask.weights.published import Published
 from tests.unit.rollouts.rollout_cases import MODEL, CharTokenizer, generation
 from tests.unit.serve.test_balance import TalkingEngine
 from tests.unit.serve.test_session_bank import CONFIG
+from tests.versions import needs_newer_transformers
 
 _numbers = itertools.count()
 ASKED: Any = [{"role": "user", "content": "hi"}]
@@ -329,6 +330,7 @@ def test_an_answer_for_which_there_is_no_memory_is_a_429_and_leaves_nothing_behi
     run(check)
 
 
+@needs_newer_transformers
 def test_an_image_of_a_request_is_in_the_row_and_in_the_run_folder_by_its_hash(tmp_path: Path) -> None:
     build_toy_image_model(tmp_path / "model")
     images = ImageProcessor(str(tmp_path / "model"), folder=ImageFolder(tmp_path))
