@@ -19,7 +19,7 @@ from rftdask.run.summary import percent, shorten
 from rftdask.text.terminal import cell, printable
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
+    from jinja2 import Environment, Template
 
 _POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'{}; form-action 'self'; base-uri 'none'; "
@@ -35,7 +35,12 @@ _PLACE = ("stage", "shard", "row")
 def render(template: str, *, scripts: bool = False, **values: Any) -> str:
     """The page of a template. scripts: whether it may run the files of `static`."""
     values = {"policy": OWN_SCRIPTS if scripts else NO_SCRIPTS, **values}
-    return _environment().get_template(template).render(values)
+    return get_template(template).render(values)
+
+
+def get_template(name: str) -> Template:
+    """The template of a name, compiled."""
+    return _environment().get_template(name)
 
 
 def static_page(browser: Browser, num_rows: int) -> str:

@@ -24,7 +24,7 @@ from rftdask.storage import open_storage
 from rftdask.studio import contents
 from rftdask.studio.curves import charts_of, curves_of
 from rftdask.studio.folder import HERE, Folder
-from rftdask.studio.pages import render
+from rftdask.studio.pages import get_template, render
 
 _MOST_ROLLOUTS = 5000
 """Whose rewards and lengths are drawn."""
@@ -33,6 +33,8 @@ _MOST_ANSWERS = 2000
 _STATIC = Path(__file__).parent / "static"
 _SCRIPTS = ("uPlot.iife.min.js", "studio.js")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src {}; form-action 'none'; base-uri 'none'"
+_PARTS = ("files/printed", "parts/bare", "parts/base", "parts/macros")
+"""Templates of the file beside those of its pages."""
 _SECTIONS = {
     "run": "What happened",
     "samples": "Answers over time",
@@ -60,9 +62,15 @@ def write_report(url: str, summary: RunSummary) -> str:
 
 
 def import_ahead() -> None:
-    """Import in the background what reports are made with, so that the end of a run need not wait for it."""
-    names = ("pandas", "pyarrow.compute", "jinja2")
-    threading.Thread(target=lambda: [import_module(name) for name in names], name="imports", daemon=True).start()
+    """Import and compile in the background what reports are made with, so that no end of a run waits for it."""
+
+    def prepare() -> None:
+        for name in ("pandas", "pyarrow.compute"):
+            import_module(name)
+        for name in (*_SECTIONS, *_PARTS):
+            get_template(f"{name}.html.j2")
+
+    threading.Thread(target=prepare, name="imports", daemon=True).start()
 
 
 def print_run(url: str, summary: RunSummary) -> str:
