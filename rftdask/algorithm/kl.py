@@ -163,19 +163,21 @@ class AbsKl(KlFn):
 
 @dataclass(frozen=True)
 class CorrectedK3(KlFn):
-    """clip(r, 0, 2) * K3, r = p_policy / p_old: unbiased when the token was sampled by the old policy.
+    """r K3, r = p_policy / p_old: of tokens that the old policy sampled, an unbiased estimate of KL(policy, reference)
+    and of its gradient.
 
-    Source: DeepSeek-V3.2, arXiv:2512.02556, section 3.1. Without old logprobs it is K3.
+    For any p_old: E_old[r K3] = sum over words of p (p_ref / p - 1 + d) = sum of p d, the KL, since p and p_ref sum to
+    1; p_old is constant, so the gradient's mean is that of the KL, if r has its gradient, too. A bound of r would take
+    this away. Source: DeepSeek-V3.2, arXiv:2512.02556, section 3.1. Without old logprobs it is K3.
     """
 
     kl_name = "corrected_k3"
 
     def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
-        """clip(r, 0, 2) * K3, both with gradients."""
+        """r K3, both with gradients; log r above 20 counts as 20."""
         if old_logprobs is None:
             return _k3(difference)
-        # At most 2: without a bound a few tokens of a large ratio would be most of the estimate.
-        return (policy_logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp().clamp(max=2.0) * _k3(difference)
+        return (policy_logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp() * _k3(difference)
 
 
 def _k3(difference: Tensor) -> Tensor:

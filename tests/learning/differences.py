@@ -107,11 +107,11 @@ def _all_rows_count(rate: float = 1.0) -> AbstractContextManager[Any]:
     return mock.patch.object(aggregation, "row_weights", theirs)
 
 
-def _unbounded() -> AbstractContextManager[Any]:
-    """TRL's: the ratio that corrects is what it is."""
+def _ratio_of_two() -> AbstractContextManager[Any]:
+    """Trinity-RFT's: the ratio that corrects is 2 at most."""
 
     def theirs(self: kl.CorrectedK3, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-        ratio = (policy_logprobs - old_logprobs).clamp(max=kl.MAX_LOG_RATIO).exp()
+        ratio = (policy_logprobs - old_logprobs).exp().clamp(max=2.0)
         return ratio * kl.K3().estimate(difference, policy_logprobs, None)
 
     return mock.patch.object(kl.CorrectedK3, "estimate", theirs)
@@ -254,7 +254,7 @@ DIFFERENCES: Mapping[str, Run | Exact] = {
         "corrected_k3 penalty in the loss",
         replace(ANCHORED, lr=3e-2, steps=48, settings=(*ANCHORED.settings, *MANY_UPDATES)),
         "strayed",
-        _unbounded,
+        _ratio_of_two,
     ),
     "k3: the way back": Exact("k3 estimate in a loss", "KL that is left", exact.back_from_certainty),
     "orpo: by token": Run(

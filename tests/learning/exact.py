@@ -21,13 +21,13 @@ Estimate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def corrected_k3(policy_V: Tensor, old_V: Tensor, ref_V: Tensor) -> Tensor:
-    """Ours, whose ratio is 2 at most."""
+    """Ours: r K3."""
     return kl.CorrectedK3().per_token(policy_V, ref_V, old_V)
 
 
-def unbounded(policy_V: Tensor, old_V: Tensor, ref_V: Tensor) -> Tensor:
-    """TRL's: r K3."""
-    return (policy_V - old_V).exp() * kl.K3().per_token(policy_V, ref_V)
+def bounded_k3(policy_V: Tensor, old_V: Tensor, ref_V: Tensor) -> Tensor:
+    """Trinity-RFT's, whose ratio is 2 at most."""
+    return (policy_V - old_V).exp().clamp(max=2.0) * kl.K3().per_token(policy_V, ref_V)
 
 
 def kl_of(policy_V: Tensor, ref_V: Tensor) -> Tensor:
@@ -61,12 +61,12 @@ def bias_and_deviation(estimate: Estimate, seed: int, distance: float) -> tuple[
 
 def bias_of_corrected_k3(seed: int) -> tuple[float, float]:
     """Of the gradient, far away."""
-    return bias_and_deviation(corrected_k3, seed, FAR)[0], bias_and_deviation(unbounded, seed, FAR)[0]
+    return bias_and_deviation(corrected_k3, seed, FAR)[0], bias_and_deviation(bounded_k3, seed, FAR)[0]
 
 
 def deviation_of_corrected_k3(seed: int) -> tuple[float, float]:
     """Of the gradient by one token, as far away; that of n tokens is less by the root of n."""
-    return bias_and_deviation(corrected_k3, seed, FAR)[1], bias_and_deviation(unbounded, seed, FAR)[1]
+    return bias_and_deviation(corrected_k3, seed, FAR)[1], bias_and_deviation(bounded_k3, seed, FAR)[1]
 
 
 def way_back(estimate: kl.KlFn, certainty: float) -> float:

@@ -68,7 +68,7 @@ def test_the_weight_of_a_row_does_not_depend_on_masked_ones() -> None:
 
 
 def test_a_kl_estimate_without_a_bound_is_unbiased_and_the_bounded_one_has_less_variance() -> None:
-    (biased, exactly), (less, more) = exact.bias_of_corrected_k3(0), exact.deviation_of_corrected_k3(0)
+    (exactly, biased), (more, less) = exact.bias_of_corrected_k3(0), exact.deviation_of_corrected_k3(0)
     assert exactly == pytest.approx(0.0, abs=1e-12)
     assert biased > 0.1
     assert less < more

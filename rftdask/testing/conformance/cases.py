@@ -192,6 +192,13 @@ def loss_of(algorithm_type: str = "grpo", *, correct: bool = False, **parts: Any
     return ours
 
 
+def kl_term(name: str) -> Callable[[Batch], Tensor]:
+    """Our KL term of a batch alone, the mean of an estimate over its tokens."""
+    ours = loss_of("sft", kl_loss_fn=name, kl_loss_fn_args={"kl_coef": 1.0})
+    plain = loss_of("sft")
+    return lambda batch: ours(batch) - plain(batch)
+
+
 def value_loss_of(clip: float) -> Callable[[Batch], Tensor]:
     """Our loss of a critic: `policy` as its values, `old` as those before the batch, `ref` as the returns."""
 

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftdask.testing.conformance.cases import NOT_EXTREME, STEP, Batch, Case, advantages_of, loss_of, token_rewards
+from rftdask.testing.conformance.cases import (
+    NOT_EXTREME,
+    STEP,
+    Batch,
+    Case,
+    advantages_of,
+    kl_term,
+    loss_of,
+    token_rewards,
+)
 
 
 def cases() -> list[Case]:
@@ -76,8 +85,34 @@ def cases() -> list[Case]:
         mixture("mix loss, mu 0.3", "mix", mu=0.3),
         mixture("mix_chord loss, its mu in decay", "mix_chord", **chord),
         mixture("mix_chord loss, warming up, without phi", "mix_chord", **warming),
+        *_kl_cases(),
         *_advantage_cases(),
         *_group_cases(),
+    ]
+
+
+def _kl_cases() -> list[Case]:
+    from trinity.algorithm.kl_fn import KL_FN
+
+    ours, function = kl_term("corrected_k3"), KL_FN.get("corrected_k3")(kl_coef=1.0)
+
+    def theirs(b: Batch) -> Tensor:
+        loss: Tensor = function.calculate_kl_loss(b.policy, b.ref, b.float_mask, "token-mean", b.old)[0]
+        return loss
+
+    def near(side: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+        """The same of a batch that was sampled by nearly the same weights, where no ratio is above 2."""
+
+        def of_near(b: Batch) -> Tensor:
+            old = b.policy.detach() + (b.old - b.policy.detach()).clamp(-0.6, 0.6)
+            return side(replace(b, old=old))
+
+        return of_near
+
+    name, bounded = "corrected_k3 penalty in the loss", "the ratio that corrects is 2 at most; ours is not bounded"
+    return [
+        Case(f"{name}, ratios up to 1.8", near(ours), near(theirs), NOT_EXTREME, tolerance_64=1e-7),
+        Case(name, ours, theirs, ("padded",), differs=bounded, tolerance_64=1e-7),
     ]
 
 

@@ -15,6 +15,7 @@ from rftdask.testing.conformance.cases import (
     Batch,
     Case,
     advantages_of,
+    kl_term,
     loss_of,
     token_rewards,
     value_loss_of,
@@ -75,8 +76,8 @@ def cases() -> list[Case]:
         Case("gradient of dppo with its KL term", with_kl, dppo_and_kl, NOT_EXTREME, compare_value=False),
         *(Case(f"value loss, clipped at {clip}", value_loss_of(clip), value(clip)) for clip in (0.2, 5.0)),
         Case("adaptive KL coefficient, eight steps", _our_coefs, partial(_their_coefs, core_algos)),
-        *(Case(f"{name} estimate in a loss", _kl(name), kl(name)) for name in ("k1", "k2", "abs", "low_var_kl")),
-        Case("k3 estimate in a loss", _kl("k3"), kl("k3"), differs="k3 is bounded to +-10; ours is low_var_kl"),
+        *(Case(f"{name} estimate in a loss", kl_term(name), kl(name)) for name in ("k1", "k2", "abs", "low_var_kl")),
+        Case("k3 estimate in a loss", kl_term("k3"), kl("k3"), differs="k3 is bounded to +-10; ours is low_var_kl"),
         *_advantage_cases(core_algos),
     ]
 
@@ -99,12 +100,6 @@ def _their_coefs(core_algos: Any, batch: Batch) -> Tensor:
         controller.update(kl, 32)
         coefs.append(controller.value)
     return torch.tensor(coefs, dtype=torch.float64)
-
-
-def _kl(name: str) -> Callable[[Batch], Tensor]:
-    ours = loss_of("sft", kl_loss_fn=name, kl_loss_fn_args={"kl_coef": 1.0})
-    plain = loss_of("sft")
-    return lambda batch: ours(batch) - plain(batch)
 
 
 Compute = Callable[[Batch, Tensor], tuple[Tensor, Any]]

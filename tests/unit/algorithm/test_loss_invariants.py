@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from rftdask.algorithm.aggregation import AGGREGATIONS
 from rftdask.algorithm.compose import make_algorithm
@@ -289,3 +290,24 @@ def test_the_distance_to_the_reference_is_float32_whatever_autocast_does(name: s
         found = KL_FNS[name]().per_token(policy, ref, old)
     assert found.dtype == torch.float32
     assert torch.equal(found, expected)
+
+
+def enumerated(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[V] logits of a policy of eight words; the logprobs of it, of what sampled for it, far away, and of a
+    reference."""
+    draw = torch.Generator().manual_seed(shifted_seed(seed))
+    logits_V, old_V, ref_V = (2.0 * torch.randn(8, generator=draw, dtype=torch.float64) for _ in range(3))
+    logits_V.requires_grad_()
+    return logits_V, logits_V.log_softmax(-1), old_V.log_softmax(-1), ref_V.log_softmax(-1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_corrected_k3_is_the_kl_and_its_gradient_whoever_sampled(seed: int) -> None:
+    logits_V, policy_V, old_V, ref_V = enumerated(seed)
+    assert (policy_V - old_V).max() > math.log(2.0)  # where Trinity-RFT's bound begins
+    wanted = (policy_V.exp() * (policy_V - ref_V)).sum()
+    found = (old_V.exp() * KL_FNS["corrected_k3"]().per_token(policy_V, ref_V, old_V)).sum()
+    assert_close([found.item()], [wanted.item()])
+    (wanted_V,) = torch.autograd.grad(wanted, logits_V, retain_graph=True)
+    (found_V,) = torch.autograd.grad(found, logits_V)
+    assert_close(found_V, wanted_V)
