@@ -146,9 +146,16 @@ def _rollouts(found: Imported, kind: str) -> None:
         found.say("algorithm.policy_loss_fn_args.clip_range_low", low, "epsilon")
         found.say("algorithm.policy_loss_fn_args.clip_range_high", get("epsilon_high", low), "epsilon_high")
     beta = get("beta", 0.0 if kind == "GRPO" else 0.05)
-    found.say("algorithm.kl_loss_fn", "k3" if beta else "none", "beta")
+    if kind == "GRPO":
+        estimate = "corrected_k3" if get("use_bias_correction_kl", True) else "k3"
+        found.say("algorithm.kl_loss_fn", estimate if beta else "none", "beta", "use_bias_correction_kl")
+        term = "algorithm.kl_loss_fn_args"
+    else:  # its rewards pay for the distance, and the loss has no term of it
+        found.say("algorithm.kl_loss_fn", "none")
+        found.say("algorithm.kl_penalty_fn", "k1" if beta else "none", "beta")
+        term = "algorithm.kl_penalty_fn_args"
     if beta:
-        found.say("algorithm.kl_loss_fn_args.kl_coef", beta)
+        found.say(f"{term}.kl_coef", beta)
     if get("entropy_coef", 0.0):
         found.say("algorithm.entropy_loss_fn_args.entropy_coef", get("entropy_coef", 0.0), "entropy_coef")
     # There 0 is off, and here -1.

@@ -85,7 +85,7 @@ def test_a_grpo_script_becomes_the_same_run_and_is_not_executed(tmp_path: Path) 
         100,
     )
     assert (algorithm.algorithm_type, algorithm.repeat_times, config.buffer.batch_size) == ("grpo", 4, 8)
-    assert (algorithm.kl_loss_fn, algorithm.kl_loss_fn_args) == ("k3", {"kl_coef": 0.04})
+    assert (algorithm.kl_loss_fn, algorithm.kl_loss_fn_args) == ("corrected_k3", {"kl_coef": 0.04})
     assert algorithm.policy_loss_fn_args == {"clip_range_low": 0.2, "clip_range_high": 0.28}
     assert (algorithm.loss_agg_mode, algorithm.advantage_fn_args) == ("seq-mean-token-sum-norm", {"std": "none"})
     assert algorithm.optimizer.betas == (0.9, 0.99) and algorithm.optimizer.lr_warmup_steps_ratio == 0.1
@@ -96,6 +96,15 @@ def test_a_grpo_script_becomes_the_same_run_and_is_not_executed(tmp_path: Path) 
     assert found.left["seed"] == "make_seed() is computed while the script runs"
     assert "close: (completions, **columns) -> list is to become" in found.left["reward_funcs"]
     assert {"bf16", "logging_steps", "report_to", "sync_ref_model", "LoraConfig.lora_dropout"} <= found.left.keys()
+
+
+def test_beta_of_rloo_is_a_penalty_and_a_kl_without_correction_is_k3(tmp_path: Path) -> None:
+    def parts(config: str) -> dict[str, object]:
+        return load_config(read_trl(write(tmp_path, f"args = {config}")).tree).algorithm.model_dump()
+
+    rloo, grpo = parts("RLOOConfig()"), parts("GRPOConfig(beta=0.1, use_bias_correction_kl=False)")
+    assert (rloo["kl_penalty_fn"], rloo["kl_penalty_fn_args"], rloo["kl_loss_fn"]) == ("k1", {"kl_coef": 0.05}, "none")
+    assert (grpo["kl_loss_fn"], grpo["kl_loss_fn_args"], grpo["kl_penalty_fn"]) == ("k3", {"kl_coef": 0.1}, None)
 
 
 def test_every_key_of_a_file_is_taken_or_named(tmp_path: Path) -> None:
