@@ -153,6 +153,17 @@ CASES = (
     Case("sft", {"accuracy": (0.9, 1), "told": (0, 0.1)}, toy="echo", dataset="chats"),
     Case("cpt", toy="echo", dataset="text"),
     Case("dpo", PREFERS, toy="echo", dataset="pairs"),
+    *(
+        Case(
+            "dpo",
+            PREFERS,
+            toy="echo",
+            dataset="pairs",
+            settings=(f"algorithm.policy_loss_fn_args={{loss_type: {name}}}",),
+            shows=name,
+        )
+        for name in ("hinge", "ipo", "ipo_sum")
+    ),
     Case("kto", PREFERS, toy="echo", dataset="pairs"),
     Case("orpo", PREFERS, toy="echo", dataset="pairs"),
     Case("simpo", PREFERS, toy="echo", dataset="pairs"),

@@ -135,13 +135,10 @@ def _sums_over_tokens() -> AbstractContextManager[Any]:
     """OpenRLHF's: the margin of IPO is of whole responses; beta is 0.1."""
     ours = dpo.Dpo.__call__
 
-    def rewards(self: dpo.Dpo, inputs: Any) -> Tensor:
-        return self.beta * inputs.sequence_sums(inputs.policy_logprobs_BT - inputs.ref_logprobs_BT)
-
     def theirs(self: dpo.Dpo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return ours(replace(self, beta=0.1), inputs)
+        return ours(replace(self, loss_type="ipo_sum", beta=0.1), inputs)
 
-    return mock.patch.multiple(dpo.Dpo, rewards=rewards, __call__=theirs)
+    return mock.patch.object(dpo.Dpo, "__call__", theirs)
 
 
 def _sum_of_a_pass() -> AbstractContextManager[Any]:

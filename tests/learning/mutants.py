@@ -199,6 +199,8 @@ def mutants() -> Iterator[Mutant]:
         yield Mutant(f"{cls.__name__}: sign", case, lambda cls=cls: _sign_of_advantage(cls))
         if place is not None:
             yield Mutant(f"{cls.__name__}: baseline", case, lambda c=cls, place=place: _without_baseline(c, place))
+    for name in ("hinge", "ipo", "ipo_sum"):
+        yield Mutant(f"Dpo: sign of {name}", f"dpo-{name}", lambda: _sign_of_loss(dpo.Dpo))
     yield Mutant("BestOfN: sign", "raft", _worst_of_n)
     yield Mutant("Sft: mask", "sft", _all_trained)
     yield Mutant("Mix: mask", "mix", _nobody_shown)

@@ -65,7 +65,7 @@ def cases() -> list[Case]:
         return Case(f"decoupled_ppo loss, behavior weights up to {cap}", ours, theirs)
 
     gspo = loss_of("gspo", policy_loss_fn_args={"clip_range_low": 0.2, "clip_range_high": 0.2})
-    by_sum = "log-ratios are summed; ours are means over tokens, as in TRL"
+    by_sum = "log-ratios are summed: ours is ipo_sum; ours of ipo are means over tokens, as in TRL"
     return [
         Case("ppo loss, token mean", loss_of(**no_dual), ppo()),
         Case("ppo loss, sequence mean", loss_of(**no_dual, **by_sequence), ppo(token_level_loss=False), **loose),
@@ -80,6 +80,7 @@ def cases() -> list[Case]:
         Case("sft loss, sequence mean", loss_of("sft", **by_sequence), sft(False), **loose),
         Case("dpo loss", our_dpo(), dpo(), ("padded", "holes", "short", "extreme")),
         Case("dpo loss, label smoothing 0.1", our_dpo(label_smoothing=0.1), dpo(label_smoothing=0.1), holes),
+        Case("ipo_sum loss", our_dpo(loss_type="ipo_sum"), dpo(ipo=True), holes),
         Case("ipo loss", our_dpo(loss_type="ipo"), dpo(ipo=True), holes, differs=by_sum),
     ]
 

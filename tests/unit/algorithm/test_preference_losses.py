@@ -48,6 +48,20 @@ def test_orpo_by_hand() -> None:
     assert grad[1] == pytest.approx([slopes[1] / 2, slopes[1] / 2, 0.0], abs=1e-12)
 
 
+@pytest.mark.parametrize(("loss_type", "lengths"), [("ipo_sum", (1, 1)), ("ipo", (3, 2))])
+def test_ipo_by_hand(loss_type: str, lengths: tuple[int, int]) -> None:
+    # The reference at -1 everywhere; of "ipo" the sums are divided by the lengths.
+    beta = 0.4
+    margin = (sum(CHOSEN) + 3) / lengths[0] - (sum(REJECTED) + 2) / lengths[1]
+    slope = 2 * (margin - 1 / (2 * beta))
+    algorithm = loss_only("dpo", beta=beta, loss_type=loss_type)
+    batch = inputs([CHOSEN, [*REJECTED, -9.0]], mask=MASK, ref_logprobs_BT=-torch.ones(2, 3).double())
+    loss, grad = gradient(with_weights(batch, algorithm), algorithm)
+    assert loss.item() == pytest.approx((margin - 1 / (2 * beta)) ** 2, abs=1e-12)
+    assert grad[0].tolist() == pytest.approx([slope / lengths[0]] * 3, abs=1e-12)
+    assert grad[1].tolist() == pytest.approx([-slope / lengths[1]] * 2 + [0.0], abs=1e-12)
+
+
 def test_bradley_terry_by_hand() -> None:
     # A reward model scores a row; all tokens of a row carry its score.
     chosen, rejected = 0.4, -0.9

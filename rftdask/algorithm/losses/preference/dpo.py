@@ -17,8 +17,10 @@ class Dpo(PairLoss):
     """-(1 - s) log sigmoid(beta d) - s log sigmoid(-beta d), s the label smoothing. DPO, arXiv:2305.18290, equation 7.
 
     d = sum over tokens of log p_policy - log p_ref, of the chosen minus the same of the rejected. loss_type "hinge":
-    max(0, 1 - beta d), SLiC, arXiv:2305.10425. "ipo": (d' - 1 / (2 beta))^2 with d' from the means over tokens, IPO,
-    arXiv:2310.12036, normalized by length as in TRL. Label smoothing: cDPO, Mitchell 2023.
+    max(0, 1 - beta d), SLiC, arXiv:2305.10425. "ipo_sum": (d - 1 / (2 beta))^2, IPO, arXiv:2310.12036, equation 17,
+    whose h is d, as in OpenRLHF. "ipo": the same of d', which has means over tokens in place of sums, as in TRL: each
+    token of a pair aims at the margin, whatever the length, so n tokens at n times it. Label smoothing: cDPO, Mitchell
+    2023.
 
     Metrics: reward_chosen, reward_rejected (beta times the side's log-ratio), reward_accuracy.
     """
@@ -35,7 +37,7 @@ class Dpo(PairLoss):
         require(
             0.0 <= self.label_smoothing < 0.5, f"label_smoothing must be within [0, 0.5), got {self.label_smoothing}"
         )
-        one_of("loss_type", self.loss_type, ("sigmoid", "hinge", "ipo"))
+        one_of("loss_type", self.loss_type, ("sigmoid", "hinge", "ipo", "ipo_sum"))
         require(
             self.label_smoothing == 0.0 or self.loss_type == "sigmoid", "label_smoothing belongs to loss_type 'sigmoid'"
         )
@@ -44,7 +46,7 @@ class Dpo(PairLoss):
         """beta log(pi / pi_ref), the implicit reward of DPO."""
         if inputs.ref_logprobs_BT is None:
             raise ValueError("dpo needs ref_logprobs_BT, the logprobs of the frozen reference")
-        # DPO's d is of whole responses; IPO's means keep a long pair from having a larger margin to aim at.
+        # d is of whole responses; the means of "ipo" let long and short pairs aim at one margin of a token.
         summed = inputs.sequence_means if self.loss_type == "ipo" else inputs.sequence_sums
         return self.beta * summed(inputs.policy_logprobs_BT - inputs.ref_logprobs_BT)
 
@@ -53,8 +55,8 @@ class Dpo(PairLoss):
         margin_P = rewards_P2[:, 0] - rewards_P2[:, 1]
         if self.loss_type == "hinge":
             return torch.relu(1.0 - margin_P)
-        if self.loss_type == "ipo":
-            # margin = beta d', so this is (d' - 1 / (2 beta))^2.
+        if self.loss_type in ("ipo", "ipo_sum"):
+            # margin = beta d, so this is (d - 1 / (2 beta))^2.
             return ((margin_P - 0.5) / self.beta).square()
         smoothing = self.label_smoothing
         return -(1.0 - smoothing) * functional.logsigmoid(margin_P) - smoothing * functional.logsigmoid(-margin_P)
