@@ -306,9 +306,10 @@ def validate(
 ) -> None:
     """Check a configuration; print it as resolved, and the plan: roles, workers, places, steps, experiences."""
     from rftdask.cluster.layout import TRAINER_RESOURCE, plan_machines  # late: not every command plans
-    from rftdask.commands.estimate import check_jobs, tell_memory
+    from rftdask.commands.estimate import can_be_sized, check_gpus, check_jobs, gpu_bytes, tell_memory
     from rftdask.data.juicer.session import check_environment
     from rftdask.processes.gpus import visible_gpus
+    from rftdask.processes.meter import gpu_memory
 
     checked = load_config(config, [*(overrides or []), *_machines(gpus, nodes)], origin=origin)
     # Before the warnings: of a configuration with a mistake only that is told.
@@ -356,10 +357,18 @@ def validate(
         if not (gpu and checked.cluster.gpu_per_node):  # else it is told below
             _say(f"placement  {layout.describe()}")
         check_jobs(checked.stage_configs(), layout)
+        if here and not gpu:
+            memory = gpu_memory()
+            if memory is not None and can_be_sized(checked):
+                check_gpus(checked.stage_configs(), layout, memory)
+            else:
+                why = "nvidia-ml-py does not tell of the GPUs" if memory is None else "the model is not on this machine"
+                _say(f"memory     not known, since {why}; give --gpu")
     else:
         _say(make_plan(checked).render())
     if gpu:
         _say(tell_memory(checked, gpu))
+        check_gpus(checked.stage_configs(), plan_machines(checked), gpu_bytes(gpu))
 
 
 @app.command()

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from rftdask.cluster.base import plan_cluster, prepare_cluster, start_cluster
 from rftdask.cluster.jobs import RETURNED
 from rftdask.cluster.layout import Layout
-from rftdask.commands.estimate import check_host, check_jobs
+from rftdask.commands.estimate import check_host, check_jobs, gpu_shortages
 from rftdask.config import Config, load_config, replace
 from rftdask.data.task_pipeline import make_datasets, missing_datasets
 from rftdask.errors import DataError, RoleError, StorageError, UserError
@@ -38,6 +38,7 @@ from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.progress import Progress, ProgressView, ViewKind
 from rftdask.processes.dask_task import workers_of
 from rftdask.processes.gpus import free_host_bytes
+from rftdask.processes.meter import gpu_memory
 from rftdask.run.made_of import WholeContents, check_made_of, copy_sources
 from rftdask.run.preflight import Inputs, check_inputs
 from rftdask.run.run_folder import (
@@ -163,7 +164,7 @@ class Experiment:
         say = log.info if progress == "none" else lambda line: print(safe(line), file=sys.stderr)
         inputs = self._check(stages, storage, say)
         made_of = check_made_of(stages, inputs, accept=accept_changes)
-        layout = _planned(self.config, stages)
+        layout = plan_run(self.config, stages)
         # Up to here nothing of the run was written but such a dataset; the probe of `check_inputs` is gone again.
         with private_files(storage, self.config):
             record_run(storage, self.config)
@@ -501,11 +502,18 @@ class _Watcher:
         self._logs.close()
 
 
-def _planned(config: Config, stages: list[Config]) -> Layout:
-    """The workers of the run. Raises: UserError: they cannot be had, or this machine lacks host memory for them."""
+def plan_run(config: Config, stages: list[Config]) -> Layout:
+    """The workers of the run. Raises: UserError: they cannot be had, or this machine lacks memory for them."""
     layout = plan_cluster(config, stages)
     check_host(stages, layout, free_host_bytes())
     check_jobs(stages, layout)
+    # What other machines have is not known here.
+    memory = gpu_memory() if config.cluster.is_one_machine else None
+    short = [] if memory is None else gpu_shortages(stages, layout, memory)
+    if certain := [each.text for each in short if each.is_certain]:
+        raise UserError("\n".join(certain))
+    for each in short:
+        log.warning("this is an estimate, and the run starts: %s", each.text)
     return layout
 
 

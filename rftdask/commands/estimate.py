@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from rftdask.cluster.layout import (
@@ -29,7 +30,9 @@ from rftdask.config import Config
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.optimizer import OptimizerConfig
 from rftdask.engines.base import MAX_BATCH_TOKENS
-from rftdask.errors import UserError
+from rftdask.errors import ConfigError, UserError
+from rftdask.models.hub import cached_folder
+from rftdask.models.known_models import known_model
 from rftdask.models.model_shape import MAX_LOGITS, ModelShape, read_shape
 
 # fmt: off
@@ -65,6 +68,7 @@ _STATE_BYTES = {
 }
 # fmt: on
 """Bytes of optimizer state for each trained weight, by the last name of its class in lower case."""
+_UNKNOWN_STATE = ", taken for two moments"
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class Part:
     why: str
     count: int = 0
     """Processes that it is of, where it is of a number of them."""
+    is_certain: bool = False
+    """It is no estimate: as many weights, gradients and numbers of an optimizer there are, whatever is computed."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +96,31 @@ class Estimate:
     """Why it cannot work, whatever the total."""
     keeps_to_share: bool = False
     """It takes a share of each GPU, and makes its cache by it."""
+    change: str = ""
+    """Keys that lower what it needs, as they end a sentence."""
 
     @property
     def total_bytes(self) -> float:
         """On each GPU."""
         return sum(part.num_bytes for part in self.parts)
+
+    def room(self, memory_bytes: float) -> float:
+        """What it may have of a GPU's memory."""
+        return memory_bytes if self.keeps_to_share else USABLE * memory_bytes
+
+    def fits(self, memory_bytes: float) -> bool:
+        """Whether it fits GPUs of `memory_bytes`, for which it was estimated."""
+        return self.total_bytes <= self.room(memory_bytes) and not self.problem
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A role that does not fit its GPUs."""
+
+    text: str
+    """Role, GB that are needed and there, and what to change."""
+    is_certain: bool
+    """What is no estimate does not fit already."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +178,10 @@ def train_parts(shape: ModelShape, sizes: TrainSizes) -> tuple[Part, ...]:
     if sizes.critic:
         state += of_critic * _state_bytes(sizes.critic, replace(sizes, trained=None))[0]
     parts = [
-        Part("weights", weights, f"{count:,} of {base} bytes"),
-        Part("gradients", gradients, f"{trained:,} of {sizes.master_bytes} bytes"),
-        Part("optimizer", state, why),
+        # Of 4 bytes that stay as the files have them, the files may know better than config.json.
+        Part("weights", weights, f"{count:,} of {base} bytes", is_certain=sizes.trained is None or base <= 2),
+        Part("gradients", gradients, f"{trained:,} of {sizes.master_bytes} bytes", is_certain=True),
+        Part("optimizer", state, why, is_certain=_UNKNOWN_STATE not in why),
         Part("frozen models", sum(frozen), f"{len(sizes.frozen)} (reference, teachers)"),
     ]
     if sizes.compute_bytes < _MASTER:
@@ -235,7 +262,7 @@ def _state_bytes(shape: ModelShape, sizes: TrainSizes) -> tuple[float, str]:
     each = _STATE_BYTES.get(name, 8)
     arguments = sizes.optimizer.optimizer_args or {}
     each += 4 * sum(bool(arguments.get(key)) for key in ("momentum", "centered", "amsgrad"))
-    unknown = "" if name in _STATE_BYTES else ", taken for two moments"
+    unknown = "" if name in _STATE_BYTES else _UNKNOWN_STATE
     return float(each) * count, f"{name}{unknown}: {each:.3g} bytes a weight"
 
 
@@ -325,7 +352,12 @@ def engine_parts(shape: ModelShape, tokens: int, rows: int, dtype_bytes: int) ->
     # Keys and values of each layer, in bytes for a token.
     cache = 2 * shape.num_layers * shape.key_size * dtype_bytes
     return (
-        Part("weights", dtype_bytes * shape.num_parameters, f"{shape.num_parameters:,} of {dtype_bytes} bytes"),
+        Part(
+            "weights",
+            dtype_bytes * shape.num_parameters,
+            f"{shape.num_parameters:,} of {dtype_bytes} bytes",
+            is_certain=not shape.is_quantized,
+        ),
         Part("KV cache", cache * tokens, f"{tokens:,} tokens of {cache:,} bytes"),
         Part("logits", 3.0 * 4 * rows * shape.vocab_size, f"{rows:,} responses at once"),
     )
@@ -366,6 +398,8 @@ def vllm_parts(
             "weights",
             weight_bytes * of_layers + dtype_bytes * outside,
             f"{weight_bytes} bytes each, in {tensor} x {stages}",
+            # Arguments of vLLM's own may ask for another type, or for some of them in host memory.
+            is_certain=not args and not shape.is_quantized,
         ),
         Part("profiled pass", dtype_bytes * batched * width, f"{batched:,} tokens"),
         Part("logits", 2.0 * 4 * rows * shape.vocab_size, f"{rows:,} responses at once"),
@@ -404,7 +438,8 @@ def _explorer(config: Config, shape: ModelShape, num_engines: int, memory_bytes:
     num_gpus = num_engines * config.explorer.gpus_per_worker
     parts, problems = [part for parts, _ in found for part in parts], [problem for _, problem in found if problem]
     takes_share = policy.traits.takes_share
-    return Estimate(config.explorer.name, num_gpus, tuple(parts), "; ".join(problems), takes_share)
+    change = policy.traits.memory_keys
+    return Estimate(config.explorer.name, num_gpus, tuple(parts), "; ".join(problems), takes_share, change)
 
 
 def _apart(config: Config, model: InferenceModelConfig, memory_bytes: float | None) -> Estimate:
@@ -412,8 +447,10 @@ def _apart(config: Config, model: InferenceModelConfig, memory_bytes: float | No
     longest = model.max_model_len or model.own_model(config.model).max_model_len
     rows = -(-config.slots_per_engine * config.explorer.most_workers // model.engine_num)
     parts, problem = _engine(config, model, _own_shape(config, model), longest, rows, memory_bytes)
-    num_gpus, takes_share = model.engine_num * model.num_gpus, model.traits.takes_share
-    return Estimate(f"auxiliary {model.asked_name}", num_gpus, parts, problem, takes_share)
+    num_gpus, traits = model.engine_num * model.num_gpus, model.traits
+    at = f"auxiliary_models[{config.explorer.auxiliary_models.index(model)}]"
+    change = traits.memory_keys.replace("rollout_model", at)
+    return Estimate(f"auxiliary {model.asked_name}", num_gpus, parts, problem, traits.takes_share, change)
 
 
 def _own_shape(config: Config, model: InferenceModelConfig) -> ModelShape | None:
@@ -434,7 +471,7 @@ def _engine(
     """
     if shape is None or not engine.traits.has_model or engine.traits.is_external:
         return (), ""
-    dtype_bytes, problem = {"auto": shape.bytes_at_rest, "float32": 4}.get(engine.dtype, 2), ""
+    dtype_bytes, problem = 4 if engine.dtype_on("cuda") == "float32" else 2, ""
     if engine.traits.takes_share:
         longest = int(engine.extra_engine_args.get("max_model_len", longest)) if engine.model_path else longest
         parts, problem = vllm_parts(shape, engine, longest, dtype_bytes, memory_bytes)
@@ -470,7 +507,8 @@ def estimate(
             ways = ["fsdp2 and more ranks"] * (least <= USABLE * memory_bytes) + ["LoRA"] * (sizes.trained is None)
             way = " or ".join(ways) or "a GPU with more memory"
             problem = f"a rank holds {loading / GB:.1f} GB while it loads; take {way}"
-        found.append(Estimate(config.trainer.name, sizes.num_ranks, train_parts(shape, sizes), problem))
+        parts, change = train_parts(shape, sizes), config.trainer_memory_keys()
+        found.append(Estimate(config.trainer.name, sizes.num_ranks, parts, problem, change=change))
         here = int(min(sizes.num_ranks, a_machine))
         host.append(Part("ranks", here * _PROCESS, f"{here} processes", here))
         if sizes.offloaded or layout.colocated:
@@ -521,6 +559,47 @@ def estimate(
         ranks = int(min(sizes.num_ranks, a_machine))
         host.append(Part("loading", max(0.0, ranks * loading - beside), f"beyond that, of {ranks} whole models"))
     return [*found, Estimate("host of a machine", 0, tuple(part for part in host if part.num_bytes))]
+
+
+def gpu_shortages(stages: Sequence[Config], layout: Layout, memory_bytes: float) -> list[Shortage]:
+    """The roles of a run that do not fit GPUs of `memory_bytes`; nothing of a model whose shape is not known.
+
+    An estimate may ask for a quarter more than there is use for (docs/sizes.md), so who is to start what has been
+    planned goes by what is certain.
+    """
+    found = []
+    for stage in stages:
+        try:
+            estimates = estimate(stage, layout=layout, memory_bytes=memory_bytes)[:-1]
+        except UserError:
+            continue
+        for each in estimates:
+            if each.fits(memory_bytes):
+                continue
+            certain, words = [part for part in each.parts if part.is_certain], list[str]()
+            is_certain = sum(part.num_bytes for part in certain) > memory_bytes
+            told, room = (certain, memory_bytes) if is_certain else (each.parts, each.room(memory_bytes))
+            there = f"a GPU has {memory_bytes / GB:.1f} GB"
+            there += f", of which {room / GB:.1f} are for it" * (room < memory_bytes)
+            if (total := sum(part.num_bytes for part in told)) > room:
+                of_ranks = is_certain and each.role == stage.trainer.name
+                change = stage.trainer_memory_keys(of_passes=False) if of_ranks else each.change
+                parts = ", ".join(f"{part.name} {part.num_bytes / GB:.1f}" for part in told)
+                needed = f"{'at least' if is_certain else 'about'} {total / GB:.1f} GB on each GPU ({parts})"
+                words.append(f"needs {needed}, and {there}; to change: {change}")
+            if each.problem:
+                words.append(each.problem if words else f"{there}, and {each.problem}")
+            found.append(Shortage(f"GPU memory: stage {stage.name}, {each.role}: {'; '.join(words)}", is_certain))
+    return list(dict.fromkeys(found))
+
+
+def check_gpus(stages: Sequence[Config], layout: Layout, memory_bytes: float) -> None:
+    """Whether the roles of a run fit GPUs of `memory_bytes`, by the estimate. Raises: ConfigError: each that does not.
+
+    For a plan alone: a run that starts goes by what is certain.
+    """
+    if short := gpu_shortages(stages, layout, memory_bytes):
+        raise ConfigError([each.text for each in short])
 
 
 def check_host(stages: Sequence[Config], layout: Layout, free_bytes: float) -> None:
@@ -633,8 +712,7 @@ def what_fits(config: Config, shape: ModelShape, memory_bytes: float, layout: La
     for each in estimate(config, shape, layout, memory_bytes):
         if not each.num_gpus:
             continue
-        room = memory_bytes if each.keeps_to_share else usable
-        verdict = "fits" if each.total_bytes <= room and not each.problem else "does not fit"
+        room, verdict = each.room(memory_bytes), "fits" if each.fits(memory_bytes) else "does not fit"
         lines.append(
             f"{each.role}: {verdict}, {each.total_bytes / GB:.1f} of {room / GB:.1f} GB "
             f"({room / memory_bytes:.0%} of {memory_bytes / GB:.0f}){each.problem and '; '}{each.problem}"
@@ -683,6 +761,18 @@ def tell_memory(config: Config, gpu: str = "") -> str:
         if memory is not None and shape is not None:
             lines += what_fits(stage, shape, memory, layout)
     return "\n".join(lines)
+
+
+def can_be_sized(config: Config) -> bool:
+    """Whether the models' sizes are known without the network, and without code that comes with them."""
+    for stage in config.stage_configs():
+        loaded = [model.model_path for model in stage.explorer.auxiliary_models if model.traits.has_model]
+        for path in (stage.model.model_path, stage.model.critic_model_path, *loaded):
+            found = None if not path else Path(path) if Path(path).exists() else cached_folder(path)
+            is_here = found is not None and (found / "config.json").is_file() and not stage.model.trust_remote_code
+            if path and not is_here and known_model(path) is None:
+                return False
+    return True
 
 
 def render(estimates: list[Estimate]) -> str:

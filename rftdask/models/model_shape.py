@@ -58,6 +58,8 @@ class ModelShape:
     vocab_size: int
     bytes_at_rest: int
     """Bytes of a number in the model's files."""
+    is_quantized: bool = False
+    """The files have numbers of fewer bits than that, with scales beside them, so that `weights` only comes close."""
 
     @property
     def num_parameters(self) -> int:
@@ -156,6 +158,7 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
             raise DataError(f"model.model_path {folder} cannot be sized: {error}") from error
         config = built.to_dict()
         weights = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    is_quantized = bool(config.get("quantization_config"))
     config = config.get("text_config") or config
     try:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -175,6 +178,7 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
             normalizes_heads=any(name.endswith("q_norm.weight") for name in weights),
             vocab_size=config["vocab_size"],
             bytes_at_rest=_BYTES.get(config.get("dtype") or config.get("torch_dtype") or "float32", 4),
+            is_quantized=is_quantized,
         )
     except KeyError as error:
         raise DataError(f"{model_path}: its config.json has no {error}, so it is no decoder to be sized") from error

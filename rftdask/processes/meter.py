@@ -66,6 +66,14 @@ class Meter:
         return used_s, largest
 
 
+def gpu_memory(nvml: Any = None) -> int | None:
+    """Bytes of a GPU that this process may use; None: there is none, or NVIDIA's library does not tell. Of GPUs that
+    differ the largest has them: who will have which is not known here. nvml: as for `Meter`.
+    """
+    totals = [memory.total for memory in _Gpus(nvml).memory()] if visible_gpus() else []
+    return int(max(totals)) if totals else None
+
+
 class _Gpus:
     """The GPUs of this process, asked through NVIDIA's library, which loads no CUDA."""
 
@@ -85,15 +93,21 @@ class _Gpus:
                 find = nvml.nvmlDeviceGetHandleByIndex if by_number else nvml.nvmlDeviceGetHandleByUUID
                 self._handles.append(find(int(name) if by_number else name))
 
-    def read(self) -> dict[str, float]:
-        used, total, busy = list[int](), list[int](), list[float]()
+    def memory(self) -> list[Any]:
+        """(`used`, `total`) of each that tells it, in bytes."""
+        found = []
         for handle in self._handles:
             with contextlib.suppress(self._nvml.NVMLError):
-                memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
-                used.append(memory.used)
-                total.append(memory.total)
+                found.append(self._nvml.nvmlDeviceGetMemoryInfo(handle))
+        return found
+
+    def read(self) -> dict[str, float]:
+        memory, busy = self.memory(), list[float]()
+        for handle in self._handles:
             with contextlib.suppress(self._nvml.NVMLError):  # a part of a GPU (MIG) has no such number
                 busy.append(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
         found = {"num_gpus": float(len(self._handles))} if self._handles else {}
-        found |= {"gpu_gib": sum(used) / _GIB, "gpu_memory": sum(used) / sum(total)} if total else {}
+        if memory:
+            used = sum(each.used for each in memory)
+            found |= {"gpu_gib": used / _GIB, "gpu_memory": used / sum(each.total for each in memory)}
         return found | ({"gpu_busy": sum(busy) / len(busy)} if busy else {})

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from omegaconf import OmegaConf
@@ -18,15 +17,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rftdask.cluster.layout import TRAINER_RESOURCE, plan_machines
-from rftdask.commands.estimate import tell_memory
+from rftdask.commands.estimate import can_be_sized, tell_memory
 from rftdask.commands.first_steps import explanations
 from rftdask.config import Config, load_config, make_plan
 from rftdask.config.base import Filled, Named, Section, child_of, default_of, marks_of, plain
 from rftdask.config.error_text import allowed_values
 from rftdask.config.yaml_source import escape, to_yaml
 from rftdask.errors import ConfigError, RftError, UserError
-from rftdask.models.hub import cached_folder
-from rftdask.models.known_models import known_model
 
 ROOT = "checkpoint_root_dir"
 """The one key that is not the user's here."""
@@ -272,17 +269,6 @@ class Checked:
     """None: something is wrong with it."""
 
 
-def _can_be_sized(config: Config) -> bool:
-    """Whether the models' sizes are known without the network, and without code that comes with them."""
-    for stage in config.stage_configs():
-        path, folder = stage.model.model_path, Path(stage.model.model_path)
-        found = folder if folder.exists() else cached_folder(path)
-        is_here = found is not None and (found / "config.json").is_file() and not stage.model.trust_remote_code
-        if not is_here and known_model(path) is None:
-            return False
-    return True
-
-
 def check_form(fields: Fields, root: str, gpu: str = "") -> Checked:
     """Read the form as a file would be read, and say what it would do. gpu: what is to have room for it, or ""."""
     tree, problems = fields.tree(root)
@@ -306,7 +292,7 @@ def check_form(fields: Fields, root: str, gpu: str = "") -> Checked:
     except UserError as error:
         return Checked(text, {"": str(error)}, config.warnings, make_plan(config).render())
     try:
-        memory = tell_memory(config, gpu) if _can_be_sized(config) else "not known: the model is not on this machine"
+        memory = tell_memory(config, gpu) if can_be_sized(config) else "not known: the model is not on this machine"
     except (RftError, OSError, ValueError) as error:  # the model is not here, or has no sizes
         memory = f"not known: {error}"
     return Checked(text, {}, config.warnings, plan, memory, config)

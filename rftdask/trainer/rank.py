@@ -105,7 +105,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
             ended = trainer.run()
     except (RuntimeError, MemoryError) as error:
         doing = "the trainer loads its model" if trainer is None else trainer.doing
-        if (memory := out_of_memory(error, doing, _less_memory(config))) is not None:
+        if (memory := out_of_memory(error, doing, config.trainer_memory_keys())) is not None:
             raise memory from error
         if not isinstance(error, RuntimeError):
             raise
@@ -116,21 +116,6 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
         raise lost from error
     channel.send(CODEC.encode(ended))
     # No goodbye: taking the process group down waits for ranks that may be gone, and the process ends here anyway.
-
-
-def _less_memory(config: Config) -> str:
-    """The keys that lower the memory of a rank, of those that are not set so already."""
-    trainer = config.trainer
-    keys = [f"trainer.max_token_len_per_gpu below {trainer.max_tokens_per_micro_batch}"] * trainer.use_dynamic_bsz
-    rows = trainer.max_rows_per_micro_batch
-    keys += [f"trainer.micro_batch_size below {rows}"] if rows is not None and rows > 1 else []
-    keys += [] if trainer.gradient_checkpointing else ["trainer.gradient_checkpointing: true"]
-    keys += [
-        "more trainer.num_ranks" + ("" if trainer.trainer_strategy == "fsdp2" else " with trainer_strategy: fsdp2")
-    ]
-    keys += [] if trainer.offload_policy else ["trainer.offload_policy: true"]
-    keys += [] if config.model.lora_configs else ["model.lora_configs"]
-    return ", ".join(keys[:-1]) + f" or {keys[-1]}" if len(keys) > 1 else keys[0]
 
 
 def meeting_place(rendezvous: str, rank: int, size: int) -> Any:

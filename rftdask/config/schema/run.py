@@ -411,6 +411,23 @@ class Config(Section):
         whole = self.buffer.train_batch_size
         return whole // (self.trainer.ppo_mini_batch_size or whole)
 
+    def trainer_memory_keys(self, *, of_passes: bool = True) -> str:
+        """The keys that lower the memory of a rank, of those that are not set so already, as they end a sentence.
+        of_passes: those of forward and backward passes, too; else what lies there between them is to be less.
+        """
+        trainer, keys = self.trainer, list[str]()
+        if of_passes:
+            if trainer.use_dynamic_bsz:
+                keys.append(f"trainer.max_token_len_per_gpu below {trainer.max_tokens_per_micro_batch}")
+            rows = trainer.max_rows_per_micro_batch
+            keys += [f"trainer.micro_batch_size below {rows}"] if rows is not None and rows > 1 else []
+            keys += [] if trainer.gradient_checkpointing else ["trainer.gradient_checkpointing: true"]
+        is_spread = trainer.trainer_strategy == "fsdp2"
+        keys.append("more trainer.num_ranks" + ("" if is_spread else " with trainer_strategy: fsdp2"))
+        keys += [] if trainer.offload_policy else ["trainer.offload_policy: true"]
+        keys += [] if self.model.lora_configs else ["model.lora_configs"]
+        return ", ".join(keys[:-1]) + f" or {keys[-1]}" if len(keys) > 1 else keys[0]
+
     @property
     def demonstrations(self) -> str:
         """Name of the auxiliary buffer that strategy mix takes its demonstrations from: as given, else `EXPERT_BUFFER`

@@ -3,6 +3,7 @@
 - a loss that raises ends the run by itself with exit code 1; the run says what was raised and where, in the rank's own
   traceback, and in one line what to do; no rank starts again, since it would meet the same error;
 - a GPU that is planned and cannot be used ends it, with the reason;
+- a GPU with too little memory for weights, gradients and optimizer state is refused before anything starts;
 - a lack of memory ends it, too, with exit code 2: what was done, and which keys to change;
 - a loss that hangs does not keep a second Ctrl-C from ending the run.
 """
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rftdask.config import load_config
+from rftdask.experiment import plan_run
 from rftdask.monitor.metrics import read_metrics
 from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import open_storage
@@ -74,6 +77,24 @@ def test_a_planned_gpu_that_torch_cannot_use_ends_the_run(tmp_path: Path) -> Non
     told = " ".join(ended.err.split())
     assert "GPU 0 is planned for this process (CUDA_VISIBLE_DEVICES), and torch" in told, ended
     assert "is built without CUDA" in told and "hide the GPUs: CUDA_VISIBLE_DEVICES=" in told, ended
+
+
+def test_a_gpu_that_is_certainly_too_small_is_refused_and_one_that_may_be_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = write_grpo_config(tmp_path, trainer={"total_steps": 1})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("rftdask.experiment.gpu_memory", lambda: 10**5)
+    ended = call_cli("run", str(config), "--progress", "plain")
+    assert ended.code == 2, ended
+    told = " ".join(ended.err.split())
+    assert told.startswith("error: GPU memory: stage tiny, trainer: needs at least 0.0 GB on each GPU (weights"), ended
+    assert not (run_folder(config) / "run.json").exists()
+    monkeypatch.setattr("rftdask.experiment.gpu_memory", lambda: 10**6)  # of 2.3; 0.4 are certain
+    checked = load_config(config)
+    assert plan_run(checked, checked.stage_configs()).trains_on_gpus
+    warned = "this is an estimate, and the run starts: GPU memory: stage tiny, trainer: needs about"
+    assert [warned in line for line in caplog.messages] == [True]
 
 
 def test_a_second_ctrl_c_waits_for_no_role(tmp_path: Path) -> None:

@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +38,7 @@ from rftdask.commands.estimate import (
     engine_parts,
     estimate,
     gpu_bytes,
+    gpu_shortages,
     load_bytes,
     logit_bytes,
     tell_memory,
@@ -54,6 +58,8 @@ from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.ranks import Ranks
+from tests.integration.run_cases import call_cli
+from tests.unit.processes.test_meter import fake_nvml
 
 MIXTRAL = "mistralai/Mixtral-8x7B-v0.1"
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3}
@@ -514,6 +520,81 @@ def test_the_command_prints_every_part_and_what_fits(tmp_path: Path) -> None:
     assert "trainer: fits" in done.output
     tight = CliRunner().invoke(app, ["estimate", str(tmp_path / "c.yaml"), "--gpu", "0.001GB"])
     assert "does not fit" in tight.output
+
+
+GPUS_1 = str(Path(__file__).parents[3] / "config" / "gpus" / "gpus-1.yaml")
+
+
+def test_a_role_that_does_not_fit_is_told_with_what_is_needed_what_is_there_and_what_to_change() -> None:
+    ended = call_cli("validate", GPUS_1, "--gpus", "1", "--gpu", "33GB")
+    assert ended.code == 2, ended
+    assert "trainer: does not fit, 30.7 of 29.7 GB" in ended.out, ended
+    told = " ".join(ended.err.split())
+    assert told.startswith("error: 1 problem: - GPU memory: stage qwen2.5-1.5b-1gpu, trainer: needs about 30.7 GB on e")
+    assert "(weights 6.2, gradients 6.2, optimizer 12.3, " in told, ended
+    assert "and a GPU has 33.0 GB, of which 29.7 are for it; to change: trainer.max_token_len_per_gpu below" in told
+    assert call_cli("validate", GPUS_1, "--gpus", "1", "--gpu", "35GB").code == 0
+    assert call_cli("estimate", GPUS_1, "--gpus", "1", "--gpu", "33GB").code == 0  # it says what is, and refuses none
+
+
+def test_an_engine_that_cannot_start_is_told_too() -> None:
+    more = ("explorer.rollout_model.gpu_memory_utilization=0.05", "model.lora_configs=[{lora_rank: 8}]")
+    ended = call_cli("validate", GPUS_1, *more, "--gpus", "1", "--gpu", "80GB")
+    told = " ".join(ended.err.split())
+    assert ended.code == 2, ended
+    assert "explorer: a GPU has 80.0 GB, and vLLM does not start: its cache has 0.0 GB" in told, ended
+    assert "trainer: " not in told, ended
+
+
+def test_validate_looks_at_the_gpus_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    nvml = fake_nvml()  # of 80 GiB
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    ended = call_cli("validate", GPUS_1)
+    assert (ended.code, "memory" in ended.out.splitlines()[-1]) == (0, False), ended
+    nvml.nvmlDeviceGetMemoryInfo = lambda gpu: SimpleNamespace(used=0, total=[8, 24][gpu] * GB)
+    ended = call_cli("validate", GPUS_1)
+    assert (ended.code, "and a GPU has 24.0 GB; to change" in " ".join(ended.err.split())) == (2, True), ended
+    assert call_cli("validate", GPUS_1, "--gpus", "1").code == 0  # of a machine elsewhere
+    ended = call_cli("validate", GPUS_1, f"model.model_path={tmp_path}")
+    assert ended.out.splitlines()[-1] == "memory     not known, since the model is not on this machine; give --gpu"
+    nvml.nvmlInit = None
+    ended = call_cli("validate", GPUS_1)
+    assert ended.code == 0, ended
+    assert ended.out.endswith("memory     not known, since nvidia-ml-py does not tell of the GPUs; give --gpu\n"), ended
+
+
+def test_weights_gradients_and_optimizer_state_are_certain_and_the_rest_is_estimated(tmp_path: Path) -> None:
+    def short(memory: float, *settings: str) -> dict[str, bool]:
+        config = load_config(GPUS_1, ["cluster.gpu_per_node=1", *settings])
+        found = gpu_shortages(config.stage_configs(), plan_machines(config), memory * GB)
+        return {re.search(r", (\w+): needs", each.text)[1]: each.is_certain for each in found}  # type: ignore[index]
+
+    assert short(80) == {}
+    assert short(33) == short(25) == {"trainer": False}
+    assert short(24) == {"trainer": True}  # 16 bytes a weight are 24.7
+    # Whose numbers are not known, or may be others than are counted.
+    assert short(24, "algorithm.optimizer.optimizer_type=some.where.Else") == {"trainer": False}
+    lora = "model.lora_configs=[{lora_rank: 8}]"
+    assert short(2.5, lora) == {"trainer": True, "explorer": True}
+    told = "explorer.rollout_model.extra_engine_args={quantization: bitsandbytes}"
+    assert short(2.5, lora, told) == {"trainer": True, "explorer": False}
+
+
+def test_quantized_files_are_not_certain(tmp_path: Path) -> None:
+    transformers.AutoModelForCausalLM.from_config(FAMILIES["qwen3"]).save_pretrained(tmp_path)
+    assert engine_parts(read_shape(str(tmp_path)), 10, 1, 2)[0].is_certain
+    tree = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    assert not engine_parts(read_shape(str(tmp_path)), 10, 1, 2)[0].is_certain
+
+
+def test_an_engine_has_the_data_type_that_it_loads_on_a_gpu(tmp_path: Path) -> None:
+    transformers.AutoModelForCausalLM.from_config(FAMILIES["qwen3"]).save_pretrained(tmp_path)  # float32
+    count = read_shape(str(tmp_path)).num_parameters
+    for dtype, size in (("auto", 2), ("float16", 2), ("float32", 4)):
+        engine = estimate(make_config(tmp_path, f"explorer.rollout_model.dtype={dtype}"))[1]
+        assert engine.parts[0].num_bytes == size * count, dtype
 
 
 def test_a_run_that_needs_more_host_memory_than_there_is_does_not_start() -> None:

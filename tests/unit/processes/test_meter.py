@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rftdask.processes.meter import Meter
+from rftdask.processes.meter import Meter, gpu_memory
 
 GIB = 2**30
 
@@ -87,6 +87,15 @@ def test_the_gpus_of_the_process_are_told(
     found = told(Meter(clock, fake_nvml()), clock)
     assert (found["num_gpus"], found["gpu_busy"], found["gpu_gib"]) == (names.count(",") + 1, busy, gib)
     assert found["gpu_memory"] == pytest.approx(gib / 80 / found["num_gpus"])
+
+
+def test_the_memory_of_a_gpu_is_told_where_the_library_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = fake_nvml(nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(used=0, total=(24 + 56 * gpu) * GIB))
+    for names, found in (("0,1", 80 * GIB), ("0", 24 * GIB), ("GPU-b", 80 * GIB), ("", None), ("7", None)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+        assert gpu_memory(nvml) == found, names
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert gpu_memory(fake_nvml(nvmlInit=None)) is None
 
 
 def test_a_gpu_that_does_not_answer_has_no_numbers(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

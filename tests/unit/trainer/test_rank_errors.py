@@ -17,7 +17,6 @@ from rftdask.config import load_config
 from rftdask.errors import PeerLostError
 from rftdask.trainer import flight_recorder
 from rftdask.trainer.process_ranks import lost_peer
-from rftdask.trainer.rank import _less_memory
 
 DUPLICATE = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:94, invalid usage, NCCL version 2.28.9
 ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
@@ -130,5 +129,7 @@ def test_keys_that_are_set_already_are_not_advised() -> None:
         "model": {"model_path": "m", "max_model_len": 64, "lora_configs": [{"lora_rank": 8}]},
         "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl"}}},
     }
-    few = _less_memory(load_config(tree, ["trainer.gradient_checkpointing=true", "trainer.trainer_strategy=fsdp2"]))
+    config = load_config(tree, ["trainer.gradient_checkpointing=true", "trainer.trainer_strategy=fsdp2"])
+    few = config.trainer_memory_keys()
     assert few == "trainer.max_token_len_per_gpu below 16384, more trainer.num_ranks or trainer.offload_policy: true"
+    assert config.trainer_memory_keys(of_passes=False) == "more trainer.num_ranks or trainer.offload_policy: true"
