@@ -633,24 +633,31 @@ def check_jobs(stages: Sequence[Config], layout: Layout) -> None:
 
     Raises: UserError: it does not, part by part.
     """
-    section = stages[0].cluster
     for stage, role in ((stage, role) for stage in stages for role in ROLES):
-        if section.type == "slurm":
-            slurm = stage.cluster.slurm
-            job = {TRAINER_RESOURCE: slurm.trainer, EXPLORER_RESOURCE: slurm.explorer}.get(role, slurm.auxiliary)
-            key, told = f"cluster.slurm.{role}.memory", job.memory if job.num_gpus and not job.exclusive else None
-        else:  # of dask-jobqueue: a job for each worker, and options for all roles or one
-            own = section.options.get(role, {})
-            key = f"cluster.options.{role}.memory" if "memory" in own else "cluster.options.memory"
-            told = {**section.options, **own}.get("memory") if section.gpu_per_node else None
-        parts = _of_worker(stage, layout, role) if isinstance(told, str) else []
+        key, told = _job_memory(stage, role)
+        parts = [] if told is None else _of_worker(stage, layout, role)
         needed = sum(part.num_bytes for part in parts)
-        if isinstance(told, str) and needed > megabytes(told) * 2**20:
-            more = ", or exclusive: true, which has all of a node's" if section.type == "slurm" else ""
+        if told is not None and needed > megabytes(told) * 2**20:
+            more = ", or exclusive: true, which has all of a node's" if stage.cluster.type == "slurm" else ""
             raise UserError(
                 f"{key} is {told}, and stage {stage.name} keeps about {_words(role, parts)}; set it to "
                 f"{math.ceil(needed / GB)}GB or more{more}"
             )
+
+
+def _job_memory(stage: Config, role: str) -> tuple[str, str | None]:
+    """(The key that gives a job of a role its host memory, for each rank or engine; what it says, None where that is
+    not said or no matter).
+    """
+    section = stage.cluster
+    if section.type == "slurm":
+        job = getattr(section.slurm, role)
+        return f"cluster.slurm.{role}.memory", job.memory if job.num_gpus and not job.exclusive else None
+    # Of dask-jobqueue: a job for each worker, and options for all roles or one.
+    own = section.options.get(role, {})
+    told = {**section.options, **own}.get("memory") if section.gpu_per_node else None
+    key = f"cluster.options.{role}.memory" if "memory" in own else "cluster.options.memory"
+    return key, told if isinstance(told, str) else None
 
 
 def check_joined(stages: Sequence[Config], layout: Layout, role: str, free_bytes: float) -> None:
@@ -743,6 +750,30 @@ def what_fits(config: Config, shape: ModelShape, memory_bytes: float, layout: La
     return lines
 
 
+def what_hosts_have(stage: Config, layout: Layout, host: Estimate) -> list[str]:
+    """Say whether machines that may be elsewhere have the host memory that is needed, or who says that."""
+    section, lines = stage.cluster, list[str]()
+    looks = {"joined": "`rftdask join` looks at each that joins", "existing": "compare it with what its workers have"}
+    if section.is_one_machine or section.type in looks:
+        who = looks.get(section.type, "`rftdask run` looks at it before anything starts")
+        return [f"host of a machine: not known whether it has {host.total_bytes / GB:.1f} GB; {who}"]
+    for role in ROLES:
+        key, told = _job_memory(stage, role)
+        needed = sum(part.num_bytes for part in _of_worker(stage, layout, role))
+        if not needed:
+            continue
+        each = f"host memory of each {'rank' if role == TRAINER_RESOURCE else f'{role} engine'}"
+        if told is not None:
+            there = megabytes(told) * 2**20
+            verdict = "fits" if needed <= there else "does not fit"
+            lines.append(f"{each}: {verdict}, {needed / GB:.1f} of {there / GB:.1f} GB ({key})")
+        else:
+            is_whole = section.type == "slurm" and getattr(section.slurm, role).exclusive
+            why = "it shares what whole nodes have (exclusive)" if is_whole else f"give {key}"
+            lines.append(f"{each}: not known whether {needed / GB:.1f} GB are there; {why}")
+    return lines
+
+
 def tell_memory(config: Config, gpu: str = "") -> str:
     """What each role of each stage needs, and whether that fits `gpu`, unless it is "".
 
@@ -757,9 +788,10 @@ def tell_memory(config: Config, gpu: str = "") -> str:
             shape = read_shape(stage.model.model_path, trust_remote_code=stage.model.trust_remote_code)
         if len(config.stage_configs()) > 1:
             lines.append(f"stage {stage.name}")
-        lines.append(render(estimate(stage, shape, layout, memory)))
+        found = estimate(stage, shape, layout, memory)
+        lines.append(render(found))
         if memory is not None and shape is not None:
-            lines += what_fits(stage, shape, memory, layout)
+            lines += [*what_fits(stage, shape, memory, layout), *what_hosts_have(stage, layout, found[-1])]
     return "\n".join(lines)
 
 

@@ -636,6 +636,48 @@ def test_jobs_of_slurm_have_the_host_memory_that_their_ranks_and_engines_keep() 
         check(*turns, "cluster.slurm.trainer.exclusive=false", "cluster.slurm.trainer.memory=60GB")
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["cluster.type=joined"], ["host of a machine: not known whether it has 244.3 GB; `rftdask join` looks at"]),
+        (["cluster.type=existing"], ["host of a machine: not known whether it has 244.3 GB; compare it with what its"]),
+        (
+            ["cluster.type=local", "cluster.node_num=1", "mode=colocate", "trainer.num_ranks=8"],
+            ["host of a machine: not known whether it has 899.6 GB; `rftdask run` looks at it before anything starts"],
+        ),
+        (
+            [],
+            [
+                "host memory of each rank: not known whether 30.2 GB are there; it shares what whole nodes have (e",
+                "host memory of each explorer engine: fits, 1.5 of 100.0 GB (cluster.slurm.explorer.memory)",
+            ],
+        ),
+        (
+            ["cluster.slurm.trainer.exclusive=false", "cluster.slurm.trainer.memory=20GB"],
+            [
+                "host memory of each rank: does not fit, 30.2 of 20.0 GB (cluster.slurm.trainer.memory)",
+                "host memory of each explorer engine: fits, 1.5 of 100.0 GB (cluster.slurm.explorer.memory)",
+            ],
+        ),
+        (
+            ["cluster.type=pbs", "cluster.options.trainer.memory=40GB"],
+            [
+                "host memory of each rank: fits, 30.2 of 40.0 GB (cluster.options.trainer.memory)",
+                "host memory of each explorer engine: not known whether 1.5 GB are there; give cluster.options.memory",
+            ],
+        ),
+    ],
+)
+def test_what_a_machine_elsewhere_has_of_host_memory_is_said_or_said_to_be_unknown(
+    settings: list[str], told: list[str]
+) -> None:
+    path = str(Path(__file__).parents[3] / "config" / "gpus" / "gpus-32.yaml")
+    engines = ["explorer.rollout_model.engine_num=2"] * ("mode=colocate" in settings)
+    ended = call_cli("estimate", path, *settings, *engines, "--gpu", "H100 80GB")
+    lines = [line for line in ended.out.splitlines() if line.startswith("host ") and ": " in line]
+    assert [line[: len(start)] for line, start in zip(lines, told, strict=True)] == told, ended
+
+
 def test_auxiliary_models_on_workers_of_their_own_are_estimated_and_placed(tmp_path: Path) -> None:
     apart = (
         "explorer.auxiliary_models=[{name: judge, model_path: Qwen/Qwen3-8B, engine_type: vllm, engine_num: 2, "
