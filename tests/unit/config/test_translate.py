@@ -65,6 +65,43 @@ def test_sizes_of_megatron_are_those_that_cut_and_split_here() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "sizes", "told"),
+    [
+        ([], (1, 1), []),
+        (
+            ["trainer.megatron={tensor_model_parallel_size: 2, expert_model_parallel_size: 2}"],
+            (2, 1),
+            ["trainer.megatron.tensor_model_parallel_size: taken as trainer.tensor_parallel_size"],
+        ),
+        (
+            ["trainer.megatron.context_parallel_size=4"],
+            (1, 4),
+            ["trainer.megatron.context_parallel_size: taken as trainer.ulysses_sequence_parallel_size"],
+        ),
+        (
+            ["trainer.megatron.tensor_model_parallel_size=2", "trainer.tensor_parallel_size=4"],
+            (4, 1),
+            ["trainer.megatron.tensor_model_parallel_size: ignored: trainer.tensor_parallel_size is given and wins"],
+        ),
+    ],
+)
+def test_a_file_for_megatron_is_told_where_its_strategy_and_its_sizes_went(
+    settings: list[str], sizes: tuple[int, int], told: list[str]
+) -> None:
+    tree = {**copy.deepcopy(TREE), "trainer": {"trainer_strategy": "megatron"}}
+    config = load_config(tree, settings, origin="trinity")
+    trainer = config.trainer
+    assert trainer.trainer_strategy == "fsdp2"
+    assert (trainer.tensor_parallel_size, trainer.ulysses_sequence_parallel_size) == sizes
+    strategy = (
+        "trainer.trainer_strategy: megatron is taken as fsdp2: fsdp2 takes the place of PyTorch's first FSDP and of "
+        "Megatron, whose sizes are tensor_parallel_size and ulysses_sequence_parallel_size here"
+    )
+    assert config.warnings == (*told, strategy)
+    assert {"- trainer.trainer_strategy: megatron", "+ trainer.trainer_strategy: fsdp2"} <= set(config.changes)
+
+
+@pytest.mark.parametrize(
     ("sizes", "why"),
     [
         ("pipeline_model_parallel_size: 2", "pipelines: PyTorch's take micro-batches of one length, and packed ones"),
