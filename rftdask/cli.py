@@ -41,7 +41,25 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, for example config/quickstart.yaml")]
+
+def _here_or_bundled(config: str) -> str:
+    """The file that is meant: of a name such as config/sft.yaml, that nothing here has, the one of the package."""
+    if not config.startswith("config/") or Path(config).exists():
+        return config
+    from rftdask.commands.first_steps import bundled  # late: only for this
+
+    if (path := bundled().get(config)) is None:
+        return config
+    _say(f"{config} is the one of the package; `rftdask examples copy {config}` copies it here", err=True)
+    return str(path)
+
+
+ConfigFile = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG", help="YAML file, for example config/quickstart.yaml of the package", callback=_here_or_bundled
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the file: trainer.total_steps=20"),

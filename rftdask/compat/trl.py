@@ -248,10 +248,11 @@ def _rewards(found: Imported, given: ast.expr | None, names: dict[str, Any]) -> 
     reward = "accuracy_reward" if rewards == ["accuracy_reward"] else "my_rewards.reward"
     found.say("buffer.explorer_input.default_reward_fn_type", reward)
     if reward != "accuracy_reward":
-        found.say("explorer.plugin_dirs", ["."])
+        # Not the folder of the script, which would be imported, and train, as all that is in such a folder.
+        found.say("explorer.plugin_dirs", ["plugins"])
         found.left["reward_funcs"] = (
             f"{', '.join(rewards) or 'none is named'}: (completions, **columns) -> list is to become reward(response, "
-            "truth, task) -> float in my_rewards.py; several are parts of one sum (docs/workflows.md)"
+            "truth, task) -> float in plugins/my_rewards.py; several are parts of one sum (docs/workflows.md)"
         )
 
 

@@ -1,13 +1,18 @@
 """Promises of the commands that documentation and comments of configurations show: with --gpus, --nodes and --gpu for
 1, 2, 8 and 4 x 8 GPUs each of them has a plan with the memory it needs, or is refused with a change that gives it one;
-one that names its GPUs runs as printed; a recipe that names them has a plan there. Those in examples/ are toys for a
+one that names its GPUs runs as printed; a recipe that names them has a plan there. Typed in an empty folder, with the
+package installed and the files that its page has the reader write, each is accepted. Those in examples/ are toys for a
 laptop, which tests/e2e/guides runs.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +22,8 @@ from rftdask.commands.estimate import gpu_bytes, what_fits
 from rftdask.config import load_config
 from rftdask.models.model_shape import read_shape
 from tests.integration.run_cases import call_cli
+from tests.unit.compat.test_imported_files import GRPO as TRL
+from tests.unit.test_docs_pages import TRINITY, VERL
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "config").rglob("*.yaml"))
@@ -39,16 +46,40 @@ _KEYS = {
     "tensor_parallel_size": "explorer.rollout_model.tensor_parallel_size",
 }
 _FILES = {path.name: str(path.relative_to(ROOT)) for path in CONFIGS}
+IN_REPOSITORY = {"README.md": "in this folder is all that a run needs", "docs/zh/index.md": "在仓库目录里"}
+"""Pages whose reader has the repository's folder before him, and where they say so."""
+_COMMAND = re.compile(r"rftdask ((?:run|validate|estimate|submit) [^\n`|&;]*\.yaml[^\n`|&;]*)")
+_OWN = "init {file} --tasks tasks.jsonl --model toy/model --yes"
+_SLURM = f"{_OWN} --slurm main"
+# Nothing is downloaded here, and there is no vLLM.
+_TRL = TRL.replace("Qwen/Qwen2.5-0.5B-Instruct", "toy/model").replace('"openai/gsm8k", "main"', '"tasks.jsonl"')
+_REWARD = "def reward(response, truth, task):\n    return float(response == truth)\n"
+OWN_FILES = {
+    "docs/from-trinity.md": {"gsm8k.yaml": TRINITY},
+    "docs/from-trl.md": {
+        "train.py": _TRL.replace("use_vllm=True", "use_vllm=False"),
+        "run.yaml": "import trl train.py --out {file}",
+        "plugins/my_rewards.py": _REWARD,
+    },
+    "docs/from-verl.md": {"ppo_trainer.yaml": VERL, "run.yaml": "import verl ppo_trainer.yaml --out {file}"},
+    "docs/slurm.md": {"run.yaml": _SLURM},
+    "docs/tutorials/your-cluster.md": {"run.yaml": _SLURM, "gpus-32.yaml": "examples copy gpus-32"},
+}
+"""Page -> file of its reader -> its text, or the command that writes it; of others `_OWN` does."""
+
+
+def shown(page: Path) -> list[str]:
+    """The commands of a page, each in a line."""
+    return _COMMAND.findall(re.sub(r"\\\n#? *", " ", page.read_text()))
 
 
 def commands() -> dict[tuple[str, ...], tuple[str, ...]]:
     """(config, override...) of every `rftdask run`, `validate`, `estimate` or `submit` of a config -> the words of one
-    such command as printed. Configs of the reader, such as run.yaml, are not there to be tried.
+    such command as printed.
     """
     found = {}
     for page in PAGES:
-        text = re.sub(r"\\\n#? *", " ", page.read_text())
-        for line in re.findall(r"rftdask ((?:run|validate|estimate|submit) [^\n`|&;]*\.yaml[^\n`|&;]*)", text):
+        for line in shown(page):
             words = [_FILES.get(Path(word).name, word) for word in shlex.split(line, comments=True)]
             if config := next((word for word in words if word in _FILES.values()), None):
                 made_of = (config, *(word for word in words if re.match(r"[a-z_.]+=", word)))
@@ -94,6 +125,60 @@ def test_a_command_that_names_its_gpus_runs_as_it_is_printed(
     ended = call_cli(*command)
     assert ended.code == 0, ended
     assert ": fits, " in ended.out and "does not fit" not in ended.out, ended.out
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    assert call_cli("examples", "toy", str(folder / "toy")).code == 0
+    return folder
+
+
+@pytest.fixture
+def empty(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory: a folder with nothing in it but a model and tasks."""
+    (tmp_path / "toy").symlink_to(toy / "toy")
+    rows = [{key: f"{n}" for key in ("question", "answer", "prompt", "solution")} for n in range(300)]
+    (tmp_path / "tasks.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RFTDASK_RUNS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PATH", str(tmp_path))  # where this machine's SLURM is not
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("empty")
+@pytest.mark.parametrize("page", [page for page in PAGES if shown(page)], ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_accepted_in_an_empty_folder(page: Path) -> None:
+    """A run and a submission are checked and planned; nothing is started or submitted."""
+    name = str(page.relative_to(ROOT))
+    own = dict(OWN_FILES.get(name, {}))
+    own |= dict(re.findall(r"^```\w+ file=(\S+)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE))
+    for line in shown(page):
+        verb, *words = [word for word in shlex.split(line, comments=True) if word != "KEY=VALUE"]
+        if name in IN_REPOSITORY:
+            assert IN_REPOSITORY[name] in page.read_text()
+            words = [str(ROOT / word) if word.startswith("config/") else word for word in words]
+        for file in [*own, *(word for word in words if word.endswith(".yaml") and "=" not in word)]:
+            if Path(file).exists() or file.startswith("config/"):
+                continue
+            Path(file).parent.mkdir(exist_ok=True)
+            text = own.get(file, _SLURM if verb == "submit" else _OWN)
+            if "\n" in text:
+                Path(file).write_text(text)
+            else:
+                ended = call_cli(*shlex.split(text.format(file=file)))
+                assert ended.code == 0, (name, file, ended)
+            if f"\npython {file}\n" in page.read_text():
+                runpy.run_path(file)
+        words += ["--dry-run"] * (verb == "submit" and not {"--dry-run", "--print-templates"} & set(words))
+        ended = call_cli("validate" if verb == "run" else verb, *words)
+        assert ended.code == 0 and "Traceback" not in ended.err, (name, verb, words, ended)
 
 
 def test_every_configuration_for_gpus_samples_with_vllm() -> None:

@@ -95,6 +95,7 @@ def test_a_grpo_script_becomes_the_same_run_and_is_not_executed(tmp_path: Path) 
     assert (taskset.path, taskset.subset_name) == ("openai/gsm8k", "main")
     assert found.left["seed"] == "make_seed() is computed while the script runs"
     assert "close: (completions, **columns) -> list is to become" in found.left["reward_funcs"]
+    assert config.explorer.plugin_dirs == ("plugins",), "all files of the script's own folder would be imported"
     assert {"bf16", "logging_steps", "report_to", "sync_ref_model", "LoraConfig.lora_dropout"} <= found.left.keys()
 
 
