@@ -48,7 +48,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from gpu_train import NO_PEFT, free, make_engine, model_folder, write_model
+from gpu_train import NO_PEFT, free, make_config, make_engine, model_folder, write_model
 from kill_quickstart import SHORT
 from report import Report, make_parser
 from torch.nn.functional import scaled_dot_product_attention
@@ -56,24 +56,27 @@ from torch.nn.functional import scaled_dot_product_attention
 from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
 from rftdask.config import load_config
 from rftdask.config.schema.algorithm import registered_parts
-from rftdask.engines.transformers import TransformersEngine
+from rftdask.engines.client import EngineClient
+from rftdask.explorer.worker_cache import engine_spec
+from rftdask.models.model_shape import read_shape
 from rftdask.storage import open_storage
 from rftdask.trainer.attention import packed_attention
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.rank import build_algorithm
-from rftdask.weights.published import publish_weights
+from rftdask.weights.published import latest_published
+from rftdask.weights.publisher import Publisher
 
 HERE = Path(__file__).parent
 DATASETS = ("cpt", "dpo", "kto", "orpo", "reward_model", "sft", "simpo")
 """Algorithms that learn from a dataset."""
 MAX_DLOGP = 0.01
 """Of part c, mean over tokens, in nats."""
+NUM_ROWS = 4
+"""Of part c, each of 1,024 tokens."""
 PART_S, ALL_S = 480, 1500
 LARGE_BYTES = 70e9
 """Of a GPU that seven billion weights are for."""
-FEW_BYTES = 2**28
-"""That a process may still take where a step is to fail for want of a CPU's memory."""
 CONTEXT = multiprocessing.get_context("forkserver")
 """Of the parts: forks of a process that has imported what they use, and has not touched a GPU."""
 CONTEXT.set_forkserver_preload(["gpu_train", "rftdask.engines.transformers", "rftdask.trainer.engines.torch_engine"])
@@ -180,15 +183,26 @@ def _apart(one: Any, other: Any) -> float:
 
 
 def part_c(place: Place) -> None:
-    exact = make_engine(place.model, "cpu", False).fingerprint()
+    config, size = make_config(place.model, False), read_shape(place.model).vocab_size
+    random = np.random.default_rng(0)
+    rows = [(random.integers(2, size, 1024).tolist(), 16, None) for _ in range(NUM_ROWS)]
+    batch = supervised_batch(rows, [f"row {number}" for number in range(NUM_ROWS)])
+
+    def logprobs(engine: TorchEngine) -> np.ndarray:
+        """[Q] of all response tokens, as a step of the trainer scores them."""
+        passes = engine._plan(batch, np.arange(len(batch)))
+        with torch.no_grad(), torch.autocast(place.device, torch.bfloat16, enabled=engine._device.type == "cuda"):
+            scored = passes.scored(engine._rows_of(batch), lambda **inputs: engine._policy(**inputs)[0])
+        return np.asarray(scored.cpu())
+
+    exact = logprobs(make_engine(config, "cpu"))
+    dtype = "bfloat16" if place.device == "cuda" else "float32"
     with group_of_one(place):
         for way in ("autocast", "fsdp2"):
-            found = make_engine(place.model, place.device, False, sharded=way == "fsdp2").fingerprint()
-            pairs = zip(sum(exact.logprobs, ()), sum(found.logprobs, ()), strict=True)
-            gaps = [abs(one - other) for one, other in pairs]
-            mean, bound = sum(gaps) / len(gaps), f"<= {MAX_DLOGP}"
-            what = f"mean |dlogp|, {found.dtype} by {way}, against float32"
-            place.add("c", what, f"{mean:.2g}", bound, mean <= MAX_DLOGP)
+            gaps = np.abs(exact - logprobs(make_engine(config, place.device, sharded=way == "fsdp2")))
+            mean, bound = float(gaps.mean()), f"<= {MAX_DLOGP}"
+            what = f"mean |dlogp| of {len(gaps):,} tokens, {dtype} by {way}, against float32"
+            place.add("c", what, f"{mean:.2g}, at most {gaps.max():.2g}", bound, mean <= MAX_DLOGP)
             free()
 
 
@@ -272,52 +286,78 @@ def part_g(place: Place) -> None:
 
 
 def _publish(place: Place, model: str, name: str) -> None:
-    engine = make_engine(model, place.device, False)
-    storage = open_storage(str(place.folder / f"weights-{name}"))
+    """As the ranks publish, and as an explorer's worker has its engine, a process of its own, load what is there."""
+    engine, storage = make_engine(make_config(model, False), place.device), open_storage(str(place.folder / "weights"))
     began = time.perf_counter()
     weights, fingerprint = engine.weights(), engine.fingerprint()
     gathered = time.perf_counter()
-    published = publish_weights(storage, 1, weights, "main", fingerprint)
+    Publisher(storage, "main").publish(1, weights, fingerprint)
     written = time.perf_counter()
     size = sum(map(len, weights.values())) / 1e9
     del engine, weights
     free()
-    dtype = "bfloat16" if place.device == "cuda" else "float32"
-    serving = TransformersEngine(model, dtype=dtype, device=place.device, trust_remote_code=False)
-    files = [Path(storage.url, published.folder, name) for name, _ in published.files]
-    loaded = time.perf_counter()
-    serving.load_verified(1, files, fingerprint)
-    proven = time.perf_counter()
-    del serving
-    free()
+    tree: dict[str, Any] = {
+        "model": {"model_path": model, "max_prompt_tokens": 32, "max_response_tokens": 32},
+        "buffer": {"explorer_input": {"taskset": {"path": "tasks.jsonl"}}},  # named and never read
+    }
+    config = load_config(tree)
+    client = EngineClient(engine_spec(config.explorer.rollout_model, config, torch.get_num_threads(), None))
+    try:
+        client.wait_ready()
+        published = latest_published(storage)
+        assert published is not None, "the pointer names what was published"
+        loaded = time.perf_counter()
+        client.load(storage, published)
+        proven = time.perf_counter()
+    finally:
+        client.close()
     shutil.rmtree(storage.url)  # of the large one it is 15 GB
     place.add("g", f"{name}: {size:.2g} GB brought together, with a fingerprint", f"{gathered - began:.2f} s")
     place.add("g", f"{name}: written and made visible", f"{written - gathered:.2f} s")
     place.add("g", f"{name}: loaded into an engine and proven", f"{proven - loaded:.2f} s")
 
 
-def part_h(place: Place) -> None:
-    # What is there of a GPU's memory is known; of a CPU's so little is left that the step does not fit.
-    length, kind = (40_000_000, "GPU") if place.device == "cuda" else (1_000_000, "host")
-    script = f"""
-import resource, sys
-sys.path.insert(0, {str(HERE)!r})
-import psutil
-from gpu_train import make_batch, make_engine
-from rftdask.processes import gpus
+GREEDY = """
+import torch
+from rftdask.algorithm.losses.base import PolicyLoss
 
-engine, batch = make_engine({place.model!r}, {place.device!r}, False), make_batch({length}, 16, 512)
-if {place.device == "cpu"}:
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + {FEW_BYTES},) * 2)
-try:
-    engine.train_step(batch, 1)
-except Exception as error:
-    print(gpus.out_of_memory(error, "step 1 is trained", "the length"))
+
+class Greedy(PolicyLoss):
+    uses_advantages, schema = False, "sft"
+
+    def __call__(self, inputs):
+        torch.empty(2**50, dtype=torch.uint8)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PART_S)
-    said = done.stdout.strip().splitlines()[-1:] or [done.stderr.strip()[-60:]]
-    found, wanted = f"exit code {done.returncode}", f"out of {kind} memory"
-    place.add("h", said[0][:120], found, f"{wanted}, told", wanted in said[0])
+
+
+def part_h(place: Place) -> None:
+    # On a GPU one row that takes 2 MB a token; on a CPU, where it would take long, a loss that asks for too much.
+    kind, length = ("GPU", 400_000) if place.device == "cuda" else ("host", 100)
+    folder = place.folder / "long"
+    folder.mkdir()
+    (folder / "greedy.py").write_text(GREEDY)
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "response": "2" * length}) + "\n")
+    tree: dict[str, Any] = {
+        "mode": "train", "checkpoint_root_dir": str(folder / "runs"), "monitor": {"monitor_type": "none"},
+        "model": {"model_path": place.model, "max_model_len": length + 100},
+        "algorithm": {"algorithm_type": "sft"}, "trainer": {"total_steps": 1, "num_ranks": 1},
+        "buffer": {
+            "train_batch_size": 1,
+            "trainer_input": {
+                "experience_buffer": {"path": str(folder / "rows.jsonl"), "format": {"prompt_type": "plaintext"}}
+            },
+        },
+    }  # fmt: skip
+    if place.device == "cpu":
+        tree["algorithm"]["policy_loss_fn"] = "greedy.Greedy"
+        tree["explorer"] = {"plugin_dirs": [str(folder)]}
+    (folder / "run.yaml").write_text(json.dumps(tree))
+    command = [sys.executable, "-m", "rftdask", "run", str(folder / "run.yaml"), "--progress", "none"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PART_S)
+    wanted = f"out of {kind} memory while step 1 is trained"
+    said = next((line for line in done.stderr.splitlines() if wanted in line), done.stderr.strip()[-120:])
+    holds = wanted in said and done.returncode == 2
+    place.add("h", said[:120], f"exit code {done.returncode}", f"2, {wanted}", holds)
 
 
 def part_i(place: Place) -> None:

@@ -42,11 +42,9 @@ import torch
 from report import Report, make_parser
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
-from rftdask.commands.estimate import GB, TrainSizes, train_parts
-from rftdask.config import load_config
-from rftdask.config.schema.model import LoraConfig
+from rftdask.commands.estimate import GB, estimate
+from rftdask.config import Config, load_config
 from rftdask.models.model_shape import ModelShape, read_shape
 from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2
@@ -54,6 +52,7 @@ from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import predicting_states, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.process_ranks import ProcessRanks
+from rftdask.trainer.rank import build_algorithm
 
 PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12}
 """Dense bfloat16 by the makers' data sheets; the first name that the device's name contains."""
@@ -111,21 +110,27 @@ def make_batch(length: int, prompt: int, vocab_size: int) -> TrainingBatch:
     return replace(batch, rewards=np.ones(1, np.float32), rollout_logprobs=logprobs, experts=np.zeros(1, bool))
 
 
-def make_engine(folder: str, device: str, lora: bool, *, sharded: bool = False) -> TorchEngine:
-    """sharded: by fsdp2, as the one rank of the process group that there is then."""
+def make_config(folder: str, lora: bool, length: int = 10**9) -> Config:
+    """A trainer of rollouts of at most `length` tokens."""
     tree: dict[str, Any] = {
         "mode": "train",
-        "model": {"model_path": folder, "max_model_len": 10**9},
+        "model": {"model_path": folder, "max_model_len": length},
         "buffer": {"batch_size": 1},
-        "algorithm": {"optimizer": {"weight_decay": 0.0}},
-        "trainer": {"max_token_len_per_gpu": 10**9, "gradient_checkpointing": True},
+        "algorithm": {
+            "algorithm_type": "reinforceplusplus", "kl_loss_fn": "none", "optimizer": {"weight_decay": 0.0}
+        },
+        "trainer": {"max_token_len_per_gpu": length, "gradient_checkpointing": True},
         "seed": 0,
-    }
+    }  # fmt: skip
     if lora:
         tree["model"]["lora_configs"] = [{"lora_rank": LORA_RANK}]
-    config = load_config(tree)
+    return load_config(tree)
+
+
+def make_engine(config: Config, device: str, *, sharded: bool = False) -> TorchEngine:
+    """sharded: by fsdp2, as the one rank of the process group that there is then."""
     strategy = FSDP2(ProcessRanks(), torch.device(device), config.trainer) if sharded else None
-    return TorchEngine(config, make_algorithm("reinforceplusplus", kl_loss_fn="none"), strategy, device=device)
+    return TorchEngine(config, build_algorithm(config), strategy, device=device)
 
 
 def flops_of_step(shape: ModelShape, length: int, lora: bool) -> float:
@@ -157,7 +162,7 @@ def step_seconds(step: Step, device: str, runs: int) -> tuple[float, float]:
 
 
 def our_step(folder: str, device: str, batch: TrainingBatch, lora: bool) -> Step:
-    engine, steps = make_engine(folder, device, lora), iter(range(1, 10**6))
+    engine, steps = make_engine(make_config(folder, lora, len(batch.tokens)), device), iter(range(1, 10**6))
     return lambda: engine.train_step(batch, next(steps))
 
 
@@ -309,12 +314,10 @@ def measure_heads(report: Report, device: str, length: int, tiny: bool, runs: in
 
 
 def measure_peak(report: Report, folder: str, device: str, length: int, prompt: int, lora: bool, name: str) -> None:
-    """The peak of a step against the estimate; on a CPU the estimate alone."""
-    shape = read_shape(folder)
-    _, held = step_seconds(our_step(folder, device, make_batch(length, prompt, shape.vocab_size), lora), device, 1)
-    trained = shape.lora_parameters(LoraConfig(lora_rank=LORA_RANK)) if lora else None
-    sizes = TrainSizes(tokens=length, checkpointing=True, trained=trained, compute_bytes=2 if device == "cuda" else 4)
-    expected = sum(part.num_bytes for part in train_parts(shape, sizes)) / GB
+    """The peak of a step against what `rftdask estimate` says of its configuration; on a CPU that alone."""
+    batch = make_batch(length, prompt, read_shape(folder).vocab_size)
+    _, held = step_seconds(our_step(folder, device, batch, lora), device, 1)
+    expected = estimate(make_config(folder, lora, length))[0].total_bytes / GB
     work = f"{name}, {'LoRA' if lora else 'full'}, {length:,} tokens"
     if device == "cuda":
         report.add(f"{work}: memory", held, "GB", less_is_better=True, against="`rftdask estimate`", other=expected)
