@@ -312,7 +312,7 @@ def train_sizes(config: Config, shape: ModelShape, layout: Layout | None = None)
     if config.model.lora_configs:
         trained = shape.lora_parameters(config.model.lora_configs[0])
     # With adapters the reference is the same model with them turned off.
-    reference = algorithm.compares_reference and algorithm.kl_loss_fn != "none" and trained is None
+    reference = algorithm.compares_reference and trained is None
     teachers = config.explorer.auxiliary_models if algorithm.needs_teacher else ()
     critic = None
     if algorithm.trains_critic:

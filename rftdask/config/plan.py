@@ -172,7 +172,7 @@ def _role_plans(config: Config, num_ranks: int) -> list[RolePlan]:
             roles.append(RolePlan(model.name or "auxiliary model", number, what))
     if trains:
         what = f"{config.trainer.trainer_type} rank, {config.model.model_path}"
-        if config.algorithm.compares_reference and config.algorithm.kl_loss_fn != "none":
+        if config.algorithm.compares_reference:
             what += ", with a frozen reference model unless its coefficient is 0"
         what += ", with a critic" if config.algorithm.trains_critic else ""
         if config.algorithm.needs_teacher:

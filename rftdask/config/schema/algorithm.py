@@ -184,13 +184,12 @@ class AlgorithmConfig(Section):
 
     @property
     def compares_reference(self) -> bool:
-        """Whether the type compares the policy with the frozen initial weights: a KL loss, or a loss that needs them.
-
-        A `kl_loss_fn` of "none" leaves the reference model out.
+        """Whether the policy is compared with the frozen initial weights, unless the coefficient is 0: by a KL loss, a
+        KL penalty or a policy loss that needs them; a loss of the user's own is not asked.
         """
-        name = self._of_type("policy_loss_fn")
-        loss = known_part("policy_loss_fn", name, registered_parts("policy_loss_fn"))
-        return self._of_type("kl_loss_fn") != "none" or bool(trait(loss, "uses_reference"))
+        loss = registered_parts("policy_loss_fn").get(self.policy_loss_fn or self._of_type("policy_loss_fn"))
+        estimates = self.kl_loss_fn or self._of_type("kl_loss_fn"), self.kl_penalty_fn or "none"
+        return estimates != ("none", "none") or (loss is not None and bool(trait(loss, "uses_reference")))
 
     @property
     def trains_reward_model(self) -> bool:

@@ -46,7 +46,7 @@ from rftdask.commands.estimate import (
     train_sizes,
     vllm_parts,
 )
-from rftdask.config import load_config
+from rftdask.config import load_config, make_plan
 from rftdask.config.schema.model import LoraConfig
 from rftdask.errors import DataError, UserError
 from rftdask.models.lora import adapter_names, begin
@@ -57,6 +57,7 @@ from rftdask.trainer.engines.optimizer import ModelOptimizer
 from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.packing import pack_rows
+from rftdask.trainer.rank import build_algorithm
 from rftdask.trainer.ranks import Ranks
 from tests.integration.run_cases import call_cli
 from tests.unit.processes.test_meter import fake_nvml
@@ -325,6 +326,32 @@ def test_the_copies_on_the_host_are_those_that_a_trainer_makes(
         num_bytes = sum(tensor.nbytes for tensors in held for tensor in tensors.values() if tensor.numel() > 2)
         # A critic is counted with the head of its body, in place of which it has one number.
         assert num_bytes == pytest.approx(parts[name], rel=0.05 if "ppo" in str(settings) else 1e-9), name
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "is_held"),
+    [
+        ("grpo", [], True),
+        ("grpo", ["kl_loss_fn=none"], False),
+        ("dapo", [], False),
+        ("dapo", ["kl_loss_fn=k2"], True),
+        ("dapo", ["kl_penalty_fn=k1"], True),
+        ("grpo", ["kl_loss_fn=none", "kl_penalty_fn=k1"], True),
+    ],
+)
+def test_the_reference_that_a_trainer_loads_is_counted(
+    tmp_path: Path, algorithm: str, settings: list[str], is_held: bool
+) -> None:
+    config = make_config(
+        tmp_path,
+        "model.model_path=Qwen/Qwen3-0.6B",
+        f"algorithm.algorithm_type={algorithm}",
+        *(f"algorithm.{setting}" for setting in settings),
+    )
+    shape = read_shape("Qwen/Qwen3-0.6B")
+    assert build_algorithm(config).use_reference is is_held
+    assert train_sizes(config, shape).frozen == (shape,) * is_held
+    assert ("with a frozen reference" in make_plan(config).render()) is is_held
 
 
 def test_teachers_critics_and_judges_have_sizes_of_their_own(tmp_path: Path) -> None:
