@@ -42,23 +42,19 @@ app = typer.Typer(
 )
 
 
-def _here_or_bundled(config: str) -> str:
-    """The file that is meant: of a name such as config/sft.yaml, that nothing here has, the one of the package."""
-    if not config.startswith("config/") or Path(config).exists():
-        return config
-    from rftdask.commands.first_steps import bundled  # late: only for this
+def _here(config: str) -> str:
+    """The file that is meant. Raises: UserError: there is none, and the package has one of that name."""
+    if config.startswith("config/") and not Path(config).exists():
+        from rftdask.commands.first_steps import bundled  # late: only for this
 
-    if (path := bundled().get(config)) is None:
-        return config
-    _say(f"{config} is the one of the package; `rftdask examples copy {config}` copies it here", err=True)
-    return str(path)
+        if config in bundled():
+            copy = f"rftdask examples copy {config} {Path(config).parent}"
+            raise UserError(f"there is no file {config}; `{copy}` writes the package's there")
+    return config
 
 
 ConfigFile = Annotated[
-    str,
-    typer.Argument(
-        metavar="CONFIG", help="YAML file, for example config/quickstart.yaml of the package", callback=_here_or_bundled
-    ),
+    str, typer.Argument(metavar="CONFIG", help="YAML file, for example config/quickstart.yaml", callback=_here)
 ]
 Overrides = Annotated[
     list[str] | None,

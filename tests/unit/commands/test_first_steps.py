@@ -3,6 +3,7 @@ configuration that loads, and what comes with the package is found, described an
 """
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -148,18 +149,19 @@ def test_what_comes_with_the_package_is_described_and_copied(tmp_path: Path) -> 
     assert "main" in runpy.run_path(str(files["examples/quickstart.py"]))  # as `rftdask quickstart` does
 
 
-def test_a_configuration_of_the_package_goes_by_its_name_where_no_file_has_it(
+def test_a_configuration_of_the_package_is_copied_by_the_command_that_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ended = call_cli("validate", "config/sft.yaml")
-    assert ended.code == 0, ended
-    assert "config/sft.yaml is the one of the package; `rftdask examples copy config/sft.yaml` copies it" in ended.err
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "sft.yaml").write_text("mode: no\n")
-    for name in ("config/sft.yaml", "config/none.yaml", "sft.yaml"):
+    for name in ("config/none.yaml", "sft.yaml"):
         ended = call_cli("validate", name)
         assert (ended.code, "of the package" in ended.err) == (2, False), ended
+    for name in ("config/sft.yaml", "config/gpus/gpus-8.yaml"):
+        ended = call_cli("validate", name)
+        told = re.search(r"there is no file \S+; `rftdask (.*)` writes the package's there", ended.err)
+        assert ended.code == 2 and told, ended
+        assert call_cli(*told[1].split()).code == 0
+        assert call_cli("validate", name).code == 0
 
 
 def test_a_folder_is_copied_with_all_that_is_in_it(tmp_path: Path) -> None:
