@@ -1,6 +1,7 @@
 """Estimators of the distance to the reference policy, per token, and the controller of their coefficient.
 
 With d = log p_policy - log p_ref on the sampled token. Knows nothing of aggregation or of who computed the logprobs.
+k1 is for rewards, the others are for a loss: each holds the policy at the reference in its own place alone.
 Invariant: equal logprobs give exactly 0.
 Source: J. Schulman, "Approximating KL divergence", 2020 (http://joschu.net/blog/kl-approx.html).
 """
@@ -110,7 +111,11 @@ class NoKl(KlFn):
 
 @dataclass(frozen=True)
 class K1(KlFn):
-    """d. Unbiased as a value, of any sign; its gradient in a loss has expectation 0, so use it as a reward penalty."""
+    """d, for rewards: what a policy descends whose rewards pay for it is KL(policy, reference).
+
+    Unbiased as a value, of any sign. In a loss its gradient, that of log p_policy, is 0 in the mean over what the
+    policy says, and away from what was sampled by other weights: nothing holds the policy there.
+    """
 
     kl_name = "k1"
 
@@ -120,7 +125,7 @@ class K1(KlFn):
 
 @dataclass(frozen=True)
 class K2(KlFn):
-    """d^2 / 2. As a loss its gradient is that of the reverse KL."""
+    """d^2 / 2. As a loss its gradient is that of the reverse KL, KL(policy, reference)."""
 
     kl_name = "k2"
 
@@ -130,8 +135,11 @@ class K2(KlFn):
 
 @dataclass(frozen=True)
 class K3(KlFn):
-    """exp(-d) - 1 + d, never negative; d below -20 counts as -20, without gradient. GRPO, arXiv:2402.03300, equation
-    4."""
+    """exp(-d) - 1 + d, never negative; d below -20 counts as -20, without gradient. GRPO, arXiv:2402.03300, equation 4.
+
+    As a loss its gradient is that of KL(reference, policy). Paid for by rewards, KL(policy, reference) less that, which
+    is 0 to second order near the reference and holds nothing.
+    """
 
     kl_name = "k3"
 
@@ -152,7 +160,7 @@ class LowVarKl(KlFn):
 
 @dataclass(frozen=True)
 class AbsKl(KlFn):
-    """|d|, the absolute log-ratio."""
+    """|d|, the absolute log-ratio. As a loss its gradient is that of the sum over words of |p_policy - p_ref|."""
 
     kl_name = "abs"
 

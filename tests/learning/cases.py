@@ -65,6 +65,7 @@ def _anchored(kl_name: str) -> tuple[str, ...]:
 PREFERS = {"preference": (0.9, 1.0)}
 NEAR = {"accuracy": (0.85, 1.0), "drift": (0.0, 0.95)}
 TASKS = "buffer.explorer_input.taskset"
+PAYS = "algorithm.kl_loss_fn=none", "algorithm.kl_penalty_fn=k1", "algorithm.kl_penalty_fn_args.kl_coef=1.0"
 MANY_UPDATES = "synchronizer.sync_interval=16", "buffer.batch_size=4"
 
 CASES = (
@@ -88,6 +89,14 @@ CASES = (
     *(
         Case("grpo", {"kl": (0, 0.2)}, toy="echo", settings=_anchored(name), shows=name)
         for name in ("k2", "k3", "low_var_kl", "abs", "corrected_k3")
+    ),
+    # The same by rewards: of a rollout, whose reward pays for all of its tokens, and of tokens.
+    *(
+        Case(name, {"strayed": (0, 0.3), "earned_last": (0.4, 1)}, toy="echo", settings=settings, shows="k1")
+        for name, settings in {
+            "grpo": (*PAYS, "algorithm.advantage_fn_args.std=none"),
+            "reinforceplusplus": PAYS,
+        }.items()
     ),
     Case(
         "grpo",

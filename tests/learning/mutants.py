@@ -7,6 +7,7 @@ nothing asks whether that part does what it says. What the mutants do is below; 
 
 - sign: the loss, or every advantage, times -1.
 - baseline: what is taken off the rewards (the mean of the task, the greedy rollout, the critic's value) is 0.
+- coefficient: the KL costs nothing.
 - clip: the bound on how far the policy moves from what sampled is taken away.
 - schedule: its beginning or its end holds all along; the hard tasks come first.
 - mask: what is not to be trained is trained.
@@ -168,6 +169,10 @@ def _sign_of_kl(cls: type) -> AbstractContextManager[Any]:
     return mock.patch.object(cls, "per_token", lambda self, *given: -original(self, *given))
 
 
+def _no_penalty() -> AbstractContextManager[Any]:
+    return mock.patch.object(kl.KlFn, "is_active", False)
+
+
 def _hard_first() -> AbstractContextManager[Any]:
     original = selectors.EasyToHard.order
     return mock.patch.object(
@@ -209,6 +214,9 @@ def mutants() -> Iterator[Mutant]:
     yield Mutant("ClipV: mask", "grpo-clipv", _inverted_filter)
     for fn in (kl.K2, kl.K3, kl.LowVarKl, kl.AbsKl, kl.CorrectedK3):
         yield Mutant(f"{fn.__name__}: sign", f"grpo-{fn.kl_name}", lambda fn=fn: _sign_of_kl(fn))
+    for case in ("grpo-k1", "reinforceplusplus-k1"):
+        yield Mutant(f"K1: sign in {case}", case, lambda: _sign_of_kl(kl.K1))
+        yield Mutant(f"K1: coefficient 0 in {case}", case, _no_penalty)
     yield Mutant("EasyToHard: sign", "grpo-curriculum", _hard_first)
     for name in ("temperature", "final_temperature"):
         yield Mutant(f"RolloutArgs: {name} alone", "grpo-cooling", lambda name=name: _one_temperature(name))

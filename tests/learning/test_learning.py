@@ -29,10 +29,10 @@ def test_every_algorithm_type_has_a_case() -> None:
     assert registered_parts("algorithm_type").keys() - {case.algorithm_type for case in CASES} == set()
 
 
-def test_every_loss_and_every_advantage_has_a_mutant() -> None:
-    broken = {mutant.name.partition(":")[0] for mutant in mutants()}
-    parts = [*registered_parts("policy_loss_fn").values(), *registered_parts("advantage_fn").values()]
-    assert {part.attribute for part in parts} - broken == set()
+@pytest.mark.parametrize("key", ["policy_loss_fn", "advantage_fn", "kl_loss_fn"])
+def test_every_part_has_a_mutant(key: str) -> None:
+    broken = {mutant.name.partition(":")[0] for mutant in mutants()} | {"NoKl"}
+    assert {part.attribute for part in registered_parts(key).values()} - broken == set()
 
 
 def test_the_table_of_the_page_has_every_bound_of_every_case() -> None:

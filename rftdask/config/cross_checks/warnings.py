@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from rftdask.config.base import default_of
 from rftdask.config.cross_checks.hosted import hosted_warnings
 from rftdask.config.cross_checks.rollouts import engine_warnings
+from rftdask.config.schema.algorithm import registered_parts
 from rftdask.config.schema.buffer import ExperienceBufferConfig, FormatConfig
 from rftdask.config.schema.explorer import ExplorerConfig
 from rftdask.config.schema.run import Config
@@ -48,6 +49,7 @@ def warn(config: Config) -> Iterator[Problem]:
     if (page := config.cluster.dashboard_address) and not page.startswith(_LOOPBACK):
         told = f"{page}: Dask's dashboard has no password, and whoever reaches the port sees it"
         yield "cluster.dashboard_address", f"{told}; 127.0.0.1:8787 is for this machine alone"
+    yield from _of_kl(config)
     yield from _of_task_pipeline(config)
     yield from _of_another_place(config)
     yield from _of_other_rows(config)
@@ -77,6 +79,17 @@ def warn(config: Config) -> Iterator[Problem]:
         yield "model.chat_template_path", "ignored: model.custom_chat_template is given and wins"
     if not config.continue_from_checkpoint and config.mode in ("bench", "serve"):
         yield "continue_from_checkpoint", f"ignored: {config.mode} reads the weights of the run"
+
+
+def _of_kl(config: Config) -> Iterator[Problem]:
+    """An estimate of the KL where it holds the policy at nothing; docs/algorithms.md derives where each one does."""
+    if config.algorithm.kl_loss_fn == "k1":
+        why = "in a loss it holds the policy at nothing, for its gradient is 0 on average"
+        yield "algorithm.kl_loss_fn", f"k1: {why}; use k2 here, or k1 as kl_penalty_fn"
+    penalty = config.algorithm.kl_penalty_fn
+    if penalty in registered_parts("kl_penalty_fn").keys() - {"none", "k1"}:
+        why = "of the estimates only k1, which has a sign, holds the policy if rewards pay for it"
+        yield "algorithm.kl_penalty_fn", f"{penalty}: {why}; use k1 here, or {penalty} as kl_loss_fn"
 
 
 def _of_task_pipeline(config: Config) -> Iterator[Problem]:

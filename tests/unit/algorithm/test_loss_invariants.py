@@ -301,13 +301,59 @@ def enumerated(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return logits_V, logits_V.log_softmax(-1), old_V.log_softmax(-1), ref_V.log_softmax(-1)
 
 
+def kl(of_V: Tensor, to_V: Tensor) -> Tensor:
+    """KL of one distribution from another, from logprobs."""
+    return (of_V.exp() * (of_V - to_V)).sum()
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_corrected_k3_is_the_kl_and_its_gradient_whoever_sampled(seed: int) -> None:
     logits_V, policy_V, old_V, ref_V = enumerated(seed)
     assert (policy_V - old_V).max() > math.log(2.0)  # where Trinity-RFT's bound begins
-    wanted = (policy_V.exp() * (policy_V - ref_V)).sum()
+    wanted = kl(policy_V, ref_V)
     found = (old_V.exp() * KL_FNS["corrected_k3"]().per_token(policy_V, ref_V, old_V)).sum()
     assert_close([found.item()], [wanted.item()])
     (wanted_V,) = torch.autograd.grad(wanted, logits_V, retain_graph=True)
     (found_V,) = torch.autograd.grad(found, logits_V)
     assert_close(found_V, wanted_V)
+
+
+DESCENDS = {
+    "k1": lambda policy_V, ref_V: 0.0 * policy_V.sum(),
+    "k2": kl,
+    "k3": lambda policy_V, ref_V: kl(ref_V, policy_V),
+    "abs": lambda policy_V, ref_V: (policy_V.exp() - ref_V.exp()).abs().sum(),
+    "corrected_k3": kl,
+}
+"""Estimate -> what its mean gradient in a loss is the gradient of, where the policy itself samples."""
+
+
+@pytest.mark.parametrize("name", sorted(DESCENDS))
+def test_what_an_estimate_in_a_loss_descends(name: str) -> None:
+    logits_V, policy_V, _, ref_V = enumerated(0)
+    sampled_V = policy_V.detach()
+    loss = (sampled_V.exp() * KL_FNS[name]().per_token(policy_V, ref_V, sampled_V)).sum()
+    (found_V,) = torch.autograd.grad(loss, logits_V, retain_graph=True)
+    (wanted_V,) = torch.autograd.grad(DESCENDS[name](policy_V, ref_V), logits_V)
+    assert_close(found_V, wanted_V, size=10.0)
+
+
+PENALIZES = {
+    "k1": kl,
+    # The others hold nothing: 0 to second order near the reference, or of the sign of d.
+    "k2": lambda policy_V, ref_V: (policy_V.exp() * ((policy_V - ref_V).square() / 2 - (policy_V - ref_V))).sum(),
+    "k3": lambda policy_V, ref_V: kl(policy_V, ref_V) - kl(ref_V, policy_V),
+    "abs": lambda policy_V, ref_V: (
+        (policy_V - ref_V).sign() * (policy_V.exp() * (policy_V - ref_V - 1) + ref_V.exp())
+    ).sum(),
+}
+"""Estimate -> what a policy descends whose rewards pay for it."""
+
+
+@pytest.mark.parametrize("name", sorted(PENALIZES))
+def test_what_a_penalty_of_rewards_descends(name: str) -> None:
+    logits_V, policy_V, _, ref_V = enumerated(0)
+    cost_V = KL_FNS[name]().per_token(policy_V, ref_V).detach()
+    (found_V,) = torch.autograd.grad((policy_V.detach().exp() * cost_V * policy_V).sum(), logits_V, retain_graph=True)
+    (wanted_V,) = torch.autograd.grad(PENALIZES[name](policy_V, ref_V), logits_V)
+    assert_close(found_V, wanted_V, size=10.0)

@@ -403,6 +403,16 @@ def test_a_broken_key_does_not_invent_other_mistakes() -> None:
         ),
         (["trainer.critic.lr=0.1"], "trainer.critic: ignored: grpo has no critic"),
         (["trainer.critic_warmup=5"], "trainer.critic_warmup: ignored: grpo has no critic"),
+        (
+            ["algorithm.kl_loss_fn=k1"],
+            "algorithm.kl_loss_fn: k1: in a loss it holds the policy at nothing, for its gradient is 0 on average; use "
+            "k2 here, or k1 as kl_penalty_fn",
+        ),
+        (
+            ["algorithm.kl_penalty_fn=k3"],
+            "algorithm.kl_penalty_fn: k3: of the estimates only k1, which has a sign, holds the policy if rewards pay "
+            "for it; use k1 here, or k3 as kl_loss_fn",
+        ),
     ],
 )
 def test_what_may_surprise_is_warned_about(overrides: list[str], warning: str) -> None:
