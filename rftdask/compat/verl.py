@@ -182,10 +182,12 @@ def _data(found: Imported) -> None:
     if path := found.given.get("custom_reward_function.path"):
         reward = f"{Path(path).stem}.{name}"
         found.left["custom_reward_function.path"] = (
-            f"{name}(data_source, solution_str, ground_truth, extra_info) is to become {name}(response, truth, task)"
+            f"{name}(data_source, solution_str, ground_truth, extra_info) is to become {name}(response, truth, task) "
+            f"in plugins/{Path(path).name}"
         )
         found.taken["custom_reward_function.name"] = "default_reward_fn_type"
-        found.say("explorer.plugin_dirs", [str(Path(path).parent)])
+        # Not its own folder, all of whose files would be imported.
+        found.say("explorer.plugin_dirs", ["plugins"])
     else:
         found.left["(reward)"] = "verl chooses a score by data_source; math_reward stands here, see docs/workflows.md"
     found.say("buffer.explorer_input.default_reward_fn_type", reward)

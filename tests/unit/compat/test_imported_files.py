@@ -140,7 +140,7 @@ def test_a_file_of_verl_becomes_the_same_run(tmp_path: Path) -> None:
     assert (config.model.max_prompt_tokens, config.model.max_response_tokens) == (512, 1024)
     source = config.buffer.explorer_input
     assert [t.path for t in source.train_tasksets] == ["~/gsm8k/train.parquet"] and len(source.eval_tasksets) == 1
-    assert source.default_reward_fn_type == "gsm.score" and config.explorer.plugin_dirs == ("rewards",)
+    assert source.default_reward_fn_type == "gsm.score" and config.explorer.plugin_dirs == ("plugins",)
     assert "is to become score(response, truth, task)" in found.left["custom_reward_function.path"]
     assert "data.filter_overlong_prompts" in found.left and "trainer.logger" in found.left
 
