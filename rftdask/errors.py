@@ -16,6 +16,7 @@
         |   `-- WeightsError     it does not compute what the trainer computed with the weights it was given
         |-- ProcessLostError a child process, its worker or its node is gone or hangs; another try may succeed
         |   `-- PeerLostError    a rank cannot go on because another one went away; the cause is with that one
+        |-- EmptyBatchError  all rollouts of a batch failed; they stay, so the run meets them again
         `-- OperatorError    an operator of the experience pipeline raised; the message names it and the task
 
 All of them cross process boundaries, so each keeps its values as positional arguments and pickles.
@@ -129,6 +130,10 @@ class ProcessLostError(RoleError):
 
 class PeerLostError(ProcessLostError):
     """A rank of the trainer cannot go on, because another one went away or hangs; the cause is with that one."""
+
+
+class EmptyBatchError(RoleError):
+    """All rollouts of a batch failed. They stay, so the run meets them again, whatever is mended."""
 
 
 class OperatorError(RoleError):

@@ -25,6 +25,7 @@ import psutil
 from distributed import Future, KilledWorker, Worker, get_worker
 
 from rftdask.errors import (
+    EmptyBatchError,
     FencedError,
     PeerLostError,
     ProcessLostError,
@@ -383,7 +384,7 @@ def _error(rank: int, future: Future[Ended]) -> BaseException:
     if isinstance(error, KilledWorker):
         lost = error.last_worker
         return ProcessLostError(f"rank {rank} on worker {lost.name} ({lost.address}) was lost with its worker")
-    if isinstance(error, FencedError | UserError | StorageError | ProcessLostError):
+    if isinstance(error, FencedError | UserError | StorageError | ProcessLostError | EmptyBatchError):
         return error
     # Of our own errors the text says it all; of others the class is half of what there is to know.
     text = str(error) if isinstance(error, RftError) else f"rank {rank} failed: {type(error).__name__}: {error}"

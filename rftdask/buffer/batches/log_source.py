@@ -40,7 +40,7 @@ from rftdask.buffer.batches.source import (
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import SCHEMA, Status
 from rftdask.buffer.log.shard import ShardName
-from rftdask.errors import DamagedError, DataError, RoleError, WaitTimeout
+from rftdask.errors import DamagedError, DataError, EmptyBatchError, WaitTimeout
 from rftdask.storage.base import in_order
 
 MAX_KEPT_BYTES = 1 << 30
@@ -247,15 +247,16 @@ class LogSource(BatchSource):
     # ---- forming
 
     def _form_entry(self, step: int, selection: Selection) -> LedgerEntry:
-        """The ledger entry of these groups. Raises: RoleError: not one rollout of a whole batch gave an experience."""
+        """The ledger entry of these groups. Raises: EmptyBatchError: not one rollout of all gave an experience."""
         # Rows that operators set aside are no failure: the run goes on with a batch that trains nothing.
         any_filtered = any(reason == Status.FILTERED for group in selection.empty for reason, _ in group.other_rows)
         if not (selection.use or selection.stale or selection.reuse or any_filtered):
             table = self._reader.table(selection.empty[0].source)
             errors = [error for error in table.column("error").to_pylist() if error]
-            raise RoleError(
+            raise EmptyBatchError(
                 f"batch {step} has nothing to train: all rollouts of its {len(selection.empty)} groups failed; "
-                f"first error: {errors[0] if errors else 'none recorded'}"
+                f"first error: {errors[0] if errors else 'none recorded'}\n"
+                "failed rollouts stay: mend the cause, then run again under another name (name=...)"
             )
         # Every row of every group gets a line, trained or not: what no line names would count as waiting for ever.
         drop: list[Rows] = []

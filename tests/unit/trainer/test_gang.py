@@ -15,6 +15,7 @@ import pytest
 
 from rftdask.errors import (
     DataError,
+    EmptyBatchError,
     FencedError,
     OperatorError,
     PeerLostError,
@@ -173,6 +174,13 @@ def test_an_error_that_would_come_again_ends_the_run_at_once_and_says_what_to_do
     assert str(caught.value).splitlines()[-1].endswith("mend its cause, then run the same command again")
     assert len(client.generations) == 1 and notes == [], "nothing was started again"
     assert client.cancelled == [2], "the other rank was called off"
+
+
+def test_a_batch_whose_rollouts_all_failed_is_not_told_to_be_tried_again() -> None:
+    client = FakeClient({"tcp://a": True}, [EmptyBatchError("run again under another name")], [Ended(1, False)])
+    with pytest.raises(EmptyBatchError, match=r"another name$"):
+        gang(client).run()
+    assert len(client.generations) == 1, "nothing was started again"
 
 
 def test_an_error_that_would_come_again_is_told_rather_than_a_loss_that_follows_from_it() -> None:

@@ -17,7 +17,7 @@ from rftdask.buffer.batches.source import NotYet
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Status
 from rftdask.buffer.log.shard import ShardName
-from rftdask.errors import DamagedError, FencedError, RoleError, StorageError, WaitTimeout
+from rftdask.errors import DamagedError, EmptyBatchError, FencedError, RoleError, StorageError, WaitTimeout
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
 from tests.unit.buffer.buffer_cases import (
@@ -361,7 +361,7 @@ def test_only_trainable_rows_are_ever_used(statuses: dict[tuple[int, int], Statu
 @pytest.mark.parametrize("ordered", [True, False])
 def test_a_batch_with_nothing_to_train_is_an_error_with_the_first_cause(ordered: bool) -> None:
     storage = committed(statuses=lambda task, rollout: Status.FAILED if task < 2 else Status.OK)
-    with pytest.raises(RoleError) as caught:
+    with pytest.raises(EmptyBatchError, match="mend the cause, then run again under another name") as caught:
         batch_of(make_source(storage, ordered=ordered), 1)
     assert "batch 1 has nothing to train: all rollouts of its 2 groups failed" in str(caught.value)
     assert "task 0 rollout 0 failed" in str(caught.value)
