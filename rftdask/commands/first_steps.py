@@ -5,6 +5,7 @@ configuration of one's own, written from a few answers.
 from __future__ import annotations
 
 import ast
+import csv
 import inspect
 import json
 import shutil
@@ -26,7 +27,7 @@ GSM8K = "openai/gsm8k"
 """Tasks for who has none yet: 7,473 questions of school mathematics."""
 _QUESTIONS = ("question", "prompt", "problem", "instruction", "query", "input")
 _ANSWERS = ("answer", "response", "solution", "target", "output", "completion", "label")
-"""Names of columns as data sets have them, the likeliest first."""
+"""Names of columns as data sets have them, in any case, the likeliest first."""
 
 
 def bundled() -> dict[str, Path]:
@@ -241,16 +242,20 @@ class FirstConfig:
 def _columns(tasks: str) -> tuple[str, str, int]:
     """The columns with the question and the answer, by their names in the first row, and the number of rows."""
     path = Path(tasks)
-    if path.suffix not in (".jsonl", ".json") or not path.is_file():
+    if path.suffix not in (".jsonl", ".json", ".csv") or not path.is_file():
         return "question", "answer", 32  # told by `rftdask validate --data` if they are not there
     try:
         text = path.read_text(encoding="utf-8")
-        rows = text.splitlines() if path.suffix == ".jsonl" else json.loads(text)
-        keys = list(json.loads(rows[0]) if path.suffix == ".jsonl" else rows[0])
-    except (ValueError, LookupError, TypeError) as error:
-        raise DataError(f"{tasks}: its first row is no JSON object: {error}") from error
-    question = next((key for key in _QUESTIONS if key in keys), None)
-    answer = next((key for key in _ANSWERS if key in keys), None)
+        if path.suffix == ".csv":
+            keys, *rows = csv.reader(text.splitlines(keepends=True))
+        else:
+            rows = text.splitlines() if path.suffix == ".jsonl" else json.loads(text)
+            keys = list(json.loads(rows[0]) if path.suffix == ".jsonl" else rows[0])
+    except (ValueError, LookupError, TypeError, csv.Error) as error:
+        what = "line has no columns" if path.suffix == ".csv" else "row is no JSON object"
+        raise DataError(f"{tasks}: its first {what}: {error}") from error
+    question = next((key for name in _QUESTIONS for key in keys if key.lower() == name), None)
+    answer = next((key for name in _ANSWERS for key in keys if key.lower() == name), None)
     if question is None or answer is None:
         raise DataError(
             f"{tasks} has the columns {', '.join(keys)}, and it takes one of {', '.join(_QUESTIONS)} and one of "

@@ -78,6 +78,15 @@ def test_a_first_configuration_loads_and_names_its_columns(tmp_path: Path, where
     assert (tmp_path / "run.yaml").read_text() == text
 
 
+def test_the_columns_of_a_csv_file_are_read_in_any_case(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.csv"
+    tasks.write_text('Id,Question,Answer\n1,"one,\nand one",2\n')
+    config = FirstConfig(str(tasks), "a/model", "laptop").write(tmp_path / "run.yaml")
+    taskset = config.buffer.explorer_input.train_tasksets[0]
+    assert (taskset.format.prompt_key, taskset.format.response_key) == ("Question", "Answer")
+    assert config.buffer.batch_size == 1
+
+
 @pytest.mark.parametrize(
     ("node", "walltime", "asked"),
     [
@@ -97,11 +106,19 @@ def test_a_first_configuration_asks_for_no_more_than_a_node_of_its_partition_has
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
-    [('{"text": "x", "answer": 1}', "has the columns text, answer"), ("3", "no JSON object"), ("", "no JSON")],
+    ("file", "row", "told"),
+    [
+        ("tasks.jsonl", '{"text": "x", "answer": 1}', "has the columns text, answer"),
+        ("tasks.jsonl", "3", "no JSON object"),
+        ("tasks.jsonl", "", "no JSON"),
+        ("tasks.csv", "text,answer\nx,1\n", "has the columns text, answer"),
+        ("tasks.csv", "", "its first line has no columns"),
+    ],
 )
-def test_tasks_without_a_question_are_told_and_nothing_is_written(tmp_path: Path, row: str, told: str) -> None:
-    tasks = tmp_path / "tasks.jsonl"
+def test_tasks_without_a_question_are_told_and_nothing_is_written(
+    tmp_path: Path, file: str, row: str, told: str
+) -> None:
+    tasks = tmp_path / file
     tasks.write_text(row)
     with pytest.raises(DataError, match=told):
         FirstConfig(str(tasks), "a/model", "laptop").write(tmp_path / "run.yaml")
@@ -185,6 +202,12 @@ def test_the_doctor_of_a_machine_tells_what_is_there() -> None:
     assert found["torch"].state == "ok" and found["rftdask"].text.startswith("0.")
     # Of SLURM it tells what is so: where its commands are and nobody answers them, it is broken.
     assert {finding.state for part, finding in found.items() if part != "SLURM"} <= {"ok", "missing"}
+
+
+def test_a_command_that_asked_in_sql_ends_in_silence() -> None:
+    asks = "import sys, duckdb; from rftdask.cli import main; sys.argv = ['rftdask', '--version']; main()"
+    ended = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True)
+    assert ended.stderr == "", "DuckDB takes what Python has not collected for leaks"
 
 
 def test_the_version_is_told() -> None:
