@@ -89,6 +89,11 @@ class Experiment:
 
     def __init__(self, config: Config | None = None, **sections: Any) -> None:
         """Either a checked config, or its sections as keywords. Raises: ConfigError: every mistake at once."""
+        if not isinstance(config, Config | None):
+            raise UserError(
+                f"Experiment({config!r}): it takes a Config, or sections as keywords; Experiment.from_yaml reads a "
+                "file, Experiment.open a run"
+            )
         self.config = begin_beside(config if config is not None else load_config(sections))
         self.summary: RunSummary | None = None
         """Of the last `run` in this process."""

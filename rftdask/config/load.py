@@ -51,6 +51,8 @@ def load_config(
     problems: list[Problem] = []
     if origin not in ORIGINS:
         raise ConfigError([f"--from {origin}: it is rftdask or trinity"])
+    if wrong := [override for override in overrides if not isinstance(override, str)]:
+        raise ConfigError([f"override {override!r} is not a text; give each as 'key.sub=value'" for override in wrong])
 
     def stays(path: str, value: str) -> bool:
         # A text that names the environment stays as it was written where only the user's code reads it, or where a

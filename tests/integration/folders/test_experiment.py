@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from rftdask import Experiment
+from rftdask.errors import UserError
 from rftdask.monitor.explain import explain
 from tests.integration.run_cases import BATCH_SIZE, DEADLINE_S, REPEAT_TIMES, assert_sound, run_folder, write_config
 
@@ -83,6 +84,11 @@ def test_an_opened_run_tells_the_same(experiment: Experiment) -> None:
     opened = Experiment.open(experiment.url)
     assert opened.url == experiment.url
     assert opened.metrics().equals(experiment.metrics())
+
+
+def test_a_path_where_a_config_belongs_is_told_with_what_reads_it() -> None:
+    with pytest.raises(UserError, match=r"Experiment\('run.yaml'\): .*; Experiment.from_yaml reads a file"):
+        Experiment("run.yaml")  # type: ignore[arg-type]
 
 
 def test_a_stopped_experiment_continues_to_its_end(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from config_cases import config, grpo, problems, sft
@@ -98,7 +99,12 @@ def test_plain_data_is_what_the_reader_of_interpolations_makes_of_it(tree: dict)
     [
         ("seed", "override 'seed' is not of the form key.sub=value"),
         ("=3", "override '=3' is not of the form key.sub=value"),
-        ("a.b=3", "a: unknown key"),
+        (["seed=3"], "override ['seed=3'] is not a text; give each as 'key.sub=value'"),
+        ({"seed": 3}, "override {'seed': 3} is not a text; give each as 'key.sub=value'"),
+        (
+            "a.b=3",
+            "a: unknown key; rftdask schema has all keys, rftdask import translates those of TRL, verl and Trinity-RFT",
+        ),
         ("algorithm.optimizer.rl=1", "algorithm.optimizer.rl: unknown key; did you mean lr?"),
         ("project=[a", "project: the override cannot be applied: while parsing a flow sequence"),
         (
@@ -107,7 +113,7 @@ def test_plain_data_is_what_the_reader_of_interpolations_makes_of_it(tree: dict)
         ),
     ],
 )
-def test_an_override_that_cannot_be_applied_is_told(override: str, line: str) -> None:
+def test_an_override_that_cannot_be_applied_is_told(override: Any, line: str) -> None:
     source = grpo()
     source["buffer"]["explorer_input"]["eval_tasksets"] = [{"path": "e"}]
     assert problems(source, override) == [line]
