@@ -227,7 +227,10 @@ class Checker:
         # Mostly the key is right and stands in the wrong section.
         places = [place for place in sections_with(Config).get(key, ()) if place != section]
         if places:
+            places.sort(key=lambda place: place.count("."))  # the likeliest first
             message += f"; {key} is a key of {', '.join(places[:3])}" + (", ..." if len(places) > 3 else "")
+        if not near and not places:
+            message += "; rftdask schema has all keys, rftdask import translates those of TRL, verl and Trinity-RFT"
         return message
 
 

@@ -178,7 +178,9 @@ def _import(module_name: str, what: str) -> ModuleType:
         missing = error.name or module_name
         # What is missing is the module itself or a package above it, and not something that it imports.
         if f"{module_name}.".startswith(f"{missing}."):
-            raise NotInstalledError(f"{what}: cannot import {module_name!r}: {error}; is it on PYTHONPATH?") from error
+            raise NotInstalledError(
+                f"{what}: cannot import {module_name!r}: {error}; is it in explorer.plugin_dirs, or on PYTHONPATH?"
+            ) from error
         raise NotInstalledError(f"{what}: {module_name!r} needs {missing!r}, which is not installed") from error
     # A script without a main guard ends its import by sys.exit.
     except (Exception, SystemExit) as error:

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml.parser import ParserError
+from yaml.scanner import ScannerError
 
 from rftdask.errors import ConfigError
 
@@ -139,9 +141,13 @@ def _read(source: str | Path | Mapping[str, Any], problems: list[Problem]) -> Di
     except RecursionError:
         problems.append(("", "not valid YAML: it nests too deep"))
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
+        mark, begun = error.problem_mark, error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        problems.append(("", f"not valid YAML: {where}" + str(error.problem)))
+        since = ""
+        # A colon or a bracket that is missing is missed some lines later.
+        if isinstance(error, ScannerError | ParserError) and mark and begun and begun.line < mark.line:
+            since = f" {error.context} that begins in line {begun.line + 1}"
+        problems.append(("", f"not valid YAML: {where}{error.problem}{since}"))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         problems.append(("", f"not valid YAML: {_first_line(error)}"))
     else:

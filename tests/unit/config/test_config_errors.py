@@ -61,7 +61,28 @@ def test_the_error_counts_the_problems_and_names_the_file(tmp_path) -> None:
     )
 
 
+def test_a_key_that_resembles_none_is_told_with_where_keys_are() -> None:
+    assert problems(grpo(actor_rollout_ref={"rollout": {"n": 8}})) == [
+        "actor_rollout_ref: unknown key; rftdask schema has all keys, rftdask import translates those of TRL, verl and "
+        "Trinity-RFT"
+    ]
+
+
+def test_what_is_no_yaml_is_told_by_the_line_in_which_it_begins(tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("algorithm:\n  algorithm_type: grpo\n  repeat_times 4\n  kl_loss_fn: k2\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert caught.value.problems == [
+        "not valid YAML: line 4, column 3: could not find expected ':' while scanning a simple key that begins in "
+        "line 3"
+    ]
+
+
 def test_a_key_of_another_section_is_told_by_its_place() -> None:
+    assert problems(grpo(total_steps=4)) == [
+        "total_steps: unknown key; total_steps is a key of buffer, trainer, buffer.explorer_input.taskset, ..."
+    ]
     assert problems(grpo(trainer={"batch_size": 4, "model_path": "m"})) == [
         "trainer.batch_size: unknown key; did you mean micro_batch_size?; batch_size is a key of buffer",
         "trainer.model_path: unknown key; model_path is a key of model, explorer.rollout_model, "

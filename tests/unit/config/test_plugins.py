@@ -257,6 +257,11 @@ ROLLOUTS = {
             "data_processor.experience_pipeline.operators=[{name: reward_filter, args: {treshold: 1}}]",
             "data_processor.experience_pipeline.operators[0].args.treshold: unknown argument; did you mean threshold",
         ),
+        (  # of the taskset, too, and written once
+            "buffer.explorer_input.default_reward_fn_type=no_such_module.reward",
+            "buffer.explorer_input.default_reward_fn_type: reward function 'no_such_module.reward': cannot import "
+            "'no_such_module': No module named 'no_such_module'; is it in explorer.plugin_dirs, or on PYTHONPATH?",
+        ),
     ],
 )
 def test_what_validate_tells_of_parts(override: str, problem: str) -> None:
