@@ -43,7 +43,8 @@ def _call(command: Sequence[str], given: str, deadline_s: float) -> subprocess.C
         done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, input=given, check=False)
     except FileNotFoundError:
         raise NotInstalledError(
-            f"{command[0]} is not a command here: cluster.type slurm needs SLURM's commands"
+            f"{command[0]} is not a command here: SLURM's commands are on a login node of the cluster; without SLURM, "
+            "rftdask run with cluster.type=local works on one machine"
         ) from None
     except subprocess.TimeoutExpired:
         raise RoleError(f"{' '.join(command)} did not answer in {deadline_s:.0f} s") from None

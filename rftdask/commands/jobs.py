@@ -211,7 +211,10 @@ def read_logs(url: str, role: str, num_lines: int) -> Iterator[tuple[str, list[s
         if not files:
             names = (path.name.removeprefix(JOB_PREFIX) for path in _log_files(folders, "").values())
             there = {name.split("-")[0].split(".")[0] for name in names}
-            raise DataError(f"{url} has no log of {role!r}; there are: {', '.join(sorted(there)) or 'none'}")
+            if not there:
+                read_run(open_storage(url))  # raises where there is no run
+                raise DataError(f"{url} has no logs yet")
+            raise DataError(f"{url} has no log of {role!r}; there are: {', '.join(sorted(there))}")
         for name, path in files.items():
             with path.open(encoding="utf-8", errors="replace") as lines:
                 yield name, [line.rstrip("\n") for line in deque(lines, num_lines)]

@@ -399,8 +399,8 @@ def offline_scripts(
     total = make_plan(config).stages[0].explore_steps
     if total is None or total < rounds:
         raise UserError(
-            f"rftdask submit --offline divides the explore steps into {rounds} rounds, and there are "
-            f"{total or 'unknown'}; set buffer.total_steps"
+            f"rftdask submit --offline divides the explore steps into {rounds} rounds, and "
+            f"{'their number is not known' if total is None else f'there are {total}'}; set buffer.total_steps"
         )
     logs, path, scripts = log_folder(storage, folder), str(folder.path / CONFIG_FILE), []
     explore, train = config.cluster.slurm.explorer, config.cluster.slurm.trainer

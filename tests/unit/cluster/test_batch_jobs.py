@@ -690,7 +690,8 @@ def test_scripts_are_shown_where_there_is_no_slurm(tmp_path: Path, monkeypatch: 
     shown = call_cli("submit", str(file), "--dry-run")
     assert shown.code == 0 and shown.out.count("#!/usr/bin/env bash") == 3, shown
     assert shown.out.startswith("# not checked against what SLURM has: sinfo is not a command here")
-    assert call_cli("submit", str(file)).code == 2
+    refused = call_cli("submit", str(file))
+    assert refused.code == 2 and "rftdask run with cluster.type=local works on one machine" in refused.err
     folder = Path(load_config(file).checkpoint_job_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").touch()

@@ -126,6 +126,13 @@ def test_logs_are_asked_for_by_the_beginning_of_their_names(tmp_path: Path) -> N
         list(read_logs(str(tmp_path), "engine", 2))
 
 
+def test_a_folder_without_logs_is_told_by_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is not a run folder"):
+        list(read_logs(str(tmp_path / "elsewhere"), "", 2))
+    with pytest.raises(DataError, match=r"has no logs yet"):
+        list(read_logs(str(begun(tmp_path)), "", 2))
+
+
 @pytest.mark.parametrize(
     "name", ["rftdask-trainer-try.o12", "rftdask-trainer-try.e12", "trainer-0-12.err", "trainer-0-12.out"]
 )
