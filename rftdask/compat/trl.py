@@ -215,8 +215,18 @@ def _trainer(
     else:
         texts = [_literal(argument, names) for argument in loaded.args]
         data = {"path": texts[0], **({"subset_name": texts[1]} if len(texts) > 1 and texts[1] else {})}
+        if _Unknown in texts:
+            data, found.left["load_dataset"] = (
+                {"path": "DATA"},
+                "its names are computed: write them into the data's path",
+            )
         split = next((_literal(word.value, names) for word in loaded.keywords if word.arg == "split"), "train")
         data["split"] = split if isinstance(split, str) else "train"
+        files = next((_literal(word.value, names) for word in loaded.keywords if word.arg == "data_files"), None)
+        if isinstance(files, str):  # load_dataset("csv", data_files="tasks.csv")
+            data = {"path": files}
+        elif files is not None:
+            found.left["data_files"] = "path of the data is one file, or a folder of files"
     if kind in _ROLLS_OUT:
         data["format"] = {"prompt_key": "prompt", "response_key": "solution"}
         found.left["(columns)"] = "prompt and solution are guessed: format of the taskset names the columns"

@@ -108,6 +108,20 @@ def test_beta_of_rloo_is_a_penalty_and_a_kl_without_correction_is_k3(tmp_path: P
     assert (grpo["kl_loss_fn"], grpo["kl_loss_fn_args"], grpo["kl_penalty_fn"]) == ("k3", {"kl_coef": 0.1}, None)
 
 
+@pytest.mark.parametrize(
+    ("call", "path", "left"),
+    [
+        ('load_dataset("csv", data_files="sums.csv", split="train")', "sums.csv", ""),
+        ('load_dataset("csv", data_files=["a.csv", "b.csv"])', "csv", "data_files"),
+        ("load_dataset(arguments.dataset_name)", "DATA", "load_dataset"),
+    ],
+)
+def test_data_of_a_script_is_taken_or_named(tmp_path: Path, call: str, path: str, left: str) -> None:
+    found = read_trl(write(tmp_path, GRPO.replace('load_dataset("openai/gsm8k", "main", split="train")', call)))
+    assert load_config(found.tree).buffer.explorer_input.train_tasksets[0].path == path
+    assert {"data_files", "load_dataset"} & found.left.keys() == {left} - {""}
+
+
 def test_every_key_of_a_file_is_taken_or_named(tmp_path: Path) -> None:
     for found in (
         read_trl(write(tmp_path, GRPO)),
