@@ -1127,7 +1127,7 @@ def main() -> None:
     """Entry point of the command `rftdask`."""
     # Python's last look for garbage, at all that Dask and pandas are, takes a tenth of a second and finds none. DuckDB
     # takes what is left then for leaks, and prints them.
-    atexit.register(lambda: "duckdb" in sys.modules or gc.freeze())
+    atexit.register(lambda: None if "duckdb" in sys.modules else gc.freeze())
     try:
         sys.exit(app(standalone_mode=False))
     except (UserError, FencedError) as error:

@@ -246,6 +246,7 @@ def _columns(tasks: str) -> tuple[str, str, int]:
         return "question", "answer", 32  # told by `rftdask validate --data` if they are not there
     try:
         text = path.read_text(encoding="utf-8")
+        rows: list[Any]
         if path.suffix == ".csv":
             keys, *rows = csv.reader(text.splitlines(keepends=True))
         else:
