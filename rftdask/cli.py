@@ -6,7 +6,6 @@ only it needs, so that `--help` and `validate` load neither Dask nor torch.
 from __future__ import annotations
 
 import _thread
-import atexit
 import contextlib
 import dataclasses
 import gc
@@ -300,6 +299,8 @@ def run(
             _say(f"ended at once; {again} from the newest checkpoint", err=True)
             raise typer.Exit(EXIT_STOPPED) from None
         print_summary(summary)
+        # Python's last look for garbage, at all that Dask and pandas are, takes a tenth of a second and finds none.
+        gc.freeze()
         if summary.status != "finished":
             _say(f"stopped with a checkpoint; {again}", err=True)
             raise typer.Exit(terminated() or EXIT_STOPPED)
@@ -1125,9 +1126,6 @@ def _warn(warnings: tuple[str, ...]) -> None:
 
 def main() -> None:
     """Entry point of the command `rftdask`."""
-    # Python's last look for garbage, at all that Dask and pandas are, takes a tenth of a second and finds none. DuckDB
-    # takes what is left then for leaks, and prints them.
-    atexit.register(lambda: None if "duckdb" in sys.modules else gc.freeze())
     try:
         sys.exit(app(standalone_mode=False))
     except (UserError, FencedError) as error:
