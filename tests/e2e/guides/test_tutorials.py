@@ -60,6 +60,7 @@ def test_a_tutorial_does_what_it_says(walk: tuple[str, ...], tmp_path: Path, mon
         said = ""
         for language, file, text in blocks(page):
             if file:
+                (folder / file).parent.mkdir(exist_ok=True)
                 (folder / file).write_text(text)
             elif language == "bash":
                 said = "".join(typed(line) for line in text.replace("\\\n", "").splitlines())
