@@ -131,7 +131,7 @@ def _read(source: str | Path | Mapping[str, Any], problems: list[Problem]) -> Di
     try:
         # A FIFO or a device would be waited for without end.
         if not isinstance(source, Mapping) and Path(source).exists() and not Path(source).is_file():
-            problems.append(("", f"{source} is no file"))
+            problems.append(("", f"{source} is no file; give the YAML file of a configuration"))
             return None
         root = OmegaConf.create(dict(source)) if isinstance(source, Mapping) else OmegaConf.load(source)
     except FileNotFoundError:

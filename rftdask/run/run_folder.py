@@ -247,7 +247,10 @@ def read_run(storage: Storage) -> dict[str, Any]:
         if "config_edition" not in tree:
             tree["config"] = _as_meant(tree["config"])
     except NotFoundError:
-        raise DataError(f"{storage.url} is not a run folder: it has no {RUN_FILE}") from None
+        raise DataError(
+            f"{storage.url} is not a run folder: it has no {RUN_FILE}; give <checkpoint_root_dir>/<project>/<name>, "
+            "the folder that rftdask validate tells"
+        ) from None
     except ValueError as error:
         raise DamagedError(f"{storage.url}/{RUN_FILE} is damaged: {error}") from error
     return tree

@@ -187,7 +187,7 @@ def test_what_is_held_out_may_change(storage: Storage) -> None:
 
 
 def test_a_folder_without_a_run_is_told(storage: Storage) -> None:
-    with pytest.raises(DataError, match=r"is not a run folder: it has no run.json"):
+    with pytest.raises(DataError, match=r"is not a run folder: it has no run.json; give <checkpoint_root_dir>/"):
         read_run(storage)
 
 
