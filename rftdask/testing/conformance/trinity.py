@@ -100,19 +100,20 @@ def _kl_cases() -> list[Case]:
         loss: Tensor = function.calculate_kl_loss(b.policy, b.ref, b.float_mask, "token-mean", b.old)[0]
         return loss
 
-    def near(side: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        """The same of a batch that was sampled by nearly the same weights, where no ratio is above 2."""
+    def apart(side: Callable[[Batch], Tensor], least: float, most: float) -> Callable[[Batch], Tensor]:
+        """The same of a batch with all logarithms of ratios from `least` to `most`."""
 
-        def of_near(b: Batch) -> Tensor:
-            old = b.policy.detach() + (b.old - b.policy.detach()).clamp(-0.6, 0.6)
+        def of_apart(b: Batch) -> Tensor:
+            old = b.policy.detach() + (b.old - b.policy.detach()).clamp(-most, -least)
             return side(replace(b, old=old))
 
-        return of_near
+        return of_apart
 
     name, bounded = "corrected_k3 penalty in the loss", "the ratio that corrects is 2 at most; ours is not bounded"
+    near, far = (-0.6, 0.6), (1.0, 2.0)
     return [
-        Case(f"{name}, ratios up to 1.8", near(ours), near(theirs), NOT_EXTREME, tolerance_64=1e-7),
-        Case(name, ours, theirs, ("padded",), differs=bounded, tolerance_64=1e-7),
+        Case(f"{name}, ratios up to 1.8", apart(ours, *near), apart(theirs, *near), NOT_EXTREME, tolerance_64=1e-7),
+        Case(name, apart(ours, *far), apart(theirs, *far), ("padded",), differs=bounded, tolerance_64=1e-7),
     ]
 
 
