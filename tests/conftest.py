@@ -153,6 +153,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else DuckDB takes what is left at the end of the process for leaks, and prints them
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     grouped = getattr(item.config.option, "loadgroup", False) and item.get_closest_marker("xdist_group")
     if grouped and "@" not in item.nodeid.rpartition("]")[2]:
