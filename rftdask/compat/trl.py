@@ -216,10 +216,8 @@ def _trainer(
         texts = [_literal(argument, names) for argument in loaded.args]
         data = {"path": texts[0], **({"subset_name": texts[1]} if len(texts) > 1 and texts[1] else {})}
         if _Unknown in texts:
-            data, found.left["load_dataset"] = (
-                {"path": "DATA"},
-                "its names are computed: write them into the data's path",
-            )
+            data = {"path": "DATA"}
+            found.left["load_dataset"] = "its names are computed: write them into the data's path"
         split = next((_literal(word.value, names) for word in loaded.keywords if word.arg == "split"), "train")
         data["split"] = split if isinstance(split, str) else "train"
         files = next((_literal(word.value, names) for word in loaded.keywords if word.arg == "data_files"), None)

@@ -16,7 +16,8 @@ from types import UnionType
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Message = TypeVar("Message")
-_PLAIN = (int, float, str, bytes, bool, type(None))
+_FLAT = (int, float, str, bytes)
+"""Of a sequence that begins with one all items are."""
 
 
 class Codec(Generic[Message]):
@@ -49,11 +50,11 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _to_plain(value: Any) -> Any:
     kind = type(value)
-    if kind in _PLAIN:  # most are
+    if kind in _FLAT or value is None:  # most are
         return value
     # Of token ids there may be thousands: they are not looked at one by one.
     if isinstance(value, list | tuple):
-        return [_to_plain(item) for item in value] if value and not isinstance(value[0], _PLAIN) else value
+        return [_to_plain(item) for item in value] if value and not isinstance(value[0], _FLAT) else value
     return [_to_plain(getattr(value, name)) for name in _hints(kind)] if is_dataclass(kind) else value
 
 

@@ -195,8 +195,8 @@ def start(modules: Sequence[str]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     os.environ.update({name: value for name, value in environment.items() if before[name] is None})
     temporary = tempfile.tempdir
-    tempfile.tempdir = socket_folder()  # for the socket of the server, in a folder that Python makes once
     try:
+        tempfile.tempdir = socket_folder()  # for the socket of the server, in a folder that Python makes once
         forkserver.ensure_running()
     finally:
         tempfile.tempdir = temporary

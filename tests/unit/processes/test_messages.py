@@ -26,6 +26,7 @@ class Order:
     gift: Part | None
     pairs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     options: Mapping[str, Any] | None = None
+    places: tuple[Part | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ CODEC: Codec[Order | Cancel] = Codec(Order, Cancel)
         Cancel(3),
         Order((), None),
         Order((Part("a", (1, 2)), Part("b")), Part("c", (7,)), pairs=(((1,), (2, 3)),), options={"a": [1]}),
+        Order((), None, places=(None, Part("a"), None)),
     ],
 )
 def test_what_is_decoded_equals_what_was_encoded(message: Order | Cancel) -> None:
