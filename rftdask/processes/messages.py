@@ -12,12 +12,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from types import UnionType
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Message = TypeVar("Message")
-_FLAT = (int, float, str, bytes)
-"""Of a sequence that begins with one all items are."""
 
 
 class Codec(Generic[Message]):
@@ -28,7 +27,10 @@ class Codec(Generic[Message]):
 
     def encode(self, message: Message) -> list[Any]:
         """The class's name and the values of its fields, in their order."""
-        return [type(message).__name__, *_to_plain(message)]
+        kind: Any = type(message)
+        write = _writer(kind)
+        assert write is not None
+        return [type(message).__name__, *write(message)]
 
     def decode(self, plain: Any) -> Message:
         """What `encode` was given. Raises: ValueError, TypeError: no such class, or not its fields."""
@@ -48,21 +50,46 @@ def _hints(kind: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
-def _to_plain(value: Any) -> Any:
-    kind = type(value)
-    if kind in _FLAT or value is None:  # most are
-        return value
-    # Of token ids there may be thousands: they are not looked at one by one.
-    if isinstance(value, list | tuple):
-        return [_to_plain(item) for item in value] if value and not isinstance(value[0], _FLAT) else value
-    return [_to_plain(getattr(value, name)) for name in _hints(kind)] if is_dataclass(kind) else value
+@functools.cache
+def _writer(hint: Any) -> Callable[[Any], Any] | None:
+    """What makes a plain value of one of this type; None: it is one. Made once for each type, since a message may hold
+    a thousand of it."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        names, writers = [*_hints(hint)], [_writer(each) for each in _hints(hint).values()]
+        if len(names) < 2:  # of which `attrgetter` gives no tuple
+            return lambda value: [
+                getattr(value, name) if write is None else write(getattr(value, name))
+                for name, write in zip(names, writers, strict=True)
+            ]
+        values_of = attrgetter(*names)
+        if not any(writers):
+            return values_of
+        return lambda value: [
+            each if write is None else write(each) for write, each in zip(writers, values_of(value), strict=True)
+        ]
+    inner = _inner(hint)
+    write_one = None if inner is None else _writer(inner)
+    if write_one is None:
+        return None
+    if _is_optional(hint):
+        return lambda value: None if value is None else write_one(value)
+    return lambda value: [*map(write_one, value)]
+
+
+def _is_optional(hint: Any) -> bool:
+    return get_origin(hint) in (Union, UnionType) and len(get_args(hint)) == 2 and type(None) in get_args(hint)
+
+
+def _inner(hint: Any) -> Any | None:
+    """The type that may be None, or that of the items of a sequence; None: it is neither."""
+    if _is_optional(hint):
+        return next(kind for kind in get_args(hint) if kind is not type(None))
+    return get_args(hint)[0] if get_origin(hint) in (tuple, Sequence) and get_args(hint) else None
 
 
 @functools.cache
 def _reader(hint: Any) -> Callable[[Any], Any] | None:
-    """What makes a value of this type of a plain one; None: it is one. Made once for each type, since a message may
-    hold a thousand of it."""
-    arguments = get_args(hint)
+    """What makes a value of this type of a plain one, as `_writer` does the other way."""
     if isinstance(hint, type) and is_dataclass(hint):
         readers = [_reader(each) for each in _hints(hint).values()]
 
@@ -73,11 +100,11 @@ def _reader(hint: Any) -> Callable[[Any], Any] | None:
             return hint(*[v if read is None else read(v) for read, v in zip(readers, plain, strict=True)])
 
         return read_fields
-    if get_origin(hint) in (Union, UnionType) and len(arguments) == 2 and type(None) in arguments:
-        read_some = _reader(next(kind for kind in arguments if kind is not type(None)))
-        return None if read_some is None else lambda plain: None if plain is None else read_some(plain)
-    if get_origin(hint) in (tuple, Sequence) and arguments:
-        # Token ids and logprobs come in thousands: items that need no conversion are taken as they are.
-        read_item = _reader(arguments[0])
-        return tuple if read_item is None else lambda plain: tuple(map(read_item, plain))
-    return None
+    inner = _inner(hint)
+    if inner is None:
+        return None
+    read_one = _reader(inner)
+    if _is_optional(hint):
+        return None if read_one is None else lambda plain: None if plain is None else read_one(plain)
+    # Token ids and logprobs come in thousands: items that need no conversion are taken as they are.
+    return tuple if read_one is None else lambda plain: tuple(map(read_one, plain))
