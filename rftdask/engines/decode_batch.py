@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.guides import Guide
-from rftdask.engines.sampling import SamplingRows, draw_uniforms, sample_tokens
+from rftdask.engines.sampling import SamplingRows, Uniforms, sample_tokens
 
 
 class Prompts:
@@ -86,11 +86,12 @@ class _Rows:
         params = [request.sampling for request in requests]
         # One column more than the longest response: a row that has finished goes on in the one after its last token.
         uniforms_BT = np.zeros((len(requests), max(param.max_tokens for param in params) + 1))
+        uniforms = Uniforms()
         for row, (request, param) in enumerate(zip(requests, params, strict=True)):
             if param.temperature > 0:
                 # All of them at once: number t is the same however the batch is cut, and no
                 # random state moves with the rows.
-                uniforms_BT[row, : param.max_tokens] = draw_uniforms(request.seed, param.max_tokens)
+                uniforms_BT[row, : param.max_tokens] = uniforms.draw(request.seed, param.max_tokens)
         penalized = any(param.repetition_penalty != 1 for param in params)
         seen_BV = np.zeros((len(requests), vocab_size if penalized else 0), dtype=bool)
         for row, request in enumerate(requests if penalized else ()):
@@ -378,7 +379,7 @@ class DecodeBatch:
                 experts = tuple(token.tobytes() for part in parts for token in part)
             oldest = versions[0][1]
             answer = Generation(tuple(tokens[:length]), tuple(logprobs[:length]), reason, oldest, oldest, experts)
-            found.append((number, answer.sampled_by(versions)))
+            found.append((number, answer if len(versions) == 1 else answer.sampled_by(versions)))
         return found
 
     def tell_newest(self) -> None:

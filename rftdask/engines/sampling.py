@@ -22,10 +22,20 @@ _ONE = 2**40
 float cumulative sums are not deterministic on CUDA. A token less likely than 2**-40 (1e-12) is never drawn."""
 
 
-def draw_uniforms(seed: int, num_tokens: int) -> np.ndarray:
-    """[num_tokens] float64 in [0, 1): the randomness of one request, number t for token t; `seed`: any int64."""
-    # Philox is counter-based: a longer stream begins with the shorter one.
-    return np.random.Generator(np.random.Philox(key=seed & (2**64 - 1))).random(num_tokens)
+class Uniforms:
+    """The randomness of requests, one after another. For one thread."""
+
+    def __init__(self) -> None:
+        # One generator that is set back for each seed, which takes a sixth of the time of making one.
+        self._philox = np.random.Philox(key=0)
+        self._generator, self._begin = np.random.Generator(self._philox), self._philox.state
+
+    def draw(self, seed: int, num_tokens: int) -> np.ndarray:
+        """[num_tokens] float64 in [0, 1), number t for token t; `seed`: any int64."""
+        # Philox is counter-based: a longer stream begins with the shorter one.
+        self._begin["state"]["key"][0] = seed & (2**64 - 1)
+        self._philox.state = self._begin
+        return self._generator.random(num_tokens)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from rftdask.engines.base import SamplingParams
 from rftdask.engines.sampling import (
     SamplingRows,
-    draw_uniforms,
+    Uniforms,
     forbid_tokens,
     keep_top,
     penalize_repetition,
@@ -73,7 +73,7 @@ def test_inverse_cdf_draws_the_distribution() -> None:
     torch.manual_seed(shifted_seed(0))
     wanted = torch.log_softmax(torch.randn(20), dim=0)
     num_draws = 200_000
-    uniforms = torch.from_numpy(draw_uniforms(1, num_draws))
+    uniforms = torch.from_numpy(Uniforms().draw(1, num_draws))
     counts = torch.bincount(sample_inverse_cdf(wanted.expand(num_draws, 20), uniforms), minlength=20)
     expected = wanted.exp() * num_draws
     chi_square = ((counts - expected) ** 2 / expected).sum()
@@ -81,8 +81,13 @@ def test_inverse_cdf_draws_the_distribution() -> None:
 
 
 def test_a_longer_stream_begins_with_the_shorter_one() -> None:
-    assert draw_uniforms(5, 100)[:10].tolist() == draw_uniforms(5, 10).tolist()
-    assert draw_uniforms(5, 10).tolist() != draw_uniforms(6, 10).tolist()
+    uniforms, fresh = Uniforms(), Uniforms()
+    assert uniforms.draw(5, 100)[:10].tolist() == uniforms.draw(5, 10).tolist() == fresh.draw(5, 10).tolist()
+    assert uniforms.draw(5, 10).tolist() != uniforms.draw(6, 10).tolist()
+    # As NumPy draws of a generator that is made for the seed: what was recorded can be drawn again.
+    for seed in (0, 5, 2**62, -3, -(2**63)):
+        made = np.random.Generator(np.random.Philox(key=seed & (2**64 - 1)))
+        assert uniforms.draw(seed, 7).tolist() == made.random(7).tolist()
 
 
 def test_repetition_penalty_makes_seen_tokens_less_likely_whatever_their_sign() -> None:
