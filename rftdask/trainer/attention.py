@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -86,6 +85,10 @@ def _has_switch(kernel: Callable[..., object]) -> bool:
 def _by_kernel(
     query_S: Tensor, key_S: Tensor, value_S: Tensor, spans: Spans, scaling: float | None, window: int | None
 ) -> Tensor:
+    from torch.nn.attention.varlen import (
+        varlen_attn,
+    )  # late: it compiles what a CPU has no use for, a tenth of a second
+
     # What sees the most lies first.
     longest, most = max(spans.lengths), spans.seen[0]
     # The kernel counts the tokens before one and not the one itself; -1: no limit. It aligns the ends of a piece and of

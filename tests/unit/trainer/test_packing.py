@@ -271,6 +271,6 @@ def test_the_kernel_is_asked_for_shared_heads_where_it_has_a_switch_for_them(mon
         return torch.zeros_like(query)
 
     for kernel in (of_2_11, of_2_12):
-        monkeypatch.setattr(attention, "varlen_attn", kernel)
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
         attention._by_kernel(query_S, key_S, key_S, spans, None, None)
     assert asked == [{"window_size": (-1, 0)}, {"window_size": (-1, 0), "enable_gqa": True}]
