@@ -77,6 +77,8 @@ log = logging.getLogger(__name__)
 
 _FEED_EVERY_S = 2.0
 """Between two looks at the metrics files for the tracker."""
+_REPORT_AHEAD_S = 2.0
+"""Before the end of a run: what its report takes is imported then, and not when the roles want every core to start."""
 _SHOWN = ("loss", "reward", "staleness", "tokens_per_s")
 """Metrics of a step that `Progress` shows."""
 
@@ -147,7 +149,6 @@ class Experiment:
         if section.stage_to is not None and section.is_one_machine:  # else on the nodes of the workers
             stage_here(section.stage_to, section.stage_keep)
         prepare_cluster(self.config, self.config.stage_configs())
-        import_ahead()
 
     def run(self, progress: ViewKind = "auto", *, accept_changes: bool = False) -> RunSummary:
         """Run to the end, continuing what is there. Ctrl-C ends with a checkpoint; a second one at once.
@@ -436,6 +437,8 @@ class _Watcher:
         """The role whose steps are the stage's."""
         self._rows: dict[str, list[Mapping[str, float]]] = {"trainer": [], "explorer": []}
         """Metrics of the first and the last steps of each role."""
+        self._ends_soon = False
+        """Whether what the report is written with has been imported."""
         self._warned: set[str] = set()
         """Metrics that a note has warned of."""
         self._logs = LogFolder(storage)
@@ -489,6 +492,9 @@ class _Watcher:
             shown: dict[str, Any] = {name: event.metrics[name] for name in _SHOWN if name in event.metrics}
             eta_s = None if total is None else max(0, total - event.step) * pace
             progress = dataclasses.replace(progress, step=event.step, eta_s=eta_s, **shown)
+            if not self._ends_soon and (eta_s is None or eta_s < _REPORT_AHEAD_S):
+                self._ends_soon = True
+                import_ahead()
         elif isinstance(event, Step):
             progress = dataclasses.replace(progress, reward=event.metrics.get("reward", progress.reward))
         self.experiment._progress = progress

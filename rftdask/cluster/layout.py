@@ -28,6 +28,8 @@ ROLES = (TRAINER_RESOURCE, EXPLORER_RESOURCE, AUXILIARY_RESOURCE)
 """Roles that have workers of their own."""
 WORKER_IMPORTS = ("distributed", "rftdask.cluster.preloads", "rftdask.explorer.worker_task")
 """What a worker imports, whatever its role."""
+TOKENIZER_IMPORTS = ("transformers.models", "transformers.tokenization_utils_tokenizers")
+"""What a worker imports to have a tokenizer; none of it loads torch."""
 RANK_IMPORT = "rftdask.trainer.rank"
 _MODELS = "transformers.models.auto.modeling_auto"
 """What loading any model imports."""
@@ -460,6 +462,18 @@ def _advice(ranks: int, explorers: int, places: int, each: int, colocated: bool,
         return f"use one machine whose GPUs they share by turns (cluster.type local, mode colocate, {turns})"
     now = {"engine_num": explorers, "num_ranks": ranks}
     return "lower " + " and ".join(f"{key} to {number}" for key, number in changes.items() if number < now[key])
+
+
+def worker_imports(stages: Sequence[Config]) -> list[str]:
+    """Modules that the workers of one machine import."""
+    modules = [*WORKER_IMPORTS]
+    for stage in stages:
+        pipeline = stage.data_processor.experience_pipeline
+        if stage.has_explorer and stage.explorer.rollout_model.traits.has_model:
+            modules += TOKENIZER_IMPORTS
+        if stage.reads_images or stage.reads_videos or (pipeline.operators and pipeline.stage == "commit"):
+            modules.append(_MODELS)
+    return list(dict.fromkeys(modules))
 
 
 def imports_ahead(stages: Sequence[Config], roles: Collection[str]) -> list[str]:

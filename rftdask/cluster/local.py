@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rftdask.cluster import preloads
@@ -21,7 +21,6 @@ from rftdask.cluster.base import Cluster, close_in_turn
 from rftdask.cluster.layout import (
     AUXILIARY_RESOURCE,
     EXPLORER_RESOURCE,
-    RANK_IMPORT,
     ROLES,
     WORKER_IMPORTS,
     Layout,
@@ -32,11 +31,13 @@ from rftdask.cluster.layout import (
     num_cores,
     plan_layout,
     scaled,
+    worker_imports,
 )
 from rftdask.config import Config
 from rftdask.errors import WaitTimeout
+from rftdask.processes.fork_server import start_fork_server
 from rftdask.processes.gpus import visible_gpus
-from rftdask.processes.nursery import ADDRESS, can_fork, nursery, start, umask
+from rftdask.processes.nursery import ADDRESS, can_fork, start_nursery, umask
 from rftdask.processes.turns import shared_devices
 from rftdask.storage import Storage
 from rftdask.weights.node_copy import sweep
@@ -45,11 +46,6 @@ if TYPE_CHECKING:
     from distributed import SpecCluster
 
 _START_DEADLINE_S = 120
-
-
-def start_fork_server(modules: Iterable[str] = ()) -> None:
-    """Have what workers and ranks import, and `modules`, imported while this process goes on. Idempotent."""
-    start([*dict.fromkeys((*WORKER_IMPORTS, RANK_IMPORT, *modules))])
 
 
 def grace(resources: Collection[str]) -> dict[str, str]:
@@ -94,9 +90,10 @@ class LocalCluster(Cluster):
 
     @classmethod
     def prepare(cls, config: Config, stages: list[Config]) -> None:
-        """Starts the fork server, with what the engines and trainers of the stages import."""
+        """Starts what workers, engines and trainers are forked from, with what those of the stages import."""
         if can_fork(count_gpus(config) > 0):
-            start_fork_server(imports_ahead(stages, ROLES))
+            start_nursery(imports_ahead(stages, ROLES))
+            start_fork_server(worker_imports(stages))
 
     @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
@@ -120,10 +117,10 @@ class LocalCluster(Cluster):
             tempfile.TemporaryDirectory(prefix="rftdask-turns-", ignore_cleanup_errors=True)
         )
         if can_fork(any(worker.gpu is not None for worker in layout.workers)):
-            start_fork_server()
+            start_fork_server(WORKER_IMPORTS)
             self._stack.enter_context(dask.config.set({METHOD: "forkserver"}))
             # The fork server has the environment and the mask of its start, which may be those of an earlier run.
-            own = {ADDRESS: self._stack.enter_context(nursery()), preloads.UMASK_VARIABLE: str(umask())}
+            own = {ADDRESS: start_nursery(), preloads.UMASK_VARIABLE: str(umask())}
             self._env = {**os.environ, **own}
         self._security = Security.temporary() if tls else None
         self._comm = {"host": "127.0.0.1", "protocol": "tls://" if tls else "tcp://"}

@@ -21,7 +21,8 @@ from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.config import Config
 from rftdask.errors import UserError, WaitTimeout
 from rftdask.processes.dask_cluster import DASK_CONFIG, METHOD, connect, start_dask
-from rftdask.processes.nursery import start, umask
+from rftdask.processes.fork_server import start_fork_server
+from rftdask.processes.nursery import start_nursery, umask
 from rftdask.storage import Storage
 
 _START_DEADLINE_S = 120
@@ -44,9 +45,10 @@ class RemoteWorkersCluster(Cluster):
 
     @classmethod
     def prepare(cls, config: Config, stages: list[Config]) -> None:
-        """Starts the fork server of the control worker."""
+        """Starts the fork server of the control worker, and a nursery for checks that need torch."""
         if sys.platform == "linux":
-            start(WORKER_IMPORTS)
+            start_fork_server(WORKER_IMPORTS)
+            start_nursery()
 
     @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:

@@ -18,8 +18,12 @@ import numpy as np
 from rftdask.config import Config
 from rftdask.errors import DataError
 from rftdask.models.hub import local_model
+from rftdask.processes.nursery import call
 
 T = TypeVar("T")
+
+_AUTO_CLASSES = "transformers.models.auto.modeling_auto"
+"""What is imported ahead in a process that others are forked from, and brings all that finding a tokenizer takes."""
 
 _STAND_INS = range(0xF0000, 0xFFFFE)
 """Private characters: no template and no vocabulary gives them a meaning."""
@@ -218,11 +222,9 @@ def load_tokenizer(config: Config) -> Tokenizer:
     """Load the policy's tokenizer. Raises: DataError: the model folder has none, or the template file is not there."""
     if not config.explorer.rollout_model.traits.has_model:
         return ByteTokenizer()
-    from transformers import AutoTokenizer  # late: importing transformers takes most of a second
-
     path = config.model.model_path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(local_model(path), trust_remote_code=config.model.trust_remote_code)
+        tokenizer = read_tokenizer(path, config.model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise DataError(f"model.model_path {path!r} gives no tokenizer: {error}".splitlines()[0]) from error
     if config.model.custom_chat_template is not None:
@@ -234,6 +236,21 @@ def load_tokenizer(config: Config) -> Tokenizer:
         tokenizer.chat_template = file.read_text()
     # In one place, for all that render chats: rollouts, rows of datasets, demonstrations.
     return with_thinking(tokenizer, config.model.enable_thinking)
+
+
+def read_tokenizer(model: str, trust_remote_code: bool) -> Any:
+    """The tokenizer of a model folder or a model of the Hub, as transformers makes it.
+
+    Of its class, which does without torch; to find that class takes torch and two seconds, so a process that can fork
+    asks one that has it. Raises: OSError, ValueError: there is none.
+    """
+    return call(_read_tokenizer, local_model(model), trust_remote_code, needs=[_AUTO_CLASSES])
+
+
+def _read_tokenizer(folder: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer  # late: see above
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 def with_thinking(tokenizer: Any, enable: bool | None) -> Tokenizer:

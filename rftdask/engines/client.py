@@ -78,10 +78,10 @@ class EngineSpec:
     """The ways in which the run samples: the engine answers a short request of each before it is ready."""
 
     @property
-    def imports_ahead(self) -> bool:
-        """Whether its imports may have been done by another process; of an engine of a plug-in that is not known."""
+    def imports_ahead(self) -> tuple[str, ...]:
+        """What another process may have imported for it; of an engine of a plug-in that is not known."""
         known = self.section.engine_type in registered_engines()
-        return known and bool(self.section.traits.imports_ahead)
+        return self.section.traits.imports_ahead if known else ()
 
     def to_plain(self) -> dict[str, Any]:
         """The spec as msgpack carries it to the process; the threads and the environment go another way."""
@@ -318,7 +318,8 @@ class EngineClient(AskedEngine):
             env=dict(spec.env),
             log_file=Path(spec.log_file) if spec.log_file else None,
             # An environment of the user's own may matter to what it imports.
-            may_fork=spec.imports_ahead and dict(spec.env).keys() <= {LOG_LEVEL},
+            may_fork=bool(spec.imports_ahead) and dict(spec.env).keys() <= {LOG_LEVEL},
+            needs=spec.imports_ahead,
         )
         self._turn = threading.Lock()
         """Held by one caller at a time that loads weights."""

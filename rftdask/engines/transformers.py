@@ -82,7 +82,14 @@ class TransformersEngine(Engine):
     reads_images = True
     reads_videos = True
     leaves_device = True
-    imports_ahead = ("rftdask.engines.transformers", "transformers.models.auto.modeling_auto")
+    # One after another, so that what needs less need not wait for all of them.
+    imports_ahead = (
+        "transformers",
+        "transformers.modeling_utils",
+        "transformers.modeling_layers",
+        "transformers.models.auto.modeling_auto",
+        "rftdask.engines.transformers",
+    )
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -28,12 +29,11 @@ from rftdask.config.schema.buffer import TasksetConfig
 from rftdask.config.schema.explorer import DynamicTimeoutConfig, InferenceModelConfig
 from rftdask.data.images import ImageProcessor
 from rftdask.data.tasksets import Taskset
-from rftdask.data.tokenizer import Tokenizer, load_tokenizer, with_thinking
+from rftdask.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer, with_thinking
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.client import LOAD_TIMEOUT_S, EngineClient, EngineSpec
 from rftdask.errors import DataError, RoleError
 from rftdask.explorer.shared_engine import SharedEngine
-from rftdask.models.hub import local_model
 from rftdask.processes.child import LOG_LEVEL
 from rftdask.processes.turns import VARIABLE
 from rftdask.rollouts.places import SLOT, SharedPlaces, slots_by_memory
@@ -253,10 +253,22 @@ class WorkerCache:
             self.wait_until_idle()
             self.drop_engine()
         if self._engine is None:
-            self._engine = EngineClient(spec)
             # pyarrow has it imported for the first shard; now this process has time, for the engine loads its model.
             threading.Thread(target=import_module, args=("pandas",), name="imports", daemon=True).start()
+            self._engine = EngineClient(spec)
         return self._engine
+
+    def ready_engine(self, spec: EngineSpec) -> EngineClient:
+        """`engine`, once it has loaded its model; the tokenizer is read meanwhile. Raises: RoleError, UserError: the
+        engine's; DataError: the model folder has no tokenizer.
+        """
+        with ThreadPoolExecutor(1, "tokenizer") as beside:
+            # Both may wait until they can be forked, neither for the other.
+            reading = beside.submit(self.tokenizer)
+            engine = self.engine(spec)
+            reading.result()
+        engine.wait_ready()
+        return engine
 
     def drop_engine(self) -> None:
         """End the engine of the policy; the next unit gets another. Idempotent."""
@@ -526,12 +538,8 @@ def text_engine(
 def _tokenizer(model: InferenceModelConfig, config: Config) -> Tokenizer:
     if not model.traits.has_model:
         return load_tokenizer(config)
-    # Late: importing transformers takes most of a second.
-    from transformers import AutoTokenizer
-
     try:
-        path, remote_code = local_model(model.model_path or ""), config.model.trust_remote_code
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=remote_code)
+        tokenizer = read_tokenizer(model.model_path or "", config.model.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"explorer.auxiliary_models: {model.model_path!r} gives no tokenizer: {reason}") from error

@@ -288,9 +288,7 @@ def warm_up(run: WarmUp) -> None:
         config = _cache.open(storage, run.config_fingerprint)
         if config.is_external:
             return
-        engine = _cache.engine(engine_spec(config.explorer.rollout_model, config, run.threads, run.log_file))
-        _cache.tokenizer()
-        engine.wait_ready()
+        engine = _cache.ready_engine(engine_spec(config.explorer.rollout_model, config, run.threads, run.log_file))
         _cache.start_auxiliary(run.threads)
         # On a device that is shared, the first unit loads in its turn.
         published = latest_published(storage)
@@ -342,10 +340,7 @@ def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
     if config.is_external:
         _cache.wait_until_idle()
         return _Served(None, Published(0, "", ""), shares=False)
-    # It loads its model while the tokenizer is read, and waits for weights last.
-    engine = _cache.engine(engine_spec(config.explorer.rollout_model, config, unit.threads, unit.log_file))
-    _cache.tokenizer()
-    engine.wait_ready()
+    engine = _cache.ready_engine(engine_spec(config.explorer.rollout_model, config, unit.threads, unit.log_file))
     load_s = time.monotonic() - began
     shares = units_overlap(config, engine.spec) and not unit.alone and unit.slots is None
     if shares:

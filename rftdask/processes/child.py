@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -68,7 +68,13 @@ def _send(stream: IO[bytes], message: Any) -> None:
 
 
 def _start_process(
-    target: str, threads: int, stderr: IO[bytes], env: Mapping[str, str], *, may_fork: bool
+    target: str,
+    threads: int,
+    stderr: IO[bytes],
+    env: Mapping[str, str],
+    *,
+    may_fork: bool,
+    needs: Sequence[str] | None,
 ) -> subprocess.Popen[bytes] | Forked:
     variables = dict.fromkeys(_THREAD_VARIABLES, str(threads))
     # Dask's nanny sets the math libraries to one thread; the child owns its cores and says so itself.
@@ -82,7 +88,7 @@ def _start_process(
     address = environment.pop(ADDRESS, None)
     if address is not None and may_fork:
         with contextlib.suppress(OSError):  # it has ended; an interpreter of its own does the same, later
-            return Forked(address, f"{_MODULE}:main", (target,), stderr.fileno(), environment)
+            return Forked(address, f"{_MODULE}:main", (target,), stderr.fileno(), environment, needs=needs)
     return subprocess.Popen(
         [sys.executable, "-m", _MODULE, target],
         stdin=subprocess.PIPE,
@@ -107,17 +113,19 @@ class Child:
         env: Mapping[str, str] | None = None,
         log_file: Path | None = None,
         may_fork: bool = True,
+        needs: Sequence[str] | None = None,
     ) -> None:
         """Run `target` ("module:function") in a process of its own, with `threads` for its math libraries.
 
         may_fork: from what has imported torch and transformers already; not if `env` is to reach their imports.
+        needs: modules that it imports, see `Forked`.
         """
         self.name = name
         self._own_folder = None if log_file else tempfile.TemporaryDirectory(prefix="rftdask-")
         self._log_file = log_file or Path(self._own_folder.name, f"{name}.log")  # type: ignore[union-attr]
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         with self._log_file.open("ab") as log:
-            self._process = _start_process(target, threads, log, env or {}, may_fork=may_fork)
+            self._process = _start_process(target, threads, log, env or {}, may_fork=may_fork, needs=needs)
         self._messages: queue.Queue[Any] = queue.Queue()
         # A reader of its own: a child that says much is never blocked by a parent that is busy.
         threading.Thread(target=self._pump, name=f"{name}-reader", daemon=True).start()

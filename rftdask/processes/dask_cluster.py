@@ -17,7 +17,8 @@ from distributed import Client, Scheduler, SpecCluster
 from distributed.security import Security
 
 from rftdask.errors import RoleError
-from rftdask.processes.nursery import SIGNALS, WITHOUT_MAIN
+from rftdask.processes.fork_server import WITHOUT_MAIN
+from rftdask.processes.nursery import SIGNALS
 
 _START_ATTEMPTS = 3
 """Starts of a cluster, of which the first may lose a worker to whoever kills processes on this machine."""

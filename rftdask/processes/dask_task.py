@@ -7,9 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypedDict
 
-from distributed import get_worker
-from distributed.core import Status
-
 LEAVING_TOPIC = "rftdask-leaving"
 """Where it is said of a worker, by its address, that it was told to end by who gave it, and not for what it runs."""
 
@@ -57,6 +54,9 @@ def host_of(address: str) -> str:
 
 def make_called_off() -> Callable[[], bool]:
     """To be called in a task: a function that tells whether the task was cancelled since, or its worker is closing."""
+    from distributed import get_worker  # late: a rank needs this module for its addresses, and Dask for nothing
+    from distributed.core import Status  # late: as above
+
     worker = get_worker()
     key = worker.get_current_task()
 

@@ -1,8 +1,9 @@
 """Nursery: processes of this machine that start in milliseconds, as forks of one that has imported what they need.
 
 A run on one machine starts half a dozen processes that import torch, transformers or Dask, which takes each of them
-seconds of a core. Here one process does it for all of them: Python's own fork server, of which Dask forks its workers.
-Below it is a nursery, a process of one thread, which forks for the workers what they ask it for (child.py).
+seconds of a core. Two processes do it for all of them, beside each other. Python's fork server imports Dask, and Dask
+forks its workers of it (fork_server.py). The nursery, a process of one thread, imports torch and transformers, and
+forks for the workers what they ask it for (child.py): as soon as all is imported, so a worker may ask before.
 
 Only on Linux, and where no GPU is planned: a GPU's libraries must not be touched before a fork. Elsewhere, and where a
 child has an environment that its imports may read, a process is an interpreter of its own, which does the same later.
@@ -16,9 +17,8 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import multiprocessing
-import multiprocessing.spawn
 import os
+import pickle
 import select
 import shutil
 import signal
@@ -29,8 +29,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -41,28 +41,22 @@ T = TypeVar("T")
 
 ADDRESS = "RFTDASK_NURSERY"
 """Environment of a worker: the socket of the nursery that forks for it."""
-IMPORTS = "RFTDASK_IMPORTS"
-"""Environment of a fork server that begins: the modules that forked_imports.py imports, with commas between them."""
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 """What a terminal or a batch system sends to all processes of a run, of which only the driver acts on it."""
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     # It would start threads, which a fork would not have.
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""What libraries read once, as they are imported."""
+"""What libraries read once, as they are imported where others are forked."""
 _LENGTH = struct.Struct("!I")
 _NUMBER = struct.Struct("!i")
 """A process id, then its exit code."""
-NURSERY = "rftdask nursery"
-"""Name of its process."""
-WITHOUT_MAIN = {NURSERY}
-"""Names of processes that need nothing of the script that starts them."""
 _ASKER = "for-worker"
 _CLOSE_S = 5.0
-_FORK_S = 60.0
-"""For a fork, which takes milliseconds unless the machine is out of memory."""
+_FORK_S = 300.0
+"""For a fork, which takes milliseconds once the imports are done, and those minutes from a storage that is busy."""
 _CALL_S = 300.0
 """For a call, which checks a configuration in seconds."""
 _ANY_BYTES = "surrogateescape"
@@ -74,8 +68,6 @@ _SOCKET_NAME_BYTES = 37
 """Of the longest name below the folder: a slash and a UUID, vLLM's; Python's and the nursery's take 32."""
 # Else a title is written over what ps and /proc tell of a process's environment; Dask gives titles, too.
 os.environ.setdefault("SPT_NOENV", "1")
-_is_started = False
-_context = multiprocessing.get_context("forkserver")
 _libc = ctypes.CDLL(None)
 
 
@@ -96,9 +88,20 @@ class Forked:
     Its stdin and stdout are pipes. Invariant: signals go through the nursery, which alone knows whose number it is.
     """
 
-    def __init__(self, address: str, entry: str, args: Sequence[str], stderr: int, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        address: str,
+        entry: str,
+        args: Sequence[str],
+        stderr: int,
+        env: Mapping[str, str],
+        *,
+        needs: Sequence[str] | None = None,
+    ) -> None:
         """Fork a process that calls `entry` ("module:function") with `args`, in this environment and no other.
 
+        needs: modules after whose import it is forked; those that the nursery is not to import it imports by itself.
+        None: all that the nursery is to import.
         Raises: OSError: there is no nursery any more.
         """
         self.returncode: int | None = None
@@ -111,7 +114,7 @@ class Forked:
         self._nursery.settimeout(_FORK_S)
         try:
             self._nursery.connect(address)
-            wanted = msgpack.packb([entry, list(args), dict(env)], unicode_errors=_ANY_BYTES)
+            wanted = msgpack.packb([entry, list(args), dict(env), umask(), needs], unicode_errors=_ANY_BYTES)
             socket.send_fds(self._nursery, [_LENGTH.pack(len(wanted))], [theirs_in, theirs_out, stderr])
             self._nursery.sendall(wanted)
             told = self._nursery.recv(_NUMBER.size, socket.MSG_WAITALL)
@@ -151,86 +154,101 @@ class Forked:
                 self._nursery.close()
             return self.returncode
 
+    def close(self) -> None:
+        """Ask no more after it; it is killed, if it still runs, as soon as the nursery has imported what it is at."""
+        self._nursery.close()
+
     def kill(self) -> None:
         """SIGKILL, if it still runs."""
         with contextlib.suppress(OSError):
             self._nursery.send(b"k")
 
 
-_preparation_data = multiprocessing.spawn.get_preparation_data
-
-
-def _without_main(name: str) -> dict[str, Any]:
-    # Python has a process of its own import the script that starts it: one without a `__main__` guard would start its
-    # run in each of ours, which need nothing of it, for what they are sent is of modules or pickled by value.
-    # What `%reset` of a notebook takes away, and Python reads.
-    vars(sys.modules["__main__"]).setdefault("__spec__", None)
-    data = _preparation_data(name)
-    if name in WITHOUT_MAIN:
-        for key in ("init_main_from_name", "init_main_from_path"):
-            data.pop(key, None)
-    return data
-
-
-multiprocessing.spawn.get_preparation_data = _without_main
-
-
-def start(modules: Sequence[str]) -> None:
-    """Start the fork server of this process, which imports its modules while the caller goes on. Idempotent: one that
-    runs keeps what it has. It ends with this process.
-    """
-    global _is_started
-    if not _is_started:
-        atexit.register(_end_fork_server, os.getpid())
-    _is_started = True
-    # This module, too: what the nursery needs must not be imported in a fork. The first imports them all; a server that
-    # Python starts again, because somebody killed this one, has no such variable, and imports them one by one.
-    imports = [__name__, *modules]
-    forkserver.set_forkserver_preload(["rftdask.processes.forked_imports", *imports])
-    environment = {**_ENVIRONMENT, IMPORTS: ",".join(imports)}
-    before = {name: os.environ.get(name) for name in environment}
-    # Both servers, and all that is forked, have the mask of this thread.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    resource_tracker.ensure_running()  # it unblocks two of them, the first time
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    os.environ.update({name: value for name, value in environment.items() if before[name] is None})
-    temporary = tempfile.tempdir
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Have what this thread starts, and all that is forked of that, begin without signals that are not for them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        tempfile.tempdir = socket_folder()  # for the socket of the server, in a folder that Python makes once
-        forkserver.ensure_running()
+        yield
     finally:
-        tempfile.tempdir = temporary
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end_fork_server(driver: int) -> None:
-    # Nobody needs it any more, and it may be in the middle of its imports. Its forks of workers end with it.
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if pid is not None and os.getpid() == driver:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+class _Started:
+    """The nursery of this process, as seen from here."""
+
+    def __init__(self) -> None:
+        self._driver = os.getpid()
+        self._folder = tempfile.mkdtemp(prefix="rftdask-nursery-", dir=socket_folder())  # only its owner may enter
+        self.address = str(Path(self._folder, "socket"))
+        self._control, theirs = socket.socketpair()
+        with socket.socket(socket.AF_UNIX) as listener, theirs, signals_blocked():
+            listener.bind(self.address)
+            listener.listen()
+            fds = (listener.fileno(), theirs.fileno())
+            # Modules are found as here, whatever the folder: not by PYTHONPATH alone, as a plain script may have it.
+            path = [*map(str, sys.path)]
+            code = f"import sys; sys.path[:] = {path!r}; from {__name__} import main; main{(*fds, self._folder)}"
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", code],
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+                env={**ENVIRONMENT, **os.environ},
+            )
+        atexit.register(self._end)
+
+    def have_imported(self, modules: Sequence[str]) -> None:
+        """Let it import these, in this order, before it forks for a worker."""
+        with contextlib.suppress(OSError):  # somebody kills it: nobody will answer
+            self._control.sendall("".join(f"{module}\n" for module in modules).encode())
+
+    def _end(self) -> None:
+        # Nobody needs it any more, and it may be in the middle of its imports. Its forks end with it.
+        if os.getpid() == self._driver:
+            self.process.kill()
+            self.process.wait()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def call(function: Callable[..., T], *args: Any) -> T:
-    """What `function`, of a module, returns or raises in a fork of this process's fork server, once that is ready; its
-    imports are not this process's then. Where there is no fork server, that process does not answer (somebody kills
-    it), or its answer cannot be pickled: in this one.
+_started: _Started | None = None
+_wanted: list[str] = []
+"""Modules that it was to import."""
+_starting = threading.Lock()
+
+
+def start_nursery(modules: Sequence[str] = ()) -> str:
+    """Have `modules` imported by the nursery of this process, in this order, while the caller goes on; the address of
+    its socket. It is started if there is none that runs, and ends with this process.
     """
-    if not _is_started:
+    global _started
+    with _starting:
+        _wanted.extend(modules)
+        if _started is None or _started.process.poll() is not None:
+            _started, modules = _Started(), _wanted
+        _started.have_imported(modules)
+        return _started.address
+
+
+def call(function: Callable[..., T], *args: Any, needs: Sequence[str] | None = None) -> T:
+    """What `function`, of a module, returns or raises in a fork of the nursery that this process has started or, being
+    a worker, asks; its imports are not this process's then. Where there is no nursery, that process does not answer
+    (somebody kills it), or its answer cannot be brought over: in this one. needs: as of `Forked`.
+    """
+    address = os.environ.get(ADDRESS) if _started is None else _started.address
+    if address is None:
         return function(*args)
-    ours, theirs = _context.Pipe(duplex=False)
-    process = _context.Process(target=_call, args=(theirs, function, args), name=NURSERY, daemon=True)
     try:
-        with ours:
-            with theirs:
-                process.start()
-            if not ours.poll(_CALL_S):
-                process.kill()
-            value, error = ours.recv()
-        process.join()
+        environment = {name: value for name, value in os.environ.items() if name != ADDRESS}
+        forked = Forked(address, f"{__name__}:answer", (), 2, environment, needs=needs)
+        with contextlib.closing(forked), forked.stdin, forked.stdout:
+            asked = pickle.dumps((function, args))
+            forked.stdin.write(pickle.dumps((sys.path, os.getcwd(), asked)))
+            forked.stdin.close()
+            poller = select.poll()
+            poller.register(forked.stdout, select.POLLIN)
+            if not poller.poll(1000 * _CALL_S):
+                forked.kill()
+            value, error = pickle.loads(forked.stdout.read())
     except Exception:  # of the way there and back; what the function raises comes as `error`
         return function(*args)
     if error is not None:
@@ -238,73 +256,84 @@ def call(function: Callable[..., T], *args: Any) -> T:
     return value  # type: ignore[no-any-return]
 
 
-def _call(told: Connection, function: Callable[..., Any], args: Sequence[Any]) -> None:
-    answer: tuple[Any, Exception | None]
-    try:
-        answer = function(*args), None
-    except Exception as error:  # raised again by who called
-        answer = None, error
-    told.send(answer)
-    told.close()
+def answer() -> None:
+    """Entry of a fork that `call` asks for: read what to do, do it, and tell what came of it."""
+    # What the function prints is no part of the answer.
+    with os.fdopen(os.dup(1), "wb") as told, os.fdopen(0, "rb") as asked:
+        os.dup2(2, 1)
+        sys.path[:], folder, call_of = pickle.load(asked)
+        os.chdir(folder)
+        answer: tuple[Any, Exception | None]
+        try:
+            function, args = pickle.loads(call_of)
+            answer = function(*args), None
+        except Exception as error:  # raised again by who called
+            answer = None, error
+        told.write(pickle.dumps(answer))
 
 
-@contextlib.contextmanager
-def nursery() -> Iterator[str]:
-    """A nursery below the fork server: the address of its socket, in a folder that only its owner may enter."""
-    folder = tempfile.mkdtemp(prefix="rftdask-nursery-", dir=socket_folder())
-    address = str(Path(folder, "socket"))
-    ours, theirs = _context.Pipe()
-    with socket.socket(socket.AF_UNIX) as listener, theirs:
-        listener.bind(address)
-        listener.listen()
-        args = (listener, theirs, umask())
-        process = _context.Process(target=_Nursery.main, args=args, name=NURSERY, daemon=True)
-        with contextlib.suppress(OSError, EOFError):  # somebody killed the fork server: nobody will answer there
-            process.start()
-    # Who leaves without an end to this block, such as a thread at the end of its process, ends the nursery, too: Python
-    # would wait for it for ever.
-    atexit.register(ours.close)
-    try:
-        yield address
-    finally:
-        atexit.unregister(ours.close)
-        ours.close()
-        if process.pid is not None:
-            process.join(_CLOSE_S)
-            process.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+def main(listener: int, driver: int, folder: str) -> None:
+    """Entry of the nursery. listener, driver: descriptors of the sockets where workers ask, and of the driver."""
+    setproctitle.setproctitle(f"rftdask nursery of {os.getppid()}")
+    # What is imported is no garbage, and a look of the collector would copy its pages in every fork.
+    gc.disable()
+    _Nursery(socket.socket(fileno=listener), socket.socket(fileno=driver)).run()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What an asker wants, and its end of the connection."""
+
+    asker: socket.socket
+    fds: list[int]
+    """What are to be stdin, stdout and stderr."""
+    entry: str
+    args: list[str]
+    env: dict[str, str]
+    mask: int
+    """Of the modes of files."""
+    needs: list[str] | None
+    """See `Forked`."""
+
+
+def _close(asker: socket.socket, fds: Sequence[int]) -> None:
+    asker.close()
+    for fd in fds:
+        os.close(fd)
 
 
 class _Nursery:
-    """The loop of the nursery: it forks, kills, and tells how forks ended."""
+    """The loop of the nursery: it imports, forks, kills, and tells how forks ended."""
 
-    def __init__(self, listener: socket.socket, driver: Connection) -> None:
+    def __init__(self, listener: socket.socket, driver: socket.socket) -> None:
         self._listener, self._driver = listener, driver
         self._askers: dict[int, socket.socket] = {}
         """Of the forks that run, by process id."""
+        self._told = b""
+        """The beginning of a line of the driver's."""
+        self._to_import: list[str] = []
+        self._waiting: list[_Request] = []
+        """Requests for what has these modules."""
         self._wake, self._woken = socket.socketpair()
 
-    @classmethod
-    def main(cls, listener: socket.socket, driver: Connection, mask: int) -> None:
-        """Entry: fork until the driver is gone; then the forks go, too. mask: theirs, as that of the driver now."""
-        end_with(os.getppid())
-        os.umask(mask)
-        setproctitle.setproctitle(f"rftdask nursery of {os.getppid()}")
-        gc.freeze()  # also what came since the imports: a look of the collector would copy its pages in every fork
-        cls(listener, driver)._run()
-        os._exit(0)
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Fork until the driver is gone; then the forks go, too."""
         for end in (self._wake, self._woken):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
         while True:
             waited: list[Any] = [self._driver, self._listener, self._wake, *self._askers.values()]
-            ready = select.select(waited, [], [])[0]
-            # Readable only when closed: the driver sends nothing.
+            ready = select.select(waited, [], [], 0.0 if self._to_import or self._waiting else None)[0]
             if self._driver in ready:
-                return
+                told = self._driver.recv(1 << 16)
+                if not told:
+                    return
+                *lines, self._told = (self._told + told).split(b"\n")
+                told_of = [name for name in dict.fromkeys(line.decode() for line in lines) if name not in sys.modules]
+                self._to_import += [name for name in told_of if name not in self._to_import]
             if self._wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     self._wake.recv(4096)
@@ -315,59 +344,79 @@ class _Nursery:
                     self._askers[pid].recv(64)
                 os.kill(pid, signal.SIGKILL)
             if self._listener in ready:
-                self._answer(self._listener.accept()[0])
+                self._take(self._listener.accept()[0])
+                continue  # others may have asked meanwhile, and an import takes its time
+            if (request := next(filter(self._may_fork, self._waiting), None)) is not None:
+                self._waiting.remove(request)
+                self._fork(request)
+            elif self._to_import:
+                with contextlib.suppress(ImportError):  # a fork that needs it says so
+                    importlib.import_module(self._to_import.pop(0))
 
-    def _answer(self, asker: socket.socket) -> None:
+    def _take(self, asker: socket.socket) -> None:
         asker.settimeout(_CLOSE_S)
         fds: list[int] = []
-        nursery = os.getpid()
         try:
             head, fds, _, _ = socket.recv_fds(asker, _LENGTH.size, 3)
             with asker.makefile("rb") as stream:  # as many pieces as it comes in
                 wanted = stream.read(_LENGTH.unpack(head)[0])
-            entry, args, env = msgpack.unpackb(wanted, unicode_errors=_ANY_BYTES)
+            request = _Request(asker, fds, *msgpack.unpackb(wanted, unicode_errors=_ANY_BYTES))
+        except (OSError, struct.error, ValueError, TypeError):  # it died as it asked
+            _close(asker, fds)
+            return
+        self._waiting.append(request)
+
+    def _may_fork(self, request: _Request) -> bool:
+        missing = self._to_import if request.needs is None else set(request.needs).intersection(self._to_import)
+        return not missing
+
+    def _fork(self, request: _Request) -> None:
+        nursery = os.getpid()
+        gc.freeze()  # in the fork, the collector does not look at what is there now
+        try:
             pid = os.fork()
-        except (OSError, struct.error, ValueError):  # it died as it asked, or there is no memory for another process
-            asker.close()
-            for fd in fds:
-                os.close(fd)
+        except OSError:  # there is no memory for another process
+            _close(request.asker, request.fds)
             return
         if pid == 0:
             # Nothing of this loop may run in the fork, whatever happens.
             try:
-                self._become(env, fds, nursery)
-                module, _, function = entry.partition(":")
-                of = f"{_ASKER} {_peer(asker)}"
-                setproctitle.setproctitle(" ".join([sys.executable, "-m", module, *args, of]))
-                getattr(importlib.import_module(module), function)(*args)
+                self._become(request, nursery)
+                module, _, function = request.entry.partition(":")
+                of = f"{_ASKER} {_peer(request.asker)}"
+                setproctitle.setproctitle(" ".join([sys.executable, "-m", module, *request.args, of]))
+                getattr(importlib.import_module(module), function)(*request.args)
             finally:
                 os._exit(1)
-        for fd in fds:
+        for fd in request.fds:
             os.close(fd)
-        self._askers[pid] = asker
+        self._askers[pid] = request.asker
         with contextlib.suppress(OSError):
-            asker.send(_NUMBER.pack(pid))
+            request.asker.send(_NUMBER.pack(pid))
 
-    def _become(self, env: dict[str, str], fds: list[int], nursery: int) -> None:
+    def _become(self, request: _Request, nursery: int) -> None:
         os.setsid()
         end_with(nursery)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        for fd, source in enumerate(fds):
+        for fd, source in enumerate(request.fds):
             os.dup2(source, fd)
             os.close(source)
-        self._driver.close()
-        for end in (self._listener, self._wake, self._woken, *self._askers.values()):
+        for end in (self._driver, self._listener, self._wake, self._woken, *self._askers.values()):
             end.close()
+        for other in self._waiting:
+            _close(other.asker, other.fds)
         # As a started process would have it: only what the asker gave.
         os.environ.clear()
-        os.environ.update(env)
+        os.environ.update(request.env)
+        os.umask(request.mask)
         # One of its own, if it needs one: the driver's would complain of what a process that was killed has left.
         resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
         reseed()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        gc.enable()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def _bury(self) -> None:
@@ -391,10 +440,9 @@ def _peer(asker: socket.socket) -> int:
 
 
 def umask() -> int:
-    """The file mode mask of this process, which can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+    """The file mode mask of this process; of Linux, where nobody has to set it to read it."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask:")]
+    return int(line.split()[1], 8)
 
 
 def reseed() -> None:

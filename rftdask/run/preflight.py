@@ -31,7 +31,6 @@ from rftdask.data.task_pipeline import check_pipeline, standing_in
 from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.errors import ConfigError, DataError, NotInstalledError, StorageError, UserError, lacks_training
-from rftdask.explorer.worker_cache import remote_models
 from rftdask.models.hub import cached_folder, has_tokenizer, is_model_name, local_model, require_model
 from rftdask.models.model_shape import check_folder
 from rftdask.models.tinker_service import require_key
@@ -105,6 +104,9 @@ def _check_inputs(
     with _noted(problems):
         first = stages[0]  # later stages train what the one before makes
         if first.has_explorer:
+            # Late: it loads Dask, which a fork that checks an algorithm does without.
+            from rftdask.explorer.worker_cache import remote_models
+
             for model in remote_models(first).values():
                 name = model.model_path or first.model.external_model.model_name or ""
                 check_service(name, first.model.external_model)
@@ -120,7 +122,7 @@ def _check_inputs(
     _check_auxiliary(stages, problems)
     # Elsewhere, and meanwhile, since it takes torch, which nothing else needs in this process.
     with ThreadPoolExecutor(1, "algorithms") as thread:
-        algorithms = [] if tried else [thread.submit(call, _check_algorithm, stage) for stage in stages]
+        algorithms = [] if tried else [thread.submit(call, _check_algorithm, stage, needs=()) for stage in stages]
         for stage in stages:
             with _noted(problems, unchecked):
                 _check_staleness(stage)

@@ -38,7 +38,7 @@ def _function(function: Callable[..., object], *_: Any, **__: Any) -> str | None
     return getattr(function, "__qualname__", None)
 
 
-def _rank_process(address: str, entry: str, args: Any, *_: Any) -> str | None:
+def _rank_process(address: str, entry: str, args: Any, *_: Any, **__: Any) -> str | None:
     return "process of a rank" if "rftdask.trainer.rank:serve" in args else None
 
 

@@ -2,7 +2,8 @@
 
 - imports point one way: a module imports from lower layers and from its own package, and no modules form a cycle;
 - `import rftdask`, its config and its storage load neither torch nor transformers nor vLLM;
-- a trainer rank that is a fake, and whoever checks an algorithm, load torch but not its compiler, which takes seconds;
+- a trainer rank that is a fake, and whoever checks an algorithm, load torch but neither its compiler, which takes
+  seconds, nor Dask;
 - every folder of the package says what it holds, and none below the top has more than 15 entries;
 - what the package imports is declared, what is declared is pinned, and the pins satisfy what is declared;
 - environment.yml asks for what pyproject.toml and constraints.txt say.
@@ -298,8 +299,8 @@ def test_what_comes_first_imports_nothing_heavy(module, heavy):
 
 
 def test_a_fake_rank_needs_no_compiler():
-    heavy = {"torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", "transformers"}
-    code = f"import sys, rftdask.trainer.rank, rftdask.trainer.rank; print(*sorted({heavy!r} & sys.modules.keys()))"
+    heavy = {"torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", "transformers", "distributed"}
+    code = f"import sys, rftdask.trainer.rank, rftdask.run.preflight; print(*sorted({heavy!r} & sys.modules.keys()))"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -97,3 +97,9 @@ def test_no_socket_of_a_local_cluster_obeys_or_tells_a_stranger(cluster: LocalCl
 
 def test_a_local_cluster_listens_on_loopback_alone(cluster: LocalCluster, of_others: set[int]) -> None:
     assert {address.ip for address in listening() if address.port not in of_others} == {"127.0.0.1"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forks on Linux alone")
+def test_who_looks_at_ps_sees_which_worker_it_is(cluster: LocalCluster) -> None:
+    titles = {title for process in psutil.Process().children(recursive=True) for title in process.cmdline()[:1]}
+    assert titles >= {"rftdask worker trainer-0", "rftdask worker explorer-0"}

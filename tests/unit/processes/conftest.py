@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.processes.nursery import nursery, start
+from rftdask.processes.nursery import start_nursery
 
 HERE = str(Path(__file__).parent)
 
@@ -17,7 +17,5 @@ HERE = str(Path(__file__).parent)
 def address() -> Iterator[str]:
     """The socket of a nursery that finds the targets of these tests."""
     sys.path.insert(0, HERE)
-    start([])
-    with nursery() as socket:
-        yield socket
+    yield start_nursery()
     sys.path.remove(HERE)

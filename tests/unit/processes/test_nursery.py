@@ -6,10 +6,12 @@ import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -17,9 +19,10 @@ import pytest
 
 import rftdask
 from rftdask.errors import ConfigError, ProcessLostError, RoleError
+from rftdask.models.toy import build_toy_model
 from rftdask.processes import nursery as module
 from rftdask.processes.child import Child
-from rftdask.processes.nursery import ADDRESS, call, nursery, start
+from rftdask.processes.nursery import ADDRESS, call, start_nursery
 from tests.living import wait_until_gone
 
 HERE = Path(__file__).parent
@@ -67,23 +70,26 @@ def test_forks_end_with_their_nursery_and_the_next_child_is_an_interpreter(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     sys.path.insert(0, str(HERE))
-    start([])
-    with nursery() as socket:
-        monkeypatch.setenv(ADDRESS, socket)
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(Path(rftdask.__file__).parents[1])]))
-        child = Child("child_targets:echo", {}, name="echo", log_file=tmp_path / "log")
-        assert child.request("x", LONG_S)["message"] == "x"
-        parent = psutil.Process(child.pid).parent()
-        assert parent is not None
-        parent.kill()
-        with pytest.raises(RoleError):
-            child.receive(LONG_S)
-        wait_until_gone(child.pid)
-        child.close()
-        second = Child("child_targets:echo", {}, name="echo", log_file=tmp_path / "log")
-        assert second.request("y", LONG_S)["message"] == "y"
-        assert psutil.Process(second.pid).ppid() == os.getpid()
-        second.close()
+    monkeypatch.setattr(module, "_started", None)
+    monkeypatch.setenv(ADDRESS, start_nursery(["json.tool"]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(Path(rftdask.__file__).parents[1])]))
+    child = Child("child_targets:echo", {}, name="echo", log_file=tmp_path / "log")
+    assert child.request("x", LONG_S)["message"] == "x"
+    parent = psutil.Process(child.pid).parent()
+    assert parent is not None
+    parent.kill()
+    with pytest.raises(RoleError):
+        child.receive(LONG_S)
+    wait_until_gone(child.pid)
+    child.close()
+    second = Child("child_targets:echo", {}, name="echo", log_file=tmp_path / "log")
+    assert second.request("y", LONG_S)["message"] == "y"
+    assert psutil.Process(second.pid).ppid() == os.getpid()
+    second.close()
+    monkeypatch.setenv(ADDRESS, start_nursery())
+    third = Child("child_targets:look", {}, name="look", log_file=tmp_path / "log")
+    assert "json.tool" in third.receive(LONG_S)["modules"], "the next run has another nursery, with the same imports"
+    third.close()
     sys.path.remove(str(HERE))
 
 
@@ -91,14 +97,12 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 from rftdask.processes.child import Child
-from rftdask.processes.nursery import ADDRESS, nursery, start
+from rftdask.processes.nursery import ADDRESS, start_nursery
 import os
-start(["json.tool"])
-with nursery() as socket:
-    os.environ[ADDRESS] = socket
-    child = Child("child_targets:look", {}, name="look", log_file=Path(sys.argv[1]))
-    print("json.tool" in child.receive(60)["modules"], "json.tool" in sys.modules, flush=True)
-    time.sleep(600)
+os.environ[ADDRESS] = start_nursery(["json.tool"])
+child = Child("child_targets:look", {}, name="look", log_file=Path(sys.argv[1]))
+print("json.tool" in child.receive(60)["modules"], "json.tool" in sys.modules, flush=True)
+time.sleep(600)
 """
 
 
@@ -123,19 +127,20 @@ def check_driver(tmp_path: Path, temporary: Path) -> None:
         below = psutil.Process(driver.pid).children(recursive=True)
         driver.kill()
     assert told == "True False\n", "the fork has it, and the driver has not"
-    assert len(below) >= 4, below  # the fork server, the nursery, the fork; a tracker
+    assert len(below) == 2, below  # the nursery and the fork
     _, alive = psutil.wait_procs(below, timeout=LONG_S)
     assert not alive
 
 
-def test_a_fork_server_in_the_middle_of_its_imports_ends_with_its_driver(tmp_path: Path) -> None:
+def test_what_is_in_the_middle_of_its_imports_ends_with_its_driver(tmp_path: Path) -> None:
     (tmp_path / "sleepy.py").write_text("import time\ntime.sleep(600)\n")
-    driver = "import psutil; from rftdask.processes.nursery import start; start(['sleepy']); "
+    driver = "import psutil; from rftdask.processes.nursery import start_nursery; start_nursery(['sleepy']); "
+    driver += "from rftdask.processes.fork_server import start_fork_server; start_fork_server(['sleepy']); "
     driver += "print([child.pid for child in psutil.Process().children()])"
     path = os.pathsep.join([str(tmp_path), str(Path(rftdask.__file__).parents[1])])
     command = [sys.executable, "-c", driver]
     env = {**os.environ, "PYTHONPATH": path}
-    # The fork server has its stdout, too: it ends in time if both have ended.
+    # Both have its stdout, too: it ends in time if all three have ended.
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=LONG_S)
     for pid in json.loads(done.stdout):
         wait_until_gone(pid)
@@ -158,12 +163,12 @@ def test_a_call_returns_and_raises_what_the_function_does(address: str) -> None:
     assert call(broken, f"ends but in {os.getpid()}") == os.getpid(), "who kills a fork does not end a run"
 
 
-def test_the_collector_looks_at_nothing_that_the_fork_server_imported(address: str) -> None:
+def test_the_collector_looks_at_nothing_that_the_nursery_imported(address: str) -> None:
     assert call(gc.isenabled) and call(gc.get_freeze_count) > 10_000
 
 
-def test_without_a_fork_server_a_call_is_one_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_is_started", False)
+def test_without_a_nursery_a_call_is_one_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_started", None)
     assert call(broken, "returns") == os.getpid()
 
 
@@ -190,3 +195,78 @@ class OfTwo(ValueError):
 def odd_error() -> None:
     """For `call`."""
     raise OfTwo("of two", "arguments")
+
+
+@pytest.mark.parametrize(
+    ("needs", "may_begin"),
+    [((), True), (["torch"], False), (["json"], True), (["json", "torch"], False), (None, False)],
+)
+def test_a_fork_begins_once_what_it_needs_is_imported(needs: list[str] | None, may_begin: bool) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        forks = module._Nursery(ours, theirs)
+        request = module._Request(ours, [], "json:loads", [], {}, 0o022, needs)
+        forks._to_import = ["torch", "transformers"]
+        assert forks._may_fork(request) is may_begin
+        forks._to_import = []
+        assert forks._may_fork(request)
+        forks._wake.close()
+        forks._woken.close()
+
+
+def test_a_call_does_not_wait_for_what_it_does_not_need(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """While the nursery imports something for an hour, what has been asked before is there, and the rest waits."""
+    (tmp_path / "begun.py").write_text("import time\nfrom pathlib import Path\n")
+    stop = tmp_path / "stop"
+    (tmp_path / "endless.py").write_text(
+        f"import time\nfrom pathlib import Path\nwhile not Path({str(stop)!r}).exists(): time.sleep(0.01)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(module, "_started", None)
+    monkeypatch.setattr(module, "_wanted", [])
+    start_nursery()
+    assert call(os.getpid, needs=()) != os.getpid()
+    with ThreadPoolExecutor(1) as thread:
+        start_nursery(["begun", "endless"])
+        last = thread.submit(call, sorted, ["b", "a"])
+        with pytest.raises(TimeoutError):
+            last.result(0.5)
+        stop.touch()
+        assert last.result(LONG_S) == ["a", "b"]
+
+
+def test_a_fork_writes_files_as_its_asker(address: str) -> None:
+    before = os.umask(0o077)
+    try:
+        assert call(module.umask) == 0o077
+    finally:
+        os.umask(before)
+    assert call(module.umask) == module.umask() == before
+
+
+def test_a_tokenizer_comes_without_torch(tmp_path: Path) -> None:
+    """A worker has the very tokenizer that transformers makes, and not the seconds of torch that finding it takes."""
+    build_toy_model(tmp_path, seed=0)
+    code = (
+        "import sys\n"
+        "from rftdask.data.tokenizer import _AUTO_CLASSES, read_tokenizer\n"
+        "from rftdask.processes.nursery import start_nursery\n"
+        "start_nursery([_AUTO_CLASSES])\n"
+        "tokenizer = read_tokenizer(sys.argv[1], False)\n"
+        "assert 'torch' not in sys.modules, 'torch'\n"
+        "from transformers import AutoTokenizer\n"
+        "own = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "assert type(tokenizer) is type(own)\n"
+        "assert tokenizer.encode('1 + 2 = <|eos|>') == own.encode('1 + 2 = <|eos|>')\n"
+        "assert tokenizer.decode(range(60)) == own.decode(range(60))\n"
+        "chat = [{'role': 'user', 'content': '1 + 2'}]\n"
+        "assert tokenizer.apply_chat_template(chat) == own.apply_chat_template(chat)\n"
+        "assert tokenizer.special_tokens_map == own.special_tokens_map\n"
+        "assert tokenizer.added_tokens_decoder == own.added_tokens_decoder\n"
+        "assert tokenizer.init_kwargs == own.init_kwargs\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(rftdask.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=4 * LONG_S
+    )
+    assert done.returncode == 0, done.stderr
