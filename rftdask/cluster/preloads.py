@@ -59,6 +59,7 @@ def dask_setup(server: Any) -> None:
         reseed()
         gc.freeze()  # the collector would otherwise touch, and so copy, all that was imported for the forks
         os.umask(int(os.environ[UMASK_VARIABLE]))
+        os.environ.pop("__DASK_PARENT_PID", None)  # by which Dask would know that it may give a title, with an address
         setproctitle.setproctitle(f"rftdask worker {server.name}")
         # Dask hears of the ends of its forks from the fork server, and takes them for dead when that one is.
         end_with(os.getppid())

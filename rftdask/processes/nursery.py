@@ -50,6 +50,9 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """What libraries read once, as they are imported where others are forked."""
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
+"""Where glibc's own thresholds end up once large tensors were freed. Below them each step would give back, and fault in
+again, what it computes with; Dask has even less in the environment of what starts after its workers."""
 _LENGTH = struct.Struct("!I")
 _NUMBER = struct.Struct("!i")
 """A process id, then its exit code."""
@@ -98,7 +101,8 @@ class Forked:
         *,
         needs: Sequence[str] | None = None,
     ) -> None:
-        """Fork a process that calls `entry` ("module:function") with `args`, in this environment and no other.
+        """Fork a process that calls `entry` ("module:function") with `args`, in this environment and no other, in the
+        working folder and with the paths of modules that this process has.
 
         needs: modules after whose import it is forked; those that the nursery is not to import it imports by itself.
         None: all that the nursery is to import.
@@ -114,7 +118,8 @@ class Forked:
         self._nursery.settimeout(_FORK_S)
         try:
             self._nursery.connect(address)
-            wanted = msgpack.packb([entry, list(args), dict(env), umask(), needs], unicode_errors=_ANY_BYTES)
+            place = [os.getcwd(), [*map(str, sys.path)], umask()]
+            wanted = msgpack.packb([entry, list(args), dict(env), *place, needs], unicode_errors=_ANY_BYTES)
             socket.send_fds(self._nursery, [_LENGTH.pack(len(wanted))], [theirs_in, theirs_out, stderr])
             self._nursery.sendall(wanted)
             told = self._nursery.recv(_NUMBER.size, socket.MSG_WAITALL)
@@ -193,7 +198,7 @@ class _Started:
                 [sys.executable, "-P", "-c", code],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
-                env={**ENVIRONMENT, **os.environ},
+                env={**ENVIRONMENT, **os.environ, **_ALLOCATOR},
             )
         atexit.register(self._end)
 
@@ -207,6 +212,7 @@ class _Started:
         if os.getpid() == self._driver:
             self.process.kill()
             self.process.wait()
+            self._control.close()
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -241,8 +247,7 @@ def call(function: Callable[..., T], *args: Any, needs: Sequence[str] | None = N
         environment = {name: value for name, value in os.environ.items() if name != ADDRESS}
         forked = Forked(address, f"{__name__}:answer", (), 2, environment, needs=needs)
         with contextlib.closing(forked), forked.stdin, forked.stdout:
-            asked = pickle.dumps((function, args))
-            forked.stdin.write(pickle.dumps((sys.path, os.getcwd(), asked)))
+            forked.stdin.write(pickle.dumps((function, args)))
             forked.stdin.close()
             poller = select.poll()
             poller.register(forked.stdout, select.POLLIN)
@@ -261,11 +266,9 @@ def answer() -> None:
     # What the function prints is no part of the answer.
     with os.fdopen(os.dup(1), "wb") as told, os.fdopen(0, "rb") as asked:
         os.dup2(2, 1)
-        sys.path[:], folder, call_of = pickle.load(asked)
-        os.chdir(folder)
         answer: tuple[Any, Exception | None]
         try:
-            function, args = pickle.loads(call_of)
+            function, args = pickle.load(asked)
             answer = function(*args), None
         except Exception as error:  # raised again by who called
             answer = None, error
@@ -292,6 +295,10 @@ class _Request:
     entry: str
     args: list[str]
     env: dict[str, str]
+    folder: str
+    """Working folder."""
+    path: list[str]
+    """Where modules are looked for."""
     mask: int
     """Of the modes of files."""
     needs: list[str] | None
@@ -411,6 +418,8 @@ class _Nursery:
         # As a started process would have it: only what the asker gave.
         os.environ.clear()
         os.environ.update(request.env)
+        os.chdir(request.folder)
+        sys.path[:] = request.path
         os.umask(request.mask)
         # One of its own, if it needs one: the driver's would complain of what a process that was killed has left.
         resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]

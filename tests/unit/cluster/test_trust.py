@@ -17,6 +17,16 @@ from rftdask.cluster.layout import EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout, 
 from rftdask.cluster.local import LocalCluster
 
 PLANS = (WorkerPlan("trainer-0", (TRAINER_RESOURCE, "control"), 1), WorkerPlan("explorer-0", (EXPLORER_RESOURCE,), 1))
+TITLES = """
+import distributed  # before the workers' fork server starts, as in a notebook
+import psutil
+from rftdask.cluster.local import LocalCluster
+from tests.unit.cluster.test_trust import PLANS, Layout
+
+with LocalCluster(Layout(PLANS)):
+    for process in psutil.Process().children(recursive=True):
+        print(*process.cmdline()[:1])
+"""
 KNOCK = r"""
 import asyncio, http.client, os, sys
 from distributed.comm import connect
@@ -100,6 +110,7 @@ def test_a_local_cluster_listens_on_loopback_alone(cluster: LocalCluster, of_oth
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forks on Linux alone")
-def test_who_looks_at_ps_sees_which_worker_it_is(cluster: LocalCluster) -> None:
-    titles = {title for process in psutil.Process().children(recursive=True) for title in process.cmdline()[:1]}
-    assert titles >= {"rftdask worker trainer-0", "rftdask worker explorer-0"}
+def test_who_looks_at_ps_sees_which_worker_it_is() -> None:
+    done = subprocess.run([sys.executable, "-c", TITLES], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert {"rftdask worker trainer-0", "rftdask worker explorer-0"} <= {*done.stdout.splitlines()}, done.stdout

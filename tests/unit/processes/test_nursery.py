@@ -205,7 +205,7 @@ def test_a_fork_begins_once_what_it_needs_is_imported(needs: list[str] | None, m
     ours, theirs = socket.socketpair()
     with ours, theirs:
         forks = module._Nursery(ours, theirs)
-        request = module._Request(ours, [], "json:loads", [], {}, 0o022, needs)
+        request = module._Request(ours, [], "json:loads", [], {}, "/", [], 0o022, needs)
         forks._to_import = ["torch", "transformers"]
         assert forks._may_fork(request) is may_begin
         forks._to_import = []
@@ -233,6 +233,19 @@ def test_a_call_does_not_wait_for_what_it_does_not_need(monkeypatch: pytest.Monk
             last.result(0.5)
         stop.touch()
         assert last.result(LONG_S) == ["a", "b"]
+
+
+def test_a_fork_is_where_its_asker_is_by_then(address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A notebook changes its folder, and where it looks for modules, between two runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    assert call(os.getcwd) == str(tmp_path)
+    assert call(paths)[0] == str(tmp_path / "modules")
+
+
+def paths() -> list[str]:
+    """For `call`."""
+    return sys.path
 
 
 def test_a_fork_writes_files_as_its_asker(address: str) -> None:
