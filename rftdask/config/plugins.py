@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -98,6 +99,16 @@ def known_part(kind: str, name: str, registered: Mapping[str, Any]) -> Any:
     return registered[name] if name in registered else find_part(kind, name, registered)
 
 
+class _FromSource(SourceFileLoader):
+    """Compiles a file whenever it is imported. Python tells by the second, and the size, whether bytecode is of a file,
+    and a reward may be changed twice in one.
+    """
+
+    def path_stats(self, path: Any) -> Any:
+        """Without a time there is no bytecode, read or written. Raises: OSError, always."""
+        raise OSError(f"no bytecode of {path}")
+
+
 def load_plugin_folders(folders: Sequence[str]) -> None:
     """Import every module (*.py but for those that begin with _) of `folders`, so that what they define or register is
     known by its name; from then on the folders are on sys.path, where processes started later find them, too.
@@ -117,6 +128,8 @@ def load_plugin_folders(folders: Sequence[str]) -> None:
             raise UserError(
                 f"plugin folder {str(path)!r} does not exist, is no folder or may not be read (plugin_dirs)"
             )
+        loaders = (ExtensionFileLoader, EXTENSION_SUFFIXES), (_FromSource, SOURCE_SUFFIXES)
+        sys.path_importer_cache[str(path)] = FileFinder(str(path), *loaders)
         if str(path) not in sys.path:
             # At the end: a file of the user's must not take the place of a library that others import.
             sys.path.append(str(path))

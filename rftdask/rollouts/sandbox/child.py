@@ -99,8 +99,6 @@ def _serve(control_fd: int) -> None:
     setup = messages.TO_FORK_SERVER.decode(msgpack.unpackb(control.recv(_PACKET_BYTES)))
     assert isinstance(setup, messages.Setup), setup
     spec = setup.spec
-    # Python tells by the second, and the size, whether bytecode is of a file: less than it takes to change a reward.
-    sys.dont_write_bytecode = True
     try:
         sys.path.extend(path for path in setup.path if path not in sys.path)
         load_plugin_folders(spec.plugin_dirs)

@@ -4,6 +4,7 @@ what it gave is in a run folder; the log of a run stays as it is.
 
 from __future__ import annotations
 
+import os
 import pstats
 from pathlib import Path
 
@@ -26,16 +27,22 @@ def config(tmp_path: Path) -> Path:
 def test_a_round_takes_the_reward_as_its_file_is_by_then(config: Path, tmp_path: Path) -> None:
     plugins = tmp_path / "plugins"
     plugins.mkdir()
-    (plugins / "judges.py").write_text(REWARD.format(value=0.25))
+
+    def write_reward(value: float | str) -> None:
+        # All in one second, by whose number and the size Python tells whether bytecode is of a file.
+        (plugins / "judges.py").write_text(REWARD.format(value=value))
+        os.utime(plugins / "judges.py", (1_700_000_000, 1_700_000_000))
+
+    write_reward(0.25)
     judged = load_config(
         config,
         [f"explorer.plugin_dirs=[{plugins}]", "buffer.explorer_input.default_reward_fn_type=judges.judged"],
     )
     with Debugger(judged, tmp_path / "debug") as debugger:
         first = debugger.try_task(3, rollouts=2)
-        (plugins / "judges.py").write_text(REWARD.format(value=0.75))
+        write_reward(0.75)
         second = debugger.try_task(3, rollouts=1)
-        (plugins / "judges.py").write_text(REWARD.format(value="response.nothing"))
+        write_reward("response.nothing")
         third = debugger.try_task(4, rollouts=1)
     assert "3+1=" in first
     assert "0.25" in first
