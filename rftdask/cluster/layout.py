@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rftdask.errors import UserError
 from rftdask.processes.gpus import visible_gpus
+from rftdask.processes.nursery import MODELS
 
 if TYPE_CHECKING:  # a job's first process needs the names below alone
     from rftdask.config import Config
@@ -30,9 +31,6 @@ WORKER_IMPORTS = ("distributed", "rftdask.cluster.preloads", "rftdask.explorer.w
 """What a worker imports, whatever its role."""
 TOKENIZER_IMPORTS = ("transformers.models", "transformers.tokenization_utils_tokenizers")
 """What a worker imports to have a tokenizer; none of it loads torch."""
-RANK_IMPORT = "rftdask.trainer.rank"
-_MODELS = "transformers.models.auto.modeling_auto"
-"""What loading any model imports."""
 _EXPLORER_KEYS = "explorer.rollout_model.engine_num or explorer.max_workers"
 _SHARING = ("joined", "existing", "slurm")
 """Types of clusters of several machines that may have a rank and an engine on one GPU: those whose workers somebody
@@ -472,7 +470,7 @@ def worker_imports(stages: Sequence[Config]) -> list[str]:
         if stage.has_explorer and stage.explorer.rollout_model.traits.has_model:
             modules += TOKENIZER_IMPORTS
         if stage.reads_images or stage.reads_videos or (pipeline.operators and pipeline.stage == "commit"):
-            modules.append(_MODELS)
+            modules.append(MODELS)
     return list(dict.fromkeys(modules))
 
 
@@ -484,5 +482,5 @@ def imports_ahead(stages: Sequence[Config], roles: Collection[str]) -> list[str]
         models += stage.models_apart if AUXILIARY_RESOURCE in roles else ()
         modules += [module for engine in models for module in engine.traits.imports_ahead]
         if TRAINER_RESOURCE in roles:
-            modules += [RANK_IMPORT, *([_MODELS] if stage.trainer.has_model else [])]
+            modules += ["rftdask.trainer.rank", *([MODELS] if stage.trainer.has_model else [])]
     return list(dict.fromkeys(modules))

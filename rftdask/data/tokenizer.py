@@ -18,12 +18,9 @@ import numpy as np
 from rftdask.config import Config
 from rftdask.errors import DataError
 from rftdask.models.hub import local_model
-from rftdask.processes.nursery import call
+from rftdask.processes.nursery import MODELS, call
 
 T = TypeVar("T")
-
-_AUTO_CLASSES = "transformers.models.auto.modeling_auto"
-"""What is imported ahead in a process that others are forked from, and brings all that finding a tokenizer takes."""
 
 _STAND_INS = range(0xF0000, 0xFFFFE)
 """Private characters: no template and no vocabulary gives them a meaning."""
@@ -244,7 +241,7 @@ def read_tokenizer(model: str, trust_remote_code: bool) -> Any:
     Of its class, which does without torch; to find that class takes torch and two seconds, so a process that can fork
     asks one that has it. Raises: OSError, ValueError: there is none.
     """
-    return call(_read_tokenizer, local_model(model), trust_remote_code, needs=[_AUTO_CLASSES])
+    return call(_read_tokenizer, local_model(model), trust_remote_code, needs=[MODELS])
 
 
 def _read_tokenizer(folder: str, trust_remote_code: bool) -> Any:

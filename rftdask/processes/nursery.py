@@ -39,6 +39,8 @@ import setproctitle
 
 T = TypeVar("T")
 
+MODELS = "transformers.models.auto.modeling_auto"
+"""What loading any model imports; it brings what finding a tokenizer takes, too."""
 ADDRESS = "RFTDASK_NURSERY"
 """Environment of a worker: the socket of the nursery that forks for it."""
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
@@ -228,7 +230,7 @@ def start_nursery(modules: Sequence[str] = ()) -> str:
     """
     global _started
     with _starting:
-        _wanted.extend(modules)
+        _wanted.extend(name for name in modules if name not in _wanted)
         if _started is None or _started.process.poll() is not None:
             _started, modules = _Started(), _wanted
         _started.have_imported(modules)
@@ -252,7 +254,7 @@ def call(function: Callable[..., T], *args: Any, needs: Sequence[str] | None = N
             poller = select.poll()
             poller.register(forked.stdout, select.POLLIN)
             if not poller.poll(1000 * _CALL_S):
-                forked.kill()
+                raise TimeoutError
             value, error = pickle.loads(forked.stdout.read())
     except Exception:  # of the way there and back; what the function raises comes as `error`
         return function(*args)
@@ -339,8 +341,9 @@ class _Nursery:
                 if not told:
                     return
                 *lines, self._told = (self._told + told).split(b"\n")
-                told_of = [name for name in dict.fromkeys(line.decode() for line in lines) if name not in sys.modules]
-                self._to_import += [name for name in told_of if name not in self._to_import]
+                for name in map(bytes.decode, lines):
+                    if name not in sys.modules and name not in self._to_import:
+                        self._to_import.append(name)
             if self._wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     self._wake.recv(4096)

@@ -85,9 +85,8 @@ def _has_switch(kernel: Callable[..., object]) -> bool:
 def _by_kernel(
     query_S: Tensor, key_S: Tensor, value_S: Tensor, spans: Spans, scaling: float | None, window: int | None
 ) -> Tensor:
-    from torch.nn.attention.varlen import (
-        varlen_attn,
-    )  # late: it compiles what a CPU has no use for, a tenth of a second
+    # Late: as it is imported it registers operators, a tenth of a second that no CPU has a use for.
+    from torch.nn.attention.varlen import varlen_attn
 
     # What sees the most lies first.
     longest, most = max(spans.lengths), spans.seen[0]

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -150,6 +151,8 @@ def broken(kind: str) -> int:
     """For `call`: raises, ends, or returns the process's id."""
     if kind == "raises":
         raise ConfigError(["a.b: no", "c.d: no"])
+    if kind.startswith("hangs but in") and kind != f"hangs but in {os.getpid()}":
+        time.sleep(3600)
     if kind.startswith("ends but in") and kind != f"ends but in {os.getpid()}":
         os._exit(3)
     return os.getpid()
@@ -161,6 +164,15 @@ def test_a_call_returns_and_raises_what_the_function_does(address: str) -> None:
         call(broken, "raises")
     assert caught.value.problems == ["a.b: no", "c.d: no"]
     assert call(broken, f"ends but in {os.getpid()}") == os.getpid(), "who kills a fork does not end a run"
+
+
+def test_a_call_that_is_not_answered_is_one_here(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CALL_S", 0.3)
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    assert call(broken, f"hangs but in {os.getpid()}") == os.getpid()
+    for child in psutil.Process().children(recursive=True):
+        if child.pid not in before:
+            wait_until_gone(child.pid)
 
 
 def test_the_collector_looks_at_nothing_that_the_nursery_imported(address: str) -> None:
@@ -214,9 +226,7 @@ def test_a_fork_begins_once_what_it_needs_is_imported(needs: list[str] | None, m
         forks._woken.close()
 
 
-def test_a_call_does_not_wait_for_what_it_does_not_need(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """While the nursery imports something for an hour, what has been asked before is there, and the rest waits."""
-    (tmp_path / "begun.py").write_text("import time\nfrom pathlib import Path\n")
+def test_who_needs_all_that_is_to_be_imported_waits_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     (tmp_path / "endless.py").write_text(
         f"import time\nfrom pathlib import Path\nwhile not Path({str(stop)!r}).exists(): time.sleep(0.01)\n"
@@ -224,10 +234,8 @@ def test_a_call_does_not_wait_for_what_it_does_not_need(monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(module, "_started", None)
     monkeypatch.setattr(module, "_wanted", [])
-    start_nursery()
-    assert call(os.getpid, needs=()) != os.getpid()
     with ThreadPoolExecutor(1) as thread:
-        start_nursery(["begun", "endless"])
+        start_nursery(["endless"])
         last = thread.submit(call, sorted, ["b", "a"])
         with pytest.raises(TimeoutError):
             last.result(0.5)
@@ -262,9 +270,9 @@ def test_a_tokenizer_comes_without_torch(tmp_path: Path) -> None:
     build_toy_model(tmp_path, seed=0)
     code = (
         "import sys\n"
-        "from rftdask.data.tokenizer import _AUTO_CLASSES, read_tokenizer\n"
-        "from rftdask.processes.nursery import start_nursery\n"
-        "start_nursery([_AUTO_CLASSES])\n"
+        "from rftdask.data.tokenizer import read_tokenizer\n"
+        "from rftdask.processes.nursery import MODELS, start_nursery\n"
+        "start_nursery([MODELS])\n"
         "tokenizer = read_tokenizer(sys.argv[1], False)\n"
         "assert 'torch' not in sys.modules, 'torch'\n"
         "from transformers import AutoTokenizer\n"
