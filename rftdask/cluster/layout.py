@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rftdask.errors import UserError
 from rftdask.processes.gpus import visible_gpus
-from rftdask.processes.nursery import MODELS
+from rftdask.processes.nursery import MODELS, RANK, REGISTERED
 
 if TYPE_CHECKING:  # a job's first process needs the names below alone
     from rftdask.config import Config
@@ -27,7 +27,12 @@ AUXILIARY_RESOURCE = "auxiliary"
 """Of workers of auxiliary models; how much of it one has is the number of GPUs that its model may work on."""
 ROLES = (TRAINER_RESOURCE, EXPLORER_RESOURCE, AUXILIARY_RESOURCE)
 """Roles that have workers of their own."""
-WORKER_IMPORTS = ("distributed", "rftdask.cluster.preloads", "rftdask.explorer.worker_task")
+WORKER_IMPORTS = (
+    "distributed",
+    "rftdask.cluster.preloads",
+    "rftdask.explorer.worker_task",
+    REGISTERED,
+)
 """What a worker imports, whatever its role."""
 TOKENIZER_IMPORTS = ("transformers.models", "transformers.tokenization_utils_tokenizers")
 """What a worker imports to have a tokenizer; none of it loads torch."""
@@ -476,11 +481,13 @@ def worker_imports(stages: Sequence[Config]) -> list[str]:
 
 def imports_ahead(stages: Sequence[Config], roles: Collection[str]) -> list[str]:
     """Modules that the engines and ranks of the roles import in some of the stages; WORKER_IMPORTS not among them."""
-    modules: list[str] = []
+    ranks = [stage for stage in stages if TRAINER_RESOURCE in roles and _trains(stage)]
+    # First what a check of the algorithm takes, which the driver waits for before it starts any of them.
+    modules = [REGISTERED, RANK] if ranks else []
     for stage in stages:
         models = (stage.explorer.rollout_model, *stage.models_beside) if EXPLORER_RESOURCE in roles else ()
         models += stage.models_apart if AUXILIARY_RESOURCE in roles else ()
         modules += [module for engine in models for module in engine.traits.imports_ahead]
-        if TRAINER_RESOURCE in roles:
-            modules += ["rftdask.trainer.rank", *([MODELS] if stage.trainer.has_model else [])]
+        if stage in ranks and stage.trainer.has_model:
+            modules.append(MODELS)
     return list(dict.fromkeys(modules))

@@ -245,6 +245,8 @@ class Explorer:
         self._client.subscribe_topic(LEAVING_TOPIC, lambda message: self._poison.leaves(message[1]))
         self._client.subscribe_topic(ADMITTED_TOPIC, lambda message: self._take_admitted(message[1]))
         self._step_ended = time.monotonic()
+        # Wanted until the next units are sent: Dask would say first that they are not, and send nothing more for 10 ms.
+        ended: list[UnitFuture] = []
         try:
             while not self._cancelled():
                 # Counted anew in each turn: workers come and go, and the window follows them.
@@ -280,18 +282,12 @@ class Explorer:
 
                 if self._is_over():
                     break
+                ended.clear()
                 self._ask_for_workers(sum(workers.values()))
 
                 # Meanwhile the workers roll out and commit. Record what has ended; what was lost runs again, and tells
                 # whether a task of it is to blame.
-                for unit, future, result, error in self._wait_for_ended():
-                    if result is not None:
-                        self._count(unit, result)
-                        self._poison.ended(result.worker, str(future.key))
-                        self._roll_out_rest(unit, self._poison.finished(unit, result.num_rollouts))
-                    elif not self._cancelled():
-                        self._take_failure(unit, future, error)
-
+                ended += self._take_ended()
                 if time.monotonic() - self._audited_s > _AUDIT_EVERY_S:
                     self._audit()
         finally:  # leave nothing running and no number unwritten
@@ -541,6 +537,18 @@ class Explorer:
     def _num_under_way(self, is_eval: bool) -> int:
         # Those that want slots: the others are under way until they end, and are in nobody's way.
         return sum(unit.is_eval == is_eval and key not in self._admitted for key, (unit, _) in self._under_way.items())
+
+    def _take_ended(self) -> list[UnitFuture]:
+        futures = []
+        for unit, future, result, error in self._wait_for_ended():
+            futures.append(future)
+            if result is not None:
+                self._count(unit, result)
+                self._poison.ended(result.worker, str(future.key))
+                self._roll_out_rest(unit, self._poison.finished(unit, result.num_rollouts))
+            elif not self._cancelled():
+                self._take_failure(unit, future, error)
+        return futures
 
     def _wait_for_ended(self) -> Iterator[tuple[RolloutTask, UnitFuture, RolloutResult | None, BaseException | None]]:
         """Take units whose Dask tasks have ended out of the window, with result or error; wait a tick for the first.

@@ -1,29 +1,38 @@
 """Fork server: Python's own, of which Dask forks the workers of this machine, with what they import imported once.
 
-A worker's process neither imports the script that starts it nor is ended by a signal half-way through its start.
+It is an interpreter of its own, or, of a command that has only just begun and so has neither threads nor anything of
+the user's, a fork of that, which need not import again what the command has. A worker's process neither imports the
+script that starts it nor is ended by a signal half-way through its start.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import multiprocessing.spawn
+import multiprocessing.util
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from rftdask.processes import nursery
 from rftdask.processes.nursery import ENVIRONMENT, SIGNALS, signals_blocked, socket_folder
 
 IMPORTS = "RFTDASK_IMPORTS"
 """Environment of a fork server that begins: the modules that forked_imports.py imports, with commas between them."""
+_IMPORTER = "rftdask.processes.forked_imports"
 WITHOUT_MAIN: set[str] = set()
 """Names of processes that need nothing of the script that starts them."""
 _preparation_data = multiprocessing.spawn.get_preparation_data
+_spawn = multiprocessing.util.spawnv_passfds
+_waiting: int | None = None
+"""Where a server that waits for it is told what to import; None: there is none."""
 
 
 def _without_main(name: str) -> dict[str, Any]:
@@ -41,30 +50,100 @@ def _without_main(name: str) -> dict[str, Any]:
 multiprocessing.spawn.get_preparation_data = _without_main
 
 
+def begin_fork_server(modules: Sequence[str]) -> None:
+    """Import `modules`, and fork the fork server of this process, which waits for `start_fork_server` to say what more
+    it is to import. For a process that has only just begun: one that has threads is not forked.
+    """
+    global _waiting
+    with _variables(ENVIRONMENT):
+        for name in modules:
+            importlib.import_module(name)
+    if len([*Path("/proc/self/task").iterdir()]) > 1:
+        return
+    read, _waiting = os.pipe()
+    try:
+        _ensure_running([], _fork)
+    except _Forked as forked:
+        os.close(_waiting)
+        forked.serve(read)
+    os.close(read)
+
+
+class _Forked(BaseException):
+    """In the fork that is to be a server, leaves what Python does around its start, which is for who starts it."""
+
+    def __init__(self, code: str, descriptors: Iterable[int]) -> None:
+        """code: what Python would have an interpreter run, which has these descriptors."""
+        super().__init__()
+        self._code, self._kept = code, {number: os.dup(number) for number in descriptors}
+
+    def serve(self, waiting: int) -> NoReturn:
+        """Be the server. waiting: where it is told what to import."""
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            for number, kept in self._kept.items():
+                os.dup2(kept, number, inheritable=False)
+                os.close(kept)
+            with open(waiting) as told:
+                imports = told.read()  # nothing: its driver has ended, and so will this
+            os.environ.update({**ENVIRONMENT, **os.environ, IMPORTS: imports})
+            exec(self._code, {})
+        finally:
+            os._exit(0)
+
+
+def _fork(_: str, args: Sequence[str], passed: Iterable[int]) -> int:
+    """As `_spawn`, without an interpreter."""
+    if pid := os.fork():
+        return pid
+    raise _Forked(args[-1], passed)
+
+
 def start_fork_server(modules: Sequence[str]) -> None:
     """Start the fork server of this process, which imports its modules while the caller goes on. Idempotent: one that
     runs keeps what it has. It ends with this process.
     """
+    global _waiting
     # What a worker needs of the nursery must not be imported in a fork. The first module imports them all; a server
     # that Python starts again, because somebody killed this one, has no such variable, and imports them one by one.
     imports = [nursery.__name__, *modules]
-    forkserver.set_forkserver_preload(["rftdask.processes.forked_imports", *imports])
-    environment = {**ENVIRONMENT, IMPORTS: ",".join(imports)}
-    added = environment.keys() - os.environ.keys()
+    told = ",".join(imports)
+    if _waiting is not None:
+        with contextlib.suppress(BrokenPipeError), open(_waiting, "w") as waiting:
+            waiting.write(told)
+        _waiting = None
+    with _variables({**ENVIRONMENT, IMPORTS: told}):
+        _ensure_running(imports)
+
+
+def _ensure_running(imports: Sequence[str], start: Callable[..., int] = _spawn) -> None:
+    """start: as Python's own, from the program, its arguments and the descriptors that it keeps to the process id."""
+    forkserver.set_forkserver_preload([_IMPORTER, *imports])
     temporary = tempfile.tempdir
     with signals_blocked():
         resource_tracker.ensure_running()  # it unblocks two of them, the first time
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        os.environ.update({name: environment[name] for name in added})
         try:
             tempfile.tempdir = socket_folder()  # for the socket of the server, in a folder that Python makes once
+            multiprocessing.util.spawnv_passfds = start
             forkserver.ensure_running()
         finally:
+            multiprocessing.util.spawnv_passfds = _spawn
             tempfile.tempdir = temporary
-            for name in added:
-                del os.environ[name]
     atexit.unregister(_end)
     atexit.register(_end, os.getpid())
+
+
+@contextlib.contextmanager
+def _variables(given: Mapping[str, str]) -> Iterator[None]:
+    """Have those in the environment that are not there."""
+    added = given.keys() - os.environ.keys()
+    os.environ.update({name: given[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def _end(driver: int) -> None:

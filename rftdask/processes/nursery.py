@@ -41,6 +41,10 @@ T = TypeVar("T")
 
 MODELS = "transformers.models.auto.modeling_auto"
 """What loading any model imports; it brings what finding a tokenizer takes, too."""
+RANK = "rftdask.trainer.rank"
+"""What a trainer's rank is; it brings what checking an algorithm takes, too."""
+REGISTERED = "rftdask.config.schema.registered"
+"""What has read the parts that a configuration may name."""
 ADDRESS = "RFTDASK_NURSERY"
 """Environment of a worker: the socket of the nursery that forks for it."""
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
@@ -188,7 +192,7 @@ class _Started:
         self._driver = os.getpid()
         self._folder = tempfile.mkdtemp(prefix="rftdask-nursery-", dir=socket_folder())  # only its owner may enter
         self.address = str(Path(self._folder, "socket"))
-        self._control, theirs = socket.socketpair()
+        self.control, theirs = socket.socketpair()
         with socket.socket(socket.AF_UNIX) as listener, theirs, signals_blocked():
             listener.bind(self.address)
             listener.listen()
@@ -207,17 +211,26 @@ class _Started:
     def have_imported(self, modules: Sequence[str]) -> None:
         """Let it import these, in this order, before it forks for a worker."""
         with contextlib.suppress(OSError):  # somebody kills it: nobody will answer
-            self._control.sendall("".join(f"{module}\n" for module in modules).encode())
+            self.control.sendall("".join(f"{module}\n" for module in modules).encode())
 
     def _end(self) -> None:
         # Nobody needs it any more, and it may be in the middle of its imports. Its forks end with it.
         if os.getpid() == self._driver:
             self.process.kill()
             self.process.wait()
-            self._control.close()
+            self.control.close()
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def _leave() -> None:
+    """In a fork of this process, by whomever: have nothing of the nursery, which ends with its driver."""
+    global _started
+    if _started is not None:
+        _started.control.close()
+        _started = None
+
+
+os.register_at_fork(after_in_child=_leave)
 _started: _Started | None = None
 _wanted: list[str] = []
 """Modules that it was to import."""

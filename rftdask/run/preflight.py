@@ -34,7 +34,7 @@ from rftdask.errors import ConfigError, DataError, NotInstalledError, StorageErr
 from rftdask.models.hub import cached_folder, has_tokenizer, is_model_name, local_model, require_model
 from rftdask.models.model_shape import check_folder
 from rftdask.models.tinker_service import require_key
-from rftdask.processes.nursery import call
+from rftdask.processes.nursery import RANK, call
 from rftdask.rollouts.policy.remote import check_service
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.sandbox.bubblewrap import check_bubblewrap
@@ -122,7 +122,7 @@ def _check_inputs(
     _check_auxiliary(stages, problems)
     # Elsewhere, and meanwhile, since it takes torch, which nothing else needs in this process.
     with ThreadPoolExecutor(1, "algorithms") as thread:
-        algorithms = [] if tried else [thread.submit(call, _check_algorithm, stage, needs=()) for stage in stages]
+        algorithms = [] if tried else [thread.submit(call, _check_algorithm, stage, needs=[RANK]) for stage in stages]
         for stage in stages:
             with _noted(problems, unchecked):
                 _check_staleness(stage)

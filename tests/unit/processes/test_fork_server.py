@@ -1,0 +1,108 @@
+"""Promises of the fork server of a command that has just begun: what its forks have, and that it outlives nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import rftdask
+from tests.living import wait_until_gone
+
+LONG_S = 60.0
+RUNS = """
+import json, multiprocessing, os, sys, threading
+from rftdask.processes.fork_server import WITHOUT_MAIN, begin_fork_server, start_fork_server
+print(json.dumps("imported"), flush=True)
+WITHOUT_MAIN.update(["ours"])
+HAS_THREAD and threading.Thread(target=threading.Event().wait, daemon=True).start()
+begin_fork_server(["json.tool"])
+start_fork_server(["wave"])
+context = multiprocessing.get_context("forkserver")
+for function in ("looking.look", "looking.look_below"):
+    module, _, name = function.partition(".")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=getattr(__import__(module), name), args=(theirs,), name="ours")
+    process.start()
+    if ours.poll(60):
+        print(json.dumps(ours.recv()), flush=True)
+    process.join(60)
+"""
+LOOKING = """
+import multiprocessing, os, signal, sys
+
+def look(end):
+    names = ("json.tool", "wave", "rftdask.processes.forked_imports")
+    blocked = len(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    end.send([*(name in sys.modules for name in names), blocked, os.environ.get("OPENBLAS_NUM_THREADS"), os.getppid()])
+
+def look_below(end):
+    process = multiprocessing.get_context("forkserver").Process(target=look, args=(end,), name="ours")
+    process.start()
+    process.join(30)
+"""
+
+
+def drive(tmp_path: Path, script: str, **options: Any) -> subprocess.Popen[str]:
+    """A driver of its own, as a plain script in a folder."""
+    (tmp_path / "looking.py").write_text(LOOKING)
+    (tmp_path / "driver.py").write_text(script)
+    path = os.pathsep.join([str(tmp_path), str(Path(rftdask.__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    environment.pop("OPENBLAS_NUM_THREADS", None)
+    command = [sys.executable, str(tmp_path / "driver.py")]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_forks_have_what_the_command_and_the_server_import_and_nothing_of_the_script(
+    tmp_path: Path, has_thread: bool
+) -> None:
+    with drive(tmp_path, RUNS.replace("HAS_THREAD", str(has_thread))) as driver:
+        told, _ = driver.communicate(timeout=LONG_S)
+    assert driver.returncode == 0
+    # Once: the script that starts a process is not run in it.
+    imported, answer, below = map(json.loads, told.splitlines())
+    # A process that has a thread is not forked, so its server is an interpreter, which has not what it has.
+    assert [imported, answer[:-1]] == ["imported", [not has_thread, True, True, 3, "1"]]
+    assert answer[-1] != driver.pid
+    assert below[-1] != answer[-1], "a fork that has forks itself has a server of its own"
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_server_ends_with_its_command_whether_or_not_it_was_told_what_to_import(
+    tmp_path: Path, is_told: bool, is_killed: bool
+) -> None:
+    script = "import os, psutil, signal\n"
+    script += "from rftdask.processes.fork_server import begin_fork_server, start_fork_server\n"
+    script += "begin_fork_server(['json.tool'])\n"
+    script += "start_fork_server(['wave'])\n" * is_told
+    script += "print(*[child.pid for child in psutil.Process().children()], flush=True)\n"
+    script += "os.kill(os.getpid(), signal.SIGKILL)\n" * is_killed
+    with drive(tmp_path, script) as driver:
+        assert driver.stdout is not None
+        pids = [*map(int, driver.stdout.readline().split())]
+    assert len(pids) == 2  # the server, and Python's resource tracker
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+def test_a_fork_of_the_driver_does_not_keep_its_nursery(tmp_path: Path) -> None:
+    script = "import os, time\nfrom rftdask.processes.nursery import start_nursery\n"
+    script += "import rftdask.processes.nursery as module\nstart_nursery()\n"
+    script += "pid = os.fork() or time.sleep(600)\nprint(pid, module._started.process.pid, flush=True)\n"
+    script += "time.sleep(600)\n"
+    with drive(tmp_path, script) as driver:
+        assert driver.stdout is not None
+        fork, nursery = map(int, driver.stdout.readline().split())
+        driver.kill()
+        wait_until_gone(nursery)
+        assert psutil.pid_exists(fork), "as any process of the user's, which ends when he ends it"
+        os.kill(fork, 9)
