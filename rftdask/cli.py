@@ -1128,6 +1128,8 @@ def main() -> None:
     """Entry point of the command `rftdask`."""
     try:
         sys.exit(app(standalone_mode=False))
+    except KeyboardInterrupt:  # while typer makes the commands; from then on it takes it itself
+        sys.exit(EXIT_STOPPED)
     except (UserError, FencedError) as error:
         _say(f"error: {error}", err=True)
         sys.exit(EXIT_USER)

@@ -180,10 +180,26 @@ __main__.main()
 """
 
 
-def test_ctrl_c_while_the_command_is_imported_is_no_traceback() -> None:
-    with RunProcess(program=("-c", SLOW_IMPORT)) as command:
+SLOW_COMMANDS = """
+import time
+import typer.main
+from rftdask import __main__
+
+def slow(*_):
+    print("making", flush=True)
+    time.sleep(600)
+
+typer.main.get_group = slow
+__main__.main()
+"""
+
+
+# Of the first, shells say 130, too.
+@pytest.mark.parametrize(("program", "code"), [(SLOW_IMPORT, -signal.SIGINT), (SLOW_COMMANDS, 130)])
+def test_ctrl_c_while_the_command_is_imported_or_made_is_no_traceback(program: str, code: int) -> None:
+    with RunProcess(program=("-c", program)) as command:
         assert command.process.stdout is not None
         command.process.stdout.readline()
         command.interrupt()
         ended = command.end()
-    assert (ended.code, ended.err) == (-signal.SIGINT, ""), ended  # shells say 130
+    assert (ended.code, ended.err) == (code, ""), ended
