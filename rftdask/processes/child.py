@@ -43,7 +43,7 @@ from rftdask.errors import (
     WaitTimeout,
     lacks_training,
 )
-from rftdask.processes.nursery import ADDRESS, Forked
+from rftdask.processes.nursery import ADDRESS, Forked, with_wait_policy
 from rftdask.text.terminal import SafeFormatter, safe
 
 _MODULE = "rftdask.processes.child"  # also where this is __main__
@@ -78,10 +78,7 @@ def _start_process(
 ) -> subprocess.Popen[bytes] | Forked:
     variables = dict.fromkeys(_THREAD_VARIABLES, str(threads))
     # Dask's nanny sets the math libraries to one thread; the child owns its cores and says so itself.
-    environment = {**os.environ, **variables, "TOKENIZERS_PARALLELISM": "false", **env}
-    # Threads that wait for each other spin by default: where others need the cores, that takes the cores from the very
-    # threads that are waited for (docs/performance.md).
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    environment = with_wait_policy({**os.environ, **variables, "TOKENIZERS_PARALLELISM": "false", **env})
     # Dask makes the allocator of its workers give memory back at once; in training that is a page fault for every
     # activation, and a third of the time.
     environment.pop("MALLOC_TRIM_THRESHOLD_", None)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rftdask.processes import nursery
-from rftdask.processes.nursery import ENVIRONMENT, SIGNALS, signals_blocked, socket_folder
+from rftdask.processes.nursery import SIGNALS, import_environment, signals_blocked, socket_folder
 
 IMPORTS = "RFTDASK_IMPORTS"
 """Environment of a fork server that begins: the modules that forked_imports.py imports, with commas between them."""
@@ -55,7 +55,7 @@ def begin_fork_server(modules: Sequence[str]) -> None:
     it is to import. For a process that has only just begun: one that has threads is not forked.
     """
     global _waiting
-    with _variables(ENVIRONMENT):
+    with _variables(import_environment()):
         for name in modules:
             importlib.import_module(name)
     if len([*Path("/proc/self/task").iterdir()]) > 1:
@@ -86,7 +86,7 @@ class _Forked(BaseException):
                 os.close(kept)
             with open(waiting) as told:
                 imports = told.read()  # nothing: its driver has ended, and so will this
-            os.environ.update({**ENVIRONMENT, **os.environ, IMPORTS: imports})
+            os.environ.update({**import_environment(), IMPORTS: imports})
             exec(self._code, {})
         finally:
             os._exit(0)
@@ -112,7 +112,7 @@ def start_fork_server(modules: Sequence[str]) -> None:
         with contextlib.suppress(BrokenPipeError), open(_waiting, "w") as waiting:
             waiting.write(told)
         _waiting = None
-    with _variables({**ENVIRONMENT, IMPORTS: told}):
+    with _variables({**import_environment(), IMPORTS: told}):
         _ensure_running(imports)
 
 

@@ -49,13 +49,12 @@ ADDRESS = "RFTDASK_NURSERY"
 """Environment of a worker: the socket of the nursery that forks for it."""
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 """What a terminal or a batch system sends to all processes of a run, of which only the driver acts on it."""
-ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "PASSIVE",
-    # It would start threads, which a fork would not have.
-    "OPENBLAS_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""What libraries read once, as they are imported where others are forked."""
+_WAIT_POLICY = "OMP_WAIT_POLICY"
+_WAITING = {_WAIT_POLICY: "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+"""Threads that wait for each other spin for the microseconds from one small operation to the next, and then sleep. By
+themselves they spin on, which takes the cores from those that are waited for where others need them, too."""
+# Threads are what a fork would not have.
+_NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 """Where glibc's own thresholds end up once large tensors were freed. Below them each step would give back, and fault in
 again, what it computes with; Dask has even less in the environment of what starts after its workers."""
@@ -84,6 +83,16 @@ def socket_folder() -> str:
     """Where sockets can be: TMPDIR, or /tmp where that is too long for their addresses."""
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) + _SOCKET_NAME_BYTES <= _ADDRESS_BYTES else "/tmp"
+
+
+def with_wait_policy(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment that says how threads wait for each other: as it says itself, else as `_WAITING`."""
+    return {**({} if _WAIT_POLICY in environment else _WAITING), **environment}
+
+
+def import_environment() -> dict[str, str]:
+    """That of this process, with what libraries read once, as they are imported where others are forked."""
+    return {**_NO_THREADS, **with_wait_policy(os.environ)}
 
 
 def can_fork(has_gpus: bool) -> bool:
@@ -204,7 +213,7 @@ class _Started:
                 [sys.executable, "-P", "-c", code],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
-                env={**ENVIRONMENT, **os.environ, **_ALLOCATOR},
+                env={**import_environment(), **_ALLOCATOR},
             )
         atexit.register(self._end)
 

@@ -21,7 +21,7 @@ def echo(spec: Mapping[str, Any], channel: Channel) -> None:
 
 
 def wait_policy(spec: Mapping[str, Any], channel: Channel) -> None:
-    channel.send(os.environ["OMP_WAIT_POLICY"])
+    channel.send([os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")])
 
 
 def noisy(spec: Mapping[str, Any], channel: Channel) -> None:

@@ -140,8 +140,12 @@ def test_what_a_child_said_before_its_end_is_still_heard(start: Nursery) -> None
         child.receive(LONG_S)
 
 
-def test_threads_of_a_child_do_not_spin_while_they_wait(start: Nursery) -> None:
-    assert start("wait_policy").receive(LONG_S) == "PASSIVE"
+def test_threads_of_a_child_spin_for_microseconds_unless_the_user_says(
+    start: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert start("wait_policy").receive(LONG_S) == ["PASSIVE", "1000"]
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert start("wait_policy").receive(LONG_S) == ["ACTIVE", None]
 
 
 def test_waiting_for_a_silent_child_has_a_deadline(start: Nursery) -> None:

@@ -119,7 +119,7 @@ def test_narrow_weights_want_an_optimizer_that_rounds_at_random() -> None:
 
 
 OWN = f"{__name__}.Counts"
-ARGUMENTS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9}, OWN: {"scale": 0.5}}
+ARGUMENTS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9}, OWN: {"scale": 0.5}, "AdamW": {"fused": True}}
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, OWN, "torch.optim.Adam"])
