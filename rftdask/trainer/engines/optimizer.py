@@ -319,15 +319,15 @@ def _optimizer(
     kind = find_part("optimizer", name, OPTIMIZERS, plugin_dirs)
     takes = inspect.signature(kind).parameters
     usual = {"betas": section.betas, "weight_decay": section.weight_decay}
-    given = section.optimizer_args or {}
-    if name.lower() in ("adam", "adamw") and not given.get("fused"):
+    own = section.optimizer_args or {}
+    if name.lower() in ("adam", "adamw") and not own.get("fused"):
         usual["foreach"] = True  # one call for all tensors, also on a CPU
     elif name == "muon":
         # Its steps are then as large as those of AdamW, so that one rate is good for both (arXiv:2502.16982).
         usual["adjust_lr_fn"] = "match_rms_adamw"
     if "block_size" in takes and any(stepped[key] is not parameter for key, parameter in parameters.items()):
         usual["block_size"] = 128  # which divides the rows of more models than 256 does
-    arguments = {**{key: value for key, value in usual.items() if key in takes}, **given}
+    arguments = {**{key: value for key, value in usual.items() if key in takes}, **own}
     if any(parameter.dtype == torch.bfloat16 for parameter in parameters.values()):
         if "bf16_stochastic_round" not in takes:
             raise UserError(

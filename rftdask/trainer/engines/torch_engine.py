@@ -286,7 +286,9 @@ class TorchEngine(TrainEngine):
         rows = self._rows_of(batch)
         whole = self._plan(batch, np.arange(len(batch)))
         # What is drawn at a step depends on the seed and the step alone, so there is no random state to keep.
-        torch.manual_seed(self._config.seed * 2**32 + step)
+        # Without a GPU torch.manual_seed keeps what it would tell one, with a stack trace, which takes 0.7 ms.
+        set_seed = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
+        set_seed(self._config.seed * 2**32 + step)
         for number, kl in enumerate((algorithm.kl_loss_fn, algorithm.kl_penalty_fn)):
             self._kl_coefs[number] = kl.coef_at(step, float(self._kl_coefs[number]))
         updates: list[dict[str, float]] = []
