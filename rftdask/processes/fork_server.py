@@ -21,6 +21,8 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
+import setproctitle
+
 from rftdask.processes import nursery
 from rftdask.processes.nursery import SIGNALS, import_environment, signals_blocked, socket_folder
 
@@ -81,6 +83,8 @@ class _Forked(BaseException):
         """Be the server. waiting: where it is told what to import."""
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            # Else ps shows the command twice, and who sends a signal to it by its name hits this.
+            setproctitle.setproctitle(f"rftdask fork server of {os.getppid()}")
             for number, kept in self._kept.items():
                 os.dup2(kept, number, inheritable=False)
                 os.close(kept)

@@ -40,7 +40,8 @@ import multiprocessing, os, signal, sys
 def look(end):
     names = ("json.tool", "wave", "rftdask.processes.forked_imports")
     blocked = len(signal.pthread_sigmask(signal.SIG_BLOCK, []))
-    end.send([*(name in sys.modules for name in names), blocked, os.environ.get("OPENBLAS_NUM_THREADS"), os.getppid()])
+    title = open(f"/proc/{os.getppid()}/cmdline").read()
+    end.send([*(name in sys.modules for name in names), "rftdask fork server of" in title, blocked, os.environ.get("OPENBLAS_NUM_THREADS"), os.getppid()])
 
 def look_below(end):
     process = multiprocessing.get_context("forkserver").Process(target=look, args=(end,), name="ours")
@@ -70,7 +71,7 @@ def test_forks_have_what_the_command_and_the_server_import_and_nothing_of_the_sc
     # Once: the script that starts a process is not run in it.
     imported, answer, below = map(json.loads, told.splitlines())
     # A process that has a thread is not forked, so its server is an interpreter, which has not what it has.
-    assert [imported, answer[:-1]] == ["imported", [not has_thread, True, True, 3, "1"]]
+    assert [imported, answer[:-1]] == ["imported", [not has_thread, True, True, not has_thread, 3, "1"]]
     assert answer[-1] != driver.pid
     assert below[-1] != answer[-1], "a fork that has forks itself has a server of its own"
 
