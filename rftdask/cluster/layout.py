@@ -27,12 +27,7 @@ AUXILIARY_RESOURCE = "auxiliary"
 """Of workers of auxiliary models; how much of it one has is the number of GPUs that its model may work on."""
 ROLES = (TRAINER_RESOURCE, EXPLORER_RESOURCE, AUXILIARY_RESOURCE)
 """Roles that have workers of their own."""
-WORKER_IMPORTS = (
-    "distributed",
-    "rftdask.cluster.preloads",
-    "rftdask.explorer.worker_task",
-    REGISTERED,
-)
+WORKER_IMPORTS = ("distributed", "rftdask.cluster.preloads", "rftdask.explorer.worker_task", REGISTERED)
 """What a worker imports, whatever its role."""
 TOKENIZER_IMPORTS = ("transformers.models", "transformers.tokenization_utils_tokenizers")
 """What a worker imports to have a tokenizer; none of it loads torch."""
@@ -488,6 +483,6 @@ def imports_ahead(stages: Sequence[Config], roles: Collection[str]) -> list[str]
         models = (stage.explorer.rollout_model, *stage.models_beside) if EXPLORER_RESOURCE in roles else ()
         models += stage.models_apart if AUXILIARY_RESOURCE in roles else ()
         modules += [module for engine in models for module in engine.traits.imports_ahead]
-        if stage in ranks and stage.trainer.has_model:
-            modules.append(MODELS)
+    if any(stage.trainer.has_model for stage in ranks):
+        modules.append(MODELS)
     return list(dict.fromkeys(modules))

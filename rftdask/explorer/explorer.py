@@ -285,8 +285,8 @@ class Explorer:
                 ended.clear()
                 self._ask_for_workers(sum(workers.values()))
 
-                # Meanwhile the workers roll out and commit. Record what has ended; what was lost runs again, and tells
-                # whether a task of it is to blame.
+                # Meanwhile the workers roll out and commit. What was lost runs again, and tells whether a task of it is
+                # to blame.
                 ended += self._take_ended()
                 if time.monotonic() - self._audited_s > _AUDIT_EVERY_S:
                     self._audit()
@@ -539,6 +539,7 @@ class Explorer:
         return sum(unit.is_eval == is_eval and key not in self._admitted for key, (unit, _) in self._under_way.items())
 
     def _take_ended(self) -> list[UnitFuture]:
+        """Record what has ended; the futures, which nothing else holds then."""
         futures = []
         for unit, future, result, error in self._wait_for_ended():
             futures.append(future)

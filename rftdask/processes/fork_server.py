@@ -89,7 +89,9 @@ class _Forked(BaseException):
                 os.dup2(kept, number, inheritable=False)
                 os.close(kept)
             with open(waiting) as told:
-                imports = told.read()  # nothing: its driver has ended, and so will this
+                # A line, and not to the end: a fork of the driver, by whomever, has the other end, too. Nothing: the
+                # driver has ended, and so will this.
+                imports = told.readline().strip()
             os.environ.update({**import_environment(), IMPORTS: imports})
             exec(self._code, {})
         finally:
@@ -114,7 +116,7 @@ def start_fork_server(modules: Sequence[str]) -> None:
     told = ",".join(imports)
     if _waiting is not None:
         with contextlib.suppress(BrokenPipeError), open(_waiting, "w") as waiting:
-            waiting.write(told)
+            waiting.write(f"{told}\n")
         _waiting = None
     with _variables({**import_environment(), IMPORTS: told}):
         _ensure_running(imports)

@@ -41,7 +41,8 @@ def look(end):
     names = ("json.tool", "wave", "rftdask.processes.forked_imports")
     blocked = len(signal.pthread_sigmask(signal.SIG_BLOCK, []))
     title = open(f"/proc/{os.getppid()}/cmdline").read()
-    end.send([*(name in sys.modules for name in names), "rftdask fork server of" in title, blocked, os.environ.get("OPENBLAS_NUM_THREADS"), os.getppid()])
+    has = [*(name in sys.modules for name in names), "rftdask fork server of" in title]
+    end.send([*has, blocked, os.environ.get("OPENBLAS_NUM_THREADS"), os.getppid()])
 
 def look_below(end):
     process = multiprocessing.get_context("forkserver").Process(target=look, args=(end,), name="ours")
@@ -74,6 +75,34 @@ def test_forks_have_what_the_command_and_the_server_import_and_nothing_of_the_sc
     assert [imported, answer[:-1]] == ["imported", [not has_thread, True, True, not has_thread, 3, "1"]]
     assert answer[-1] != driver.pid
     assert below[-1] != answer[-1], "a fork that has forks itself has a server of its own"
+
+
+FORKS = """
+import os, time
+pid = os.fork()
+if not pid:
+    time.sleep(600)
+"""
+KILLS = """
+import os, signal
+from multiprocessing.forkserver import _forkserver
+os.kill(_forkserver._forkserver_pid, signal.SIGKILL)
+os.waitid(os.P_PID, _forkserver._forkserver_pid, os.WEXITED | os.WNOWAIT)
+"""
+
+
+@pytest.mark.parametrize(("between", "has_it"), [(FORKS, True), (KILLS, False)])
+def test_a_server_that_waits_is_told_beside_forks_of_its_command_or_there_is_another(
+    tmp_path: Path, between: str, has_it: bool
+) -> None:
+    """Code of the user's that forks while the configuration is read, and somebody who kills the server then."""
+    script = RUNS.replace("HAS_THREAD", "False").replace("start_fork_server([", between + "start_fork_server([")
+    script += "if 'pid' in globals(): os.kill(pid, 9)\n"
+    with drive(tmp_path, script) as driver:
+        told, _ = driver.communicate(timeout=LONG_S)
+    assert driver.returncode == 0
+    _, answer, _ = map(json.loads, told.splitlines())
+    assert answer[:2] == [has_it, True]
 
 
 @pytest.mark.parametrize("is_told", [False, True])
