@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
@@ -300,6 +301,26 @@ def test_a_unit_whose_workers_are_gone_is_sent_to_others(monkeypatch: pytest.Mon
     run_stage(client, stage("vanished"), cancelled)
     assert client.allowed == [("tcp://10.0.0.1:1",), ("tcp://10.0.0.3:1",)]
     assert [unit.key for unit in client.submitted] == [("experiences", 1, 0)] * 2
+
+
+def test_what_has_ended_is_let_go_after_the_next_is_sent() -> None:
+    """A word of what is not wanted any more would hold up for 10 ms what is sent after it."""
+    story: list[tuple[str, int]] = []
+
+    class Telling(FakeClient):
+        def submit(self, func: Any, unit: Any, /, *, key: str, **options: Any) -> Any:
+            future = super().submit(func, unit, key=key, **options)
+            if isinstance(unit, RolloutTask):
+                story.append(("sent", unit.explore_step))
+                weakref.finalize(future, story.append, ("let go", unit.explore_step))
+            return future
+
+    client = Telling(then=under_way)
+    config = stage("let-go", "mode=both", "buffer.total_steps=4", "synchronizer.sync_style=fixed")
+    end_one = end_one_each_pass(client, lambda units: None)
+    run_stage(client, config, lambda: end_one() or (len(client.submitted) == 4 and not client.pending))
+    sent = [("sent", 1)]
+    assert story[:7] == sent + [each for step in (2, 3, 4) for each in (("sent", step), ("let go", step - 1))]
 
 
 def test_evaluations_take_half_of_the_engines_while_there_is_training() -> None:
