@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _FILE = "collectives-rank-"
-_OURS = "/rftdask/"
+_PACKAGE = Path(__file__).parents[1]
 
 
 def recording(folder: str | None) -> dict[str, str]:
@@ -74,9 +74,10 @@ def _told(group: str, entry: dict[str, Any]) -> str:
     # gloo says of every call that it was scheduled, whatever became of it.
     known = entry["profiling_name"].startswith("nccl")
     state = "" if not known else f", {entry['state']}" + (" and not completed" * (entry["state"] != "completed"))
-    frames = [f"{frame['filename']}:{frame['line']}" for frame in entry.get("frames", ())]
-    ours = next((frame for frame in frames if _OURS in frame), "")
-    at = f", at rftdask/{ours.rpartition(_OURS)[2]}" if ours else ""
+    # Wherever the package is on that machine; torch itself may be below a folder of its name, too.
+    places = [(*frame["filename"].rpartition("/rftdask/")[1:], frame["line"]) for frame in entry.get("frames", ())]
+    ours = (f", at rftdask/{file}:{line}" for folder, file, line in places if folder and (_PACKAGE / file).is_file())
+    at = next(ours, "")
     return (
         f"its last call in {group} was number {number}, {entry['profiling_name']} of {entry['input_sizes']} "
         f"{' '.join(dict.fromkeys(entry['input_dtypes']))}{state}{at}"

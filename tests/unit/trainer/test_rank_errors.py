@@ -31,8 +31,9 @@ NET/IB: Got completion from peer 10.0.0.2 with status=12"""
 # As torch 2.13 wrote it for two ranks on gloo, of which one slept.
 ENTRY = {
     "frames": [
-        {"name": "broadcast", "filename": "/site-packages/torch/distributed/distributed_c10d.py", "line": 3145},
-        {"name": "broadcast", "filename": "/home/me/rftdask/trainer/process_ranks.py", "line": 36},
+        # In an environment below a clone of this name.
+        {"name": "broadcast", "filename": "/home/me/rftdask/.venv/lib/torch/distributed_c10d.py", "line": 3145},
+        {"name": "broadcast", "filename": "/home/me/rftdask/rftdask/trainer/process_ranks.py", "line": 36},
     ],
     "process_group": ("0", "default_pg"),
     "collective_seq_id": 7,
