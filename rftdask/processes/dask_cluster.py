@@ -36,6 +36,9 @@ DASK_CONFIG: dict[str, Any] = {
     # them again without a word (explorer/poison.py tells preemption from poison).
     "distributed.scheduler.allowed-failures": 0,
     "distributed.scheduler.worker-ttl": "120s",
+    # A nanny starts its worker again, however long that takes. Dask would close it for good, if 15 s after a loss there
+    # is none of its name: also where that one has come back meanwhile, and is lost once more.
+    "distributed.deploy.lost-worker-timeout": "365 days",
     # Idle workers must not take the cores from those who compute.
     "distributed.worker.profile.enabled": False,
     "distributed.admin.system-monitor.gil.enabled": False,

@@ -1,15 +1,21 @@
 """Promises of what is known of workers: all of them, whatever else the client asks meanwhile; and of the client: where
-its start is cancelled there is another one, and a reason where there is none.
+its start is cancelled there is another one, and a reason where there is none. A worker that is lost comes back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
+import time
+from multiprocessing import forkserver
 
 import pytest
 from distributed import Client, LocalCluster
 
+from rftdask.cluster.layout import Layout, WorkerPlan
+from rftdask.cluster.local import LocalCluster as OurCluster
 from rftdask.errors import RoleError
 from rftdask.processes.dask_cluster import connect
 from rftdask.processes.dask_task import workers_of
@@ -34,6 +40,21 @@ def test_workers_are_told_while_the_client_asks_for_none_of_them() -> None:
         finally:
             ended.set()
             asking.join()
+
+
+@pytest.mark.slow
+def test_a_worker_that_comes_back_late_is_not_given_up() -> None:
+    """15 s after a loss Dask gives up a worker that is not there, whether it starts slowly or was lost once more."""
+    with OurCluster(Layout((WorkerPlan("explorer-0", ("explorer",), 1),))) as cluster:
+        (address,) = workers_of(cluster.client)
+        pid, forks = cluster.client.run(os.getpid)[address], forkserver._forkserver._forkserver_pid
+        os.kill(forks, signal.SIGSTOP)
+        try:
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(17)
+        finally:
+            os.kill(forks, signal.SIGCONT)
+        assert cluster.client.submit(int, "7", workers=["explorer-0"]).result(timeout=60) == 7
 
 
 def test_a_client_whose_start_is_cancelled_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
