@@ -9,12 +9,14 @@ import asyncio
 import itertools
 import time
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rftdask.errors import WaitTimeout
 from rftdask.storage import Storage, open_storage
+from rftdask.synchronizer import actor as actor_module
 from rftdask.synchronizer.actor import SyncHandle, Synchronizer
 from rftdask.weights.published import WEIGHTS_POINTER, publish_weights
 
@@ -161,3 +163,26 @@ def test_a_handle_does_not_look_again_sooner_than_its_interval(storage: Storage)
     with pytest.raises(WaitTimeout):
         SyncHandle(storage, client, poll_interval_s=0.01).wait_for_version(1, deadline_s=0.05)
     assert client.num_calls <= (time.monotonic() - began) / 0.01 + 1
+
+
+def test_a_pointer_that_is_near_is_looked_at_first_and_ever_less_often(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, now, looks = BrokenClient(), [0.0], [0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    def latest(self: SyncHandle) -> Any:
+        looks[0] += 1
+        return actor_module.latest_published(storage)
+
+    monkeypatch.setattr(actor_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(SyncHandle, "latest", latest)
+    handle = SyncHandle(storage, client, poll_interval_s=0.05, is_near=True)
+    with pytest.raises(WaitTimeout):
+        handle.wait_for_version(1, deadline_s=0.9)
+    assert (client.num_calls, looks[0] <= 100) == (0, True)
+    with pytest.raises(WaitTimeout):
+        handle.wait_for_version(1, deadline_s=1.5)
+    assert client.num_calls > 0, "what takes longer is the actor's"
