@@ -50,7 +50,13 @@ from rftdask.synchronizer.actor import SyncHandle
 from rftdask.synchronizer.styles import WeightRequirement
 from rftdask.weights.dask_tree import over_dask, serve_blocks
 from rftdask.weights.node_copy import Transport
-from rftdask.weights.published import Published, latest_published, read_checkpoint_weights, read_published
+from rftdask.weights.published import (
+    WEIGHTS_POINTER,
+    Published,
+    latest_published,
+    read_checkpoint_weights,
+    read_published,
+)
 
 EXPLORER_RESOURCE = "explorer"
 BEGAN_TOPIC = "rftdask-began"
@@ -458,7 +464,7 @@ def _wait_for_weights(storage: Storage, unit: RolloutTask, config: Config) -> Pu
             raise StorageError(f"checkpoint global_step_{version} is not complete")
         return published
     # Through the actor while it lives, else by looking at the pointer.
-    is_near = config.cluster.is_one_machine and storage.local_file("") is not None
+    is_near = config.cluster.is_one_machine and storage.local_file(WEIGHTS_POINTER) is not None
     handle = SyncHandle(storage, get_client(), config.synchronizer.poll_interval_s, is_near=is_near)
     timeout_s = config.synchronizer.sync_timeout
     if not unit.weights.exact:

@@ -16,7 +16,7 @@ import torch
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.drops import DropReason
 from rftdask.algorithm.operators import MaskResponseTruncated, Operator, RewardShapingMapper
-from rftdask.buffer.batches.batch import batch_from_table
+from rftdask.buffer.batches.batch import batch_from_table, column_of, numbers_of
 from rftdask.buffer.batches.operator_pipeline import run_pipeline
 from rftdask.buffer.batches.source import BASELINE, BatchFilter, with_rewards
 from rftdask.trainer.engines.micro_batches import BatchRows
@@ -43,7 +43,7 @@ class AlgorithmFilter(BatchFilter):
         reasons = [""] * len(table)
         if self._baseline_rollout is not None:
             # The rollout numbered `repeat_times` was sampled at temperature 0: a baseline and no sample.
-            greedy = table.column("rollout").to_numpy() == self._baseline_rollout
+            greedy = numbers_of(table.column("rollout")) == self._baseline_rollout
             groups = batch_from_table(table).groups
             there = np.isin(groups, groups[greedy])
             both = zip(greedy, there, strict=True)
@@ -51,7 +51,7 @@ class AlgorithmFilter(BatchFilter):
         # Each stage sees what the one before has left: a dropped rollout is in nobody's baseline.
         for stage in (self._operator_drops, self._advantage_drops):
             kept = np.array([i for i, reason in enumerate(reasons) if not reason], dtype=np.int64)
-            codes = stage(table.take(pa.array(kept)), step) if len(kept) else []
+            codes = stage(table.take(column_of(kept)), step) if len(kept) else []
             for row, code in zip(kept, codes, strict=True):
                 reasons[row] = "" if code == DropReason.KEPT else DropReason(code).name.lower()
         return reasons

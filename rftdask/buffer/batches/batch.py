@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 
 @dataclass(frozen=True)
@@ -218,8 +219,8 @@ def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Trai
     """
     # Lists as Arrow has them: flat values and lengths, which is the form of the batch, too.
     tokens = _array(table.column("tokens"))
-    lengths = np.asarray(tokens.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
-    prompt_lengths = table.column("prompt_length").to_numpy().astype(np.int64)
+    lengths = numbers_of(tokens.value_lengths()).astype(np.int64)
+    prompt_lengths = numbers_of(table.column("prompt_length")).astype(np.int64)
     # Rows of the same taskset, epoch and task are siblings, wherever they stand.
     groups = _numbers(table, GROUP_KEY, np.zeros(len(table), np.int64))
 
@@ -236,9 +237,9 @@ def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Trai
     state_numbers = rewards_of_turns = None
     if states.null_count < len(states):
         # Codes and not texts: which states are equal is all that is asked of them.
-        state_numbers = states.dictionary_encode().indices.fill_null(-1).to_numpy().astype(np.int64)
+        state_numbers = numbers_of(states.dictionary_encode().indices.fill_null(-1)).astype(np.int64)
     if turn_rewards.null_count < len(turn_rewards):
-        rewards_of_turns = turn_rewards.fill_null(0.0).to_numpy().astype(np.float32)
+        rewards_of_turns = numbers_of(turn_rewards.fill_null(0.0)).astype(np.float32)
 
     return TrainingBatch(
         tokens=_flat(tokens, np.int32),
@@ -246,12 +247,12 @@ def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> Trai
         prompt_lengths=prompt_lengths,
         rollout_logprobs=_flat(_array(table.column("rollout_logprobs")), np.float32),
         loss_mask=_expand_masks(_array(table.column("loss_mask_runs")), lengths - prompt_lengths),
-        rewards=table.column("reward").to_numpy(zero_copy_only=False).astype(np.float32),
+        rewards=numbers_of(table.column("reward")).astype(np.float32),
         groups=groups,
-        temperatures=table.column("temperature").to_numpy().astype(np.float32),
-        min_policy_versions=table.column("min_policy_version").to_numpy().astype(np.int64),
+        temperatures=numbers_of(table.column("temperature")).astype(np.float32),
+        min_policy_versions=numbers_of(table.column("min_policy_version")).astype(np.int64),
         rollouts=_numbers(table, ("rollout",), groups),
-        ordinals=table.column("turn").to_numpy().astype(np.int64),
+        ordinals=numbers_of(table.column("turn")).astype(np.int64),
         num_turns=num_turns,
         turns=turns,
         turn_lengths=turn_lengths,
@@ -273,7 +274,7 @@ def _images(column: pa.ListArray) -> tuple[tuple[str, ...], ...] | None:
 
 def _experts(column: pa.ListArray, lengths: np.ndarray) -> np.ndarray | None:
     """[S, X] of rows of `lengths` tokens, of which some tell the experts of all but their last token."""
-    told = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+    told = numbers_of(pc.indices_nonzero(column.is_valid())).astype(np.int64)
     values, num_tokens = _flat(column, np.int16), int((lengths[told] - 1).sum())
     if not len(values):
         return None
@@ -293,10 +294,10 @@ def _turns(
     """
     column = _array(table.column("turns"))
     states, rewards = _array(table.column("env_state")), _array(table.column("turn_reward"))
-    ordinals = table.column("turn").to_numpy().astype(np.int64)
-    counts = np.asarray(column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), np.int64)
-    if not counts.any():
+    ordinals = numbers_of(table.column("turn")).astype(np.int64)
+    if column.null_count == len(column):
         return np.ones(len(table), np.int64), ordinals, response_lengths, states, rewards
+    counts = numbers_of(column.value_lengths().fill_null(0)).astype(np.int64)
     told = column.flatten()
     num_turns = np.maximum(counts, 1)
     starts = np.cumsum(num_turns) - num_turns
@@ -320,13 +321,29 @@ def _turns(
     return num_turns, merged(ordinals, "number"), lengths, merged_states, merged_rewards
 
 
+def numbers_of(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """The values of a column of numbers, nan where they are null; not to be written to.
+
+    Not by Arrow's `to_numpy`, nor `column_of` by its `array`: at their first use these import pandas, for which a rank
+    has no other use before its first batch.
+    """
+    array = _array(column) if isinstance(column, pa.ChunkedArray) else column
+    return np.from_dlpack(array) if not array.null_count else array.to_numpy(zero_copy_only=False)
+
+
+def column_of(numbers: np.ndarray) -> pa.Array:
+    """The same numbers ([N], of any type but bool) for Arrow, without a copy where they lie one after another."""
+    values = pa.py_buffer(np.ascontiguousarray(numbers))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(numbers.dtype), len(numbers), [None, values])
+
+
 def _array(column: pa.ChunkedArray) -> pa.Array:
     """The column as one array: `combine_chunks` copies also what is one already."""
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def _flat(array: pa.ListArray, dtype: type) -> np.ndarray:
-    return np.asarray(array.flatten().to_numpy(zero_copy_only=False), dtype=dtype)
+    return numbers_of(array.flatten()).astype(dtype, copy=False)
 
 
 def _numbers(table: pa.Table, names: Sequence[str], numbers: np.ndarray) -> np.ndarray:
@@ -335,17 +352,17 @@ def _numbers(table: pa.Table, names: Sequence[str], numbers: np.ndarray) -> np.n
         codes = _array(table.column(name)).dictionary_encode()
         if len(codes.dictionary) > 1:  # else it tells no two rows apart
             # Two numbers as one: the value so far in the high part, this column's in the low.
-            pairs = numbers * len(codes.dictionary) + codes.indices.to_numpy()
-            numbers = pa.array(pairs).dictionary_encode().indices.to_numpy().astype(np.int64)  # dense again
+            pairs = numbers * len(codes.dictionary) + numbers_of(codes.indices)
+            numbers = numbers_of(column_of(pairs).dictionary_encode().indices).astype(np.int64)  # dense again
     return numbers
 
 
 def _expand_masks(runs: pa.ListArray, response_lengths: np.ndarray) -> np.ndarray:
     """Expand run lengths, of which the first of a row is trained, to [Q] bool; rows without runs are all True."""
-    counts = np.asarray(runs.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
+    counts = numbers_of(runs.value_lengths()).astype(np.int64)
     if not counts.any():
         return np.ones(int(response_lengths.sum()), dtype=bool)
-    lengths = np.asarray(runs.flatten().to_numpy(zero_copy_only=False), dtype=np.int64)
+    lengths = numbers_of(runs.flatten()).astype(np.int64)
     # A row without runs becomes one run of its whole length.
     # Rows without runs have no number in `lengths`; `where` is the place at which theirs is put in.
     where = np.repeat(np.cumsum(counts) - counts, counts == 0)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 import pyarrow as pa
 
-from rftdask.buffer.batches.batch import GROUP_KEY
+from rftdask.buffer.batches.batch import GROUP_KEY, numbers_of
 from rftdask.buffer.batches.selection import Group
 from rftdask.buffer.log.schema import Status
 from rftdask.buffer.log.shard import ShardName
@@ -26,9 +26,9 @@ def groups_of_shard(table: pa.Table, name: ShardName, tasks_per_unit: int) -> li
         return []
     # As codes of few names: comparing numbers of whole columns at once is what keeps Python out of the rows.
     statuses = table.column("status").combine_chunks().dictionary_encode()
-    names, codes = statuses.dictionary.to_pylist(), statuses.indices.to_numpy()
+    names, codes = statuses.dictionary.to_pylist(), numbers_of(statuses.indices)
     good = np.isin(codes, [code for code, status in enumerate(names) if status in _TRAINABLE])
-    versions = table.column("min_policy_version").to_numpy()
+    versions = numbers_of(table.column("min_policy_version"))
     # Per group, in one sweep of numpy: the oldest version of its good rows, and how many are good.
     oldest = np.minimum.reduceat(np.where(good, versions, np.iinfo(np.int64).max), starts)
     num_good = np.add.reduceat(good.astype(np.int64), starts)
@@ -57,7 +57,7 @@ def _group_starts(table: pa.Table) -> np.ndarray:
     # A slice, so that a table without rows is no special case.
     changes[:1] = True
     for name in GROUP_KEY:
-        codes = table.column(name).combine_chunks().dictionary_encode().indices.to_numpy()
+        codes = numbers_of(table.column(name).combine_chunks().dictionary_encode().indices)
         # A group ends where any of the columns changes from one row to the next.
         changes[1:] |= codes[1:] != codes[:-1]
     return np.flatnonzero(changes)

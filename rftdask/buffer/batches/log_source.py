@@ -23,7 +23,14 @@ import numpy as np
 import pyarrow as pa
 
 from rftdask.buffer.batches.backpressure import SETTLED_NOTE
-from rftdask.buffer.batches.batch import BATCH_COLUMNS, TrainingBatch, batch_from_table, join_batches
+from rftdask.buffer.batches.batch import (
+    BATCH_COLUMNS,
+    TrainingBatch,
+    batch_from_table,
+    column_of,
+    join_batches,
+    numbers_of,
+)
 from rftdask.buffer.batches.groups import groups_of_shard
 from rftdask.buffer.batches.ledger import Fence, Ledger, LedgerEntry, Rows
 from rftdask.buffer.batches.replay_priority import TIME_NOTE, Replay, UseCounts, select_with_reuse
@@ -369,12 +376,12 @@ class EntryReader:
             if len(numbers) and numbers[-1] - numbers[0] == len(numbers) - 1 and (np.diff(numbers) == 1).all():
                 tables.append(table.slice(numbers[0], len(numbers)))
             else:
-                tables.append(table.take(pa.array(numbers)))
+                tables.append(table.take(column_of(numbers)))
         return pa.concat_tables(tables, promote_options="default") if tables else SCHEMA.empty_table()
 
     def min_policy_version(self, rows: Rows) -> int:
         """The oldest weights that sampled a token of some rows of the log."""
-        versions = self.table(rows.source).column("min_policy_version").to_numpy()
+        versions = numbers_of(self.table(rows.source).column("min_policy_version"))
         return int(versions[list(rows.rows)].min())
 
     def table(self, source: str) -> pa.Table:

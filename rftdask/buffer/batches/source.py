@@ -20,7 +20,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rftdask.buffer.batches.batch import SupervisedRow, TrainingBatch, batch_from_table, supervised_batch
+from rftdask.buffer.batches.batch import (
+    SupervisedRow,
+    TrainingBatch,
+    batch_from_table,
+    column_of,
+    numbers_of,
+    supervised_batch,
+)
 from rftdask.buffer.batches.ledger import Fence, Ledger, LedgerEntry, Rows
 from rftdask.buffer.log.schema import SCHEMA
 from rftdask.errors import DataError, FencedError
@@ -93,7 +100,7 @@ class BatchFilter:
 
     def rewards(self, table: pa.Table) -> np.ndarray:
         """[N] float32 rewards to train with."""
-        return np.asarray(table.column("reward").to_numpy(zero_copy_only=False), dtype=np.float32)
+        return numbers_of(table.column("reward"))
 
     def masked(self, table: pa.Table) -> np.ndarray:
         """[N] bool: rows of which no token is trained, while their rewards count."""
@@ -120,7 +127,7 @@ def with_masks(table: pa.Table, masked: np.ndarray) -> pa.Table:
 def with_rewards(table: pa.Table, rewards: np.ndarray) -> pa.Table:
     """The rows with `rewards` ([N] float32) in place of the recorded ones."""
     column = table.schema.get_field_index("reward")
-    return table.set_column(column, table.schema.field(column), pa.array(rewards, pa.float32()))
+    return table.set_column(column, table.schema.field(column), column_of(rewards.astype(np.float32, copy=False)))
 
 
 class ReplayedSource(BatchSource):

@@ -4,7 +4,10 @@ the advantages of what is left are those that the whole group gives.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +20,12 @@ from hypothesis import strategies as st
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.compose import make_algorithm, make_part
 from rftdask.algorithm.drops import DropReason
+from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.errors import UserError
+from rftdask.storage import open_storage
 from rftdask.trainer.batch_filters import AlgorithmFilter
+from tests.unit.buffer.buffer_cases import experience
 
 make_operator = partial(make_part, "operator")
 
@@ -146,3 +152,22 @@ def test_what_is_left_keeps_its_advantages(name: str, parts: dict[str, Any], rew
     again = algorithm.without_drops().compute_advantages(rest)
     assert bool((again.drops_N == DropReason.KEPT).all())
     np.testing.assert_allclose(again.advantages_N, whole.advantages_N[kept], atol=1e-6)
+
+
+_BATCH = """
+import sys
+from rftdask.storage import open_storage
+from tests.unit.buffer.buffer_cases import batch_of, make_source
+from tests.unit.trainer.test_algorithm_filter import curation
+_, batch = batch_of(make_source(open_storage(sys.argv[1]), batch_filter=curation("dapo")), 1)
+print(batch.rewards.tolist(), "pandas" in sys.modules)
+"""
+
+
+def test_a_rank_imports_no_pandas_for_its_first_batch(tmp_path: Path) -> None:
+    rows = [experience(task, k, reward=float(task * k)) for task in range(2) for k in range(2)]
+    ParquetLog(open_storage(str(tmp_path))).commit(rows, explore_step=1, unit=0)
+    done = subprocess.run(
+        [sys.executable, "-c", _BATCH, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[0.0, 1.0] False", "of two groups one is flat, and dropped"

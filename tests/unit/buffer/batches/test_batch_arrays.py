@@ -5,10 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftdask.buffer.batches.batch import BATCH_COLUMNS, batch_from_table, join_batches, mismatched, supervised_batch
+from rftdask.buffer.batches.batch import (
+    BATCH_COLUMNS,
+    batch_from_table,
+    column_of,
+    join_batches,
+    mismatched,
+    numbers_of,
+    supervised_batch,
+)
 from rftdask.buffer.log.schema import Experience, experiences_to_table
 from tests.unit.buffer.buffer_cases import experience
 
@@ -142,3 +151,13 @@ def test_mismatched_gives_each_prompt_the_response_of_the_group_before() -> None
     assert [row.tolist() for row in other.row_masks()] == [[True], [True], [True]]
     pairs = supervised_batch([((p, 10 * p + side), 1, None) for p in (1, 2) for side in (0, 1)], list("abcd"), 2)
     assert [row.tolist() for row in mismatched(pairs, 9).row_tokens()] == [[1, 20], [1, 21], [2, 10], [2, 11]]
+
+
+def test_columns_are_arrays_and_arrays_columns() -> None:
+    column = pa.chunked_array([pa.array([1.0, None], pa.float32()), pa.array([3.0], pa.float32())])
+    np.testing.assert_array_equal(numbers_of(column), np.array([1.0, np.nan, 3.0], np.float32))
+    np.testing.assert_array_equal(numbers_of(pa.array(range(5)).slice(2, 2)), [2, 3])
+    assert len(numbers_of(pa.chunked_array([], pa.int32()))) == 0
+    every_second = np.arange(6, dtype=np.int32)[::2]
+    assert column_of(every_second).equals(pa.array([0, 2, 4], pa.int32()))
+    assert column_of(np.zeros(0)).equals(pa.array([], pa.float64()))
