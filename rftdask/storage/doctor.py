@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -52,6 +52,8 @@ class DoctorReport:
     url: str
     checks: tuple[Check, ...]
     costs: tuple[Cost, ...]
+    was_missing: bool = False
+    """The folder was not there before the check."""
 
     @property
     def is_safe(self) -> bool:
@@ -62,6 +64,7 @@ class DoctorReport:
         """The report for a terminal: the verdict, then a line for each check and each cost."""
         broken = ", ".join(check.name for check in self.checks if check.ok is False)
         lines = [f"storage {self.url}: {f'BROKEN: {broken}' if broken else 'nothing broken, seen from this machine'}"]
+        lines += ["  it was not there; is it the one you mean?"] * self.was_missing
         lines += [f"  {check.name:<18}{_WORDS[check.ok]:<13}{check.detail}" for check in self.checks]
         lines += [f"  {'cost (ms)':<18}{'p50':>9}{'p99':>9}{'calls':>8}"] * bool(self.costs)
         lines += [f"  {c.verb:<18}{c.p50_ms:>9.2f}{c.p99_ms:>9.2f}{c.num_calls:>8}" for c in self.costs]
@@ -76,6 +79,8 @@ def check_storage(url: str | Path) -> DoctorReport:
     home = open_storage(url)
     name = f"rftdask-doctor-{uuid.uuid4().hex[:8]}"
     store = open_storage(f"{home.url.rstrip('/')}/{name}")
+    probe = home.local_file(name)
+    missing = [] if probe is None else [folder for folder in probe.parents if not folder.exists()]
     alone = "memory lives in one process: for tests and notebooks only" * isinstance(store, MemoryStorage)
     costs: list[Cost] = []
     plan: list[tuple[str, str, Callable[[], Check]]] = [
@@ -94,10 +99,13 @@ def check_storage(url: str | Path) -> DoctorReport:
         def remove() -> Check:
             # Also after a failure: what was tried leaves nothing behind.
             home.remove(name)
+            for folder in missing:  # of a name that was mistyped nothing is left, either
+                with suppress(OSError):  # somebody uses it by now
+                    folder.rmdir()
             return Check("remove", f"{name}/" not in home.list(), f"the probe folder was {name}")
 
         checks.append(_run("remove", remove))
-    return DoctorReport(home.url, tuple(checks), tuple(costs))
+    return DoctorReport(home.url, tuple(checks), tuple(costs), was_missing=bool(missing))
 
 
 @contextmanager

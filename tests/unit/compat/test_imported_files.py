@@ -199,6 +199,7 @@ def test_a_value_that_is_refused_here_is_told_where_it_stands(tmp_path: Path) ->
         ("trl", "parser = HfArgumentParser(GRPOConfig)", "what a script reads from its command line is not in it"),
         ("trl", "def broken(:", "cannot be read as Python"),
         ("verl", "a: 1", "no configuration of verl"),
+        ("verl", "algorithm: {algorithm_type: grpo}", "no configuration of verl"),
         ("axolotl", "a: 1", "it is trl, verl or trinity"),
     ],
 )

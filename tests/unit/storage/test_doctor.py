@@ -32,6 +32,15 @@ def test_a_local_disk_keeps_every_promise_and_is_left_clean(tmp_path: Path) -> N
     assert all(cost.num_calls > 0 and 0 < cost.p50_ms <= cost.p99_ms for cost in report.costs)
 
 
+def test_a_folder_that_was_not_there_is_told_and_is_not_there_afterwards(tmp_path: Path) -> None:
+    report = check_storage(tmp_path / "a" / "mistyped")
+    assert report.is_safe and "is it the one you mean?" in report.render()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "there").mkdir()
+    assert "is it the one you mean?" not in check_storage(tmp_path / "there").render()
+    assert (tmp_path / "there").exists()
+
+
 def test_torn_reads_are_found(tmp_path: Path) -> None:
     storage = FsspecStorage(f"file://{tmp_path}")
     checks = (check_replace(storage) for _ in range(20))  # on a busy machine one may read only between the writes
