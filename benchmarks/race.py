@@ -1,6 +1,7 @@
 """From the command to the accuracy: ours, TRL's `GRPOTrainer`, and a bare PyTorch loop, on the same task.
 
     python benchmarks/race.py [--task sums digits letters] [--seeds 5] [--steps 24] [--quick] [--json FILE]
+        [--curves FILE.svg]
 
 A toy policy is warmed up once for each task and seed by SFT on a sloppy teacher's answers (not timed). Then each of the
 three is a command of its own that learns from rewards alone: the same weights, questions, reward (1 for the exact
@@ -14,7 +15,8 @@ AdamW of one learning rate, and two cores. They take turns, so that a change of 
 Wall time is from the command to the end of its process. Accuracy is measured afterwards, for all three by one function:
 greedy answers to held-out questions. The curves are mean rewards of a step's rollouts by seconds since the command;
 "to accuracy" is the first step whose reward, averaged with the two before it, reaches 0.9 of the least of the three
-best. Ratios are medians over seeds. TRL is in the extra `conformance`; without it its rows are left out, which is said.
+best. `--curves` draws them: each seed thin, and bold the mean reward of all at the median time of a step. Ratios are
+medians over seeds. TRL is in the extra `conformance`; without it its rows are left out, which is said.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import yaml
@@ -45,6 +47,8 @@ NUM_TASKS, GROUP_SIZE, MAX_TOKENS, NUM_EVAL = 64, 8, 4, 100
 FORMAT = {"prompt_type": "raw", "prompt_key": "question", "response_key": "answer"}
 Curve = list[tuple[float, float]]
 """Seconds since the command, mean reward of a step's rollouts."""
+NAMES = {"ours": ("rftdask", "#2a6fb0"), "trl": ("TRL", "#c4572e"), "bare": ("bare loop", "#7a7a7a")}
+"""Of the arms, with their colors."""
 
 
 def sums(rng: random.Random) -> tuple[str, str, str]:
@@ -270,17 +274,52 @@ def accuracy(folder: Path, model_path: Path) -> float:
     return sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows)
 
 
+def smooth(curve: Curve) -> Curve:
+    """The rewards as means with the two steps before."""
+    return [(curve[i][0], mean(r for _, r in curve[max(0, i - 2) : i + 1])) for i in range(len(curve))]
+
+
 def seconds_to(curve: Curve, reward: float) -> float:
     """When the mean of three steps first reaches it; its end where it never does."""
-    means = [(curve[i][0], sum(r for _, r in curve[max(0, i - 2) : i + 1]) / min(3, i + 1)) for i in range(len(curve))]
-    return next((at for at, mean in means if mean >= reward), curve[-1][0])
+    return next((at for at, reached in smooth(curve) if reached >= reward), curve[-1][0])
 
 
-def race(task: str, seeds: Sequence[int], steps: int, report: Report) -> None:
+def draw(curves: Mapping[str, Mapping[str, Sequence[Curve]]], path: Path) -> None:
+    """Draw the curves, by task and arm one of each seed, as SVG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(curves), 3.2), layout="constrained")
+    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    for axes, (task, of_arms) in zip(panels, curves.items(), strict=True):
+        for arm, of_seeds in of_arms.items():
+            name, color = NAMES[arm]
+            smoothed = [smooth(curve) for curve in of_seeds]
+            for curve in smoothed:
+                axes.plot(*zip(*curve, strict=True), color=color, linewidth=0.8, alpha=0.25)
+            of_steps = [tuple(zip(*points, strict=True)) for points in zip(*smoothed, strict=True)]
+            axes.plot(
+                [median(at) for at, _ in of_steps], [mean(reward) for _, reward in of_steps],
+                color=color, linewidth=2, label=name,
+            )  # fmt: skip
+        axes.set_title(task, loc="left", fontsize=10)
+        axes.set_xlabel("seconds since the command", fontsize=9)
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, 1)
+        axes.grid(axis="y", color="#dddddd", linewidth=0.7)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(labelsize=8, length=0)
+    panels[0].set_ylabel("mean reward of a step", fontsize=9)
+    panels[-1].legend(frameon=False, fontsize=9, loc="lower right")
+    figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def race(task: str, seeds: Sequence[int], steps: int, report: Report) -> dict[str, list[Curve]]:
+    """The curves of each arm, by seed."""
     arms = ["ours", *(["trl"] if find_spec("trl") else []), "bare"]
     walls: dict[str, list[float]] = {arm: [] for arm in arms}
     times: dict[str, list[float]] = {arm: [] for arm in arms}
     ends: dict[str, list[float]] = {arm: [] for arm in arms}
+    drawn: dict[str, list[Curve]] = {arm: [] for arm in arms}
     for number, seed in enumerate(seeds):
         with tempfile.TemporaryDirectory(prefix="race-") as name:
             folder = Path(name)
@@ -295,14 +334,15 @@ def race(task: str, seeds: Sequence[int], steps: int, report: Report) -> None:
             wanted = 0.9 * min(max(reward for _, reward in curve) for curve in curves.values())
             for arm in arms:
                 times[arm].append(seconds_to(curves[arm], wanted))
+                drawn[arm].append(curves[arm])
             told = ", ".join(
                 f"{arm} {walls[arm][-1]:.1f} s, to reward {wanted:.2f} {times[arm][-1]:.1f} s, {ends[arm][-1]:.2f}"
                 for arm in arms
             )
             print(f"{task}, seed {seed}: accuracy before {before:.2f}; {told}", flush=True)
-    names = {"trl": ("TRL", 1 / 0.8, 1 / 0.7), "bare": ("bare loop", 1 / 1.25, None)}
+    goals = {"trl": (1 / 0.8, 1 / 0.7), "bare": (1 / 1.25, None)}
     for arm in arms[1:]:
-        name, at_equal_rollouts, at_equal_accuracy = names[arm]
+        name, (at_equal_rollouts, at_equal_accuracy) = NAMES[arm][0], goals[arm]
         for work, values, goal in (
             (f"{task}: command to end, {steps} steps", walls, at_equal_rollouts),
             (f"{task}: command to accuracy", times, at_equal_accuracy),
@@ -313,19 +353,21 @@ def race(task: str, seeds: Sequence[int], steps: int, report: Report) -> None:
                 ratio=ratio, goal=goal, goal_of="ratio",
             )  # fmt: skip
     for arm in arms:
-        report.add(f"{task}: held-out accuracy of {names.get(arm, ('ours',))[0]}", median(ends[arm]), "share")
+        report.add(f"{task}: held-out accuracy of {NAMES[arm][0]}", median(ends[arm]), "share")
+    return drawn
 
 
 def main(
     description: str | None,
     arms: Mapping[str, Callable[[Path, int, int], None]],
-    run_race: Callable[[str, Sequence[int], int, Report], None],
+    run_race: Callable[[str, Sequence[int], int, Report], dict[str, list[Curve]] | None],
     *,
     seeds: int,
     steps: int,
+    has_curves: bool = False,
 ) -> None:
     """The command of a race. arms: those that it starts in processes of their own; run_race: of a task, by all;
-    seeds, steps: how many unless others are asked for.
+    seeds, steps: how many unless others are asked for; has_curves: whether run_race returns some.
     """
     parser = make_parser(description)
     parser.add_argument("--task", nargs="+", choices=TASKS, default=["sums"])
@@ -334,6 +376,8 @@ def main(
     parser.add_argument("--arm", choices=arms, help="of this benchmark itself: run this one, in --folder")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    if has_curves:
+        parser.add_argument("--curves", type=Path, help="draw the rewards of all by the time there, as SVG")
     args = parser.parse_args()
     if args.arm:
         arms[args.arm](args.folder, args.seed, args.steps)
@@ -341,10 +385,12 @@ def main(
     if find_spec("trl") is None:
         print("TRL is not installed, so it is left out; it is in the extra conformance")
     report = Report(args)
-    for task in args.task:
-        run_race(task, range(1 if args.quick else args.seeds), 2 if args.quick else args.steps, report)
+    seeds, steps = (1, 2) if args.quick else (args.seeds, args.steps)
+    curves = {task: run_race(task, range(seeds), steps, report) for task in args.task}
     report.write()
+    if has_curves and args.curves:
+        draw({task: found for task, found in curves.items() if found}, args.curves)
 
 
 if __name__ == "__main__":
-    main(__doc__, {"trl": trl_arm, "bare": bare_arm}, race, seeds=5, steps=24)
+    main(__doc__, {"trl": trl_arm, "bare": bare_arm}, race, seeds=5, steps=24, has_curves=True)
