@@ -36,6 +36,8 @@ def test_a_quick_run_ends_well_and_writes_its_rows(name: str, tmp_path: Path) ->
     command = [sys.executable, str(FOLDER / f"{name}.py"), quick, "--json", str(file)]
     if name == "gpu":  # its table is built up by several commands
         command += ["--append", str(tmp_path / "gpu.md"), "--parts", *PARTS]
+    if name == "race":
+        command += ["--curves", str(tmp_path / "curves.svg")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path)
     assert done.returncode == 0, (done.stdout[-4000:], done.stderr[-4000:])
     found = json.loads(file.read_text())
@@ -54,6 +56,8 @@ def test_a_quick_run_ends_well_and_writes_its_rows(name: str, tmp_path: Path) ->
         assert {line[2] for line in table if line[2] in PARTS} == set(PARTS)
         assert table[:2] == ["| part | what | found | bound |", "|---|---|---|---|"]
         assert all(line.count("|") == 5 for line in table)
+    if name == "race":
+        assert "bare loop" in (tmp_path / "curves.svg").read_text()
     if name == "chaos":  # the short form of what docs/reliability.md promises of a run whose every role is killed
         assert "5 kills (1 x driver, 1 x engine, 1 x explorer worker, 1 x trainer, 1 x trainer worker)" in done.stdout
         assert "0 lost, 0 twice, the same ledger, the same bits of weights" in done.stdout
