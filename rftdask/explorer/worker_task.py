@@ -463,7 +463,7 @@ def _wait_for_weights(storage: Storage, unit: RolloutTask, config: Config) -> Pu
         if published is None:
             raise StorageError(f"checkpoint global_step_{version} is not complete")
         return published
-    # Through the actor while it lives, else by looking at the pointer.
+    # Near, by looking at the pointer first; else through the actor while it lives.
     is_near = config.cluster.is_one_machine and storage.local_file(WEIGHTS_POINTER) is not None
     handle = SyncHandle(storage, get_client(), config.synchronizer.poll_interval_s, is_near=is_near)
     timeout_s = config.synchronizer.sync_timeout

@@ -53,7 +53,7 @@ class DoctorReport:
     checks: tuple[Check, ...]
     costs: tuple[Cost, ...]
     was_missing: bool = False
-    """The folder was not there before the check."""
+    """No such folder was to be seen before the check."""
 
     @property
     def is_safe(self) -> bool:
@@ -64,7 +64,7 @@ class DoctorReport:
         """The report for a terminal: the verdict, then a line for each check and each cost."""
         broken = ", ".join(check.name for check in self.checks if check.ok is False)
         lines = [f"storage {self.url}: {f'BROKEN: {broken}' if broken else 'nothing broken, seen from this machine'}"]
-        lines += ["  it was not there; is it the one you mean?"] * self.was_missing
+        lines += ["  no such folder was to be seen before; is it the one you mean?"] * self.was_missing
         lines += [f"  {check.name:<18}{_WORDS[check.ok]:<13}{check.detail}" for check in self.checks]
         lines += [f"  {'cost (ms)':<18}{'p50':>9}{'p99':>9}{'calls':>8}"] * bool(self.costs)
         lines += [f"  {c.verb:<18}{c.p50_ms:>9.2f}{c.p99_ms:>9.2f}{c.num_calls:>8}" for c in self.costs]
@@ -80,7 +80,8 @@ def check_storage(url: str | Path) -> DoctorReport:
     name = f"rftdask-doctor-{uuid.uuid4().hex[:8]}"
     store = open_storage(f"{home.url.rstrip('/')}/{name}")
     probe = home.local_file(name)
-    missing = [] if probe is None else [folder for folder in probe.parents if not folder.exists()]
+    # Not `Path.exists`, which raises where a folder above may not be looked into; the checks tell that in words.
+    missing = [] if probe is None else [folder for folder in probe.parents if not os.path.exists(folder)]
     alone = "memory lives in one process: for tests and notebooks only" * isinstance(store, MemoryStorage)
     costs: list[Cost] = []
     plan: list[tuple[str, str, Callable[[], Check]]] = [

@@ -36,6 +36,9 @@ def test_a_folder_that_was_not_there_is_told_and_is_not_there_afterwards(tmp_pat
     report = check_storage(tmp_path / "a" / "mistyped")
     assert report.is_safe and "is it the one you mean?" in report.render()
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("kept")
+    assert not check_storage(tmp_path / "file" / "below").is_safe
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["kept"]
     (tmp_path / "there").mkdir()
     assert "is it the one you mean?" not in check_storage(tmp_path / "there").render()
     assert (tmp_path / "there").exists()
