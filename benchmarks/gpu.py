@@ -53,6 +53,7 @@ from kill_quickstart import SHORT
 from report import Report, make_parser
 from torch.nn.functional import scaled_dot_product_attention
 
+from rftdask.algorithm.compose import build_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
 from rftdask.config import load_config
 from rftdask.config.schema.algorithm import registered_parts
@@ -63,7 +64,6 @@ from rftdask.storage import open_storage
 from rftdask.trainer.attention import packed_attention
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.packing import pack_rows
-from rftdask.trainer.rank import build_algorithm
 from rftdask.weights.published import latest_published
 from rftdask.weights.publisher import Publisher
 

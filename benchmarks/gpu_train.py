@@ -42,6 +42,7 @@ import torch
 from report import Report, make_parser
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from rftdask.algorithm.compose import build_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.commands.estimate import GB, estimate
 from rftdask.config import Config, load_config
@@ -52,7 +53,6 @@ from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import predicting_states, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.process_ranks import ProcessRanks
-from rftdask.trainer.rank import build_algorithm
 
 PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12}
 """Dense bfloat16 by the makers' data sheets; the first name that the device's name contains."""

@@ -1,5 +1,6 @@
 """Entry of the command `rftdask`: while Python imports the rest, Ctrl-C ends it as it ends any program, in silence."""
 
+import importlib
 import signal
 import sys
 
@@ -7,30 +8,26 @@ import sys
 def main() -> None:
     """Run the command line."""
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    ahead = sys.argv[1:2] == ["run"] and _import_torch_ahead()
+    if sys.argv[1:2] == ["run"]:
+        _begin_imports()
     from rftdask import cli  # late: Ctrl-C during its imports would be a traceback
 
-    if ahead:
-        from rftdask.processes.fork_server import begin_fork_server  # late: as above
-        from rftdask.processes.nursery import REGISTERED  # late: as above
-
-        # With what the driver takes anyway, and before there is anything of the user's in this process.
-        begin_fork_server(["distributed", REGISTERED])
     signal.signal(signal.SIGINT, before)
     cli.main()
 
 
-def _import_torch_ahead() -> bool:
-    """Have what a run on one machine is forked from begin with what takes longest, before its configuration is read;
-    whether there is such a thing.
+def _begin_imports() -> None:
+    """Have what a run on one machine is forked from begin with its imports, before this process has anything of the
+    user's, or a thread, and while it reads the configuration.
     """
     from rftdask.processes.gpus import has_gpu_devices  # late: as above
-    from rftdask.processes.nursery import can_fork, start_nursery  # late: as above
+    from rftdask.processes.nursery import REGISTERED, TOKENIZERS, TORCH, can_fork  # late: as above
 
-    may_fork = can_fork(has_gpu_devices())
-    if may_fork:
-        start_nursery(["torch"])
-    return may_fork
+    if can_fork(has_gpu_devices()):
+        from rftdask.processes.fork_server import begin_fork_server  # late: as above
+
+        importlib.import_module(REGISTERED)  # all take it, and this process first
+        begin_fork_server(TOKENIZERS, [TORCH])
 
 
 if __name__ == "__main__":

@@ -144,10 +144,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any(item.path.is_relative_to(TESTS / "e2e") for item in session.items):
         # Whichever run in this process is the first, theirs need all of it.
-        from rftdask.cluster.layout import TOKENIZER_IMPORTS, WORKER_IMPORTS  # late: libraries read the variables above
+        from rftdask.cluster.layout import WORKER_IMPORTS  # late: libraries read the variables above
         from rftdask.processes.fork_server import start_fork_server  # late: as above
+        from rftdask.processes.nursery import TOKENIZERS  # late: as above
 
-        start_fork_server((*WORKER_IMPORTS, *TOKENIZER_IMPORTS))
+        start_fork_server((*WORKER_IMPORTS, *TOKENIZERS))
     # What was imported stays: without this each full collection looks at all of torch again, 5 % of the fast tests.
     gc.collect()
     gc.freeze()

@@ -16,9 +16,10 @@ from rftdask.algorithm.entropy import EntropyBonus
 from rftdask.algorithm.kl import KlFn
 from rftdask.algorithm.losses.base import PolicyLoss
 from rftdask.algorithm.operators import Operator
+from rftdask.config import Config, fill_from_environment
 from rftdask.config.plugins import bind_arguments
 from rftdask.config.schema.algorithm import load_part, warn_once
-from rftdask.errors import UserError
+from rftdask.errors import NotInstalledError, UserError
 
 Args = Mapping[str, Any]
 
@@ -134,6 +135,25 @@ def make_algorithm(
     if problem := _mismatch(algorithm, kind, names["policy_loss_fn"], names["advantage_fn"]):
         raise UserError(problem)
     return algorithm
+
+
+def build_algorithm(config: Config) -> Algorithm:
+    """The algorithm of the config. Raises: UserError: parts that do not exist, do not go together or cannot be fed."""
+    section = config.algorithm
+    # Every part with its arguments, as the section has them; None leaves the algorithm type's own.
+    choices = {name: fill_from_environment(getattr(section, name)) for part in PARTS for name in (part, f"{part}_args")}
+    try:
+        return make_algorithm(
+            section.algorithm_type,
+            loss_agg_mode=section.loss_agg_mode,
+            rollout_correction=section.rollout_correction,
+            plugin_dirs=config.explorer.plugin_dirs,
+            **choices,
+        )
+    except NotInstalledError as error:
+        raise NotInstalledError(f"algorithm: {error}") from error
+    except UserError as error:
+        raise UserError(f"algorithm: {error}") from error
 
 
 def _mismatch(algorithm: Algorithm, kind: type[AlgorithmType], loss_name: str, advantage_name: str | None) -> str:

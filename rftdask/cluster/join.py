@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 
 from rftdask.cluster.layout import (
     EXPLORER_RESOURCE,
-    TOKENIZER_IMPORTS,
     TRAINER_RESOURCE,
     WORKER_IMPORTS,
     amount_of,
@@ -40,7 +39,7 @@ from rftdask.errors import RoleError
 from rftdask.processes.fork_server import start_fork_server
 from rftdask.processes.gpus import has_gpu_devices
 from rftdask.processes.nursery import ADDRESS as NURSERY_ADDRESS
-from rftdask.processes.nursery import can_fork, start_nursery, umask
+from rftdask.processes.nursery import TOKENIZERS, can_fork, start_nursery, umask
 from rftdask.processes.poll import wait_for
 from rftdask.storage.staging import stage_here, sweep
 
@@ -160,7 +159,7 @@ def _keep_worker(
         environment: dict[str, str] = {}
         if sys.platform == "linux":
             may_fork = can_fork(has_gpu_devices())
-            start_fork_server((*WORKER_IMPORTS, *(TOKENIZER_IMPORTS if may_fork else ())))
+            start_fork_server((*WORKER_IMPORTS, *(TOKENIZERS if may_fork else ())))
             environment = {UMASK_VARIABLE: str(umask())}
             if may_fork:
                 environment[NURSERY_ADDRESS] = start_nursery(imports)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rftdask.errors import UserError
 from rftdask.processes.gpus import visible_gpus
-from rftdask.processes.nursery import MODELS, RANK, REGISTERED
+from rftdask.processes.nursery import MODELS, RANK, REGISTERED, TOKENIZERS, TORCH
 
 if TYPE_CHECKING:  # a job's first process needs the names below alone
     from rftdask.config import Config
@@ -29,8 +29,6 @@ ROLES = (TRAINER_RESOURCE, EXPLORER_RESOURCE, AUXILIARY_RESOURCE)
 """Roles that have workers of their own."""
 WORKER_IMPORTS = ("distributed", "rftdask.cluster.preloads", "rftdask.explorer.worker_task", REGISTERED)
 """What a worker imports, whatever its role."""
-TOKENIZER_IMPORTS = ("transformers.models", "transformers.tokenization_utils_tokenizers")
-"""What a worker imports to have a tokenizer; none of it loads torch."""
 _EXPLORER_KEYS = "explorer.rollout_model.engine_num or explorer.max_workers"
 _SHARING = ("joined", "existing", "slurm")
 """Types of clusters of several machines that may have a rank and an engine on one GPU: those whose workers somebody
@@ -468,7 +466,7 @@ def worker_imports(stages: Sequence[Config]) -> list[str]:
     for stage in stages:
         pipeline = stage.data_processor.experience_pipeline
         if stage.has_explorer and stage.explorer.rollout_model.traits.has_model:
-            modules += TOKENIZER_IMPORTS
+            modules += TOKENIZERS
         if stage.reads_images or stage.reads_videos or (pipeline.operators and pipeline.stage == "commit"):
             modules.append(MODELS)
     return list(dict.fromkeys(modules))
@@ -477,12 +475,15 @@ def worker_imports(stages: Sequence[Config]) -> list[str]:
 def imports_ahead(stages: Sequence[Config], roles: Collection[str]) -> list[str]:
     """Modules that the engines and ranks of the roles import in some of the stages; WORKER_IMPORTS not among them."""
     ranks = [stage for stage in stages if TRAINER_RESOURCE in roles and _trains(stage)]
-    # First what a check of the algorithm takes, which the driver waits for before it starts any of them.
-    modules = [REGISTERED, RANK] if ranks else []
+    # First what a check of the algorithm waits for, before which none of them is started; last the rank, which has
+    # nothing to train before an engine has answered.
+    modules = [TORCH] if ranks else []
     for stage in stages:
         models = (stage.explorer.rollout_model, *stage.models_beside) if EXPLORER_RESOURCE in roles else ()
         models += stage.models_apart if AUXILIARY_RESOURCE in roles else ()
         modules += [module for engine in models for module in engine.traits.imports_ahead]
     if any(stage.trainer.has_model for stage in ranks):
         modules.append(MODELS)
+    if ranks:
+        modules += [REGISTERED, RANK]
     return list(dict.fromkeys(modules))

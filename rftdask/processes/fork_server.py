@@ -1,14 +1,15 @@
 """Fork server: Python's own, of which Dask forks the workers of this machine, with what they import imported once.
 
 It is an interpreter of its own, or, of a command that has only just begun and so has neither threads nor anything of
-the user's, a fork of that, which need not import again what the command has. A worker's process neither imports the
-script that starts it nor is ended by a signal half-way through its start.
+the user's, a fork of that, which forks the nursery as soon as it has what both import. A worker's process neither
+imports the script that starts it nor is ended by a signal half-way through its start.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import multiprocessing.spawn
 import multiprocessing.util
@@ -16,6 +17,7 @@ import os
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -52,23 +54,23 @@ def _without_main(name: str) -> dict[str, Any]:
 multiprocessing.spawn.get_preparation_data = _without_main
 
 
-def begin_fork_server(modules: Sequence[str]) -> None:
-    """Import `modules`, and fork the fork server of this process, which waits for `start_fork_server` to say what more
-    it is to import. For a process that has only just begun: one that has threads is not forked.
+def begin_fork_server(shared: Sequence[str], apart: Sequence[str]) -> None:
+    """Fork the fork server of this process, which imports `shared`, forks the nursery, which imports `apart`, and waits
+    for `start_fork_server` to say what more it is to import itself. For a process that has only just begun: of one that
+    has threads there is but the nursery, as an interpreter.
     """
     global _waiting
-    with _variables(import_environment()):
-        for name in modules:
-            importlib.import_module(name)
     if len([*Path("/proc/self/task").iterdir()]) > 1:
+        nursery.start_nursery([*shared, *apart])
         return
-    read, _waiting = os.pipe()
-    try:
-        _ensure_running([], _fork)
-    except _Forked as forked:
-        os.close(_waiting)
-        forked.serve(read)
-    os.close(read)
+    with nursery.nursery_to_fork(apart) as fork_nursery:
+        read, _waiting = os.pipe()
+        try:
+            _ensure_running([], _fork)
+        except _Forked as forked:
+            os.close(_waiting)
+            forked.serve(read, shared, fork_nursery)
+        os.close(read)
 
 
 class _Forked(BaseException):
@@ -79,12 +81,21 @@ class _Forked(BaseException):
         super().__init__()
         self._code, self._kept = code, {number: os.dup(number) for number in descriptors}
 
-    def serve(self, waiting: int) -> NoReturn:
-        """Be the server. waiting: where it is told what to import."""
+    def serve(self, waiting: int, shared: Sequence[str], fork_nursery: Callable[[Iterable[int]], None]) -> NoReturn:
+        """Be the server. waiting: where it is told what to import, once the nursery has been forked."""
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             # Else ps shows the command twice, and who sends a signal to it by its name hits this.
             setproctitle.setproctitle(f"rftdask fork server of {os.getppid()}")
+            os.environ.update(import_environment())
+            gc.disable()
+            for name in shared:
+                with contextlib.suppress(ImportError):  # a fork that needs it says so
+                    importlib.import_module(name)
+            # It is no worker, as Python would tell the user, should somebody kill it.
+            warnings.filterwarnings("ignore", "forkserver: waitpid")
+            tracker = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]
+            fork_nursery([waiting, tracker, *self._kept.values()])
             for number, kept in self._kept.items():
                 os.dup2(kept, number, inheritable=False)
                 os.close(kept)
@@ -92,7 +103,7 @@ class _Forked(BaseException):
                 # A line, and not to the end: a fork of the driver, by whomever, has the other end, too. Nothing: the
                 # driver has ended, and so will this.
                 imports = told.readline().strip()
-            os.environ.update({**import_environment(), IMPORTS: imports})
+            os.environ[IMPORTS] = imports
             exec(self._code, {})
         finally:
             os._exit(0)

@@ -3,7 +3,9 @@
 A run on one machine starts half a dozen processes that import torch, transformers or Dask, which takes each of them
 seconds of a core. Two processes do it for all of them, beside each other. Python's fork server imports Dask, and Dask
 forks its workers of it (fork_server.py). The nursery, a process of one thread, imports torch and transformers, and
-forks for the workers what they ask it for (child.py): as soon as all is imported, so a worker may ask before.
+forks for the workers what they ask it for (child.py): as soon as all is imported, so a worker may ask before. It is an
+interpreter of its own, or, of a command that has only just begun, a fork of the fork server, once that has what both
+take.
 
 Only on Linux, and where no GPU is planned: a GPU's libraries must not be touched before a fork. Elsewhere, and where a
 child has an environment that its imports may read, a process is an interpreter of its own, which does the same later.
@@ -28,10 +30,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, TypeVar
 
 import msgpack
@@ -42,7 +45,11 @@ T = TypeVar("T")
 MODELS = "transformers.models.auto.modeling_auto"
 """What loading any model imports; it brings what finding a tokenizer takes, too."""
 RANK = "rftdask.trainer.rank"
-"""What a trainer's rank is; it brings what checking an algorithm takes, too."""
+"""What a trainer's rank is."""
+TORCH = "torch"
+"""What checking an algorithm takes longest to import."""
+TOKENIZERS = ("transformers.models", "transformers.tokenization_utils_tokenizers")
+"""What having a tokenizer imports, and loading any model, too; none of it loads torch."""
 REGISTERED = "rftdask.config.schema.registered"
 """What has read the parts that a configuration may name."""
 ADDRESS = "RFTDASK_NURSERY"
@@ -55,9 +62,10 @@ _WAITING = {_WAIT_POLICY: "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 themselves they spin on, which takes the cores from those that are waited for where others need them, too."""
 # Threads are what a fork would not have.
 _NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
-"""Where glibc's own thresholds end up once large tensors were freed. Below them each step would give back, and fault in
-again, what it computes with; Dask has even less in the environment of what starts after its workers."""
+_ALLOCATOR = {-3: 32 << 20, -1: 64 << 20}
+"""M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, in bytes, where glibc's own end up once large tensors were freed. Below them
+each step would give back, and fault in again, what it computes with; Dask has even less in the environment of what
+starts after its workers."""
 _LENGTH = struct.Struct("!I")
 _NUMBER = struct.Struct("!i")
 """A process id, then its exit code."""
@@ -201,21 +209,57 @@ class _Started:
         self._driver = os.getpid()
         self._folder = tempfile.mkdtemp(prefix="rftdask-nursery-", dir=socket_folder())  # only its owner may enter
         self.address = str(Path(self._folder, "socket"))
-        self.control, theirs = socket.socketpair()
-        with socket.socket(socket.AF_UNIX) as listener, theirs, signals_blocked():
-            listener.bind(self.address)
-            listener.listen()
-            fds = (listener.fileno(), theirs.fileno())
-            # Modules are found as here, whatever the folder: not by PYTHONPATH alone, as a plain script may have it.
-            path = [*map(str, sys.path)]
-            code = f"import sys; sys.path[:] = {path!r}; from {__name__} import main; main{(*fds, self._folder)}"
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", code],
-                stdin=subprocess.DEVNULL,
-                pass_fds=fds,
-                env={**import_environment(), **_ALLOCATOR},
-            )
+        self.control, self._theirs = socket.socketpair()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.address)
+        self._listener.listen()
+        self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self._end)
+
+    def start(self) -> None:
+        """Start it as an interpreter."""
+        fds = (self._listener.fileno(), self._theirs.fileno())
+        # Modules are found as here, whatever the folder: not by PYTHONPATH alone, as a plain script may have it.
+        path = [*map(str, sys.path)]
+        code = f"import sys; sys.path[:] = {path!r}; from {__name__} import main; main{(*fds, self._folder)}"
+        with signals_blocked():
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", code], stdin=subprocess.DEVNULL, pass_fds=fds, env=import_environment()
+            )
+        self.leave_to_it()
+
+    def fork(self, not_for_it: Iterable[int]) -> None:
+        """Start it as a fork of this process, which is a fork of the driver, with SIGNALS blocked and one thread; it
+        ends with this one, too. not_for_it: descriptors that it is not to have.
+        """
+        self.control.close()
+        parent = os.getpid()
+        if os.fork():
+            self.leave_to_it()
+            return
+        try:
+            end_with(parent)
+            for fd in not_for_it:
+                os.close(fd)
+            # As an interpreter of its own would have it.
+            sys.argv[:], sys.modules["__main__"] = ["-c"], ModuleType("__main__")
+            stdin = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(stdin, 0)
+            os.close(stdin)
+            main(self._listener.detach(), self._theirs.detach(), self._folder)
+        finally:
+            os._exit(1)
+
+    def leave_to_it(self) -> None:
+        """Close its ends, where there is a process that has them."""
+        self._listener.close()
+        self._theirs.close()
+
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        poller = select.poll()
+        poller.register(self.control, select.POLLIN)
+        return not poller.poll(0)  # it tells nothing there but its end
 
     def have_imported(self, modules: Sequence[str]) -> None:
         """Let it import these, in this order, before it forks for a worker."""
@@ -225,8 +269,9 @@ class _Started:
     def _end(self) -> None:
         # Nobody needs it any more, and it may be in the middle of its imports. Its forks end with it.
         if os.getpid() == self._driver:
-            self.process.kill()
-            self.process.wait()
+            if self._process is not None:  # else it ends with the process that forked it
+                self._process.kill()
+                self._process.wait()
             self.control.close()
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -253,10 +298,25 @@ def start_nursery(modules: Sequence[str] = ()) -> str:
     global _started
     with _starting:
         _wanted.extend(name for name in modules if name not in _wanted)
-        if _started is None or _started.process.poll() is not None:
+        if _started is None or not _started.runs():
             _started, modules = _Started(), _wanted
+            _started.start()
         _started.have_imported(modules)
         return _started.address
+
+
+@contextlib.contextmanager
+def nursery_to_fork(modules: Sequence[str]) -> Iterator[Callable[[Iterable[int]], None]]:
+    """A block in which a process that has only just begun forks one that forks its nursery, by the function that this
+    gives (see `_Started.fork`); then as `start_nursery`.
+    """
+    global _started
+    started = _Started()
+    yield started.fork
+    started.leave_to_it()
+    _wanted.extend(modules)
+    _started = started
+    _started.have_imported(modules)
 
 
 def call(function: Callable[..., T], *args: Any, needs: Sequence[str] | None = None) -> T:
@@ -301,10 +361,14 @@ def answer() -> None:
 
 def main(listener: int, driver: int, folder: str) -> None:
     """Entry of the nursery. listener, driver: descriptors of the sockets where workers ask, and of the driver."""
-    setproctitle.setproctitle(f"rftdask nursery of {os.getppid()}")
+    of = socket.socket(fileno=driver)
+    setproctitle.setproctitle(f"rftdask nursery of {_peer(of)}")
     # What is imported is no garbage, and a look of the collector would copy its pages in every fork.
     gc.disable()
-    _Nursery(socket.socket(fileno=listener), socket.socket(fileno=driver)).run()
+    with contextlib.suppress(AttributeError):  # another C library
+        for number, size in _ALLOCATOR.items():
+            _libc.mallopt(number, size)
+    _Nursery(socket.socket(fileno=listener), of).run()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 

@@ -34,7 +34,7 @@ from rftdask.errors import ConfigError, DataError, NotInstalledError, StorageErr
 from rftdask.models.hub import cached_folder, has_tokenizer, is_model_name, local_model, require_model
 from rftdask.models.model_shape import check_folder
 from rftdask.models.tinker_service import require_key
-from rftdask.processes.nursery import RANK, call
+from rftdask.processes.nursery import TORCH, call
 from rftdask.rollouts.policy.remote import check_service
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.sandbox.bubblewrap import check_bubblewrap
@@ -122,7 +122,7 @@ def _check_inputs(
     _check_auxiliary(stages, problems)
     # Elsewhere, and meanwhile, since it takes torch, which nothing else needs in this process.
     with ThreadPoolExecutor(1, "algorithms") as thread:
-        algorithms = [] if tried else [thread.submit(call, _check_algorithm, stage, needs=[RANK]) for stage in stages]
+        algorithms = [] if tried else [thread.submit(call, _check_algorithm, stage, needs=[TORCH]) for stage in stages]
         for stage in stages:
             with _noted(problems, unchecked):
                 _check_staleness(stage)
@@ -277,7 +277,7 @@ def _check_algorithm(stage: Config) -> None:
         make_replay(stage)
     if stage.mode not in ("both", "train") or not (stage.trainer.has_model or stage.trainer.is_hosted):
         return
-    from rftdask.trainer.rank import build_algorithm, build_reader  # late: it needs torch
+    from rftdask.algorithm.compose import build_algorithm  # late: it needs torch
 
     algorithm = build_algorithm(stage)
     if stage.trainer.is_hosted:
@@ -290,6 +290,8 @@ def _check_algorithm(stage: Config) -> None:
         raise UserError(f"{key}: {stage.model.model_path} has no experts; leave it out")
     section = stage.buffer.trainer_input.experience_buffer
     if algorithm.schema == "sft" and section.format.return_assistant_tokens_mask:
+        from rftdask.trainer.rank import build_reader  # late: as above
+
         build_reader(section, algorithm.schema, stage, load_tokenizer(stage))  # whether the template can do it
     if algorithm.use_teacher and not stage.explorer.auxiliary_models:
         raise UserError("explorer.auxiliary_models: required for the teacher of algorithm.policy_loss_fn")

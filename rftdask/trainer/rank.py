@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rftdask.algorithm.algorithm import Algorithm
-from rftdask.algorithm.compose import PARTS, make_algorithm
+from rftdask.algorithm.compose import build_algorithm
 from rftdask.buffer.batches.backpressure import unread_limit
 from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.buffer.batches.ledger import Ledger
@@ -28,14 +28,13 @@ from rftdask.buffer.batches.selection import SampleRule, make_sample_strategy
 from rftdask.buffer.batches.source import BatchSource, DatasetSource, Demonstrations, ReplayedSource, RowOrder
 from rftdask.buffer.lineage import lineage_of, parent_storage, read_parent
 from rftdask.buffer.log import open_log
-from rftdask.config import Config, fill_from_environment, load_config
+from rftdask.config import Config, load_config
 from rftdask.config.plugins import find_part, trait
 from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.config.schema.trainer import registered_train_engines
 from rftdask.data.datasets import Dataset, open_dataset
 from rftdask.data.supervised import LabeledRows, PreferenceRows, SftRows, TextRows
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer
-from rftdask.errors import NotInstalledError, UserError
 from rftdask.monitor.events import CODEC, Alive, Event
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.child import Channel
@@ -311,25 +310,6 @@ def read_held_out(config: Config) -> list[TrainingBatch]:
         uids = [f"held-out/{number}/{sequence}" for number in numbers for sequence in range(count)]
         batches.append(supervised_batch(reader.read(numbers), uids, count))
     return batches
-
-
-def build_algorithm(config: Config) -> Algorithm:
-    """The algorithm of the config. Raises: UserError: parts that do not exist, do not go together or cannot be fed."""
-    section = config.algorithm
-    # Every part with its arguments, as the section has them; None leaves the algorithm type's own.
-    choices = {name: fill_from_environment(getattr(section, name)) for part in PARTS for name in (part, f"{part}_args")}
-    try:
-        return make_algorithm(
-            section.algorithm_type,
-            loss_agg_mode=section.loss_agg_mode,
-            rollout_correction=section.rollout_correction,
-            plugin_dirs=config.explorer.plugin_dirs,
-            **choices,
-        )
-    except NotInstalledError as error:
-        raise NotInstalledError(f"algorithm: {error}") from error
-    except UserError as error:
-        raise UserError(f"algorithm: {error}") from error
 
 
 def build_batch_filter(config: Config, algorithm: Algorithm) -> AlgorithmFilter:

@@ -23,6 +23,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from rftdask.algorithm.compose import build_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.ledger import LedgerEntry
 from rftdask.buffer.batches.source import BatchSource
@@ -40,7 +41,7 @@ from rftdask.monitor.metrics import MetricsWriter, read_metrics
 from rftdask.rollouts.runner import TextEngine, run_work_unit
 from rftdask.storage import open_storage
 from rftdask.synchronizer.styles import make_sync_rules
-from rftdask.trainer.rank import build_algorithm, build_trainer
+from rftdask.trainer.rank import build_trainer
 from rftdask.weights.published import Published, read_checkpoint_weights, read_published
 
 _PUBLISHED_S = 60.0

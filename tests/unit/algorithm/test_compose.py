@@ -10,10 +10,9 @@ import torch
 
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.algorithm import Algorithm
-from rftdask.algorithm.compose import make_algorithm, make_part
+from rftdask.algorithm.compose import build_algorithm, make_algorithm, make_part
 from rftdask.config import load_config
 from rftdask.errors import UserError
-from rftdask.trainer.rank import build_algorithm
 from tests.unit.algorithm.algorithm_cases import (
     ADVANTAGE_FNS,
     ALGORITHMS,

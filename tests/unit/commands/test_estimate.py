@@ -24,7 +24,7 @@ from tokenizers.models import WordLevel
 from typer.testing import CliRunner
 
 from benchmarks import sizes
-from rftdask.algorithm.compose import make_algorithm
+from rftdask.algorithm.compose import build_algorithm, make_algorithm
 from rftdask.buffer.batches.batch import supervised_batch
 from rftdask.cli import app
 from rftdask.cluster.layout import plan_layout, plan_machines
@@ -57,7 +57,6 @@ from rftdask.trainer.engines.optimizer import ModelOptimizer
 from rftdask.trainer.engines.strategies.base import Strategy
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.packing import pack_rows
-from rftdask.trainer.rank import build_algorithm
 from rftdask.trainer.ranks import Ranks
 from tests.integration.run_cases import call_cli
 from tests.unit.processes.test_meter import fake_nvml

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 
+from rftdask.algorithm.compose import build_algorithm
 from rftdask.config import Config, load_config
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.errors import WaitTimeout
@@ -20,7 +21,7 @@ from rftdask.models.toy import build_toy_model
 from rftdask.run.preflight import check_inputs
 from rftdask.run.stage import plan_work
 from rftdask.storage import open_storage
-from rftdask.trainer.rank import build_algorithm, build_source
+from rftdask.trainer.rank import build_source
 
 RAW = {"prompt_type": "raw"}
 ROWS = [{"prompt": f"{n}", "response": "!"} for n in range(6)]
