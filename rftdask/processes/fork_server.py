@@ -81,8 +81,11 @@ class _Forked(BaseException):
         super().__init__()
         self._code, self._kept = code, {number: os.dup(number) for number in descriptors}
 
-    def serve(self, waiting: int, shared: Sequence[str], fork_nursery: Callable[[Iterable[int]], None]) -> NoReturn:
+    def serve(
+        self, waiting: int, shared: Sequence[str], fork_nursery: Callable[[Iterable[int]], Callable[[], None]]
+    ) -> NoReturn:
         """Be the server. waiting: where it is told what to import, once the nursery has been forked."""
+        remove_folder: Callable[[], None] | None = None
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             # Else ps shows the command twice, and who sends a signal to it by its name hits this.
@@ -95,7 +98,7 @@ class _Forked(BaseException):
             # It is no worker, as Python would tell the user, should somebody kill it.
             warnings.filterwarnings("ignore", "forkserver: waitpid")
             tracker = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]
-            fork_nursery([waiting, tracker, *self._kept.values()])
+            remove_folder = fork_nursery([waiting, tracker, *self._kept.values()])
             for number, kept in self._kept.items():
                 os.dup2(kept, number, inheritable=False)
                 os.close(kept)
@@ -106,6 +109,8 @@ class _Forked(BaseException):
             os.environ[IMPORTS] = imports
             exec(self._code, {})
         finally:
+            if remove_folder is not None:
+                remove_folder()
             os._exit(0)
 
 

@@ -228,15 +228,16 @@ class _Started:
             )
         self.leave_to_it()
 
-    def fork(self, not_for_it: Iterable[int]) -> None:
+    def fork(self, not_for_it: Iterable[int]) -> Callable[[], None]:
         """Start it as a fork of this process, which is a fork of the driver, with SIGNALS blocked and one thread; it
         ends with this one, too. not_for_it: descriptors that it is not to have.
+        Returns: removes its folder, for a process that ends because the driver is gone.
         """
         self.control.close()
         parent = os.getpid()
         if os.fork():
             self.leave_to_it()
-            return
+            return self._remove_folder
         try:
             end_with(parent)
             for fd in not_for_it:
@@ -273,7 +274,10 @@ class _Started:
                 self._process.kill()
                 self._process.wait()
             self.control.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _leave() -> None:
@@ -306,7 +310,7 @@ def start_nursery(modules: Sequence[str] = ()) -> str:
 
 
 @contextlib.contextmanager
-def nursery_to_fork(modules: Sequence[str]) -> Iterator[Callable[[Iterable[int]], None]]:
+def nursery_to_fork(modules: Sequence[str]) -> Iterator[Callable[[Iterable[int]], Callable[[], None]]]:
     """A block in which a process that has only just begun forks one that forks its nursery, by the function that this
     gives (see `_Started.fork`); then as `start_nursery`.
     """

@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -64,16 +64,16 @@ def look_below(end):
 """
 
 
-def drive(tmp_path: Path, script: str, **options: Any) -> subprocess.Popen[str]:
-    """A driver of its own, as a plain script in a folder."""
+def drive(tmp_path: Path, script: str, *, stderr: int | None = None, **variables: object) -> subprocess.Popen[str]:
+    """A driver of its own, as a plain script in a folder; variables: of its environment."""
     (tmp_path / "looking.py").write_text(LOOKING)
     (tmp_path / "driver.py").write_text(script)
     path = os.pathsep.join([str(tmp_path), str(Path(rftdask.__file__).parents[1])])
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": path, **{name: str(value) for name, value in variables.items()}}
     environment.pop("OPENBLAS_NUM_THREADS", None)
     command = [sys.executable, str(tmp_path / "driver.py")]
     return subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, stderr=stderr
     )
 
 
@@ -137,12 +137,14 @@ def test_a_server_ends_with_its_command_whether_or_not_it_was_told_what_to_impor
     script += "from rftdask.processes.nursery import call\ncall(len, [])\n"  # there is a nursery
     script += "print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)\n"
     script += "os.kill(os.getpid(), signal.SIGKILL)\n" * is_killed
-    with drive(tmp_path, script) as driver:
-        assert driver.stdout is not None
-        pids = [*map(int, driver.stdout.readline().split())]
-    assert len(pids) >= 3  # the server, its nursery, and Python's resource tracker
-    for pid in pids:
-        wait_until_gone(pid)
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # a short one, where sockets may be
+        with drive(tmp_path, script, TMPDIR=temporary) as driver:
+            assert driver.stdout is not None
+            pids = [*map(int, driver.stdout.readline().split())]
+        assert len(pids) >= 3  # the server, its nursery, and Python's resource tracker
+        for pid in pids:
+            wait_until_gone(pid)
+        assert not [*Path(temporary).glob("rftdask-*")]
 
 
 @pytest.mark.parametrize("victim", ["nursery", "server"])
@@ -168,8 +170,10 @@ def test_a_worker_that_outlives_the_driver_does_not_keep_the_nursery(tmp_path: P
         _, around, _, worker = (json.loads(driver.stdout.readline()) for _ in range(4))
         [nursery] = [one for one in psutil.Process(around[-1]).children() if "nursery of" in one.cmdline()[0]]
         driver.kill()
-        wait_until_gone(nursery.pid)
-        os.kill(worker, 9)
+        try:
+            wait_until_gone(nursery.pid)
+        finally:
+            os.kill(worker, 9)
         wait_until_gone(around[-1])
 
 
