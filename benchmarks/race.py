@@ -353,6 +353,9 @@ def race(task: str, seeds: Sequence[int], steps: int, report: Report) -> dict[st
                 ratio=ratio, goal=goal, goal_of="ratio",
             )  # fmt: skip
     for arm in arms:
+        first_s, goal = median(curve[0][0] for curve in drawn[arm]), 3.0 if arm == "ours" else None
+        work = f"{task}: command to the first rollouts of {NAMES[arm][0]}"
+        report.add(work, first_s, "s", less_is_better=True, goal=goal)
         report.add(f"{task}: held-out accuracy of {NAMES[arm][0]}", median(ends[arm]), "share")
     return drawn
 
