@@ -21,6 +21,7 @@ import gc
 import importlib
 import os
 import pickle
+import re
 import select
 import shutil
 import signal
@@ -483,8 +484,9 @@ class _Nursery:
             try:
                 self._become(request, nursery)
                 module, _, function = request.entry.partition(":")
-                of = f"{_ASKER} {_peer(request.asker)}"
-                setproctitle.setproctitle(" ".join([sys.executable, "-m", module, *request.args, of]))
+                # What matters first: there may be room for no more than the command line of the driver had.
+                title = [_ASKER, str(_peer(request.asker)), *(request.args or [request.entry])]
+                setproctitle.setproctitle(" ".join(title))
                 getattr(importlib.import_module(module), function)(*request.args)
             finally:
                 os._exit(1)
@@ -531,8 +533,8 @@ class _Nursery:
 
 def asker_of(command_line: Sequence[str]) -> int | None:
     """The process that asked for a fork, which is not its parent, from what ps shows of the fork. None: it is none."""
-    _, found, pid = " ".join(command_line).rpartition(f"{_ASKER} ")
-    return int(pid) if found else None
+    found = re.match(rf"{_ASKER} (\d+) ", " ".join(command_line))
+    return int(found[1]) if found else None
 
 
 def _peer(asker: socket.socket) -> int:

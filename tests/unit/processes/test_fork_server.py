@@ -39,6 +39,7 @@ for function in ("looking.look", "looking.look_below"):
 """
 LOOKING = """
 import multiprocessing, os, psutil, signal, sys
+from rftdask.processes.nursery import asker_of
 
 def look(end):
     names = ("json.tool", "wave", "rftdask.processes.forked_imports")
@@ -51,7 +52,8 @@ def look_around():
     nursery = psutil.Process().parent()
     modules = [name in sys.modules for name in ("json.tool", "colorsys", "wave")]
     script = [*sys.argv, getattr(sys.modules["__main__"], "__file__", None), os.readlink(f"/proc/{nursery.pid}/fd/0")]
-    return modules, script, nursery.num_fds(), nursery.cmdline(), nursery.parent().pid
+    asker = asker_of(psutil.Process().cmdline())
+    return modules, script, nursery.num_fds(), nursery.cmdline(), asker, nursery.parent().pid
 
 def stay(end):
     end.send(os.getpid())
@@ -65,15 +67,23 @@ def look_below(end):
 
 
 def drive(tmp_path: Path, script: str, *, stderr: int | None = None, **variables: object) -> subprocess.Popen[str]:
-    """A driver of its own, as a plain script in a folder; variables: of its environment."""
+    """A driver of its own, as a plain script in a folder, whose command line is short; variables: of its
+    environment.
+    """
     (tmp_path / "looking.py").write_text(LOOKING)
     (tmp_path / "driver.py").write_text(script)
     path = os.pathsep.join([str(tmp_path), str(Path(rftdask.__file__).parents[1])])
     environment = {**os.environ, "PYTHONPATH": path, **{name: str(value) for name, value in variables.items()}}
     environment.pop("OPENBLAS_NUM_THREADS", None)
-    command = [sys.executable, str(tmp_path / "driver.py")]
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     return subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, stderr=stderr
+        ["python", "driver.py", "a", "short", "one"],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=stderr,
     )
 
 
@@ -89,10 +99,11 @@ def test_forks_have_what_the_command_and_the_server_import_and_nothing_of_the_sc
     # A process that has a thread is not forked, so its server is an interpreter, which has not what they share.
     assert [imported, answer[:-1]] == ["imported", [not has_thread, True, True, not has_thread, 3, "1"]]
     assert answer[-1] != driver.pid
-    modules, script, num_descriptors, command_line, parent = around
+    modules, script, num_descriptors, command_line, asker, parent = around
     assert modules == [True, True, False], "what the nursery shares and has apart, and not what the server has"
     assert script == ["-c", None, "/dev/null"], "as an interpreter of its own"
     assert num_descriptors <= 8 and command_line[0] == f"rftdask nursery of {driver.pid}"
+    assert asker == driver.pid, "who looks at ps sees whom a fork belongs to, however short the command was"
     assert parent == (driver.pid if has_thread else answer[-1])
     assert below[-1] != answer[-1], "a fork that has forks itself has a server of its own"
 
