@@ -72,6 +72,8 @@ def test_explorers_bank_up_to_the_staleness_bound_while_there_is_no_trainer(tmp_
         run.wait_until(lambda: num_steps(folder) >= 2 and pointer.exists())
         (trainer,) = run.children(TRAINER)
         trainer.send_signal(signal.SIGSTOP)  # it hangs, with whatever it has published
+        tasks = Path(f"/proc/{trainer.pid}/task")  # once all its threads have, of which one publishes
+        run.wait_until(lambda: all(" T " in (task / "stat").read_text() for task in tasks.iterdir()))
         published = read_number(pointer)
         last = max(step for step in range(1, 21) if rules.weights_for(step).version <= published)
         run.wait_until(lambda: explored(folder)[0] >= last * BATCHES_PER_STEP)
