@@ -63,13 +63,13 @@ def begin_fork_server(shared: Sequence[str], apart: Sequence[str]) -> None:
     if len([*Path("/proc/self/task").iterdir()]) > 1:
         nursery.start_nursery([*shared, *apart])
         return
-    with nursery.nursery_to_fork(apart) as fork_nursery:
+    with nursery.nursery_to_fork(apart) as to_fork:
         read, _waiting = os.pipe()
         try:
             _ensure_running([], _fork)
         except _Forked as forked:
             os.close(_waiting)
-            forked.serve(read, shared, fork_nursery)
+            forked.serve(read, shared, to_fork)
         os.close(read)
 
 
@@ -81,11 +81,8 @@ class _Forked(BaseException):
         super().__init__()
         self._code, self._kept = code, {number: os.dup(number) for number in descriptors}
 
-    def serve(
-        self, waiting: int, shared: Sequence[str], fork_nursery: Callable[[Iterable[int]], Callable[[], None]]
-    ) -> NoReturn:
+    def serve(self, waiting: int, shared: Sequence[str], to_fork: nursery.StartedNursery) -> NoReturn:
         """Be the server. waiting: where it is told what to import, once the nursery has been forked."""
-        remove_folder: Callable[[], None] | None = None
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             # Else ps shows the command twice, and who sends a signal to it by its name hits this.
@@ -98,7 +95,7 @@ class _Forked(BaseException):
             # It is no worker, as Python would tell the user, should somebody kill it.
             warnings.filterwarnings("ignore", "forkserver: waitpid")
             tracker = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]
-            remove_folder = fork_nursery([waiting, tracker, *self._kept.values()])
+            to_fork.fork([waiting, tracker, *self._kept.values()])
             for number, kept in self._kept.items():
                 os.dup2(kept, number, inheritable=False)
                 os.close(kept)
@@ -109,8 +106,7 @@ class _Forked(BaseException):
             os.environ[IMPORTS] = imports
             exec(self._code, {})
         finally:
-            if remove_folder is not None:
-                remove_folder()
+            to_fork.remove_folder()
             os._exit(0)
 
 

@@ -203,7 +203,7 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Started:
+class StartedNursery:
     """The nursery of this process, as seen from here."""
 
     def __init__(self) -> None:
@@ -229,16 +229,15 @@ class _Started:
             )
         self.leave_to_it()
 
-    def fork(self, not_for_it: Iterable[int]) -> Callable[[], None]:
+    def fork(self, not_for_it: Iterable[int]) -> None:
         """Start it as a fork of this process, which is a fork of the driver, with SIGNALS blocked and one thread; it
         ends with this one, too. not_for_it: descriptors that it is not to have.
-        Returns: removes its folder, for a process that ends because the driver is gone.
         """
         self.control.close()
         parent = os.getpid()
         if os.fork():
             self.leave_to_it()
-            return self._remove_folder
+            return
         try:
             end_with(parent)
             for fd in not_for_it:
@@ -275,9 +274,10 @@ class _Started:
                 self._process.kill()
                 self._process.wait()
             self.control.close()
-            self._remove_folder()
+            self.remove_folder()
 
-    def _remove_folder(self) -> None:
+    def remove_folder(self) -> None:
+        """Remove that of its socket, where it or its driver has ended."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -290,7 +290,7 @@ def _leave() -> None:
 
 
 os.register_at_fork(after_in_child=_leave)
-_started: _Started | None = None
+_started: StartedNursery | None = None
 _wanted: list[str] = []
 """Modules that it was to import."""
 _starting = threading.Lock()
@@ -304,20 +304,18 @@ def start_nursery(modules: Sequence[str] = ()) -> str:
     with _starting:
         _wanted.extend(name for name in modules if name not in _wanted)
         if _started is None or not _started.runs():
-            _started, modules = _Started(), _wanted
+            _started, modules = StartedNursery(), _wanted
             _started.start()
         _started.have_imported(modules)
         return _started.address
 
 
 @contextlib.contextmanager
-def nursery_to_fork(modules: Sequence[str]) -> Iterator[Callable[[Iterable[int]], Callable[[], None]]]:
-    """A block in which a process that has only just begun forks one that forks its nursery, by the function that this
-    gives (see `_Started.fork`); then as `start_nursery`.
-    """
+def nursery_to_fork(modules: Sequence[str]) -> Iterator[StartedNursery]:
+    """A block in which a process that has only just begun forks one that forks its nursery; then as `start_nursery`."""
     global _started
-    started = _Started()
-    yield started.fork
+    started = StartedNursery()
+    yield started
     started.leave_to_it()
     _wanted.extend(modules)
     _started = started
