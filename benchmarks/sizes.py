@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from rftdask.cluster.layout import plan_machines
-from rftdask.commands.estimate import (
+from rftdask.config import Config, load_config
+from rftdask.config.schema.model import LoraConfig
+from rftdask.driver.memory_estimate import (
     GB,
     USABLE,
     Estimate,
@@ -23,8 +25,6 @@ from rftdask.commands.estimate import (
     train_parts,
     train_sizes,
 )
-from rftdask.config import Config, load_config
-from rftdask.config.schema.model import LoraConfig
 from rftdask.models.model_shape import read_shape
 
 GPU = "H100 80GB"

@@ -23,13 +23,13 @@ from report import Report
 
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import Data
-from rftdask.weights.dask_tree import over_dask, serve_blocks
-from rftdask.weights.held import Holder
-from rftdask.weights.manifest import FileEntry, remove_folder
-from rftdask.weights.node_copy import SHARED_MEMORY, NodeCopy, Transport
-from rftdask.weights.process_group import Door, over_group
-from rftdask.weights.published import Published, latest_published, weights_folder
-from rftdask.weights.publisher import Publisher
+from rftdask.synchronizer.manifest import FileEntry, remove_folder
+from rftdask.synchronizer.node_cache import SHARED_MEMORY, NodeCopy, Transport
+from rftdask.synchronizer.published import Published, latest_published, weights_folder
+from rftdask.synchronizer.publisher import Publisher
+from rftdask.synchronizer.transports.dask_broadcast import over_dask, serve_blocks
+from rftdask.synchronizer.transports.group_broadcast import Door, over_group
+from rftdask.synchronizer.transports.memory import Holder
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 300.0

@@ -60,17 +60,17 @@ from rftdask.engines.transformers import TransformersEngine
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import Data
+from rftdask.synchronizer.manifest import FileEntry, Manifest, commit_folder, put_files
+from rftdask.synchronizer.node_cache import NodeCopy
+from rftdask.synchronizer.published import model_file, published_as, read_published, weights_folder
+from rftdask.synchronizer.publisher import Publisher
+from rftdask.synchronizer.tensor_heads import read_head
 from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.strategies.base import distinct_state
 from rftdask.trainer.engines.tensor_files import stage_tensors
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.ranks import Ranks
-from rftdask.weights.manifest import FileEntry, Manifest, commit_folder, put_files
-from rftdask.weights.node_copy import NodeCopy
-from rftdask.weights.published import model_file, published_as, read_published, weights_folder
-from rftdask.weights.publisher import Publisher
-from rftdask.weights.tensor_heads import read_head
 
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},

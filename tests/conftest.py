@@ -146,7 +146,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         # Whichever run in this process is the first, theirs need all of it.
         from rftdask.cluster.layout import WORKER_IMPORTS  # late: libraries read the variables above
         from rftdask.processes.fork_server import start_fork_server  # late: as above
-        from rftdask.processes.nursery import TOKENIZERS  # late: as above
+        from rftdask.processes.zygote import TOKENIZERS  # late: as above
 
         start_fork_server((*WORKER_IMPORTS, *TOKENIZERS))
     # What was imported stays: without this each full collection looks at all of torch again, 5 % of the fast tests.

@@ -41,8 +41,8 @@ from rftdask.errors import (
 )
 from rftdask.processes.child import LOG_LEVEL, Child
 from rftdask.storage import Storage
-from rftdask.weights.node_copy import NodeCopy, Transport
-from rftdask.weights.published import Published, read_published, request_whole
+from rftdask.synchronizer.node_cache import NodeCopy, Transport
+from rftdask.synchronizer.published import Published, read_published, request_whole
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from distributed import Client, Future, KilledWorker
 
 from rftdask.errors import RoleError, StorageError, WaitTimeout
 from rftdask.storage import Storage, open_storage
-from rftdask.weights.published import Published, latest_published
+from rftdask.synchronizer.published import Published, latest_published
 
 log = logging.getLogger(__name__)
 

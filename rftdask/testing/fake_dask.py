@@ -20,9 +20,10 @@ from typing import Any, cast
 from distributed import KilledWorker
 from distributed.scheduler import WorkerState
 
-from rftdask.explorer.explorer import UnitFuture
-from rftdask.explorer.worker_task import BEGAN_TOPIC, EXPLORER_RESOURCE, RolloutResult, RolloutTask, WarmUp
+from rftdask.cluster.dask_client import UnitFuture
 from rftdask.processes.dask_task import LEAVING_TOPIC
+from rftdask.rollouts.work_unit_task import BEGAN_TOPIC, EXPLORER_RESOURCE, WarmUp
+from rftdask.rollouts.work_units import RolloutResult, RolloutTask
 
 WORKER = "tcp://10.0.0.7:4711"
 Outcome = Callable[["FakeClient", str, RolloutTask], RolloutResult | Exception | None]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.compose import make_part
-from rftdask.algorithm.drops import DropReason
+from rftdask.algorithm.drop_reasons import DropReason
 from rftdask.algorithm.operators import ExperienceTable
 from rftdask.testing.conformance.cases import Batch, Case, advantages_of, loss_of
 

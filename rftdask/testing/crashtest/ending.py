@@ -19,12 +19,9 @@ from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import NotFoundError, RftError
 from rftdask.storage import Storage
 from rftdask.storage.memory import MemoryStorage
-from rftdask.testing.crashtest.workload import Parts, Plan, Witness, run_all, train
-from rftdask.testing.storage_faults import FaultyStorage
-from rftdask.trainer.checkpoint import checkpoint_folder
-from rftdask.weights.manifest import is_valid, read_file, read_manifest
-from rftdask.weights.node_copy import NodeCopy
-from rftdask.weights.published import (
+from rftdask.synchronizer.manifest import is_valid, read_file, read_manifest
+from rftdask.synchronizer.node_cache import NodeCopy
+from rftdask.synchronizer.published import (
     CHECKPOINT_MODEL_FILE,
     CHECKPOINT_POINTER,
     WEIGHTS_POINTER,
@@ -33,6 +30,9 @@ from rftdask.weights.published import (
     read_published,
     weights_folder,
 )
+from rftdask.testing.crashtest.workload import Parts, Plan, Witness, run_all, train
+from rftdask.testing.storage_faults import FaultyStorage
+from rftdask.trainer.checkpoint import checkpoint_folder
 
 _TIMEOUT_S = 60.0
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
+from rftdask.buffer.batches.lineage import MAIN_LINEAGE
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.selection import SampleRule
-from rftdask.buffer.lineage import MAIN_LINEAGE
 from rftdask.buffer.log.file_log import FileLog, ParquetLog
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config.schema.trainer import TrainerConfig

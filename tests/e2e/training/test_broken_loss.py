@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rftdask.config import load_config
-from rftdask.experiment import plan_run
+from rftdask.driver.experiment import plan_run
 from rftdask.monitor.metrics import read_metrics
 from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import open_storage
@@ -84,13 +84,13 @@ def test_a_gpu_that_is_certainly_too_small_is_refused_and_one_that_may_be_is_war
 ) -> None:
     config = write_grpo_config(tmp_path, trainer={"total_steps": 1})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr("rftdask.experiment.gpu_memory", lambda: 10**5)
+    monkeypatch.setattr("rftdask.driver.experiment.gpu_memory", lambda: 10**5)
     ended = call_cli("run", str(config), "--progress", "plain")
     assert ended.code == 2, ended
     told = " ".join(ended.err.split())
     assert told.startswith("error: GPU memory: stage tiny, trainer: needs at least 0.0 GB on each GPU (weights"), ended
     assert not (run_folder(config) / "run.json").exists()
-    monkeypatch.setattr("rftdask.experiment.gpu_memory", lambda: 10**6)  # of 2.3; 0.4 are certain
+    monkeypatch.setattr("rftdask.driver.experiment.gpu_memory", lambda: 10**6)  # of 2.3; 0.4 are certain
     checked = load_config(config)
     assert plan_run(checked, checked.stage_configs()).trains_on_gpus
     warned = "this is an estimate, and the run starts: GPU memory: stage tiny, trainer: needs about"

@@ -16,9 +16,9 @@ from rftdask.algorithm.compose import make_algorithm
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
+from rftdask.synchronizer.node_cache import NodeCopy
+from rftdask.synchronizer.publisher import Publisher
 from rftdask.trainer.engines.torch_engine import TorchEngine
-from rftdask.weights.node_copy import NodeCopy
-from rftdask.weights.publisher import Publisher
 from tests.unit.trainer.engines.test_torch_engine import rollouts
 from tests.unit.trainer.trainer_cases import engine_config
 

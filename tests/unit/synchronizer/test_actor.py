@@ -18,7 +18,7 @@ from rftdask.errors import WaitTimeout
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer import actor as actor_module
 from rftdask.synchronizer.actor import SyncHandle, Synchronizer
-from rftdask.weights.published import WEIGHTS_POINTER, publish_weights
+from rftdask.synchronizer.published import WEIGHTS_POINTER, publish_weights
 
 _numbers = itertools.count()
 NEVER_S = 3600.0

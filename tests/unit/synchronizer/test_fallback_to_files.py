@@ -1,0 +1,258 @@
+"""Promises of who cannot get a version the way it was published, because what a delta is made of is gone, or because
+those who held it are lost: it asks for files, once; the trainer that has the bytes writes them, or publishes the
+version again when it has resumed; the engine serves the version that was published, and meanwhile the one before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from rftdask.engines import client as clients
+from rftdask.engines.client import EngineClient
+from rftdask.errors import RoleError, StorageError
+from rftdask.storage import Storage, open_storage
+from rftdask.synchronizer.node_cache import SHARED_MEMORY
+from rftdask.synchronizer.published import Published, read_published, read_requested_whole
+from rftdask.synchronizer.publisher import Publisher
+from rftdask.synchronizer.transports.memory import Holder
+from tests.unit.engines.engine_contract import engine_spec
+
+TIMEOUT_S = 120.0
+MODEL = "model.safetensors"
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[EngineClient]:
+    """One process for all tests, each of which has a lineage of its own."""
+    started = EngineClient(engine_spec("fake"))
+    started.wait_ready()
+    yield started
+    started.close()
+
+
+@pytest.fixture(autouse=True)
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A TMPDIR of its own, and what makes this process one of a machine: with a memory of its own, by its name."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(clients, "_WHOLE_LOOK_S", 0.02)
+
+    def be_on(machine: str) -> None:
+        (tmp_path / machine).mkdir(exist_ok=True)
+        monkeypatch.setenv(SHARED_MEMORY, str(tmp_path / machine))
+
+    be_on("trainer's")
+    return be_on
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return open_storage(str(tmp_path / "run"))
+
+
+@pytest.fixture
+def lineage() -> str:
+    return f"lineage-{next(_numbers)}"
+
+
+def weights(version: int) -> dict[str, bytes]:
+    """A hundredth of the values differs from version to version."""
+    values = np.zeros(10_000, np.uint16)
+    values[: 100 * version] = 1
+    return {MODEL: save({"weight": values})}
+
+
+def publish_two(publisher: Publisher) -> Published:
+    """The second, whose bytes are those of the first but for a few."""
+    publisher.publish(1, weights(1))
+    return publisher.publish(2, weights(2))
+
+
+@contextmanager
+def answering(storage: Storage, answer: Callable[[int], object]) -> Iterator[list[int]]:
+    """A trainer for as long as the block: when a step has ended it answers whoever asks for files. What was asked."""
+    asked: list[int] = []
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.02):
+            if version := read_requested_whole(storage):
+                storage.remove("control/whole_version.txt")
+                asked.append(version)
+                time.sleep(0.1)  # who asks looks several times meanwhile
+                answer(version)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield asked
+    finally:
+        ended.set()
+        thread.join()
+    assert read_requested_whole(storage) == 0, "nobody asks twice"
+
+
+def assert_serves(engine: EngineClient, published: Published) -> None:
+    assert engine.weights == published
+    assert engine._copy is not None
+    assert [file.read_bytes() for file in engine._copy.files] == list(weights(published.version).values())
+
+
+# ---- a delta that cannot be used
+
+
+def remove_base(storage: Storage) -> None:
+    storage.remove("weights/1")
+
+
+def damage_base(storage: Storage) -> None:
+    flip(storage, f"weights/1/{MODEL}")
+
+
+def damage_delta(storage: Storage) -> None:
+    flip(storage, f"weights/2/{MODEL}.delta")
+
+
+def flip(storage: Storage, path: str) -> None:
+    data = bytearray(storage.get(path))
+    data[len(data) // 2] ^= 1
+    storage.put(path, bytes(data))
+
+
+@pytest.mark.parametrize("damage", [remove_base, damage_base, damage_delta])
+def test_a_delta_that_cannot_be_used_is_loaded_as_the_whole_that_its_trainer_writes(
+    storage: Storage, lineage: str, engine: EngineClient, damage: Callable[[Storage], None]
+) -> None:
+    publisher = Publisher(storage, lineage, whole_interval=10)
+    published = publish_two(publisher)
+    assert published.delta is not None
+    damage(storage)
+    with answering(storage, publisher.write_whole) as asked:
+        engine.load(storage, published)
+    assert asked == [2]
+    assert_serves(engine, published)
+    there = read_published(storage, 2)
+    assert there == published and there is not None and there.delta is None
+
+
+def test_a_delta_that_can_be_used_is_not_asked_for(storage: Storage, lineage: str, engine: EngineClient) -> None:
+    with answering(storage, lambda version: None) as asked:
+        published = publish_two(Publisher(storage, lineage, whole_interval=10))
+        engine.load(storage, published)
+    assert_serves(engine, published)
+    assert asked == []
+
+
+def test_without_an_answer_it_is_an_error_and_the_version_before_is_served(
+    storage: Storage, lineage: str, engine: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "_WHOLE_S", 0.1)
+    publisher = Publisher(storage, lineage, whole_interval=10)
+    published = publish_two(publisher)
+    first = read_published(storage, 1)
+    assert first is not None
+    engine.load(storage, first)
+    damage_delta(storage)
+    with pytest.raises(StorageError, match=r"weights of version 2 cannot be loaded: .*do not match the manifest"):
+        engine.load(storage, published)
+    assert read_requested_whole(storage) == 2
+    assert engine.alive()
+    assert_serves(engine, first)
+    publisher.write_whole(2)
+    engine.load(storage, published)
+    assert_serves(engine, published)
+
+
+def test_an_engine_that_ends_waits_for_no_answer(storage: Storage, lineage: str) -> None:
+    engine = EngineClient(engine_spec("fake"))
+    engine.wait_ready()
+    published = publish_two(Publisher(storage, lineage, whole_interval=10))
+    damage_delta(storage)
+    waits = threading.Event()
+
+    def kill(version: int) -> None:
+        waits.set()
+        os.kill(engine._child.pid, signal.SIGKILL)
+
+    with answering(storage, kill) as asked, pytest.raises(StorageError, match="version 2 cannot be loaded"):
+        engine.load(storage, published)
+    assert asked == [2]
+    engine.close()
+
+
+# ---- a version whose holder cannot be reached
+
+
+def hold_two(storage: Storage, lineage: str) -> tuple[Publisher, Published]:
+    publisher = Publisher(storage, lineage, holder=Holder(storage))
+    return publisher, publish_two(publisher)
+
+
+def test_what_does_not_come_from_those_who_hold_it_comes_as_files(
+    storage: Storage, lineage: str, engine: EngineClient, machines: Callable[[str], None]
+) -> None:
+    publisher, published = hold_two(storage, lineage)
+    machines("engine's")
+    with answering(storage, lambda version: publisher.write_held()) as asked:
+        found = engine.fetch(storage, published, TIMEOUT_S)
+        engine.load(storage, found)
+    assert asked == [2]
+    assert found == published and found.held is None
+    assert_serves(engine, published)
+    assert (read_published(storage, 1) or published).held is None, "others may wait for older ones"
+
+
+def test_what_went_with_its_holder_is_waited_for_until_the_next_one_has_published_it(
+    storage: Storage, lineage: str, engine: EngineClient, machines: Callable[[str], None]
+) -> None:
+    lost, published = hold_two(storage, lineage)
+    machines("engine's")
+    resumed: list[Publisher] = []
+
+    def resume(version: int) -> None:
+        resumed.append(hold_two(storage, lineage)[0])  # on this machine
+
+    with answering(storage, resume) as asked:
+        found = engine.fetch(storage, published, TIMEOUT_S)
+        engine.load(storage, found)
+    assert asked == [2] and found.held is not None
+    assert_serves(engine, published)
+    for publisher in (lost, *resumed):
+        publisher.write_held()
+
+
+def test_without_time_it_is_tried_once_and_nobody_is_asked(
+    storage: Storage, lineage: str, engine: EngineClient, machines: Callable[[str], None]
+) -> None:
+    publisher, published = hold_two(storage, lineage)
+    served = engine.weights
+    machines("engine's")
+    with pytest.raises(StorageError, match=r"weights of version 2 did not come from those who hold them: .*no process"):
+        engine.fetch(storage, published, 0.0)
+    assert read_requested_whole(storage) == 0
+    assert engine.weights == served and engine.alive()
+    publisher.write_held()
+
+
+def test_who_is_called_off_waits_no_more(
+    storage: Storage, lineage: str, engine: EngineClient, machines: Callable[[str], None]
+) -> None:
+    publisher, published = hold_two(storage, lineage)
+    machines("engine's")
+    called_off = iter([False, True])
+    with pytest.raises(RoleError, match="nobody wants them any more"):
+        engine.fetch(storage, published, TIMEOUT_S, called_off=lambda: next(called_off))
+    assert read_requested_whole(storage) == 2
+    publisher.write_held()
