@@ -25,7 +25,7 @@ HELD = "tests/unit/weights/test_held.py::"
 METHODS = "tests/integration/weights/test_weight_methods.py::"
 GROUP = METHODS + "test_all_machines_serve_what_was_published_also_one_that_joins_late"
 LOST_MEMBER = METHODS + "test_whoever_is_killed_takes_nothing_along"
-NO_GROUP = "nothing to call: a group exists for one broadcast, to the members that ask for the weights"
+NO_GROUP = "nothing to call: a group exists for one broadcast on request; a lost member costs only that group"
 NO_STATUS = "nothing to set: files show the progress of each role, and its lease whether it is alive"
 LEASE = "tests/unit/run/test_run_folder.py::test_a_second_living_owner_is_refused_naming_the_first"
 STOP = TRAINER + "test_a_stop_on_request_ends_after_the_step_with_a_checkpoint"
@@ -136,7 +136,7 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
             "`Publisher.publish`; with `sync_method: memory` the ranks hold the weights",
             HELD + "test_what_is_held_is_what_would_be_files",
         ),
-        "get_model_state_dict": ("`EngineClient.fetch`", GROUP),
+        "get_model_state_dict": ("`EngineClient.fetch`: verified files, once per machine", GROUP),
         "get_model_state_dict_iterator": ("the same; files are read in parts", GROUP),
         "get_state_dict_meta": ("the manifest of a version", NEWEST),
         "setup_weight_sync_group": (NO_GROUP, GROUP),
@@ -152,7 +152,7 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "get_latest_model_version": ("`latest_published`, by the pointer", NEWEST),
         "get_latest_model_path": ("the same", NEWEST),
-        "ready_to_nccl_sync": ("nothing to call: the trainer never waits", LOST_MEMBER),
+        "ready_to_nccl_sync": ("nothing to call: a version is ready once its manifest exists", LOST_MEMBER),
         "get_actor": (
             "`start_synchronizer`; without it the files are polled",
             ACTOR + "test_a_lost_actor_costs_time_and_nothing_else",
