@@ -1,5 +1,5 @@
 """Promise: each public method of Trinity-RFT's Trainer, Explorer and Synchronizer has a documented replacement whose
-named test exists (docs/trinity-methods.md). tests/unit/config/test_from_trinity.py covers the keys.
+named test exists (docs/trinity-methods.md). tests/unit/config/trinity/test_from_trinity.py covers the keys.
 
 `python tests/unit/compat/test_trinity_methods.py > docs/trinity-methods.md` writes the page again.
 """
@@ -16,12 +16,12 @@ ROOT = Path(__file__).parents[3]
 TRAINER = "tests/unit/trainer/test_trainer.py::"
 CHECKPOINT = "tests/unit/trainer/test_checkpoint.py::"
 EXPLORER = "tests/unit/explorer/test_explorer.py::"
-CLAIMS = "tests/unit/explorer/test_claims.py::"
+CLAIMS = "tests/unit/explorer/test_unit_claims.py::"
 EVALUATION = "tests/unit/explorer/test_evaluation.py::"
 STYLES = "tests/unit/synchronizer/test_styles.py::"
 ACTOR = "tests/unit/synchronizer/test_actor.py::"
-PUBLISHED = "tests/unit/weights/test_published.py::"
-HELD = "tests/unit/weights/test_held.py::"
+PUBLISHED = "tests/unit/synchronizer/test_published.py::"
+HELD = "tests/unit/synchronizer/transports/test_memory.py::"
 METHODS = "tests/integration/weights/test_weight_methods.py::"
 GROUP = METHODS + "test_all_machines_serve_what_was_published_also_one_that_joins_late"
 LOST_MEMBER = METHODS + "test_whoever_is_killed_takes_nothing_along"
