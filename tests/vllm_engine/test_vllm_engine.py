@@ -48,7 +48,7 @@ from rftdask.models.toy import build_toy_model
 from rftdask.rollouts.policy.answer_parsers import AnswerParser, ToolCall
 from rftdask.storage import open_storage
 from rftdask.synchronizer.fingerprint import Fingerprint, fixed_sequences
-from rftdask.synchronizer.node_cache import NodeCopy
+from rftdask.synchronizer.node_cache import NodeCache
 from rftdask.synchronizer.published import read_published
 from rftdask.synchronizer.publisher import Publisher
 from rftdask.trainer.engines.torch_engine import TorchEngine
@@ -431,7 +431,7 @@ def test_a_delta_becomes_the_whole_that_is_loaded(
     assert storage.list("weights/2") == ["MANIFEST.json", "model.safetensors.delta"]
     other = TransformersEngine(str(folders[0]))
     for each in published:
-        copy = NodeCopy(storage, each, 60.0)
+        copy = NodeCache(storage, each, 60.0)
         assert not engine.try_load_changes(each.version, copy.files, None)
         other.load_weights(each.version, copy.files)
         engine.load_verified(each.version, copy.files, fingerprint_of(other))

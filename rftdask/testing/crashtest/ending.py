@@ -20,7 +20,7 @@ from rftdask.errors import NotFoundError, RftError
 from rftdask.storage import Storage
 from rftdask.storage.memory import MemoryStorage
 from rftdask.synchronizer.manifest import is_valid, read_file, read_manifest
-from rftdask.synchronizer.node_cache import NodeCopy
+from rftdask.synchronizer.node_cache import NodeCache
 from rftdask.synchronizer.published import (
     CHECKPOINT_MODEL_FILE,
     CHECKPOINT_POINTER,
@@ -151,7 +151,7 @@ def read_weights(storage: Storage, version: int) -> bytes:
     published = read_published(storage, version)
     if published is None:
         raise NotFoundError(f"{weights_folder(version)} is not there")
-    copy = NodeCopy(_NoFolder(storage, lambda verb, path, stage: None), published, _TIMEOUT_S)
+    copy = NodeCache(_NoFolder(storage, lambda verb, path, stage: None), published, _TIMEOUT_S)
     try:
         return copy.files[0].read_bytes()
     finally:
