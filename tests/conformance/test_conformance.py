@@ -1,5 +1,6 @@
-"""Promise: each of our functions agrees with the peers' or differs as the table says. The peers are what
-install_peers.sh installs; without it their tests fail, and `make test` leaves them out with the other extras."""
+"""Promise: each of our functions agrees with the peers' or differs as the table documents. install_peers.sh installs
+the peers; without them these tests fail, and `make test` skips them with the other extras.
+"""
 
 import re
 from concurrent.futures import ProcessPoolExecutor
@@ -21,13 +22,13 @@ from rftdask.testing.conformance.run import PEERS, Row, failures, format_table, 
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    # In a process of its own: the names of one of the peers are those of rftdask.compat.trinity in others.
+    # Separate process: it uses the module names of a peer that rftdask.compat.trinity also provides.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
         return processes.submit(run_conformance, num_seeds=2).result()
 
 
 @pytest.mark.extras
-@pytest.mark.filterwarnings("ignore")  # what the peers' imports warn of is theirs
+@pytest.mark.filterwarnings("ignore")  # warnings from the peers' imports
 @pytest.mark.parametrize("name", [peer.name for peer in PEERS])
 def test_every_function_agrees_or_differs_as_the_table_says(name: str, rows: list[Row]) -> None:
     mine = [row for row in rows if row.peer == name]
@@ -36,9 +37,9 @@ def test_every_function_agrees_or_differs_as_the_table_says(name: str, rows: lis
 
 
 ELSEWHERE = {"bradley_terry": "reward model loss", "jsd": "generalized_jsd_loss of GKD"}
-"""Rows that call a part by its peer's word."""
+"""Rows that name a part by its peer's name."""
 NOTHING_TO_ASK = {"reinforce", "none"}
-"""The reward itself, and no KL."""
+"""Rows of the reward itself, without KL."""
 
 
 @pytest.mark.parametrize("kind", ["policy_loss_fn", "advantage_fn", "kl_loss_fn"])

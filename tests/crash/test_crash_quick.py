@@ -1,7 +1,7 @@
-"""A thin sample of the crash test, for every change. Promises, for each way a run can be disturbed:
+"""A small sample of the crash test, for every change. Promises, for each kind of disturbance:
 
-- every committed experience is trained exactly once, or dropped for a recorded reason; none is lost, none twice;
-- the batches and the final weights are, bit for bit, those of an undisturbed run.
+- every committed experience is trained exactly once or dropped for a recorded reason; none is lost or duplicated;
+- the batches and the final weights equal those of an undisturbed run bit for bit.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The simulated disk. Promises: what was synced survives a power loss, what was not may be lost or torn, a rename or a
-link is kept or lost as a whole, and while the power is on it is a disk like any other.
+"""The simulated disk. Promises: synced data survives a power loss, unsynced data may be lost or torn, a rename or link
+is kept or lost as a whole, and without a power loss the disk behaves like any other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DATA = bytes(range(1, 101))
 
 
 class PowerLoss(BaseException):
-    """Nothing is written after it."""
+    """The simulated power loss, after which nothing is written."""
 
 
 def content(disk: SimulatedDisk, path: str) -> bytes | None:
@@ -32,7 +32,7 @@ def found_after_loss(disk: SimulatedDisk, path: str) -> set[bytes | None]:
 
 
 def cut_before(call: str, disk: SimulatedDisk) -> SimulatedDisk:
-    """The disk, losing its power before the first such call."""
+    """Return a disk that loses its power before the first such call."""
 
     def watch(name: str, path: str) -> None:
         if name == call:

@@ -1,8 +1,8 @@
-"""Every algorithm type learns what it is for: a toy, through engine, workflows, batches and trainer, in this process.
+"""Promise: every algorithm type learns its toy through engine, workflows, batches and trainer, in this process.
 
-A bound that is crossed names the metric; `python -m tests.learning NAME` prints what was measured. That the bounds see
-what is broken is shown by mutants: some of them here, all of them by `python -m tests.learning.mutants`.
-RFTDASK_LEARNING_SEEDS ("0") names the seeds, such as "0,1,2".
+A violated bound names the metric; `python -m tests.learning NAME` prints the measurements. Mutants show that the bounds
+detect errors: some of them here, all of them in `python -m tests.learning.mutants`. RFTDASK_LEARNING_SEEDS ("0") names
+the seeds, such as "0,1,2".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A reward model tells apart what it has not seen, and what it says is learned."""
+"""Promises: a reward model ranks unseen pairs, and a policy learns from its scores."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def words_in_order(dice: random.Random, words: list[str], count: int) -> list[tu
 
 
 def test_a_reward_model_tells_responses_apart_that_it_has_not_seen(tmp_path: Path) -> None:
-    """Of two words of a and b the one with more a is preferred; words of the held-out pairs are in no other."""
+    """The word with more a is preferred; the words of the held-out pairs are in no other pair."""
     words = ["".join(letters) for letters in itertools.product("ab", repeat=7)]
     random.Random(0).shuffle(words)
     train, held_out = (words_in_order(random.Random(1), part, 64) for part in (words[:96], words[96:]))

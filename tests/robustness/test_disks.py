@@ -1,5 +1,6 @@
-"""A disk that is full, read-only or of another user: one line says what, where and what to do, nothing is half visible;
-once that is mended the same command goes on to the same bits. The disks are real: small file systems in memory.
+"""A disk that is full, read-only or owned by another user. Promises: one line reports what, where and what to do; no
+file is partly visible; after a fix the same command resumes to the same bits. The disks are real: small file systems
+in memory.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ NOBODY = 65534
 
 
 class Disk:
-    """A file system of its own in a folder."""
+    """A file system mounted in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.filler = folder / ".tmp-filler"  # hidden, as an unfinished write is
+        self.filler = folder / ".tmp-filler"  # hidden, like an unfinished write
 
     def fill(self) -> None:
         with self.filler.open("wb", buffering=0) as file:
@@ -68,7 +69,7 @@ class Disk:
 
 @pytest.fixture
 def make_disk() -> Iterator[Callable[..., Disk]]:
-    """Mounts a disk of so many KiB at a folder; it is gone when the test ends."""
+    """Mount a disk of the given KiB at a folder; it is unmounted after the test."""
     made: list[Path] = []
 
     def make(folder: Path, kib: int, *, full: bool = True) -> Disk:
@@ -100,7 +101,9 @@ def files_in(folder: Path) -> set[Path]:
 def test_a_trainer_whose_disk_is_full_says_so_and_goes_on_to_the_same_bits(
     place: str, make_disk: Callable[..., Disk], tmp_path: Path
 ) -> None:
-    """Ledger, weights, checkpoint and its files, and the pointer, which is in the folder itself."""
+    """The full disk holds the ledger, weights, checkpoint and its files, or the pointer, which is in the folder
+    itself.
+    """
     plain, run = open_storage(tmp_path / "plain"), open_storage(tmp_path / "run")
     fill_log(plain, 5)
     make_trainer(plain).run()
@@ -202,7 +205,8 @@ def test_a_run_whose_disk_fills_up_ends_with_one_line_and_goes_on_to_the_same_bi
     assert str(folder) in ended.err and FULL in ended.err, ended
     assert "restarts" not in ended.out and "runs again" not in ended.out, "no try could have helped"
     again = call_cli("run", str(config), *settings)
-    # What is written first does not fit; or the last that the run removed has left room for that, not for weights.
+    # Either the first write does not fit, or the files that the run removed last freed space for it but not for
+    # weights.
     assert again.code == 2 and again.err.count("\n") == 1 and "free some space" in again.err, again
     disk.free()
     finish(config, *settings)
@@ -210,7 +214,7 @@ def test_a_run_whose_disk_fills_up_ends_with_one_line_and_goes_on_to_the_same_bi
     assert final_weights(folder) == final_weights(run_folder(plain))
 
 
-# ---- read-only, or another user's
+# ---- read-only, or owned by another user
 
 
 @pytest.fixture
@@ -226,7 +230,7 @@ def shared() -> Iterator[Path]:
 
 
 def call_as_another(*arguments: str) -> Ended:
-    """`rftdask` as a user who owns none of the files: nobody where tests run as root, else who runs them."""
+    """Run `rftdask` as a user who owns none of the files: nobody if tests run as root, otherwise the current user."""
     if os.geteuid() != 0:
         return call_cli(*arguments)
     groups = os.getgroups()
@@ -277,7 +281,7 @@ def test_what_this_user_may_not_read_or_write_is_told_before_anything_starts(
         settings += ["explorer.rollout_model.engine_type=transformers"]
     if place.startswith("plugins"):
         settings = [f"explorer.plugin_dirs=[{shared}/plugins]"]
-    sound = call_cli("validate", str(shared / "config.yaml"), *settings, "--data")  # imports what root alone may read
+    sound = call_cli("validate", str(shared / "config.yaml"), *settings, "--data")  # imports that only root can read
     assert rftdask.experiment and sound.code == (2 if place.startswith("plugins") else 0), sound
     shutil.rmtree(shared / "runs" / "rftdask")
     lock(shared / place, mode)

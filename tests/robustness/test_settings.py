@@ -1,4 +1,4 @@
-"""A setting that makes no sense is refused by its name, before anything starts."""
+"""Promise: an invalid setting is refused by its name before anything starts."""
 
 from pathlib import Path
 

@@ -1,6 +1,8 @@
-"""A workflow or reward that cannot work is told in one message before anything starts: it is tried on the first row.
+"""Promise: a workflow or reward that cannot work is reported in one message before anything starts, by a trial on the
+first row.
 
-What may be the fault of the answer alone is a warning, and what is not installed on a login node is said there.
+An error that may only be caused by the trial's answer is a warning. On a login node, parts that are not installed are
+reported as unchecked.
 """
 
 import json
@@ -76,10 +78,10 @@ def config(tmp_path: Path) -> Path:
 
 
 def own(config: Path, key: str, source: str) -> tuple[str, ...]:
-    """Settings that name the function `scored` of a plug-in folder."""
+    """Return settings that name the function `scored` in a plug-in folder."""
     folder = config.parent / "plugins"
     folder.mkdir()
-    name = f"plugin_{abs(hash((config, source)))}"  # a module is imported once in a process
+    name = f"plugin_{abs(hash((config, source)))}"  # a process imports a module only once
     (folder / f"{name}.py").write_text(HEAD + source + "\n")
     return f"explorer.plugin_dirs=[{folder}]", f"{TASKSET}.{key}={name}.scored"
 
@@ -233,5 +235,5 @@ def test_validate_on_a_login_node_says_what_it_has_not_checked(config: Path) -> 
         assert ended.code == 2 and "no_such_package" in ended.err
         ended = call_cli("validate", str(config), *settings, "cluster.type=slurm", *more)
         assert ended.code == 0, ended
-        if not more:  # the other is logged, which pytest has taken
+        if not more:  # the other message is logged, and pytest has captured it
             assert ended.err.count("not checked here, and checked where the run starts:") == 1
