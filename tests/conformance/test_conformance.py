@@ -30,7 +30,7 @@ def rows() -> list[Row]:
 @pytest.mark.extras
 @pytest.mark.filterwarnings("ignore")  # warnings from the peers' imports
 @pytest.mark.parametrize("name", [peer.name for peer in PEERS])
-def test_every_function_agrees_or_differs_as_the_table_says(name: str, rows: list[Row]) -> None:
+def test_every_function_agrees_or_differs_as_documented(name: str, rows: list[Row]) -> None:
     mine = [row for row in rows if row.peer == name]
     assert [row.note for row in mine if row.status == "skipped"] == []
     assert failures(mine) == []
@@ -80,7 +80,7 @@ def test_an_absent_peer_is_a_counted_skip(monkeypatch: pytest.MonkeyPatch) -> No
     assert format_table(rows).endswith("0 agree, 0 differs, 0 FAILED, 1 skipped")
 
 
-def test_the_command_prints_the_table_and_fails_if_a_row_is_not_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_fails_if_a_row_is_not_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Case("ppo", loss_of(), loss_of())
     peer = Peer("Torch", "torch", lambda: [right])
     monkeypatch.setattr(runner, "PEERS", (peer,))
@@ -93,7 +93,7 @@ def test_the_command_prints_the_table_and_fails_if_a_row_is_not_as_documented(mo
 
 
 @pytest.mark.parametrize("kind", ["padded", "holes", "short", "empty", "extreme"])
-def test_batches_are_what_their_kind_says(kind: str) -> None:
+def test_batches_have_the_properties_of_their_kind(kind: str) -> None:
     batch = sample_batch(0, torch.float32, kind=kind)
     lengths = batch.mask.sum(-1)
     assert (lengths == 0).any() == (kind == "empty")

@@ -111,7 +111,7 @@ def test_without_fsync_of_folders_names_are_lost() -> None:
     assert found_after_loss(disk, "a") == {None, DATA}
 
 
-def test_it_says_what_is_wrong_as_a_real_disk_does() -> None:
+def test_errors_are_those_of_a_real_disk() -> None:
     store = LocalStorage("/run", SimulatedDisk())
     store.put("folder/file", DATA)
     assert not store.put_new("folder/file", b"x")

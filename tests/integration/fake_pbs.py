@@ -1,5 +1,5 @@
-"""qsub, qstat and qdel in the place of PBS's, whose forms they keep: what qsub reads of a script and prints, the table
-of `qstat -u`, what a job finds in its environment. Jobs are processes of this machine, and all of them run at once.
+"""Stand-ins for PBS's qsub, qstat and qdel with the same formats: the directives that qsub reads and its output, the
+table of `qstat -u`, and the environment of a job. Jobs are processes of this machine and all run at once.
 
     python fake_pbs.py COMMAND SPOOL ARGUMENT...
 """
@@ -29,7 +29,7 @@ Job ID          Username Queue    Jobname    SessID NDS TSK Memory Time  S Time
 
 
 def install(folder: Path) -> Path:
-    """Make the three commands in a folder; where their jobs are noted."""
+    """Create the three commands in a folder; return the folder that records their jobs."""
     folder.mkdir()
     for name in ("qsub", "qstat", "qdel"):
         (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} {name} {folder}/spool "$@"\n')
@@ -52,7 +52,7 @@ def qsub(spool: Path, script: str) -> None:
     number = 100 + len(list(spool.glob("*.json")))
     copy = spool / f"{number}.SC"
     copy.write_text(text)
-    # A job has the variables that PBS gives it, and no others of who submitted it.
+    # A job has the variables of PBS and none of the user's environment.
     env = {key: os.environ[key] for key in ("HOME", "PATH", "LANG", "USER") if key in os.environ}
     env |= {"PBS_JOBID": f"{number}.fake", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_QUEUE": told.get("q", ["workq"])[0]}
     with Path(told["o"][0], f"{told['N'][0]}.o{number}").open("ab") as out:

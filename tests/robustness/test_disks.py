@@ -98,7 +98,7 @@ def files_in(folder: Path) -> set[Path]:
 
 
 @pytest.mark.parametrize("place", ["ledger/main", "weights/3", "global_step_4", "global_step_4/actor", ""])
-def test_a_trainer_whose_disk_is_full_says_so_and_goes_on_to_the_same_bits(
+def test_a_trainer_on_a_full_disk_reports_it_and_resumes(
     place: str, make_disk: Callable[..., Disk], tmp_path: Path
 ) -> None:
     """The full disk holds the ledger, weights, checkpoint and its files, or the pointer, which is in the folder
@@ -160,9 +160,7 @@ def test_logs_that_do_not_fit_end_nothing_and_fill_no_terminal(
     assert capsys.readouterr().err == "WARNING driver: a thing to know\n"
 
 
-def test_what_a_process_raises_arrives_also_when_its_log_does_not_fit(
-    make_disk: Callable[..., Disk], tmp_path: Path
-) -> None:
+def test_an_error_arrives_even_if_its_log_does_not_fit(make_disk: Callable[..., Disk], tmp_path: Path) -> None:
     disk = make_disk(tmp_path / "log", 4)
     log = disk.folder / "refused.log"
     child = Child(
@@ -178,9 +176,7 @@ def test_what_a_process_raises_arrives_also_when_its_log_does_not_fit(
         child.close()
 
 
-def test_a_lease_whose_disk_is_full_is_given_back_when_its_process_ends(
-    make_disk: Callable[..., Disk], tmp_path: Path
-) -> None:
+def test_a_lease_on_a_full_disk_ends_with_its_process(make_disk: Callable[..., Disk], tmp_path: Path) -> None:
     disk = make_disk(tmp_path / "run", 64, full=False)
     lease = Lease(open_storage(disk.folder), "trainer")
     disk.fill()
@@ -188,9 +184,7 @@ def test_a_lease_whose_disk_is_full_is_given_back_when_its_process_ends(
 
 
 @pytest.mark.slow
-def test_a_run_whose_disk_fills_up_ends_with_one_line_and_goes_on_to_the_same_bits(
-    make_disk: Callable[..., Disk], tmp_path: Path
-) -> None:
+def test_a_run_on_a_full_disk_ends_with_one_line_and_resumes(make_disk: Callable[..., Disk], tmp_path: Path) -> None:
     settings = ("explorer.eval_interval=100",)
     plain, config = write_config(tmp_path / "plain"), write_config(tmp_path / "full")
     finish(plain, *settings)
@@ -269,7 +263,7 @@ LOCKED: dict[str, tuple[str, int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("place", "mode", "words"), LOCKED.values(), ids=LOCKED.keys())
-def test_what_this_user_may_not_read_or_write_is_told_before_anything_starts(
+def test_files_without_permission_are_reported_at_the_start(
     place: str, mode: int, words: tuple[str, ...], shared: Path, toy_model: Path
 ) -> None:
     settings = []

@@ -95,7 +95,7 @@ MISTYPED = {
 
 @pytest.mark.parametrize("words", MISTYPED.values(), ids=MISTYPED.keys())
 @pytest.mark.timeout(120)
-def test_a_mistake_is_told_without_being_obeyed(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_control_characters_in_mistakes_are_not_obeyed(words: tuple[str, ...], tmp_path: Path) -> None:
     config = str(write_config(tmp_path))
     ended = call_cli(*(word.replace("CONFIG", config) for word in words))
     assert ended.code in (1, 2), ended
@@ -143,7 +143,7 @@ READERS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_no_command_obeys_what_a_run_says(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_in_a_run_are_not_obeyed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run.parents[2]
     assert_shown_safely((folder / "printed").read_text())
     with (run / "log" / "driver.log").open("a") as log:
@@ -196,7 +196,7 @@ __main__.main()
 
 # After the first signal, shells report 130 as well.
 @pytest.mark.parametrize(("program", "code"), [(SLOW_IMPORT, -signal.SIGINT), (SLOW_COMMANDS, 130)])
-def test_ctrl_c_while_the_command_is_imported_or_made_is_no_traceback(program: str, code: int) -> None:
+def test_ctrl_c_during_import_prints_no_traceback(program: str, code: int) -> None:
     with RunProcess(program=("-c", program)) as command:
         assert command.process.stdout is not None
         command.process.stdout.readline()

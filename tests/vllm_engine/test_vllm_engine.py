@@ -155,7 +155,7 @@ REQUESTS = [
 FOLLOW = "import sys, pathlib, rftdask.engines.vllm_follower as f; f.follow(f.Nodes(2, pathlib.Path(sys.argv[1])), 1)"
 
 
-def test_an_engine_over_two_nodes_computes_and_loads_as_one_and_leaves_nothing(
+def test_an_engine_over_two_nodes_works_like_one_and_ends(
     folders: dict[int, Path], others: dict[int, TransformersEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Both nodes are this machine, each with its own processes, which connect over the network.
@@ -230,14 +230,14 @@ def trainer_logprobs(model: torch.nn.Module, answers: Sequence[Generation]) -> l
     return [row[: len(answer.tokens)].tolist() for row, answer in zip(scored_BT, answers, strict=True)]
 
 
-def test_prompts_that_do_not_fit_into_one_pass_together_are_all_answered(engine: VllmEngine) -> None:
+def test_prompts_that_exceed_one_pass_are_all_answered(engine: VllmEngine) -> None:
     prompts = [(3 + number, *range(20, 120)) for number in range(90)]  # 9,000 tokens, with no common prefixes
     answers = engine.generate([GenerateRequest(prompt, SamplingParams(2), prompt[0]) for prompt in prompts])
     assert all(1 <= len(answer.tokens) <= 2 for answer in answers) and len(answers) == 90
 
 
 @pytest.mark.parametrize("sampler", ["vllm", "transformers"])
-def test_both_engines_record_the_logprobs_that_the_trainer_computes(
+def test_both_engines_record_the_logprobs_of_the_trainer(
     sampler: str, engine: VllmEngine, others: dict[int, TransformersEngine]
 ) -> None:
     answers = (engine if sampler == "vllm" else others[0]).generate(REQUESTS)
@@ -254,7 +254,7 @@ FORM = """start: %json {"enum": [{"yes": true, "n": 1}, {"yes": true, "n": 23}, 
 "x-guidance": {"whitespace_flexible": false}}"""
 
 
-def test_guided_answers_are_those_of_the_transformers_engine_beside_others_and_with_their_logprobs(
+def test_guided_answers_equal_those_of_the_transformers_engine(
     engine: VllmEngine, others: dict[int, TransformersEngine]
 ) -> None:
     forms = (FORM, "", 'start: /[a-c]{3,5}/ "!"', FORM, FORM)  # in the order of REQUESTS, the last of which is greedy
@@ -276,7 +276,7 @@ def test_guided_answers_are_those_of_the_transformers_engine_beside_others_and_w
     assert max(map(abs, gaps)) < 1e-4
 
 
-def test_what_must_not_come_does_not_come_and_an_answer_that_can_be_nothing_else_ends(
+def test_forbidden_words_never_occur_and_forced_answers_end(
     engine: VllmEngine, others: dict[int, TransformersEngine]
 ) -> None:
     greedy = SamplingParams(12, temperature=0.0)
@@ -297,7 +297,7 @@ test_tools_are_called_where_that_is_required = guided.test_a_tool_is_called_wher
 test_a_form_that_is_none_costs_no_engine = guided.test_a_form_that_is_none_is_refused_by_name_and_the_engine_lives
 
 
-def test_the_second_model_runner_has_tempered_logprobs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_model_runner_also_tempers_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the samplers of vLLM 0.26 and 0.32, whose kernels need a GPU: their return values are simulated."""
     from rftdask.engines.vllm_worker import KernelSampler, TemperedKernelSampler, WeightWorker
 
@@ -338,7 +338,7 @@ def test_seeds_are_what_both_model_runners_take() -> None:
     assert len({seed % 2**32 for seed in seeds}) == len(seeds)
 
 
-def test_loaded_weights_are_proven_and_no_cached_prefix_outlives_them(
+def test_loaded_weights_are_verified_and_reset_the_prefix_cache(
     engine: VllmEngine, folders: dict[int, Path], others: dict[int, TransformersEngine]
 ) -> None:
     prompt = tuple(range(3, 100))  # several blocks of vLLM's cache
@@ -353,7 +353,7 @@ def test_loaded_weights_are_proven_and_no_cached_prefix_outlives_them(
     assert engine._llm is served_by, "loaded in place, tied embeddings and all, not started again"
 
 
-def test_who_returns_to_its_gpu_has_room_for_a_cache_once_its_new_weights_are_there(
+def test_a_cache_fits_after_returning_to_the_gpu_and_loading(
     folders: dict[int, Path], engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
@@ -470,7 +470,7 @@ class VllmsOwnReload(Engine):
         self.engine.load_anew(version, files)
 
 
-def test_a_stale_output_head_is_noticed_and_the_engine_started_again(
+def test_a_stale_output_head_is_noticed_and_restarts_the_engine(
     engine: VllmEngine, folders: dict[int, Path], others: dict[int, TransformersEngine]
 ) -> None:
     """vLLM since 0.28 on a CPU, with tied embeddings. If this test fails, `load_published` may no longer need its last
@@ -499,7 +499,7 @@ def moved_trainer(folder: Path, lora: LoraConfig) -> Iterator[TorchEngine]:
         yield trainer
 
 
-def test_adapters_are_loaded_beside_the_frozen_weights(tmp_path: Path, engine: VllmEngine) -> None:
+def test_adapters_are_loaded_next_to_the_frozen_weights(tmp_path: Path, engine: VllmEngine) -> None:
     """Uses its own engine, with `engine` closed to free memory: vLLM must know of adapters from the start."""
     engine.close()
     trainers = moved_trainer(tmp_path / "model", LoraConfig(lora_rank=4))
@@ -586,9 +586,7 @@ def check_images(models: Sequence[Path], folder: Path, then: Callable[[VllmEngin
 
 
 @needs_newer_transformers
-def test_images_are_those_of_the_transformers_engine_and_of_the_trainer_also_with_new_weights(
-    tmp_path: Path, engine: VllmEngine
-) -> None:
+def test_images_match_transformers_and_trainer_after_loading(tmp_path: Path, engine: VllmEngine) -> None:
     """Uses its own engine, with `engine` closed to free memory."""
     skip_before("0.31", UNSPLIT)
     engine.close()
@@ -606,9 +604,7 @@ def test_images_are_those_of_the_transformers_engine_and_of_the_trainer_also_wit
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl"])
-def test_images_of_models_that_need_torchvision_are_those_of_the_trainer(
-    tmp_path: Path, engine: VllmEngine, model_type: str
-) -> None:
+def test_images_of_torchvision_models_match_the_trainer(tmp_path: Path, engine: VllmEngine, model_type: str) -> None:
     """Runs in a separate process, because transformers decides at import time which classes need torchvision."""
     engine.close()
     for version in (0, 1):
@@ -757,9 +753,7 @@ def test_parsers_of_vllm_see_marks_that_are_special_tokens(parser: str, said: st
     assert AnswerParser(tokenizer, parser, "none").parse("4", [*map(ord, "4")], "", tools).content == "4"
 
 
-def test_a_model_that_vllm_loads_and_cannot_compute_ends_the_run_with_the_reason(
-    tmp_path: Path, engine: VllmEngine
-) -> None:
+def test_a_model_that_vllm_cannot_compute_ends_with_the_reason(tmp_path: Path, engine: VllmEngine) -> None:
     engine.close()
     build_toy_model(tmp_path / "model", hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2)
     config = write_config(tmp_path)

@@ -1,4 +1,4 @@
-"""Promise of examples/recipes: copied into an empty folder, each does on the toy what its first lines say."""
+"""Promise of examples/recipes: copied into an empty folder, each runs on the toy as its first lines describe."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ FEW = "trainer.total_steps=2"
 
 
 def copy(name: str, folder: Path) -> Path:
-    """Copies a recipe into an empty folder, and makes a toy that is not warm: what is to be seen is that the recipe
-    runs. Returns the folder of its run.
+    """Copy a recipe into an empty folder and create an untrained toy, since the tests only check that the recipe runs.
+    Returns the folder of its run.
     """
     copy_bundled(name, folder)
     write_toy_tasks(folder / "toy")
@@ -41,7 +41,7 @@ def copy(name: str, folder: Path) -> Path:
 
 @pytest.fixture
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """`copy` into this test's folder, and goes there."""
+    """`copy` into this test's folder, which becomes the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RFTDASK_RUNS", raising=False)
     return partial(copy, folder=tmp_path)
@@ -92,7 +92,7 @@ def test_a_toy_learns_to_look_at_its_images(copied: Callable[[str], Path]) -> No
     assert found is not None, told[-2000:]
     before, after = float(found[1]), float(found[2])
     assert after >= 70 and after >= before + 40, found[0]
-    # What it was shown is in its folder, and what is trained of it, too: the next run can show it more.
+    # The run folder contains the images of all rollouts, and those that were trained.
     assert len(list((run / "grpo" / "media").iterdir())) == 96
     assert (run / "grpo" / "global_step_40/actor/huggingface/preprocessor_config.json").is_file()
 
@@ -104,7 +104,7 @@ def test_explore_first_train_afterwards(copied: Callable[[str], Path]) -> None:
     assert steps(run) == 2
 
 
-@pytest.mark.long  # tests/unit/commands/test_sweep.py has one, too
+@pytest.mark.long  # tests/unit/commands/test_sweep.py also has one
 def test_a_sweep_ends_with_a_table(copied: Callable[[str], Path]) -> None:
     copied("sweep")
     told = call("sweep", "sweep.yaml", "algorithm.optimizer.lr=2e-4,4e-4", "trainer.total_steps=1", "--at-most", "2")
@@ -132,7 +132,7 @@ def test_scripts_for_slurm(copied: Callable[[str], Path]) -> None:
         assert "trainer" in call("validate", "slurm.yaml")
 
 
-def test_every_recipe_says_how_it_is_started_and_what_it_takes_to_scale() -> None:
+def test_every_recipe_explains_how_to_start_and_to_scale_it() -> None:
     for name in RECIPES:
         said = bundled()[f"examples/recipes/{name}.yaml"].read_text().partition("\nproject:")[0]
         assert f"rftdask examples copy {name} " in said and "To scale:" in re.sub(r"\n# ", " ", said), name

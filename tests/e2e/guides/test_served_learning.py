@@ -1,5 +1,5 @@
-"""Promise: a policy that is served learns from being used: a program that knows HTTP alone asks it and rewards it, a
-trainer trains beside it, and the rewards rise while newer and newer weights are served.
+"""Promise: a served policy learns from its use: a program that knows only HTTP sends requests and rewards, a trainer
+trains at the same time, and the rewards rise while newer weights are served.
 """
 
 import itertools
@@ -56,8 +56,8 @@ def test_a_served_policy_learns_what_it_is_rewarded_for(tmp_path: Path) -> None:
                 task_id = f"{number}/{task}"
                 post(f"{url}/feedback", session_id=session, reward=rewards[-1], task_id=task_id)
             means.append(sum(rewards) / len(rewards))
-            if number + 1 < NUM_ROUNDS:  # the next round is asked of what this one taught
-                trainer.wait_until(lambda: version(url) > number)  # noqa: B023 -- asked in this round alone
+            if number + 1 < NUM_ROUNDS:  # the next round uses the weights that this one trained
+                trainer.wait_until(lambda: version(url) > number)  # noqa: B023 -- used only in this round
         ended = trainer.end()
         assert ended.code == 0, ended
         server.process.terminate()

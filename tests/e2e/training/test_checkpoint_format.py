@@ -1,5 +1,5 @@
-"""A checkpoint of several ranks is one of `torch.distributed.checkpoint`: PyTorch's own reader, in one process and
-without us, finds in its folder every weight and every moment of AdamW, to the bit.
+"""Promise: a checkpoint of several ranks is one of `torch.distributed.checkpoint`: PyTorch's own reader, in one process
+without rftdask, finds every weight and every moment of AdamW in its folder, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEP = 2
 
 
 def train_and_save(gangs: dict[int, Ranks], model: str, folder: str) -> bytes:
-    """What two ranks hold together after some steps, and have saved."""
+    """Return what two ranks hold together after some steps, and save it."""
     ranks = gangs[2]
     made = engine(model, "grpo", strategy_of("fsdp2", ranks))
     for step in range(1, STEP + 1):

@@ -1,7 +1,7 @@
-"""Promises of a whole run, its workers, logs, report and resumption included:
+"""Promises of a whole run, including its workers, logs, report and resumption:
 
-- with `private`, nothing that it leaves is for anybody else, whatever the umask;
-- what the environment completes reaches a workflow in its sandbox and an engine's environment, and is in no file.
+- with `private`, no other user can read its files, whatever the umask;
+- values from the environment reach a workflow in its sandbox and an engine's environment, but no file.
 """
 
 import hashlib

@@ -1,5 +1,5 @@
-"""Promise, with real processes: a run that ends because a batch cannot be trained says which command leaves it out;
-after that command the same run goes on to its end, and nothing is lost.
+"""Promise, with real processes: a run that ends because a batch cannot be trained names the command that skips it;
+after that command the same run continues to its end without losses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.integration.run_cases import (
 pytestmark = pytest.mark.slow
 
 
-def test_a_batch_whose_shard_is_lost_is_left_out_by_the_command_that_the_error_names(tmp_path: Path) -> None:
+def test_the_named_command_skips_a_batch_whose_shard_is_lost(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)
     settings = ("trainer.save_interval=100", "trainer.max_restarts=0", "explorer.eval_interval=100")

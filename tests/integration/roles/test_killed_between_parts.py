@@ -1,5 +1,5 @@
-"""Promise, with real processes: a run whose work units are committed in parts, killed with signal 9 while batches
-are half committed, ends with the weights of a run that nobody disturbed and whose batches were committed whole.
+"""Promise, with real processes: a run whose work units are committed in parts, killed with signal 9 while batches are
+half committed, ends with the weights of an undisturbed run that committed its batches whole.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ SETTINGS = (
 
 
 def num_half_done(folder: Path) -> int:
-    """Work units of which some groups are committed and some are not."""
+    """Return the number of partly committed work units."""
     names = ParquetLog(open_storage(str(folder))).shards()
     return len({(name.explore_step, name.unit) for name in names} - done_units(names))
 
 
 def is_paused_half_done(run: RunProcess, folder: Path) -> bool:
-    """Whether a batch is half done and stays so, since the run is paused; if not, the run goes on."""
+    """Pause the run and return True if a batch is half done; otherwise let the run continue."""
     if not num_half_done(folder):
         return False
     run.pause()
@@ -44,9 +44,7 @@ def is_paused_half_done(run: RunProcess, folder: Path) -> bool:
     return False
 
 
-def test_a_run_killed_between_the_parts_of_a_batch_ends_as_if_it_had_not_been(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_killed_between_parts_of_a_batch_ends_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     path = {"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}"}
     whole, parts = write_config(tmp_path / "whole"), write_config(tmp_path / "parts")

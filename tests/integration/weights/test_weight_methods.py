@@ -1,15 +1,15 @@
-"""The contract of the ways in which weights travel: checkpoint, memory and nccl. Every machine is a Dask worker with a
-memory of its own, whose engine is a child process; the trainer is on another one. Promises, whatever the method:
+"""The contract of the synchronization methods checkpoint, memory and nccl. Every machine is a Dask worker with its own
+memory, whose engine is a child process; the trainer is on another machine. Promises of all methods:
 
-- every machine serves the versions that were published, in their order, with their bytes, hash and fingerprint;
-- a machine that joins late gets what there is, and nobody waits for it;
-- whoever is killed with signal 9 while versions travel (a machine, its engine, the trainer) takes nothing along: the
-  others get theirs, and so does the process that takes its place, once the trainer has published again what it held;
-- a trainer killed at any of its durable writes is followed by one that publishes the same versions, in their order,
-  with their hashes and fingerprints: what was published before its newest checkpoint is a file, the rest it repeats;
-- what a trainer holds is a file when it is asked to write it, and nothing else on storage than its manifest before;
-- a run over these machines trains the same, bit for bit, and asks for no files where it can do without; where those who
-  hold weights give nothing it goes on with files, and ends the same way.
+- every machine serves the published versions in order, with their bytes, hash and fingerprint;
+- a machine that joins late gets the current version, and nobody waits for it;
+- killing a machine, its engine or the trainer with signal 9 during a transfer affects no other process: the others get
+  their versions, and so does the replacement, once the trainer has published its held versions again;
+- a trainer killed at any of its durable writes is followed by one that publishes the same versions in order, with their
+  hashes and fingerprints: versions before its newest checkpoint are files, the others it computes again;
+- weights that a trainer holds become a file on request; until then, storage has only their manifest;
+- a run over these machines trains the same, bit for bit, and requests files only if necessary; if the holders of
+  weights send nothing, it continues with files and ends the same way.
 """
 
 import hashlib
@@ -50,11 +50,11 @@ PLANS = (WorkerPlan(TRAINER, ("trainer",), 1), *(WorkerPlan(name, ("explorer",),
 
 
 class Machines(LocalCluster):
-    """Workers each of which has a memory of its own, so that nothing but sockets and storage joins them."""
+    """Workers that each have their own memory, so that only sockets and storage connect them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        super().__init__(Layout(PLANS), tls=False)  # a command that joins it has no keys
+        super().__init__(Layout(PLANS), tls=False)  # a joining command has no keys
 
     def _worker_spec(self, worker: WorkerPlan) -> dict[str, Any]:
         memory = self.folder / f"memory-{worker.name}"
@@ -64,7 +64,7 @@ class Machines(LocalCluster):
         return spec
 
     def addresses(self) -> dict[str, str]:
-        """Of the workers that live, by name."""
+        """Return the addresses of the living workers by name."""
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
         return {str(told["name"]): address for address, told in workers.items()}
 
@@ -75,7 +75,7 @@ class Machines(LocalCluster):
             time.sleep(0.02)
 
     def kill(self, name: str) -> None:
-        """With signal 9; its nanny starts another one."""
+        """Kill a worker with signal 9; its nanny starts another one."""
         address = self.addresses()[name]
         os.kill(self.client.run(os.getpid, workers=[address])[address], signal.SIGKILL)
         self.wait_for(name, other_than=address)
@@ -91,7 +91,7 @@ class Run:
     """A run of one method on the machines."""
 
     def __init__(self, machines: Machines, folder: Path, method: str) -> None:
-        # A name of its own: pytest gives the folder of a test that passed to the next one, and processes here live on.
+        # A unique name: pytest reuses the folder of a passed test, and these processes live on.
         self.machines, self.url = machines, str(folder / f"run-{uuid.uuid4().hex[:8]}")
         self.config = write_config(folder)
         text = self.config.read_text().replace("synchronizer:", f"synchronizer:\n  sync_method: {method}")
@@ -99,7 +99,7 @@ class Run:
         self.config.write_text(text.replace("cluster:", elsewhere))
 
     def begin(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """The future of a call on a machine."""
+        """Return the future of a call on a machine."""
         return self.machines.client.submit(call, *arguments, workers=[name], pure=False)
 
     def publish(self, *versions: int) -> list[Said]:
@@ -108,7 +108,7 @@ class Run:
         return said
 
     def serve(self, version: int, names: tuple[str, ...] = ENGINES) -> dict[str, Any]:
-        """By the engines of machines; futures of what they say."""
+        """Serve with the engines of machines and return the futures of their reports."""
         return {name: self.begin(name, parties.serve, str(self.config), self.url, version) for name in names}
 
 
@@ -126,14 +126,14 @@ def run(machines: Machines, tmp_path: Path, method: str) -> Run:
     return Run(machines, tmp_path, method)
 
 
-def test_all_machines_serve_what_was_published_also_one_that_joins_late(run: Run, method: str) -> None:
+def test_all_machines_serve_all_versions_even_after_joining_late(run: Run, method: str) -> None:
     said = run.publish(1, 2, 3)
     for each in said:
         assert each.fingerprint == parties.fingerprint(each.version)
         assert results(run.serve(each.version)) == [each] * len(ENGINES)
     files = sorted(path.name for path in Path(run.url, "weights", "3").iterdir())
     assert files == ["MANIFEST.json", *["model.safetensors"] * (method == "checkpoint")]
-    # While those that are there go on with the next version, one joins.
+    # One joins while the others continue with the next version.
     (fourth,) = run.publish(4)
     under_way = run.serve(4)
     before = run.machines.addresses().keys()
@@ -142,7 +142,7 @@ def test_all_machines_serve_what_was_published_also_one_that_joins_late(run: Run
         time.sleep(0.02)
     assert results(run.serve(3, tuple(joined))) == [said[-1]]
     assert results(under_way) == [fourth] * len(ENGINES)
-    # Collected where nobody needs it; what stays becomes files when it is asked for.
+    # Unneeded versions are removed; the others become files on request.
     run.begin(TRAINER, parties.collect, run.url, 4).result(timeout=DEADLINE_S)
     run.begin(TRAINER, parties.write_held, run.url).result(timeout=DEADLINE_S)
     assert [path.name for path in Path(run.url, "weights").iterdir()] == ["4"]
@@ -151,7 +151,7 @@ def test_all_machines_serve_what_was_published_also_one_that_joins_late(run: Run
 
 
 @pytest.mark.slow
-def test_whoever_is_killed_takes_nothing_along(run: Run) -> None:
+def test_a_killed_process_loses_no_weights(run: Run) -> None:
     told = []
     for version, victim in ((3, ENGINES[0]), (6, TRAINER), (9, f"the engine of {ENGINES[1]}")):
         (said,) = run.publish(version)
@@ -165,11 +165,11 @@ def test_whoever_is_killed_takes_nothing_along(run: Run) -> None:
             pid = run.begin(ENGINES[1], parties.engine_pid, str(run.config)).result(timeout=DEADLINE_S)
             os.kill(pid, signal.SIGKILL)
         if victim == TRAINER:
-            # As one that resumes: what was published after its checkpoint, and held, at the same steps.
+            # Like a resumed trainer: publish what was held after its checkpoint, at the same steps.
             assert run.publish(version) == [said], told
         for name, future in under_way.items():
             if name in victim:
-                # A task whose worker or engine was lost is another's to run again, as the explorer does.
+                # Another worker must repeat a task whose worker or engine was lost, as the explorer does.
                 future.cancel()
                 future = run.serve(version, (name,))[name]
             assert future.result(timeout=DEADLINE_S) == said, (name, told)
@@ -177,7 +177,7 @@ def test_whoever_is_killed_takes_nothing_along(run: Run) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> list[Said]:
-    """What is said of the versions of a trainer that nobody kills, and that holds nothing."""
+    """Reports about the versions of an undisturbed trainer that holds nothing."""
     storage = open_storage(f"memory://undisturbed-{uuid.uuid4().hex}")
     fill_log(storage, parties.NUM_VERSIONS)
     make_trainer(storage, engine=FingerprintEngine()).run()
@@ -193,7 +193,7 @@ def undisturbed() -> list[Said]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
-def test_a_trainer_killed_at_each_durable_write_goes_on_with_the_same_versions_in_their_order(
+def test_a_trainer_killed_at_each_write_repeats_its_versions(
     run: Run, tmp_path: Path, every: int, undisturbed: list[Said]
 ) -> None:
     folder = tmp_path / uuid.uuid4().hex
@@ -242,7 +242,7 @@ def test_a_run_over_machines_trains_the_same(machines: Machines, tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["memory", "nccl"])
-def test_a_run_whose_machines_get_nothing_from_the_holder_goes_on_with_files(
+def test_a_run_without_held_weights_continues_with_files(
     machines: Machines, tmp_path: Path, by_files: Path, method: str
 ) -> None:
     config = write_config(tmp_path)
