@@ -310,3 +310,20 @@ def assert_sound(folder: Path) -> dict[str, Any]:
     assert status["problems"] == []
     assert committed == sum(counts.values()), status["experiences"]
     return status
+
+
+def assert_same_run(folder: Path, expected: Path) -> dict[str, Any]:
+    """Assert that a run is sound and has the ledger and the weights of another run. Returns the status."""
+    status = assert_sound(folder)
+    assert ledger_of(folder) == ledger_of(expected)
+    assert final_weights(folder) == final_weights(expected)
+    return status
+
+
+def interrupt_when(condition: Callable[[], bool], config: Path, *overrides: str) -> None:
+    """Run until the condition holds, then press Ctrl-C. The run must end with a checkpoint and exit code 130."""
+    with RunProcess("run", str(config), *overrides) as run:
+        run.wait_until(condition)
+        run.interrupt()
+        ended = run.end()
+    assert ended.code == 130, ended

@@ -15,9 +15,9 @@ from rftdask.storage import open_storage
 from rftdask.trainer.checkpoint import checkpoint_steps
 from tests.integration.run_cases import (
     REPEAT_TIMES,
-    RunProcess,
     assert_sound,
     call_cli,
+    interrupt_when,
     num_shards,
     run_folder,
     write_config,
@@ -48,11 +48,9 @@ def test_a_compacted_run_is_sound_and_complete_for_readers(tmp_path: Path) -> No
     config = write_config(tmp_path)
     folder = run_folder(config)
     first_bucket = 2 * (STEPS_PER_BUCKET - 1)
-    with RunProcess("run", str(config), *SETTINGS) as run:
-        run.wait_until(lambda: len(ParquetLog(open_storage(str(folder))).compacted_shards()) >= first_bucket)
-        run.interrupt()
-        ended = run.end()
-    assert ended.code == 130, ended
+    interrupt_when(
+        lambda: len(ParquetLog(open_storage(str(folder))).compacted_shards()) >= first_bucket, config, *SETTINGS
+    )
     was, rows = assert_sound(folder), rows_of(folder)
     assert was["checkpoint"] == was["step"] > STEPS_PER_BUCKET
     oldest = min(checkpoint_steps(open_storage(str(folder))))

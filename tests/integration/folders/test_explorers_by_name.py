@@ -72,15 +72,15 @@ def test_two_explorers_share_a_run_and_one_is_killed(tmp_path: Path) -> None:
         RunProcess(*command(config, "train")) as trainer,
     ):
         first.wait_until(lambda: len(num_rows_by_explorer(folder)) == 2)
-        for each in (first, second):
-            each.pause()  # so that they work for as long as the next command takes
+        for explorer in (first, second):
+            explorer.pause()  # so that they work for as long as the next command takes
         again = call_cli(*command(config, "explore", "explorer.name=b"))
-        for each in (first, second):
-            each.resume()
+        for explorer in (first, second):
+            explorer.resume()
         assert again.code == 2
         assert "explorer.b is process" in again.err
         assert "explorer.name of its own" in again.err
-        assert num_shards(folder) < 2 * STEPS, "they were not met at work"
+        assert num_shards(folder) < 2 * STEPS, "the explorers had already finished"
         first.kill()
         ended = second.end()
         assert ended.code == 0, ended
@@ -95,8 +95,8 @@ def test_two_explorers_share_units_and_a_trainer_gets_all(tmp_path: Path) -> Non
     config = write_config(tmp_path)
     folder = run_folder(config)
     with explore(config, "a") as first, explore(config, "b") as second:
-        for each in (first, second):
-            ended = each.end()
+        for explorer in (first, second):
+            ended = explorer.end()
             assert ended.code == 0, ended
     made = shards(folder)
     assert num_rows_by_explorer(folder).keys() == {"a", "b"}

@@ -10,7 +10,14 @@ import pytest
 
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.storage import open_storage
-from tests.integration.run_cases import RunProcess, assert_sound, finish, num_shards, run_folder, write_config
+from tests.integration.run_cases import (
+    assert_sound,
+    finish,
+    interrupt_when,
+    num_shards,
+    run_folder,
+    write_config,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -27,11 +34,7 @@ SETTINGS = (
 def test_a_run_that_removes_what_it_trained_is_sound(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)
-    with RunProcess("run", str(config), *SETTINGS) as run:
-        run.wait_until(lambda: len(ParquetLog(open_storage(str(folder))).removed()) > 10)
-        run.interrupt()
-        ended = run.end()
-    assert ended.code == 130, ended
+    interrupt_when(lambda: len(ParquetLog(open_storage(str(folder))).removed()) > 10, config, *SETTINGS)
     removed = ParquetLog(open_storage(str(folder))).removed()
     status = assert_sound(folder)
     assert status["checkpoint"] == status["step"] >= 10

@@ -34,9 +34,8 @@ from tests.integration.run_cases import (
     ENGINE,
     TRAINER,
     RunProcess,
+    assert_same_run,
     assert_sound,
-    final_weights,
-    ledger_of,
     num_steps,
     run_folder,
     worker_of,
@@ -83,12 +82,6 @@ def has_engine(worker: psutil.Process) -> bool:
         return False
 
 
-def assert_same_end(folder: Path, undisturbed: Path) -> None:
-    assert assert_sound(folder)["step"] == STEPS
-    assert ledger_of(folder) == ledger_of(undisturbed)
-    assert final_weights(folder) == final_weights(undisturbed)
-
-
 def test_a_run_grows_to_max_workers_and_survives_losing_one(tmp_path: Path, undisturbed: Path) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)
@@ -102,7 +95,7 @@ def test_a_run_grows_to_max_workers_and_survives_losing_one(tmp_path: Path, undi
     notes = [line for line in ended.out.splitlines() if line.startswith("note: ")]
     assert any("asks for 2 explorer workers" in note for note in notes), notes
     assert not any("poison" in note for note in notes), notes
-    assert_same_end(folder, undisturbed)
+    assert assert_same_run(folder, undisturbed)["step"] == STEPS
 
 
 @pytest.fixture
@@ -158,7 +151,7 @@ def test_an_external_worker_takes_batches_and_may_be_killed(
     assert any("worker late" in note and "joined" in note for note in notes), notes
     assert any("worker late" in note and "was lost" in note for note in notes), notes
     assert not any("poison" in note for note in notes), notes
-    assert_same_end(folder, undisturbed)
+    assert assert_same_run(folder, undisturbed)["step"] == STEPS
 
 
 def test_only_the_task_that_kills_its_worker_is_set_aside(tmp_path: Path) -> None:

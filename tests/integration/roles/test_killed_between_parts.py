@@ -11,7 +11,13 @@ import pytest
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.shard import done_units
 from rftdask.storage import open_storage
-from tests.integration.run_cases import RunProcess, assert_sound, final_weights, ledger_of, run_folder, write_config
+from tests.integration.run_cases import (
+    RunProcess,
+    assert_same_run,
+    assert_sound,
+    run_folder,
+    write_config,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -63,6 +69,4 @@ def test_a_run_killed_between_parts_of_a_batch_ends_the_same(tmp_path: Path, mon
     assert ended.code == 0, ended
     names = ParquetLog(open_storage(str(folder))).shards()
     assert sum(name.part is not None for name in names) > STEPS
-    assert assert_sound(folder)["step"] == assert_sound(run_folder(whole))["step"] == STEPS
-    assert ledger_of(folder) == ledger_of(run_folder(whole))
-    assert final_weights(folder) == final_weights(run_folder(whole))
+    assert assert_same_run(folder, run_folder(whole))["step"] == assert_sound(run_folder(whole))["step"] == STEPS

@@ -23,10 +23,9 @@ from rftdask.synchronizer.styles import make_sync_rules
 from tests.integration.run_cases import (
     TRAINER,
     RunProcess,
+    assert_same_run,
     assert_sound,
-    final_weights,
     finish,
-    ledger_of,
     num_steps,
     read_number,
     run_folder,
@@ -49,10 +48,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_same_end(config: Path, plain: Path) -> None:
     finish(config, *SETTINGS)
-    folder = run_folder(config)
-    assert_sound(folder)
-    assert ledger_of(folder) == ledger_of(plain)
-    assert final_weights(folder) == final_weights(plain)
+    assert_same_run(run_folder(config), plain)
 
 
 def explored(folder: Path) -> tuple[int, int]:

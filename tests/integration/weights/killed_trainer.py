@@ -6,7 +6,7 @@
 Each place has its own run, FOLDER/0, FOLDER/1 and so on. The first run is undisturbed and yields the list of places;
 every EVERY-th place from FIRST on is tested. Machines follow the runs (`weight_parties.follow`) meanwhile. Followers
 request versions beyond the pointer, so a resumed trainer must know on its own which versions were lost.
-FOLDER/told.json has the places and the problems at them.
+FOLDER/problems.json has the places and the problems at them.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def lost_versions(folder: Path) -> list[int]:
 
 def main(config_file: str, where: str, address: str, first: str, every: str) -> None:
     config, folder = load_config(config_file), Path(where)
-    told: dict[str, list[str]] = {}
+    problems_by_place: dict[str, list[str]] = {}
 
     def live(number: int, place: str = "") -> Life:
         run = folder / str(number)
@@ -134,11 +134,11 @@ def main(config_file: str, where: str, address: str, first: str, every: str) -> 
         life = live(number)
         problems = [f"the trainer ended with {life.error()}"] if life.wait() else []
         storage = open_storage(folder / str(number))
-        held = [v for v in range(1, NUM_VERSIONS + 1) if not is_loadable(storage, v)]
-        return problems + ([f"versions {held} are no files at the end"] if held else [])
+        missing = [v for v in range(1, NUM_VERSIONS + 1) if not is_loadable(storage, v)]
+        return problems + ([f"versions {missing} are not files at the end"] if missing else [])
 
     begin(0)
-    told["undisturbed"] = finish(0)
+    problems_by_place["undisturbed"] = finish(0)
     places = json.loads((folder / "places-0.json").read_text())
     for number, place in enumerate(places[int(first) :: int(every)], 1):
         begin(number)
@@ -146,8 +146,8 @@ def main(config_file: str, where: str, address: str, first: str, every: str) -> 
         problems = [] if life.wait() == -signal.SIGKILL else [f"it was not killed, and ended with {life.error()}"]
         if lost := lost_versions(folder / str(number)):
             problems.append(f"versions {lost} are lost")
-        told[place] = problems + finish(number)
-    (folder / "told.json").write_text(json.dumps(told))
+        problems_by_place[place] = problems + finish(number)
+    (folder / "problems.json").write_text(json.dumps(problems_by_place))
 
 
 if __name__ == "__main__":

@@ -31,17 +31,15 @@ from rftdask.storage import open_storage
 from rftdask.weights.published import read_published
 from tests.integration.run_cases import (
     RunProcess,
-    assert_sound,
-    final_weights,
+    assert_same_run,
     finish_alone,
-    ledger_of,
     num_steps,
     run_folder,
     write_config,
 )
 from tests.integration.weights import weight_parties as parties
 from tests.integration.weights.killed_trainer import FingerprintEngine
-from tests.integration.weights.weight_parties import Said
+from tests.integration.weights.weight_parties import Report
 from tests.unit.trainer.trainer_cases import fill_log, make_trainer
 
 DEADLINE_S = 180.0
@@ -66,12 +64,12 @@ class Machines(LocalCluster):
     def addresses(self) -> dict[str, str]:
         """Return the addresses of the living workers by name."""
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
-        return {str(told["name"]): address for address, told in workers.items()}
+        return {str(worker["name"]): address for address, worker in workers.items()}
 
     def wait_for(self, name: str, other_than: str = "") -> None:
         deadline = time.monotonic() + DEADLINE_S
         while self.addresses().get(name, other_than) == other_than:
-            assert time.monotonic() < deadline, f"{name} did not come"
+            assert time.monotonic() < deadline, f"{name} did not join"
             time.sleep(0.02)
 
     def kill(self, name: str) -> None:
@@ -102,17 +100,17 @@ class Run:
         """Return the future of a call on a machine."""
         return self.machines.client.submit(call, *arguments, workers=[name], pure=False)
 
-    def publish(self, *versions: int) -> list[Said]:
+    def publish(self, *versions: int) -> list[Report]:
         future = self.begin(TRAINER, parties.publish, str(self.config), self.url, list(versions))
-        said: list[Said] = future.result(timeout=DEADLINE_S)
-        return said
+        reports: list[Report] = future.result(timeout=DEADLINE_S)
+        return reports
 
     def serve(self, version: int, names: tuple[str, ...] = ENGINES) -> dict[str, Any]:
         """Serve with the engines of machines and return the futures of their reports."""
         return {name: self.begin(name, parties.serve, str(self.config), self.url, version) for name in names}
 
 
-def results(futures: dict[str, Any]) -> list[Said]:
+def results(futures: dict[str, Any]) -> list[Report]:
     return [future.result(timeout=DEADLINE_S) for future in futures.values()]
 
 
@@ -127,21 +125,21 @@ def run(machines: Machines, tmp_path: Path, method: str) -> Run:
 
 
 def test_all_machines_serve_all_versions_even_after_joining_late(run: Run, method: str) -> None:
-    said = run.publish(1, 2, 3)
-    for each in said:
-        assert each.fingerprint == parties.fingerprint(each.version)
-        assert results(run.serve(each.version)) == [each] * len(ENGINES)
+    reports = run.publish(1, 2, 3)
+    for report in reports:
+        assert report.fingerprint == parties.fingerprint(report.version)
+        assert results(run.serve(report.version)) == [report] * len(ENGINES)
     files = sorted(path.name for path in Path(run.url, "weights", "3").iterdir())
     assert files == ["MANIFEST.json", *["model.safetensors"] * (method == "checkpoint")]
     # One joins while the others continue with the next version.
     (fourth,) = run.publish(4)
-    under_way = run.serve(4)
+    futures = run.serve(4)
     before = run.machines.addresses().keys()
     run.machines.scale("explorer", len(before))
     while not (joined := run.machines.addresses().keys() - before):
         time.sleep(0.02)
-    assert results(run.serve(3, tuple(joined))) == [said[-1]]
-    assert results(under_way) == [fourth] * len(ENGINES)
+    assert results(run.serve(3, tuple(joined))) == [reports[-1]]
+    assert results(futures) == [fourth] * len(ENGINES)
     # Unneeded versions are removed; the others become files on request.
     run.begin(TRAINER, parties.collect, run.url, 4).result(timeout=DEADLINE_S)
     run.begin(TRAINER, parties.write_held, run.url).result(timeout=DEADLINE_S)
@@ -152,12 +150,12 @@ def test_all_machines_serve_all_versions_even_after_joining_late(run: Run, metho
 
 @pytest.mark.slow
 def test_a_killed_process_loses_no_weights(run: Run) -> None:
-    told = []
+    kills = []
     for version, victim in ((3, ENGINES[0]), (6, TRAINER), (9, f"the engine of {ENGINES[1]}")):
-        (said,) = run.publish(version)
-        under_way = run.serve(version)
+        (report,) = run.publish(version)
+        futures = run.serve(version)
         pause_s = random.SystemRandom().uniform(0.0, 0.3)
-        told.append((victim, pause_s))
+        kills.append((victim, pause_s))
         time.sleep(pause_s)
         if victim in (TRAINER, *ENGINES):
             run.machines.kill(victim)
@@ -166,35 +164,35 @@ def test_a_killed_process_loses_no_weights(run: Run) -> None:
             os.kill(pid, signal.SIGKILL)
         if victim == TRAINER:
             # Like a resumed trainer: publish what was held after its checkpoint, at the same steps.
-            assert run.publish(version) == [said], told
-        for name, future in under_way.items():
+            assert run.publish(version) == [report], kills
+        for name, future in futures.items():
             if name in victim:
                 # Another worker must repeat a task whose worker or engine was lost, as the explorer does.
                 future.cancel()
                 future = run.serve(version, (name,))[name]
-            assert future.result(timeout=DEADLINE_S) == said, (name, told)
+            assert future.result(timeout=DEADLINE_S) == report, (name, kills)
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> list[Said]:
+def undisturbed() -> list[Report]:
     """Reports about the versions of an undisturbed trainer that holds nothing."""
     storage = open_storage(f"memory://undisturbed-{uuid.uuid4().hex}")
     fill_log(storage, parties.NUM_VERSIONS)
     make_trainer(storage, engine=FingerprintEngine()).run()
-    said = []
+    reports = []
     for version in range(1, parties.NUM_VERSIONS + 1):
         published = read_published(storage, version)
         assert published is not None
         data = storage.get(f"{published.folder}/model.safetensors")
         sha256 = hashlib.sha256(data).hexdigest()
-        said.append(Said(version, published.content_hash, published.fingerprint, sha256))
-    return said
+        reports.append(Report(version, published.content_hash, published.fingerprint, sha256))
+    return reports
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
 def test_a_trainer_killed_at_each_write_repeats_its_versions(
-    run: Run, tmp_path: Path, every: int, undisturbed: list[Said]
+    run: Run, tmp_path: Path, every: int, undisturbed: list[Report]
 ) -> None:
     folder = tmp_path / uuid.uuid4().hex
     folder.mkdir()
@@ -208,12 +206,13 @@ def test_a_trainer_killed_at_each_write_repeats_its_versions(
     with RunProcess(program=program, env={"RFTDASK_SHARED_MEMORY": memory, "TMPDIR": memory}) as trainer:
         ended = trainer.end()
     assert ended.code == 0, ended
-    told = json.loads((folder / "told.json").read_text())
-    assert {place: problems for place, problems in told.items() if problems} == {}
-    assert len(told) >= 5, told
+    problems_by_place = json.loads((folder / "problems.json").read_text())
+    assert {place: problems for place, problems in problems_by_place.items() if problems} == {}
+    assert len(problems_by_place) >= 5, problems_by_place
     for name, first in parties.FOLLOWERS.items():
         served = followers[name].result(timeout=DEADLINE_S)
-        assert [at for at, said in zip(told, served, strict=True) if said != undisturbed[first - 1 :]] == []
+        expected = undisturbed[first - 1 :]
+        assert [at for at, reports in zip(problems_by_place, served, strict=True) if reports != expected] == []
 
 
 STEPS = 6
@@ -227,40 +226,39 @@ def by_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_folder(config)
 
 
+@pytest.fixture
+def settings(machines: Machines, method: str) -> tuple[str, ...]:
+    """Settings of a run over the machines."""
+    address = f"cluster.options={{address: '{machines.client.scheduler.address}'}}"
+    return "cluster.type=existing", address, f"trainer.total_steps={STEPS}", f"synchronizer.sync_method={method}"
+
+
 @pytest.mark.parametrize("method", ["memory", "nccl"])
-def test_a_run_over_machines_trains_the_same(machines: Machines, tmp_path: Path, method: str, by_files: Path) -> None:
+def test_a_run_over_machines_trains_the_same(tmp_path: Path, settings: tuple[str, ...], by_files: Path) -> None:
     config = write_config(tmp_path)
-    where = f"cluster.options={{address: '{machines.client.scheduler.address}'}}"
-    steps = f"trainer.total_steps={STEPS}"
-    finish_alone(config, "cluster.type=existing", where, steps, f"synchronizer.sync_method={method}")
+    finish_alone(config, *settings)
     folder = run_folder(config)
-    assert assert_sound(folder)["step"] == STEPS
-    assert ledger_of(folder) == ledger_of(by_files)
-    assert final_weights(folder) == final_weights(by_files)
+    assert assert_same_run(folder, by_files)["step"] == STEPS
     assert not (folder / "control" / "whole_version.txt").exists(), "it asked for files"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["memory", "nccl"])
 def test_a_run_without_held_weights_continues_with_files(
-    machines: Machines, tmp_path: Path, by_files: Path, method: str
+    machines: Machines, tmp_path: Path, by_files: Path, method: str, settings: tuple[str, ...]
 ) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)
-    where = f"cluster.options={{address: '{machines.client.scheduler.address}'}}"
-    settings = ("cluster.type=existing", where, f"trainer.total_steps={STEPS}", f"synchronizer.sync_method={method}")
-    break_off, parties_to_it = parties.reach_no_rank, ENGINES
+    disconnect, disconnected = parties.reach_no_rank, ENGINES
     if method == "memory":
-        break_off, parties_to_it = parties.give_nothing, (TRAINER,)
+        disconnect, disconnected = parties.give_nothing, (TRAINER,)
     with RunProcess("run", str(config), *settings, "--progress", "plain") as run:
         run.wait_until(lambda: num_steps(folder) >= 1)
-        machines.client.run(break_off, workers=[machines.addresses()[name] for name in parties_to_it])
+        machines.client.run(disconnect, workers=[machines.addresses()[name] for name in disconnected])
         try:
             ended = run.end()
         finally:
             machines.client.run(parties.reach_ranks)
     assert ended.code == 0, ended
     assert (folder / "control" / "whole_version.txt").exists(), "nobody asked for files"
-    assert assert_sound(folder)["step"] == STEPS
-    assert ledger_of(folder) == ledger_of(by_files)
-    assert final_weights(folder) == final_weights(by_files)
+    assert assert_same_run(folder, by_files)["step"] == STEPS

@@ -38,7 +38,7 @@ _engine: EngineClient | None = None
 
 
 @dataclass(frozen=True)
-class Said:
+class Report:
     """Report of a party about a version."""
 
     version: int
@@ -58,7 +58,7 @@ def fingerprint(version: int) -> Fingerprint:
     return Fingerprint(sequences=((3, 1, version),), logprobs=((-2.5, -0.1),), dtype="float32")
 
 
-def publish(config_file: str, url: str, versions: list[int]) -> list[Said]:
+def publish(config_file: str, url: str, versions: list[int]) -> list[Report]:
     """Publish versions one after another."""
     config, storage, worker = load_config(config_file), open_storage(url), get_worker()
     if url not in _publishers:
@@ -70,7 +70,7 @@ def publish(config_file: str, url: str, versions: list[int]) -> list[Said]:
     for version in versions:
         published = _publishers[url].publish(version, weights(version), fingerprint(version))
         sha256 = hashlib.sha256(weights(version)["model.safetensors"]).hexdigest()
-        said.append(Said(version, published.content_hash, published.fingerprint, sha256))
+        said.append(Report(version, published.content_hash, published.fingerprint, sha256))
     return said
 
 
@@ -122,7 +122,7 @@ def engine_of(config: Config) -> EngineClient:
     return _engine
 
 
-def serve(config_file: str, url: str, version: int) -> Said:
+def serve(config_file: str, url: str, version: int) -> Report:
     """Wait for a version, fetch it to this machine and load it into the engine."""
     config, storage = load_config(config_file), open_storage(url)
     engine = engine_of(config)
@@ -135,16 +135,16 @@ def serve(config_file: str, url: str, version: int) -> Said:
     digest = hashlib.sha256()
     for file in engine._copy.files:
         digest.update(Path(file).read_bytes())
-    return Said(engine.weights.version, engine.weights.content_hash, engine.weights.fingerprint, digest.hexdigest())
+    return Report(engine.weights.version, engine.weights.content_hash, engine.weights.fingerprint, digest.hexdigest())
 
 
-def follow(config_file: str, folder: str, machine: str) -> list[list[Said]]:
+def follow(config_file: str, folder: str, machine: str) -> list[list[Report]]:
     """Serve the versions of the runs in `folder`, one run after another, each version as soon as it is published."""
-    found: list[list[Said]] = []
+    found: list[list[Report]] = []
     while True:
         run = Path(folder, str(len(found)))
         while not run.exists():
-            if Path(folder, "told.json").exists():
+            if Path(folder, "problems.json").exists():
                 return found
             time.sleep(0.01)
         found.append([])
