@@ -69,11 +69,11 @@ def inline_ppo(logprobs: Tensor, batch: LossInputs, total: Tensor) -> None:
 
 def num_kept(compute: Callable[[], object], batch: LossInputs) -> float:
     """Return how many tensors of the logprobs' size `compute` keeps for its backward pass, without its inputs."""
-    given = {tensor.data_ptr() for tensor in vars(batch).values() if isinstance(tensor, Tensor)}
+    inputs = {tensor.data_ptr() for tensor in vars(batch).values() if isinstance(tensor, Tensor)}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in given:
+        if tensor.data_ptr() not in inputs:
             kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 

@@ -382,9 +382,9 @@ class LongRun(Storage):
 
     def take(self) -> tuple[int, float]:
         """Return calls and seconds since the last call."""
-        found = self.num_calls, self.time_s
+        totals = self.num_calls, self.time_s
         self.num_calls, self.time_s = 0, 0.0
-        return found
+        return totals
 
     def _made_up(self, folder: str) -> list[str]:
         last_bucket = self.num_steps // STEPS_PER_BUCKET
@@ -508,9 +508,9 @@ def measure_reference(report: Report, folder: Path, num_rows: int) -> None:
         began = time.perf_counter()
         await writer.write(rows)
         wrote = time.perf_counter()
-        found = await reader.read(batch_size=num_rows)
+        rows_read = await reader.read(batch_size=num_rows)
         ended = time.perf_counter()
-        assert len(found) == num_rows
+        assert len(rows_read) == num_rows
         return num_rows / (wrote - began), num_rows / (ended - wrote)
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="bench")

@@ -193,8 +193,10 @@ def main() -> None:
         )
         problems = check(run.folder, folder / "runs" / "chaos" / "undisturbed", args.steps)
         killed = Counter(strike.kind for strike in run.strikes)
-        told = ", ".join(f"{count} x {kind}" for kind, count in sorted(killed.items()))
-        print(f"seed {args.seed}: {sum(killed.values())} kills ({told}), one per {chaos_s / max(1, args.kills):.1f} s")
+        counts = ", ".join(f"{count} x {kind}" for kind, count in sorted(killed.items()))
+        print(
+            f"seed {args.seed}: {sum(killed.values())} kills ({counts}), one per {chaos_s / max(1, args.kills):.1f} s"
+        )
         if reference is start:
             goal = 0.85 if args.every and not args.quick else None
             report.add(

@@ -77,10 +77,10 @@ class Run(ABC):
 
     def strike(self, kind: str, rng: random.Random) -> bool:
         """Kill a random process of the kind with signal 9. Returns: False if none exists at this moment."""
-        found = [process for process in self.living() if TARGETS[kind] in _command_line(process)]
-        if not found:
+        candidates = [process for process in self.living() if TARGETS[kind] in _command_line(process)]
+        if not candidates:
             return False
-        victim = rng.choice(sorted(found, key=lambda process: process.pid))
+        victim = rng.choice(sorted(candidates, key=lambda process: process.pid))
         try:
             if kind.endswith("worker"):
                 victim = psutil.Process(asker_of(victim.cmdline()) or victim.ppid())
@@ -91,14 +91,14 @@ class Run(ABC):
         return True
 
     def living(self) -> list[psutil.Process]:
-        found = []
+        processes = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    processes.append(process)
             except psutil.Error:
                 continue
-        return found
+        return processes
 
     def steps_within(self, seconds: float) -> int:
         """Return the number of steps in the ledger after that many seconds."""
@@ -315,8 +315,8 @@ def read_recoveries(run: Run) -> Recoveries:
 
 def _events(text: str, pattern: str) -> Iterator[tuple[float, str]]:
     for line in text.splitlines():
-        if found := re.search(pattern, line):
-            yield datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp(), found.group(1)
+        if match := re.search(pattern, line):
+            yield datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp(), match.group(1)
 
 
 def _next(events: list[tuple[float, str]], job_id: str, after: float) -> float | None:
@@ -327,13 +327,13 @@ def _last(events: list[tuple[float, str]], job_id: str, after: float, before: fl
     return max((at for at, job in events if job == job_id and after < at < before), default=None)
 
 
-def render(found: Recoveries) -> str:
+def render(recoveries: Recoveries) -> str:
     lines = []
     for name, what in (("total_s", "in all"), ("own_s", "without SLURM's part")):
-        start_s = statistics.median(getattr(away, name) for away in found.starts)
-        told = [f"{what}: an explorer's job starts in {start_s:.1f} s ({len(found.starts)})"]
-        for kind, cases in sorted(found.by_kind.items()):
+        start_s = statistics.median(getattr(away, name) for away in recoveries.starts)
+        parts = [f"{what}: an explorer's job starts in {start_s:.1f} s ({len(recoveries.starts)})"]
+        for kind, cases in sorted(recoveries.by_kind.items()):
             back_s = statistics.median(getattr(away, name) for away in cases)
-            told.append(f"back from {kind} in {back_s:.1f} s ({back_s / start_s:.2f} of a start, {len(cases)})")
-        lines.append("; ".join(told))
+            parts.append(f"back from {kind} in {back_s:.1f} s ({back_s / start_s:.2f} of a start, {len(cases)})")
+        lines.append("; ".join(parts))
     return "\n".join(lines)

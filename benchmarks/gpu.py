@@ -155,18 +155,18 @@ def part_b(place: Place) -> None:
         spans, places_S = rows.spans, torch.arange(len(rows.tokens_S), device=place.device)
         torch.manual_seed(0)
         shape = len(places_S), size
-        given = [torch.randn(1, n, *shape, device=place.device, dtype=half) for n in (heads, keys, keys)]
-        query, key, value = (each.clone().requires_grad_() for each in given)
+        inputs = [torch.randn(1, n, *shape, device=place.device, dtype=half) for n in (heads, keys, keys)]
+        query, key, value = (each.clone().requires_grad_() for each in inputs)
         module = torch.nn.Module().to(place.device)
         out, _ = packed_attention(module, query, key, value, None, spans=spans, sliding_window=window)
         out.sum().backward()
-        exact = [each.float().clone().requires_grad_() for each in given]
+        exact = [each.float().clone().requires_grad_() for each in inputs]
         pieces, seen_K = [], places_S if spans.seen_K is None else spans.seen_K
-        for own, seen in zip(places_S.split(list(spans.lengths)), seen_K.split(list(spans.seen)), strict=True):
+        for queries, seen in zip(places_S.split(list(spans.lengths)), seen_K.split(list(spans.seen)), strict=True):
             place_K = torch.arange(len(seen), device=place.device)
-            behind = place_K[len(seen) - len(own) :, None] - place_K
+            behind = place_K[len(seen) - len(queries) :, None] - place_K
             mask = (behind >= 0) & (behind < (window or len(seen)))
-            part = [each[:, :, places] for each, places in zip(exact, (own, seen, seen), strict=True)]
+            part = [each[:, :, places] for each, places in zip(exact, (queries, seen, seen), strict=True)]
             attended = scaled_dot_product_attention(*part, attn_mask=mask, enable_gqa=heads != keys)
             pieces.append(attended.transpose(1, 2))
         wanted = torch.cat(pieces, 1)
@@ -260,10 +260,10 @@ def part_e(place: Place) -> None:
     if not find_spec("peft"):
         place.add("e", "LoRA", f"skipped: {NO_PEFT}")
     for row in _other(place, "e", "gpu_train.py", "--models", str(place.models)):
-        found = f"{row['ours']:.4g} {row['unit']}"
+        result = f"{row['ours']:.4g} {row['unit']}"
         against = f"{row['ratio']:.2f} times as good as {row['against']}" if row["against"] else ""
         goal = f"aim {row['goal']:g}: {'reached' if row['ours'] >= row['goal'] else 'missed'}" if row["goal"] else ""
-        place.add("e", row["work"], found, against or goal)
+        place.add("e", row["work"], result, against or goal)
 
 
 def part_f(place: Place) -> None:
@@ -357,9 +357,9 @@ def part_h(place: Place) -> None:
     command = [sys.executable, "-m", "rftdask", "run", str(folder / "run.yaml"), "--progress", "none"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PART_S)
     wanted = f"out of {kind} memory while step 1 is trained"
-    said = next((line for line in done.stderr.splitlines() if wanted in line), done.stderr.strip()[-120:])
-    holds = wanted in said and done.returncode == 2
-    place.add("h", said[:120], f"exit code {done.returncode}", f"2, {wanted}", holds)
+    message = next((line for line in done.stderr.splitlines() if wanted in line), done.stderr.strip()[-120:])
+    holds = wanted in message and done.returncode == 2
+    place.add("h", message[:120], f"exit code {done.returncode}", f"2, {wanted}", holds)
 
 
 def part_i(place: Place) -> None:
@@ -367,8 +367,8 @@ def part_i(place: Place) -> None:
     for engine in engines:
         sizes = [] if place.quick else ["--hidden", "1024", "--layers", "12"]
         for row in _other(place, "i", "generate.py", "--engine", engine, *sizes):
-            found = f"{row['ours']:.4g} {row['unit']}" + (f", {row['ratio']:.2f} x" if row["ratio"] else "")
-            place.add("i", f"{engine}: {row['work']} against {row['against']}", found)
+            result = f"{row['ours']:.4g} {row['unit']}" + (f", {row['ratio']:.2f} x" if row["ratio"] else "")
+            place.add("i", f"{engine}: {row['work']} against {row['against']}", result)
     if len(engines) == 1:
         place.add("i", "vLLM", "skipped: it is not installed here")
 
@@ -462,12 +462,12 @@ def begin_table(file: Path, place: Place, parts: Sequence[str]) -> None:
     """Append a heading with the origin of the rows to a Markdown file, which begins with HEADER."""
     here = torch.cuda.get_device_name() if place.device == "cuda" else "no GPU: tiny shapes on the CPU"
     packages = ("torch", "transformers", "vllm", "dask-cuda", "trl", "torchao")
-    told = ", ".join(f"{name} {version(name)}" for name in packages if find_spec(name.replace("-", "_")))
+    versions = ", ".join(f"{name} {version(name)}" for name in packages if find_spec(name.replace("-", "_")))
     command = f"python benchmarks/gpu.py --parts {' '.join(parts)}{' --tiny' if place.quick else ''}"
     if HEADER not in (file.read_text() if file.exists() else ""):
         with file.open("a") as table:
             table.write(HEADER)
-    append(file, ("", f"**{date.today()}: {here}**", told, f"`{command}`"))
+    append(file, ("", f"**{date.today()}: {here}**", versions, f"`{command}`"))
 
 
 def append(file: Path, cells: Sequence[str]) -> None:

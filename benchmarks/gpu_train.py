@@ -288,8 +288,8 @@ def measure_heads(report: Report, device: str, length: int, tiny: bool, runs: in
 
     def of_torch() -> torch.Tensor:
         options = torch.nn.LinearCrossEntropyOptions()
-        given: Any = states().to(half), model.lm_head.weight.to(half), rows.target_Q
-        return -torch.nn.functional.linear_cross_entropy(*given, reduction="none", options=options)
+        arguments: Any = states().to(half), model.lm_head.weight.to(half), rows.target_Q
+        return -torch.nn.functional.linear_cross_entropy(*arguments, reduction="none", options=options)
 
     def of_liger() -> torch.Tensor:
         from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Fused  # late: in none of our extras

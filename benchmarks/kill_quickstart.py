@@ -54,12 +54,12 @@ class Quickstart:
 
     def processes(self) -> list[psutil.Process]:
         """Return the living processes of the run."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def finish(self) -> float:
         """Run the command until it succeeds and return the seconds. Raises: SystemExit: it failed."""
@@ -71,23 +71,23 @@ class Quickstart:
 
     def weights(self) -> str:
         """Return the sha256 of the weights of each stage's newest checkpoint."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for stage in ("warmup", "grpo"):
             step = int((self.run / stage / "latest_checkpointed_iteration.txt").read_text())
-            found.update((self.run / stage / f"global_step_{step}" / "actor" / "model.safetensors").read_bytes())
-        return found.hexdigest()
+            digest.update((self.run / stage / f"global_step_{step}" / "actor" / "model.safetensors").read_bytes())
+        return digest.hexdigest()
 
     def problems(self) -> list[str]:
         """Return the problems that the audit reports, and processes that outlive the run."""
         command = [sys.executable, "-m", "rftdask", "status", str(self.run), "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
         stages = json.loads(done.stdout)["stages"]
-        found = [f"the audit says of {stage['name']}: {text}" for stage in stages for text in stage["problems"]]
+        problems = [f"the audit says of {stage['name']}: {text}" for stage in stages for text in stage["problems"]]
         for stage in stages:
             counts = dict(stage["experiences"])
             if counts.pop("committed", 0) != sum(counts.values()):
-                found.append(f"experiences of {stage['name']} do not add up: {stage['experiences']}")
-        return found + [f"{process.pid} outlives the run: {process.cmdline()[:4]}" for process in self.processes()]
+                problems.append(f"experiences of {stage['name']} do not add up: {stage['experiences']}")
+        return problems + [f"{process.pid} outlives the run: {process.cmdline()[:4]}" for process in self.processes()]
 
 
 def kill(quickstart: Quickstart, at_s: float, is_driver_alone: bool) -> str:

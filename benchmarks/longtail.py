@@ -107,9 +107,9 @@ def roll_out(root: Path, engine: str, in_flight: int, engines: int, style: str, 
     }  # fmt: skip
     experiment = Experiment(**tree)
     experiment.run("none")
-    found = experiment.metrics("explorer")
-    told = float(found["occupancy"].iloc[: max(1, refills // 2)].mean())
-    return *read_trace(trace, in_flight, refills), told
+    metrics = experiment.metrics("explorer")
+    occupancy = float(metrics["occupancy"].iloc[: max(1, refills // 2)].mean())
+    return *read_trace(trace, in_flight, refills), occupancy
 
 
 def read_trace(trace: Path, in_flight: int, refills: int) -> tuple[float, float]:
@@ -181,26 +181,26 @@ def main() -> None:
             for style, goal in ((IN_FLIGHT, 0.85), *(() if args.quick else ((ASYNC, 0.85), (FIXED, None)))):
                 # Lock-step wastes most of its time, so a few steps are enough.
                 steps = refills if goal else max(2, refills // 10)
-                rate, _, told = roll_out(
+                rate, _, occupancy = roll_out(
                     root, "TracedSimulation", in_flight, engines, style, steps, args.staleness, SCALE, step_s
                 )
                 report.add(
                     f"{what}, {style}", rate * step_s, "occupancy", against="the bare engine", other=floor, goal=goal
                 )
-                print(f"    according to its metrics: {told:.2f}")
+                print(f"    according to its metrics: {occupancy:.2f}")
         if not args.no_model:
             in_flight, count, scale = (8, 16, LONGEST // 16) if args.quick else (32, 32 * refills, MODEL_SCALE)
             build_toy_model(root / "model", hidden_size=64, intermediate_size=128, num_heads=2)
             engine = TracedTransformers(str(root / "model"))
             floor = in_flight * bare(root, engine, in_flight, count, scale)
             for style, goal in ((ASYNC, 0.85), *(() if args.quick else ((FIXED, None),))):
-                rate, busy, told = roll_out(
+                rate, busy, occupancy = roll_out(
                     root, "TracedTransformers", in_flight, 1, style, count // in_flight, args.staleness, scale, 0
                 )
                 what = f"a small model, {in_flight} in flight, {style}"
                 report.add(what, busy, "occupancy", goal=goal)
                 report.add(what, in_flight * rate, "tokens/s", against="the bare engine", other=floor)
-                print(f"    according to its metrics: {told:.2f}")
+                print(f"    according to its metrics: {occupancy:.2f}")
     report.write()
 
 

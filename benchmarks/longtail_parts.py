@@ -52,16 +52,16 @@ class _Traced(Engine):
         with (Path(os.environ[TRACE]) / f"{os.getpid()}.txt").open("a", buffering=1) as file:
 
             def taken() -> list[tuple[int, GenerateRequest | None]]:
-                found = list(take())
+                requests = list(take())
                 now = time.time()
-                entered.update({number: now for number, request in found if request is not None})
-                return found
+                entered.update({number: now for number, request in requests if request is not None})
+                return requests
 
-            def given(number: int, generation: Generation) -> None:
+            def record_and_give(number: int, generation: Generation) -> None:
                 file.write(f"{entered.pop(number)} {time.time()} {len(generation.tokens)}\n")
                 give(number, generation)
 
-            super().serve(taken, given)  # type: ignore[safe-super]  # of the engine that comes next
+            super().serve(taken, record_and_give)  # type: ignore[safe-super]  # of the engine that comes next
 
 
 class TracedSimulation(_Traced, SimulatedEngine):

@@ -75,17 +75,17 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str, str]]] = {"sums": sum
 def write_task(folder: Path, task: str, seed: int, warm_up_steps: int) -> None:
     """Write the rows of a task and a model warmed up on them to `folder`."""
     rng = random.Random(seed)
-    found: dict[str, tuple[str, str]] = {}
-    while len(found) < 600:
+    answers: dict[str, tuple[str, str]] = {}
+    while len(answers) < 600:
         question, right, wrong = TASKS[task](rng)
-        found[question] = (right, wrong)
-    rows = [{"question": question, "answer": right} for question, (right, _) in found.items()]
-    taught = [
-        {"question": question, "answer": found[question][rng.random() > 0.3]}
+        answers[question] = (right, wrong)
+    rows = [{"question": question, "answer": right} for question, (right, _) in answers.items()]
+    demonstrations = [
+        {"question": question, "answer": answers[question][rng.random() > 0.3]}
         for _ in range(16)
-        for question in rng.sample(list(found)[NUM_EVAL:], len(found) - NUM_EVAL)
+        for question in rng.sample(list(answers)[NUM_EVAL:], len(answers) - NUM_EVAL)
     ]
-    for name, content in (("eval", rows[:NUM_EVAL]), ("train", rows[NUM_EVAL:]), ("taught", taught)):
+    for name, content in (("eval", rows[:NUM_EVAL]), ("train", rows[NUM_EVAL:]), ("taught", demonstrations)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     build_toy_model(
         folder / "cold", seed=seed, hidden_size=256, intermediate_size=512, num_layers=1, num_heads=8
@@ -171,8 +171,8 @@ def other(arm: str, folder: Path, seed: int, steps: int) -> tuple[float, Curve, 
     began, start = time.time(), time.perf_counter()
     run_arm(__file__, arm, folder, seed, steps)
     seconds = time.perf_counter() - start
-    told = json.loads((folder / f"{arm}.json").read_text())
-    return seconds, [(at - began, reward) for at, reward in told], folder / arm
+    rewards = json.loads((folder / f"{arm}.json").read_text())
+    return seconds, [(at - began, reward) for at, reward in rewards], folder / arm
 
 
 def run_arm(script: str, arm: str, folder: Path, seed: int, steps: int) -> None:
@@ -335,11 +335,11 @@ def race(task: str, seeds: Sequence[int], steps: int, report: Report) -> dict[st
             for arm in arms:
                 times[arm].append(seconds_to(curves[arm], wanted))
                 drawn[arm].append(curves[arm])
-            told = ", ".join(
+            results = ", ".join(
                 f"{arm} {walls[arm][-1]:.1f} s, to reward {wanted:.2f} {times[arm][-1]:.1f} s, {ends[arm][-1]:.2f}"
                 for arm in arms
             )
-            print(f"{task}, seed {seed}: accuracy before {before:.2f}; {told}", flush=True)
+            print(f"{task}, seed {seed}: accuracy before {before:.2f}; {results}", flush=True)
     goals = {"trl": (1 / 0.8, 1 / 0.7), "bare": (1 / 1.25, None)}
     for arm in arms[1:]:
         name, (at_equal_rollouts, at_equal_accuracy) = NAMES[arm][0], goals[arm]
@@ -392,7 +392,7 @@ def main(
     curves = {task: run_race(task, range(seeds), steps, report) for task in args.task}
     report.write()
     if has_curves and args.curves:
-        draw({task: found for task, found in curves.items() if found}, args.curves)
+        draw({task: arms_curves for task, arms_curves in curves.items() if arms_curves}, args.curves)
 
 
 if __name__ == "__main__":

@@ -97,13 +97,13 @@ def answers_loss(tokenizer, model, rows: Sequence[dict[str, str]]):  # type: ign
     """Return the sum of -log p of the answers' tokens including their ends, and the number of these tokens."""
     import torch
 
-    asked = [tokenizer(row["question"]).input_ids for row in rows]
-    said = [[*tokenizer(row["answer"]).input_ids, tokenizer.eos_token_id] for row in rows]
-    width = max(len(a) + len(s) for a, s in zip(asked, said, strict=True))
+    questions = [tokenizer(row["question"]).input_ids for row in rows]
+    answers = [[*tokenizer(row["answer"]).input_ids, tokenizer.eos_token_id] for row in rows]
+    width = max(len(a) + len(s) for a, s in zip(questions, answers, strict=True))
     # Padding on the right does not affect the loss.
     tokens_BT = torch.full((len(rows), width), tokenizer.pad_token_id)
     labels_BT = torch.full((len(rows), width), -100)
-    for i, (question, answer) in enumerate(zip(asked, said, strict=True)):
+    for i, (question, answer) in enumerate(zip(questions, answers, strict=True)):
         end = len(question) + len(answer)
         tokens_BT[i, :end] = torch.tensor([*question, *answer])
         labels_BT[i, len(question) : end] = torch.tensor(answer)
@@ -141,8 +141,8 @@ def race(task: str, seeds: Sequence[int], steps: int, report: Report) -> None:
                     model = folder / arm
                 walls[arm].append(time.perf_counter() - start)
                 losses[arm].append(held_out(folder, model))
-        told = ", ".join(f"{arm} {walls[arm][-1]:.1f} s, {losses[arm][-1]:.3f}" for arm in arms)
-        print(f"{task}, seed {seed}: held-out loss before {before:.3f}; {told}", flush=True)
+        results = ", ".join(f"{arm} {walls[arm][-1]:.1f} s, {losses[arm][-1]:.3f}" for arm in arms)
+        print(f"{task}, seed {seed}: held-out loss before {before:.3f}; {results}", flush=True)
     for arm, name in (("trl", "TRL"), ("bare", "bare loop")):
         if arm in arms:
             ratio = median(theirs / ours_ for ours_, theirs in zip(walls["ours"], walls[arm], strict=True))

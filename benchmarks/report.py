@@ -58,8 +58,8 @@ def _short(value: float) -> str:
 def make_parser(doc: str | None, quick: str = "--quick") -> argparse.ArgumentParser:
     """Return a parser with the two options of every benchmark and its docstring as help. quick: name of the first."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    told = "smoke test: little work, meaningless numbers"
-    parser.add_argument(quick, action="store_true", dest="quick", help=told)
+    text = "smoke test: little work, meaningless numbers"
+    parser.add_argument(quick, action="store_true", dest="quick", help=text)
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the rows to FILE")
     return parser
 

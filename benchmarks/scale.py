@@ -291,14 +291,14 @@ def main() -> None:
     counts = [1, 8] if args.quick else [int(text) for text in args.workers.split(",")]
     seconds = 3.0 if args.quick else args.seconds
     for workers in counts:
-        found = measure_workers(workers, seconds, 2 if args.quick else 10)
+        row = measure_workers(workers, seconds, 2 if args.quick else 10)
         report.add(
-            f"rollouts by {workers} workers", found["rate"], "experiences/s", against="workers that always have a unit",
-            ratio=found["efficiency"],
+            f"rollouts by {workers} workers", row["rate"], "experiences/s", against="workers that always have a unit",
+            ratio=row["efficiency"],
         )  # fmt: skip
-        report.add(f"slots in use of {workers} workers, a unit at a time", found["occupancy"], "occupancy")
-        report.add(f"CPU of {workers} workers", 1e3 * found["cpu_s"], "ms per experience", less_is_better=True)
-        notice_ms = 1e3 * found["notice_s"]
+        report.add(f"slots in use of {workers} workers, a unit at a time", row["occupancy"], "occupancy")
+        report.add(f"CPU of {workers} workers", 1e3 * row["cpu_s"], "ms per experience", less_is_better=True)
+        notice_ms = 1e3 * row["notice_s"]
         report.add(f"all of {workers} workers know a new version", notice_ms, "ms", less_is_better=True)
     for num_shards in (1_000, 1_000_000):
         measure_long_log(report, num_shards, "local", 0.001, 0, everything=False)

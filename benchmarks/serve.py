@@ -112,8 +112,8 @@ async def play(url: str, sessions: int, turns: int, tokens: int, ramp_s: float) 
                 answers_s.append(time.perf_counter() - began)
                 messages.append(answer.json()["choices"][0]["message"])
             began = time.perf_counter()
-            told = {"session_id": f"s{number}", "reward": number % 2, "task_id": str(number // 8)}
-            answer = await client.post("/feedback", json=told)
+            feedback = {"session_id": f"s{number}", "reward": number % 2, "task_id": str(number // 8)}
+            answer = await client.post("/feedback", json=feedback)
             assert answer.status_code == 200 and answer.json()["num_rows"] >= 1, answer.text
             rewards_s.append(time.perf_counter() - began)
 

@@ -115,14 +115,14 @@ def plan(model: str, machines: tuple[int, int]) -> tuple[str, list[Estimate], st
             *(["cluster.colocate=true"] if by_turns else []),
         )
         layout = plan_machines(config)
-        found = estimate(config, None, layout, gpu_bytes(GPU))
-        trainer, engines, host = found
+        estimates = estimate(config, None, layout, gpu_bytes(GPU))
+        trainer, engines, host = estimates
         lasting = host.total_bytes - part(host, "loading")
         if trainer.total_bytes <= usable and not trainer.problem and not engines.problem and lasting <= HOST_BYTES:
             at_once = f"{trainer.num_gpus} rank{'s' * (trainer.num_gpus > 1)}, {num_engines} x {tensor}"
             shape = read_shape(model)
             loading = load_bytes(shape, train_sizes(config, shape, layout))
-            return way, found, at_once + ", by turns" * by_turns, loading
+            return way, estimates, at_once + ", by turns" * by_turns, loading
     return None
 
 
@@ -138,11 +138,11 @@ def fits_table() -> list[str]:
     for model in MODELS:
         for machines in MACHINES:
             at = f"| {model} | {machines[0]} x {machines[1]} "
-            found = plan(model, machines)
-            if found is None:
+            fitting = plan(model, machines)
+            if fitting is None:
                 lines.append(f"{at}| does not fit | | | | | |")
                 continue
-            way, (trainer, engines, host), where, loading = found
+            way, (trainer, engines, host), where, loading = fitting
             lines.append(
                 f"{at}| {way} | {where} | {trainer.total_bytes / GB:.0f} | {loading / GB:.0f} | "
                 f"{part(engines, 'weights') / GB:.0f}, "

@@ -111,7 +111,7 @@ WAYS: dict[str, tuple[str, Callable[[PreTrainedModel], PreTrainedModel]]] = {
 
 def measure(seeds: int, layers: int, hidden: int) -> dict[str, list[Gaps]]:
     """Return the differences of each way, seed by seed."""
-    found: dict[str, list[Gaps]] = {way: [] for way in WAYS}
+    gaps_by_way: dict[str, list[Gaps]] = {way: [] for way in WAYS}
     for seed in range(seeds):
         exact = logprobs_of(make_model(seed, layers, hidden))
         for way, (bound, change) in WAYS.items():
@@ -120,8 +120,8 @@ def measure(seeds: int, layers: int, hidden: int) -> dict[str, list[Gaps]]:
             torch.set_num_threads(1 if other else threads)
             gaps = (logprobs_of(change(make_model(seed, layers, hidden, "eager" if other else "sdpa"))) - exact).abs()
             torch.set_num_threads(threads)
-            found[way].append((float(gaps.max()), float(gaps.mean())))
-    return found
+            gaps_by_way[way].append((float(gaps.max()), float(gaps.mean())))
+    return gaps_by_way
 
 
 def main() -> None:

@@ -120,9 +120,9 @@ def main() -> None:
     print_table()
     if args.json is not None:
         report = Report(args)
-        for model, num_gpus, way, told in cases():
+        for model, num_gpus, way, estimate in cases():
             work = f"{model}, {num_gpus} GPUs, {way}: all serve it"
-            report.add(work, told.served_s, "s", less_is_better=True)
+            report.add(work, estimate.served_s, "s", less_is_better=True)
         report.write()
 
 
@@ -130,10 +130,12 @@ def print_table() -> None:
     """Print the table of docs/weights.md."""
     print("| model | GPUs | method | step waits | visible | all engines serve it | rank, machine | storage |")
     print("|---|---|---|---|---|---|---|---|")
-    for model, num_gpus, way, told in cases():
-        seconds = " | ".join(f"{_short(value)} s" for value in (told.blocking_s, told.visible_s, told.served_s))
-        memory = f"{_short(told.rank_bytes / GB)}, {_short(told.machine_bytes / GB)} GB"
-        print(f"| {model} | {num_gpus} | {way} | {seconds} | {memory} | {_short(told.storage_bytes / GB)} GB |")
+    for model, num_gpus, way, estimate in cases():
+        seconds = " | ".join(
+            f"{_short(value)} s" for value in (estimate.blocking_s, estimate.visible_s, estimate.served_s)
+        )
+        memory = f"{_short(estimate.rank_bytes / GB)}, {_short(estimate.machine_bytes / GB)} GB"
+        print(f"| {model} | {num_gpus} | {way} | {seconds} | {memory} | {_short(estimate.storage_bytes / GB)} GB |")
 
 
 def _short(value: float) -> str:

@@ -77,8 +77,10 @@ def cases(engines: Sequence[int], machines: int) -> list[Case]:
     """Return each method with each number of engines, on the trainer's machine and, if the method has a transport, on
     others.
     """
-    found = [Case(method, count, 0) for method in ("checkpoint", "memory") for count in engines]
-    return found + [Case(method, count, min(count, machines)) for method in ("memory", "nccl") for count in engines]
+    local_cases = [Case(method, count, 0) for method in ("checkpoint", "memory") for count in engines]
+    return local_cases + [
+        Case(method, count, min(count, machines)) for method in ("memory", "nccl") for count in engines
+    ]
 
 
 def run_methods(report: Report, folder: str, size: str, stage: Callable[[], Staged], work: list[Case]) -> None:
@@ -97,8 +99,8 @@ def run_methods(report: Report, folder: str, size: str, stage: Callable[[], Stag
     try:
         no_page = {"cls": "distributed.Scheduler", "options": {"dashboard": False}}
         with SpecCluster(spec, scheduler=no_page) as cluster, Client(cluster, set_as_default=False) as client:
-            told = client.scheduler_info(n_workers=-1)["workers"]
-            addresses = {str(worker["name"]): address for address, worker in told.items()}
+            workers = client.scheduler_info(n_workers=-1)["workers"]
+            addresses = {str(worker["name"]): address for address, worker in workers.items()}
             give = client.submit(_give, str(memories / "trainer"), workers=["trainer"], pure=False)
             give.result(timeout=TIMEOUT_S)
             for case in work:

@@ -48,9 +48,9 @@ def test_every_part_has_an_outside_oracle_in_the_table(kind: str) -> None:
     compared = [line.split("|")[2].strip() for line in page.splitlines() if line.endswith("|") and "| agree |" in line]
     word = {"policy_loss_fn": "loss", "advantage_fn": "advantage", "kl_loss_fn": "(estimate|penalty)"}[kind]
     for name in registered_parts(kind).keys() - NOTHING_TO_ASK:
-        told = "GAE" if (kind, name) == ("advantage_fn", "ppo") else rf"\b{name} {word}|gradient of {name}"
-        told = ELSEWHERE.get(name, told)
-        assert any(re.search(told, row) for row in compared), f"{kind} {name}: no row that agrees"
+        pattern = "GAE" if (kind, name) == ("advantage_fn", "ppo") else rf"\b{name} {word}|gradient of {name}"
+        pattern = ELSEWHERE.get(name, pattern)
+        assert any(re.search(pattern, row) for row in compared), f"{kind} {name}: no row that agrees"
 
 
 def test_our_losses_are_formulas_written_down_once_more() -> None:

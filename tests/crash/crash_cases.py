@@ -24,5 +24,5 @@ def run_crash_test(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def part(report: dict[str, Any], name: str) -> dict[str, Any]:
-    (found,) = (figures for figures in report["parts"] if figures["part"] == name)
-    return dict(found)
+    (matching,) = (figures for figures in report["parts"] if figures["part"] == name)
+    return dict(matching)

@@ -101,8 +101,8 @@ def test_a_removed_folder_is_whole_or_gone() -> None:
 def test_without_fsync_of_files_bytes_are_torn() -> None:
     disk = SimulatedDisk(sync_files=False)
     LocalStorage("/run", disk).put("a", DATA)
-    found = found_after_loss(disk, "a")
-    assert {DATA, b""} < found and any(data and data != DATA and data[0] == 1 for data in found if data)
+    contents = found_after_loss(disk, "a")
+    assert {DATA, b""} < contents and any(data and data != DATA and data[0] == 1 for data in contents if data)
 
 
 def test_without_fsync_of_folders_names_are_lost() -> None:

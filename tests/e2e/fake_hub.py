@@ -27,12 +27,12 @@ class FakeHub:
         if words == ["api", "validate-yaml"]:  # the head of a card
             return 200, {"errors": [], "warnings": []}
         if words == ["api", "repos", "create"]:
-            given = json.loads(body)
-            name = f"{given['organization']}/{given['name']}" if given.get("organization") else given["name"]
+            request = json.loads(body)
+            name = f"{request['organization']}/{request['name']}" if request.get("organization") else request["name"]
             is_new = name not in self.models
             self.models.setdefault(name, {})
             if is_new:
-                self.private[name] = given.get("visibility") == "private" or bool(given.get("private"))
+                self.private[name] = request.get("visibility") == "private" or bool(request.get("private"))
             return (200 if is_new else 409), {"url": f"{self.url}/{name}", "name": name}
         if words[:2] == ["api", "models"] and (name := "/".join(words[2:4])) in self.models:
             if words[4:5] == ["preupload"]:

@@ -38,14 +38,14 @@ def run_ranks(size: int, folder: Path, target: Callable[..., Any], *arguments: A
     for process in processes:
         process.start()
     try:
-        found = dict(results.get(timeout=DEADLINE_S) for _ in processes)
+        values = dict(results.get(timeout=DEADLINE_S) for _ in processes)
     finally:
         for process in processes:
             process.join(10)
             process.kill()
-    failed = [value for value in found.values() if isinstance(value, str)]
+    failed = [value for value in values.values() if isinstance(value, str)]
     assert not failed, "\n".join(failed)
-    return [found[rank][0] for rank in range(size)]
+    return [values[rank][0] for rank in range(size)]
 
 
 def _serve(rank: int, size: int, meeting: str, results: Any, target: Callable[..., Any], arguments: Any) -> None:

@@ -24,8 +24,8 @@ _FORKS: Call = ("rftdask/processes/nursery.py", "_Nursery._fork")
 def own_calls() -> list[Call]:
     """Return the package's functions on the stack of this thread, outermost first."""
     codes = [frame.f_code for frame, _ in traceback.walk_stack(None)]
-    own = [code for code in reversed(codes) if Path(code.co_filename).is_relative_to(_PACKAGE)]
-    names = [(str(Path(code.co_filename).relative_to(_PACKAGE.parent)), code.co_qualname) for code in own]
+    package_codes = [code for code in reversed(codes) if Path(code.co_filename).is_relative_to(_PACKAGE)]
+    names = [(str(Path(code.co_filename).relative_to(_PACKAGE.parent)), code.co_qualname) for code in package_codes]
     calls = [(file, name) for file, name in names if not name.endswith(_NO_CALLS)]
     # The stack of a fork starts with that of the fork server, which is not part of its path.
     return calls[calls.index(_FORKS) + 1 :] if _FORKS in calls else calls

@@ -40,17 +40,17 @@ def test_a_quick_run_ends_well_and_writes_its_rows(name: str, tmp_path: Path) ->
         command += ["--curves", str(tmp_path / "curves.svg")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path)
     assert done.returncode == 0, (done.stdout[-4000:], done.stderr[-4000:])
-    found = json.loads(file.read_text())
-    assert (found["benchmark"], found["quick"]) == (name, True)
-    assert found["rows"]
-    for row in found["rows"]:
+    written = json.loads(file.read_text())
+    assert (written["benchmark"], written["quick"]) == (name, True)
+    assert written["rows"]
+    for row in written["rows"]:
         assert row.keys() == {*NUMBERS, *TEXTS, "less_is_better", "goal_of"}
         assert row["work"] and row["unit"] and all(isinstance(row[key], str) for key in TEXTS)
         assert isinstance(row["ours"], int | float) and isinstance(row["less_is_better"], bool)
         assert all(row[key] is None or math.isfinite(row[key]) for key in NUMBERS)
         assert (row["ratio"] is not None) == bool(row["against"])
         assert row["goal_of"] in ("ours", "ratio")
-    assert len({(row["work"], row["unit"], row["against"]) for row in found["rows"]}) == len(found["rows"])
+    assert len({(row["work"], row["unit"], row["against"]) for row in written["rows"]}) == len(written["rows"])
     if name == "gpu":
         table = (tmp_path / "gpu.md").read_text().splitlines()
         assert {line[2] for line in table if line[2] in PARTS} == set(PARTS)

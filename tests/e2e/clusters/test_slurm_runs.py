@@ -69,9 +69,9 @@ pytestmark = [
 
 
 def block(language: str) -> str:
-    found = re.search(rf"## A run in five commands\n.*?```{language}\n(.*?)```", GUIDE, re.DOTALL)
-    assert found
-    return found.group(1)
+    match = re.search(rf"## A run in five commands\n.*?```{language}\n(.*?)```", GUIDE, re.DOTALL)
+    assert match
+    return match.group(1)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

@@ -29,10 +29,10 @@ LAPTOP, PHONE = (1280, 860), (390, 844)
 
 def require_chromium() -> str:
     """Return the path of Chromium; skip the test if it is not installed."""
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
         pytest.skip("NO BROWSER: install chromium to see whether the studio's pages work in one")
-    return found
+    return program
 
 
 class Chromium:
@@ -66,13 +66,13 @@ class Chromium:
             raise
 
     async def _connect(self) -> None:
-        told = Path(self._profile.name) / "DevToolsActivePort"
+        port_file = Path(self._profile.name) / "DevToolsActivePort"
         deadline = time.monotonic() + DEADLINE_S
-        while not (told.exists() and told.read_text().strip()):
+        while not (port_file.exists() and port_file.read_text().strip()):
             assert self._process.poll() is None, "chromium ended by itself"
             assert time.monotonic() < deadline, "chromium did not begin to listen"
             await asyncio.sleep(0.05)
-        port = told.read_text().split()[0]
+        port = port_file.read_text().split()[0]
         listed = await AsyncHTTPClient().fetch(f"http://127.0.0.1:{port}/json/list")
         tab = next(target for target in json.loads(listed.body) if target["type"] == "page")
         self._socket = await websocket_connect(tab["webSocketDebuggerUrl"], max_message_size=1 << 28)
@@ -95,14 +95,14 @@ class Chromium:
             self._note(message)
 
     def _note(self, message: dict[str, Any]) -> None:
-        told = message.get("params", {})
+        params = message.get("params", {})
         match message.get("method"):
             case "Network.requestWillBeSent":
-                self.requests.append(told["request"]["url"])
+                self.requests.append(params["request"]["url"])
             case "Runtime.exceptionThrown":
-                self.errors.append(json.dumps(told["exceptionDetails"])[:2000])
-            case "Log.entryAdded" if told["entry"]["level"] == "error":
-                self.errors.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
+                self.errors.append(json.dumps(params["exceptionDetails"])[:2000])
+            case "Log.entryAdded" if params["entry"]["level"] == "error":
+                self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
     def resize(self, width: int, height: int, *, dark: bool = False) -> None:
         """Resize to a laptop or a phone, light or dark."""
@@ -129,8 +129,8 @@ class Chromium:
         """Wait until an expression is true on the page; during navigation no expression is true."""
         deadline = time.monotonic() + deadline_s
         # A missing value counts as false.
-        asked = f"(() => {{ try {{ return Boolean({condition}); }} catch {{ return false; }} }})()"
-        while not self.evaluate(asked):
+        expression = f"(() => {{ try {{ return Boolean({condition}); }} catch {{ return false; }} }})()"
+        while not self.evaluate(expression):
             assert time.monotonic() < deadline, f"never true: {condition}; errors: {self.errors}"
             self._loop.run_until_complete(asyncio.sleep(0.05))
 

@@ -28,11 +28,14 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self.anchors |= {value for key in ("id", "name") if (value := given.get(key))}
-        if tag == "a" and (target := given.get("href")):
+        attributes = dict(attrs)
+        self.anchors |= {value for key in ("id", "name") if (value := attributes.get(key))}
+        if tag == "a" and (target := attributes.get("href")):
             self.links.append(target)
-        elif (target := given.get("src") or given.get("href")) and given.get("rel") not in ("canonical", "index"):
+        elif (target := attributes.get("src") or attributes.get("href")) and attributes.get("rel") not in (
+            "canonical",
+            "index",
+        ):
             self.loads.append(target)
 
 
@@ -58,16 +61,16 @@ def pages(site: Path) -> Iterator[tuple[Path, Page]]:
 
 
 def test_every_link_leads_to_a_page_and_an_anchor_that_are_there(site: Path) -> None:
-    found = dict(pages(site))
-    assert len(found) > 40
+    by_path = dict(pages(site))
+    assert len(by_path) > 40
     broken = []
-    for path, page in found.items():
+    for path, page in by_path.items():
         for link in {*page.links, *page.loads}:
             parts = urlsplit(link)
             if parts.scheme or link.startswith("//"):
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            anchors = found[target].anchors if target in found else {unquote(parts.fragment)}
+            anchors = by_path[target].anchors if target in by_path else {unquote(parts.fragment)}
             if not target.exists() or unquote(parts.fragment) not in anchors:
                 broken.append((path.name, link))
     assert broken == []

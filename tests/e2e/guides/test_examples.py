@@ -126,5 +126,5 @@ def test_an_environment_runs_as_it_is(name: str, package: str, tmp_path: Path, m
             assert server.stdout is not None
             url = f"http://127.0.0.1:{server.stdout.readline().strip()}"
             small += (f"buffer.explorer_input.taskset.workflow_args.base_url={url}",)
-        told = finish(ENVIRONMENTS / f"{name}.yaml", *small).out
-    assert "failed" not in told.lower() or "failed 0" in told.lower(), told
+        output = finish(ENVIRONMENTS / f"{name}.yaml", *small).out
+    assert "failed" not in output.lower() or "failed 0" in output.lower(), output

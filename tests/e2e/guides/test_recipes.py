@@ -87,11 +87,11 @@ def test_stages_of_one_run(copied: Callable[[str], Path]) -> None:
 def test_a_toy_learns_to_look_at_its_images(copied: Callable[[str], Path]) -> None:
     run = copied("images")
     subprocess.run([sys.executable, "images.py"], check=True, timeout=120)
-    told = finish("images.yaml").out
-    found = re.search(r" grpo +both +grpo +40 +\S+ +([\d.]+)% +([\d.]+)%", told)
-    assert found is not None, told[-2000:]
-    before, after = float(found[1]), float(found[2])
-    assert after >= 70 and after >= before + 40, found[0]
+    output = finish("images.yaml").out
+    row = re.search(r" grpo +both +grpo +40 +\S+ +([\d.]+)% +([\d.]+)%", output)
+    assert row is not None, output[-2000:]
+    before, after = float(row[1]), float(row[2])
+    assert after >= 70 and after >= before + 40, row[0]
     # The run folder contains the images of all rollouts, and those that were trained.
     assert len(list((run / "grpo" / "media").iterdir())) == 96
     assert (run / "grpo" / "global_step_40/actor/huggingface/preprocessor_config.json").is_file()
@@ -107,8 +107,8 @@ def test_explore_first_train_afterwards(copied: Callable[[str], Path]) -> None:
 @pytest.mark.long  # tests/unit/commands/test_sweep.py also has one
 def test_a_sweep_ends_with_a_table(copied: Callable[[str], Path]) -> None:
     copied("sweep")
-    told = call("sweep", "sweep.yaml", "algorithm.optimizer.lr=2e-4,4e-4", "trainer.total_steps=1", "--at-most", "2")
-    assert "2e-4" in told and "4e-4" in told, told
+    output = call("sweep", "sweep.yaml", "algorithm.optimizer.lr=2e-4,4e-4", "trainer.total_steps=1", "--at-most", "2")
+    assert "2e-4" in output and "4e-4" in output, output
 
 
 def test_a_run_in_a_bucket(copied: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +118,10 @@ def test_a_run_in_a_bucket(copied: Callable[[str], Path], monkeypatch: pytest.Mo
         for key, value in {**service.env, "RFTDASK_BUCKET": "s3://bucket/runs"}.items():
             monkeypatch.setenv(key, value)
         finish("s3.yaml", FEW)
-        told = call("status", "s3://bucket/runs/recipes/s3")
+        output = call("status", "s3://bucket/runs/recipes/s3")
     finally:
         service.close()
-    assert "2" in told, told
+    assert "2" in output, output
 
 
 def test_scripts_for_slurm(copied: Callable[[str], Path]) -> None:
@@ -134,6 +134,6 @@ def test_scripts_for_slurm(copied: Callable[[str], Path]) -> None:
 
 def test_every_recipe_explains_how_to_start_and_to_scale_it() -> None:
     for name in RECIPES:
-        said = bundled()[f"examples/recipes/{name}.yaml"].read_text().partition("\nproject:")[0]
-        assert f"rftdask examples copy {name} " in said and "To scale:" in re.sub(r"\n# ", " ", said), name
-        assert len(said.splitlines()[0]) > 20
+        head = bundled()[f"examples/recipes/{name}.yaml"].read_text().partition("\nproject:")[0]
+        assert f"rftdask examples copy {name} " in head and "To scale:" in re.sub(r"\n# ", " ", head), name
+        assert len(head.splitlines()[0]) > 20

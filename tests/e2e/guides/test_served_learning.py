@@ -20,8 +20,8 @@ LOWER = frozenset("abcdefghijklmnopqrstuvwxyz")
 def post(url: str, **body: Any) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {TOKEN}"}
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120) as answer:
-        told: dict[str, Any] = json.loads(answer.read())
-    return told
+        response: dict[str, Any] = json.loads(answer.read())
+    return response
 
 
 def version(url: str) -> int:
@@ -49,10 +49,10 @@ def test_a_served_policy_learns_what_it_is_rewarded_for(tmp_path: Path) -> None:
             rewards = []
             for task, _ in itertools.product(range(4), range(8)):
                 session = f"s{next(names)}"
-                asked = [{"role": "user", "content": f"{task}:"}]
-                answer = post(f"{url}/sessions/{session}/v1/chat/completions", model="p", messages=asked)
-                said = answer["choices"][0]["message"]["content"]
-                rewards.append(sum(each in LOWER for each in said) / max(1, len(said)))
+                messages = [{"role": "user", "content": f"{task}:"}]
+                answer = post(f"{url}/sessions/{session}/v1/chat/completions", model="p", messages=messages)
+                text = answer["choices"][0]["message"]["content"]
+                rewards.append(sum(each in LOWER for each in text) / max(1, len(text)))
                 task_id = f"{number}/{task}"
                 post(f"{url}/feedback", session_id=session, reward=rewards[-1], task_id=task_id)
             means.append(sum(rewards) / len(rewards))

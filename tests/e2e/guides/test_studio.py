@@ -33,10 +33,10 @@ def studio(folder: Path, *arguments: str) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            said = process.stdout.readline()
-            found = re.match(r"(http://127\.0\.0\.1:\d+/\S*token=\S+)", said)
-            assert found, said
-            yield found[1]
+            line = process.stdout.readline()
+            match = re.match(r"(http://127\.0\.0\.1:\d+/\S*token=\S+)", line)
+            assert match, line
+            yield match[1]
         finally:
             process.terminate()
             process.wait(30)
@@ -54,8 +54,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, RunPr
         # The same numbers under another seed: the test checks that two runs become one curve.
         copy = folder / "rftdask" / f"seed-{seed}"
         shutil.copytree(run_folder(config), copy)
-        told = (copy / "run.json").read_text().replace('"seed": 42', f'"seed": {seed}')
-        (copy / "run.json").write_text(told.replace('"lr": 1e-06', '"lr": 0.5'))
+        record = (copy / "run.json").read_text().replace('"seed": 42', f'"seed": {seed}')
+        (copy / "run.json").write_text(record.replace('"lr": 1e-06', '"lr": 0.5'))
     with RunProcess("run", str(config), "name=alive", f"trainer.total_steps={NUM_STEPS}", "--progress", "none") as run:
         yield folder, run
 
@@ -153,7 +153,7 @@ def test_a_run_is_watched_compared_and_searched(runs: tuple[Path, RunProcess]) -
 
         assert browser.errors == []
         root = url.partition("/?")[0]
-        assert [asked for asked in browser.requests if not asked.startswith(root)] == []
+        assert [request for request in browser.requests if not request.startswith(root)] == []
 
 
 def test_the_report_is_one_file_that_requests_no_host(runs: tuple[Path, RunProcess]) -> None:

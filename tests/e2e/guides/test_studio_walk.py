@@ -146,8 +146,8 @@ def submit(browser: Chromium, python_path: str) -> tuple[str, str]:
     looked(browser)
     browser.evaluate("document.getElementById('save-as').value = 'cluster'")
     click(browser, "Save and show scripts")
-    state, said = ended(browser, "dry-run", "cluster")
-    assert state == "finished" and "#SBATCH --partition=main" in said, said
+    state, output = ended(browser, "dry-run", "cluster")
+    assert state == "finished" and "#SBATCH --partition=main" in output, output
     click(browser, "Save and submit")
     return ended(browser, "submit", "cluster")
 
@@ -162,8 +162,8 @@ def test_from_an_empty_folder_to_a_job(tmp_path: Path, monkeypatch: pytest.Monke
     with studio(tmp_path / "runs") as url, Chromium() as browser:
         browser.open(url)
         configure_the_first(browser)
-        state, said = ended(browser, "start", "first")
-        assert state == "finished" and "first finished" in said, said
+        state, output = ended(browser, "start", "first")
+        assert state == "finished" and "first finished" in output, output
         assert (tmp_path / "runs/configs/first.yaml").exists()
         see_why_it_does_not_learn(browser)
 
@@ -174,19 +174,19 @@ def test_from_an_empty_folder_to_a_job(tmp_path: Path, monkeypatch: pytest.Monke
         looked(browser)
         assert browser.evaluate("document.getElementById('k-name').value") == "first-2"
         click(browser, "Save and start here")
-        state, said = ended(browser, "start", "first-2")
-        assert state == "finished" and "first-2 finished" in said, said
+        state, output = ended(browser, "start", "first-2")
+        assert state == "finished" and "first-2 finished" in output, output
         compare_both(browser)
 
         open_run(browser, "rftdask/first-2")
         click(browser, "New run from this one")
         looked(browser)
-        state, said = submit(browser, f"{os.environ['PYTHONPATH']}:{tmp_path}")
+        state, output = submit(browser, f"{os.environ['PYTHONPATH']}:{tmp_path}")
         if has_slurm():
-            assert state == "finished" and "submitted controller as job" in said
+            assert state == "finished" and "submitted controller as job" in output
             jobs = read_jobs(open_storage(tmp_path / "runs/rftdask/cluster"))
             assert jobs
             slurm.cancel(job.job_id for job in jobs)
         else:  # then the page reports that
-            assert state == "failed" and "sinfo" in said, said
+            assert state == "failed" and "sinfo" in output, output
         assert browser.errors == []

@@ -57,17 +57,17 @@ def test_a_tutorial_works_as_printed(walk: tuple[str, ...], tmp_path: Path, monk
     folder.mkdir()
     monkeypatch.chdir(folder)
     for page in walk:
-        said = ""
+        output = ""
         for language, file, text in blocks(page):
             if file:
                 (folder / file).parent.mkdir(exist_ok=True)
                 (folder / file).write_text(text)
             elif language == "bash":
-                said = "".join(typed(line) for line in text.replace("\\\n", "").splitlines())
+                output = "".join(typed(line) for line in text.replace("\\\n", "").splitlines())
             elif language == "text":
                 for line in text.splitlines():
                     expected = ".*".join(re.escape(part) for part in line.split("..."))
-                    assert re.search(f"^{expected}", said, re.MULTILINE), (line, said)
+                    assert re.search(f"^{expected}", output, re.MULTILINE), (line, output)
             elif language == "python" and text.startswith(("from ", "import ")):
                 exec(text, {"__name__": "__main__"})
 

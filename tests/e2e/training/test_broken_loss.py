@@ -57,9 +57,13 @@ def test_a_lack_of_memory_ends_the_run_with_what_to_change(tmp_path: Path, monke
     monkeypatch.setenv(STACKS, str(stacks))
     ended = call_cli("run", str(config), "--progress", "plain")
     assert ended.code == 2, ended
-    told = " ".join(ended.err.split())
-    assert "out of GPU memory while step 1 is trained: CUDA out of memory. Tried to allocate 2.00 GiB." in told, ended
-    assert "To change: trainer.max_token_len_per_gpu below 16384, trainer.gradient_checkpointing: true," in told, ended
+    message = " ".join(ended.err.split())
+    assert "out of GPU memory while step 1 is trained: CUDA out of memory. Tried to allocate 2.00 GiB." in message, (
+        ended
+    )
+    assert "To change: trainer.max_token_len_per_gpu below 16384, trainer.gradient_checkpointing: true," in message, (
+        ended
+    )
     assert [place for place, _ in read_own_calls(stacks)] == ["loss"]
     assert "restarts from its newest checkpoint" not in ended.out + ended.err, ended
 
@@ -72,9 +76,9 @@ def test_a_planned_gpu_that_torch_cannot_use_ends_the_run(tmp_path: Path) -> Non
         ended = run.end(DEADLINE_S)
         run.wait_for_no_survivors()
     assert ended.code == 2, ended  # before, the exit code was 0, because the run continued on the CPU
-    told = " ".join(ended.err.split())
-    assert "GPU 0 is planned for this process (CUDA_VISIBLE_DEVICES), and torch" in told, ended
-    assert "is built without CUDA" in told and "hide the GPUs: CUDA_VISIBLE_DEVICES=" in told, ended
+    message = " ".join(ended.err.split())
+    assert "GPU 0 is planned for this process (CUDA_VISIBLE_DEVICES), and torch" in message, ended
+    assert "is built without CUDA" in message and "hide the GPUs: CUDA_VISIBLE_DEVICES=" in message, ended
 
 
 def test_a_gpu_that_is_too_small_is_refused_or_warned_of(
@@ -85,8 +89,10 @@ def test_a_gpu_that_is_too_small_is_refused_or_warned_of(
     monkeypatch.setattr("rftdask.experiment.gpu_memory", lambda: 10**5)
     ended = call_cli("run", str(config), "--progress", "plain")
     assert ended.code == 2, ended
-    told = " ".join(ended.err.split())
-    assert told.startswith("error: GPU memory: stage tiny, trainer: needs at least 0.0 GB on each GPU (weights"), ended
+    message = " ".join(ended.err.split())
+    assert message.startswith("error: GPU memory: stage tiny, trainer: needs at least 0.0 GB on each GPU (weights"), (
+        ended
+    )
     assert not (run_folder(config) / "run.json").exists()
     monkeypatch.setattr("rftdask.experiment.gpu_memory", lambda: 10**6)  # of 2.3 GB; 0.4 GB are certain
     checked = load_config(config)

@@ -70,12 +70,12 @@ ALONE, TOGETHER = "cluster.num_cpus=2", "cluster.num_cpus=1"
 
 
 def test_alternating_on_a_device_changes_no_bit_despite_kills(tmp_path: Path) -> None:
-    own = {"total_steps": 5, "save_interval": 2, "save_hf_checkpoint": "never"}
+    trainer_settings = {"total_steps": 5, "save_interval": 2, "save_hf_checkpoint": "never"}
     # Every other turn starts with the weights of the turn before, so none are loaded over the returned ones.
     sync = {"sync_offset": 0, "sync_interval": 2}
-    undisturbed = write_grpo_config(tmp_path / "both", trainer=own, synchronizer=sync)
+    undisturbed = write_grpo_config(tmp_path / "both", trainer=trainer_settings, synchronizer=sync)
     finish_alone(undisturbed, ALONE)
-    config = write_grpo_config(tmp_path / "colocate", trainer=own, synchronizer=sync)
+    config = write_grpo_config(tmp_path / "colocate", trainer=trainer_settings, synchronizer=sync)
     folder = run_folder(config)
     command = ("run", str(config), TOGETHER, "mode=colocate", "--progress", "plain")
     with RunProcess(*command) as run:

@@ -75,17 +75,17 @@ def watched() -> Iterator[list[int]]:
         return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
     ended, before = threading.Event(), own_bytes()
-    found: list[int] = []
+    samples: list[int] = []
 
     def look() -> None:
         while not ended.is_set():
-            found.append(own_bytes() - before)
+            samples.append(own_bytes() - before)
             time.sleep(0.003)
 
     thread = threading.Thread(target=look)
     thread.start()
     try:
-        yield found
+        yield samples
     finally:
         ended.set()
         thread.join()
@@ -142,7 +142,7 @@ def load_large(gangs: dict[int, Ranks], small: str, large: str) -> dict[tuple[in
     """Return, by number of ranks and tensor parallelism: peak bytes of memory until the weights are loaded, and until
     the engine is ready; and bytes read from the files.
     """
-    found = {}
+    sizes = {}
     torch_engine.load_policy = noted = Noted(torch_engine.load_policy)
     model.safe_open = CountedFile  # type: ignore[assignment,misc]
     cut = TensorParallel(gangs[4], gangs[2], gangs[4].across(2), torch.device("cpu"))
@@ -152,10 +152,10 @@ def load_large(gangs: dict[int, Ranks], small: str, large: str) -> dict[tuple[in
         with watched() as seen:
             noted.seen = seen
             made = engine(large, "sft", gangs[size], pairs)
-        found[size, pairs is not None] = max(seen[: noted.num_seen]), max(seen), CountedSlice.num_bytes
+        sizes[size, pairs is not None] = max(seen[: noted.num_seen]), max(seen), CountedSlice.num_bytes
         del made
         gc.collect()
-    return found
+    return sizes
 
 
 class Noted:
@@ -192,23 +192,23 @@ def resume(gangs: dict[int, Ranks], folder: str, path: str) -> tuple[list[int], 
     for way, (gang, strategy) in ways.items():
         again = TorchEngine(engine_config(path, seed=5), make_algorithm("sft"), strategy)
         storage.num_bytes = 0
-        found = Checkpoints(storage, "main", ranks=gang).load_newest()
-        assert found is not None
-        again.load_state_files(found[2])
+        newest = Checkpoints(storage, "main", ranks=gang).load_newest()
+        assert newest is not None
+        again.load_state_files(newest[2])
         read[way] = gang.all_gather(storage.num_bytes)
-    same, told = again.state_files() == files, ""
-    found = Checkpoints(storage, "main", ranks=ranks).load_newest()
-    assert found is not None
+    same, error_text = again.state_files() == files, ""
+    newest = Checkpoints(storage, "main", ranks=ranks).load_newest()
+    assert newest is not None
     if ranks.all_gather(None) and ranks.is_rank0:
         damaged = Path(folder, "global_step_1/actor/optim-2.safetensors")
         data = damaged.read_bytes()
         damaged.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
     ranks.all_gather(None)
     try:
-        again.load_state_files(found[2])
+        again.load_state_files(newest[2])
     except DamagedError as error:
-        told = str(error)
-    return saved, read, same, told
+        error_text = str(error)
+    return saved, read, same, error_text
 
 
 def resume_large(gangs: dict[int, Ranks], small: str, large: str, folder: str) -> dict[str, tuple[int, int, int]]:
@@ -240,7 +240,7 @@ def resume_large(gangs: dict[int, Ranks], small: str, large: str, folder: str) -
         "two": (gangs[2], strategy_of),
         "two, each all of it": (gangs[2], DDP),
     }
-    found = {}
+    sizes = {}
     for way, (gang, strategy) in ways.items():
         gc.collect()
         ranks.all_gather(None)
@@ -249,10 +249,10 @@ def resume_large(gangs: dict[int, Ranks], small: str, large: str, folder: str) -
         storage.num_bytes = 0
         with watched() as seen:
             again = resumed(storage, large, gang, strategy(gang))
-        found[way] = sum(local(tensor).nbytes for tensor in again._tensors()), max(seen), storage.num_bytes
+        sizes[way] = sum(local(tensor).nbytes for tensor in again._tensors()), max(seen), storage.num_bytes
         del again
     ranks.all_gather(None)
-    return found
+    return sizes
 
 
 class CountingStorage(LocalStorage):

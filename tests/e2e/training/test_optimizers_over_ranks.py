@@ -83,18 +83,18 @@ def test_narrow_weights_and_moments_go_on_as_they_were_saved(tmp_path: Path) -> 
 def test_two_ranks_step_as_one_and_save_what_one_loads(tmp_path: Path, name: str) -> None:
     model, saved = tmp_path / "model", tmp_path / "saved"
     build_toy_model(model, hidden_size=18, intermediate_size=33, num_layers=1, num_heads=3)
-    found = load(run_ranks(2, tmp_path, train, str(model), name, str(saved))[0])
+    loaded = load(run_ranks(2, tmp_path, train, str(model), name, str(saved))[0])
     alone = load(train(None, str(model), name, str(tmp_path / "alone")))
-    assert found.keys() == alone.keys()
+    assert loaded.keys() == alone.keys()
     # muon multiplies in bfloat16 at every step, which rounds at 2^-8.
     tolerance = 2e-3 if name == "muon" else 1e-4
     for key in (key for key in alone if "/" not in key):
-        torch.testing.assert_close(found[key], alone[key], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(loaded[key], alone[key], rtol=tolerance, atol=tolerance)
     files = {str(path.relative_to(saved)): path.read_bytes() for path in saved.rglob("*") if path.is_file()}
     one = engine(str(model), "grpo", Strategy(Ranks()), algorithm__optimizer__optimizer_type=name)
     one.load_state_files(files)
     for parameter, state in one._optimizer._states():
         for key, value in state.items():
-            assert torch.equal(value, found[f"{parameter}/{key}"]), (parameter, key)
+            assert torch.equal(value, loaded[f"{parameter}/{key}"]), (parameter, key)
     for key, weight in one._model.named_parameters():
-        assert torch.equal(weight, found[key]), key
+        assert torch.equal(weight, loaded[key]), key

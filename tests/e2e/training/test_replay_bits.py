@@ -37,8 +37,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("step", [0, 4])
 def test_the_finished_log_gives_the_weights_that_the_run_gave(run: Path, step: int) -> None:
-    folder, found = replay(str(run), step, progress="none")
-    assert found.render() == f"bit-equal with lineage main at step {STEPS}"
+    folder, comparison = replay(str(run), step, progress="none")
+    assert comparison.render() == f"bit-equal with lineage main at step {STEPS}"
     assert final_weights(Path(folder)) == final_weights(run)
 
 
@@ -56,6 +56,6 @@ def test_two_turns_are_one_row_if_the_template_continues(run: Path) -> None:
 
 def test_another_learning_rate_creates_another_lineage(run: Path) -> None:
     before = final_weights(run)
-    folder, found = replay(str(run), 4, "slower", ["algorithm.optimizer.lr=5e-4"], progress="none")
-    assert found.step == STEPS and "actor/model.safetensors" in found.differing
+    folder, comparison = replay(str(run), 4, "slower", ["algorithm.optimizer.lr=5e-4"], progress="none")
+    assert comparison.step == STEPS and "actor/model.safetensors" in comparison.differing
     assert final_weights(Path(folder)) != final_weights(run) == before

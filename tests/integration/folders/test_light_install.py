@@ -53,27 +53,29 @@ def test_a_light_install_checks_submits_and_names_extras(tmp_path: Path) -> None
     config = str(write_config(tmp_path))
     assert call_cli("run", config, "--progress", "none").code == 0  # with all packages installed
 
-    code, said = rftdask(tmp_path, "validate", str(ROOT / "config" / "quickstart.yaml"))
-    assert (code, "train steps" in said) == (0, True), said
-    code, said = rftdask(tmp_path, "estimate", str(ROOT / "config" / "gsm8k-grpo.yaml"), "--gpus", "8", "--gpu", "H200")
-    assert (code, "trainer: fits" in said) == (0, True), said
+    code, output = rftdask(tmp_path, "validate", str(ROOT / "config" / "quickstart.yaml"))
+    assert (code, "train steps" in output) == (0, True), output
+    code, output = rftdask(
+        tmp_path, "estimate", str(ROOT / "config" / "gsm8k-grpo.yaml"), "--gpus", "8", "--gpu", "H200"
+    )
+    assert (code, "trainer: fits" in output) == (0, True), output
 
     slurm = ("cluster.type=slurm", "cluster.python=/nodes/bin/python")
-    code, said = rftdask(tmp_path, "submit", str(ROOT / "config" / "gsm8k-grpo.yaml"), "--dry-run", *slurm)
-    assert (code, "/nodes/bin/python -m rftdask run" in said) == (0, True), said
+    code, output = rftdask(tmp_path, "submit", str(ROOT / "config" / "gsm8k-grpo.yaml"), "--dry-run", *slurm)
+    assert (code, "/nodes/bin/python -m rftdask run" in output) == (0, True), output
 
     folder = str(run_folder(Path(config)))
-    code, said = rftdask(tmp_path, "status", folder)
-    assert (code, "complete" in said) == (0, True), said
-    code, said = rftdask(tmp_path, "report", folder)
-    assert (code, said.strip()) == (0, f"{folder}/report.html"), said
+    code, output = rftdask(tmp_path, "status", folder)
+    assert (code, "complete" in output) == (0, True), output
+    code, output = rftdask(tmp_path, "report", folder)
+    assert (code, output.strip()) == (0, f"{folder}/report.html"), output
 
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     debug = ("debug", config, "explorer.rollout_model.engine_type=transformers", "model.model_path=model", "--once")
     for command in (("run", config, "name=other"), ("convert", folder, str(tmp_path / "out")), debug):
-        code, said = rftdask(tmp_path, *command)
-        assert (code, _REMEDY in said, "Traceback" in said) == (2, True, False), said
+        code, output = rftdask(tmp_path, *command)
+        assert (code, _REMEDY in output, "Traceback" in output) == (2, True, False), output
 
 
 def test_checks_impossible_on_a_login_node_run_at_the_start(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def test_checks_impossible_on_a_login_node_run_at_the_start(tmp_path: Path) -> N
     head = b'{"model.embed_tokens.weight": {"dtype": "F32", "shape": [4, 2], "data_offsets": [0, 32]}}'
     (model / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(32))
     changes = ("cluster.type=slurm", "trainer.trainer_type=torch", f"model.model_path={model}")
-    code, said = rftdask(tmp_path, "submit", config, *changes)
+    code, output = rftdask(tmp_path, "submit", config, *changes)
     assert code == 2
-    assert "not checked here, and checked where the run starts: this needs torch" in said, said
-    assert "sbatch" in said.splitlines()[-1], said
+    assert "not checked here, and checked where the run starts: this needs torch" in output, output
+    assert "sbatch" in output.splitlines()[-1], output

@@ -101,5 +101,5 @@ def test_bench_evaluates_initial_weights_and_all_checkpoints(batch_run: Path) ->
     evals = told_of[told_of["taskset"] == "held_out"]
     assert evals["step"].tolist() == told_of[told_of["taskset"] == "again"]["step"].tolist() == [0, 5, 10, STEPS]
     assert set(evals["num_rollouts"]) == {2 * NUM_EVAL_TASKS}
-    told = {f"bench/{name}@2" for name in ("reward/mean", "reward/std", "accuracy/best", "accuracy/worst")}
-    assert {"bench/accuracy", *told} <= set(evals)
+    metrics = {f"bench/{name}@2" for name in ("reward/mean", "reward/std", "accuracy/best", "accuracy/worst")}
+    assert {"bench/accuracy", *metrics} <= set(evals)

@@ -49,8 +49,8 @@ def test_a_private_run_leaves_nothing_to_others_and_no_secret(tmp_path: Path) ->
             ended = run.end()
         assert ended.code == 0, ended
         assert not any(secret in ended.out + ended.err for secret in ("hunter2", KEY))
-    found = call_cli("experiences", str(folder), "--csv", "--sql", "select distinct status from experiences")
-    assert found.out == "status\nok\n", "the workflow got what was set"
+    statuses = call_cli("experiences", str(folder), "--csv", "--sql", "select distinct status from experiences")
+    assert statuses.out == "status\nok\n", "the workflow got what was set"
     assert call_cli("report", str(folder)).code == 0
     files = [folder, *folder.rglob("*")]
     assert not [str(path) for path in files if stat.S_IMODE(path.stat().st_mode) & 0o077]

@@ -84,9 +84,9 @@ def test_weights_that_differ_are_reported(run: Path, tmp_path: Path) -> None:
     from rftdask.weights.manifest import write_folder
 
     write_folder(ours, f"global_step_{STEPS}", {"actor/model.safetensors": b"other"}, lineage="differs", version=STEPS)
-    found = compare(theirs, ours)
-    assert not found.is_equal
-    assert found.render().startswith(f"not equal to lineage main at step {STEPS}: actor/model.safetensors")
+    difference = compare(theirs, ours)
+    assert not difference.is_equal
+    assert difference.render().startswith(f"not equal to lineage main at step {STEPS}: actor/model.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ def cancelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert last.code == 130, last
         run.wait_for_no_survivors()
     assert call_cli("cancel", str(folder)).out == f"nobody works on {folder}\n"
-    told = json.loads(call_cli("status", str(folder), "--json").out)
-    assert told["why"] == "stopped" and told["stages"][1]["checkpoint"] == num_steps(folder / "learn")
+    status = json.loads(call_cli("status", str(folder), "--json").out)
+    assert status["why"] == "stopped" and status["stages"][1]["checkpoint"] == num_steps(folder / "learn")
     # Terminal output: each path is on a line of its own and exists.
     lines = last.out.split(f"Files are in {folder}\n")[1].split("\n\n")
     files = [line.split()[0] for line in lines[0].splitlines()]

@@ -144,9 +144,9 @@ def weights(storage: Storage) -> bytes:
 
 
 def entry(storage: Storage, step: int = 1) -> LedgerEntry:
-    found = Ledger(storage).read(step)
-    assert found is not None
-    return found
+    recorded = Ledger(storage).read(step)
+    assert recorded is not None
+    return recorded
 
 
 @pytest.mark.parametrize("name", sorted(registered_parts("algorithm_type")))

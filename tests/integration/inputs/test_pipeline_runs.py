@@ -37,8 +37,8 @@ def test_what_a_pipeline_leaves_is_trained(tmp_path: Path, monkeypatch: pytest.M
         refused = call_cli("run", str(config), *SHORT, *PIPELINE)
     assert (refused.code, "makes its dataset; wait until it has, or stop it" in refused.err) == (2, True)
     assert not (run_folder(config) / "dataset").exists()
-    said = finish(config, *SHORT, *PIPELINE, "trainer.total_steps=2")
-    assert "text_length_filter: 6 left" in said.err
+    ended = finish(config, *SHORT, *PIPELINE, "trainer.total_steps=2")
+    assert "text_length_filter: 6 left" in ended.err
     monkeypatch.setenv(PLACE, str(tmp_path / "none"))
     finish(config, *SHORT, *PIPELINE, "trainer.total_steps=3")
     rows = RunTables(run_folder(config)).table("experiences").to_pylist()

@@ -41,11 +41,11 @@ def test_the_named_command_skips_a_batch_whose_shard_is_lost(tmp_path: Path) -> 
     with RunProcess("run", str(config), *settings, "--progress", "plain") as run:
         ended = run.end()
     assert ended.code == 1 and "Traceback" not in ended.err, ended
-    found = re.search(
+    match = re.search(
         r"while training step 2; if that can never be trained: rftdask (skip \S+ 2 --because) WHY", ended.err
     )
-    assert found is not None, ended
-    assert call_cli(*found[1].split(), "its disk died").code == 0
+    assert match is not None, ended
+    assert call_cli(*match[1].split(), "its disk died").code == 0
 
     finish(config, *settings)
     status = assert_sound(folder)

@@ -44,8 +44,8 @@ def trained(folder: Path) -> list[tuple[str, str]]:
     rows = RunTables(folder)
     experiences = {(r["shard"], r["row"]): r for r in rows.table("experiences").to_pylist()}
     order = sorted(rows.table("ledger").to_pylist(), key=lambda r: (r["step"], r["place"]))
-    found = [experiences[line["shard"], line["row"]] for line in order]
-    return [(row["uid"], row["prompt_text"]) for row in found]
+    trained_rows = [experiences[line["shard"], line["row"]] for line in order]
+    return [(row["uid"], row["prompt_text"]) for row in trained_rows]
 
 
 @pytest.mark.slow
