@@ -162,7 +162,9 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=None, help="seconds between kills, on average")
     parser.add_argument("--explorers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rollout-s", type=float, default=0.02, help="of most rollouts; some take ten times as long")
+    parser.add_argument(
+        "--rollout-s", type=float, default=0.02, help="seconds of most rollouts; some take ten times as long"
+    )
     parser.add_argument("--ahead", type=int, default=1, help="steps that explorers may be ahead of the trainer")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=None)

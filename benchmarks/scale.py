@@ -285,7 +285,7 @@ def best_times(workers: int, steps: int, train_s: float) -> tuple[float, float]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--workers", default="1,4,16,64,256")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of work for each number of workers")
+    parser.add_argument("--seconds", type=float, default=15.0, help="seconds of work for each number of workers")
     args = parser.parse_args()
     report = Report(args)
     counts = [1, 8] if args.quick else [int(text) for text in args.workers.split(",")]

@@ -124,8 +124,8 @@ async def play(url: str, sessions: int, turns: int, tokens: int, ramp_s: float) 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--sessions", type=int, default=512, help="at once")
-    parser.add_argument("--turns", type=int, default=8, help="of each")
-    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
+    parser.add_argument("--turns", type=int, default=8, help="turns of each session")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of each answer")
     parser.add_argument(
         "--workers",
         type=int,

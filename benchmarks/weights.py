@@ -183,7 +183,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--size", choices=sorted(SHAPES), default="0.5B")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--folder", default=None, help="where the disk is that is measured")
+    parser.add_argument("--folder", default=None, help="folder on the disk to measure")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-checkpoint", action="store_true", help="omit the parts that need the most memory")
     parser.add_argument(

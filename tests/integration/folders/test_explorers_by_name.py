@@ -33,8 +33,7 @@ SETTINGS = (
     "synchronizer.sync_style=fully_async",
     "synchronizer.max_staleness=100",
     "explorer.flush_age_s=null",
-    f"explorer.plugin_dirs=[{Path(__file__).parents[1] / 'roles'}]",
-    "buffer.explorer_input.default_workflow_type=slow_workflow.slow",
+    "buffer.explorer_input.default_workflow_type=tests.integration.roles.slow_workflow.slow",
 )
 
 
