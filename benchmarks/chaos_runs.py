@@ -24,7 +24,7 @@ import psutil
 
 from rftdask.cluster import slurm
 from rftdask.cluster.jobs import JobRecord, read_jobs
-from rftdask.processes.nursery import asker_of
+from rftdask.processes.zygote import asker_of
 from rftdask.run.run_folder import read_end
 from rftdask.storage import open_storage
 

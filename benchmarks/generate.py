@@ -49,7 +49,7 @@ from rftdask.rollouts.policy.streaming_queue import Streaming
 from rftdask.rollouts.runner import TextEngine, run_work_unit
 from rftdask.rollouts.workflows.base import PolicyModel
 from rftdask.rollouts.workflows.registry import workflow
-from rftdask.weights.published import Published
+from rftdask.synchronizer.published import Published
 
 VOCAB_SIZE = 128
 VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0"}

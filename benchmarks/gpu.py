@@ -60,14 +60,14 @@ from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised
 from rftdask.config import load_config
 from rftdask.config.schema.algorithm import registered_parts
 from rftdask.engines.client import EngineClient
-from rftdask.explorer.worker_cache import engine_spec
+from rftdask.engines.spec import engine_spec
 from rftdask.models.model_shape import read_shape
 from rftdask.storage import open_storage
+from rftdask.synchronizer.published import latest_published
+from rftdask.synchronizer.publisher import Publisher
 from rftdask.trainer.attention import packed_attention
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.packing import pack_rows
-from rftdask.weights.published import latest_published
-from rftdask.weights.publisher import Publisher
 
 HERE = Path(__file__).parent
 DATASETS = ("cpt", "dpo", "kto", "orpo", "reward_model", "sft", "simpo")

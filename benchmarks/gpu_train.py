@@ -44,8 +44,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rftdask.algorithm.compose import build_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
-from rftdask.commands.estimate import GB, estimate
 from rftdask.config import Config, load_config
+from rftdask.driver.memory_estimate import GB, estimate
 from rftdask.models.model_shape import ModelShape, read_shape
 from rftdask.models.toy import build_toy_model
 from rftdask.trainer.engines.strategies.fsdp2 import FSDP2

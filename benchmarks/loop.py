@@ -24,7 +24,7 @@ from rftdask.cluster.layout import EXPLORER_RESOURCE, Layout, WorkerPlan
 from rftdask.cluster.local import LocalCluster
 from rftdask.storage import open_storage
 from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
-from rftdask.weights.published import publish_weights
+from rftdask.synchronizer.published import publish_weights
 
 _WRITES_PER_STEP = 5
 """Durable writes in a step: shard, ledger entry, weights, their manifest, pointer."""

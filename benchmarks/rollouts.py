@@ -24,7 +24,7 @@ from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.runner import TextEngine, run_work_unit
 from rftdask.rollouts.sandbox.messages import SandboxSpec
 from rftdask.rollouts.sandbox.pool import ForkServer
-from rftdask.weights.published import Published
+from rftdask.synchronizer.published import Published
 
 
 class _Tokenizer:

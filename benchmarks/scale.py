@@ -38,12 +38,12 @@ from report import Report, make_parser
 
 from rftdask.config import load_config
 from rftdask.explorer.explorer import Explorer
-from rftdask.explorer.worker_task import RolloutResult, RolloutTask
 from rftdask.processes.dask_cluster import DASK_CONFIG
 from rftdask.processes.poll import wait_for
+from rftdask.rollouts.work_units import RolloutResult, RolloutTask
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
-from rftdask.weights.published import publish_weights
+from rftdask.synchronizer.published import publish_weights
 
 TASKS_PER_BATCH, REPEAT_TIMES = 4, 8
 MEDIAN_TOKENS, SIGMA, MAX_TOKENS = 800, 1.0, 16_384

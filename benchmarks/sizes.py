@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from rftdask.cluster.layout import plan_machines
-from rftdask.commands.estimate import (
+from rftdask.config import Config, load_config
+from rftdask.config.schema.model import LoraConfig
+from rftdask.driver.memory_estimate import (
     GB,
     USABLE,
     Estimate,
@@ -23,8 +25,6 @@ from rftdask.commands.estimate import (
     train_parts,
     train_sizes,
 )
-from rftdask.config import Config, load_config
-from rftdask.config.schema.model import LoraConfig
 from rftdask.models.model_shape import read_shape
 
 GPU = "H100 80GB"
@@ -207,33 +207,36 @@ def print_page() -> None:
     """Print docs/sizes.md."""
     print("""# What fits: models, GPUs, and published peaks
 
-Printed by `benchmarks/sizes.py` from `rftdask estimate`, whose formulas docs/trainer.md derives; none of it was run
-on a GPU by us. `rftdask estimate CONFIG --gpus 8 --nodes 4 --gpu "H100 80GB"` says the same of your configuration,
-part by part. The shapes of these models, and of the others in `rftdask/models/known_models.py`, come with the package,
-so it needs no network.
+`benchmarks/sizes.py` prints this page from `rftdask estimate`, whose formulas docs/trainer.md
+derives. None of it has run on a GPU. `rftdask estimate CONFIG --gpus 8 --nodes 4 --gpu "H100 80GB"`
+estimates your configuration, part by part. The package includes the shapes of these models and of
+the others in `rftdask/models/known_models.py`, so no network is needed.
 
 ## Models on 1, 8, 32 and 64 GPUs of 80 GB
 
-GRPO without a reference model, prompts of 1,024 and responses of 8,192 tokens, passes of as many tokens, activations
-computed again, AdamW with float32 weights, engines of vLLM with 90 % of a GPU. Half of the GPUs sample, or a quarter;
-on one machine all train and sample by turns where that does not fit. Of these the first that fits: all weights; all
-weights with `trainer.offload_policy`; LoRA. GB are 10^9 bytes, of one GPU; of its 80, 72 are planned with. A host may
-hold 1,000 GB; the last column counts what its processes hold at their peak, without the page cache.
+Setup: GRPO without a reference model, prompts of 1,024 and responses of 8,192 tokens, passes of as
+many tokens, activation checkpointing, AdamW with float32 weights, vLLM engines with 90 % of a GPU.
+Half or a quarter of the GPUs sample. On one machine, if that does not fit, all GPUs alternate
+between training and sampling ("by turns"). Each row shows the first choice that fits: all weights;
+all weights with `trainer.offload_policy`; LoRA. GB are 10^9 bytes per GPU; the plan uses 72 of its
+80. A host can hold 1,000 GB. The last column is the peak of its processes, without the page cache.
 """)
     print("\n".join(fits_table()))
     print(f"""
-**To load**: the most that a rank holds on its GPU while it reads its rows of the weights.
+**To load**: the peak on a rank's GPU while it reads its rows of the weights.
 
-"Does not fit" has other ways out: more GPUs, shorter passes (`trainer.max_token_len_per_gpu`), a smaller optimizer
-(docs/trainer.md), an engine with weights of 8 bits (`extra_engine_args: {{quantization: fp8_per_block}}`).
+Remedies for "does not fit": more GPUs, shorter passes (`trainer.max_token_len_per_gpu`), a smaller
+optimizer (docs/trainer.md), an engine with 8-bit weights
+(`extra_engine_args: {{quantization: fp8_per_block}}`).
 
 ## Against published peaks
 
-Estimates are for our trainer, the peaks are another's on the same job: [prime-rl](
-{_PRIME}), one or eight H100, reserved memory.
-Theirs compiles its layers, makes other chunks of logits, and keeps weights under LoRA in float32, as they are counted
-here; it adapts experts, too, so its LoRA rows of mixtures of
-experts are left out. A ratio above 1 means that we ask for more.
+The estimates are for our trainer, the peaks for [prime-rl](
+{_PRIME})
+on the same job: one or eight H100, reserved memory. prime-rl compiles its layers, uses other chunks
+of logits, and keeps weights under LoRA in float32, as this estimate does. It also adapts experts,
+so its LoRA rows of mixtures of experts are omitted. A ratio above 1 means that our estimate is
+higher.
 
 | model | GPUs | trained | tokens a pass | published, GiB | estimate, GiB | ratio |
 |---|---|---|---|---|---|---|""")
@@ -246,14 +249,17 @@ experts are left out. A ratio above 1 means that we ask for more.
         print(f"| {model} | {num_gpus} | all, all logits | {tokens:,} | {peak:.1f} | {ours:.1f} | {ours / peak:.2f} |")
     print(f"""
 The last row is [torchtitan's]({_TITAN}),
-which trains on all tokens and keeps all logits of a pass; we never do, so for this row the estimate is of all of them,
-at as many bytes as those of our chunks. Where its ranks split sequences of 65,536 to 262,144 tokens, each has as many
-tokens and the same peak (84.0 to 84.5). Its rows with some activations kept, or split over the ranks that cut layers,
-are of another algorithm, and left out.
+which trains on all tokens and keeps all logits of a pass. Our trainer never does, so the estimate
+of this row counts all logits at as many bytes as those of our chunks. If its ranks split sequences
+of 65,536 to 262,144 tokens, each has as many tokens and the same peak (84.0 to 84.5). Its rows with
+some activations kept, or split over the ranks that cut layers, use another algorithm and are
+omitted.
 
-verl tells the smallest machines on which runs of GRPO worked, trainer and engines on the same GPUs ([table](
-{_VERL})). Ours are the
-fewest GPUs, a power of two, whose 80 GB hold a trainer with passes of 4,096 tokens:
+verl lists the smallest machines on which GRPO runs worked, with trainer and engines on the same
+GPUs ([table](
+{_VERL})). The
+estimates are the fewest GPUs, a power of two, whose 80 GB hold a trainer with passes of 4,096
+tokens:
 
 | model | trained | verl | estimate | with `offload_policy` |
 |---|---|---|---|---|""")

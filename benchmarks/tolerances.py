@@ -1,5 +1,5 @@
 """Effect of rounding on logprobs, by data type, compared with the effect of damage: the basis of the bounds of
-rftdask/weights/fingerprint.py.
+rftdask/synchronizer/fingerprint.py.
 
     python benchmarks/tolerances.py [--quick] [--json FILE] [--layers N] [--hidden N] [--seeds N] [--table]
 
@@ -26,7 +26,7 @@ from report import Report, make_parser
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from rftdask.weights.fingerprint import TOLERANCES, fixed_sequences
+from rftdask.synchronizer.fingerprint import TOLERANCES, fixed_sequences
 
 VOCAB, SPREAD, BLOCK = 8192, 3.0, 128
 LARGEST = torch.finfo(torch.float8_e4m3fn).max

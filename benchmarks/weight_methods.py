@@ -1,6 +1,6 @@
 """Comparison of the transports of weights, for `weights.py`: method x engines, each engine in a process.
 
-Each engine process waits for the pointer, fetches the version to its machine as an explorer's worker does (`NodeCopy`
+Each engine process waits for the pointer, fetches the version to its machine as an explorer's worker does (`NodeCache`
 with the transport of its method), and reads every byte of the mapped files once into reused memory, as loading does.
 Machines are folders of /dev/shm: engines of one machine share a folder, so data between machines crosses loopback
 sockets.
@@ -23,13 +23,13 @@ from report import Report
 
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import Data
-from rftdask.weights.dask_tree import over_dask, serve_blocks
-from rftdask.weights.held import Holder
-from rftdask.weights.manifest import FileEntry, remove_folder
-from rftdask.weights.node_copy import SHARED_MEMORY, NodeCopy, Transport
-from rftdask.weights.process_group import Door, over_group
-from rftdask.weights.published import Published, latest_published, weights_folder
-from rftdask.weights.publisher import Publisher
+from rftdask.synchronizer.manifest import FileEntry, remove_folder
+from rftdask.synchronizer.node_cache import SHARED_MEMORY, NodeCache, Transport
+from rftdask.synchronizer.published import Published, latest_published, weights_folder
+from rftdask.synchronizer.publisher import Publisher
+from rftdask.synchronizer.transports.dask_broadcast import dask_transport, serve_blocks
+from rftdask.synchronizer.transports.group_broadcast import RendezvousServer, group_transport
+from rftdask.synchronizer.transports.memory import InMemoryPublisher
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 300.0
@@ -126,8 +126,8 @@ def _run(
     version = 1 if last is None else last.version + 1
     holder = None
     if case.method != "checkpoint":
-        address = Door(storage, HOST).address if case.method == "nccl" else addresses["trainer"]
-        holder = Holder(storage, address)
+        address = RendezvousServer(storage, HOST).address if case.method == "nccl" else addresses["trainer"]
+        holder = InMemoryPublisher(storage, address)
     publisher = Publisher(storage, "main", holder=holder)
     peers = [address for name, address in addresses.items() if name != "trainer"][: case.engines]
     waiting = []
@@ -191,9 +191,9 @@ def _serve(url: str, version: int, method: str, memory: str, peers: list[str]) -
     transport: Transport | None = None
     if method == "memory":
         serve_blocks(get_worker())
-        transport = _counted(over_dask(storage, get_worker(), peers), fetched)
+        transport = _counted(dask_transport(storage, get_worker(), peers), fetched)
     elif method == "nccl":
-        transport = _counted(over_group(HOST), fetched)
+        transport = _counted(group_transport(HOST), fetched)
     peak, moved = Peak(), _moved()
     copy = _copy(storage, version, transport)
     piece = bytearray(_PIECE)
@@ -208,12 +208,12 @@ def _serve(url: str, version: int, method: str, memory: str, peers: list[str]) -
     return Served(end_s, _moved() - moved + fetched[0], peak.stop())
 
 
-def _copy(storage: Storage, version: int, transport: Transport | None) -> NodeCopy:
+def _copy(storage: Storage, version: int, transport: Transport | None) -> NodeCache:
     deadline = time.monotonic() + TIMEOUT_S
     while True:
         published = latest_published(storage)
         if published is not None and published.version >= version:
-            return NodeCopy(storage, published, TIMEOUT_S, transport)
+            return NodeCache(storage, published, TIMEOUT_S, transport)
         if time.monotonic() > deadline:
             raise TimeoutError(f"version {version} was not published")
         time.sleep(0.05)

@@ -60,17 +60,17 @@ from rftdask.engines.transformers import TransformersEngine
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import Data
+from rftdask.synchronizer.manifest import FileEntry, Manifest, commit_folder, put_files
+from rftdask.synchronizer.node_cache import NodeCache
+from rftdask.synchronizer.published import model_file, published_as, read_published, weights_folder
+from rftdask.synchronizer.publisher import Publisher
+from rftdask.synchronizer.tensor_heads import read_head
 from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.strategies.base import distinct_state
 from rftdask.trainer.engines.tensor_files import stage_tensors
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.ranks import Ranks
-from rftdask.weights.manifest import FileEntry, Manifest, commit_folder, put_files
-from rftdask.weights.node_copy import NodeCopy
-from rftdask.weights.published import model_file, published_as, read_published, weights_folder
-from rftdask.weights.publisher import Publisher
-from rftdask.weights.tensor_heads import read_head
 
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -279,7 +279,7 @@ def run_in_parts(report: Report, folder: str, shape: Mapping[str, int], repeats:
         published = published_as(manifest, weights_folder(1))
         for name in entries:
             drop_caches(Path(storage.url, weights_folder(1), name))
-        note("verify", partial(NodeCopy, storage, published, TIMEOUT_S)).close()
+        note("verify", partial(NodeCache, storage, published, TIMEOUT_S)).close()
         storage.remove(weights_folder(1))
         if round_number == 0:
             times.took.clear()
@@ -350,8 +350,8 @@ def run(
         note("read floor", partial(read_floor, plain))
         plain.unlink()
         drop_caches(file)
-        served = note("verify", partial(NodeCopy, storage, published, TIMEOUT_S))
-        note("verify again", partial(NodeCopy, storage, published, TIMEOUT_S)).close()
+        served = note("verify", partial(NodeCache, storage, published, TIMEOUT_S))
+        note("verify again", partial(NodeCache, storage, published, TIMEOUT_S)).close()
         served.close()
         drop_caches(file)
         note("load", partial(engine.load_weights, version, [file]))
@@ -436,11 +436,11 @@ def run_deltas(
             published = times.note(f"delta written {lr}", partial(publisher.publish, version, weights))
             assert published.delta is not None, "the publication is not a delta"
             delta_bytes = sum(entry.size_bytes for _, entry in published.delta.files)
-            served = NodeCopy(storage, base, TIMEOUT_S)
-            made = times.note(f"delta made {lr}", partial(NodeCopy, storage, published, TIMEOUT_S))
+            served = NodeCache(storage, base, TIMEOUT_S)
+            made = times.note(f"delta made {lr}", partial(NodeCache, storage, published, TIMEOUT_S))
             if engine is not None:
                 engine.load_weights(base.version, served.files)
-                changes = NodeCopy(storage, published.changes, TIMEOUT_S)
+                changes = NodeCache(storage, published.changes, TIMEOUT_S)
                 change = partial(engine.try_load_changes, version, changes.files, None)
                 assert times.note(f"delta in place {lr}", change)
                 changes.close()
@@ -504,7 +504,7 @@ def count_calls(trainer: TorchEngine, tensors: Mapping[str, torch.Tensor], lr: f
         published = publisher.publish(version, weights)
         found[f"{kind} published"] = counts[0], counts[1]
         counts[:] = 0, 0
-        copy = NodeCopy(storage, read_published(storage, version) or published, TIMEOUT_S)
+        copy = NodeCache(storage, read_published(storage, version) or published, TIMEOUT_S)
         found[f"{kind} fetched by a machine"] = counts[0], counts[1]
         if held is not None:
             held.close()

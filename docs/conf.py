@@ -17,10 +17,10 @@ from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
 
 from rftdask import __version__
-from rftdask.commands.first_steps import bundled, describe, json_schema
 from rftdask.compat import trl, verl
 from rftdask.compat.imported import Key
-from rftdask.monitor.explain import METRICS
+from rftdask.driver.init_config import bundled, describe, json_schema
+from rftdask.reports.metric_table import METRICS
 
 DOCS = Path(__file__).parent
 
@@ -92,7 +92,7 @@ def metrics_reference() -> Iterator[str]:
 
 def commands_reference() -> Iterator[str]:
     """What `rftdask COMMAND --help` says, as Typer writes it down."""
-    command = [sys.executable, "-m", "typer", "rftdask.cli", "utils", "docs", "--name", "rftdask"]
+    command = [sys.executable, "-m", "typer", "rftdask.cli.app", "utils", "docs", "--name", "rftdask"]
     said = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, check=True).stdout
     yield re.sub(r"^# `rftdask`\n", "", said)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rftdask import Experiment
 from rftdask.models.toy import build_toy_model, write_toy_tasks
-from rftdask.processes.nursery import call
-from rftdask.run.summary import print_summary
+from rftdask.processes.zygote import call
+from rftdask.reports.summary import print_summary
 
 CONFIG = Path(__file__).parent.parent / "config" / "quickstart.yaml"
 

@@ -11,13 +11,13 @@ __version__ = "0.1.0"
 __all__ = ["Experiment", "__version__"]
 
 if TYPE_CHECKING:
-    from rftdask.experiment import Experiment
+    from rftdask.driver.experiment import Experiment
 
 
 def __getattr__(name: str) -> Any:
     if name == "Experiment":
         # Late, so that a child process or a config check does not import what only a driver needs.
-        from rftdask.experiment import Experiment
+        from rftdask.driver.experiment import Experiment
 
         return Experiment
     raise AttributeError(f"module 'rftdask' has no attribute {name!r}")

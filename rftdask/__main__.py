@@ -10,7 +10,7 @@ def main() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.argv[1:2] == ["run"]:
         _begin_imports()
-    from rftdask import cli  # late: Ctrl-C during its imports would be a traceback
+    from rftdask.cli import app as cli  # late: Ctrl-C during its imports would be a traceback
 
     signal.signal(signal.SIGINT, before)
     cli.main()
@@ -21,7 +21,7 @@ def _begin_imports() -> None:
     user's, or a thread, and while it reads the configuration.
     """
     from rftdask.processes.gpus import has_gpu_devices  # late: as above
-    from rftdask.processes.nursery import REGISTERED, TOKENIZERS, TORCH, can_fork  # late: as above
+    from rftdask.processes.zygote import REGISTERED, TOKENIZERS, TORCH, can_fork  # late: as above
 
     if can_fork(has_gpu_devices()):
         from rftdask.processes.fork_server import begin_fork_server  # late: as above

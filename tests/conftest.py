@@ -147,7 +147,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         # The first one to run in this process needs all of this.
         from rftdask.cluster.layout import WORKER_IMPORTS  # late: libraries read the variables above
         from rftdask.processes.fork_server import start_fork_server  # late: as above
-        from rftdask.processes.nursery import TOKENIZERS  # late: as above
+        from rftdask.processes.zygote import TOKENIZERS  # late: as above
 
         start_fork_server((*WORKER_IMPORTS, *TOKENIZERS))
     # Freeze imported objects: otherwise each full collection scans all of torch, 5 % of the time of the fast tests.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rftdask import Experiment
 from rftdask.models.toy import EOS, build_toy_model
-from rftdask.processes.nursery import call
+from rftdask.processes.zygote import call
 
 HERE = Path(__file__).parent
 FEWER = {"program_agent": ("stages[1].buffer.batch_size=4",)}

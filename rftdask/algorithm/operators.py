@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rftdask.algorithm.advantages.base import group_stats, group_sums, ranks_in_group
 from rftdask.algorithm.checks import one_of, require
-from rftdask.algorithm.drops import DropReason
+from rftdask.algorithm.drop_reasons import DropReason
 from rftdask.data.juicer.base import Juicer, OperatorResult, Pipeline, RowResult, as_list, read_operators, read_recipe
 from rftdask.data.juicer.session import check_juicer, open_juicer
 from rftdask.errors import ProcessLostError

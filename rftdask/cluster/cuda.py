@@ -14,8 +14,8 @@ from rftdask.cluster import preloads
 from rftdask.cluster.layout import Layout
 from rftdask.cluster.local import LocalCluster, grace
 from rftdask.errors import UserError
+from rftdask.processes.device_lock import shared_devices
 from rftdask.processes.gpus import visible_gpus
-from rftdask.processes.turns import shared_devices
 
 
 class LocalCudaCluster(LocalCluster):

@@ -38,9 +38,9 @@ from rftdask.engines.vllm_follower import ADDRESS, NODES, Nodes, follow
 from rftdask.errors import RoleError
 from rftdask.processes.fork_server import start_fork_server
 from rftdask.processes.gpus import has_gpu_devices
-from rftdask.processes.nursery import ADDRESS as NURSERY_ADDRESS
-from rftdask.processes.nursery import TOKENIZERS, can_fork, start_nursery, umask
 from rftdask.processes.poll import wait_for
+from rftdask.processes.zygote import ADDRESS as NURSERY_ADDRESS
+from rftdask.processes.zygote import TOKENIZERS, can_fork, start_nursery, umask
 from rftdask.storage.staging import stage_here, sweep
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 and looks at no machine but for the GPUs that this process may see, so a run can be planned for machines elsewhere.
 
 Roles that work at the same time share neither cores nor GPUs. Where there are fewer GPUs than all of them need, trainer
-and engines *colocate*: each GPU has a rank and an engine, which take turns on it (processes/turns.py).
+and engines *colocate*: each GPU has a rank and an engine, which take turns on it (processes/device_lock.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rftdask.errors import UserError
 from rftdask.processes.gpus import visible_gpus
-from rftdask.processes.nursery import MODELS, RANK, REGISTERED, TOKENIZERS, TORCH
+from rftdask.processes.zygote import MODELS, RANK, REGISTERED, TOKENIZERS, TORCH
 
 if TYPE_CHECKING:  # a job's first process needs the names below alone
     from rftdask.config import Config
@@ -27,7 +27,7 @@ AUXILIARY_RESOURCE = "auxiliary"
 """Of workers of auxiliary models; how much of it one has is the number of GPUs that its model may work on."""
 ROLES = (TRAINER_RESOURCE, EXPLORER_RESOURCE, AUXILIARY_RESOURCE)
 """Roles that have workers of their own."""
-WORKER_IMPORTS = ("distributed", "rftdask.cluster.preloads", "rftdask.explorer.worker_task", REGISTERED)
+WORKER_IMPORTS = ("distributed", "rftdask.cluster.preloads", "rftdask.rollouts.work_unit_task", REGISTERED)
 """What a worker imports, whatever its role."""
 _EXPLORER_KEYS = "explorer.rollout_model.engine_num or explorer.max_workers"
 _SHARING = ("joined", "existing", "slurm")

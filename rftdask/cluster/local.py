@@ -35,12 +35,12 @@ from rftdask.cluster.layout import (
 )
 from rftdask.config import Config
 from rftdask.errors import WaitTimeout
+from rftdask.processes.device_lock import shared_devices
 from rftdask.processes.fork_server import start_fork_server
 from rftdask.processes.gpus import visible_gpus
-from rftdask.processes.nursery import ADDRESS, can_fork, start_nursery, umask
-from rftdask.processes.turns import shared_devices
+from rftdask.processes.zygote import ADDRESS, can_fork, start_nursery, umask
 from rftdask.storage import Storage
-from rftdask.weights.node_copy import sweep
+from rftdask.synchronizer.node_cache import sweep
 
 if TYPE_CHECKING:
     from distributed import SpecCluster

@@ -22,8 +22,8 @@ from typing import Any
 
 import setproctitle
 
-from rftdask.processes.meter import METER, Meter
-from rftdask.processes.nursery import SIGNALS, end_with, reseed
+from rftdask.processes.usage import METER, Meter
+from rftdask.processes.zygote import SIGNALS, end_with, reseed
 
 MODULE = __name__
 """What Dask is given to load."""

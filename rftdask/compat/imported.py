@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rftdask.config.translate import give
+from rftdask.config.trinity.translate import give
 
 
 @dataclass(frozen=True)

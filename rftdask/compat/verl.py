@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from rftdask.compat.imported import Imported, Key
-from rftdask.config.translate import NEEDLESS, VERL, leaves
+from rftdask.config.trinity.translate import NEEDLESS, VERL, leaves
 from rftdask.errors import DataError
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

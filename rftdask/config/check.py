@@ -13,7 +13,9 @@ from pydantic.fields import FieldInfo
 from rftdask.config.base import Aliases, Filled, Later, Mark, Named, Section, child_of, marks_of, takes_none
 from rftdask.config.error_text import allowed_values, nearest, one_of, readable, show
 from rftdask.config.plugins import find_part, what_instead
-from rftdask.config.reference_keys import (
+from rftdask.config.schema.run import Config
+from rftdask.config.schema.walk import field_at, is_completed, is_number, join, sections_with, settable_keys
+from rftdask.config.trinity.reference_keys import (
     REFERENCE_NAMES,
     Derived,
     Ignored,
@@ -23,11 +25,9 @@ from rftdask.config.reference_keys import (
     Secret,
     reference_keys,
 )
-from rftdask.config.schema.run import Config
-from rftdask.config.schema.walk import field_at, is_completed, is_number, join, sections_with, settable_keys
 from rftdask.config.yaml_source import Problem
 from rftdask.errors import UserError
-from rftdask.text.secrets import find_secret, is_left_to_environment, is_secret_name
+from rftdask.storage.safe_text import find_secret, is_left_to_environment, is_secret_name
 
 MarkType = TypeVar("MarkType", bound=Mark)
 

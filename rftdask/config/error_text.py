@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from rftdask.text.secrets import mask
+from rftdask.storage.safe_text import mask
 
 _LONGEST_SHOWN = 60
 _SHORT_WORD = 3

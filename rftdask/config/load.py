@@ -15,13 +15,13 @@ from rftdask.config.cross_checks import data, hosted, rollouts, training
 from rftdask.config.cross_checks.warnings import warn
 from rftdask.config.defaults import Fills, fill
 from rftdask.config.parts import named_parts
-from rftdask.config.reference_defaults import NAME, keys_of_reference, read_as_reference
 from rftdask.config.schema.run import Config
 from rftdask.config.schema.walk import is_completed, is_users
-from rftdask.config.translate import leaves, translate
+from rftdask.config.trinity.reference_defaults import NAME, keys_of_reference, read_as_reference
+from rftdask.config.trinity.translate import leaves, translate
 from rftdask.config.yaml_source import Problem, add_site, escape, merge, read_tree
 from rftdask.errors import ConfigError
-from rftdask.text.secrets import find_secret, is_secret_name, mask
+from rftdask.storage.safe_text import find_secret, is_secret_name, mask
 
 RULES = (*training.RULES, *data.RULES, *rollouts.RULES, *hosted.RULES)
 ORIGINS = ("", "rftdask", "trinity")

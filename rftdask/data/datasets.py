@@ -26,8 +26,8 @@ import pyarrow.parquet as pq
 from rftdask.config import fill_from_environment
 from rftdask.config.plugins import nearest
 from rftdask.config.schema.run import MADE_ROWS
+from rftdask.data.hub import require_hub, without_hub
 from rftdask.errors import DataError
-from rftdask.models.hub import require_hub, without_hub
 from rftdask.storage.checked_json import parse_json
 from rftdask.storage.staging import staged
 

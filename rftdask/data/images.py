@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rftdask.data.hub import local_model
 from rftdask.errors import DamagedError, DataError, NotFoundError, UserError
-from rftdask.models.hub import local_model
 from rftdask.storage import Storage
 from rftdask.storage.checked_json import parse_object
 

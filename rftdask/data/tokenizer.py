@@ -16,9 +16,9 @@ from typing import Any, Protocol, TypeVar, cast
 import numpy as np
 
 from rftdask.config import Config
+from rftdask.data.hub import local_model
 from rftdask.errors import DataError
-from rftdask.models.hub import local_model
-from rftdask.processes.nursery import MODELS, call
+from rftdask.processes.zygote import MODELS, call
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from typing import Literal
 from rftdask.config.schema.explorer import EngineTraits, InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.errors import RoleError, WeightsError
-from rftdask.weights.fingerprint import Fingerprint
+from rftdask.synchronizer.fingerprint import Fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -237,3 +237,7 @@ class Engine(EngineTraits, ABC):
 
     def close(self) -> None:
         """Free the model. Idempotent."""
+
+
+POLICY = ""
+"""Name of the policy among the models that can be asked."""

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
-from rftdask.engines.guides import Guide
-from rftdask.engines.sampling import SamplingRows, Uniforms, sample_tokens
+from rftdask.engines.sampling import Guide, SamplingRows, Uniforms, sample_tokens
 
 
 class Prompts:

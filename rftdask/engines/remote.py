@@ -36,7 +36,7 @@ from rftdask.engines.server import Answer, Drop, Generate, Generated, Loaded, Re
 from rftdask.errors import ProcessLostError, RftError, RoleError, StorageError, UserError
 from rftdask.processes.messages import Codec
 from rftdask.storage import Storage
-from rftdask.weights.published import Published, read_published
+from rftdask.synchronizer.published import Published, read_published
 
 
 @dataclass(frozen=True)

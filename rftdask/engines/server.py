@@ -23,14 +23,14 @@ from typing import Any, TypeAlias
 from rftdask.config.plugins import find_part, load_plugin_folders
 from rftdask.config.schema.explorer import InferenceModelConfig, registered_engines
 from rftdask.config.schema.model import ModelConfig
+from rftdask.data.hub import local_model
 from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
-from rftdask.models.hub import local_model
 from rftdask.processes.child import Channel
+from rftdask.processes.device_lock import DeviceTurn
 from rftdask.processes.gpus import out_of_memory, use_device
 from rftdask.processes.messages import Codec
-from rftdask.processes.turns import DeviceTurn
 from rftdask.storage.staging import staged
-from rftdask.weights.fingerprint import Fingerprint
+from rftdask.synchronizer.fingerprint import Fingerprint
 
 TARGET = "rftdask.engines.server:serve"
 """Entry of an engine's child process, as `processes.child` takes it."""

@@ -34,6 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import ModelConfig
+from rftdask.data.hub import local_model
 from rftdask.data.images import ImageProcessor
 from rftdask.engines.base import (
     MAX_BATCH_TOKENS,
@@ -45,17 +46,16 @@ from rftdask.engines.base import (
     Take,
 )
 from rftdask.engines.decode_batch import DecodeBatch, Prompts
-from rftdask.engines.guides import Guide, Guides
+from rftdask.engines.sampling import Guide, Guides
 from rftdask.errors import DamagedError, DataError, RoleError
 from rftdask.models.host_copy import HostCopy
-from rftdask.models.hub import local_model
 from rftdask.models.image_models import model_class, with_images
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, load_files
 from rftdask.models.routers import Routers
 from rftdask.processes.gpus import set_device
-from rftdask.weights.delta import DeltaFile
-from rftdask.weights.manifest import BLOCK_BYTES
-from rftdask.weights.tensor_heads import read_file_head
+from rftdask.synchronizer.delta import DeltaFile
+from rftdask.synchronizer.manifest import BLOCK_BYTES
+from rftdask.synchronizer.tensor_heads import read_file_head
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 COMPACT_SHARE = 4

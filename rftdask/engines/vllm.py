@@ -36,8 +36,8 @@ from rftdask.engines.transformers import end_ids
 from rftdask.engines.vllm_follower import CAUSE_FILE, ENGINE_PID, Nodes, set_defaults
 from rftdask.errors import DataError, RoleError, UserError
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from rftdask.processes.turns import VARIABLE
-from rftdask.weights.fingerprint import SEQUENCE_LENGTH
+from rftdask.processes.device_lock import VARIABLE
+from rftdask.synchronizer.fingerprint import SEQUENCE_LENGTH
 
 log = logging.getLogger(__name__)
 

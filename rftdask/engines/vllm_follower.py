@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rftdask.errors import RoleError
-from rftdask.processes.nursery import end_with, socket_folder
+from rftdask.processes.zygote import end_with, socket_folder
 from rftdask.storage.staging import source_of, staged
 
 ENGINE_PID = "RFTDASK_ENGINE_PID"

@@ -18,9 +18,9 @@ from distributed import Client, Future, KilledWorker
 from rftdask.config import Config
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.errors import RoleError, UserError, WaitTimeout
-from rftdask.explorer.auxiliary_task import SERVING_TOPIC, AuxiliaryTask, serve_auxiliary
-from rftdask.explorer.shared_engine import AUXILIARY_RESOURCE
 from rftdask.processes.dask_task import WorkerInfo
+from rftdask.rollouts.auxiliary_client import AUXILIARY_RESOURCE
+from rftdask.rollouts.auxiliary_task import SERVING_TOPIC, AuxiliaryTask, serve_auxiliary
 from rftdask.run.run_folder import record_config
 from rftdask.storage import Storage
 

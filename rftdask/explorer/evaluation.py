@@ -19,11 +19,11 @@ from rftdask.buffer.log.log import ExperienceLog
 from rftdask.config import Config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import DataError
-from rftdask.explorer.worker_task import ROW_METRICS, RolloutTask
 from rftdask.monitor.metrics import read_metrics
+from rftdask.rollouts.work_units import ROW_METRICS, RolloutTask
 from rftdask.storage import Storage
+from rftdask.synchronizer.published import published_versions
 from rftdask.synchronizer.styles import WeightRequirement, make_sync_rules
-from rftdask.weights.published import published_versions
 
 MakeUnit = Callable[[str, int, int, Sequence[TaskRef], int, WeightRequirement], RolloutTask]
 """(folder of the log, policy version, unit_index, tasks, repeat_times, weights) -> the work unit."""

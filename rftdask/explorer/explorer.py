@@ -32,16 +32,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import CancelledError
 from dataclasses import replace
-from typing import Any, Protocol
 
 from distributed import KilledWorker
 
 from rftdask.buffer.batches.backpressure import Backpressure
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.lineage import MAIN_LINEAGE
+from rftdask.buffer.batches.lineage import MAIN_LINEAGE
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import NOTE_EVERY, first_open_step, note_complete
 from rftdask.buffer.log.shard import done_units
+from rftdask.cluster.dask_client import DaskClient, UnitFuture
 from rftdask.config import Config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import (
@@ -55,30 +55,27 @@ from rftdask.errors import (
     UserError,
 )
 from rftdask.explorer.autoscale import ScaleRule
-from rftdask.explorer.claims import EVALUATIONS, Claims
+from rftdask.explorer.crash_suspects import STRIKES, PoisonTracker, Trial
 from rftdask.explorer.evaluation import EvaluationQueue
-from rftdask.explorer.poison import STRIKES, PoisonTracker, Trial
 from rftdask.explorer.task_order import make_task_order
-from rftdask.explorer.worker_task import (
+from rftdask.explorer.unit_claims import EVALUATIONS, Claims
+from rftdask.monitor.events import Evaluated, Event, Note, Step
+from rftdask.monitor.metrics import MetricsWriter
+from rftdask.processes.dask_task import LEAVING_TOPIC, workers_of
+from rftdask.rollouts.work_unit_task import (
     ADMITTED_TOPIC,
     BEGAN_TOPIC,
     EXPLORER_RESOURCE,
-    RolloutResult,
-    RolloutTask,
-    UnitKey,
     WarmUp,
     commit_poisoned,
     run_rollouts,
-    step_metrics,
     warm_up,
 )
-from rftdask.monitor.events import Evaluated, Event, Note, Step
-from rftdask.monitor.metrics import MetricsWriter
-from rftdask.processes.dask_task import LEAVING_TOPIC, AsksScheduler, workers_of
+from rftdask.rollouts.work_units import RolloutResult, RolloutTask, UnitKey, step_metrics
 from rftdask.run.run_folder import record_config
 from rftdask.storage import Storage
+from rftdask.synchronizer.published import latest_published, remove_weights_below, request_version
 from rftdask.synchronizer.styles import SyncStyle, WeightRequirement, make_sync_rules
-from rftdask.weights.published import latest_published, remove_weights_below, request_version
 
 MAX_ATTEMPTS = 4
 """Attempts at a work unit that raises, as for storage; failures of its rollouts and lost workers do not count."""
@@ -734,54 +731,3 @@ class Explorer:
 
 
 # ---- what the loop uses of Dask; testing/fake_dask.py has another client
-
-
-class UnitFuture(Protocol):
-    """The part of a distributed.Future that the loop uses."""
-
-    @property
-    def key(self) -> object:
-        """The key that the unit was submitted with."""
-
-    @property
-    def status(self) -> str | None:
-        """pending, finished, error, cancelled or lost."""
-        ...
-
-    def add_done_callback(self, callback: Callable[[UnitFuture], None], /) -> object:
-        """Call `callback` with the future once it is done, at once if it is; from another thread."""
-
-    def exception(self) -> BaseException | None:
-        """What the task raised; None: nothing."""
-
-    def result(self, timeout: float) -> RolloutResult:
-        """Raises: TimeoutError; CancelledError: it was lost; what the task raised."""
-        ...
-
-
-class DaskClient(AsksScheduler, Protocol):
-    """The part of a distributed.Client that the loop uses."""
-
-    def submit(
-        self,
-        func: Callable[[Any], Any],
-        unit: RolloutTask | WarmUp,
-        /,
-        *,
-        key: str,
-        resources: Mapping[str, float],
-        workers: Sequence[str],
-        priority: int,
-        pure: bool,
-        retries: int,
-    ) -> UnitFuture:
-        """Run a unit, or a warm-up, on one of `workers`, by their addresses, that has the resources."""
-
-    def cancel(self, futures: list[UnitFuture], /, *, force: bool) -> object:
-        """Cancel the tasks; what runs of them is told at its next look."""
-
-    def subscribe_topic(self, topic: str, handler: Callable[[tuple[float, Any]], None], /) -> object:
-        """Call `handler` with (time, message) of what workers report on the topic, from Dask's thread."""
-
-    def unsubscribe_topic(self, topic: str, /) -> object:
-        """Take no more reports on the topic."""

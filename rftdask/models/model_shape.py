@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rftdask.config.schema.model import LoraConfig
+from rftdask.data.hub import cached_folder, has_weights, is_model_name, require_hub
 from rftdask.errors import DataError
-from rftdask.models.hub import cached_folder, has_weights, is_model_name, require_hub
 from rftdask.models.known_models import known_model
 from rftdask.storage.checked_json import parse_object
 

@@ -14,7 +14,7 @@ from typing import TextIO
 
 from rftdask.errors import StorageError
 from rftdask.storage.base import Storage
-from rftdask.text.terminal import SafeFormatter
+from rftdask.storage.safe_text import SafeFormatter
 
 MAX_FILE_BYTES = 20_000_000
 NUM_BACKUPS = 3

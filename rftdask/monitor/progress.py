@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from rftdask.errors import UserError
-from rftdask.text.terminal import safe, safe_console
+from rftdask.storage.safe_text import safe, safe_console
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -43,8 +43,8 @@ from rftdask.errors import (
     WaitTimeout,
     lacks_training,
 )
-from rftdask.processes.nursery import ADDRESS, Forked, with_wait_policy
-from rftdask.text.terminal import SafeFormatter, safe
+from rftdask.processes.zygote import ADDRESS, Forked, with_wait_policy
+from rftdask.storage.safe_text import SafeFormatter, safe
 
 _MODULE = "rftdask.processes.child"  # also where this is __main__
 _READ_BYTES = 1 << 20

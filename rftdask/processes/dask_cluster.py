@@ -18,7 +18,7 @@ from distributed.security import Security
 
 from rftdask.errors import RoleError
 from rftdask.processes.fork_server import WITHOUT_MAIN
-from rftdask.processes.nursery import SIGNALS
+from rftdask.processes.zygote import SIGNALS
 
 _START_ATTEMPTS = 3
 """Starts of a cluster, of which the first may lose a worker to whoever kills processes on this machine."""
@@ -33,7 +33,7 @@ METHOD = "distributed.worker.multiprocessing-method"
 """Key of Dask: how a nanny starts its worker."""
 DASK_CONFIG: dict[str, Any] = {
     # We want to hear of every loss: Dask blames all tasks that the worker had, also those that had not begun, and runs
-    # them again without a word (explorer/poison.py tells preemption from poison).
+    # them again without a word (explorer/crash_suspects.py tells preemption from poison).
     "distributed.scheduler.allowed-failures": 0,
     "distributed.scheduler.worker-ttl": "120s",
     # A nanny starts its worker again, however long that takes. Dask would close it for good, if 15 s after a loss there

@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 
 import setproctitle
 
-from rftdask.processes import nursery
-from rftdask.processes.nursery import SIGNALS, import_environment, signals_blocked, socket_folder
+from rftdask.processes import zygote as nursery
+from rftdask.processes.zygote import SIGNALS, import_environment, signals_blocked, socket_folder
 
 IMPORTS = "RFTDASK_IMPORTS"
 """Environment of a fork server that begins: the modules that forked_imports.py imports, with commas between them."""

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from rftdask.errors import UserError
-from rftdask.processes.turns import VARIABLE, shared_devices
+from rftdask.processes.device_lock import VARIABLE, shared_devices
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 _FREE_S = 30.0

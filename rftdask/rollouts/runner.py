@@ -9,12 +9,15 @@ unit, which somebody else then runs again. This module knows neither engines nor
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config import fill_from_environment
@@ -25,21 +28,22 @@ from rftdask.data.images import ImageProcessor
 from rftdask.data.task import Task
 from rftdask.data.tokenizer import Tokenizer
 from rftdask.engines.base import SamplingParams
+from rftdask.engines.spec import model_sampling
 from rftdask.errors import UserError
-from rftdask.rollouts.attempt import Rollout, RolloutTimes, max_block_s
-from rftdask.rollouts.loop_watchdog import Watchdog
-from rftdask.rollouts.places import SLOT, SharedPlaces
+from rftdask.rollouts.concurrency_limits import SLOT, SharedPlaces
+from rftdask.rollouts.loop_watchdog import BlockedLoopTimeout, Watchdog
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch, LockstepQueue, RequestQueue, RolloutKey
 from rftdask.rollouts.policy.recording import LogprobsBatch, ModelUse, RecordingModel, Served, ServedModel, ServedRemote
 from rftdask.rollouts.policy.remote import RemoteModel
 from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 from rftdask.rollouts.rewards.registry import get_reward
+from rftdask.rollouts.rollout import Rollout, RolloutTimes, max_block_s
 from rftdask.rollouts.sandbox.messages import SandboxSpec
 from rftdask.rollouts.sandbox.pool import ForkServer, SandboxPool
 from rftdask.rollouts.workflows.base import WorkflowFn
 from rftdask.rollouts.workflows.registry import FoundWorkflow, find_workflow
-from rftdask.weights.published import Published
+from rftdask.synchronizer.published import Published
 
 _SANDBOX = "sandbox"
 """Kind of place for processes, beside those named by workflows and the engine's slots."""
@@ -76,18 +80,6 @@ class UnitOutcome:
     """Seconds in which the policy's engine had something to do."""
     uses: Mapping[str, ModelUse] = field(default_factory=dict)
     """What each auxiliary model was asked for, by name."""
-
-
-def model_sampling(model: ModelConfig) -> SamplingParams:
-    """How a model samples by its own section."""
-    return SamplingParams(
-        max_tokens=model.max_response_tokens,
-        temperature=model.temperature,
-        top_p=model.top_p,
-        top_k=model.top_k,
-        min_tokens=model.min_response_tokens,
-        repetition_penalty=model.repetition_penalty,
-    )
 
 
 async def run_work_unit(
@@ -402,3 +394,37 @@ def num_tasks_needed(over_rollout: OverRolloutConfig, num_tasks: int) -> int:
     Meanings as in Trinity-RFT's `explorer.over_rollout`.
     """
     return math.ceil(num_tasks * (1 - over_rollout.ratio))
+
+
+Result = TypeVar("Result")
+
+
+log = logging.getLogger(__name__)
+
+
+class SharedLoop:
+    """Example: SharedLoop().submit(run_work_unit(...)).result()"""
+
+    def __init__(self) -> None:
+        """Starts the thread, which ends with the process."""
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, name="rollouts", daemon=True).start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run it beside the others. From any other thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Cancel what runs on it, and end the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # it cancels what is left
+            runner.get_loop()
+            asyncio.set_event_loop(self._loop)
+            while True:
+                try:
+                    return self._loop.run_forever()
+                # The watchdog's, which came after the code that it was for had returned: the others go on.
+                except BlockedLoopTimeout:
+                    log.warning("a workflow blocked the event loop and went on by itself")

@@ -19,7 +19,7 @@ from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.runner import TextEngine, run_work_unit
 from rftdask.rollouts.sandbox.messages import Failed, SandboxSpec
 from rftdask.rollouts.sandbox.pool import ForkServer
-from rftdask.weights.published import Published
+from rftdask.synchronizer.published import Published
 
 TRIAL_TIMEOUT_S = 30.0
 """Longest that a check before a run waits for a workflow."""

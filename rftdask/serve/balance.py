@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from rftdask.engines.base import GenerateRequest, Generation
 from rftdask.engines.client import AskedEngine
 from rftdask.errors import RoleError, WaitTimeout
-from rftdask.rollouts.places import TokenRoom
+from rftdask.rollouts.concurrency_limits import TokenRoom
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 

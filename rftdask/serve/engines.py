@@ -18,11 +18,11 @@ from abc import ABC, abstractmethod
 
 from rftdask.config import Config
 from rftdask.engines.client import AskedEngine, EngineClient
+from rftdask.engines.spec import engine_spec
 from rftdask.errors import RoleError, StorageError, WaitTimeout
-from rftdask.explorer.worker_cache import engine_spec
 from rftdask.serve.balance import Balanced
 from rftdask.storage import Storage
-from rftdask.weights.published import Published, latest_written
+from rftdask.synchronizer.published import Published, latest_written
 
 log = logging.getLogger(__name__)
 

@@ -46,22 +46,23 @@ from rftdask.config import Config, replace
 from rftdask.data.images import ImageProcessor, can_be_given_images
 from rftdask.data.task import Task
 from rftdask.data.tokenizer import load_tokenizer
+from rftdask.engines.spec import model_sampling
 from rftdask.errors import UserError
-from rftdask.rollouts.attempt import Rollout
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.answer_stream import EventStream
 from rftdask.rollouts.policy.endpoint import answer_http, as_response, key_in, web_server
 from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, refusal
 from rftdask.rollouts.policy.recording import RecordingModel, ServedModel
-from rftdask.rollouts.runner import model_sampling
+from rftdask.rollouts.rollout import Rollout
 from rftdask.rollouts.workflows.base import Reward
-from rftdask.run.run_folder import Lease, open_run, private_files, record_config
+from rftdask.run.lease import Lease
+from rftdask.run.run_folder import open_run, private_files, record_config
 from rftdask.serve.balance import MAX_UNSIZED, Balanced, FullError, NoEngineError
 from rftdask.serve.bank import TASKSET, Rewarded, SessionBank, one_rollout
 from rftdask.serve.engines import EnginePool, LocalEngines
 from rftdask.storage import Storage, open_storage
-from rftdask.weights.published import Published
+from rftdask.synchronizer.published import Published
 
 log = logging.getLogger(__name__)
 
@@ -471,7 +472,7 @@ def _on_workers(config: Config, storage: Storage) -> Iterator[Callable[[Storage,
     # Late: engines of this machine need no Dask.
     from rftdask.cluster.base import plan_cluster, start_cluster
     from rftdask.cluster.layout import EXPLORER_RESOURCE
-    from rftdask.explorer.worker_task import WarmUp
+    from rftdask.rollouts.work_unit_task import WarmUp
     from rftdask.serve.worker_pool import WorkerEngines
 
     layout = plan_cluster(config, [config])

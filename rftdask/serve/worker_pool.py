@@ -24,8 +24,8 @@ from rftdask.cluster.layout import EXPLORER_RESOURCE
 from rftdask.engines.client import LOAD_TIMEOUT_S, AskedEngine
 from rftdask.engines.remote import Answering, RemoteEngine, RemoteEngines
 from rftdask.errors import ProcessLostError, RftError, RoleError, UserError
-from rftdask.explorer.worker_task import WarmUp, own_engine
 from rftdask.processes.dask_task import workers_of
+from rftdask.rollouts.work_unit_task import WarmUp, own_engine
 from rftdask.serve.balance import Balanced
 from rftdask.serve.engines import EnginePool
 from rftdask.storage import Storage, open_storage

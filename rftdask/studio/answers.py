@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rftdask.provenance.browse import records
+from rftdask.reports.lineage.browse import records
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,8 +7,8 @@ from __future__ import annotations
 import platform
 from typing import TYPE_CHECKING, Any
 
-from rftdask.monitor.explain import DIRECTIONS, METRICS, explain
-from rftdask.run.summary import RunSummary, learned, time_split
+from rftdask.reports.metric_table import DIRECTIONS, METRICS, explain
+from rftdask.reports.summary import RunSummary, learned, time_split
 from rftdask.studio.answers import TASK_ORDERS, as_passed, distribution, group_outcomes, task_table
 from rftdask.studio.curves import timeline_of
 from rftdask.studio.folder import Folder

@@ -14,9 +14,9 @@ import numpy as np
 
 from rftdask.config import Config
 from rftdask.config.base import plain
-from rftdask.monitor.explain import DIRECTIONS, METRICS, explain
 from rftdask.monitor.metrics import MACHINE
-from rftdask.run.view import Accuracy, Stage
+from rftdask.reports.metric_table import DIRECTIONS, METRICS, explain
+from rftdask.reports.run_reader import Accuracy, Stage
 
 MOST_POINTS = 1000
 """Of a curve; more than twice the pixels of a chart tell nobody more."""

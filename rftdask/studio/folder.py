@@ -17,23 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from rftdask.commands.jobs import RunJobs, read_logs, read_run_jobs
-from rftdask.commands.status import StageStatus, read_status
 from rftdask.config import Config
 from rftdask.config.plan import make_plan
+from rftdask.driver.jobs import RunJobs, read_logs, read_run_jobs
 from rftdask.errors import DataError, NotFoundError, RftError
-from rftdask.provenance.browse import Browser
-from rftdask.run.run_folder import (
-    END_FILE,
-    RUN_FILE,
-    lease_holders,
-    read_driver,
-    read_end,
-    read_run,
-    read_run_config,
-)
-from rftdask.run.summary import RunSummary, summarize
-from rftdask.run.view import Stage, open_stages
+from rftdask.reports.lineage.browse import Browser
+from rftdask.reports.run_reader import Stage, open_stages
+from rftdask.reports.status import StageStatus, read_status
+from rftdask.reports.summary import RunSummary, summarize
+from rftdask.run.lease import lease_holders
+from rftdask.run.run_folder import END_FILE, RUN_FILE, read_driver, read_end, read_run, read_run_config
 from rftdask.storage import open_storage
 from rftdask.storage.base import in_order
 

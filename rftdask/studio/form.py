@@ -17,12 +17,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rftdask.cluster.layout import TRAINER_RESOURCE, plan_machines
-from rftdask.commands.estimate import can_be_sized, tell_memory
-from rftdask.commands.first_steps import explanations
 from rftdask.config import Config, load_config, make_plan
 from rftdask.config.base import Filled, Named, Section, child_of, default_of, marks_of, plain
 from rftdask.config.error_text import allowed_values
 from rftdask.config.yaml_source import escape, to_yaml
+from rftdask.driver.init_config import explanations
+from rftdask.driver.memory_estimate import can_be_sized, tell_memory
 from rftdask.errors import ConfigError, RftError, UserError
 
 ROOT = "checkpoint_root_dir"

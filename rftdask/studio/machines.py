@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rftdask.monitor.metrics import MACHINE
-from rftdask.run.view import Stage
+from rftdask.reports.run_reader import Stage
 
 _SAYS_NOTHING_S = 120.0
 """Longer without a row than this, and than three of its usual pauses, nobody was there."""

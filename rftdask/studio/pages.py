@@ -14,9 +14,9 @@ from urllib.parse import urlencode
 
 from rftdask.buffer.log.schema import conversation
 from rftdask.monitor.progress import duration
-from rftdask.provenance.browse import LEVELS, Browser, Filter
-from rftdask.run.summary import percent, shorten
-from rftdask.text.terminal import cell, printable
+from rftdask.reports.lineage.browse import LEVELS, Browser, Filter
+from rftdask.reports.summary import percent, shorten
+from rftdask.storage.safe_text import cell, printable
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template

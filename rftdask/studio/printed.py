@@ -17,9 +17,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rftdask.provenance.browse import some_answers
+from rftdask.reports.lineage.browse import some_answers
+from rftdask.reports.summary import REPORT_NAME, RunSummary
 from rftdask.run.run_folder import read_run
-from rftdask.run.summary import REPORT_NAME, RunSummary
 from rftdask.storage import open_storage
 from rftdask.studio import contents
 from rftdask.studio.curves import charts_of, curves_of

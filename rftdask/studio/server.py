@@ -32,11 +32,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rftdask.commands.first_steps import bundled, describe
+from rftdask.driver.init_config import bundled, describe
 from rftdask.errors import DataError, RftError, UserError
-from rftdask.provenance.browse import LEVELS, SORTS, Filter
-from rftdask.provenance.sql import OVERVIEW, query
-from rftdask.provenance.tables import TABLES
+from rftdask.reports.lineage.browse import LEVELS, SORTS, Filter
+from rftdask.reports.lineage.sql import OVERVIEW, query
+from rftdask.reports.lineage.tables import TABLES
 from rftdask.run.run_folder import read_run
 from rftdask.storage import open_storage
 from rftdask.storage.base import numbers_in

@@ -1,5 +1,6 @@
-"""Synchronizer: which weights an explore step runs with (styles.py, pure), and the Dask actor that shortens the wait
-for them (actor.py).
+"""Synchronizer: how weights get from trainer ranks to engines.
 
-It does not know how weights are written and verified (weights/), nor what explorers and trainers do with them.
+The trainer publishes a version (publisher.py); its manifest makes it exist (manifest.py); engines fetch and verify it
+(published.py, node_cache.py). styles.py decides which version an explore step uses, actor.py shortens the wait for it.
+transports/ moves the bytes, delta.py is an encoding, and fingerprint.py proves what an engine serves.
 """

@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 
 from rftdask.algorithm.algorithm import Algorithm
-from rftdask.algorithm.drops import DropReason
+from rftdask.algorithm.drop_reasons import DropReason
 from rftdask.algorithm.operators import MaskResponseTruncated, Operator, RewardShapingMapper
 from rftdask.buffer.batches.batch import batch_from_table, column_of, numbers_of
 from rftdask.buffer.batches.operator_pipeline import run_pipeline

@@ -19,9 +19,7 @@ from rftdask.errors import DamagedError, NotFoundError, RftError
 from rftdask.storage import Storage
 from rftdask.storage.base import Data, numbers_in
 from rftdask.storage.checked_json import parse_object
-from rftdask.trainer.background import Background
-from rftdask.trainer.ranks import Ranks
-from rftdask.weights.manifest import (
+from rftdask.synchronizer.manifest import (
     BLOCK_BYTES,
     FileEntry,
     Manifest,
@@ -42,8 +40,10 @@ from rftdask.weights.manifest import (
     stream_block,
     stream_blocks,
 )
-from rftdask.weights.published import CHECKPOINT_POINTER, move_pointer
-from rftdask.weights.tensor_heads import head_bytes
+from rftdask.synchronizer.published import CHECKPOINT_POINTER, move_pointer
+from rftdask.synchronizer.tensor_heads import head_bytes
+from rftdask.trainer.background import Background
+from rftdask.trainer.ranks import Ranks
 
 INTERIM = "interim"
 """In the manifest of a checkpoint that goes when there are newer ones."""

@@ -39,8 +39,8 @@ from rftdask.errors import (
 from rftdask.monitor.events import CODEC, Ended
 from rftdask.processes.child import LOG_LEVEL, Child
 from rftdask.processes.dask_task import LEAVING_TOPIC, AsksScheduler, host_of, make_called_off, workers_of
+from rftdask.synchronizer.transports.dask_broadcast import serve_blocks
 from rftdask.trainer.flight_recorder import forget, left_behind, recording
-from rftdask.weights.dask_tree import serve_blocks
 
 TOPIC = "rftdask"
 TRAINER_RESOURCE = "trainer"

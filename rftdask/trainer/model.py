@@ -31,15 +31,15 @@ from transformers import (
 from transformers.core_model_loading import convert_and_load_state_dict_in_model, set_param_for_module
 from transformers.utils import logging
 
+from rftdask.data.hub import local_model
 from rftdask.errors import DataError
-from rftdask.models.hub import local_model
 from rftdask.models.image_models import model_class
 from rftdask.models.model_shape import MAX_LOGITS
 from rftdask.storage.staging import staged
+from rftdask.synchronizer.tensor_heads import read_file_head
 from rftdask.trainer.attention import check_splits, hidden_states, pack_if_equal
 from rftdask.trainer.engines.strategies.base import distinct_state, local
 from rftdask.trainer.packing import PackedRows
-from rftdask.weights.tensor_heads import read_file_head
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _LOGITS_OF_A_DIVERGENCE = 4

@@ -21,12 +21,12 @@ from rftdask.algorithm.compose import build_algorithm
 from rftdask.buffer.batches.backpressure import unread_limit
 from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.batches.lineage import lineage_of, parent_storage, read_parent
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.operator_pipeline import operators_of
 from rftdask.buffer.batches.replay_priority import make_replay
 from rftdask.buffer.batches.selection import SampleRule, make_sample_strategy
 from rftdask.buffer.batches.source import BatchSource, DatasetSource, Demonstrations, ReplayedSource, RowOrder
-from rftdask.buffer.lineage import lineage_of, parent_storage, read_parent
 from rftdask.buffer.log import open_log
 from rftdask.config import Config, load_config
 from rftdask.config.plugins import find_part, trait
@@ -39,18 +39,18 @@ from rftdask.monitor.events import CODEC, Alive, Event
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.child import Channel
 from rftdask.processes.dask_task import host_of
+from rftdask.processes.device_lock import DeviceTurn
 from rftdask.processes.gpus import out_of_memory, set_device, use_device
-from rftdask.processes.turns import DeviceTurn
 from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import Storage, open_storage
+from rftdask.synchronizer.published import read_requested_version, read_requested_whole
 from rftdask.synchronizer.styles import SyncStyle, make_sync_rules
+from rftdask.synchronizer.transports.group_broadcast import RendezvousServer
+from rftdask.synchronizer.transports.memory import InMemoryPublisher
 from rftdask.trainer.batch_filters import AlgorithmFilter
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.process_ranks import ProcessRanks, all_ranks, lost_peer
 from rftdask.trainer.trainer import Trainer, take_turn
-from rftdask.weights.held import Holder
-from rftdask.weights.process_group import Door
-from rftdask.weights.published import read_requested_version, read_requested_whole
 
 _WEIGHTS_TO_KEEP = 8
 """By a trainer whose explorers, if any, are other runs of `rftdask`: enough for one that is slow to load."""
@@ -232,11 +232,13 @@ def build_trainer(
     )
 
 
-def build_holder(config: Config, storage: Storage, address: str) -> Holder:
+def build_holder(config: Config, storage: Storage, address: str) -> InMemoryPublisher:
     """Who holds what this rank publishes, for engines on its machine and, by `synchronizer.sync_method`, on others."""
     if config.cluster.is_one_machine:
-        return Holder(storage)
-    return Holder(storage, Door(storage, host_of(address)).address if config.sync_method == "nccl" else address)
+        return InMemoryPublisher(storage)
+    return InMemoryPublisher(
+        storage, RendezvousServer(storage, host_of(address)).address if config.sync_method == "nccl" else address
+    )
 
 
 def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> BatchSource:

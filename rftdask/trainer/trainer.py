@@ -32,16 +32,11 @@ from rftdask.buffer.batches.source import BatchSource, NotYet
 from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.errors import StorageError
 from rftdask.monitor.events import Alive, CheckpointSaved, Ended, Event, Published, Started, Step
-from rftdask.processes.turns import DeviceTurn
+from rftdask.processes.device_lock import DeviceTurn
 from rftdask.storage import Storage
 from rftdask.storage.base import Data
-from rftdask.trainer.background import Background
-from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints, checkpoint_steps
-from rftdask.trainer.engines.base import TrainEngine
-from rftdask.trainer.ranks import Ranks
-from rftdask.weights.fingerprint import Fingerprint
-from rftdask.weights.held import Holder
-from rftdask.weights.published import (
+from rftdask.synchronizer.fingerprint import Fingerprint
+from rftdask.synchronizer.published import (
     WEIGHTS_HASH,
     fingerprint_extra,
     held_versions,
@@ -49,8 +44,13 @@ from rftdask.weights.published import (
     remove_weights_below,
     restore_pointer,
 )
-from rftdask.weights.published import Published as PublishedWeights
-from rftdask.weights.publisher import Publisher
+from rftdask.synchronizer.published import Published as PublishedWeights
+from rftdask.synchronizer.publisher import Publisher
+from rftdask.synchronizer.transports.memory import InMemoryPublisher
+from rftdask.trainer.background import Background
+from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints, checkpoint_steps
+from rftdask.trainer.engines.base import TrainEngine
+from rftdask.trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Trainer:
     whole_asked: Callable[[int], bool] = lambda version: False
     """(last published step) -> whether somebody asks for all of these weights, who cannot make them of what they are
     made of: once. Asked by rank 0 before every batch, and while it waits."""
-    holder: Holder | None = None
+    holder: InMemoryPublisher | None = None
     """Takes what is published, in place of files; None: it is written."""
     max_weights_to_keep: int = 0
     """Published versions that stay, for a trainer without an explorer beside it; 0: the explorer removes them."""

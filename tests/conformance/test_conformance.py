@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rftdask.cli import app
+from rftdask.cli.app import app
 from rftdask.config.schema.algorithm import registered_parts
 from rftdask.testing.conformance import formulas
 from rftdask.testing.conformance import run as runner

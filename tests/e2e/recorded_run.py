@@ -13,9 +13,9 @@ from typing import Any
 import distributed
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 
-from rftdask import cli
+from rftdask.cli import app as cli
 from rftdask.cluster import local
-from rftdask.processes.nursery import Forked
+from rftdask.processes.zygote import Forked
 from tests.e2e.own_stack import write_own_calls
 
 

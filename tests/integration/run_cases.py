@@ -24,11 +24,11 @@ import psutil
 import pytest
 import yaml
 
-from rftdask import cli
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.buffer.lineage import MAIN_LINEAGE
+from rftdask.buffer.batches.lineage import MAIN_LINEAGE
 from rftdask.buffer.log.shard import ShardName
-from rftdask.processes.nursery import asker_of
+from rftdask.cli import app as cli
+from rftdask.processes.zygote import asker_of
 from rftdask.storage import open_storage
 
 DEADLINE_S = 300.0

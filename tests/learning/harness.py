@@ -34,15 +34,15 @@ from rftdask.data.task import Task
 from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.engines.base import GenerateRequest, Generation
+from rftdask.engines.spec import sampling_params
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.explorer.task_order import make_task_order
-from rftdask.explorer.worker_cache import sampling_params
 from rftdask.monitor.metrics import MetricsWriter, read_metrics
 from rftdask.rollouts.runner import TextEngine, run_work_unit
 from rftdask.storage import open_storage
+from rftdask.synchronizer.published import Published, read_checkpoint_weights, read_published
 from rftdask.synchronizer.styles import make_sync_rules
 from rftdask.trainer.rank import build_trainer
-from rftdask.weights.published import Published, read_checkpoint_weights, read_published
 
 _PUBLISHED_S = 60.0
 """Seconds to wait for weights that the trainer has started to write."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hostile import assert_mendable
 
-import rftdask.experiment
+import rftdask.driver.experiment
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience
@@ -25,10 +25,11 @@ from rftdask.errors import RoleError, StorageRefusedError
 from rftdask.monitor.logs import setup_logging
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.child import Child
-from rftdask.run.run_folder import Lease, open_run
+from rftdask.run.lease import Lease
+from rftdask.run.run_folder import open_run
 from rftdask.storage import open_storage
+from rftdask.synchronizer.published import WEIGHTS_POINTER
 from rftdask.trainer.model import load_policy
-from rftdask.weights.published import WEIGHTS_POINTER
 from tests.integration.run_cases import (
     Ended,
     RunProcess,
@@ -276,7 +277,7 @@ def test_files_without_permission_are_reported_at_the_start(
     if place.startswith("plugins"):
         settings = [f"explorer.plugin_dirs=[{shared}/plugins]"]
     sound = call_cli("validate", str(shared / "config.yaml"), *settings, "--data")  # imports that only root can read
-    assert rftdask.experiment and sound.code == (2 if place.startswith("plugins") else 0), sound
+    assert rftdask.driver.experiment and sound.code == (2 if place.startswith("plugins") else 0), sound
     shutil.rmtree(shared / "runs" / "rftdask")
     lock(shared / place, mode)
     assert_mendable(call_as_another("run", str(shared / "config.yaml"), *settings), *words)

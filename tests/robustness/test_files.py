@@ -12,7 +12,7 @@ import yaml
 from hostile import assert_mendable, refused_run
 
 from rftdask.config import load_config
-from rftdask.run.made_of import MadeOf
+from rftdask.run.input_fingerprints import MadeOf
 from tests.integration.run_cases import call_cli, write_config
 
 TASKSET = "buffer.explorer_input.taskset"

@@ -15,10 +15,10 @@ import yaml
 
 from rftdask.monitor.logs import setup_logging
 from rftdask.monitor.progress import PlainView, Progress, TerminalView
+from rftdask.reports.summary import RunSummary, SampleAnswer, print_summary
 from rftdask.run.run_folder import note_end, read_end
-from rftdask.run.summary import RunSummary, SampleAnswer, print_summary
 from rftdask.storage import open_storage
-from rftdask.text.terminal import safe_console
+from rftdask.storage.safe_text import safe_console
 from tests.integration.run_cases import RunProcess, call_cli, finish_alone, write_config
 
 HOSTILE = (
@@ -171,7 +171,7 @@ from rftdask import __main__
 
 class Slow:
     def find_spec(self, name, path=None, target=None):
-        if name == "rftdask.cli":
+        if name == "rftdask.cli.app":
             print("importing", flush=True)
             time.sleep(600)
 

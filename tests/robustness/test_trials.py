@@ -18,8 +18,8 @@ from hostile import refused_run
 
 from rftdask.config import load_config
 from rftdask.data.task import Task
+from rftdask.driver.preflight import check_inputs
 from rftdask.errors import ConfigError
-from rftdask.run.preflight import check_inputs
 from tests.integration.run_cases import call_cli, write_config
 
 TASKSET = "buffer.explorer_input.taskset"

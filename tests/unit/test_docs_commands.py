@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from rftdask.cluster.layout import Layout, plan_machines
-from rftdask.commands.estimate import gpu_bytes, what_fits
 from rftdask.config import load_config
+from rftdask.driver.memory_estimate import gpu_bytes, what_fits
 from rftdask.models.model_shape import read_shape
 from tests.integration.run_cases import call_cli
 from tests.unit.compat.test_imported_files import GRPO as TRL

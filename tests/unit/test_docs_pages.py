@@ -58,7 +58,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "docs/gpu.md": {"pip install": GPU},
     "docs/lineage.md": {"rftdask view": SERVES},
     "docs/trainer.md": {
-        "rftdask convert runs/gsm8k/qwen2.5-1.5b-grpo/global_step_40 adapter": "tests/unit/commands/test_convert.py",
+        "rftdask convert runs/gsm8k/qwen2.5-1.5b-grpo/global_step_40 adapter": "tests/unit/driver/test_convert.py",
         "algorithm:\n  optimizer: {optimizer_type: torchao": "tests/unit/trainer/engines/test_optimizer.py",
     },
     "docs/reliability.md": {"rftdask skip": "tests/integration/inputs/test_skipped_step.py"},
@@ -85,7 +85,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "make quickstart": ".ci/run",
         "pip install": "the environment is there",
         "rftdask quickstart": "tests/e2e/guides/test_quickstart.py",
-        "rftdask init": "tests/unit/commands/test_first_steps.py",
+        "rftdask init": "tests/unit/driver/test_init_config.py",
         "rftdask run config/gsm8k-grpo.yaml": HUB,
         "rftdask studio": SERVES,
     },

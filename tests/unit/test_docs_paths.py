@@ -14,10 +14,10 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from rftdask.cli import app
-from rftdask.commands.first_steps import json_schema
+from rftdask.cli.app import app
 from rftdask.config import Config
 from rftdask.config.base import Section, child_of
+from rftdask.driver.init_config import json_schema
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.rglob("docs/**/*.md"), *ROOT.glob("*.md")])
@@ -174,6 +174,6 @@ def test_the_design_lists_every_folder_of_the_package() -> None:
 
 
 def test_a_file_that_is_not_there_is_seen() -> None:
-    text = "see `rftdask/no_such_module.py`, `cli.py`, `trainer/trainer.py` and `my.yaml`\n```\n`gone/x.py`\n```\n"
-    assert named_paths(text) == ["rftdask/no_such_module.py", "cli.py", "trainer/trainer.py"]
-    assert [path for path in named_paths(text) if not exists(path)] == ["rftdask/no_such_module.py"]
+    text = "see `rftdask/no_such.py`, `memory_estimate.py`, `trainer/trainer.py` and `my.yaml`\n```\n`gone/x.py`\n```\n"
+    assert named_paths(text) == ["rftdask/no_such.py", "memory_estimate.py", "trainer/trainer.py"]
+    assert [path for path in named_paths(text) if not exists(path)] == ["rftdask/no_such.py"]

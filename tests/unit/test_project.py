@@ -33,32 +33,21 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 
 LAYERS = (
-    {"errors", "text"},
-    {"config.plugins"},  # the one rule of plug-ins, below all that has parts
-    {"config", "storage", "processes", "models"},
-    {"data.juicer"},  # for datasets, and for an operator of algorithm
-    {"algorithm", "data", "models.lora", "models.model_shape", "monitor", "weights"},
-    {"buffer", "models.image_models", "synchronizer"},
-    {"run.run_folder", "run.sources", "engines"},
-    {"rollouts", "run.made_of"},
-    {"compat", "explorer", "run.view", "trainer"},
-    {"cluster", "provenance", "run.preflight", "run.summary", "testing"},
-    {
-        "curate",
-        "commands.compact",
-        "commands.convert",
-        "commands.estimate",
-        "commands.first_steps",
-        "commands.status",
-        "run",
-    },
-    {"commands.push", "commands.submit"},
-    {"commands.jobs"},
-    {"studio"},
-    {"experiment", "serve"},
-    {"commands"},
+    {"errors"},
+    {"storage"},
+    {"config", "processes"},
+    {"data", "monitor", "synchronizer"},
+    {"algorithm", "models"},
+    {"buffer", "engines"},
+    {"run"},
+    {"rollouts", "trainer"},
+    {"cluster", "compat", "reports"},
+    {"explorer", "serve", "testing"},
+    {"driver.init_config", "driver.jobs", "driver.memory_estimate", "driver.preflight"},
+    {"studio"},  # its pages are the report that the driver writes at the end of a run
+    {"driver"},
     {"cli"},
-    {"", "__main__"},  # the package itself: what users import
+    {"", "__main__"},  # the package itself, which users import
 )
 """Names below `rftdask` of the packages and modules of each layer, the lowest first; the longest that fits counts."""
 
@@ -232,8 +221,8 @@ def test_an_upward_import_is_found_however_it_is_written(tmp_path, source):
 
 
 def test_an_import_within_a_layer_is_found(tmp_path):
-    graph = invent(tmp_path, explorer__loop="from rftdask.trainer import loop", trainer__loop="")
-    assert layer_problems(graph) == ["rftdask.explorer.loop imports rftdask.trainer.loop, which is in no lower layer"]
+    graph = invent(tmp_path, rollouts__loop="from rftdask.trainer import loop", trainer__loop="")
+    assert layer_problems(graph) == ["rftdask.rollouts.loop imports rftdask.trainer.loop, which is in no lower layer"]
 
 
 def test_an_import_of_the_package_itself_is_found_unless_it_is_the_version(tmp_path):
@@ -284,8 +273,8 @@ def test_every_test_file_has_a_name_of_its_own():
         ("rftdask.config", "torch transformers vllm distributed pandas"),
         ("rftdask.storage", "torch transformers vllm distributed pandas"),
         # What a login node has, and what an explorer's worker imports.
-        ("rftdask.run.preflight", "torch transformers vllm safetensors"),
-        ("rftdask.explorer.worker_task", "torch transformers vllm safetensors pandas"),
+        ("rftdask.driver.preflight", "torch transformers vllm safetensors"),
+        ("rftdask.rollouts.work_unit_task", "torch transformers vllm safetensors pandas"),
         # What starts the fork server of a run, which is to import torch while the driver imports Dask.
         ("rftdask.cluster.local", "torch transformers distributed pandas"),
     ],
@@ -300,7 +289,7 @@ def test_what_comes_first_imports_nothing_heavy(module, heavy):
 
 def test_a_fake_rank_needs_no_compiler():
     heavy = {"torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", "transformers", "distributed"}
-    code = f"import sys, rftdask.trainer.rank, rftdask.run.preflight; print(*sorted({heavy!r} & sys.modules.keys()))"
+    code = f"import sys, rftdask.trainer.rank, rftdask.driver.preflight; print(*sorted({heavy!r} & sys.modules.keys()))"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr

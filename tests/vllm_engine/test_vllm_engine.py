@@ -41,7 +41,7 @@ from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.model import LoraConfig, ModelConfig
 from rftdask.data.images import ImageFolder, ImageProcessor
 from rftdask.engines.base import Engine, GenerateRequest, Generation, Give, SamplingParams, Take
-from rftdask.engines.guides import Guides
+from rftdask.engines.sampling import Guides
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.engines.vllm import VllmEngine, _mixed
 from rftdask.engines.vllm_follower import ADDRESS, NODES
@@ -49,13 +49,13 @@ from rftdask.errors import RoleError
 from rftdask.models.toy import build_toy_model
 from rftdask.rollouts.policy.answer_parsers import AnswerParser, ToolCall
 from rftdask.storage import open_storage
+from rftdask.synchronizer.fingerprint import Fingerprint, fixed_sequences
+from rftdask.synchronizer.node_cache import NodeCache
+from rftdask.synchronizer.published import read_published
+from rftdask.synchronizer.publisher import Publisher
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
-from rftdask.weights.fingerprint import Fingerprint, fixed_sequences
-from rftdask.weights.node_copy import NodeCopy
-from rftdask.weights.published import read_published
-from rftdask.weights.publisher import Publisher
 from tests.integration.run_cases import RunProcess, assert_sound, run_folder, status_of, write_config
 from tests.unit.engines.engine_contract import ContinuousContract, EngineContract
 from tests.unit.rollouts.policy import test_guided_answers as guided
@@ -435,7 +435,7 @@ def test_a_delta_becomes_the_whole_that_is_loaded(
     assert storage.list("weights/2") == ["MANIFEST.json", "model.safetensors.delta"]
     other = TransformersEngine(str(folders[0]))
     for each in published:
-        copy = NodeCopy(storage, each, 60.0)
+        copy = NodeCache(storage, each, 60.0)
         assert not engine.try_load_changes(each.version, copy.files, None)
         other.load_weights(each.version, copy.files)
         engine.load_verified(each.version, copy.files, fingerprint_of(other))

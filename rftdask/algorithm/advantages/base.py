@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rftdask.algorithm.checks import require
-from rftdask.algorithm.drops import DropReason, count_drops
+from rftdask.algorithm.drop_reasons import DropReason, count_drops
 
 ROUNDING = 1e-12
 """Spread of a group, relative to its mean, below which its rewards are equal; float64 rounds at 1e-16."""

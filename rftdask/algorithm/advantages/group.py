@@ -22,7 +22,7 @@ from rftdask.algorithm.advantages.base import (
 )
 from rftdask.algorithm.algorithm_type import AlgorithmType
 from rftdask.algorithm.checks import one_of, require
-from rftdask.algorithm.drops import DropReason
+from rftdask.algorithm.drop_reasons import DropReason
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rftdask.algorithm.advantages.base import AdvantageFn, AdvantageInputs, Adva
 from rftdask.algorithm.advantages.group import Grpo
 from rftdask.algorithm.algorithm_type import AlgorithmType
 from rftdask.algorithm.checks import require
-from rftdask.algorithm.drops import count_drops
+from rftdask.algorithm.drop_reasons import count_drops
 
 
 def whiten(inputs: AdvantageInputs, values_Q: Tensor) -> Tensor:

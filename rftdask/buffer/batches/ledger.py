@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
-from rftdask.buffer.lineage import MAIN_LINEAGE
+from rftdask.buffer.batches.lineage import MAIN_LINEAGE
 from rftdask.errors import DamagedError, FencedError, NotFoundError
 from rftdask.storage import Storage
 from rftdask.storage.base import numbers_in

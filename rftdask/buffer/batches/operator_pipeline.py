@@ -17,7 +17,7 @@ import pyarrow as pa
 import torch
 
 from rftdask.algorithm.compose import make_part
-from rftdask.algorithm.drops import DropReason
+from rftdask.algorithm.drop_reasons import DropReason
 from rftdask.algorithm.operators import DataJuicer, ExperienceTable, Operator
 from rftdask.buffer.batches.batch import GROUP_KEY, batch_from_table
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table

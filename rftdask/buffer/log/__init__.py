@@ -7,7 +7,7 @@ backends (file_log.py, sql_log.py), the writer of a work unit (writer.py), and w
 
 from __future__ import annotations
 
-from rftdask.buffer.lineage import parent_storage, read_parent
+from rftdask.buffer.batches.lineage import parent_storage, read_parent
 from rftdask.buffer.log.file_log import JsonlLog, ParquetLog
 from rftdask.buffer.log.log import EXPERIENCES, ExperienceLog
 from rftdask.config import Config

@@ -1,7 +1,7 @@
 """SLURM's batch scripts: the text that sbatch is given, from the directives to the shell that drives a run. All are
 made by one template, which a site may extend.
 
-It knows what a script says, and neither when it is submitted (commands/submit.py, slurm_cluster.py) nor SLURM's
+It knows what a script says, and neither when it is submitted (cli/submit.py, slurm_cluster.py) nor SLURM's
 commands (slurm.py).
 """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from rftdask.algorithm.advantages.base import AdvantageFn as OurAdvantageFn
 from rftdask.algorithm.advantages.base import AdvantageInputs, AdvantageResult, base_drops, result
 from rftdask.algorithm.algorithm_type import AlgorithmType as OurAlgorithmType
-from rftdask.algorithm.drops import DropReason
+from rftdask.algorithm.drop_reasons import DropReason
 from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
 from rftdask.compat.trinity.experience import EID, Experience
 from rftdask.compat.trinity.operators import named

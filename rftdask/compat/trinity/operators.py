@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from rftdask.algorithm.drops import DropReason
+from rftdask.algorithm.drop_reasons import DropReason
 from rftdask.algorithm.operators import ExperienceTable, Operator
 from rftdask.algorithm.selectors import Features, Order, Selector
 from rftdask.compat.trinity.experience import EID, Experience

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from rftdask.config.base import Completed, Section, child_of, marks_of
-from rftdask.config.reference_keys import Derived, ReferenceKey, Renamed, Secret, reference_keys
+from rftdask.config.trinity.reference_keys import Derived, ReferenceKey, Renamed, Secret, reference_keys
 
 Location = tuple[str | int, ...]
 """Keys and list positions from the top, for example ("buffer", "tasksets", 0, "path")."""

@@ -27,7 +27,7 @@ from typing import Any
 from rftdask.data.juicer.base import SILENCE_S, Juicer, OperatorResult, Pipeline, RowResult
 from rftdask.data.juicer.environment import Environment
 from rftdask.errors import DataError, NotInstalledError, ProcessLostError, UserError, WaitTimeout
-from rftdask.text.terminal import safe
+from rftdask.storage.safe_text import safe
 
 _LOOK_S, _CLOSE_S = 1.0, 5.0
 _TAIL_LINES = 20

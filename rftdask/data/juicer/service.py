@@ -28,7 +28,7 @@ import pyarrow as pa
 from rftdask.data.juicer.base import SILENCE_S, Juicer, OperatorResult, Pipeline, RowResult
 from rftdask.data.juicer.runner import OTHER_ROWS, ROW, STATS, compare_rows, number_rows
 from rftdask.errors import DataError, ProcessLostError, UserError, WaitTimeout
-from rftdask.text.terminal import safe
+from rftdask.storage.safe_text import safe
 
 KEY = "service.data_juicer.server_url"
 _SHORT_S = 30.0

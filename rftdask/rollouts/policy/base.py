@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
+from rftdask.engines.base import POLICY
 from rftdask.rollouts.loop_watchdog import BlockedLoopError
 from rftdask.rollouts.policy.answer_stream import EventStream
 from rftdask.rollouts.policy.endpoint import Answering, close_client, open_client
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Method = Literal["chat", "generate", "logprobs", "openai"]
-POLICY = ""
-"""Name of the policy among the models that can be asked."""
 
 
 class _Asking(ABC):

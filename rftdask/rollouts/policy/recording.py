@@ -40,6 +40,7 @@ from rftdask.engines.base import (
     MAX_BAD_TOKENS,
     MAX_BAD_WORDS,
     MIN_TEMPERATURE,
+    POLICY,
     GenerateRequest,
     Generation,
     OnTokens,
@@ -49,7 +50,7 @@ from rftdask.errors import DataError, UserError
 from rftdask.rollouts.policy import messages_api, responses_api
 from rftdask.rollouts.policy.answer_parsers import AnswerParser, ParsedAnswer, parse_tool_calls
 from rftdask.rollouts.policy.answer_stream import Part, StreamedText, Tell
-from rftdask.rollouts.policy.base import POLICY, Method, PolicyHandle
+from rftdask.rollouts.policy.base import Method, PolicyHandle
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.openai_api import (
     CHAT,

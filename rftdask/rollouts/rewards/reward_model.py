@@ -8,10 +8,10 @@ from typing import Any
 
 from rftdask.config.schema.buffer import FormatConfig
 from rftdask.data.datasets import RowsDataset
+from rftdask.data.hub import local_model
 from rftdask.data.supervised import SftRows
 from rftdask.data.task import Task
 from rftdask.errors import DataError
-from rftdask.models.hub import local_model
 from rftdask.rollouts.rewards.registry import reward
 
 _ONE_AT_A_TIME = threading.Lock()

@@ -34,7 +34,7 @@ from typing import Any
 import msgpack
 
 from rftdask.config.plugins import load_plugin_folders, read_functions
-from rftdask.processes.nursery import end_with
+from rftdask.processes.zygote import end_with
 from rftdask.rollouts.policy.answer_stream import Tell
 from rftdask.rollouts.policy.base import Method, PolicyHandle
 from rftdask.rollouts.rewards.registry import get_reward

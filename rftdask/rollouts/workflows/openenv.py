@@ -24,7 +24,7 @@ from rftdask.errors import RoleError, UserError, WaitTimeout
 from rftdask.rollouts.workflows.base import PolicyModel, Reward, Step
 from rftdask.rollouts.workflows.games import find_action
 from rftdask.rollouts.workflows.registry import workflow
-from rftdask.text.secrets import mask
+from rftdask.storage.safe_text import mask
 
 _MAX_MESSAGE_BYTES = 16 * 2**20
 """Of a server's message; an observation becomes a prompt, and no prompt is as long."""

@@ -15,8 +15,8 @@ from rftdask.algorithm.algorithm import Algorithm
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.config import Config
 from rftdask.storage.base import Data
+from rftdask.synchronizer.fingerprint import Fingerprint
 from rftdask.trainer.ranks import Ranks
-from rftdask.weights.fingerprint import Fingerprint
 
 
 class TrainEngine(ABC):

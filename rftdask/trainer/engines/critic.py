@@ -19,6 +19,7 @@ from rftdask.config.schema.optimizer import OptimizerConfig
 from rftdask.config.schema.trainer import CriticConfig
 from rftdask.errors import RoleError
 from rftdask.storage.base import Data
+from rftdask.synchronizer.published import MODEL_FILE, model_file
 from rftdask.trainer.attention import hidden_states
 from rftdask.trainer.engines.micro_batches import BatchRows, Passes
 from rftdask.trainer.engines.optimizer import ModelOptimizer
@@ -26,7 +27,6 @@ from rftdask.trainer.engines.strategies.base import Strategy, distinct_state, la
 from rftdask.trainer.engines.tensor_files import SavedTensors, stage_tensors
 from rftdask.trainer.model import check_model
 from rftdask.trainer.packing import PackedRows
-from rftdask.weights.published import MODEL_FILE, model_file
 
 _OPTIMIZER = "critic/optim.safetensors"
 

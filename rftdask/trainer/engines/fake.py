@@ -15,8 +15,8 @@ from safetensors.numpy import load, save
 
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.storage.base import Data
+from rftdask.synchronizer.published import CHECKPOINT_MODEL_FILE, MODEL_FILE
 from rftdask.trainer.engines.base import TrainEngine
-from rftdask.weights.published import CHECKPOINT_MODEL_FILE, MODEL_FILE
 
 _NUM_FROZEN = 2048
 

@@ -44,10 +44,10 @@ from torch.futures import Future
 
 from rftdask.errors import RftError, RoleError
 from rftdask.storage.base import Data
+from rftdask.synchronizer.manifest import PIECE_BYTES
+from rftdask.synchronizer.tensor_heads import read_head
 from rftdask.trainer.engines.strategies.base import full
 from rftdask.trainer.ranks import Ranks
-from rftdask.weights.manifest import PIECE_BYTES
-from rftdask.weights.tensor_heads import read_head
 
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """In the head of a file: JSON {name: {"saved_offsets": [first row, first column, ...]}}. The names are PyTorch's."""

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.losses.base import LossInputs
 from rftdask.buffer.batches.batch import TrainingBatch, mismatched
-from rftdask.buffer.lineage import parent_storage, read_parent
+from rftdask.buffer.batches.lineage import parent_storage, read_parent
 from rftdask.config import Config
 from rftdask.config.schema.model import LoraConfig
 from rftdask.data.images import ImageProcessor, copy_processor
@@ -49,6 +49,8 @@ from rftdask.models.routers import Routers
 from rftdask.processes.gpus import use_device
 from rftdask.storage import open_storage
 from rftdask.storage.base import Data
+from rftdask.synchronizer.fingerprint import Fingerprint, fixed_sequences
+from rftdask.synchronizer.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_FOLDER, MODEL_FILE, model_file
 from rftdask.trainer.attention import PACKED
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.critic import Critic
@@ -84,8 +86,6 @@ from rftdask.trainer.model import (
 )
 from rftdask.trainer.packing import PackedRows, pack_rows
 from rftdask.trainer.ranks import Ranks
-from rftdask.weights.fingerprint import Fingerprint, fixed_sequences
-from rftdask.weights.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_FOLDER, MODEL_FILE, model_file
 
 _OPTIMIZER = "actor/optim.safetensors"
 _COEFS = "actor/kl_coefs.safetensors"

@@ -20,11 +20,11 @@ from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log import open_log
 from rftdask.config import load_config
-from rftdask.experiment import Experiment
+from rftdask.driver.experiment import Experiment
 from rftdask.monitor.metrics import MACHINE
 from rftdask.run.run_folder import read_run
 from rftdask.storage import Storage, open_storage
-from rftdask.weights.published import CHECKPOINT_POINTER, WEIGHTS_POINTER, read_pointer
+from rftdask.synchronizer.published import CHECKPOINT_POINTER, WEIGHTS_POINTER, read_pointer
 from tests.e2e.toy_runs import write_grpo_config
 from tests.integration.run_cases import RunProcess, call_cli, final_weights, finish_alone, run_folder, write_config
 from tests.unit.storage.s3_proxy import S3Process

@@ -45,7 +45,7 @@ from rftdask import Experiment
 from rftdask.cluster import slurm
 from rftdask.cluster.jobs import JobRecord, read_jobs
 from rftdask.errors import RftError
-from rftdask.run.run_folder import lease_holder
+from rftdask.run.lease import lease_holder
 from rftdask.storage import open_storage
 from tests.integration.run_cases import assert_sound, call_cli, num_shards, num_steps, write_config
 

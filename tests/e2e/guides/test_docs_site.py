@@ -11,8 +11,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from rftdask.commands.first_steps import json_schema
-from rftdask.monitor.explain import METRICS
+from rftdask.driver.init_config import json_schema
+from rftdask.reports.metric_table import METRICS
 
 ROOT = Path(__file__).parents[3]
 

@@ -43,6 +43,6 @@ def test_the_quickstart_learns_as_promised(tmp_path: Path) -> None:
 
 def status_of_stages(folder: Path) -> dict[str, list[str]]:
     """Return the problems of each stage."""
-    from rftdask.commands.status import read_status
+    from rftdask.reports.status import read_status
 
     return {stage.name: list(stage.problems) for stage in read_status(str(folder))}

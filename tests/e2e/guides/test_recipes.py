@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.commands.first_steps import bundled, copy_bundled
+from rftdask.driver.init_config import bundled, copy_bundled
 from rftdask.models.toy import write_toy_tasks
 from tests.e2e.clusters.test_slurm_runs import has_slurm
 from tests.e2e.toy_runs import build_tiny_model
@@ -104,7 +104,7 @@ def test_explore_first_train_afterwards(copied: Callable[[str], Path]) -> None:
     assert steps(run) == 2
 
 
-@pytest.mark.long  # tests/unit/commands/test_sweep.py also has one
+@pytest.mark.long  # tests/unit/cli/test_sweep.py also has one
 def test_a_sweep_ends_with_a_table(copied: Callable[[str], Path]) -> None:
     copied("sweep")
     output = call("sweep", "sweep.yaml", "algorithm.optimizer.lr=2e-4,4e-4", "trainer.total_steps=1", "--at-most", "2")

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rftdask.config import load_config
-from rftdask.experiment import plan_run
+from rftdask.driver.experiment import plan_run
 from rftdask.monitor.metrics import read_metrics
 from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import open_storage
@@ -86,7 +86,7 @@ def test_a_gpu_that_is_too_small_is_refused_or_warned_of(
 ) -> None:
     config = write_grpo_config(tmp_path, trainer={"total_steps": 1})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr("rftdask.experiment.gpu_memory", lambda: 10**5)
+    monkeypatch.setattr("rftdask.driver.experiment.gpu_memory", lambda: 10**5)
     ended = call_cli("run", str(config), "--progress", "plain")
     assert ended.code == 2, ended
     message = " ".join(ended.err.split())
@@ -94,7 +94,7 @@ def test_a_gpu_that_is_too_small_is_refused_or_warned_of(
         ended
     )
     assert not (run_folder(config) / "run.json").exists()
-    monkeypatch.setattr("rftdask.experiment.gpu_memory", lambda: 10**6)  # of 2.3 GB; 0.4 GB are certain
+    monkeypatch.setattr("rftdask.driver.experiment.gpu_memory", lambda: 10**6)  # of 2.3 GB; 0.4 GB are certain
     checked = load_config(config)
     assert plan_run(checked, checked.stage_configs()).trains_on_gpus
     warned = "this is an estimate, and the run starts: GPU memory: stage tiny, trainer: needs about"

@@ -16,9 +16,9 @@ from rftdask.algorithm.compose import make_algorithm
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
+from rftdask.synchronizer.node_cache import NodeCache
+from rftdask.synchronizer.publisher import Publisher
 from rftdask.trainer.engines.torch_engine import TorchEngine
-from rftdask.weights.node_copy import NodeCopy
-from rftdask.weights.publisher import Publisher
 from tests.unit.trainer.engines.test_torch_engine import rollouts
 from tests.unit.trainer.trainer_cases import engine_config
 
@@ -42,20 +42,20 @@ def test_200_steps_of_deltas_have_the_bits_of_the_whole(tmp_path: Path, lr: floa
     storage = open_storage(f"memory://delta-steps-{lr:g}")
     publisher = Publisher(storage, "main", INTERVAL)
     served = TransformersEngine(str(tmp_path / "model"), dtype="bfloat16")
-    held: list[NodeCopy] = []
+    held: list[NodeCache] = []
     shares = []
     for step in range(1, NUM_STEPS + 1):
         trainer.train_step(rollouts(seed=step), step)
         files, fingerprint = trainer.weights(), trainer.fingerprint()
         published = publisher.publish(step, files, fingerprint)
         whole = bytes(files["model.safetensors"])
-        copy = NodeCopy(storage, published, TIMEOUT_S)
+        copy = NodeCache(storage, published, TIMEOUT_S)
         held.append(copy)
         assert copy.files[0].read_bytes() == whole
         if published.delta is None:
             served.load_verified(step, copy.files, fingerprint)
         else:
-            changes = NodeCopy(storage, published.changes, TIMEOUT_S)
+            changes = NodeCache(storage, published.changes, TIMEOUT_S)
             assert served.try_load_changes(step, changes.files, fingerprint)
             shares.append(sum(entry.size_bytes for _, entry in published.delta.files) / len(whole))
             changes.close()

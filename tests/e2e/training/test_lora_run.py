@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rftdask.commands.convert import convert
+from rftdask.driver.convert import convert
 from rftdask.monitor.metrics import read_metrics
 from rftdask.storage import open_storage
 from tests.e2e.toy_runs import run_folder, write_grpo_config

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.commands.replay import replay
-from rftdask.provenance.tables import RunTables
+from rftdask.cli.replay import replay
+from rftdask.reports.lineage.tables import RunTables
 from tests.e2e.toy_runs import run_folder, write_grpo_config
 from tests.integration.run_cases import final_weights, finish
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
-from rftdask.experiment import Experiment
-from rftdask.run.run_folder import Lease
+from rftdask.driver.experiment import Experiment
+from rftdask.run.lease import Lease
 from rftdask.storage import open_storage
 from rftdask.trainer.checkpoint import checkpoint_steps
 from tests.integration.run_cases import (

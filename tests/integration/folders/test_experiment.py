@@ -15,7 +15,7 @@ import yaml
 
 from rftdask import Experiment
 from rftdask.errors import UserError
-from rftdask.monitor.explain import explain
+from rftdask.reports.metric_table import explain
 from tests.integration.run_cases import BATCH_SIZE, DEADLINE_S, REPEAT_TIMES, assert_sound, run_folder, write_config
 
 STEPS = 6
@@ -119,7 +119,7 @@ def test_validate_tells_the_plan_and_imports_nothing_heavy(tmp_path: Path) -> No
     program = (
         "import sys, time; began = time.perf_counter()\n"
         f"sys.argv = ['rftdask', 'validate', {str(config)!r}]\n"
-        "from rftdask.cli import main\n"
+        "from rftdask.cli.app import main\n"
         "try: main()\n"
         "except SystemExit as ended: assert not ended.code, ended.code\n"
         f"print('imported:', sorted({HEAVY!r} & set(sys.modules)))\n"

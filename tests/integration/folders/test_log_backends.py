@@ -14,10 +14,10 @@ import pytest
 from rftdask.cluster.layout import plan_layout
 from rftdask.cluster.local import LocalCluster
 from rftdask.config import load_config
-from rftdask.experiment import Experiment
-from rftdask.run.preflight import check_inputs
+from rftdask.driver.experiment import Experiment
+from rftdask.driver.preflight import check_inputs
+from rftdask.driver.stage import StageRun
 from rftdask.run.run_folder import open_run
-from rftdask.run.stage import StageRun
 from rftdask.storage import open_storage
 from tests.integration.run_cases import (
     RunProcess,

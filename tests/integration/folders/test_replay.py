@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.commands.replay import compare, prepare
+from rftdask.cli.replay import compare, prepare
 from rftdask.storage import open_storage
 from tests.integration.run_cases import (
     assert_sound,
@@ -81,7 +81,7 @@ def test_weights_that_differ_are_reported(run: Path, tmp_path: Path) -> None:
     _, ours = prepare(str(run), 4, "differs", [])
     theirs = open_storage(run)
     assert compare(theirs, ours).render() == "no checkpoint to compare with lineage main"
-    from rftdask.weights.manifest import write_folder
+    from rftdask.synchronizer.manifest import write_folder
 
     write_folder(ours, f"global_step_{STEPS}", {"actor/model.safetensors": b"other"}, lineage="differs", version=STEPS)
     difference = compare(theirs, ours)

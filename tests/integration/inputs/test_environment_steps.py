@@ -24,9 +24,9 @@ from rftdask.monitor.metrics import MetricsWriter, read_metrics
 from rftdask.rollouts.policy.recording import rollout_seed
 from rftdask.rollouts.runner import TextEngine, run_work_unit
 from rftdask.storage import open_storage
+from rftdask.synchronizer.published import Published
 from rftdask.trainer.engines.micro_batches import BatchRows
 from rftdask.trainer.rank import build_trainer
-from rftdask.weights.published import Published
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
 WALKS = {0: ("right", "right"), 1: ("right", "left", "left")}

@@ -21,13 +21,13 @@ from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
 from rftdask.config.schema.algorithm import AlgorithmConfig, registered_parts
 from rftdask.data.tokenizer import load_tokenizer
+from rftdask.driver.preflight import check_inputs
 from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.models.toy import build_toy_model
 from rftdask.monitor.events import Ended
-from rftdask.monitor.explain import explain
 from rftdask.monitor.metrics import MetricsWriter, read_metrics
-from rftdask.run.preflight import check_inputs
+from rftdask.reports.metric_table import explain
 from rftdask.storage import Storage, open_storage
 from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import checkpoint_steps

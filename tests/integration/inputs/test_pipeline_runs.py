@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rftdask.data.juicer.environment import PLACE
-from rftdask.provenance.tables import RunTables
-from rftdask.run.run_folder import DATASET, Lease
+from rftdask.reports.lineage.tables import RunTables
+from rftdask.run.lease import DATASET, Lease
 from rftdask.storage import open_storage
 from tests.integration.run_cases import call_cli, finish, finish_alone, run_folder, write_config
 from tests.unit.data.fake_data_juicer.environment import make_stand_in

@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 
 from rftdask.buffer.batches.ledger import Ledger
-from rftdask.provenance.tables import RunTables
+from rftdask.reports.lineage.tables import RunTables
 from rftdask.storage import open_storage
 from tests.integration.run_cases import call_cli, finish, run_folder, write_config
 

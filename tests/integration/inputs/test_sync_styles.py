@@ -13,11 +13,11 @@ import pytest
 from rftdask.cluster.layout import plan_layout
 from rftdask.cluster.local import LocalCluster
 from rftdask.config import Config, load_config
+from rftdask.driver.preflight import check_inputs
+from rftdask.driver.stage import StageRun
 from rftdask.monitor.events import Event
 from rftdask.monitor.metrics import read_metrics
-from rftdask.run.preflight import check_inputs
 from rftdask.run.run_folder import open_run
-from rftdask.run.stage import StageRun
 from rftdask.storage import open_storage
 from rftdask.synchronizer.styles import make_sync_rules
 from tests.integration.run_cases import (

@@ -37,7 +37,7 @@ from rftdask.data.images import data_url, name_of
 from rftdask.errors import UserError
 from rftdask.models.toy import build_toy_image_model
 from rftdask.storage import open_storage
-from rftdask.weights.published import publish_weights
+from rftdask.synchronizer.published import publish_weights
 from tests.integration.run_cases import (
     BATCH_SIZE,
     ENGINE,

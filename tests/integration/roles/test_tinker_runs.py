@@ -15,7 +15,7 @@ pytest.importorskip("tinker", reason="needs the package tinker: pip install 'rft
 from rftdask.models.tinker_service import API_KEY
 from rftdask.monitor.metrics import read_metrics
 from rftdask.storage import open_storage
-from rftdask.weights.published import published_versions
+from rftdask.synchronizer.published import published_versions
 from tests.e2e.toy_runs import run_folder, write_grpo_config
 from tests.integration.run_cases import RunProcess, assert_sound, num_steps
 from tests.tinker_server import served

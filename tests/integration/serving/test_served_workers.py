@@ -26,7 +26,7 @@ import yaml
 from rftdask.buffer.log import open_log
 from rftdask.config import load_config
 from rftdask.storage import open_storage
-from rftdask.weights.published import publish_weights
+from rftdask.synchronizer.published import publish_weights
 from tests.integration.run_cases import RunProcess, run_folder, write_config
 from tests.integration.serving.slow_engine import CALLS, WHY_NOT
 from tests.living import lives, wait_until_gone

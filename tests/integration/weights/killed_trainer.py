@@ -23,20 +23,20 @@ from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.config import Config, load_config
 from rftdask.errors import WaitTimeout
 from rftdask.storage import open_storage
-from rftdask.testing.crashtest.kills import Life
-from rftdask.testing.storage_faults import FaultyStorage, PlaceCounter, Stage
-from rftdask.trainer.checkpoint import checkpoint_folder, checkpoint_steps
-from rftdask.trainer.engines.fake import FakeTrainEngine
-from rftdask.trainer.rank import build_holder
-from rftdask.weights.fingerprint import Fingerprint
-from rftdask.weights.manifest import read_manifest
-from rftdask.weights.published import (
+from rftdask.synchronizer.fingerprint import Fingerprint
+from rftdask.synchronizer.manifest import read_manifest
+from rftdask.synchronizer.published import (
     WEIGHTS_POINTER,
     is_loadable,
     published_versions,
     read_pointer,
     read_requested_whole,
 )
+from rftdask.testing.crashtest.kills import Life
+from rftdask.testing.storage_faults import FaultyStorage, PlaceCounter, Stage
+from rftdask.trainer.checkpoint import checkpoint_folder, checkpoint_steps
+from rftdask.trainer.engines.fake import FakeTrainEngine
+from rftdask.trainer.rank import build_holder
 from tests.integration.weights.weight_parties import FOLLOWERS, NUM_VERSIONS, served_by
 from tests.unit.trainer.trainer_cases import fill_log, make_trainer
 

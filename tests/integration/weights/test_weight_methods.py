@@ -28,7 +28,7 @@ import pytest
 from rftdask.cluster.layout import Layout, WorkerPlan
 from rftdask.cluster.local import LocalCluster
 from rftdask.storage import open_storage
-from rftdask.weights.published import read_published
+from rftdask.synchronizer.published import read_published
 from tests.integration.run_cases import (
     RunProcess,
     assert_same_run,

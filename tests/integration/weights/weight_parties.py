@@ -13,19 +13,20 @@ from distributed import Worker, get_worker
 
 from rftdask.config import Config, load_config
 from rftdask.engines.client import EngineClient
-from rftdask.explorer.worker_cache import engine_spec
-from rftdask.explorer.worker_task import _transport
+from rftdask.engines.spec import engine_spec
+from rftdask.rollouts.work_unit_task import _transport
 from rftdask.storage import open_storage
 from rftdask.storage.base import Data
 from rftdask.synchronizer.actor import SyncHandle
+from rftdask.synchronizer.fingerprint import Fingerprint
+from rftdask.synchronizer.manifest import BLOCK_BYTES
+from rftdask.synchronizer.published import read_published, remove_weights_below
+from rftdask.synchronizer.publisher import Publisher
+from rftdask.synchronizer.transports import dask_broadcast as dask_tree
+from rftdask.synchronizer.transports import group_broadcast as process_group
+from rftdask.synchronizer.transports.dask_broadcast import serve_blocks
+from rftdask.synchronizer.transports.group_broadcast import _store_of_another
 from rftdask.trainer.rank import build_holder
-from rftdask.weights import dask_tree, process_group
-from rftdask.weights.dask_tree import serve_blocks
-from rftdask.weights.fingerprint import Fingerprint
-from rftdask.weights.manifest import BLOCK_BYTES
-from rftdask.weights.process_group import _store_of_another
-from rftdask.weights.published import read_published, remove_weights_below
-from rftdask.weights.publisher import Publisher
 
 TIMEOUT_S = 120.0
 NUM_VERSIONS = 4

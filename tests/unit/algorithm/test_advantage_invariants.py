@@ -15,7 +15,7 @@ from torch import Tensor
 from rftdask.algorithm.advantages import tokens
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.compose import make_algorithm
-from rftdask.algorithm.drops import DropReason
+from rftdask.algorithm.drop_reasons import DropReason
 from rftdask.errors import UserError
 from tests.numerics import shifted_seed
 from tests.unit.algorithm.algorithm_cases import ADVANTAGE_FNS, side_by_side

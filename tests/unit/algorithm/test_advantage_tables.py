@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rftdask.algorithm.advantages.base import AdvantageInputs, AdvantageResult
-from rftdask.algorithm.drops import DropReason
+from rftdask.algorithm.drop_reasons import DropReason
 from tests.numerics import shifted_seed
 from tests.unit.algorithm.algorithm_cases import ADVANTAGE_FNS, side_by_side
 

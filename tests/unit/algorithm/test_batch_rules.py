@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rftdask.algorithm.compose import make_part
-from rftdask.algorithm.drops import DropReason
+from rftdask.algorithm.drop_reasons import DropReason
 from rftdask.algorithm.learning_selectors import DifficultyBased
 from rftdask.algorithm.operators import ExperienceTable, pass_rates
 from rftdask.algorithm.selectors import EasyToHard

@@ -29,6 +29,15 @@ import psutil
 import pytest
 from distributed.security import Security
 
+from rftdask.cli import submit as submitting
+from rftdask.cli.submit import (
+    allocation_script,
+    controller_text,
+    has_finished,
+    offline_scripts,
+    plan_submission,
+    warning,
+)
 from rftdask.cluster.base import find_cluster
 from rftdask.cluster.batch import queries
 from rftdask.cluster.batch.queries import Query
@@ -63,15 +72,6 @@ from rftdask.cluster.slurm import (
     submit,
 )
 from rftdask.cluster.slurm_cluster import SlurmCluster, SlurmStepsCluster
-from rftdask.commands import submit as submitting
-from rftdask.commands.submit import (
-    allocation_script,
-    controller_text,
-    has_finished,
-    offline_scripts,
-    plan_submission,
-    warning,
-)
 from rftdask.config import Config, load_config, replace
 from rftdask.config.schema.cluster import JobConfig, WorkerJobConfig, count_gres
 from rftdask.errors import ConfigError, FencedError, RoleError, UserError
@@ -607,7 +607,7 @@ def test_on_every_batch_system_a_job_drives_the_run_and_asks_for_the_others(
     assert staged in submission.worker_scripts[0].text and "STAGE" not in controller.text
     warned = "( sleep 14220; kill -USR1 $$ ) &\n" in submission.driver
     assert warned == (system != "htcondor"), "near a walltime of four hours"
-    assert "python3 -m rftdask.commands.submit " in submission.driver and "SLURM_" not in submission.driver
+    assert "python3 -m rftdask.cli.submit " in submission.driver and "SLURM_" not in submission.driver
     assert subprocess.run(["/bin/bash", "-n"], input=submission.driver, text=True, check=False).returncode == 0
     assert submission.render().count(driver) == 2
     with pytest.raises(UserError, match=r"are for cluster\.type slurm"):
@@ -992,7 +992,7 @@ def test_a_driver_does_not_outlive_the_script_of_its_job(tmp_path: Path) -> None
     ready, told = tmp_path / "ready", tmp_path / "told"
     watching = f"""
 import os, pathlib, signal, time
-from rftdask.cli import end_with
+from rftdask.cli.app import end_with
 signal.signal(signal.SIGTERM, lambda *_: pathlib.Path({str(told)!r}).touch())
 parent = os.getppid()
 pathlib.Path({str(ready)!r}).touch()

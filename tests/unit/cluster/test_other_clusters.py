@@ -29,8 +29,8 @@ from rftdask.cluster.preloads import GRACE_VARIABLE, MODULE
 from rftdask.config import load_config
 from rftdask.engines.vllm_follower import Nodes, follow
 from rftdask.errors import UserError
+from rftdask.processes.device_lock import VARIABLE
 from rftdask.processes.poll import wait_for
-from rftdask.processes.turns import VARIABLE
 
 LAYOUT = Layout(
     (

@@ -1,5 +1,5 @@
-"""Promise: each public method of Trinity-RFT's Trainer, Explorer and Synchronizer has a place here, and the tests that
-show it exist; docs/trinity-methods.md lists them. Keys are in tests/unit/config/test_from_trinity.py.
+"""Promise: each public method of Trinity-RFT's Trainer, Explorer and Synchronizer has a documented replacement whose
+named test exists (docs/trinity-methods.md). tests/unit/config/trinity/test_from_trinity.py covers the keys.
 
 `python tests/unit/compat/test_trinity_methods.py > docs/trinity-methods.md` writes the page again.
 """
@@ -16,21 +16,21 @@ ROOT = Path(__file__).parents[3]
 TRAINER = "tests/unit/trainer/test_trainer.py::"
 CHECKPOINT = "tests/unit/trainer/test_checkpoint.py::"
 EXPLORER = "tests/unit/explorer/test_explorer.py::"
-CLAIMS = "tests/unit/explorer/test_claims.py::"
+CLAIMS = "tests/unit/explorer/test_unit_claims.py::"
 EVALUATION = "tests/unit/explorer/test_evaluation.py::"
 STYLES = "tests/unit/synchronizer/test_styles.py::"
 ACTOR = "tests/unit/synchronizer/test_actor.py::"
-PUBLISHED = "tests/unit/weights/test_published.py::"
-HELD = "tests/unit/weights/test_held.py::"
+PUBLISHED = "tests/unit/synchronizer/test_published.py::"
+HELD = "tests/unit/synchronizer/transports/test_memory.py::"
 METHODS = "tests/integration/weights/test_weight_methods.py::"
 GROUP = METHODS + "test_all_machines_serve_all_versions_even_after_joining_late"
 LOST_MEMBER = METHODS + "test_a_killed_process_loses_no_weights"
-NO_GROUP = "nothing to call: a group lives for one broadcast, of who asks for the weights"
-NO_STATUS = "nothing to set: files say where each role is, and a lease whether it lives"
+NO_GROUP = "nothing to call: a group exists for one broadcast on request; a lost member costs only that group"
+NO_STATUS = "nothing to set: files show the progress of each role, and its lease whether it is alive"
 LEASE = "tests/unit/run/test_run_folder.py::test_a_second_living_owner_is_refused_naming_the_first"
 STOP = TRAINER + "test_a_stop_on_request_ends_after_the_step_with_a_checkpoint"
 DUE = TRAINER + "test_weights_are_published_when_they_are_due_and_at_the_end"
-NEWEST = PUBLISHED + "test_what_is_published_is_what_the_pointer_names"
+NEWEST = PUBLISHED + "test_the_pointer_names_the_published_version"
 HERE: dict[str, dict[str, tuple[str, str]]] = {
     "Trainer": {
         "prepare": (
@@ -39,14 +39,14 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "train": ("`Trainer.run`", TRAINER + "test_a_run_trains_the_whole_log_and_ends_with_weights_and_checkpoint"),
         "train_step": (
-            "a turn of `Trainer.run`",
+            "one iteration of `Trainer.run`",
             TRAINER + "test_the_order_of_a_step_is_batch_train_publish_checkpoint_record",
         ),
         "train_step_num": (
             "the number of the newest ledger entry",
             TRAINER + "test_a_run_that_is_done_does_nothing_when_started_again",
         ),
-        "need_sync": ("`SyncRules.publish_due`", STYLES + "test_the_trainer_publishes_at_its_intervals_or_when_asked"),
+        "need_sync": ("`SyncRules.publish_due`", STYLES + "test_the_trainer_publishes_at_intervals_or_on_request"),
         "need_save": (
             "`trainer.save_interval`, `save_minutes`",
             TRAINER + "test_a_checkpoint_comes_after_so_many_minutes_and_goes_after_two_newer_ones",
@@ -77,31 +77,31 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
             EXPLORER + "test_a_unit_waits_for_the_steps_that_its_weights_are_trained_from",
         ),
         "finish_current_steps": (
-            "nothing to call: rules of counters, and no step is drained",
-            STYLES + "test_no_style_waits_for_itself",
+            "nothing to call: counters decide, and no step is drained",
+            STYLES + "test_no_style_deadlocks",
         ),
         "need_sync": (
             "`SyncRules.takes_newest_at`",
-            STYLES + "test_new_weights_are_taken_at_boundaries_and_by_fully_async_always",
+            STYLES + "test_new_weights_are_taken_at_boundaries_or_always",
         ),
         "need_eval": (
             "`EvaluationQueue.add_due`",
             EVALUATION + "test_versions_are_due_at_the_start_at_every_interval_and_at_the_end",
         ),
         "eval": (
-            "work units beside those of training",
+            "work units, in parallel with training",
             EXPLORER + "test_evaluations_take_half_of_the_engines_while_there_is_training",
         ),
         "benchmark": ("`mode: bench`", EVALUATION + "test_bench_names_its_versions"),
         "save_checkpoint": (
-            "nothing to save: the log says what is done",
+            "nothing to save: the log records finished units",
             EXPLORER + "test_a_restarted_explorer_runs_what_the_log_does_not_hold",
         ),
         "sync_weight": (
             "`SyncRules.weights_for`; a worker loads what its unit names",
             STYLES + "test_fixed_runs_each_step_with_one_known_version",
         ),
-        "get_weight": ("files of a version, verified", METHODS + "test_a_run_over_machines_trains_the_same"),
+        "get_weight": ("the verified files of a version", METHODS + "test_a_run_over_machines_trains_the_same"),
         "set_state_dict_meta": ("the manifest of a version", NEWEST),
         "setup_model_level_weight_sync_group": (NO_GROUP, GROUP),
         "setup_weight_sync_group": (NO_GROUP, GROUP),
@@ -119,7 +119,7 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
             CLAIMS + "test_the_claim_of_who_ended_is_taken_over_by_one",
         ),
         "get_actor": (
-            "no actor: a loop of the command; several by their names",
+            "no actor: a loop in the command; several have names",
             CLAIMS + "test_two_loops_submit_each_unit_once_and_end_when_all_are_committed",
         ),
     },
@@ -129,14 +129,14 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         "set_explorer_status": (NO_STATUS, LEASE),
         "trainer_requires_weight_sync": (
             "`SyncRules.publish_due`",
-            STYLES + "test_the_trainer_publishes_at_its_intervals_or_when_asked",
+            STYLES + "test_the_trainer_publishes_at_intervals_or_on_request",
         ),
-        "explorer_requires_sync": ("`request_version`", PUBLISHED + "test_the_version_asked_for_is_remembered"),
+        "explorer_requires_sync": ("`request_version`", PUBLISHED + "test_the_requested_version_is_read_back"),
         "set_model_state_dict": (
-            "`Publisher.publish`; with `sync_method: memory` held by the ranks",
-            HELD + "test_what_is_held_is_what_would_be_files",
+            "`Publisher.publish`; with `sync_method: memory` the ranks hold the weights",
+            HELD + "test_in_memory_files_equal_stored_files",
         ),
-        "get_model_state_dict": ("`EngineClient.fetch`", GROUP),
+        "get_model_state_dict": ("`EngineClient.fetch`: verified files, once per machine", GROUP),
         "get_model_state_dict_iterator": ("the same; files are read in parts", GROUP),
         "get_state_dict_meta": ("the manifest of a version", NEWEST),
         "setup_weight_sync_group": (NO_GROUP, GROUP),
@@ -144,22 +144,22 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         "coordinate_weight_sync_teardown": (NO_GROUP, LOST_MEMBER),
         "wait_new_model_state_dict": (
             "`SyncHandle.wait_for_version`, with a deadline",
-            ACTOR + "test_the_handle_has_a_deadline_that_names_what_is_missing",
+            ACTOR + "test_the_deadline_error_names_the_missing_version",
         ),
         "notify_no_new_model_state_dict": (
-            "the end of the trainer, which wakes the explorer",
-            STYLES + "test_no_style_waits_for_itself",
+            "the end of the trainer wakes the explorer",
+            STYLES + "test_no_style_deadlocks",
         ),
         "get_latest_model_version": ("`latest_published`, by the pointer", NEWEST),
         "get_latest_model_path": ("the same", NEWEST),
-        "ready_to_nccl_sync": ("nothing to call: the trainer waits for nobody", LOST_MEMBER),
+        "ready_to_nccl_sync": ("nothing to call: a version is ready once its manifest exists", LOST_MEMBER),
         "get_actor": (
-            "`start_synchronizer`; without it files are polled",
-            ACTOR + "test_a_lost_actor_costs_time_and_nothing_else",
+            "`start_synchronizer`; without it the files are polled",
+            ACTOR + "test_a_lost_actor_only_costs_time",
         ),
     },
 }
-"""Class -> method -> (what takes its place, the test that shows it). The methods are those of its wheel 0.6.0."""
+"""Class -> method of the wheel 0.6.0 -> (replacement here, test of it)."""
 FILES = {"Trainer": "trainer/trainer.py", "Explorer": "explorer/explorer.py", "Synchronizer": "manager/synchronizer.py"}
 
 
@@ -168,9 +168,10 @@ def page() -> str:
     lines = [
         "# Methods of Trinity-RFT",
         "",
-        "What its guides on trainer, explorer and synchronizer call, what takes its place here, and the test that",
-        "shows it. Keys: [trinity-keys.md](trinity-keys.md). How to bring a file: [from-trinity.md](from-trinity.md).",
-        "A test writes this page and looks whether each test exists: tests/unit/compat/test_trinity_methods.py.",
+        "Methods that Trinity-RFT's guides on trainer, explorer and synchronizer call, the replacement of",
+        "each in rftdask, and a test that shows it. [trinity-keys.md](trinity-keys.md) lists the keys,",
+        "[from-trinity.md](from-trinity.md) explains how to run a file. This page is written by",
+        "tests/unit/compat/test_trinity_methods.py, which also checks that the tests exist.",
     ]
     for kind, methods in HERE.items():
         lines += ["", f"## {kind}", "", "| there | here | shown by |", "|---|---|---|"]
@@ -187,8 +188,8 @@ def test_every_test_that_is_named_exists(kind: str) -> None:
 
 
 def test_the_page_of_methods_is_of_today() -> None:
-    told = "stale; write it again: python tests/unit/compat/test_trinity_methods.py > docs/trinity-methods.md"
-    assert (ROOT / "docs/trinity-methods.md").read_text() == page(), told
+    advice = "stale; write it again: python tests/unit/compat/test_trinity_methods.py > docs/trinity-methods.md"
+    assert (ROOT / "docs/trinity-methods.md").read_text() == page(), advice
 
 
 @pytest.mark.parametrize("kind", HERE)

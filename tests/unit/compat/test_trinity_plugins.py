@@ -15,7 +15,7 @@ import torch
 
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.compose import make_algorithm, make_part
-from rftdask.algorithm.drops import DropReason
+from rftdask.algorithm.drop_reasons import DropReason
 from rftdask.algorithm.losses.base import LossInputs
 from rftdask.algorithm.operators import ExperienceTable
 from rftdask.algorithm.selectors import make_selector

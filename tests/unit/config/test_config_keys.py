@@ -19,15 +19,17 @@ from pydantic.fields import FieldInfo
 
 from rftdask.config import Config
 from rftdask.config.base import Filled, Later, Named, Section, child_of, default_of, marks_of, plain
-from rftdask.config.reference_keys import REFERENCE_KEYS as WITHOUT_FIELD
-from rftdask.config.reference_keys import Derived, Ignored, Missing, Renamed, Secret
 from rftdask.config.schema import algorithm, buffer, cluster, explorer, model, optimizer, run, trainer
 from rftdask.config.schema.walk import walk
-from rftdask.config.translate import MEGATRON, OF_THE_POLICY
+from rftdask.config.trinity.reference_keys import REFERENCE_KEYS as WITHOUT_FIELD
+from rftdask.config.trinity.reference_keys import Derived, Ignored, Missing, Renamed, Secret
+from rftdask.config.trinity.translate import MEGATRON, OF_THE_POLICY
 
 KEYS = dict(walk(Config))
 SCHEMAS = [algorithm, buffer, cluster, explorer, model, optimizer, run, trainer]
-REFERENCE_KEYS: dict[str, object] = json.loads(Path(__file__).with_name("trinity_keys.json").read_text())["keys"]
+REFERENCE_KEYS: dict[str, object] = json.loads(
+    Path(__file__).with_name("trinity").joinpath("trinity_keys.json").read_text()
+)["keys"]
 """Every key of the reference system (Trinity-RFT 0.6.0) with its default; an item of a list is written name[]."""
 COMPUTED = re.compile(
     r"(algorithm|buffer\.explorer_input\.\w*taskset.*)\.repeat_times"  # 1, and the algorithms' own defaults are dead

@@ -7,8 +7,8 @@ import pytest
 from rftdask.config import load_config
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.errors import DataError
-from rftdask.explorer.worker_cache import _tokenizer as auxiliary_tokenizer
 from rftdask.models.toy import build_toy_model
+from rftdask.rollouts.worker_state import _tokenizer as auxiliary_tokenizer
 
 TEMPLATE = """{{ messages[0].content }}
 {%- if enable_thinking is defined %}<{{ enable_thinking }}>{% else %}<as it likes>{% endif %}"""

@@ -44,7 +44,7 @@ from rftdask.engines.server import (
 )
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import EngineError, ProcessLostError, RoleError, WaitTimeout
-from rftdask.processes.turns import DeviceTurn, shared_devices
+from rftdask.processes.device_lock import DeviceTurn, shared_devices
 from tests.unit.engines.engine_contract import engine_spec
 from tests.unit.engines.plugins.broken_engine import CAUSE
 from tests.unit.engines.tiny_models import save_tiny_mixture

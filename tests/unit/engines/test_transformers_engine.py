@@ -17,8 +17,8 @@ from rftdask.engines.fake import FakeEngine
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError, RoleError
 from rftdask.models.toy import build_toy_model
-from rftdask.weights.delta import compute_delta
-from rftdask.weights.fingerprint import Fingerprint
+from rftdask.synchronizer.delta import compute_delta
+from rftdask.synchronizer.fingerprint import Fingerprint
 from tests.numerics import assert_same_logprobs, shifted_seed
 from tests.unit.engines.engine_contract import (
     ContinuousContract,

@@ -23,8 +23,8 @@ from rftdask.engines.server import FROM_CLIENT, FROM_SERVER, FromClient, Loaded,
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import RoleError, WeightsError
 from rftdask.models.toy import build_toy_model
+from rftdask.synchronizer.fingerprint import Fingerprint
 from rftdask.trainer.engines.torch_engine import TorchEngine
-from rftdask.weights.fingerprint import Fingerprint
 from tests.numerics import assert_same_logprobs
 from tests.unit.engines.engine_contract import engine_spec
 from tests.unit.trainer.trainer_cases import engine_config

@@ -24,6 +24,7 @@ from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config import Config, load_config
 from rftdask.data.task_schedule import TaskRef
+from rftdask.driver.stage import bench_versions
 from rftdask.errors import DataError
 from rftdask.explorer.evaluation import (
     EvaluationQueue,
@@ -32,10 +33,9 @@ from rftdask.explorer.evaluation import (
     repeat_metrics,
 )
 from rftdask.monitor.metrics import MetricsWriter
-from rftdask.run.stage import bench_versions
 from rftdask.storage import open_storage
+from rftdask.synchronizer.published import publish_weights
 from rftdask.synchronizer.styles import WeightRequirement
-from rftdask.weights.published import publish_weights
 
 SIZES = {"large": 10, "small": 3}
 REPEAT_TIMES = {"large": 1, "small": 4}

@@ -31,13 +31,15 @@ from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
 from rftdask.errors import EngineError, ProcessLostError, RoleError, StorageError, StorageRefusedError
 from rftdask.explorer import explorer
-from rftdask.explorer.claims import Claims
+from rftdask.explorer.crash_suspects import STRIKES
 from rftdask.explorer.explorer import MAX_ATTEMPTS, Explorer
-from rftdask.explorer.poison import STRIKES
-from rftdask.explorer.worker_task import ADMITTED_TOPIC, RolloutResult, RolloutTask
+from rftdask.explorer.unit_claims import Claims
 from rftdask.monitor.events import Event, Note, Step
+from rftdask.rollouts.work_unit_task import ADMITTED_TOPIC
+from rftdask.rollouts.work_units import RolloutResult, RolloutTask
 from rftdask.run.run_folder import read_config
 from rftdask.storage import open_storage
+from rftdask.synchronizer.published import publish_weights
 from rftdask.synchronizer.styles import WeightRequirement
 from rftdask.testing.fake_dask import (
     WORKER,
@@ -48,7 +50,6 @@ from rftdask.testing.fake_dask import (
     told_to_end,
     under_way,
 )
-from rftdask.weights.published import publish_weights
 
 
 def failed(client: FakeClient, key: str, unit: RolloutTask) -> Exception:

@@ -7,11 +7,12 @@ import pytest
 
 from rftdask.config import load_config
 from rftdask.errors import StorageError, WaitTimeout
-from rftdask.explorer import worker_task
-from rftdask.explorer.worker_task import RolloutTask, may_join
+from rftdask.rollouts import work_unit_task as worker_task
+from rftdask.rollouts.work_unit_task import may_join
+from rftdask.rollouts.work_units import RolloutTask
 from rftdask.storage import open_storage
+from rftdask.synchronizer.published import Published, publish_weights, remove_weights_below
 from rftdask.synchronizer.styles import WeightRequirement
-from rftdask.weights.published import Published, publish_weights, remove_weights_below
 
 
 def weights_of(name: str, mode: str, folder: str, version: int = 1, timeout_s: float = 3600.0) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import rftdask
-from rftdask.monitor.explain import DIRECTIONS, FAMILIES, METRICS, WINDOW, Row, warn_of_learning
+from rftdask.reports.metric_table import DIRECTIONS, FAMILIES, METRICS, WINDOW, Row, warn_of_learning
 
 LEARNS = {"num_rows": 8.0, "reward_std": 0.4, "flat_groups": 0.5, "staleness_max": 0.0, "mismatch_kl": 1e-9}
 EXPLORES = {"reward": 0.5, "failed": 0.1, "truncated": 0.2}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.processes.nursery import start_nursery
+from rftdask.processes.zygote import start_nursery
 
 HERE = str(Path(__file__).parent)
 

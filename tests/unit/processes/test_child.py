@@ -21,7 +21,7 @@ import pytest
 import rftdask
 from rftdask.errors import FencedError, ProcessLostError, RoleError, UserError, WaitTimeout
 from rftdask.processes.child import Child
-from rftdask.processes.nursery import ADDRESS
+from rftdask.processes.zygote import ADDRESS
 from tests.living import wait_until_gone
 
 HERE = Path(__file__).parent

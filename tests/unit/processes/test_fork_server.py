@@ -19,7 +19,7 @@ LONG_S = 60.0
 RUNS = """
 import json, multiprocessing, os, sys, threading
 from rftdask.processes.fork_server import WITHOUT_MAIN, begin_fork_server, start_fork_server
-from rftdask.processes.nursery import call
+from rftdask.processes.zygote import call
 import looking
 print(json.dumps("imported"), flush=True)
 WITHOUT_MAIN.update(["ours"])
@@ -39,7 +39,7 @@ for function in ("looking.look", "looking.look_below"):
 """
 LOOKING = """
 import multiprocessing, os, psutil, signal, sys
-from rftdask.processes.nursery import asker_of
+from rftdask.processes.zygote import asker_of
 
 def look(end):
     names = ("json.tool", "wave", "rftdask.processes.forked_imports")
@@ -145,7 +145,7 @@ def test_a_server_ends_with_its_command_whether_or_not_it_was_told_what_to_impor
     script += "from rftdask.processes.fork_server import begin_fork_server, start_fork_server\n"
     script += "begin_fork_server(['json.tool'], ['colorsys'])\n"
     script += "start_fork_server(['wave'])\n" * is_told
-    script += "from rftdask.processes.nursery import call\ncall(len, [])\n"  # there is a nursery
+    script += "from rftdask.processes.zygote import call\ncall(len, [])\n"  # there is a nursery
     script += "print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)\n"
     script += "os.kill(os.getpid(), signal.SIGKILL)\n" * is_killed
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # a short one, where sockets may be
@@ -162,7 +162,7 @@ def test_a_server_ends_with_its_command_whether_or_not_it_was_told_what_to_impor
 def test_a_nursery_that_is_killed_or_whose_server_is_leaves_its_driver_another(tmp_path: Path, victim: str) -> None:
     script = "import multiprocessing.forkserver, os, psutil, sys\n"
     script += "from rftdask.processes.fork_server import begin_fork_server, start_fork_server\n"
-    script += "from rftdask.processes.nursery import call, start_nursery\n"
+    script += "from rftdask.processes.zygote import call, start_nursery\n"
     script += "import looking\nbegin_fork_server(['json.tool'], ['json.tool', 'colorsys'])\nstart_fork_server([])\n"
     script += "number = multiprocessing.forkserver._forkserver._forkserver_pid\nserver = psutil.Process(number)\n"
     script += "call(len, [])\nnursery, = server.children()\n"
@@ -189,8 +189,8 @@ def test_a_worker_that_outlives_the_driver_does_not_keep_the_nursery(tmp_path: P
 
 
 def test_a_fork_of_the_driver_does_not_keep_its_nursery(tmp_path: Path) -> None:
-    script = "import os, time\nfrom rftdask.processes.nursery import start_nursery\n"
-    script += "import rftdask.processes.nursery as module\nstart_nursery()\n"
+    script = "import os, time\nfrom rftdask.processes.zygote import start_nursery\n"
+    script += "import rftdask.processes.zygote as module\nstart_nursery()\n"
     script += "pid = os.fork() or time.sleep(600)\nprint(pid, module._started._process.pid, flush=True)\n"
     script += "time.sleep(600)\n"
     with drive(tmp_path, script) as driver:

@@ -19,8 +19,8 @@ import torch
 
 from rftdask.errors import RoleError, UserError
 from rftdask.processes import gpus
+from rftdask.processes.device_lock import VARIABLE, DeviceTurn
 from rftdask.processes.gpus import free_host_bytes, out_of_memory, use_device
-from rftdask.processes.turns import VARIABLE, DeviceTurn
 
 GIB = 2**30
 TORCH_SAYS = (

@@ -16,7 +16,7 @@ from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.runner import TextEngine, UnitOutcome, run_work_unit
 from rftdask.rollouts.sandbox.messages import SandboxSpec
 from rftdask.rollouts.sandbox.pool import ForkServer
-from rftdask.weights.published import Published
+from rftdask.synchronizer.published import Published
 
 VERSION = 7
 

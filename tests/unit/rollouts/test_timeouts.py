@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rftdask.config.schema.explorer import DynamicTimeoutConfig, OverRolloutConfig
-from rftdask.explorer.worker_cache import attempt_timeout_s
-from rftdask.explorer.worker_task import pass_at_k, pass_rates
-from rftdask.rollouts.places import ConcurrencyLimiter
+from rftdask.rollouts.concurrency_limits import ConcurrencyLimiter
 from rftdask.rollouts.runner import num_tasks_needed
+from rftdask.rollouts.work_units import pass_at_k, pass_rates
+from rftdask.rollouts.worker_state import attempt_timeout_s
 
 
 @pytest.mark.parametrize(("ratio", "needed"), [(0.0, 10), (0.05, 10), (0.1, 9), (0.25, 8), (0.99, 1)])

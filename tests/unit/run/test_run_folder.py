@@ -19,14 +19,11 @@ import pytest
 
 from rftdask.config import Config, load_config, replace
 from rftdask.errors import DamagedError, DataError, FencedError, UserError
+from rftdask.run.lease import Lease, LeaseWatch, lease_holder, lease_holders
 from rftdask.run.run_folder import (
     RUN_FILE,
-    Lease,
-    LeaseWatch,
     begin_beside,
     check_run,
-    lease_holder,
-    lease_holders,
     open_run,
     read_config,
     read_run,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rftdask.cli.submit import controller_text
 from rftdask.cluster.secrets_folder import PrivateFolder
-from rftdask.commands.submit import controller_text
 from rftdask.config import Config, load_config
 from rftdask.config.plugins import SUBMITTED
 from rftdask.run.sources import copy_for_jobs, find_sources, git_states

@@ -18,7 +18,7 @@ from rftdask.errors import ProcessLostError
 from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.serve.balance import Balanced, FullError, NoEngineError
 from rftdask.storage import Storage
-from rftdask.weights.published import Published
+from rftdask.synchronizer.published import Published
 from tests.unit.rollouts.rollout_cases import generation
 
 KEY = RolloutKey(0, 0)

@@ -30,7 +30,7 @@ from rftdask.serve.balance import Balanced
 from rftdask.serve.bank import SessionBank
 from rftdask.serve.server import PolicyServer, ServeOptions
 from rftdask.storage import open_storage
-from rftdask.weights.published import Published
+from rftdask.synchronizer.published import Published
 from tests.unit.rollouts.rollout_cases import MODEL, CharTokenizer, generation
 from tests.unit.serve.test_balance import TalkingEngine
 from tests.unit.serve.test_session_bank import CONFIG

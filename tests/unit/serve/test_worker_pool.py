@@ -19,11 +19,11 @@ from rftdask.config import replace as replace_keys
 from rftdask.engines.base import GenerateRequest
 from rftdask.engines.remote import RemoteEngine
 from rftdask.errors import ProcessLostError, StorageError
-from rftdask.explorer.worker_task import WarmUp
+from rftdask.rollouts.work_unit_task import WarmUp
 from rftdask.run.run_folder import record_config
 from rftdask.serve.worker_pool import host
 from rftdask.storage import Storage, open_storage
-from rftdask.weights.published import latest_written, publish_weights
+from rftdask.synchronizer.published import latest_written, publish_weights
 from tests.unit.engines.test_remote import ASKED, pipes
 from tests.unit.serve.test_session_bank import CONFIG
 

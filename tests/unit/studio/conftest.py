@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 
 from rftdask.studio.server import StudioServer
-from tests.unit.provenance.lineage_cases import Case, make_run
+from tests.unit.reports.lineage.lineage_cases import Case, make_run
 
 
 @contextmanager

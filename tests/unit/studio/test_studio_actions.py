@@ -19,7 +19,7 @@ from rftdask.studio.actions import Actions
 from rftdask.studio.folder import Folder
 from rftdask.studio.form import Fields
 from rftdask.studio.server import Studio, StudioServer
-from tests.unit.provenance.lineage_cases import Case, make_config, make_run
+from tests.unit.reports.lineage.lineage_cases import Case, make_config, make_run
 
 FIELDS = Fields(
     {

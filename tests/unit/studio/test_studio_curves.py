@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from rftdask.monitor.explain import explain
 from rftdask.monitor.metrics import MACHINE, MetricsWriter
-from rftdask.run.view import Stage
+from rftdask.reports.metric_table import explain
+from rftdask.reports.run_reader import Stage
 from rftdask.storage import open_storage
 from rftdask.studio.curves import (
     MOST_POINTS,
@@ -23,7 +23,7 @@ from rftdask.studio.curves import (
     timeline_of,
     trace_events,
 )
-from tests.unit.provenance.lineage_cases import make_config
+from tests.unit.reports.lineage.lineage_cases import make_config
 
 _numbers = itertools.count()
 

@@ -10,10 +10,11 @@ import pytest
 
 from rftdask.errors import DataError
 from rftdask.monitor.metrics import MetricsWriter
-from rftdask.run.run_folder import END_FILE, Lease, note_begin, note_end
+from rftdask.run.lease import Lease
+from rftdask.run.run_folder import END_FILE, note_begin, note_end
 from rftdask.storage import open_storage
 from rftdask.studio.folder import HERE, Folder
-from tests.unit.provenance.lineage_cases import make_config, make_run
+from tests.unit.reports.lineage.lineage_cases import make_config, make_run
 
 
 def test_runs_are_found_at_any_depth_and_stages_are_none(tmp_path):

@@ -8,9 +8,9 @@ import json
 import pytest
 import yaml
 
-from rftdask.commands.first_steps import bundled
 from rftdask.config import Config, load_config
 from rftdask.config.schema.walk import walk
+from rftdask.driver.init_config import bundled
 from rftdask.errors import UserError
 from rftdask.studio.form import FIRST, ROOT, Fields, check_form, form_keys
 

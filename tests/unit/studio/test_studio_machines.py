@@ -1,10 +1,10 @@
 """Workers of a run as they measured themselves: each is told with its newest numbers, and an hour counts once."""
 
 from rftdask.monitor.metrics import MACHINE, MetricsWriter
-from rftdask.run.view import Stage
+from rftdask.reports.run_reader import Stage
 from rftdask.storage import open_storage
 from rftdask.studio.machines import workers_of
-from tests.unit.provenance.lineage_cases import make_config
+from tests.unit.reports.lineage.lineage_cases import make_config
 
 
 def measured(name: str, *times: float, **metrics: float) -> Stage:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.monitor.explain import METRICS
 from rftdask.monitor.metrics import MetricsWriter
-from rftdask.provenance.browse import some_answers
+from rftdask.reports.lineage.browse import some_answers
+from rftdask.reports.metric_table import METRICS
 from rftdask.run.run_folder import note_end
 from rftdask.studio import printed
 from rftdask.studio.folder import HERE, Folder
 from rftdask.studio.printed import print_run, report_run
-from tests.unit.provenance.lineage_cases import EVIL, Case, group, make_config, make_run
+from tests.unit.reports.lineage.lineage_cases import EVIL, Case, group, make_config, make_run
 
 VOID = {"meta", "br", "input", "link"}
 

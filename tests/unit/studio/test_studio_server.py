@@ -15,11 +15,11 @@ import pytest
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.errors import DataError, UserError
-from rftdask.provenance.browse import Browser
+from rftdask.reports.lineage.browse import Browser
 from rftdask.studio.pages import static_page
 from rftdask.studio.printed import report_run
 from rftdask.studio.server import StudioServer, serve
-from tests.unit.provenance.lineage_cases import Case, conversation, make_config, make_run
+from tests.unit.reports.lineage.lineage_cases import Case, conversation, make_config, make_run
 from tests.unit.studio.conftest import studio_of
 
 RUN = "run=p%2Frun"

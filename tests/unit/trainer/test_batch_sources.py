@@ -16,10 +16,10 @@ import sqlalchemy as sa
 from rftdask.algorithm.compose import build_algorithm
 from rftdask.config import Config, load_config
 from rftdask.data.tokenizer import load_tokenizer
+from rftdask.driver.preflight import check_inputs
+from rftdask.driver.stage import plan_work
 from rftdask.errors import WaitTimeout
 from rftdask.models.toy import build_toy_model
-from rftdask.run.preflight import check_inputs
-from rftdask.run.stage import plan_work
 from rftdask.storage import open_storage
 from rftdask.trainer.rank import build_source
 

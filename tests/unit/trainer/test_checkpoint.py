@@ -10,6 +10,8 @@ from storage_kills import killed_at_put, killed_before
 from rftdask.buffer.log.retention import ResumePoint
 from rftdask.errors import DamagedError, StorageError
 from rftdask.storage import Storage
+from rftdask.synchronizer.manifest import NAME, is_valid
+from rftdask.synchronizer.published import CHECKPOINT_POINTER, read_pointer
 from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import (
     Checkpoints,
@@ -17,8 +19,6 @@ from rftdask.trainer.checkpoint import (
     newest_valid_checkpoint,
     oldest_resume_point,
 )
-from rftdask.weights.manifest import NAME, is_valid
-from rftdask.weights.published import CHECKPOINT_POINTER, read_pointer
 from tests.unit.trainer.trainer_cases import new_storage
 
 

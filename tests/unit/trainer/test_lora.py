@@ -25,11 +25,11 @@ from rftdask.errors import DataError, RoleError, UserError
 from rftdask.models.lora import add_adapter, begin
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
+from rftdask.synchronizer.manifest import write_folder
+from rftdask.synchronizer.published import publish_weights, read_checkpoint_weights
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
-from rftdask.weights.manifest import write_folder
-from rftdask.weights.published import publish_weights, read_checkpoint_weights
 from tests.numerics import assert_close, assert_same_logprobs
 from tests.unit.trainer.engines.test_torch_engine import SIZES, rollouts
 from tests.unit.trainer.trainer_cases import engine_config

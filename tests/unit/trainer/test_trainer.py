@@ -20,12 +20,8 @@ from rftdask.buffer.log.schema import Experience
 from rftdask.errors import DamagedError, StorageError, WaitTimeout
 from rftdask.monitor.events import Ended, Event, Started
 from rftdask.storage import Storage
-from rftdask.testing.crashtest.ending import read_weights
-from rftdask.testing.storage_faults import FaultyStorage
-from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_steps, newest_valid_checkpoint
-from rftdask.trainer.engines.fake import FakeTrainEngine
-from rftdask.weights.manifest import is_valid
-from rftdask.weights.published import (
+from rftdask.synchronizer.manifest import is_valid
+from rftdask.synchronizer.published import (
     CHECKPOINT_POINTER,
     WEIGHTS_POINTER,
     latest_published,
@@ -33,6 +29,10 @@ from rftdask.weights.published import (
     read_pointer,
     read_published,
 )
+from rftdask.testing.crashtest.ending import read_weights
+from rftdask.testing.storage_faults import FaultyStorage
+from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_steps, newest_valid_checkpoint
+from rftdask.trainer.engines.fake import FakeTrainEngine
 from tests.unit.trainer.trainer_cases import Sink, fill_log, make_trainer, new_storage
 
 NUM_STEPS = 5

@@ -34,15 +34,16 @@ from rftdask.buffer.batches.selection import SampleRule
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import experiences_to_table
 from rftdask.buffer.log.shard import ShardName
-from rftdask.cli import app
-from rftdask.commands.status import read_status
+from rftdask.cli.app import app
 from rftdask.config import load_config
 from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.errors import DamagedError, DataError, FencedError, StorageError
 from rftdask.monitor.metrics import MetricsWriter, read_metrics
-from rftdask.provenance.tables import RunTables
-from rftdask.provenance.trace import trace
-from rftdask.run.run_folder import Lease, lease_holder, open_run
+from rftdask.reports.lineage.tables import RunTables
+from rftdask.reports.lineage.trace import trace
+from rftdask.reports.status import read_status
+from rftdask.run.lease import Lease, lease_holder
+from rftdask.run.run_folder import open_run
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import TMP_PREFIX
 from rftdask.storage.local import LocalStorage

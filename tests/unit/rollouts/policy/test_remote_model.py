@@ -20,7 +20,7 @@ from rftdask.rollouts.policy.remote import RemoteModel, RemoteModelError, check_
 from rftdask.rollouts.runner import TextEngine, run_work_unit
 from rftdask.rollouts.workflows.base import PolicyModel
 from rftdask.rollouts.workflows.registry import workflow
-from rftdask.weights.published import Published
+from rftdask.synchronizer.published import Published
 from tests.unit.rollouts.rollout_cases import CharTokenizer, keep, replies, settings, task
 
 pytest.importorskip("openai")

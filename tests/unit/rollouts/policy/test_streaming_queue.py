@@ -15,11 +15,11 @@ from rftdask.config import load_config
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.errors import RoleError, WaitTimeout
-from rftdask.explorer import worker_task
-from rftdask.explorer.worker_cache import text_engine
+from rftdask.rollouts import work_unit_task as worker_task
 from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 from rftdask.rollouts.runner import TextEngine
+from rftdask.rollouts.worker_state import text_engine
 from rftdask.rollouts.workflows.base import PolicyModel, WorkflowFn
 from rftdask.rollouts.workflows.registry import workflow
 from tests.unit.engines.engine_contract import engine_spec

@@ -20,7 +20,7 @@ from rftdask.config.base import FrozenDict
 from rftdask.config.schema.explorer import SandboxConfig
 from rftdask.data.task import Task
 from rftdask.errors import UserError
-from rftdask.rollouts.attempt import STOP_GRACE_S
+from rftdask.rollouts.rollout import STOP_GRACE_S
 from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.sandbox import pool
 from rftdask.rollouts.sandbox.messages import SandboxSpec

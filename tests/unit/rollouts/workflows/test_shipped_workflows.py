@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from rftdask.data.task import Task
+from rftdask.engines.base import POLICY
 from rftdask.errors import UserError
 from rftdask.rollouts.policy.answer_parsers import parse_tool_calls
-from rftdask.rollouts.policy.base import POLICY, Method, PolicyHandle
+from rftdask.rollouts.policy.base import Method, PolicyHandle
 from rftdask.rollouts.rewards import compute_reward, get_reward
 from rftdask.rollouts.rewards.math_answer import overlong_penalty
 from rftdask.rollouts.workflows.base import PolicyModel, Response, Reward, Step, as_reward

@@ -13,7 +13,7 @@ from rftdask.data.tasksets import Taskset
 from rftdask.errors import DataError
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.runner import TextEngine, run_work_unit
-from rftdask.weights.published import Published
+from rftdask.synchronizer.published import Published
 from tests.unit.rollouts.rollout_cases import CharTokenizer, keep, prompt_of, replies, settings
 
 pytestmark = pytest.mark.extras

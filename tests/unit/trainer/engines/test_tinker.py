@@ -33,12 +33,12 @@ from rftdask.errors import DataError, EngineError, ProcessLostError, RoleError, 
 from rftdask.models.tinker_service import API_KEY, read_sampler_path
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import Storage, open_storage
+from rftdask.synchronizer.published import MODEL_FILE, publish_weights, published_versions, weights_folder
 from rftdask.testing.train_engine import TrainEngineContract
 from rftdask.trainer.checkpoint import checkpoint_steps
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.tinker import TinkerTrainEngine
 from rftdask.trainer.engines.torch_engine import TorchEngine
-from rftdask.weights.published import MODEL_FILE, publish_weights, published_versions, weights_folder
 from tests.tinker_server import TinkerServer, served
 from tests.unit.trainer.trainer_cases import engine_config
 
@@ -97,7 +97,7 @@ class TestContract(TrainEngineContract):
     def engine(self) -> TrainEngine:
         return TinkerTrainEngine(self.config, make_algorithm(self.algorithm))
 
-    def test_files_have_names_that_any_storage_takes(self) -> None:
+    def test_file_names_are_valid_on_any_storage(self) -> None:
         """Also that there is no Hugging Face folder: the model is at the service."""
         made = self.trained(0)
         assert list(made.weights()) == ["sampler.json"]

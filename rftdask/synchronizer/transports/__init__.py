@@ -1,0 +1,1 @@
+"""Transports of weights: shared memory on a node, a broadcast over Dask, a broadcast in a process group."""

@@ -1,1 +1,0 @@
-"""Text as it may be stored and shown: without secrets (secrets.py), and plain on a terminal (terminal.py)."""

@@ -1,0 +1,239 @@
+"""Promises of what is told of a run that does not run: why, from its own last words or from what became of its job."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from rftdask.cli.app import app
+from rftdask.cluster.jobs import SUBMITTED_FILE, JobRecord, write_jobs
+from rftdask.cluster.join import join
+from rftdask.cluster.secrets_folder import PrivateFolder
+from rftdask.cluster.slurm import NO_BOOKS
+from rftdask.config import load_config
+from rftdask.driver.jobs import JobStatus, follow_logs, read_logs, read_run_jobs, why_not_running
+from rftdask.errors import DataError, RoleError
+from rftdask.run.lease import Lease
+from rftdask.run.run_folder import END_FILE, RUN_FILE, note_begin, note_end, open_run, read_end, read_run_config
+from rftdask.storage import open_storage
+from rftdask.studio.printed import report_run
+
+ENDED = JobStatus("controller", "controller", "7", "NODE_FAIL (exit 0:1)", False)
+
+
+RUN = {"model": {"model_path": "m", "max_model_len": 64}, "buffer": {"explorer_input": {"taskset": {"path": "t"}}}}
+
+
+def begun(folder: Path, **sections: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    record = {"config": load_config({**RUN, **sections}).to_dict()}
+    (folder / "run.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_a_run_that_spoke_its_last_words_is_quoted(tmp_path: Path) -> None:
+    storage = open_storage(begun(tmp_path))
+    assert read_end(storage) is None
+    note_end(storage, "failed", "RoleError: out of restarts")
+    assert why_not_running(storage, (ENDED,)) == "failed: RoleError: out of restarts"
+    note_end(storage, "finished", "")
+    assert why_not_running(storage, (ENDED,)) == "finished"
+
+
+def test_a_run_that_was_killed_is_explained_by_its_job(tmp_path: Path) -> None:
+    storage = open_storage(begun(tmp_path))
+    told = why_not_running(storage, (ENDED,))
+    assert told == "it was killed, without a word of its own: job 7 (controller): NODE_FAIL (exit 0:1)"
+
+
+def test_a_run_whose_job_waits_says_so(tmp_path: Path) -> None:
+    waiting = JobStatus("controller", "controller", "7", "PENDING", True)
+    assert why_not_running(open_storage(tmp_path), (waiting,)) == "controller is job 7, PENDING"
+    assert why_not_running(open_storage(tmp_path), (ENDED,)).startswith("it never began: job 7 (controller)")
+
+
+SACCT = """\
+COMPLETED|7200|billing=8,cpu=8,gres/gpu:h100=8,gres/gpu=8,mem=64G,node=1|2026-11-23T10:00:00|2026-11-23T10:30:00|7|0:0|None
+CANCELLED by 1000|1800|billing=1,cpu=1,gres/gpu=1,mem=4G,node=1|2026-11-23T10:00:00|2026-11-23T10:00:05|9|0:15|None
+PREEMPTED|1800|billing=1,cpu=1,gres/gpu=1,mem=4G,node=1|2026-11-23T10:00:00|2026-11-23T10:01:00|12_4|0:0|None
+NODE_FAIL|0|billing=1,cpu=1,gres/gpu=1,mem=4G,node=1|2026-11-23T10:00:00|2026-11-23T10:01:00|13|1:0|NodeDown
+PENDING|0||2026-11-23T12:00:00|Unknown|14|0:0|Priority
+"""
+
+
+def test_what_its_jobs_took_is_told_where_slurm_keeps_books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, commands = begun(tmp_path / "run"), tmp_path / "bin"
+    (run / "log").mkdir()
+    for name in ("controller-7.log", "explorer-3-9.log", "explore-1-12_4.log", "trainer-rank-0.log", "driver.log"):
+        (run / "log" / name).touch()
+    write_jobs(open_storage(run), [JobRecord("controller", "controller", "7", "slurm", 0.0)], SUBMITTED_FILE)
+    commands.mkdir()
+    asked = tmp_path / "asked"
+    for name, body in {"squeue": ":", "scontrol": ":", "sacct": f'echo "$@" >{asked}; cat {tmp_path}/told'}.items():
+        (commands / name).write_text(f"#!/bin/sh\n{body}\n")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    (tmp_path / "told").write_text(SACCT)
+    found = read_run_jobs(str(run))
+    assert "--jobs=12,7,9\n" in asked.read_text()
+    assert found.usage is not None and found.to_json()["usage"]["gpu_hours"] == 17.0
+    ends = "1 CANCELLED, 1 COMPLETED, 1 NODE_FAIL, 1 PENDING, 1 PREEMPTED"
+    told = [
+        f"5 jobs ({ends}), 17.00 GPU hours, up to 30 min in queue",
+        "  job 12_4 PREEMPTED (exit 0:0)",
+        "  job 13 NODE_FAIL (exit 1:0, NodeDown)",
+    ]
+    assert found.usage.render().splitlines() == told
+    assert all(line.strip() in Path(report_run(run)).read_text() for line in told)
+    (commands / "sacct").write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2; exit 1\n")
+    without = read_run_jobs(str(run))
+    assert without.usage is None and without.usage_unknown == NO_BOOKS
+    assert NO_BOOKS in Path(report_run(run)).read_text()
+
+
+def test_a_run_with_an_owner_runs(tmp_path: Path) -> None:
+    started_s = psutil.Process().create_time() - psutil.boot_time()
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "started_s": started_s}
+    (begun(tmp_path) / "control").mkdir()
+    lease = {**me, "time_s": time.time(), "released": False}
+    (tmp_path / "control" / "lease-trainer-1.json").write_text(json.dumps(lease))
+    assert why_not_running(open_storage(tmp_path), (ENDED,)) == ""
+
+
+def test_logs_are_asked_for_by_the_beginning_of_their_names(tmp_path: Path) -> None:
+    (begun(tmp_path) / "log").mkdir()
+    (tmp_path / "log" / "trainer-0-12.log").write_text("one\ntwo\nthree\n")
+    (tmp_path / "log" / "driver.log").write_text("drove\n")
+    assert list(read_logs(str(tmp_path), "trainer", 2)) == [("trainer-0-12.log", ["two", "three"])]
+    assert [name for name, _ in read_logs(str(tmp_path), "", 2)] == ["driver.log", "trainer-0-12.log"]
+    with pytest.raises(DataError, match=r"no log of 'engine'; there are: driver, trainer"):
+        list(read_logs(str(tmp_path), "engine", 2))
+
+
+def test_a_folder_without_logs_is_told_by_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is not a run folder"):
+        list(read_logs(str(tmp_path / "elsewhere"), "", 2))
+    with pytest.raises(DataError, match=r"has no logs yet"):
+        list(read_logs(str(begun(tmp_path)), "", 2))
+
+
+@pytest.mark.parametrize(
+    "name", ["rftdask-trainer-try.o12", "rftdask-trainer-try.e12", "trainer-0-12.err", "trainer-0-12.out"]
+)
+def test_logs_that_a_batch_system_names_are_found_by_their_role(tmp_path: Path, name: str) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / name).write_text("one\ntwo\n")
+    assert list(read_logs(str(tmp_path), "trainer", 1)) == [(name, ["two"])]
+    with pytest.raises(DataError, match="there are: trainer"):
+        list(read_logs(str(tmp_path), "engine", 1))
+
+
+def test_logs_of_stages_are_named_by_their_stage(tmp_path: Path) -> None:
+    begun(tmp_path, stages=[{"stage_name": "one"}, {"stage_name": "two"}])
+    for folder in (tmp_path, tmp_path / "one"):
+        (folder / "log").mkdir(parents=True)
+    (tmp_path / "log" / "driver.log").write_text("drove\n")
+    (tmp_path / "one" / "log" / "trainer-0.log").write_text("trained\n")
+    expected = [("driver.log", ["drove"]), ("one/trainer-0.log", ["trained"])]
+    assert list(read_logs(str(tmp_path), "", 2)) == expected
+    assert list(read_logs(str(tmp_path), "trainer", 2)) == expected[1:]
+    told = follow_logs(str(tmp_path), "", 2, look_s=0.0)
+    assert [next(told), next(told)] == expected
+
+
+def test_logs_of_a_run_on_remote_storage_are_its_copies_by_start_and_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    local = begun(tmp_path / "run", stages=[{"stage_name": "one"}])
+    url = f"memory://logs-of-{tmp_path.name}"
+    storage = open_storage(url)
+    storage.put(RUN_FILE, (local / RUN_FILE).read_bytes())
+    storage.put("log/20260101T000000-7/driver.log", b"drove\n")
+    open_storage(f"{url}/one").put("log/20260101T000000-7/trainer-rank-0.log", b"one\ntwo\n")
+    expected = [("20260101T000000-7/driver.log", ["drove"]), ("one/20260101T000000-7/trainer-rank-0.log", ["two"])]
+    assert list(read_logs(url, "", 1)) == expected
+    assert list(read_logs(url, "trainer", 1)) == expected[1:]
+    told = follow_logs(url, "driver", 1, look_s=0.0)
+    assert next(told) == expected[0]
+    storage.put("log/20260101T000000-7/driver.log", b"drove\non\n")
+    assert next(told) == ("20260101T000000-7/driver.log", ["on"])
+
+
+def test_a_private_folder_that_was_named_relatively_is_found_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `attach` looks for the address and the keys of a run."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config({**RUN, "checkpoint_root_dir": str(tmp_path), "cluster": {"private_folder": "keys"}})
+    storage = open_storage(config.checkpoint_job_dir)
+    open_run(storage, config)
+    PrivateFolder.of(config, storage).write_address("tls://10.0.0.1:8786")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert PrivateFolder.of(read_run_config(storage), storage).read_address() == "tls://10.0.0.1:8786"
+
+
+def test_a_run_without_a_role_yet_is_not_dead_while_its_process_lives(tmp_path: Path) -> None:
+    storage = open_storage(begun(tmp_path))
+    note_end(storage, "failed", "of an earlier start")
+    note_begin(storage)
+    assert (why_not_running(storage, ()), read_end(storage)) == ("", None)
+    end = json.loads(storage.get(END_FILE))
+    storage.put(END_FILE, json.dumps({**end, "started_s": 1.0}).encode())  # another process has its number now
+    assert why_not_running(storage, ()) == "it was killed, without a word of its own"
+
+
+def test_a_stage_at_work_is_the_run_at_work(tmp_path: Path) -> None:
+    storage = open_storage(begun(tmp_path, stages=[{"stage_name": "one"}, {"stage_name": "two"}]))
+    assert why_not_running(storage, ()) == "it was killed, without a word of its own"
+    with Lease(open_storage(tmp_path / "two"), "explorer"):
+        assert why_not_running(storage, (JobStatus("controller", "controller", "7", "RUNNING", True),)) == ""
+
+
+def test_followed_logs_tell_their_end_and_then_each_whole_line_that_comes(tmp_path: Path) -> None:
+    (begun(tmp_path) / "log").mkdir()
+    trainer, driver = tmp_path / "log" / "trainer-0-12.log", tmp_path / "log" / "driver.log"
+    trainer.write_text("one\ntwo\nthree\nhal")
+    told = follow_logs(str(tmp_path), "", 2, look_s=0.0)
+    assert next(told) == ("trainer-0-12.log", ["two", "three"])
+    with trainer.open("a") as log:
+        log.write("f\nfive\n")
+    assert next(told) == ("trainer-0-12.log", ["half", "five"])
+    driver.write_text("drove\n")  # a new one
+    assert next(told) == ("driver.log", ["drove"])
+    trainer.write_text("six\n")  # the log was set aside
+    assert next(told) == ("trainer-0-12.log", ["six"])
+
+
+def test_status_for_programs_lists_the_jobs_of_a_run_that_has_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")  # no batch system, whatever this machine has
+    write_jobs(open_storage(tmp_path), [JobRecord("controller", "controller", "7", "pbs", 1.0)], SUBMITTED_FILE)
+    told = json.loads(CliRunner().invoke(app, ["status", str(tmp_path), "--json"]).output)
+    job = {"role": "controller", "name": "controller", "job_id": "7", "state": "not asked", "is_alive": False}
+    assert told == {"jobs": [job], "why": "it never began: job 7 (controller): not asked", "usage": None, "stages": []}
+
+
+@pytest.mark.slow
+def test_who_joins_gives_up_where_no_run_is(tmp_path: Path) -> None:
+    tree = {"model": {"model_path": "m", "max_model_len": 64}, "checkpoint_root_dir": str(tmp_path)}
+    tree["buffer"] = {"explorer_input": {"taskset": {"path": "t.jsonl"}}}
+    config = load_config({**tree, "cluster": {"type": "joined", "tls": False}})
+    folder = PrivateFolder(tmp_path / "private")
+    assert join(config, folder, "explorer", 0.1) == 0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"nonsense://127.0.0.1:{server.getsockname()[1]}"
+        folder.write_address(address)  # a scheduler that nobody can speak with, and that did not take its address back
+        with pytest.raises(RoleError, match=r"3 workers explorer-\S+ in a row ended with an error"):
+            join(config, folder, "explorer", 1.0)
+    assert join(config, folder, "explorer", 0.1) == 0, "no worker knocks at an address where nobody listens any more"

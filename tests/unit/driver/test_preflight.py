@@ -1,0 +1,367 @@
+"""Promises of the checks: each mistake in data, model or storage is told before anything starts, the data's at
+once; two commands on one run are refused where the storage cannot tell which of two writers was first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from rftdask.config import Config, load_config
+from rftdask.data import hub
+from rftdask.driver.preflight import check_inputs, check_owners
+from rftdask.errors import ConfigError, UserError
+from rftdask.models.toy import build_toy_model
+from rftdask.storage import open_storage
+from rftdask.storage.fsspec_store import FsspecStorage
+
+
+class World:
+    """A run whose inputs are all right, until a test breaks one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tasks = folder / "tasks.jsonl"
+        self.rows = [{"question": f"1+{n}=", "answer": str(1 + n)} for n in range(6)]
+        self.model = folder / "model"
+        self.model.mkdir()
+        for name in ("config.json", "tokenizer.json"):
+            (self.model / name).write_text("{}")
+        (self.model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # whole, without a tensor
+        self.write(self.rows)
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        self.tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def config(self, *overrides: str) -> Config:
+        taskset = {"path": str(self.tasks), "format": {"prompt_key": "question", "response_key": "answer"}}
+        tree = {
+            "checkpoint_root_dir": str(self.folder / "runs"),
+            "model": {"model_path": str(self.model), "max_model_len": 64},
+            "algorithm": {"repeat_times": 2},
+            "buffer": {
+                "batch_size": 4,
+                "explorer_input": {"taskset": taskset, "default_reward_fn_type": "exact_reward"},
+            },
+        }
+        return load_config(tree, overrides)
+
+    def sft(self, *overrides: str) -> Config:
+        buffer = {"path": str(self.tasks), "format": {"prompt_key": "question", "response_key": "answer"}}
+        tree = {
+            "mode": "train",
+            "checkpoint_root_dir": str(self.folder / "runs"),
+            "model": {"model_path": str(self.model), "max_model_len": 64},
+            "algorithm": {"algorithm_type": "sft"},
+            "buffer": {"batch_size": 4, "trainer_input": {"experience_buffer": buffer}},
+        }
+        return load_config(tree, overrides)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def problems(*stages: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(list(stages))
+    return "\n".join(caught.value.problems)
+
+
+TASKS = "buffer.explorer_input.taskset"
+
+
+def test_right_inputs_pass_and_are_counted(world: World) -> None:
+    config = world.config()
+    assert check_inputs([config])[0].sizes == {"taskset_0": 6}
+    assert check_inputs([world.sft()])[0].sizes == {"dataset": 6}
+    assert open_storage(config.checkpoint_job_dir).list("control") == [], "the probe is gone again"
+
+
+def test_a_missing_file_is_named_with_its_neighbors(world: World) -> None:
+    assert "task.jsonl does not exist; nearest in" in problems(world.config(f"{TASKS}.path={world.folder}/task.jsonl"))
+
+
+def test_a_model_whose_images_the_engine_does_not_read_as_the_trainer_does_is_told(world: World) -> None:
+    (world.model / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
+    (world.model / "preprocessor_config.json").write_text("{}")
+    config = world.config(f"{TASKS}.format.image_key=image", "explorer.rollout_model.engine_type=vllm")
+    assert "is a llava; with images this engine was seen to compute" in problems(config)
+
+
+def test_a_model_whose_videos_are_not_read_is_told(world: World) -> None:
+    (world.model / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
+    (world.model / "preprocessor_config.json").write_text("{}")
+    told = problems(world.config(f"{TASKS}.format.video_key=video"))
+    assert "is a llava, and a taskset has format.video_key: videos are read by qwen2_vl, qwen2_5_vl alone" in told
+
+
+def test_an_empty_taskset_is_told(world: World) -> None:
+    world.write([])
+    assert "tasks.jsonl has no rows" in problems(world.config())
+    assert "tasks.jsonl has no rows" in problems(world.sft())
+
+
+@pytest.mark.parametrize(("option", "column"), [("prompt_key", "questin"), ("response_key", "anser")])
+def test_a_wrong_key_is_told_with_the_columns(world: World, option: str, column: str) -> None:
+    text = problems(world.config(f"{TASKS}.format.{option}={column}"))
+    assert f"has no column {column!r}, which format.{option} names" in text
+    assert "columns: question, answer; nearest: " in text
+    text = problems(world.sft(f"buffer.trainer_input.experience_buffer.format.{option}={column}"))
+    assert f"has no column {column!r}, which format.{option} names; columns: question, answer" in text
+
+
+def test_held_out_rows_are_checked_as_those_that_are_trained(world: World) -> None:
+    held_out = "buffer.trainer_input.eval_buffer"
+    keys = [f"{held_out}.format.prompt_key=question", f"{held_out}.format.response_key=answer"]
+    [inputs] = check_inputs([world.sft(f"{held_out}.path={world.folder}/tasks.jsonl", *keys)])
+    assert inputs.fingerprints["eval/dataset"] == inputs.fingerprints["dataset"]
+    assert "has no column 'prompt'" in problems(world.sft(f"{held_out}.path={world.folder}/tasks.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        (f"{TASKS}.default_workflow_type=no_such_package.workflow", "no_such_package"),
+        (f"{TASKS}.default_reward_fn_type=no_such_package.reward", "no_such_package"),
+    ],
+)
+def test_an_unknown_plugin_is_told(world: World, override: str, text: str) -> None:
+    assert text in problems(world.config(override))
+
+
+@pytest.mark.parametrize(
+    ("missing", "text"),
+    [
+        ("tokenizer.json", r"has no tokenizer; save one there with tokenizer.save_pretrained"),
+        ("config.json", "has no config.json, so it is no model folder"),
+        ("model.safetensors", "has no weights"),
+    ],
+)
+def test_a_model_folder_that_lacks_a_part_is_told(world: World, missing: str, text: str) -> None:
+    (world.model / missing).unlink()
+    told = problems(world.config())
+    assert f"model.model_path: {str(world.model)!r}" in told
+    assert text in told
+
+
+def test_a_model_that_does_not_exist_is_told_unless_it_may_be_on_the_hub(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "does not exist; give a model folder or a name" in problems(
+        world.config(f"model.model_path={world.folder}/none")
+    )
+    on_the_hub = world.config("model.model_path=Qwen/Qwen2.5-0.5B")
+    assert "model.model_path: 'Qwen/Qwen2.5-0.5B' is not on this machine" in problems(on_the_hub)  # which is offline
+    answered = (huggingface_hub.constants.ENDPOINT, time.monotonic(), "")
+    monkeypatch.setattr(hub, "_silence", answered)  # as where it answers
+    check_inputs([on_the_hub])
+
+
+def test_a_batch_larger_than_all_tasks_is_told_with_both_numbers(world: World) -> None:
+    assert "buffer.batch_size 8 exceeds all tasks there are: 6 (1 epochs)" in problems(
+        world.config("buffer.batch_size=8")
+    )
+    check_inputs([world.config("buffer.batch_size=8", "buffer.total_epochs=2")])
+    told = problems(world.sft("buffer.batch_size=8"))
+    assert "has 6 rows, 1 epochs of it do not fill one batch of 8" in told
+
+
+def test_a_root_that_cannot_be_written_is_told(world: World) -> None:
+    (world.folder / "file").write_text("")
+    with pytest.raises(
+        UserError, match=r"checkpoint_root_dir: cannot write to .*/file/runs/.*something above it is a file"
+    ):
+        check_inputs([world.config(f"checkpoint_root_dir={world.folder}/file/runs")])
+
+
+def test_a_full_disk_is_told(world: World, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        with pytest.raises(UserError, match=r"0.00 GB free, .* need about 0.07 GB; free some space"):
+            check_inputs([world.config(f"checkpoint_root_dir={disk}")])
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_staleness_bound_that_cannot_be_kept_is_told_with_the_arithmetic(world: World) -> None:
+    tight = ("mode=both", "synchronizer.sync_offset=2", "synchronizer.max_staleness=1")
+    assert "synchronizer.max_staleness 1 cannot be kept" in problems(world.config(*tight))
+    check_inputs([world.config("mode=both", "synchronizer.sync_offset=2", "synchronizer.max_staleness=2")])
+
+
+def test_all_mistakes_are_told_at_once(world: World) -> None:
+    (world.model / "tokenizer.json").unlink()
+    told = problems(
+        world.config(
+            f"{TASKS}.format.prompt_key=x", f"buffer.explorer_input.eval_tasksets=[{{path: {world.folder}/no.jsonl}}]"
+        )
+    )
+    assert len(told.splitlines()) == 3
+
+
+def test_every_stage_is_checked_and_a_mistake_of_two_is_told_once(world: World) -> None:
+    good, bad = world.sft(), world.config(f"{TASKS}.path={world.folder}/task.jsonl")
+    assert len(problems(good, bad, bad).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "algorithm.advantage_fn=ppo",
+            "algorithm: advantage_fn 'ppo' needs a critic and algorithm_type 'grpo' has none",
+        ),
+        ("algorithm.policy_loss_fn=no_such.Loss", "policy loss 'no_such.Loss': cannot import 'no_such'"),
+        ("algorithm.policy_loss_fn_args={clip_range: -1}", "clip_range_low must be within [0, 1]"),
+        ("algorithm.rollout_correction={method: cut}", "method is 'cut'; allowed:"),
+        ("data_processor.experience_pipeline.operators=[{name: reward_filtr}]", "unknown operator 'reward_filtr'"),
+        ("data_processor.experience_pipeline.operators=[{args: {}}]", "operators[0]: takes name and args, no name"),
+        ("model.critic_model_path=/no/critic", "model.critic_model_path: '/no/critic' does not exist"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_told_before_anything_starts(
+    world: World, override: str, message: str
+) -> None:
+    name = "ppo" if "critic_model_path" in override else "grpo"
+    assert message in problems(world.config(f"algorithm.algorithm_type={name}", override))
+
+
+def test_what_is_asked_of_experts_and_of_templates_is_checked_against_the_model(world: World) -> None:
+    build_toy_model(world.model, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2)
+    of_experts = world.sft("trainer.router_aux_loss_coef=0.1")
+    assert "has no experts; leave it out" in problems(of_experts)
+    replayed = world.config("algorithm.enable_router_replay=true")
+    assert re.search("algorithm.enable_router_replay: .* has no experts; leave it out", problems(replayed))
+    config = json.loads((world.model / "config.json").read_text())
+    # A size that a config.json leaves out is its class's default.
+    (world.model / "config.json").write_text(json.dumps({"vocab_size": config["vocab_size"], "model_type": "mixtral"}))
+    check_inputs([of_experts])
+    of_template = "buffer.trainer_input.experience_buffer.format.return_assistant_tokens_mask=true"
+    assert "the chat template marks nothing, it has no {% generation %} block" in problems(world.sft(of_template))
+
+
+def test_the_columns_of_pairs_of_text_and_of_demonstrations_are_checked(world: World) -> None:
+    rows = "buffer.trainer_input.experience_buffer.format"
+    pairs = ("algorithm.algorithm_type=dpo", f"{rows}.prompt_key=question", f"{rows}.chosen_key=answer")
+    assert "no column 'rejected', which format.rejected_key names" in problems(world.sft(*pairs))
+    check_inputs([world.sft(*pairs, f"{rows}.rejected_key=question")])
+    text = "algorithm.algorithm_type=cpt"
+    assert "no column 'text', which format.prompt_key names" in problems(world.sft(text, f"{rows}.prompt_key=text"))
+    check_inputs([world.sft(text)])
+    shown = "buffer.trainer_input.auxiliary_buffers.sft_dataset"
+    mix = ("algorithm.algorithm_type=mix", f"{shown}.path={world.tasks}", f"{shown}.format.prompt_key=question")
+    assert "no column 'response', which format.response_key names" in problems(world.config(*mix))
+    check_inputs([world.config(*mix, f"{shown}.format.response_key=answer")])
+
+
+def test_a_teacher_is_looked_for(world: World) -> None:
+    distill = "algorithm.algorithm_type=jsd"
+    found = problems(world.config(distill, "explorer.auxiliary_models=[{model_path: /no/teacher}]"))
+    assert "explorer.auxiliary_models[0].model_path: '/no/teacher' does not exist" in found
+
+
+def test_a_teacher_of_other_tokens_is_refused(world: World) -> None:
+    teacher = world.folder / "teacher"
+    shutil.copytree(world.model, teacher)
+    config = world.config("algorithm.algorithm_type=jsd", f"explorer.auxiliary_models=[{{model_path: {teacher}}}]")
+    check_inputs([config])
+    for folder, size in ((world.model, 258), (teacher, 300)):
+        (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
+    assert f"{teacher} has a vocabulary of 300 tokens, the policy {world.model} one of 258" in problems(config)
+    (teacher / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert f"{teacher} has a vocabulary of 32000 tokens" in problems(config)
+    (teacher / "config.json").write_text("{}")
+    check_inputs([config])
+
+
+def test_the_columns_of_the_difficulty_are_read(world: World) -> None:
+    easy_to_hard = f"{TASKS}.data_selector={{selector_type: offline_easy2hard, feature_keys: [level]}}"
+    assert "no column 'level', which data_selector.feature_keys names" in problems(world.config(easy_to_hard))
+    world.write([{**row, "level": n} for n, row in enumerate(world.rows)])
+    assert check_inputs([world.config(easy_to_hard)])[0].sizes == {"taskset_0": 6}
+
+
+def test_the_arguments_of_a_learned_order_and_its_tasks_are_checked(world: World) -> None:
+    world.write([{**row, "weak": 0.0, "strong": 1.0} for row in world.rows])
+    selector = f"{TASKS}.data_selector={{selector_type: difficulty_based, feature_keys: [weak, strong]}}"
+    assert check_inputs([world.config(selector)])[0].sizes == {"taskset_0": 6}
+    assert "tau must be >= 0" in problems(world.config(selector, f"{TASKS}.data_selector.kwargs={{tau: -1}}"))
+    assert "exceeds the 6 tasks" in problems(world.config(selector, "buffer.batch_size=8"))
+
+
+def test_a_model_at_a_service_needs_its_tokenizer_a_key_and_an_algorithm_that_asks_for_logprobs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    hosted = "model.tinker.enable=true"
+    (world.model / "tokenizer.json").unlink()
+    assert "gives no tokenizer" in problems(world.config(hosted))
+    build_toy_model(world.model, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2)
+    (world.model / "model.safetensors").unlink()
+    entropy = "algorithm.entropy_loss_fn_args={entropy_coef: 0.1}"
+    told = problems(world.config(hosted, entropy))
+    assert "model.tinker: the service wants a key; export TINKER_API_KEY=tml-... where the run starts" in told
+    assert "algorithm.entropy_loss_fn: entropies; set none. grpo cannot have it at the Tinker service" in told
+    assert "no weights" not in told
+    monkeypatch.setenv("TINKER_API_KEY", "tml-x")
+    told = problems(world.config(hosted, entropy))
+    assert "the service wants a key" not in told
+    stages = load_config({**world.config(hosted).to_dict(), "stages": [{"stage_name": "a"}, {"stage_name": "b"}]})
+    assert "stages: a later stage begins with the model folder that the one before leaves" in problems(
+        *stages.stage_configs()
+    )
+
+
+@pytest.mark.parametrize("mode", ["explore", "train"])
+def test_two_commands_on_one_run_need_a_storage_that_knows_who_was_first(
+    world: World, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = FsspecStorage("memory://no-conditional-writes")
+    with pytest.raises(UserError, match=f"mode {mode}, which shares a run with another command, is refused there"):
+        check_owners(plain, world.config(f"mode={mode}"))
+    with pytest.raises(UserError, match="cluster slurm, is refused there"):
+        one = world.config()
+        check_owners(plain, one.model_copy(update={"cluster": one.cluster.model_copy(update={"type": "slurm"})}))
+    for config in (world.config(), world.sft()):
+        caplog.clear()
+        check_owners(plain, config)
+        assert "start none before this one has ended" in caplog.text
+    check_owners(open_storage(world.folder), world.config(f"mode={mode}"))
+
+
+def test_a_database_that_does_not_answer_is_told_before_anything_starts(world: World) -> None:
+    at = "buffer.trainer_input.experience_buffer"
+    url = "postgresql://me@127.0.0.1:9/none?connect_timeout=1"
+    with pytest.raises(ConfigError, match=f"{at}.path: check in postgresql.*none failed"):
+        check_inputs([world.config(f"{at}.storage_type=sql", f"{at}.path={url}")])
+    check_inputs([world.config(f"{at}.storage_type=sql")])
+    assert not list(world.folder.rglob("*.sqlite"))
+
+
+def test_what_an_earlier_start_has_tried_is_read_and_not_tried_again(world: World) -> None:
+    (world.folder / "plugins").mkdir()
+    (world.folder / "plugins" / "broken_reward.py").write_text(
+        "def reward(response, truth, task):\n    return len(task)\n"
+    )
+    key = "buffer.explorer_input.default_reward_fn_type=broken_reward.reward"
+    config = world.config(key, f"explorer.plugin_dirs=[{world.folder}/plugins]")
+    with pytest.raises(ConfigError, match="broken_reward"):
+        check_inputs([config])
+    assert check_inputs([config], tried=True)[0].sizes == {"taskset_0": 6}
+    world.write([{"question": "1+1=", "no_answer": "2"}])
+    with pytest.raises(ConfigError, match="answer"):
+        check_inputs([config], tried=True)

@@ -1,0 +1,362 @@
+"""Promises of what a worker process keeps: the config is read once for each fingerprint, and another run's, or another
+config's, is never given out; the tests of engines and sandboxes are those of their rooms.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from threading import Event, Timer
+from typing import ClassVar
+
+import pytest
+
+from rftdask.algorithm.operators import ExperienceTable, Operator
+from rftdask.buffer.log.schema import Experience
+from rftdask.config import Config, load_config
+from rftdask.engines.client import EngineSpec
+from rftdask.engines.spec import engine_spec, sampling_params
+from rftdask.errors import ConfigError, DataError, RoleError, StorageError
+from rftdask.rollouts import work_unit_task as worker_task
+from rftdask.rollouts import worker_state as worker_cache
+from rftdask.rollouts.concurrency_limits import SLOT
+from rftdask.rollouts.worker_state import WorkerCache
+from rftdask.run.run_folder import record_config
+from rftdask.storage import Storage, open_storage
+from tests.unit.rollouts.rollout_cases import CharTokenizer
+
+SAMPLING = [
+    ("temperature", 0.25, "temperature"),
+    ("top_p", 0.5, "top_p"),
+    ("top_k", 7, "top_k"),
+    ("repetition_penalty", 1.5, "repetition_penalty"),
+    ("min_response_tokens", 2, "min_tokens"),
+    ("max_response_tokens", 5, "max_tokens"),
+]
+"""Key of a model, a value, and what requests have of it."""
+
+
+def config(*overrides: str) -> Config:
+    tree = {
+        "model": {"model_path": "none", "max_model_len": 64},
+        "buffer": {"batch_size": 8, "explorer_input": {"taskset": {"path": "tasks.jsonl"}}},
+        "explorer": {"rollout_model": {"engine_type": "fake"}},
+    }
+    return load_config(tree, overrides)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return open_storage(tmp_path)
+
+
+def test_the_config_is_read_once(storage: Storage) -> None:
+    cache, fingerprint = WorkerCache(), record_config(storage, config())
+    first = cache.open(storage, fingerprint)
+    storage.remove(f"control/config-{fingerprint}.json")
+    assert cache.open(storage, fingerprint) is first
+    assert first == config()
+
+
+def test_another_config_of_the_run_is_read_anew_and_takes_nothing_over(storage: Storage) -> None:
+    cache = WorkerCache()
+    fingerprints = [record_config(storage, config(f"explorer.max_timeout={seconds}")) for seconds in (7, 9)]
+    configs, tokenizers = [], []
+    for fingerprint in fingerprints:
+        configs.append(cache.open(storage, fingerprint))
+        cache.add_task_times(1, [1.0])
+        tokenizers.append(cache.tokenizer())
+    assert [each.explorer.max_timeout for each in configs] == [7, 9]
+    assert tokenizers[0] is not tokenizers[1]
+
+
+class Remembers(Operator):
+    """An operator that remembers who was closed."""
+
+    closed: ClassVar[list[Operator]] = []
+
+    def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
+        return table, {}
+
+    def close(self) -> None:
+        self.closed.append(self)
+
+
+def test_operators_are_kept_until_another_config_is_opened(storage: Storage) -> None:
+    pipeline = f"data_processor.experience_pipeline.operators=[{{name: {__name__}.Remembers}}]"
+    cache, fingerprint = WorkerCache(), record_config(storage, config(pipeline))
+    cache.open(storage, fingerprint)
+    [kept] = cache.operators()
+    cache.open(storage, fingerprint)
+    assert cache.operators()[0] is kept
+    cache.open(storage, record_config(storage, config()))
+    assert Remembers.closed == [kept]
+    assert cache.operators() == []
+
+
+def test_what_is_done_in_turn_is_done_beside_the_rollouts() -> None:
+    began, goes_on, done = Event(), Event(), list[int]()
+
+    def takes_long(slot: int, experiences: list[Experience]) -> None:
+        began.set()
+        assert goes_on.wait(30)
+        done.append(slot)
+
+    with worker_task._in_turn(takes_long) as on_group:
+        on_group(2, [])
+        on_group(1, [])
+        assert began.wait(30) and not done
+        goes_on.set()
+    assert done == [2, 1]
+
+    def fails(slot: int, experiences: list[Experience]) -> None:
+        raise StorageError(f"group {slot}")
+
+    with pytest.raises(StorageError, match="group 3"), worker_task._in_turn(fails) as on_group:
+        on_group(3, [])
+    goes_on.clear()
+    with pytest.raises(RoleError), worker_task._in_turn(takes_long) as on_group:
+        for slot in (4, 5):
+            on_group(slot, [])
+        Timer(0.2, goes_on.set).start()  # after the error below, which leaves out what has not begun
+        raise RoleError("the engine failed")
+    assert done[2:] in ([], [4])
+
+
+def test_a_config_that_cannot_be_read_leaves_the_cache_as_it_was(storage: Storage) -> None:
+    cache, fingerprint = WorkerCache(), record_config(storage, config())
+    first = cache.open(storage, fingerprint)
+    with pytest.raises(DataError):
+        cache.open(storage, "0" * 32)
+    assert cache.open(storage, fingerprint) is first
+
+
+def test_an_engine_knows_each_way_in_which_the_run_samples() -> None:
+    evals = "buffer.explorer_input.eval_tasksets=[{name: a, path: a.jsonl, rollout_args: {temperature: 0.0}}]"
+    judge = "explorer.auxiliary_models=[{engine_type: fake, name: judge, model_path: none}]"
+    run = config(evals, judge, "model.temperature=0.7", "model.max_response_tokens=8")
+    policy, auxiliary = (engine_spec(section, run, 1, None).sampling for _, section in run.explorer.engines())
+    assert [(each.max_tokens, each.temperature) for each in policy] == [(8, 0.7), (8, 0.0)]
+    assert [(each.max_tokens, each.temperature) for each in auxiliary] == [(8, 0.7)]
+    baseline = config("algorithm.algorithm_type=remax", "model.max_response_tokens=8")
+    assert [e.temperature for e in engine_spec(baseline.explorer.rollout_model, baseline, 1, None).sampling] == [1, 0]
+
+
+def test_what_one_unit_ends_another_starts_anew_or_hears_of_by_its_name(storage: Storage) -> None:
+    cache = WorkerCache()
+    judge = "explorer.auxiliary_models=[{engine_type: fake, name: judge, model_path: none}]"
+    cache.open(storage, record_config(storage, config(judge)))
+    ended = Event()
+
+    def end_again_and_again() -> None:
+        while not ended.is_set():
+            cache.drop_auxiliary()
+
+    with ThreadPoolExecutor(1) as threads:
+        ending = threads.submit(end_again_and_again)
+        try:
+            for _ in range(3):
+                with suppress(RoleError):  # it was ended as it loaded
+                    cache.start_auxiliary(1)
+        finally:
+            ended.set()
+        ending.result(60)
+    [(engine, _)] = cache.start_auxiliary(1).values()
+    assert engine.alive()
+    cache.drop_auxiliary()
+
+
+def test_an_unknown_taskset_is_named_beside_the_known_ones(storage: Storage) -> None:
+    cache = WorkerCache()
+    cache.open(storage, record_config(storage, config()))
+    with pytest.raises(DataError, match="no taskset is called 'gsm9k'; there are "):
+        cache.taskset("gsm9k")
+
+
+def test_a_taskset_is_sampled_as_it_says_itself() -> None:
+    own = "buffer.explorer_input.taskset.rollout_args={temperature: 0.5, top_p: 0.9, top_k: 7, max_tokens: 3}"
+    run = config(own)
+    found = sampling_params(run.buffer.explorer_input.train_tasksets[0], run)
+    assert (found.temperature, found.top_p, found.top_k, found.max_tokens) == (0.5, 0.9, 7, 3)
+
+
+def test_a_temperature_may_follow_a_schedule_of_explore_steps() -> None:
+    way = "buffer.explorer_input.taskset.rollout_args={temperature: 1.0, final_temperature: 0.6, temperature_steps: 4}"
+    run = config(way)
+    taskset = run.buffer.explorer_input.train_tasksets[0]
+    found = [sampling_params(taskset, run, step).temperature for step in range(1, 8)]
+    assert found == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.6, 0.6])
+    for wrong, message in (
+        ("taskset.rollout_args={final_temperature: 0.6}", "give both"),
+        ("eval_tasksets=[{path: e, rollout_args: {final_temperature: 0.6, temperature_steps: 2}}]", "stays"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            config(f"buffer.explorer_input.{wrong}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        *((f"model.{key}", *pair) for key, *pair in SAMPLING),
+        *((f"explorer.rollout_model.{key}", *pair) for key, *pair in SAMPLING),
+        ("buffer.explorer_input.taskset.rollout_args.temperature", 0.25, "temperature"),
+        ("buffer.explorer_input.taskset.rollout_args.top_p", 0.5, "top_p"),
+        ("buffer.explorer_input.taskset.rollout_args.top_k", 7, "top_k"),
+        ("buffer.explorer_input.taskset.rollout_args.max_tokens", 5, "max_tokens"),
+    ],
+)
+def test_tasks_are_sampled_as_the_model_or_their_taskset_says(key: str, value: float, told: str) -> None:
+    usual, own = config(), config(f"{key}={value}")
+    found = [sampling_params(run.buffer.explorer_input.train_tasksets[0], run) for run in (usual, own)]
+    assert getattr(found[1], told) == value != getattr(found[0], told)
+
+
+def test_an_auxiliary_model_has_lengths_and_sampling_of_its_own() -> None:
+    judge = (
+        "explorer.auxiliary_models=[{engine_type: fake, name: judge, model_path: none, temperature: 0.0, top_p: 0.9, "
+        "max_response_tokens: 100, max_model_len: 1000}]"
+    )
+    run = config(judge, "model.max_response_tokens=8", "model.top_k=5")
+    spec = engine_spec(run.explorer.auxiliary_models[0], run, 1, None)
+    (sampling,) = spec.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (100, 0.0, 0.9, 5)
+    assert (spec.model.max_prompt_tokens, spec.model.max_response_tokens, spec.model.max_model_len) == (900, 100, 1000)
+    usual = config("explorer.auxiliary_models=[{engine_type: fake, name: judge, model_path: none}]")
+    assert usual.explorer.auxiliary_models[0].own_model(usual.model) == usual.model
+
+
+def test_engines_that_measure_their_gpu_start_one_after_another_and_once(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes for its own what another allocates meanwhile, or fails where another gives memory back."""
+    events: list[tuple[str, str]] = []
+
+    class Started:
+        def __init__(self, spec: EngineSpec) -> None:
+            self.spec = spec
+            self.name = spec.section.name or "policy"
+            events.append(("start", self.name))
+
+        def alive(self) -> bool:
+            return True
+
+        def wait_ready(self) -> None:
+            events.append(("ready", self.name))
+
+    monkeypatch.setattr(worker_cache, "EngineClient", Started)
+    monkeypatch.setattr(worker_cache, "_tokenizer", lambda model, config: None)
+    monkeypatch.setattr(worker_cache, "text_engine", lambda engine, tokenizer, config: engine)
+    run = config(
+        "explorer.rollout_model={engine_type: vllm, gpu_memory_utilization: 0.3}",
+        "explorer.auxiliary_models=[{engine_type: vllm, name: a, model_path: a, gpu_memory_utilization: 0.3}, "
+        "{engine_type: fake, name: b, model_path: b}, "
+        "{engine_type: vllm, name: c, model_path: c, gpu_memory_utilization: 0.3}]",
+    )
+    cache = WorkerCache()
+    cache.open(storage, record_config(storage, run))
+    cache.engine(engine_spec(run.explorer.rollout_model, run, 1, None))
+    cache.auxiliary(1)
+    starts = [event for event in events if event[0] == "start"]
+    assert starts == [("start", name) for name in ("policy", "a", "b", "c")]
+    assert events.index(("ready", "policy")) < events.index(("start", "a"))
+    assert events.index(("ready", "a")) < events.index(("start", "c"))
+    assert ("ready", "b") not in events[: events.index(("start", "c"))]
+    cache.auxiliary(1)
+    assert [event for event in events if event[0] == "start"] == starts
+
+
+def test_weights_are_not_loaded_in_flight_while_a_unit_must_keep_its_own() -> None:
+    cache = WorkerCache()
+    with cache.under_way(exact=False):
+        assert cache.is_busy and cache.may_load_in_flight
+        with cache.under_way(exact=True):
+            assert not cache.may_load_in_flight
+        assert cache.is_busy and cache.may_load_in_flight
+    assert not cache.is_busy
+    cache.wait_until_idle()
+
+
+def test_who_is_called_off_waits_no_longer_for_other_units(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_cache, "_LOOK_S", 0.01)
+    cache, run = WorkerCache(), config("explorer.slots_per_engine=1")
+    cache.open(storage, record_config(storage, run))
+    with cache.seat() as seat:
+        # For the seat itself.
+        with pytest.raises(RoleError, match="called off"), cache.seat(lambda: True):
+            pass
+        seat.give_up()
+    with cache.under_way(exact=False):
+        for wait in (cache.wait_until_idle, cache.wait_for_slot):
+            cache.shared()[0].enter(wait, (SLOT,), admit=lambda: None)
+            asked: list[bool] = []
+
+            def called_off(asked: list[bool] = asked) -> bool:
+                asked.append(True)
+                return len(asked) > 1
+
+            with pytest.raises(RoleError, match="called off"), cache.seat(called_off):
+                wait()
+            assert len(asked) == 2, "it looks again and again"
+    with cache.seat():  # nobody has kept it
+        cache.wait_until_idle()
+
+
+def test_the_seat_is_given_up_once_and_the_time_of_units_that_overlap_is_counted_once() -> None:
+    cache = WorkerCache()
+    with cache.seat() as seat:
+        seat.give_up()
+        with cache.seat():  # the next one is in it already
+            seat.give_up()
+            assert cache.seat_lock.locked()
+    began_s = time.monotonic() - 3.0
+    assert cache.count_time(began_s) >= 3.0
+    assert cache.count_time(began_s) < 1.0
+
+
+def test_an_engine_is_as_the_keys_of_its_section_say() -> None:
+    at = "explorer.rollout_model"
+    keys = (f"{at}.engine_type=fake", f"{at}.tool_call_parser=openai", f"{at}.reasoning_parser=think")
+    judge = "explorer.auxiliary_models=[{name: judge, model_path: far, engine_type: external}]"
+    run = config(*keys, judge, "explorer.env_vars={TOKENIZERS: one}", "explorer.max_timeout=7")
+    spec = engine_spec(run.explorer.rollout_model, run, 1, None)
+    assert spec.section.engine_type == "fake"
+    assert ("TOKENIZERS", "one") in spec.env
+    assert {name: model.model_path for name, model in worker_cache.remote_models(run).items()} == {"judge": "far"}
+
+    class Client:
+        """What is read of an engine that answers nothing here."""
+
+        answered_s = 0.0
+
+        def __init__(self, spec: EngineSpec) -> None:
+            self.spec = spec
+
+        def submit(self) -> None:
+            """Nobody asks."""
+
+    engine = worker_cache.text_engine(Client(spec), CharTokenizer(), run)  # type: ignore[arg-type]
+    assert engine.parser is not None
+    assert (engine.parser._calls_name, engine.parser._thoughts_name) == ("openai", "think")
+
+
+def test_slots_follow_the_memory_of_the_engine_where_they_are_to(storage: Storage) -> None:
+    cache = WorkerCache()
+    for slots, after in (("memory", [6, 50, 20, 6]), ("9", [9, 9, 9, 9]), ("null", [6, 6, 6, 6])):
+        run = config(f"explorer.slots_per_engine={slots}", "explorer.tasks_per_batch=3", "algorithm.repeat_times=2")
+        cache.open(storage, record_config(storage, run))
+        places = cache.shared()[0]
+        found = [cache.num_slots]
+        # The mean of all that is remembered: 20, then 50, then 354.
+        for lengths in ([10, 30], [80, 80, 50], [860] * 3):
+            cache.add_lengths(lengths, 1000)
+            found.append(cache.num_slots)
+        assert found == after
+        cache.add_lengths([], 1000)
+        cache.add_lengths([1], None)
+        assert cache.num_slots == after[-1], "nothing is known of it"
+        for number in range(after[-1]):
+            assert places.wait_for_room(SLOT, 0)
+            places.enter(number, (SLOT,), admit=lambda: None)
+        assert not places.wait_for_room(SLOT, 0)
