@@ -1,6 +1,6 @@
-"""Promise of deltas over a real training: an engine that changed its weights in place 200 times, and the files that a
-machine made of deltas, have the bits of the whole that the trainer holds, tensor by tensor, and say what the trainer's
-fingerprint says. In the mean a delta is no more than 5 % of the whole at the learning rates of reinforcement learning.
+"""Promise of deltas during training: an engine that changed its weights in place 200 times, and the files that a
+machine built from deltas, have the bits of the trainer's weights, tensor by tensor, and reproduce the trainer's
+fingerprint. On average a delta has at most 5 % of the bytes at the learning rates of reinforcement learning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_STEPS, INTERVAL, TIMEOUT_S = 200, 25, 60.0
 
 
 def hashes(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """By name; of tied tensors one name only is in a file."""
+    """Return hashes by name; a file contains only one name of tied tensors."""
     words = {name: tensor.detach().contiguous().view(torch.int16).numpy() for name, tensor in tensors.items()}
     return {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in words.items()}
 

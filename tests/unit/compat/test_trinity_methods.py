@@ -23,8 +23,8 @@ ACTOR = "tests/unit/synchronizer/test_actor.py::"
 PUBLISHED = "tests/unit/synchronizer/test_published.py::"
 HELD = "tests/unit/synchronizer/transports/test_memory.py::"
 METHODS = "tests/integration/weights/test_weight_methods.py::"
-GROUP = METHODS + "test_all_machines_serve_what_was_published_also_one_that_joins_late"
-LOST_MEMBER = METHODS + "test_whoever_is_killed_takes_nothing_along"
+GROUP = METHODS + "test_all_machines_serve_all_versions_even_after_joining_late"
+LOST_MEMBER = METHODS + "test_a_killed_process_loses_no_weights"
 NO_GROUP = "nothing to call: a group exists for one broadcast on request; a lost member costs only that group"
 NO_STATUS = "nothing to set: files show the progress of each role, and its lease whether it is alive"
 LEASE = "tests/unit/run/test_run_folder.py::test_a_second_living_owner_is_refused_naming_the_first"
@@ -112,7 +112,7 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "shutdown": (
             "`Experiment.stop`, Ctrl-C, `rftdask cancel`",
-            "tests/integration/roles/test_stopped_runs.py::test_a_run_that_is_asked_to_end_writes_a_checkpoint_and_the_same_command_continues",
+            "tests/integration/roles/test_stopped_runs.py::test_a_stopped_run_writes_a_checkpoint_and_can_continue",
         ),
         "is_alive": (
             "the lease of its name, in `rftdask status`",
