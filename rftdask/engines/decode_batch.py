@@ -349,7 +349,7 @@ class DecodeBatch:
                 self._stopped.add(self.numbers[row])
 
     def counts(self) -> tuple[int, int]:
-        """(number of finished rows, number of rows whose newest logprob is nan). The only wait for the device per step."""
+        """(finished rows, rows whose newest logprob is nan), as counts. The only wait for the device per step."""
         num_done, num_bad = torch.stack([self._rows.done_B.sum(), self._bad_B.sum()]).tolist()
         return num_done, num_bad
 
