@@ -49,7 +49,7 @@ KEYS = {
     "trainer.resume_mode": Key("", why="the same command continues a run"),
     "trainer.logger": Key(
         "",
-        why="monitor.monitor_type, and monitor.also; metrics are in files anyway, and the console shows them",
+        why="monitor.monitor_type, and monitor.extra_monitors; metrics are in files anyway, and the console shows them",
     ),
     "ray_init.num_cpus": Key("", why=_OF_RAY),
     "ray_kwargs.ray_init.num_cpus": Key("", why=_OF_RAY),

@@ -145,8 +145,8 @@ class Experiment:
         section = self.config.cluster
         if self.config.mode == "serve":
             raise UserError("mode serve has no end to wait for: `rftdask run`, or `rftdask serve`, serves it")
-        if section.stage_to is not None and section.is_one_machine:  # else on the nodes of the workers
-            stage_here(section.stage_to, section.stage_keep)
+        if section.local_cache_dir is not None and section.is_one_machine:  # else on the nodes of the workers
+            stage_here(section.local_cache_dir, section.stage_keep)
         prepare_cluster(self.config, self.config.stage_configs())
 
     def run(self, progress: ViewKind = "auto", *, accept_changes: bool = False) -> RunSummary:

@@ -79,7 +79,7 @@ class _Written:
 class Publisher:
     """Example, on each rank:
 
-    publisher = Publisher(storage, "main", whole_interval=10)
+    publisher = Publisher(storage, "main", full_publish_interval=10)
     publisher.publish(1, engine.weights(), engine.fingerprint())   # as a whole
     publisher.publish(2, engine.weights(), engine.fingerprint())   # as what has changed since 1
     """
@@ -88,18 +88,18 @@ class Publisher:
         self,
         storage: Storage,
         lineage: str,
-        whole_interval: int = 1,
+        full_publish_interval: int = 1,
         writers: Writers | None = None,
         holder: Holder | None = None,
     ) -> None:
         """
         Args:
-            whole_interval: versions from one that is published as a whole to the next; 1: each is. If more, the bytes
-                of the last one are kept.
+            full_publish_interval: versions from one that is published as a whole to the next; 1: each is. If more, the
+                bytes of the last one are kept.
             writers: all ranks, which make every call together; None: this one is alone.
             holder: takes the files of this rank, which are written no sooner than `write_held`; None: they are written.
         """
-        self._storage, self._lineage, self._interval = storage, lineage, whole_interval
+        self._storage, self._lineage, self._interval = storage, lineage, full_publish_interval
         self._writers: Writers = writers or _Alone()
         self._holder = holder
         self._last: _Written | None = None

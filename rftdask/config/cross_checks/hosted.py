@@ -70,7 +70,7 @@ def _the_service_can_do_it(config: Config) -> Iterator[Problem]:
             sync.sync_method in ("memory", "nccl"),
             "weights stay there, and their names are files; leave it out",
         ),
-        "synchronizer.whole_interval": (sync.whole_interval > 1, "weights stay there; leave it out"),
+        "synchronizer.full_publish_interval": (sync.full_publish_interval > 1, "weights stay there; leave it out"),
         "cluster.colocate": (bool(config.cluster.colocate), "no GPU is shared; leave it out (mode: both)"),
     }
     source = config.buffer.explorer_input

@@ -130,17 +130,17 @@ def _images_are_read(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("synchronizer")
 def _what_is_held_is_whole(config: Config) -> Iterator[Problem]:
-    interval, method = config.synchronizer.whole_interval, config.synchronizer.sync_method
+    interval, method = config.synchronizer.full_publish_interval, config.synchronizer.sync_method
     if interval > 1 and method in ("memory", "nccl"):
         why = f"{interval}: deltas are files, and sync_method {method} writes whole versions alone"
-        yield "synchronizer.whole_interval", f"{why}; set 1, or sync_method: checkpoint"
+        yield "synchronizer.full_publish_interval", f"{why}; set 1, or sync_method: checkpoint"
 
 
 @RULES.reading("cluster")
 def _options_are_read(config: Config) -> Iterator[Problem]:
-    if config.cluster.stage_to is not None and config.cluster.type == "existing":
+    if config.cluster.local_cache_dir is not None and config.cluster.type == "existing":
         yield (
-            "cluster.stage_to",
+            "cluster.local_cache_dir",
             "workers of an existing cluster are started by others; export RFTDASK_STAGE_TO where they start, and leave "
             "it out here",
         )
@@ -161,7 +161,7 @@ def _gpus_are_asked_for_once(config: Config) -> Iterator[Problem]:
 def _the_policy_is_named_elsewhere(config: Config) -> Iterator[Problem]:
     in_model = "lengths and sampling of the policy; set the same key in section model"
     whats = {"model_path": in_model, **dict.fromkeys(_SAMPLING, in_model)}
-    of_auxiliary = dict.fromkeys(("name", "teaches", "prompt_price", "response_price"), "auxiliary models")
+    of_auxiliary = dict.fromkeys(("name", "teacher_for", "prompt_price", "response_price"), "auxiliary models")
     for key, what in {**whats, **of_auxiliary}.items():
         value = getattr(config.explorer.rollout_model, key)
         if value is not None:
@@ -184,8 +184,8 @@ def _teachers_are_there(config: Config) -> Iterator[Problem]:
     # A name is looked up when a workflow asks, hours into a run; a second one of it would never be found.
     names = [model.name or model.model_path for model in models]
     for number, model in enumerate(models):
-        if model.teaches is not None:
-            yield f"{at}[{number}].teaches", f"{algorithm} has no teachers; leave it out"
+        if model.teacher_for is not None:
+            yield f"{at}[{number}].teacher_for", f"{algorithm} has no teachers; leave it out"
         if not model.model_path:
             yield f"{at}[{number}].model_path", "required: what workflows ask by model.auxiliary(name)"
         elif names.count(names[number]) > 1:
@@ -195,23 +195,23 @@ def _teachers_are_there(config: Config) -> Iterator[Problem]:
 def _teaching_is_shared_out(config: Config) -> Iterator[Problem]:
     """Whatever is trained has one teacher; the names of what only a log knows are not known here."""
     models, at = config.explorer.auxiliary_models, "explorer.auxiliary_models"
-    taught = [name for model in models for name in model.teaches or ()]
+    taught = [name for model in models for name in model.teacher_for or ()]
     trained = [str(taskset.name) for taskset in config.buffer.explorer_input.train_tasksets if config.mode == "both"]
     trained += [config.dataset_name] * bool(config.num_demonstrations or config.algorithm.schema_type != "experience")
-    num_others = sum(model.teaches is None for model in models)
+    num_others = sum(model.teacher_for is None for model in models)
     if num_others > 1:
-        yield at, f"{num_others} of them have no `teaches`, which is to name the tasksets of all teachers but one"
+        yield at, f"{num_others} of them have no `teacher_for`, which is to name the tasksets of all teachers but one"
     for number, model in enumerate(models):
         if not model.model_path:
             yield f"{at}[{number}].model_path", "required: a teacher, of the policy's vocabulary"
-        for name in model.teaches or ():
+        for name in model.teacher_for or ():
             if taught.count(name) > 1:
-                yield f"{at}[{number}].teaches", f"{name!r} has another teacher, too; leave it out of one"
+                yield f"{at}[{number}].teacher_for", f"{name!r} has another teacher, too; leave it out of one"
             elif config.mode == "both" and name not in trained:
-                yield f"{at}[{number}].teaches", f"{name!r} is not trained; there are {', '.join(trained)}"
+                yield f"{at}[{number}].teacher_for", f"{name!r} is not trained; there are {', '.join(trained)}"
     for name in trained if not num_others else ():
         if name not in taught:
-            yield at, f"{name!r} has no teacher; name it in the `teaches` of one"
+            yield at, f"{name!r} has no teacher; name it in the `teacher_for` of one"
 
 
 @RULES.reading("mode", "algorithm", "model.external_model", "explorer")
@@ -272,10 +272,10 @@ def _fixed_is_repeatable(config: Config) -> Iterator[Problem]:
 def _trackers_are_named_once(config: Config) -> Iterator[Problem]:
     """Where a tracker has come to is kept by its name."""
     seen = {config.monitor.monitor_type}
-    for number, tracker in enumerate(config.monitor.also):
+    for number, tracker in enumerate(config.monitor.extra_monitors):
         name = str(tracker.get("name", ""))
         if name in seen:
-            yield f"monitor.also[{number}].name", f"{name} is there already; a tracker is named once"
+            yield f"monitor.extra_monitors[{number}].name", f"{name} is there already; a tracker is named once"
         seen.add(name)
 
 

@@ -215,7 +215,7 @@ class RetentionConfig(Section):
     queue. thin: some work units. none: only what is needed, and the last `keep_steps`."""
     keep_steps: Natural = 0
     """Explore steps that stay as they are before those that are needed."""
-    keep_share: float = Field(default=0.1, gt=0, lt=1)
+    keep_fraction: float = Field(default=0.1, gt=0, lt=1)
     """thin: share of the older work units that stay."""
 
 

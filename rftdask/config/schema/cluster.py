@@ -148,12 +148,13 @@ class ClusterConfig(Section):
     python: str | None = None
     """Batch systems: interpreter of the jobs, where that is another than the one that submits, such as of an
     environment with the extra train. None: the one that submits."""
-    stage_to: str | None = None
+    local_cache_dir: str | None = None
     """Batch systems, joined: folder on each node's own disk, such as $TMPDIR or /local/$USER, to which models and
     datasets in files are copied once before they are read; the shell of a job fills in its variables. None: they are
     read where they are."""
     stage_keep: bool = False
-    """Copies stay in stage_to when nobody on the node uses them any more, for the next run; else they are removed."""
+    """Keep the copies in local_cache_dir for the next run. False: the last process on a node that uses them removes
+    them."""
     private_folder: str | None = None
     """Folder that all machines see and only its owner may read, for the scheduler's address and the TLS keys. None:
     inside the run folder, or below ~/.rftdask where that is not a local path."""

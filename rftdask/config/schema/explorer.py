@@ -136,9 +136,9 @@ class InferenceModelConfig(Section):
     policy. Of engine external: the model's name at the service."""
     name: str | None = None
     """auxiliary_models: what workflows call it: model.auxiliary(name). None: its model_path."""
-    teaches: tuple[str, ...] | None = None
+    teacher_for: tuple[str, ...] | None = None
     """auxiliary_models, of several teachers: names of the tasksets and of the dataset whose rows it scores. None: of
-    those that no other teaches."""
+    those of no other teacher."""
     temperature: float | None = Field(default=None, ge=0)
     """auxiliary_models: how it samples where workflows ask it. None, here and below: as section `model` says."""
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -302,7 +302,7 @@ class ExplorerConfig(Section):
     the slots that are left. None: as many as the rollouts of one work unit. memory: as many as its memory of keys and
     values has room for, by the mean length of the worker's last rollouts, and not fewer than that; an engine that does
     not say how much it has, has that many."""
-    flush_age_s: float | None = Field(default=0.25, gt=0)
+    max_commit_delay_s: float | None = Field(default=0.25, gt=0)
     """Seconds that the finished rollouts of a task wait for the other tasks of their work unit before they are
     committed without them. None: a batch is committed as a whole."""
     max_timeout: Seconds = 1800.0
@@ -349,8 +349,8 @@ class ExplorerConfig(Section):
     def teacher_of(self, name: str) -> int | None:
         """Number of the auxiliary model that teaches a taskset or dataset; None: none does."""
         models = list(enumerate(self.auxiliary_models))
-        rest = next((number for number, model in models if model.teaches is None), None)
-        return next((number for number, model in models if name in (model.teaches or ())), rest)
+        rest = next((number for number, model in models if model.teacher_for is None), None)
+        return next((number for number, model in models if name in (model.teacher_for or ())), rest)
 
     @property
     def fewest_workers(self) -> int:

@@ -68,7 +68,7 @@ class MonitorConfig(Section):
     own."""
     monitor_args: Free = no_items()
     """Arguments of the tracker. Keys and tokens are read by the tracker from its environment variables."""
-    also: Annotated[
+    extra_monitors: Annotated[
         tuple[Free, ...],
         Named("monitor", partial(read_parts, "rftdask.monitor.trackers", "monitor_type"), supplied=1),
     ] = ()
@@ -347,8 +347,8 @@ class Config(Section):
             return chosen, "sync_method says so"
         if "://" not in self.checkpoint_root_dir or self.checkpoint_root_dir.startswith(("file:", "local:")):
             return "checkpoint", "the run is in a folder"
-        if self.synchronizer.whole_interval > 1:
-            return "checkpoint", f"deltas are files (whole_interval {self.synchronizer.whole_interval})"
+        if self.synchronizer.full_publish_interval > 1:
+            return "checkpoint", f"deltas are files (full_publish_interval {self.synchronizer.full_publish_interval})"
         if not self.cluster.is_one_machine:
             return "checkpoint", f"a {self.cluster.type} cluster may be several machines"
         # On one machine nobody has to be asked for them, and an upload of each version is what costs.

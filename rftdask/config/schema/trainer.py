@@ -177,7 +177,7 @@ class SynchronizerConfig(Section):
     load_in_flight: bool = False
     """fully_async: engines load new weights between two tokens of the responses under way, which then span versions;
     their staleness counts from the oldest. Else they load when nothing is under way."""
-    whole_interval: Count = 1
+    full_publish_interval: Count = 1
     """Publications from one of the whole weights to the next. Those between are published as what has changed since the
     one before, where that is less than half: with engines in bfloat16 and small learning rates, a few percent. 1: each
     is whole."""

@@ -125,7 +125,7 @@ def teachers(*models: dict[str, Any], **buffer: Any) -> dict[str, Any]:
     return {**tree, "buffer": {"batch_size": 4, "explorer_input": {"tasksets": tasksets}, **buffer}}
 
 
-MATH, CODE, POEMS = ({"model_path": name, "teaches": [name]} for name in ("math", "code", "poems"))
+MATH, CODE, POEMS = ({"model_path": name, "teacher_for": [name]} for name in ("math", "code", "poems"))
 REST = {"model_path": "rest"}
 
 
@@ -143,9 +143,9 @@ def test_each_taskset_has_its_teacher(models: tuple[dict[str, Any], ...]) -> Non
     ("models", "problem"),
     [
         ((MATH,), "explorer.auxiliary_models: 'code' has no teacher"),
-        ((REST, REST), "explorer.auxiliary_models: 2 of them have no `teaches`"),
-        ((MATH, CODE, POEMS), "explorer.auxiliary_models[2].teaches: 'poems' is not trained"),
-        ((REST, {"teaches": ["code"]}), "explorer.auxiliary_models[1].model_path: required: a teacher"),
+        ((REST, REST), "explorer.auxiliary_models: 2 of them have no `teacher_for`"),
+        ((MATH, CODE, POEMS), "explorer.auxiliary_models[2].teacher_for: 'poems' is not trained"),
+        ((REST, {"teacher_for": ["code"]}), "explorer.auxiliary_models[1].model_path: required: a teacher"),
     ],
 )
 def test_what_has_no_teacher_or_two_is_told(models: tuple[dict[str, Any], ...], problem: str) -> None:
@@ -154,15 +154,15 @@ def test_what_has_no_teacher_or_two_is_told(models: tuple[dict[str, Any], ...], 
 
 
 def test_a_taskset_with_two_teachers_is_told_at_both() -> None:
-    lines = problems(teachers(MATH, {**CODE, "teaches": ["code", "math"]}))
-    assert [line.split(":")[0] for line in lines] == [f"explorer.auxiliary_models[{i}].teaches" for i in (0, 1)]
+    lines = problems(teachers(MATH, {**CODE, "teacher_for": ["code", "math"]}))
+    assert [line.split(":")[0] for line in lines] == [f"explorer.auxiliary_models[{i}].teacher_for" for i in (0, 1)]
 
 
 def test_only_what_has_teachers_is_taught() -> None:
     (line,) = problems(grpo(explorer={"auxiliary_models": [MATH]}))
-    assert line == "explorer.auxiliary_models[0].teaches: grpo has no teachers; leave it out"
-    (line,) = problems(grpo(explorer={"rollout_model": {"teaches": ["math"]}}))
-    assert line.startswith("explorer.rollout_model.teaches: ")
+    assert line == "explorer.auxiliary_models[0].teacher_for: grpo has no teachers; leave it out"
+    (line,) = problems(grpo(explorer={"rollout_model": {"teacher_for": ["math"]}}))
+    assert line.startswith("explorer.rollout_model.teacher_for: ")
 
 
 def test_models_beside_the_policy_need_a_path_and_a_name_each() -> None:

@@ -175,7 +175,7 @@ def test_null_means_not_given() -> None:
     assert config(grpo(explorer=None, log={"level": None}, stages=None)) == config(grpo())
 
 
-@pytest.mark.parametrize("path", ["explorer.flush_age_s", "explorer.sandbox.max_memory_gb"])
+@pytest.mark.parametrize("path", ["explorer.max_commit_delay_s", "explorer.sandbox.max_memory_gb"])
 def test_null_is_a_value_of_its_own_where_another_one_is_the_default(path: str) -> None:
     loaded = config(grpo(), f"{path}=null")
     *sections, key = path.split(".")

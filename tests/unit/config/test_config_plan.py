@@ -110,7 +110,7 @@ FILES, MEMORY = "checkpoint: files of the run, since", "held in /dev/shm"
         (["checkpoint_root_dir=file:///data"], f"{FILES} the run is in a folder"),
         ([SLURM], f"{FILES} the run is in a folder"),
         ([S3], f"memory: {MEMORY}, since one machine runs on an object store"),
-        ([S3, "synchronizer.whole_interval=20"], f"{FILES} deltas are files (whole_interval 20)"),
+        ([S3, "synchronizer.full_publish_interval=20"], f"{FILES} deltas are files (full_publish_interval 20)"),
         ([S3, SLURM], f"{FILES} a slurm cluster may be several machines"),
         ([S3, TINKER], f"{FILES} the service keeps them, and files name them"),
         ([S3, "synchronizer.sync_method=checkpoint"], f"{FILES} sync_method says so"),

@@ -135,7 +135,7 @@ def flip(storage: Storage, path: str) -> None:
 def test_a_delta_that_cannot_be_used_is_loaded_as_the_whole_that_its_trainer_writes(
     storage: Storage, lineage: str, engine: EngineClient, damage: Callable[[Storage], None]
 ) -> None:
-    publisher = Publisher(storage, lineage, whole_interval=10)
+    publisher = Publisher(storage, lineage, full_publish_interval=10)
     published = publish_two(publisher)
     assert published.delta is not None
     damage(storage)
@@ -149,7 +149,7 @@ def test_a_delta_that_cannot_be_used_is_loaded_as_the_whole_that_its_trainer_wri
 
 def test_a_delta_that_can_be_used_is_not_asked_for(storage: Storage, lineage: str, engine: EngineClient) -> None:
     with answering(storage, lambda version: None) as asked:
-        published = publish_two(Publisher(storage, lineage, whole_interval=10))
+        published = publish_two(Publisher(storage, lineage, full_publish_interval=10))
         engine.load(storage, published)
     assert_serves(engine, published)
     assert asked == []
@@ -159,7 +159,7 @@ def test_without_an_answer_it_is_an_error_and_the_version_before_is_served(
     storage: Storage, lineage: str, engine: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clients, "_WHOLE_S", 0.1)
-    publisher = Publisher(storage, lineage, whole_interval=10)
+    publisher = Publisher(storage, lineage, full_publish_interval=10)
     published = publish_two(publisher)
     first = read_published(storage, 1)
     assert first is not None
@@ -178,7 +178,7 @@ def test_without_an_answer_it_is_an_error_and_the_version_before_is_served(
 def test_an_engine_that_ends_waits_for_no_answer(storage: Storage, lineage: str) -> None:
     engine = EngineClient(engine_spec("fake"))
     engine.wait_ready()
-    published = publish_two(Publisher(storage, lineage, whole_interval=10))
+    published = publish_two(Publisher(storage, lineage, full_publish_interval=10))
     damage_delta(storage)
     waits = threading.Event()
 

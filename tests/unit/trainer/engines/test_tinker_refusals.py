@@ -88,7 +88,7 @@ def test_weights_are_files_wherever_the_run_is_and_no_gpu_is_planned() -> None:
             "trainer_type torch",
         ),
         ("synchronizer.sync_method=memory", "", "weights stay there, and their names are files; leave it out"),
-        ("synchronizer.whole_interval=4", "", "weights stay there; leave it out"),
+        ("synchronizer.full_publish_interval=4", "", "weights stay there; leave it out"),
         ("mode=colocate", "cluster.colocate", "no GPU is shared; leave it out (mode: both)"),
     ],
 )
