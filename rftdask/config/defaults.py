@@ -16,7 +16,7 @@ Fills = dict[tuple[str | int, ...], Any]
 
 
 def fill(config: Config) -> Fills:
-    """Values for the absent keys marked Filled. `config` has None there; what cannot be computed is left out."""
+    """Values for the absent keys marked Computed. `config` has None there; what cannot be computed is left out."""
     fills: Fills = {}
     algorithm, model, sync = config.algorithm, config.model, config.synchronizer
     explores = algorithm.schema_type == "experience"

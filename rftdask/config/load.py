@@ -9,14 +9,13 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from rftdask.config.base import plain
+from rftdask.config.base import is_env_interpolated, is_user_defined, plain
 from rftdask.config.check import Checker
 from rftdask.config.cross_checks import data, hosted, rollouts, training
 from rftdask.config.cross_checks.warnings import warn
 from rftdask.config.defaults import Fills, fill
 from rftdask.config.parts import named_parts
 from rftdask.config.schema.run import Config
-from rftdask.config.schema.walk import is_completed, is_users
 from rftdask.config.trinity.reference_defaults import NAME, keys_of_reference, read_as_reference
 from rftdask.config.trinity.translate import leaves, translate
 from rftdask.config.yaml_source import Problem, add_site, escape, merge, read_tree
@@ -57,7 +56,7 @@ def load_config(
     def stays(path: str, value: str) -> bool:
         # A text that names the environment stays as it was written where only the user's code reads it, or where a
         # secret would be in it.
-        return is_users(Config, path) or (is_completed(Config, path) and bool(find_secret(value)))
+        return is_user_defined(Config, path) or (is_env_interpolated(Config, path) and bool(find_secret(value)))
 
     tree = read_tree(source, overrides, problems, stays)
     if tree is None:

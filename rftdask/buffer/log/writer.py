@@ -2,7 +2,8 @@
 
 A group waits at most `max_commit_delay_s` for its siblings. Invariants: every group is committed once by this writer,
 and none that was committed before; a unit whose groups are done at about the same time is one shard, as is one that
-may not be parted. The writer knows neither rollouts nor engines. It commits in a thread of its own, so that the rollouts go on.
+may not be parted. The writer knows neither rollouts nor engines. It commits in a thread of its own, so that the
+rollouts go on.
 """
 
 from __future__ import annotations

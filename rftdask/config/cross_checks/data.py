@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from rftdask.config.check import show
 from rftdask.config.cross_checks.rule import Rules, is_number
-from rftdask.config.error_text import show
 from rftdask.config.plugins import trait
 from rftdask.config.schema.algorithm import EXPERT_RATIO, is_share, registered_parts, takes_demonstrations
 from rftdask.config.schema.buffer import ExperienceBufferConfig, TasksetConfig

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from rftdask.config.base import default_of
+from rftdask.config.check import show
 from rftdask.config.cross_checks.rule import Rules
-from rftdask.config.error_text import show
 from rftdask.config.schema.cluster import JobConfig, count_gres
 from rftdask.config.schema.explorer import InferenceModelConfig, registered_engines
 from rftdask.config.schema.run import Config

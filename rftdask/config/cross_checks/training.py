@@ -1,10 +1,9 @@
 """Rules of lengths, batches, ranks and staleness."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from rftdask.config.cross_checks.rule import Rules, is_natural
-from rftdask.config.plugins import argument_problems
+from rftdask.config.plugins import argument_problems, read_library_part
 from rftdask.config.schema.algorithm import registered_parts
 from rftdask.config.schema.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig
 from rftdask.config.schema.run import Config
@@ -85,9 +84,9 @@ def _optimizer_takes_its_settings(config: Config) -> Iterator[Problem]:
     section, usual = config.algorithm.optimizer, OptimizerConfig()
     name = section.optimizer_type
     # muon is AdamW where weights are no matrices of hidden layers; what others take, `ModelOptimizer` asks them.
-    if name not in OPTIMIZERS.places or name.lower() == "muon":
+    if name not in OPTIMIZERS or name.lower() == "muon":
         return
-    takes = replace(OPTIMIZERS, supplied=())[name].parameters
+    takes = read_library_part(name, OPTIMIZERS.places[name]).parameters
     if takes is None:  # PyTorch is not on this machine
         return
     for key in ("betas", "weight_decay"):
@@ -189,7 +188,7 @@ def _narrow_weights_are_rounded_at_random(config: Config) -> Iterator[Problem]:
     strategy = config.trainer.trainer_strategy
     others = {
         f"optimizer_type {name}, which rounds to nearest, so that small steps are lost; use torchao.optim.AdamW8bit": (
-            name in OPTIMIZERS.places
+            name in OPTIMIZERS
         ),
         f"trainer_strategy {strategy}, which computes in the data type of the weights; use fsdp2": strategy != "fsdp2",
         "model.lora_configs, whose adapters are small; leave it out": bool(config.model.lora_configs),

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Annotated, Any, Literal
 
-from rftdask.config.base import Aliases, Count, Filled, Free, Named, Section, absent
-from rftdask.config.plugins import RegisteredPart, find_part, known_part, read_parts, trait
+from rftdask.config.base import Aliases, Computed, Count, OpenDict, PluginName, Section, absent
+from rftdask.config.plugins import RegisteredPart, find_part, lookup_part, read_parts, trait
 from rftdask.config.schema.optimizer import OptimizerConfig
 
 EXPERT_RATIO = 0.5
@@ -74,10 +74,10 @@ def is_share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
 
 
-def _part(kind: str, key: str, **more: Any) -> Named:
+def _part(kind: str, key: str, **more: Any) -> PluginName:
     """The mark of a key that names a part of an algorithm; where it is absent, the algorithm type's own is meant."""
     arguments = "" if key == "algorithm_type" else f"{key}_args"
-    return Named(kind, partial(registered_parts, key), arguments=arguments, **more)
+    return PluginName(kind, partial(registered_parts, key), arguments=arguments, **more)
 
 
 _OLD_TYPES = Aliases(old_names("algorithm_type"), "the *_verl twins are deprecated")
@@ -89,20 +89,20 @@ class AlgorithmConfig(Section):
 
     algorithm_type: Annotated[str, _part("algorithm type", "algorithm_type", needed=True), _OLD_TYPES] = "grpo"
     """Name of the algorithm; docs/algorithms.md lists them."""
-    repeat_times: Annotated[Count, Filled("the algorithm's default")] = absent()
+    repeat_times: Annotated[Count, Computed("the algorithm's default")] = absent()
     """Rollouts of each task, the size of a group. None: the algorithm's default (grpo 8)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning rate schedule."""
     sample_strategy: Annotated[
         str,
-        Named("sample strategy", registered_strategies, arguments="sample_strategy_args"),
-        Filled("the algorithm's default"),
+        PluginName("sample strategy", registered_strategies, arguments="sample_strategy_args"),
+        Computed("the algorithm's default"),
         Aliases({"warmup": "default"}, "warmup is deprecated"),
     ] = absent()
     """How batches are made: default (oldest rollouts first), staleness_control (none too old), mix (mix, mix_chord, and
     where asked for jsd: demonstrations of `buffer.trainer_input.auxiliary_buffers` beside the rollouts), or a class of
     your own (docs/buffer.md)."""
-    sample_strategy_args: Free | None = None
+    sample_strategy_args: OpenDict | None = None
     """staleness_control and mix: {max_staleness: int}, in policy versions. mix: {expert_data_ratio: 0.5,
     sft_dataset_name: sft_dataset}, the share of demonstrations in a batch and the auxiliary buffer they are in (if
     there is none of that name, the first)."""
@@ -112,27 +112,27 @@ class AlgorithmConfig(Section):
         _OLD_ADVANTAGES,
     ] = None
     """Name of the advantage function."""
-    advantage_fn_args: Free | None = None
+    advantage_fn_args: OpenDict | None = None
     """Its arguments; those not given keep their defaults."""
     kl_penalty_fn: Annotated[str | None, _part("KL estimate", "kl_penalty_fn")] = None
     """Name of the KL estimate subtracted from the reward; "none" for no penalty."""
-    kl_penalty_fn_args: Free | None = None
+    kl_penalty_fn_args: OpenDict | None = None
     """Its arguments, for example {kl_coef: 0.001}."""
     policy_loss_fn: Annotated[
         str | None, _part("policy loss", "policy_loss_fn", default_from="algorithm_type", also=("loss_agg_mode",))
     ] = None
     """Name of the policy loss."""
-    policy_loss_fn_args: Free | None = None
+    policy_loss_fn_args: OpenDict | None = None
     """Its arguments, for example {clip_range: 0.2}; those not given keep their defaults."""
     kl_loss_fn: Annotated[str | None, _part("KL estimate", "kl_loss_fn", default_from="algorithm_type")] = None
     """Name of the KL estimate added to the loss; "none" for no such term, then no reference model is loaded."""
-    kl_loss_fn_args: Free | None = None
+    kl_loss_fn_args: OpenDict | None = None
     """Its arguments, for example {kl_coef: 0.001}."""
     entropy_loss_fn: Annotated[str | None, _part("entropy term", "entropy_loss_fn", default_from="algorithm_type")] = (
         None
     )
     """Name of the entropy term; "none" for no such term."""
-    entropy_loss_fn_args: Free | None = None
+    entropy_loss_fn_args: OpenDict | None = None
     """Its arguments, for example {entropy_coef: 0.0}."""
     loss_agg_mode: (
         Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None
@@ -144,7 +144,7 @@ class AlgorithmConfig(Section):
     enable_router_replay: bool = False
     """Mixture of experts: the experts that the engine's tokens took are stored with the experience, and the trainer's
     passes take the same (docs/trainer.md). An engine that cannot tell them is refused."""
-    rollout_correction: Free | None = None
+    rollout_correction: OpenDict | None = None
     """Importance correction between engine and trainer, for example {method: truncate, level: token, high: 2.0}."""
 
     @property
@@ -154,13 +154,13 @@ class AlgorithmConfig(Section):
 
     def _of_type(self, name: str) -> Any:
         """A class attribute of the algorithm type. Raises: UserError: there is no such type."""
-        return trait(known_part("algorithm_type", self.algorithm_type, registered_parts("algorithm_type")), name)
+        return trait(lookup_part("algorithm_type", self.algorithm_type, registered_parts("algorithm_type")), name)
 
     def _of_advantage(self, own: str | None, name: str, default: Any = None) -> Any:
         """A class attribute of the advantage function `own`, else of the type's; `default`: it has none."""
         chosen = own or self._of_type("advantage_fn")
         registered = registered_parts("advantage_fn")
-        return trait(known_part("advantage_fn", chosen, registered), name, default) if chosen else default
+        return trait(lookup_part("advantage_fn", chosen, registered), name, default) if chosen else default
 
     @property
     def usual_repeat_times(self) -> int:

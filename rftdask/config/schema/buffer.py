@@ -5,8 +5,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import NAME, Completed, Count, Filled, Free, Named, Natural, Seconds, Section, absent, no_items
-from rftdask.config.plugins import function_registry, known_part, read_parts
+from rftdask.config.base import (
+    NAME,
+    Computed,
+    Count,
+    EnvInterpolated,
+    Natural,
+    OpenDict,
+    PluginName,
+    Seconds,
+    Section,
+    absent,
+    empty_dict,
+)
+from rftdask.config.plugins import function_registry, lookup_part, read_parts
 from rftdask.config.schema.algorithm import registered_parts
 
 # The two are looked up in one dict each, to which a plug-in adds its own when it is imported.
@@ -15,7 +27,7 @@ registered_workflows = partial(function_registry, "rftdask.rollouts.workflows", 
 registered_rewards = partial(function_registry, "rftdask.rollouts.rewards", "reward")
 """Call for name -> the reward function, or its RegisteredPart; `rollouts.rewards.registry.reward` adds to it."""
 
-_WORKFLOW = Named("workflow", registered_workflows)
+_WORKFLOW = PluginName("workflow", registered_workflows)
 
 
 class FormatConfig(Section):
@@ -70,18 +82,18 @@ class FormatConfig(Section):
 class RolloutArgs(Section):
     """`rollout_args`: sampling of one taskset. None: what `model` says."""
 
-    temperature: Annotated[float, Filled("model.temperature")] = absent(ge=0)
+    temperature: Annotated[float, Computed("model.temperature")] = absent(ge=0)
     """Sampling temperature; 0 is greedy."""
     final_temperature: float | None = Field(default=None, gt=0)
     """Training tasksets: temperature after `temperature_steps` explore steps, to which it goes from `temperature` in
     equal steps; None: it stays."""
     temperature_steps: Count | None = None
     """Explore steps that the way takes."""
-    top_p: Annotated[float, Filled("model.top_p")] = absent(gt=0, le=1)
+    top_p: Annotated[float, Computed("model.top_p")] = absent(gt=0, le=1)
     """Probability mass sampled from."""
-    top_k: Annotated[int, Filled("model.top_k")] = absent(ge=-1)
+    top_k: Annotated[int, Computed("model.top_k")] = absent(ge=-1)
     """Number of tokens sampled from; -1 is all."""
-    max_tokens: Annotated[Count, Filled("model.max_response_tokens")] = absent()
+    max_tokens: Annotated[Count, Computed("model.max_response_tokens")] = absent()
     """Longest response in tokens."""
 
     def temperature_at(self, explore_step: int) -> float:
@@ -96,40 +108,40 @@ class DataSelectorConfig(Section):
     """`data_selector`: the order in which rows are taken."""
 
     selector_type: Annotated[
-        str, Named("selector", partial(registered_parts, "selector"), arguments="kwargs", needed=True)
+        str, PluginName("selector", partial(registered_parts, "selector"), arguments="kwargs", needed=True)
     ] = "sequential"
     """sequential: as stored; shuffle: a new order each epoch; random: drawn with replacement; offline_easy2hard, for
     training tasksets: by `feature_keys`, largest first, the same in each epoch; difficulty_based, for one training
     taskset: the tasks whose pass rate, as learned so far, is near a target; or a class of your own (docs/extending.md).
     Selectors may differ between tasksets, but for random."""
-    seed: Annotated[int, Filled("seed")] = absent()
+    seed: Annotated[int, Computed("seed")] = absent()
     """Seed of shuffle, random and difficulty_based; one for all training tasksets."""
     feature_keys: tuple[str, ...] = ()
     """offline_easy2hard: columns of numbers, larger is easier; ties go by the next column, then later rows first.
     difficulty_based: two columns, the pass rates of a weak and of a strong model."""
-    kwargs: Free = no_items()
+    kwargs: OpenDict = empty_dict()
     """Arguments of the selector. difficulty_based: target_reward, tau, do_sample, m, lamb, rho, adaptive_rho,
     cap_discount, seed."""
 
     @property
     def selector(self) -> Any:
         """The selector's class, or its `RegisteredPart`: both have its traits."""
-        return known_part("selector", self.selector_type, registered_parts("selector"))
+        return lookup_part("selector", self.selector_type, registered_parts("selector"))
 
 
 class TasksetConfig(Section):
     """`taskset`, an item of `tasksets` or of `eval_tasksets`: where tasks come from and how they are run."""
 
-    name: Annotated[str, Filled("taskset_<i>, eval_taskset_<i>")] = absent(pattern=NAME)
+    name: Annotated[str, Computed("taskset_<i>, eval_taskset_<i>")] = absent(pattern=NAME)
     """Name in metrics and in the identity of experiences; unique in a run. None: its position."""
     storage_type: Literal["file", "sql"] = "file"
     """What `path` is. sql: the rows of a table, in the order of its primary key."""
-    path: Annotated[str, Completed()] = Field(min_length=1)
+    path: Annotated[str, EnvInterpolated()] = Field(min_length=1)
     """File or folder (.jsonl, .json, .csv, .parquet), dataset name on the Hub, reasoning-gym:<dataset>,
     verifiers:<taskset>, or seeds:<number of rows> for games, which are told nothing else. sql: the database,
     postgresql://user@host/name or sqlite:////folder/file.db; a URL with a password is given as ${oc.env:NAME} and
     never written down."""
-    dataset_args: Free = no_items()
+    dataset_args: OpenDict = empty_dict()
     """Arguments of a generated dataset, for example {size: 500, seed: 1} for reasoning-gym; of verifiers: size and
     the environment's settings."""
     split: str = "train"
@@ -138,24 +150,24 @@ class TasksetConfig(Section):
     """Configuration of a Hub dataset, for example "main". sql: the table; None: the one named as the taskset."""
     format: FormatConfig = FormatConfig()
     """Meaning of the columns."""
-    default_workflow_type: Annotated[str | None, _WORKFLOW, Filled("explorer_input")] = None
+    default_workflow_type: Annotated[str | None, _WORKFLOW, Computed("explorer_input")] = None
     """Workflow of this taskset. None: `explorer_input.default_workflow_type`, for eval `default_eval_workflow_type`."""
     default_reward_fn_type: Annotated[
         str | None,
-        Named("reward function", registered_rewards, arguments="reward_fn_args", supplied=3, complete=False),
-        Filled("explorer_input"),
+        PluginName("reward function", registered_rewards, arguments="reward_fn_args", supplied=3, complete=False),
+        Computed("explorer_input"),
     ] = None
     """Reward function of this taskset. None: `explorer_input.default_reward_fn_type`."""
     rollout_args: RolloutArgs = RolloutArgs()
     """Sampling of this taskset."""
-    workflow_args: Free = no_items()
+    workflow_args: OpenDict = empty_dict()
     """Arguments of the workflow. ${oc.env:NAME} in them, and in those of any other part, is completed where they are
     used and never written down."""
-    reward_fn_args: Free = no_items()
+    reward_fn_args: OpenDict = empty_dict()
     """Arguments of the reward function."""
     data_selector: DataSelectorConfig = DataSelectorConfig()
     """Order of the tasks."""
-    repeat_times: Annotated[Count, Filled("algorithm.repeat_times; eval: 1")] = absent()
+    repeat_times: Annotated[Count, Computed("algorithm.repeat_times; eval: 1")] = absent()
     """Rollouts of each task. Only eval tasksets may set it; training uses `algorithm.repeat_times`."""
 
     @property
@@ -177,7 +189,7 @@ class ExplorerInput(Section):
     """Workflow of tasksets that name none. None: the explorer's simple workflow."""
     default_eval_workflow_type: Annotated[str | None, _WORKFLOW] = None
     """The same for evaluation. None: `default_workflow_type`."""
-    default_reward_fn_type: Annotated[str | None, Named("reward function", registered_rewards)] = None
+    default_reward_fn_type: Annotated[str | None, PluginName("reward function", registered_rewards)] = None
     """Reward function of tasksets that name none. None: the workflow's own."""
 
     @property
@@ -193,7 +205,7 @@ class ReplayConfig(Section):
     """Use it."""
     priority_fn: Annotated[
         str,
-        Named(
+        PluginName(
             "priority function",
             partial(read_parts, "rftdask.buffer.batches.replay_priority", "priority_fn"),
             arguments="priority_fn_args",
@@ -203,7 +215,7 @@ class ReplayConfig(Section):
     and limits the uses. Or a class of your own (docs/buffer.md)."""
     reuse_cooldown_time: float | None = Field(default=None, ge=0)
     """Seconds between the batches of two uses of a group, by the stamps of the ledger. None: each is used once."""
-    priority_fn_args: Free = no_items()
+    priority_fn_args: OpenDict = empty_dict()
     """linear_decay: {decay: 2.0}. decay_limit_randomization: {decay: 2.0, use_count_limit: 3, sigma: 0.0}."""
 
 
@@ -224,12 +236,12 @@ class ExperienceBufferConfig(Section):
 
     name: str = "experience_buffer"
     """Name in messages."""
-    storage_type: Annotated[Literal["queue", "sql", "file"], Filled("file for a dataset, else queue")] = absent()
+    storage_type: Annotated[Literal["queue", "sql", "file"], Computed("file for a dataset, else queue")] = absent()
     """The form of the experience log, which all algorithms that explore read and write. queue: Parquet shards in the
     run folder. file: the same as JSON lines, for people to read. sql: a database. Of algorithms that learn
     from a dataset, and of auxiliary buffers: file or sql, the dataset at `path`; of sql the rows of a table, in the
     order of its primary key."""
-    path: Annotated[str | None, Completed()] = None
+    path: Annotated[str | None, EnvInterpolated()] = None
     """Of a dataset: local file or folder, or a name on the Hub. With storage_type sql: the database,
     postgresql://user@host/name or sqlite:////folder/file.db; None, for a log: experiences.sqlite in the run folder. A
     URL with a password is given as ${oc.env:NAME} and never written down. Logs of queue and file are in the run folder:
@@ -266,7 +278,7 @@ class TrainerInput(Section):
 
     experience_buffer: ExperienceBufferConfig = ExperienceBufferConfig()
     """The main input."""
-    auxiliary_buffers: dict[str, ExperienceBufferConfig] = no_items()
+    auxiliary_buffers: dict[str, ExperienceBufferConfig] = empty_dict()
     """Datasets by name, in the format of sft; sample_strategy mix takes its demonstrations from one of them."""
     eval_buffer: ExperienceBufferConfig | None = None
     """A dataset that is not trained, in the format of the main input: mode train measures the loss on it before the
@@ -279,7 +291,7 @@ class BufferConfig(Section):
 
     batch_size: Count = 1
     """Tasks in one explore step."""
-    train_batch_size: Annotated[Natural, Filled("batch_size x repeat_times", zero=True)] = absent()
+    train_batch_size: Annotated[Natural, Computed("batch_size x repeat_times", zero=True)] = absent()
     """Experiences in one train step; the part of the rollouts is a multiple of `algorithm.repeat_times`. Of
     algorithms that learn from a dataset: its rows, which may be pairs. None or 0: batch_size x repeat_times (of a
     dataset: batch_size), and the demonstrations of mix."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from rftdask.config.base import Count, Free, Later, Named, Natural, Seconds, Section, no_items
+from rftdask.config.base import Count, Later, Natural, OpenDict, PluginName, Seconds, Section, empty_dict
 from rftdask.config.plugins import read_parts
 
 registered_clusters = partial(read_parts, "rftdask.cluster", "cluster_type")
@@ -128,7 +128,7 @@ class ClusterConfig(Section):
 
     type: Annotated[
         str,
-        Named("cluster", registered_clusters),
+        PluginName("cluster", registered_clusters),
         Later(
             "this kind of cluster; docs/slurm.md, Kubernetes, has a way with cluster.type existing",
             ("moab", "kubernetes", "ssh"),
@@ -138,7 +138,7 @@ class ClusterConfig(Section):
     ranks, and jobs of engines (extra slurm). pbs, lsf, sge, htcondor, oar: a job for each worker, through dask-jobqueue
     (extra slurm). joined: workers that `rftdask join` brings. existing: a Dask scheduler that is there already, see
     `options`."""
-    options: Free = no_items()
+    options: OpenDict = empty_dict()
     """existing: {address} or {scheduler_file}, and {tls_ca_file, tls_cert, tls_key} where it has TLS. pbs to oar:
     arguments for dask-jobqueue's job class, for all roles, and below `trainer`, `explorer` and `auxiliary` for one."""
     slurm: SlurmConfig = SlurmConfig()

@@ -9,18 +9,18 @@ from pydantic import Field
 from rftdask.config.base import (
     NAME,
     Aliases,
+    Computed,
     Count,
-    Filled,
-    Free,
     Later,
-    Named,
     Natural,
+    OpenDict,
+    PluginName,
     Seconds,
     Section,
     absent,
-    no_items,
+    empty_dict,
 )
-from rftdask.config.plugins import RegisteredPart, known_part, read_parts
+from rftdask.config.plugins import RegisteredPart, lookup_part, read_parts
 from rftdask.config.schema.model import ModelConfig
 from rftdask.errors import UserError
 
@@ -112,7 +112,7 @@ class InferenceModelConfig(Section):
 
     engine_type: Annotated[
         str,
-        Named("engine", registered_engines, needed=True),
+        PluginName("engine", registered_engines, needed=True),
         Aliases(
             {"vllm_async": "vllm", "openai": "external"},
             "vLLM's asynchronous engine is the only one there is, and a model behind an API is external to a run",
@@ -124,12 +124,12 @@ class InferenceModelConfig(Section):
     variables that model.external_model names. tinker: a model at the Tinker service, the policy's with `model.tinker`;
     needs the extra `tinker`. fake: random tokens, for tests. package.module.Name: an engine of your own, a subclass of
     rftdask.engines.base.Engine."""
-    engine_num: Annotated[Natural, Filled("1; auxiliary_models: 0")] = absent()
+    engine_num: Annotated[Natural, Computed("1; auxiliary_models: 0")] = absent()
     """Engines, each a Dask worker of its own, with as many GPUs as it works on. auxiliary_models: 0 loads the model
     beside the policy in each explorer worker, on its GPUs; with more, all explorers of the run share these."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the weights, in which the trainer publishes them, too. auto: float32 on CPU, bfloat16 on GPU."""
-    seed: Annotated[int, Filled("seed")] = absent()
+    seed: Annotated[int, Computed("seed")] = absent()
     """Seed of the sampling; every rollout gets its own stream from it."""
     model_path: str | None = None
     """auxiliary_models: folder in the Hugging Face layout, or a name on the Hub; a teacher has the vocabulary of the
@@ -187,7 +187,7 @@ class InferenceModelConfig(Section):
     """vLLM: GPUs of one engine, splitting the stack of layers."""
     enable_expert_parallel: bool = False
     """vLLM: split the experts over the GPUs."""
-    extra_engine_args: Free = no_items()
+    extra_engine_args: OpenDict = empty_dict()
     """vLLM: further arguments of its AsyncEngineArgs; they win over those that follow from other keys."""
     enforce_eager: bool = False
     """vLLM: no CUDA graphs; on a CPU there are none."""
@@ -207,7 +207,7 @@ class InferenceModelConfig(Section):
     @property
     def traits(self) -> type[EngineTraits]:
         """What holds for every engine of this type. Raises: UserError: an engine of the user's own is not found."""
-        part = known_part("engine", self.engine_type, registered_engines())
+        part = lookup_part("engine", self.engine_type, registered_engines())
         # A class made of the traits alone: the engine's own would import torch.
         if isinstance(part, RegisteredPart):
             return type(part.attribute, (EngineTraits,), dict(part.traits))
@@ -309,7 +309,7 @@ class ExplorerConfig(Section):
     """Seconds for one attempt at one rollout."""
     max_retry_times: Natural = 2
     """Further attempts after a failed one."""
-    env_vars: dict[Annotated[str, Field(pattern=r"^[^=\x00]+$")], str] = no_items()
+    env_vars: dict[Annotated[str, Field(pattern=r"^[^=\x00]+$")], str] = empty_dict()
     """Environment of the explorer's processes. A secret is given as ${oc.env:NAME}, never written down."""
     plugin_dirs: tuple[str, ...] = ()
     """Folders whose modules are imported where rollouts run, for the workflows and rewards they register."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import Count, Filled, Natural, Section, absent
+from rftdask.config.base import Computed, Count, Natural, Section, absent
 
 
 class LoraConfig(Section):
@@ -84,11 +84,11 @@ class ModelConfig(Section):
     """Sample among the likeliest tokens that together have this probability; 1 is all."""
     top_k: int = Field(default=-1, ge=-1)
     """Sample among this many likeliest tokens; -1 is all."""
-    max_model_len: Annotated[int, Filled("max_prompt_tokens + max_response_tokens")] = absent(ge=2)
+    max_model_len: Annotated[int, Computed("max_prompt_tokens + max_response_tokens")] = absent(ge=2)
     """Longest sequence, prompt and response together. None: the sum of the two limits below."""
-    max_prompt_tokens: Annotated[Count, Filled("what max_model_len leaves")] = absent()
+    max_prompt_tokens: Annotated[Count, Computed("what max_model_len leaves")] = absent()
     """Longest prompt. None: what `max_model_len` leaves, or half of it."""
-    max_response_tokens: Annotated[Count, Filled("what max_model_len leaves")] = absent()
+    max_response_tokens: Annotated[Count, Computed("what max_model_len leaves")] = absent()
     """Longest response. None: what `max_model_len` leaves, or half of it."""
     min_response_tokens: Natural = 0
     """No end of sequence is sampled before this many tokens."""

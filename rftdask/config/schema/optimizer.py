@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import Filled, Free, Later, Named, Section, absent
+from rftdask.config.base import Computed, Later, OpenDict, PluginName, Section, absent
 from rftdask.config.plugins import LibraryParts
 
 _OF_TRANSFORMERS = "transformers.optimization.get_"
@@ -85,15 +85,15 @@ class OptimizerConfig(Section):
         Later("a rate that follows a measured loss", ("reduce_lr_on_plateau", "greedy")),
     ] = "constant"
     """Schedule, by its name in `transformers.get_scheduler`; constant warms up, too, where it is told to."""
-    lr_scheduler_args: Free | None = None
+    lr_scheduler_args: OpenDict | None = None
     """Arguments of the schedule as transformers calls them, for example {num_cycles: 2} of cosine_with_restarts."""
     optimizer_type: Annotated[
         str,
-        Named("optimizer", lambda: OPTIMIZERS, arguments="optimizer_args", complete=False),
+        PluginName("optimizer", lambda: OPTIMIZERS, arguments="optimizer_args", complete=False),
     ] = "adam"
     """adamw (also called adam), adafactor, muon, sgd and others of torch.optim (docs/trainer.md); or another as
     package.module.Name, such as torchao.optim.AdamW8bit."""
-    optimizer_args: Free | None = None
+    optimizer_args: OpenDict | None = None
     """Its arguments but for those that are keys here, for example {momentum: 0.9} of sgd."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay of the first and second moment, of optimizers that have them."""
@@ -101,5 +101,5 @@ class OptimizerConfig(Section):
     """Weight decay, of optimizers that have it; decoupled from the gradient by adamw, muon and adafactor."""
     decay_all_weights: bool = False
     """Whether norms, biases and embeddings decay, too."""
-    clip_grad: Annotated[float, Filled("trainer.grad_clip")] = absent(ge=0)
+    clip_grad: Annotated[float, Computed("trainer.grad_clip")] = absent(ge=0)
     """Largest norm of the gradient. The same quantity as `trainer.grad_clip`; set one of them."""

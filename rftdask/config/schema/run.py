@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
-from rftdask.config.base import Count, Filled, Free, Named, Section, no_items, plain
+from rftdask.config.base import Computed, Count, OpenDict, PluginName, Section, empty_dict, plain
 from rftdask.config.plugins import read_parts
 from rftdask.config.schema.algorithm import AlgorithmConfig, registered_parts, takes_demonstrations
 from rftdask.config.schema.buffer import BufferConfig, ExperienceBufferConfig, TasksetConfig
@@ -62,15 +62,17 @@ class MonitorConfig(Section):
 
     monitor_type: Annotated[
         str,
-        Named("monitor", partial(read_parts, "rftdask.monitor.trackers", "monitor_type"), "monitor_args", supplied=1),
+        PluginName(
+            "monitor", partial(read_parts, "rftdask.monitor.trackers", "monitor_type"), "monitor_args", supplied=1
+        ),
     ] = "tensorboard"
     """Tracker: tensorboard, wandb, mlflow, swanlab, trackio, none (only the files in the run folder), or one of your
     own."""
-    monitor_args: Free = no_items()
+    monitor_args: OpenDict = empty_dict()
     """Arguments of the tracker. Keys and tokens are read by the tracker from its environment variables."""
     extra_monitors: Annotated[
-        tuple[Free, ...],
-        Named("monitor", partial(read_parts, "rftdask.monitor.trackers", "monitor_type"), supplied=1),
+        tuple[OpenDict, ...],
+        PluginName("monitor", partial(read_parts, "rftdask.monitor.trackers", "monitor_type"), supplied=1),
     ] = ()
     """Further trackers beside it: [{name, args}, ...], each once."""
     detailed_stats: bool = False
@@ -80,18 +82,18 @@ class MonitorConfig(Section):
 class TaskPipelineConfig(Section):
     """`data_processor.task_pipeline`: Data-Juicer's operators over a dataset, once before the run; see docs/data.md."""
 
-    operators: tuple[Free, ...] = ()
+    operators: tuple[OpenDict, ...] = ()
     """[{name, args}, ...] of Data-Juicer, run in this order."""
     num_process: Count = 4
     """Processes of each operator, at most."""
     config_path: str | None = None
     """A recipe of Data-Juicer (YAML) in place of `operators`."""
-    inputs: Annotated[tuple[str, ...], Filled("the path of the taskset, or the recipe's dataset_path")] = ()
+    inputs: Annotated[tuple[str, ...], Computed("the path of the taskset, or the recipe's dataset_path")] = ()
     """Datasets, one after another; whatever the `path` of a taskset may be. The result is in the run folder, and the
     first taskset reads it, or experience_buffer in mode train."""
     target_fields: tuple[str, ...] = ()
     """Columns without which a row is dropped. The first is what operators of text read; none: `format.prompt_key`."""
-    priority_weights: Free = no_items()
+    priority_weights: OpenDict = empty_dict()
     """Weights of quality, difficulty, usage_frequency and diversity in the priority, by which rows are sorted. None
     given: 1, -0.7, -0.5 and 0.8."""
     top_k: int = Field(default=-1, ge=-1)
@@ -101,7 +103,7 @@ class TaskPipelineConfig(Section):
 class ExperiencePipelineConfig(Section):
     """`data_processor.experience_pipeline`: experiences filtered and shaped between explorer and trainer."""
 
-    operators: Annotated[tuple[Free, ...], Named("operator", partial(registered_parts, "operator"))] = ()
+    operators: Annotated[tuple[OpenDict, ...], PluginName("operator", partial(registered_parts, "operator"))] = ()
     """[{name, args}, ...], run in this order; see docs/algorithms.md."""
     stage: Literal["batch", "commit"] = "batch"
     """batch: on every train batch before it is written down. commit: in the explorer, on every work unit before it
@@ -146,15 +148,15 @@ class StageConfig(Section):
     """The stage's run is `<name>/<stage_name>`. Unique."""
     mode: Literal["both", "explore", "train", "bench", "serve", "colocate"] | None = None
     """Mode of the stage. None: the file's."""
-    algorithm: Free | None = None
+    algorithm: OpenDict | None = None
     """Part of section algorithm."""
-    buffer: Free | None = None
+    buffer: OpenDict | None = None
     """Part of section buffer."""
-    data_processor: Free | None = None
+    data_processor: OpenDict | None = None
     """Part of section data_processor."""
-    explorer: Free | None = None
+    explorer: OpenDict | None = None
     """Part of section explorer."""
-    trainer: Free | None = None
+    trainer: OpenDict | None = None
     """Part of section trainer."""
 
 

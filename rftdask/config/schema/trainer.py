@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import NAME, Aliases, Count, Filled, Named, Natural, Seconds, Section, absent
-from rftdask.config.plugins import known_part, read_parts, trait
+from rftdask.config.base import NAME, Aliases, Computed, Count, Natural, PluginName, Seconds, Section, absent
+from rftdask.config.plugins import lookup_part, read_parts, trait
 
 registered_train_engines = partial(read_parts, "rftdask.trainer.engines", "trainer_type")
 """Call for trainer_type -> class, of the trainer engines of this package; read from their source: they load torch."""
@@ -30,7 +30,7 @@ class TrainerConfig(Section):
     """Name in the plan that `rftdask validate` prints, and in estimates."""
     trainer_type: Annotated[
         str,
-        Named("trainer engine", registered_train_engines, needed=True),
+        PluginName("trainer engine", registered_train_engines, needed=True),
         Aliases({"verl": "torch"}, "veRL is not used; our PyTorch trainer takes its place"),
     ] = "torch"
     """torch: our PyTorch trainer. tinker: at the Tinker service (`model.tinker`). fake: counts and publishes without
@@ -85,7 +85,7 @@ class TrainerConfig(Section):
     """Steps to train. None: until the experiences end."""
     save_hf_checkpoint: Literal["last", "always", "never"] = "last"
     """Which checkpoints hold a folder in the Hugging Face layout as well."""
-    grad_clip: Annotated[float, Filled("algorithm.optimizer.clip_grad, else 1.0")] = absent(ge=0)
+    grad_clip: Annotated[float, Computed("algorithm.optimizer.clip_grad, else 1.0")] = absent(ge=0)
     """Largest norm of the gradient; 0 means no limit."""
     max_checkpoints_to_keep: Natural = 5
     """Older checkpoints are removed; each takes 12 bytes a weight with AdamW. 0: all of `save_interval` and of the ends
@@ -124,7 +124,7 @@ class TrainerConfig(Section):
         return bool(self._trait("is_hosted"))
 
     def _trait(self, name: str) -> Any:
-        return trait(known_part("trainer engine", self.trainer_type, registered_train_engines()), name)
+        return trait(lookup_part("trainer engine", self.trainer_type, registered_train_engines()), name)
 
     @property
     def max_rows_per_micro_batch(self) -> int | None:
@@ -163,9 +163,9 @@ class SynchronizerConfig(Section):
     """Who decides when weights are handed over. fully_async: explorers take new weights as soon as they are there."""
     sync_interval: Count = 1
     """Steps between hand-overs, for both roles."""
-    explorer_sync_interval: Annotated[Count, Filled("sync_interval")] = absent()
+    explorer_sync_interval: Annotated[Count, Computed("sync_interval")] = absent()
     """Explore steps between hand-overs. None: `sync_interval`."""
-    trainer_sync_interval: Annotated[Count, Filled("sync_interval")] = absent()
+    trainer_sync_interval: Annotated[Count, Computed("sync_interval")] = absent()
     """Train steps between publications. None: `sync_interval`."""
     sync_offset: Natural = 0
     """Explore steps before the first interval begins: how far explorers may run ahead."""

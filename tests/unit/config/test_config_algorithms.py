@@ -311,14 +311,14 @@ def test_what_is_inside_an_auxiliary_buffer_is_checked_like_the_rest() -> None:
 @pytest.mark.parametrize(
     ("section", "line"),
     [
-        ({"algorithm_type": "grop"}, "algorithm.algorithm_type: 'grop' is no algorithm type; did you mean grpo"),
-        ({"policy_loss_fn": "ppoo"}, "algorithm.policy_loss_fn: 'ppoo' is no policy loss; did you mean ppo"),
+        ({"algorithm_type": "grop"}, "algorithm.algorithm_type: unknown algorithm type 'grop'; did you mean grpo"),
+        ({"policy_loss_fn": "ppoo"}, "algorithm.policy_loss_fn: unknown policy loss 'ppoo'; did you mean ppo"),
         (
             {"policy_loss_fn_args": {"clip_rnage": 1}},
             "algorithm.policy_loss_fn_args.clip_rnage: unknown argument; did you mean clip_range",
         ),
         ({"advantage_fn_args": {"epsilon": "x"}}, "algorithm.advantage_fn_args.epsilon: 'x' is not float"),
-        ({"kl_loss_fn": "k4"}, "algorithm.kl_loss_fn: 'k4' is no KL estimate; did you mean"),
+        ({"kl_loss_fn": "k4"}, "algorithm.kl_loss_fn: unknown KL estimate 'k4'; did you mean"),
         ({"entropy_loss_fn_args": {"coef": 1.0}}, "algorithm.entropy_loss_fn_args.coef: unknown argument"),
         ({"loss_agg_mode": "token_mean"}, "algorithm.loss_agg_mode: "),
     ],

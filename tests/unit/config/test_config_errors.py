@@ -63,8 +63,8 @@ def test_the_error_counts_the_problems_and_names_the_file(tmp_path) -> None:
 
 def test_a_key_that_resembles_none_is_told_with_where_keys_are() -> None:
     assert problems(grpo(actor_rollout_ref={"rollout": {"n": 8}})) == [
-        "actor_rollout_ref: unknown key; rftdask schema has all keys, rftdask import translates those of TRL, verl and "
-        "Trinity-RFT"
+        "actor_rollout_ref: unknown key; rftdask schema lists all keys, rftdask import translates those of TRL, "
+        "verl and Trinity-RFT"
     ]
 
 
@@ -112,7 +112,7 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
         ),
         (
             {"explorer": {"rollout_model": {"engine_type": "vlm"}}},
-            "explorer.rollout_model.engine_type: 'vlm' is no engine; did you mean vllm?; one of your own is given as "
+            "explorer.rollout_model.engine_type: unknown engine 'vlm'; did you mean vllm?; give your own as "
             "package.module.Name, or by its name in a file of plugin_dirs",
         ),
         (
@@ -567,11 +567,11 @@ def test_fewest_explorer_workers_are_not_more_than_most() -> None:
     [
         (
             {"default_workflow_type": "math_worklow"},
-            "buffer.explorer_input.taskset.default_workflow_type: 'math_worklow' is no workflow",
+            "buffer.explorer_input.taskset.default_workflow_type: unknown workflow 'math_worklow'",
         ),
         (
             {"default_reward_fn_type": "math_boxed_rewad"},
-            "buffer.explorer_input.taskset.default_reward_fn_type: 'math_boxed_rewad' is no reward function",
+            "buffer.explorer_input.taskset.default_reward_fn_type: unknown reward function 'math_boxed_rewad'",
         ),
     ],
 )

@@ -18,9 +18,9 @@ from config_cases import another_value, config, grpo, problems, reachable, with_
 from pydantic.fields import FieldInfo
 
 from rftdask.config import Config
-from rftdask.config.base import Filled, Later, Named, Section, child_of, default_of, marks_of, plain
+from rftdask.config.base import Computed, Later, PluginName, Section, child_of, default_of, marks_of, plain
+from rftdask.config.check import walk
 from rftdask.config.schema import algorithm, buffer, cluster, explorer, model, optimizer, run, trainer
-from rftdask.config.schema.walk import walk
 from rftdask.config.trinity.reference_keys import REFERENCE_KEYS as WITHOUT_FIELD
 from rftdask.config.trinity.reference_keys import Derived, Ignored, Missing, Renamed, Secret
 from rftdask.config.trinity.translate import MEGATRON, OF_THE_POLICY
@@ -324,7 +324,11 @@ def test_every_derived_key_is_marked_so() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in marked(Filled) if reachable(path) and "tasksets[]" not in path and path != "model.max_model_len"],
+    [
+        path
+        for path in marked(Computed)
+        if reachable(path) and "tasksets[]" not in path and path != "model.max_model_len"
+    ],
 )
 def test_null_in_a_filled_key_means_that_it_is_computed(path: str) -> None:
     assert config(with_key(path, None)) == config(grpo())
@@ -349,7 +353,7 @@ def test_every_key_is_read_by_some_code() -> None:
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
     read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     # The arguments of a part are read through the mark of the key that names it.
-    read |= {mark.arguments for path in marked(Named) for mark in marks(path) if isinstance(mark, Named)}
+    read |= {mark.arguments for path in marked(PluginName) for mark in marks(path) if isinstance(mark, PluginName)}
     unread = {path for path in KEYS if path.rpartition(".")[2].removesuffix("[]") not in read}
     assert {path for path in unread if isinstance(KEYS[path], FieldInfo) and not has_one_value(KEYS[path])} == set()
 

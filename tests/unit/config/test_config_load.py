@@ -103,7 +103,8 @@ def test_plain_data_is_what_the_reader_of_interpolations_makes_of_it(tree: dict)
         ({"seed": 3}, "override {'seed': 3} is not a text; give each as 'key.sub=value'"),
         (
             "a.b=3",
-            "a: unknown key; rftdask schema has all keys, rftdask import translates those of TRL, verl and Trinity-RFT",
+            "a: unknown key; rftdask schema lists all keys, rftdask import translates those of TRL, verl and "
+            "Trinity-RFT",
         ),
         ("algorithm.optimizer.rl=1", "algorithm.optimizer.rl: unknown key; did you mean lr?"),
         ("project=[a", "project: the override cannot be applied: while parsing a flow sequence"),

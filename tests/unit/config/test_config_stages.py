@@ -129,7 +129,7 @@ def test_a_stage_may_set_only_its_own_sections() -> None:
 def test_a_warning_of_a_stage_names_it() -> None:
     loaded = config(staged(), "explorer.runner_per_model=4", "stages[1].trainer.param_offload=true")
     offload = "trainer.param_offload: ignored: use trainer.offload_policy, which offloads all three"
-    runners = "explorer.runner_per_model: ignored: there are no runner processes: rollouts are concurrent coroutines"
+    runners = "explorer.runner_per_model: ignored: rollouts are concurrent coroutines, not runner processes"
     assert loaded.warnings == (runners, f"stages[1] (rl): {offload}")
     assert loaded.stage_configs()[0].warnings == (runners,)
     assert loaded.stage_configs()[1].warnings == (runners, offload)

@@ -85,7 +85,7 @@ def test_a_name_that_two_files_define_is_refused(folder: Path) -> None:
     ("name", "message"),
     [
         ("clpi", "unknown loss 'clpi'; did you mean clip?"),
-        ("zzz", "unknown loss 'zzz'; there are clip, sft; one of your own is given as package.module.Name"),
+        ("zzz", "unknown loss 'zzz'; there are clip, sft; give your own as package.module.Name"),
         ("no_such_module.Loss", "cannot import 'no_such_module'"),
         ("collections.OrderdDict", "module 'collections' has no 'OrderdDict'; did you mean OrderedDict"),
         ("a..b", "cannot import"),
@@ -211,9 +211,9 @@ def test_the_arguments_of_registered_parts_are_checked_when_a_configuration_is_l
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("monitor.monitor_type=tensorbord", "'tensorbord' is no monitor; did you mean tensorboard?"),
-        ("cluster.type=slrum", "'slrum' is no cluster; did you mean slurm?"),
-        ("explorer.rollout_model.engine_type=transformer", "'transformer' is no engine; did you mean transformers?"),
+        ("monitor.monitor_type=tensorbord", "unknown monitor 'tensorbord'; did you mean tensorboard?"),
+        ("cluster.type=slrum", "unknown cluster 'slrum'; did you mean slurm?"),
+        ("explorer.rollout_model.engine_type=transformer", "unknown engine 'transformer'; did you mean transformers?"),
         ("explorer.rollout_model.engine_type=no_such.Engine", "cannot import 'no_such'"),
     ],
 )
@@ -235,7 +235,7 @@ ROLLOUTS = {
     [
         (
             "algorithm.algorithm_type=gpro",
-            "algorithm.algorithm_type: 'gpro' is no algorithm type; did you mean gspo or grpo",
+            "algorithm.algorithm_type: unknown algorithm type 'gpro'; did you mean gspo or grpo",
         ),
         ("algorithm.policy_loss_fn=my.X", "algorithm.policy_loss_fn: policy loss 'my.X': cannot import 'my'"),
         (
@@ -244,10 +244,10 @@ ROLLOUTS = {
         ),
         ("algorithm.policy_loss_fn_args={clip_range: wide}", "algorithm.policy_loss_fn_args.clip_range: 'wide' is not"),
         ("algorithm.kl_loss_fn_args={kl_coeff: 1}", "algorithm.kl_loss_fn_args.kl_coeff: unknown argument"),
-        ("algorithm.advantage_fn=rlo", "algorithm.advantage_fn: 'rlo' is no advantage function; did you mean rloo"),
+        ("algorithm.advantage_fn=rlo", "algorithm.advantage_fn: unknown advantage function 'rlo'; did you mean rloo"),
         (
             "buffer.explorer_input.taskset.default_workflow_type=math_worklow",
-            "buffer.explorer_input.taskset.default_workflow_type: 'math_worklow' is no workflow",
+            "buffer.explorer_input.taskset.default_workflow_type: unknown workflow 'math_worklow'",
         ),
         (
             "data_processor.experience_pipeline.operators=[{name: reward_filer}]",

@@ -18,10 +18,10 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from rftdask.config import Config, load_config
-from rftdask.config.base import Aliases, Filled, Later, default_of, marks_of, plain
+from rftdask.config.base import Aliases, Computed, Later, default_of, marks_of, plain
+from rftdask.config.check import walk
 from rftdask.config.schema.algorithm import registered_parts
 from rftdask.config.schema.buffer import registered_rewards, registered_workflows
-from rftdask.config.schema.walk import walk
 from rftdask.config.trinity.reference_defaults import _AUXILIARY, DEFAULTS
 from rftdask.config.trinity.reference_keys import REFERENCE_NAMES, Derived, Ignored, Missing, Renamed, Secret
 from rftdask.config.trinity.translate import MEGATRON, NEEDLESS, OF_THE_POLICY, VERL
@@ -119,9 +119,9 @@ def said_of(path: str, key: FieldInfo, there: Any) -> list[str]:
     later = [value for mark in marks if isinstance(mark, Later) for value in mark.values]
     if path in ALL_DEFAULTS:
         assert ALL_DEFAULTS[path] == there, path
-        rule = next((mark.rule for mark in marks if isinstance(mark, Filled)), plain_text(ours))
+        rule = next((mark.rule for mark in marks if isinstance(mark, Computed)), plain_text(ours))
         said.append(f"absent: `{there}` with `--from trinity`, else {rule}")
-    elif filled := [mark.rule for mark in marks if isinstance(mark, Filled)]:
+    elif filled := [mark.rule for mark in marks if isinstance(mark, Computed)]:
         said.append(f"absent: {filled[0]}")
     elif there != ours and not (isinstance(there, str) and aliases.get(there) == ours) and (there, ours) != (None, {}):
         base = next((path.replace(long, short) for long, short in SAME_AS.items() if path.startswith(long)), path)
@@ -272,7 +272,8 @@ def test_with_from_trinity_its_defaults_hold_and_are_told() -> None:
     told = [line.partition(":")[0] for line in theirs.reference_defaults]
     assert told == sorted(DEFAULTS)
     assert (
-        "algorithm.repeat_times: 1, as there; the default here is the algorithm's default" in theirs.reference_defaults
+        "algorithm.repeat_times: 1, as in Trinity-RFT; the default here is the algorithm's default"
+        in theirs.reference_defaults
     )
 
 
@@ -333,7 +334,8 @@ def test_an_auxiliary_model_has_engines_of_its_own_as_there_and_a_teacher_none()
     assert [model.asked_name for model in loaded.models_apart] == ["j"]
     assert [(model.engine_num, model.gpu_memory_utilization) for model in loaded.models_apart] == [(1, 0.9)]
     assert any(
-        line.startswith("explorer.auxiliary_models[0].engine_num: 1, as there") for line in loaded.reference_defaults
+        line.startswith("explorer.auxiliary_models[0].engine_num: 1, as in Trinity-RFT")
+        for line in loaded.reference_defaults
     )
     assert not any("[1].engine_num" in line for line in (*loaded.reference_defaults, *loaded.warnings))
     taught = tree(
@@ -370,7 +372,7 @@ def test_a_workflow_that_is_not_here_is_refused_with_what_it_needs() -> None:
     source = tree()
     source["buffer"]["explorer_input"]["default_workflow_type"] = "webshop_workflow"
     with pytest.raises(
-        ConfigError, match="'webshop_workflow' of Trinity-RFT is not here: it needs the package web_agent_site"
+        ConfigError, match="'webshop_workflow' of Trinity-RFT is not available: it needs the package web_agent_site"
     ):
         load_config(source)
 

@@ -40,7 +40,7 @@ def test_keys_of_verl_take_their_place_and_the_others_are_named() -> None:
     at = "trainer.trainer_config.actor_rollout_ref"
     assert f"{at}.actor.optim.lr: taken as algorithm.optimizer.lr" in told
     assert f"{at}.model.use_remove_padding: ignored: rows are always packed" in told
-    assert f"{at}.rollout.n: ignored: it configures veRL, which is not used, and nothing here takes its place" in told
+    assert f"{at}.rollout.n: ignored: it configures veRL, which is not used, and no key here replaces it" in told
     assert len(config.warnings) >= 9
 
 
@@ -48,7 +48,7 @@ def test_tasks_of_type_queue_are_where_their_path_says() -> None:
     taskset = "buffer.explorer_input.taskset"
     config = loaded(f"{taskset}.storage_type=queue")
     assert config.buffer.explorer_input.train_tasksets[0].storage_type == "file"
-    assert f"{taskset}.storage_type: taken as file, which its path is" in "\n".join(config.warnings)
+    assert f"{taskset}.storage_type: taken as file, the type of its path" in "\n".join(config.warnings)
     held_out = "[{name: h, storage_type: queue, path: 'sqlite:////t.db'}]"
     [held] = loaded(f"buffer.explorer_input.eval_tasksets={held_out}").buffer.explorer_input.eval_tasksets
     assert held.storage_type == "sql"
@@ -104,8 +104,11 @@ def test_a_file_for_megatron_is_told_where_its_strategy_and_its_sizes_went(
 @pytest.mark.parametrize(
     ("sizes", "why"),
     [
-        ("pipeline_model_parallel_size: 2", "pipelines: PyTorch's take micro-batches of one length, and packed ones"),
-        ("tensor_model_parallel_size: 2, expert_model_parallel_size: 4", "experts on other ranks than those that cut"),
+        ("pipeline_model_parallel_size: 2", "pipeline parallelism: packed micro-batches differ in length"),
+        (
+            "tensor_model_parallel_size: 2, expert_model_parallel_size: 4",
+            "expert parallelism apart from tensor parallelism",
+        ),
     ],
 )
 def test_sizes_of_megatron_that_nothing_here_has_are_refused_with_the_reason(sizes: str, why: str) -> None:
