@@ -74,7 +74,7 @@ class Checker:
         return self._section(Config, tree, "")
 
     def validate(self, tree: dict[str, Any]) -> Config:
-        """Return the tree as a Config. Wrong values are reported and removed from `tree`; missing required keys are set."""
+        """Return the tree as a Config. Wrong values are reported and removed from `tree`."""
         while True:  # each round removes a key from the tree, or adds a missing one
             try:
                 return Config.model_validate(tree)

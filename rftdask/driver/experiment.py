@@ -28,10 +28,11 @@ from rftdask.cluster.base import plan_cluster, prepare_cluster, start_cluster
 from rftdask.cluster.jobs import RETURNED
 from rftdask.cluster.layout import Layout
 from rftdask.config import Config, load_config, replace
+from rftdask.config.plan import StageWork, plan_work
 from rftdask.data.task_pipeline import make_datasets, missing_datasets
 from rftdask.driver.memory_estimate import check_host, check_jobs, gpu_shortages
 from rftdask.driver.preflight import Inputs, check_inputs
-from rftdask.driver.stage import StageRun, StageWork, plan_work
+from rftdask.driver.stage import StageRun
 from rftdask.errors import DataError, RoleError, StorageError, UserError
 from rftdask.monitor.events import Evaluated, Event, Note, Step
 from rftdask.monitor.logs import LogFolder, setup_logging

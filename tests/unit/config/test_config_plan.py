@@ -38,7 +38,7 @@ def test_total_steps_limit_both_sides(tasks: str) -> None:
     source = grpo()
     source["buffer"]["explorer_input"]["taskset"]["path"] = tasks
     (stage,) = make_plan(config(source, "buffer.total_steps=9", "trainer.total_steps=3")).stages
-    assert (stage.explore_steps, stage.experiences, stage.train_steps) == (9, 288, 3)
+    assert (stage.explore_steps, stage.experiences, stage.train_steps) == (3, 96, 3)
 
 
 def test_unknown_sizes_are_not_guessed() -> None:
@@ -173,7 +173,7 @@ def test_auxiliary_models_are_told_with_where_they_are() -> None:
         "{name: far, model_path: gpt, engine_type: external}]"
     )
     said = make_plan(config(grpo(), models, "explorer.rollout_model.engine_num=3")).render()
-    assert "judge            3 x vllm engine over 2 GPUs, j, beside the policy in each explorer worker" in said
+    assert "judge            3 x vllm engine over 2 GPUs, j, with the policy in each explorer worker" in said
     assert "far              1 x gpt, behind an API" in said
 
 

@@ -333,10 +333,8 @@ def test_an_auxiliary_model_has_engines_of_its_own_as_there_and_a_teacher_none()
     loaded = load_config(tree(explorer=models), origin="trinity")
     assert [model.asked_name for model in loaded.models_apart] == ["j"]
     assert [(model.engine_num, model.gpu_memory_utilization) for model in loaded.models_apart] == [(1, 0.9)]
-    assert any(
-        line.startswith("explorer.auxiliary_models[0].engine_num: 1, as in Trinity-RFT")
-        for line in loaded.reference_defaults
-    )
+    engine_num = "explorer.auxiliary_models[0].engine_num: 1, as in Trinity-RFT"
+    assert any(line.startswith(engine_num) for line in loaded.reference_defaults)
     assert not any("[1].engine_num" in line for line in (*loaded.reference_defaults, *loaded.warnings))
     taught = tree(
         explorer={"auxiliary_models": [{"model_path": "t"}]}, algorithm={"algorithm_type": "on_policy_distill"}

@@ -136,7 +136,7 @@ def test_what_verl_is_given_is_checked_as_ours() -> None:
 def test_one_name_for_training_and_evaluation() -> None:
     config = loaded("buffer.explorer_input.eval_tasksets=[{name: math, path: e.jsonl}, {name: other, path: o.jsonl}]")
     assert [taskset.name for taskset in config.buffer.explorer_input.eval_tasksets] == ["math_eval", "other"]
-    assert any("this one is called math_eval" in text for text in config.warnings)
+    assert any("this one is renamed to math_eval" in text for text in config.warnings)
     with pytest.raises(ConfigError, match="2 tasksets are named 'math"):
         loaded("buffer.explorer_input.eval_tasksets=[{name: math, path: e.jsonl}, {name: math, path: o.jsonl}]")
 
