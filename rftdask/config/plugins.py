@@ -365,6 +365,11 @@ _DEFINITION = re.compile(
     r"^(?:@.*\n(?:[ )].*\n)*)*(?:class|def|async def) (?P<name>\w+).*\n(?:(?:[ )].*)?\n)*",
     re.MULTILINE,
 )
+_METHOD = re.compile(
+    # The same one level down, for methods other than __init__.
+    r"^(?:    @.*\n(?:     .*\n|    \).*\n)*)*    (?:async )?def (?!__init__\b).*\n(?:(?:(?:     |    \)).*)?\n)*",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -492,7 +497,9 @@ class LibraryParts(Mapping[str, RegisteredPart]):
 @cache
 def _read(source: str, package: str) -> tuple[Mapping[str, Parameter] | None, dict[str, Any], dict[str, Parameter]]:
     """(arguments, constants, fields) of a class or function. Classes of `package` count as bases."""
-    node = ast.parse(source).body[0]
+    is_class = re.search(r"^class ", source, re.MULTILINE) is not None
+    # Methods are most of a class and of no interest; `pass` stands in if nothing else is there.
+    node = ast.parse(f"{_METHOD.sub('', source)}\n    pass\n" if is_class else source).body[0]
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return _read_arguments(node.args), {}, {}
     assert isinstance(node, ast.ClassDef)

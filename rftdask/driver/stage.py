@@ -25,6 +25,7 @@ from rftdask.buffer.log.retention import apply_retention
 from rftdask.cluster.base import Cluster, control_workers
 from rftdask.cluster.layout import AUXILIARY_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout, num_ranks
 from rftdask.config import Config
+from rftdask.config.plan import plan_work
 from rftdask.config.schema.buffer import RetentionConfig
 from rftdask.errors import DamagedError, DataError, FencedError, RftError, RoleError, UserError
 from rftdask.explorer.auxiliary_pool import AuxiliaryPool

@@ -167,9 +167,9 @@ def test_a_mistake_in_yaml_is_told_with_its_line(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_told() -> None:
-    assert problems("nowhere.yaml", "seed=1") == ["there is no file nowhere.yaml"]
+    assert problems("nowhere.yaml", "seed=1") == ["file nowhere.yaml does not exist"]
     folder = str(Path(__file__).parent)
-    assert problems(folder) == [f"{folder} is no file; give the YAML file of a configuration"]
+    assert problems(folder) == [f"{folder} is not a file; give the YAML file of a configuration"]
 
 
 def test_null_means_not_given() -> None:
