@@ -79,7 +79,7 @@ class MonitorConfig(Section):
 
 
 class TaskPipelineConfig(Section):
-    """`data_processor.task_pipeline`: Data-Juicer operators applied to a dataset once before the run; see docs/data.md."""
+    """`data_processor.task_pipeline`: Data-Juicer operators applied to a dataset before the run; see docs/data.md."""
 
     operators: tuple[OpenDict, ...] = ()
     """[{name, args}, ...] of Data-Juicer, in this order."""
@@ -271,7 +271,7 @@ class Config(Section):
 
     @property
     def slots_per_engine(self) -> int:
-        """Concurrent rollouts of an engine: as configured, else the rollouts of a work unit. For `memory`, the minimum."""
+        """Concurrent rollouts of an engine: as configured, else those of a work unit. For `memory`, the minimum."""
         configured = self.explorer.slots_per_engine
         per_task = self.algorithm.repeat_times + self.algorithm.greedy_baseline
         return configured if isinstance(configured, int) else self.tasks_per_unit * per_task

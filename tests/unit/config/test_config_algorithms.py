@@ -33,7 +33,7 @@ def test_a_mixed_batch_holds_the_rollouts_of_an_explore_step(ratio: float, batch
 
 def test_a_mixed_batch_that_parts_a_group_is_refused_with_its_arithmetic() -> None:
     (line,) = problems(mix({"expert_data_ratio": 0.5}, train_batch_size=20))
-    assert "20 - 10 demonstrations (expert_data_ratio 0.5) = 10 rollouts, which is no multiple" in line
+    assert "20 - 10 demonstrations (expert_data_ratio 0.5) = 10 rollouts, not a multiple" in line
 
 
 def test_a_mixture_needs_its_demonstrations() -> None:
@@ -44,7 +44,7 @@ def test_a_mixture_needs_its_demonstrations() -> None:
     (line,) = problems(mix(trainer_input={"auxiliary_buffers": {"shown": {}}}))
     assert line.startswith("buffer.trainer_input.auxiliary_buffers.shown.path: required")
     (line,) = problems(mix({"expert_data_ratio": 1.0}))
-    assert "1.0 is not a number from 0 to below 1" in line
+    assert "1.0 is not a number in [0, 1)" in line
     (line,) = problems(mix({"ratio": 0.5}))
     assert "takes max_staleness, expert_data_ratio, sft_dataset_name" in line
 
@@ -115,7 +115,7 @@ def test_a_student_needs_a_teacher(name: str) -> None:
     tree = grpo(algorithm={"algorithm_type": name})
     (line,) = problems(tree)
     key = "explorer.auxiliary_models"
-    assert line == f"{key}: required for {name}: its teacher, of the policy's vocabulary; give [{{model_path: ...}}]"
+    assert line == f"{key}: required for {name}: a teacher with the policy's vocabulary; give [{{model_path: ...}}]"
     assert "with the teacher big" in make_plan(config(tree, f"{key}=[{{model_path: big}}]")).render()
 
 
@@ -143,7 +143,7 @@ def test_each_taskset_has_its_teacher(models: tuple[dict[str, Any], ...]) -> Non
     ("models", "problem"),
     [
         ((MATH,), "explorer.auxiliary_models: 'code' has no teacher"),
-        ((REST, REST), "explorer.auxiliary_models: 2 of them have no `teacher_for`"),
+        ((REST, REST), "explorer.auxiliary_models: 2 models have no `teacher_for`"),
         ((MATH, CODE, POEMS), "explorer.auxiliary_models[2].teacher_for: 'poems' is not trained"),
         ((REST, {"teacher_for": ["code"]}), "explorer.auxiliary_models[1].model_path: required: a teacher"),
     ],
@@ -205,7 +205,9 @@ def test_each_kind_of_log_is_taken_and_a_path_is_for_databases() -> None:
         (line,) = config(grpo(), f"{EXPERIENCES}.{key}=hard").warnings
         assert line == f"{EXPERIENCES}.{key}: ignored: rollouts are read from the log of the run"
     (line,) = problems(grpo(), f"{EXPERIENCES}.storage_type=sql", f"{EXPERIENCES}.path=mysql://host/db")
-    assert line.startswith(f"{EXPERIENCES}.path: 'mysql://host/db' is no database; use postgresql://user@host/name")
+    assert line.startswith(
+        f"{EXPERIENCES}.path: 'mysql://host/db' is not a database URL; use postgresql://user@host/name"
+    )
     (line,) = problems(grpo(), f"{EXPERIENCES}.storage_type=sql", "checkpoint_root_dir=s3://bucket/runs")
     assert line.startswith(f"{EXPERIENCES}.path: required: a database file cannot lie on remote storage")
     (line,) = problems(sft(), f"{EXPERIENCES}.storage_type=queue")
@@ -246,7 +248,7 @@ def test_a_password_is_never_in_a_config(url: str, monkeypatch: pytest.MonkeyPat
 )
 def test_a_dataset_of_storage_type_sql_is_a_table_of_a_database(tree: dict[str, Any], at: str) -> None:
     (line,) = problems(tree, f"{at}.storage_type=sql", f"{at}.path=rows.jsonl")
-    assert line.startswith(f"{at}.path: 'rows.jsonl' is no database; use postgresql://user@host/name")
+    assert line.startswith(f"{at}.path: 'rows.jsonl' is not a database URL; use postgresql://user@host/name")
     (line,) = problems(tree, f"{at}.storage_type=sql", f"{at}.path=postgresql://me:hunter2@host/db")
     assert line.startswith(f"{at}.path: a password in a URL does not belong in a") and "hunter2" not in line
     assert config(tree, f"{at}.storage_type=sql", f"{at}.path=sqlite:////rows.db").warnings == ()
@@ -275,7 +277,7 @@ def test_auxiliary_buffers_are_datasets_and_one_that_nothing_reads_is_warned_abo
         "buffer.trainer_input.auxiliary_buffers.more: ignored: sample_strategy mix reads sft_dataset",
     )
     assert config(grpo(), more).warnings == (
-        "buffer.trainer_input.auxiliary_buffers.more: ignored: grpo mixes no data into its own",
+        "buffer.trainer_input.auxiliary_buffers.more: ignored: grpo does not mix in other data",
     )
 
 
@@ -370,7 +372,9 @@ def test_schedules_are_known_by_the_names_and_arguments_of_transformers() -> Non
         f"{args}.num_decay_steps: required by warmup_stable_decay, and not given"
     ]
     [line] = lines(lr_scheduler_type="inverse_sqrt", min_lr_ratio=0.1)
-    assert line.startswith("algorithm.optimizer.min_lr_ratio: inverse_sqrt ends where lr_scheduler_args say")
+    assert line.startswith(
+        "algorithm.optimizer.min_lr_ratio: only for linear and cosine; inverse_sqrt takes lr_scheduler_args"
+    )
 
 
 def test_optimizers_are_known_by_the_names_and_arguments_of_torch() -> None:
@@ -384,7 +388,9 @@ def test_optimizers_are_known_by_the_names_and_arguments_of_torch() -> None:
     assert lines(optimizer_type="sgd", optimizer_args={"nesterov": "yes"}) == [
         f"{at}.optimizer_args.nesterov: 'yes' is not bool"
     ]
-    assert lines(optimizer_type="sgd", betas=[0.5, 0.9]) == [f"{at}.betas: sgd has none; leave it out"]
+    assert lines(optimizer_type="sgd", betas=[0.5, 0.9]) == [
+        f"{at}.betas: optimizer sgd does not have it; leave it out"
+    ]
     [line] = lines(optimizer_type="lbfgs")
     assert line.startswith(f"{at}.optimizer_type: ")
     other = config(grpo(algorithm={"optimizer": {"optimizer_type": "torch.optim.LBFGX"}}))

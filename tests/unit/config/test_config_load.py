@@ -99,8 +99,8 @@ def test_plain_data_is_what_the_reader_of_interpolations_makes_of_it(tree: dict)
     [
         ("seed", "override 'seed' is not of the form key.sub=value"),
         ("=3", "override '=3' is not of the form key.sub=value"),
-        (["seed=3"], "override ['seed=3'] is not a text; give each as 'key.sub=value'"),
-        ({"seed": 3}, "override {'seed': 3} is not a text; give each as 'key.sub=value'"),
+        (["seed=3"], "override ['seed=3'] is not text; give each as 'key.sub=value'"),
+        ({"seed": 3}, "override {'seed': 3} is not text; give each as 'key.sub=value'"),
         (
             "a.b=3",
             "a: unknown key; rftdask schema lists all keys, rftdask import translates those of TRL, verl and "

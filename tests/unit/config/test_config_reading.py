@@ -65,7 +65,7 @@ def test_without_a_cooldown_time_nothing_is_used_twice() -> None:
         ((*ON, f"{AT}.replay_buffer.reuse_cooldown_time=-1"), "reuse_cooldown_time: "),
         (
             (ON[0], f"{AT}.replay_buffer.reuse_cooldown_time=1"),
-            "style fixed repeats a run bit by bit, and a clock does not",
+            "style fixed repeats a run bit by bit, which a clock prevents",
         ),
         (
             (*ON, f"{AT}.replay_buffer.reuse_cooldown_time=1", "algorithm.algorithm_type=remax"),
@@ -122,8 +122,8 @@ OF_ROWS = ["tools_key", "chosen_key", "rejected_key", "enable_concatenated_multi
 @pytest.mark.parametrize(
     ("base", "path", "keys", "why"),
     [
-        (grpo, "buffer.explorer_input.taskset", OF_ROWS, "it is of rows to learn from, and these are tasks"),
-        (sft, AT, ["workflow_key", "reward_fn_key"], "it is of tasks, and these are rows to learn from"),
+        (grpo, "buffer.explorer_input.taskset", OF_ROWS, "it belongs to supervised rows, and these are tasks"),
+        (sft, AT, ["workflow_key", "reward_fn_key"], "it belongs to tasks, and these are supervised rows"),
     ],
 )
 def test_a_column_that_nothing_reads_is_told(base: Any, path: str, keys: list[str], why: str) -> None:
@@ -139,7 +139,7 @@ def test_features_that_order_tasks_are_told_where_rows_are_learned() -> None:
 
 def test_images_are_of_tasks_and_arguments_of_an_order_of_its_own() -> None:
     for override, why in (
-        (f"{AT}.format.image_key=image", "are of tasks, and not of rows to learn from"),
+        (f"{AT}.format.image_key=image", "only tasks may have"),
         (f"{AT}.data_selector={{selector_type: shuffle, kwargs: {{tau: 1}}}}", "shuffle takes no arguments"),
     ):
         (line,) = problems(sft(), override)

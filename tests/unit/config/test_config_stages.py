@@ -117,9 +117,7 @@ def test_a_mistake_in_a_stage_names_it_and_a_shared_one_is_told_once() -> None:
 
 
 def test_stages_have_names_of_their_own() -> None:
-    assert problems(staged(), "stages[0].stage_name=rl") == [
-        "stages: 2 stages are named 'rl'; each needs a name of its own"
-    ]
+    assert problems(staged(), "stages[0].stage_name=rl") == ["stages: 2 stages are named 'rl'; give each a unique name"]
 
 
 def test_a_stage_may_set_only_its_own_sections() -> None:
@@ -151,7 +149,7 @@ def test_an_override_that_every_stage_hides_is_told_with_what_to_type() -> None:
     ]
     tree = grpo(name="two", stages=stages)
     assert config(tree, "trainer.total_steps=9").warnings == (
-        "trainer.total_steps: changes nothing: every stage says its own; set stages[1].trainer.total_steps, or that of "
+        "trainer.total_steps: changes nothing: every stage sets it; set stages[1].trainer.total_steps, or that of "
         "another stage",
     )
     for has_an_effect in ("trainer.save_interval=9", "stages[1].trainer.total_steps=9", "seed=9"):

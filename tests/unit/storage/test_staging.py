@@ -150,6 +150,6 @@ def test_jobs_say_where_their_nodes_have_room() -> None:
         "cluster": {"type": "existing", "options": {"address": "tcp://x"}, "local_cache_dir": "$TMPDIR"},
     }
     with pytest.raises(
-        ConfigError, match=r"cluster.local_cache_dir: workers of an existing cluster are started by others"
+        ConfigError, match=r"cluster.local_cache_dir: the workers of an existing cluster are started elsewhere"
     ):
         load_config(tree)

@@ -80,7 +80,7 @@ ELSEWHERE = {
         for key in ("workflow_key", "reward_fn_key")
     },
     **{
-        f"{_BUFFER}.format.{key}": "refused: images and videos are of tasks, and not of rows to learn from"
+        f"{_BUFFER}.format.{key}": "refused: only tasks may have images and videos"
         for key in ("image_key", "video_key")
     },
     f"{_BUFFER}.data_selector.feature_keys": "without effect on rows to learn from, warned of; see the taskset's",
@@ -283,7 +283,7 @@ def test_a_key_of_the_reference_alone_selects_its_defaults_and_from_wins_over_it
     assert load_config(source).algorithm.algorithm_type == "ppo"
     assert load_config(source, origin="rftdask").algorithm.algorithm_type == "grpo"
     assert load_config(tree(stages=[{"stage_name": "s", "explorer": {"runner_num": 1}}])).origin
-    with pytest.raises(ConfigError, match="--from verl: it is rftdask or trinity"):
+    with pytest.raises(ConfigError, match="--from verl: use rftdask or trinity"):
         load_config(source, origin="verl")
 
 
