@@ -93,8 +93,8 @@ class Publisher:
     ) -> None:
         """
         Args:
-            full_publish_interval: publish every n-th version completely. 1: every version; larger: the bytes of the last
-                version stay in memory.
+            full_publish_interval: publish every n-th version completely. 1: every version; larger: the bytes of the
+                last version stay in memory.
             writers: all ranks, which make every call together. None: a single rank.
             holder: keeps the files of this rank in memory until `write_held`. None: write them at once.
         """

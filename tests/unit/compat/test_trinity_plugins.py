@@ -350,7 +350,9 @@ def test_an_algorithm_type_brings_its_advantage_and_its_loss(plugins: ModuleType
 
 
 def test_an_advantage_of_verls_batches_is_refused(plugins: ModuleType) -> None:
-    with pytest.raises(UserError, match="OfVerl works on veRL's DataProto, which is not here; derive it from GroupAdv"):
+    with pytest.raises(
+        UserError, match="OfVerl works on veRL's DataProto, which is not available here; derive it from GroupAdv"
+    ):
         make_part("advantage_fn", "OfVerl")
 
 
