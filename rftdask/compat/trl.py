@@ -232,7 +232,7 @@ def _trainer(
         _rewards(imported, given.get("reward_funcs"), names)
     else:
         imported.set("buffer.trainer_input.experience_buffer", data)
-        # There rows are chats if they have `messages`, and here the configuration says it.
+        # TRL detects chats by the column `messages`; here the configuration decides.
         imported.left["(columns)"] = "set format: {prompt_type: plaintext} for columns of text (docs/data.md)"
     lora = next((call for call in calls if _name(call) == "LoraConfig"), None)
     if lora is not None:

@@ -74,7 +74,7 @@ def read_verl(path: str | Path) -> Imported:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(f"{path} cannot be read as YAML: {error}") from error
-    if not isinstance(tree, dict) or "actor_rollout_ref" not in tree:  # others have `data` and `algorithm`, too
+    if not isinstance(tree, dict) or "actor_rollout_ref" not in tree:  # other systems also have `data` and `algorithm`
         raise DataError(f"{path} has no actor_rollout_ref; it is not a verl configuration")
     # Negative means never there, and 0 does here.
     given = {key: 0 if key.endswith("_freq") and value == -1 else value for key, value in leaves(tree)}
@@ -163,7 +163,7 @@ def _data(imported: Imported) -> None:
             }
         if is_eval:
             keys = {f"{_ROLLOUT}.val_kwargs.{word}": word for word in ("temperature", "top_p", "top_k")}
-            # Greedy unless it is said otherwise, as there.
+            # Greedy by default, as in verl.
             said = {word: imported.given[key] for key, word in keys.items() if key in imported.given}
             imported.taken.update({key: "rollout_args of eval_tasksets" for key in keys if key in imported.given})
             for taskset in sets:

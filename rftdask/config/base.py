@@ -24,7 +24,7 @@ class Later:
     """Values that are refused because the feature is missing in this release. The type of the key lacks them."""
 
     feature: str
-    """What is missing, as it ends the sentence "not available in this release: ..."."""
+    """Missing feature, as it ends the sentence "not available in this release: ..."."""
     values: tuple[str, ...]
 
 
@@ -50,7 +50,7 @@ class PluginName:
     """The key names a part by the rule of plugins.py: a registered name, package.module.Name, or a plug-in."""
 
     kind: str
-    """What the part is, for messages: "cluster"."""
+    """Kind of the part, for messages: "cluster"."""
     registered: Callable[[], Mapping[str, Any]] = field(hash=False)
     """Returns the package's own parts by name, each a `RegisteredPart` unless it has been imported."""
     arguments: str = ""

@@ -1,8 +1,8 @@
 """Checks a tree against the schema, key by key: unknown keys, marks, secrets, then types and ranges through pydantic.
 
 Knows no key by name. Invariant: every mistake becomes one (path, message), none hides another, and no message shows a
-secret. Wrong values are removed from the tree, so that the rest can be checked. Pydantic alone does not suffice: it has
-no warnings, and stops in a section at the first error of a validator.
+secret. Wrong values are removed from the tree, so that the rest can be checked. Pydantic does not suffice: it has no
+warnings, and a validator of a section stops at its first error.
 """
 
 import difflib
@@ -174,7 +174,7 @@ class Checker:
         else:
             value = self._plain(value, path)
         if child and items:
-            # Items that are no sections are reported by `validate`.
+            # Items that are not sections are reported by `validate`.
             cleaned = {
                 item: self._section(child[1], value[item], at) if isinstance(value[item], Mapping) else value[item]
                 for item, at in items.items()

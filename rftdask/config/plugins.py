@@ -387,7 +387,7 @@ class RegisteredPart:
     package: str = ""
     """Package whose classes count as bases."""
     supplied: tuple[str, ...] = ()
-    """Arguments that the caller passes, which are no parameters."""
+    """Arguments that the caller passes, which are not parameters."""
 
     @property
     def parameters(self) -> Mapping[str, Parameter] | None:
@@ -498,7 +498,7 @@ class LibraryParts(Mapping[str, RegisteredPart]):
 def _read(source: str, package: str) -> tuple[Mapping[str, Parameter] | None, dict[str, Any], dict[str, Parameter]]:
     """(arguments, constants, fields) of a class or function. Classes of `package` count as bases."""
     is_class = re.search(r"^class ", source, re.MULTILINE) is not None
-    # Methods are most of a class and of no interest; `pass` stands in if nothing else is there.
+    # Methods are most of a class and of no interest; `pass` fills an empty body.
     node = ast.parse(f"{_METHOD.sub('', source)}\n    pass\n" if is_class else source).body[0]
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return _read_arguments(node.args), {}, {}

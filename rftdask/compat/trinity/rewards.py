@@ -63,7 +63,7 @@ def _ours(name: str, task: Task | None = None) -> type[RewardFn]:
         def __call__(self, response: str, truth: Any = None, **given: Any) -> dict[str, float]:  # type: ignore[override]
             like = task or Task("", 0, 0)
             asked = Task(like.taskset, like.epoch, like.index, like.prompt, like.messages, str(truth or ""))
-            # There a call may give some of them, too, beside much that only others take.
+            # In Trinity-RFT a call may also pass some of them, and arguments that only other rewards take.
             takes = parameters_of(get_reward(name), supplied=3) or {}
             own = {key: value for key, value in given.items() if key in takes}
             found = compute_reward(asked, response, name, {**self._arguments, **own})

@@ -108,7 +108,7 @@ async def run_workflow(cls: type[Workflow], task: OurTask, model: PolicyModel) -
     if cls.is_async:
         rows = await make().run_async()
     else:
-        # Made there, too: a constructor may ask the model.
+        # Created in the thread as well, because a constructor may call the model.
         rows = await asyncio.to_thread(lambda: make().run())
     return reward_of(rows, policy.answers, cls.__qualname__)
 

@@ -13,7 +13,7 @@ from rftdask.config.yaml_source import Problem, names_environment
 RULES = Rules()
 
 _DATABASES = ("sqlite:////", "postgresql://", "postgresql+")
-"""What the URL of a database begins with."""
+"""Prefixes of database URLs."""
 
 _DATASET_TYPES = ("file", "sql")
 """Values of storage_type that a dataset may have."""
@@ -61,7 +61,7 @@ def _held_out_rows_are_a_dataset(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("algorithm.algorithm_type", "checkpoint_root_dir", "buffer.trainer_input")
 def _log_has_a_place(config: Config) -> Iterator[Problem]:
-    """Of the experience log: a path is for databases, and a database has one kind of URL."""
+    """Check the path of the experience log: only databases have one, with a certain kind of URL."""
     buffer, at = config.buffer.trainer_input.experience_buffer, "buffer.trainer_input.experience_buffer.path"
     if config.algorithm.schema_type != "experience" or buffer.storage_type != "sql":
         return
@@ -82,9 +82,9 @@ def _modes_are_of_folders(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("algorithm.algorithm_type", "buffer.explorer_input", "buffer.trainer_input")
 def _tables_are_in_a_database(config: Config) -> Iterator[Problem]:
-    """Of datasets with storage_type sql."""
+    """Check the paths of datasets with storage_type sql."""
     source, read = config.buffer.explorer_input, config.buffer.trainer_input
-    # By their keys below `buffer`, so that a mistake is told where it was made.
+    # By their keys below `buffer`, so that a mistake is reported at its key.
     datasets: dict[str, TasksetConfig | ExperienceBufferConfig] = {}
     if source.taskset is not None:
         datasets["explorer_input.taskset"] = source.taskset
@@ -101,7 +101,7 @@ def _tables_are_in_a_database(config: Config) -> Iterator[Problem]:
 
 
 def _no_database(at: str, path: str) -> Iterator[Problem]:
-    """What is wrong with the URL of a database."""
+    """Report a URL that is not a database URL."""
     # A URL that comes from a variable is known only where the run will be.
     if not names_environment(path) and not path.startswith(_DATABASES):
         yield at, f"{show(path)} is not a database URL; use postgresql://user@host/name or sqlite:///file.db"
@@ -112,7 +112,7 @@ _WEIGHTS = ("quality", "difficulty", "usage_frequency", "diversity")
 
 @RULES.reading("mode", "algorithm.algorithm_type", "buffer", "data_processor.task_pipeline")
 def _pipeline_makes_a_dataset(config: Config) -> Iterator[Problem]:
-    """What Data-Juicer itself says of its operators is found where it is (`check_pipeline`)."""
+    """Check the pipeline. `check_pipeline` reports the problems that Data-Juicer finds in its operators."""
     pipeline, at = config.data_processor.task_pipeline, "data_processor.task_pipeline"
     if pipeline == TaskPipelineConfig():
         return
@@ -172,7 +172,7 @@ def _demonstrations_are_there(config: Config) -> Iterator[Problem]:
         yield "algorithm.sample_strategy_args.expert_data_ratio", f"{ratio!r} is not a number in [0, 1)"
     buffer = config.buffer.trainer_input.auxiliary_buffers.get(config.demonstrations)
     at = f"buffer.trainer_input.auxiliary_buffers.{config.demonstrations}"
-    # Who only explores or evaluates reads no demonstrations.
+    # Commands that only explore or evaluate read no demonstrations.
     if config.mode in ("both", "train") and (buffer is None or not buffer.path):
         yield f"{at}.path", f"required for {algorithm}: the demonstrations, a dataset in the format of sft"
 

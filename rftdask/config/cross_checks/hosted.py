@@ -1,4 +1,4 @@
-"""Rules of a policy that is trained and sampled at a service: `model.tinker`."""
+"""Rules for a policy that is trained and sampled at a service: `model.tinker`."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ _IDLE = (
     *("gradient_checkpointing", "torch_compile", "reshard_after_forward", "prefetch_layers", "micro_batch_size"),
     *("max_token_len_per_gpu", "use_dynamic_bsz", "master_weights", "offload_policy", "save_strategy"),
 )
-"""Keys of section trainer that change how a model is computed here: a warning where it is not."""
+"""Keys of section trainer that only matter for local training: a warning otherwise."""
 
 
 @RULES.reading("model.tinker", "trainer.trainer_type", "explorer.rollout_model.engine_type", "mode")
@@ -95,7 +95,7 @@ def _the_service_can_do_it(config: Config) -> Iterator[Problem]:
 
 
 def hosted_warnings(config: Config) -> Iterator[Problem]:
-    """(path, message) of keys without effect."""
+    """Yield (path, message) for keys without effect."""
     if config.trainer.is_hosted:
         for key in _IDLE:
             if getattr(config.trainer, key) != default_of(TrainerConfig.model_fields[key]):

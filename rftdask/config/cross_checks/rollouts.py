@@ -1,4 +1,4 @@
-"""Rules of engines, models and workers of the explorer."""
+"""Rules for engines, models and workers of the explorer."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ RULES = Rules()
 
 _SPLITS = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel")
 _REFUSED = (*_SPLITS, "extra_engine_args")
-"""Keys that change what an engine computes on: an error where it does not follow them."""
+"""Keys that change the results of an engine: an error if it does not follow them."""
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "repetition_penalty", "enable_thinking"),
     *("min_response_tokens", "max_response_tokens", "max_prompt_tokens", "max_model_len"),
@@ -23,7 +23,7 @@ _SAMPLING = (
 _OF_SERVICES = ("requests_per_minute", "tokens_per_minute", "max_retries")
 """Keys of a model behind an API."""
 _IGNORED = ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "gpu_memory_utilization")
-"""Keys that change how fast it computes the same: a warning where it does not follow them."""
+"""Keys that only change the speed of an engine: a warning if it does not follow them."""
 
 
 @RULES.reading("explorer.rollout_model", "explorer.auxiliary_models", "model.lora_configs")
@@ -32,7 +32,7 @@ def _engines_can_do_it(config: Config) -> Iterator[Problem]:
         for key in _set_without_effect(section, _REFUSED):
             remedy = f"leave it out or use {' or '.join(_engines_that_follow(key))}"
             yield f"{path}.{key}", f"engine_type {section.engine_type} does not support it; {remedy}"
-    # Who samples without a part of the adapter samples from another policy than the one that is trained.
+    # Sampling without a part of the adapter would sample from another policy than the trained one.
     engine, loras = config.explorer.rollout_model, config.model.lora_configs or ()
     if any(lora.use_dora for lora in loras) and not engine.traits.takes_dora:
         yield (
@@ -199,7 +199,7 @@ def _teachers_are_there(config: Config) -> Iterator[Problem]:
 
 
 def _teaching_is_shared_out(config: Config) -> Iterator[Problem]:
-    """Whatever is trained has one teacher; the names of what only a log knows are not known here."""
+    """Check that every trained taskset has one teacher. Tasksets that only a log contains are unknown here."""
     models, at = config.explorer.auxiliary_models, "explorer.auxiliary_models"
     taught = [name for model in models for name in model.teacher_for or ()]
     trained = [str(taskset.name) for taskset in config.buffer.explorer_input.train_tasksets if config.mode == "both"]
@@ -222,7 +222,7 @@ def _teaching_is_shared_out(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("mode", "algorithm", "model.external_model", "explorer")
 def _external_is_not_trained(config: Config) -> Iterator[Problem]:
-    """A model behind an API gives text: no tokens and no logprobs, and nobody can load weights into it."""
+    """A model behind an API returns text without tokens and logprobs, and takes no weights."""
     remotes = [model for model in config.explorer.auxiliary_models if model.traits.is_external]
     if remotes and config.algorithm.needs_teacher and config.mode in ("both", "train"):
         number = config.explorer.auxiliary_models.index(remotes[0])
@@ -266,7 +266,7 @@ def _workers_are_between_limits(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("synchronizer.sync_style", "explorer.over_rollout", "explorer.dynamic_timeout", "mode")
 def _fixed_is_repeatable(config: Config) -> Iterator[Problem]:
-    """In style fixed two runs are equal bit by bit; which rollouts a clock calls off is not."""
+    """In style fixed two runs are equal bit by bit, which rollouts cancelled by a clock would break."""
     explorer = config.explorer
     if config.synchronizer.sync_style != "fixed" or config.mode != "both":
         return
@@ -279,7 +279,7 @@ def _fixed_is_repeatable(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("monitor")
 def _trackers_are_named_once(config: Config) -> Iterator[Problem]:
-    """Where a tracker has come to is kept by its name."""
+    """The position of a tracker is stored by its name."""
     seen = {config.monitor.monitor_type}
     for number, tracker in enumerate(config.monitor.extra_monitors):
         name = str(tracker.get("name", ""))
@@ -289,7 +289,7 @@ def _trackers_are_named_once(config: Config) -> Iterator[Problem]:
 
 
 def engine_warnings(config: Config) -> Iterator[Problem]:
-    """(path, message) of keys without effect."""
+    """Yield (path, message) for keys without effect."""
     for path, section in config.explorer.engines():
         for key in _set_without_effect(section, _IGNORED):
             tuned = " and ".join(_engines_that_follow(key))
@@ -297,7 +297,7 @@ def engine_warnings(config: Config) -> Iterator[Problem]:
 
 
 def _set_without_effect(section: InferenceModelConfig, keys: tuple[str, ...]) -> list[str]:
-    """Those of `keys` that differ from their defaults and that the section's engine does not follow."""
+    """Return those of `keys` that differ from their defaults and that the section's engine does not follow."""
     defaults = {key: default_of(InferenceModelConfig.model_fields[key]) for key in keys}
     return [key for key in keys if key not in section.traits.config_keys and getattr(section, key) != defaults[key]]
 

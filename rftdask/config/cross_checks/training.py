@@ -1,4 +1,4 @@
-"""Rules of lengths, batches, ranks and staleness."""
+"""Rules for lengths, batches, ranks and staleness."""
 
 from collections.abc import Iterator
 
@@ -83,7 +83,7 @@ def _schedule_takes_its_arguments(config: Config) -> Iterator[Problem]:
 def _optimizer_takes_its_settings(config: Config) -> Iterator[Problem]:
     section, usual = config.algorithm.optimizer, OptimizerConfig()
     name = section.optimizer_type
-    # muon is AdamW where weights are no matrices of hidden layers; what others take, `ModelOptimizer` asks them.
+    # muon uses AdamW for weights other than hidden matrices. `ModelOptimizer` checks optimizers that are not listed.
     if name not in OPTIMIZERS or name.lower() == "muon":
         return
     takes = read_library_part(name, OPTIMIZERS.places[name]).parameters
@@ -106,7 +106,7 @@ def _groups_are_whole(config: Config) -> Iterator[Problem]:
     if config.algorithm.schema_type != "experience":
         return
     size, group, at = config.buffer.train_batch_size, config.algorithm.repeat_times, "buffer.train_batch_size"
-    # Demonstrations belong to no group, so only the rollouts beside them are counted.
+    # Demonstrations belong to no group, so only the rollouts are counted.
     own, experts = config.num_own_rollouts, config.num_demonstrations
     split = f"multiple of algorithm.repeat_times {group}, and groups are never split"
     if experts and (own < group or own % group):

@@ -1,4 +1,4 @@
-"""What is accepted and may surprise: keys that are ignored, and settings that idle.
+"""Warnings: keys that are ignored, and settings that have no effect.
 
 Pure: a Config in, messages out.
 """
@@ -16,13 +16,13 @@ from rftdask.config.schema.trainer import CriticConfig
 from rftdask.config.yaml_source import Problem
 
 _EVAL_INTERVAL = default_of(ExplorerConfig.model_fields["eval_interval"])
-"""Moving the default is not worth a warning."""
+"""The default is rounded without a warning."""
 
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 
 
 def warn(config: Config) -> Iterator[Problem]:
-    """(path, message) of what is accepted and may surprise."""
+    """Yield (path, message) for accepted settings that may surprise."""
     buffer = config.buffer
     times = config.algorithm.repeat_times
     if config.algorithm.compares_groups and times < 2 and config.mode != "bench":
@@ -82,7 +82,7 @@ def warn(config: Config) -> Iterator[Problem]:
 
 
 def _of_kl(config: Config) -> Iterator[Problem]:
-    """An estimate of the KL where it holds the policy at nothing; docs/algorithms.md derives where each one does."""
+    """Warn about KL estimates that do not hold the policy; docs/algorithms.md derives which."""
     if config.algorithm.kl_loss_fn == "k1":
         why = "as a loss its gradient is 0 on average, so it does not hold the policy"
         yield "algorithm.kl_loss_fn", f"k1: {why}; use k2 here, or k1 as kl_penalty_fn"
@@ -111,7 +111,7 @@ def _of_sync_method(config: Config) -> Iterator[Problem]:
 
 
 def _of_another_place(config: Config) -> Iterator[Problem]:
-    """Keys of a section that stands in several places, set where nothing reads them."""
+    """Warn about keys of a section with several places, set where nothing reads them."""
     source, at = config.buffer.trainer_input, "buffer.trainer_input"
     of_dataset: tuple[str, ...] = ("split", "format")
     of_log: tuple[str, ...] = ("capacity", "max_unread_bytes", "max_read_timeout", "retention")
@@ -160,7 +160,7 @@ _OF_DATASETS = ("split", "subset_name")
 
 
 def _of_other_rows(config: Config) -> Iterator[Problem]:
-    """Columns that are named for tasks or for rows to learn from, where the others are read."""
+    """Warn about columns for tasks that are set for supervised rows, and the reverse."""
     inputs, source, at = config.buffer.explorer_input, config.buffer.trainer_input, "buffer.trainer_input"
     given = [("taskset", inputs.taskset), *((f"tasksets[{n}]", each) for n, each in enumerate(inputs.tasksets))]
     given += [(f"eval_tasksets[{n}]", each) for n, each in enumerate(inputs.eval_tasksets)]
@@ -190,7 +190,7 @@ def _changed(form: FormatConfig, keys: tuple[str, ...]) -> list[str]:
 
 
 def _idle_boundaries(config: Config) -> Iterator[Problem]:
-    """In style fixed no side waits for what the other cannot have made; but then some boundaries bring nothing new."""
+    """In style fixed no side waits for what the other cannot have made, but some synchronizations bring nothing new."""
     sync = config.synchronizer
     if config.mode != "both" or sync.sync_style != "fixed":
         return

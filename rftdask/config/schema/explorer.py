@@ -212,11 +212,11 @@ class InferenceModelConfig(Section):
     def traits(self) -> type[EngineTraits]:
         """Traits of the engine type. Raises: UserError: the user's own engine is not found."""
         part = lookup_part("engine", self.engine_type, registered_engines())
-        # A class made of the traits alone: the engine's own would import torch.
+        # A class with only the traits, because the engine's class would import torch.
         if isinstance(part, RegisteredPart):
             return type(part.attribute, (EngineTraits,), dict(part.traits))
         if not (isinstance(part, type) and issubclass(part, EngineTraits)):
-            raise UserError(f"engine {self.engine_type!r} is no class of engines; see docs/extending.md")
+            raise UserError(f"engine {self.engine_type!r} is not an engine class; see docs/extending.md")
         return part
 
     def own_model(self, model: ModelConfig) -> ModelConfig:

@@ -50,7 +50,7 @@ _CLASSES = {
 """
 OPTIMIZERS = LibraryParts(
     {
-        # The reference system calls so what is AdamW there, too; torch.optim.Adam is named by its path.
+        # AdamW, as in Trinity-RFT. torch.optim.Adam is named by its path.
         "adam": "torch.optim.adamw.AdamW",
         **{n: f"torch.optim.{file}.{name}" for name, file in _CLASSES.items() for n in (name.lower(), name)},
     },

@@ -337,7 +337,7 @@ class Config(Section):
         chosen = self.synchronizer.sync_method
         # Without a trainer or without engines there is nobody to hold weights, or nobody to hand them to.
         if not self.has_both_roles:
-            return "checkpoint", f"mode {self.mode} has one role alone"
+            return "checkpoint", f"mode {self.mode} has only one role"
         if self.trainer.is_hosted:
             return "checkpoint", "the service keeps them, and files name them"
         if chosen != "auto":

@@ -30,7 +30,7 @@ class Missing:
     """Refused unless it has the default: the feature is not available yet."""
 
     feature: str
-    """What is missing, as it ends the sentence "not available in this release: ..."."""
+    """Missing feature, as it ends the sentence "not available in this release: ..."."""
     default: Any = None
     allowed: tuple[Any, ...] = ()
     """Further accepted values, which mean the same as the default."""
@@ -46,7 +46,7 @@ class Secret:
     """Never read from a file, because secrets come from environment variables. Its value is never shown."""
 
     instead: str
-    """What to do instead."""
+    """Advice for the user."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def test_a_grpo_script_becomes_the_same_run_and_is_not_executed(tmp_path: Path) 
     assert {"bf16", "logging_steps", "report_to", "sync_ref_model", "LoraConfig.lora_dropout"} <= found.left.keys()
 
 
-def test_beta_of_rloo_is_a_penalty_and_a_kl_without_correction_is_k3(tmp_path: Path) -> None:
+def test_beta_of_rloo_is_a_penalty_and_uncorrected_kl_is_k3(tmp_path: Path) -> None:
     def parts(config: str) -> dict[str, object]:
         return load_config(read_trl(write(tmp_path, f"args = {config}")).tree).algorithm.model_dump()
 

@@ -31,7 +31,7 @@ def test_a_mixed_batch_holds_the_rollouts_of_an_explore_step(ratio: float, batch
     assert make_plan(loaded).stages[0].groups_per_batch == batch_size
 
 
-def test_a_mixed_batch_that_parts_a_group_is_refused_with_its_arithmetic() -> None:
+def test_a_mixed_batch_must_not_split_groups() -> None:
     (line,) = problems(mix({"expert_data_ratio": 0.5}, train_batch_size=20))
     assert "20 - 10 demonstrations (expert_data_ratio 0.5) = 10 rollouts, not a multiple" in line
 
@@ -60,7 +60,7 @@ def test_demonstrations_are_found_without_being_named(buffers: list[str], found:
 
 
 @pytest.mark.parametrize("name", sorted(registered_parts("algorithm_type")))
-def test_an_algorithm_is_chosen_by_its_name_alone_and_asks_for_its_input_by_one_key(name: str) -> None:
+def test_an_algorithm_needs_its_name_and_one_input_key(name: str) -> None:
     tree = sft() if AlgorithmConfig(algorithm_type=name).schema_type != "experience" else grpo()
     tree["algorithm"] = {"algorithm_type": name}
     inputs = {
@@ -92,7 +92,7 @@ def test_a_sample_strategy_goes_with_its_algorithms() -> None:
     assert "default does not go with mix" in line
 
 
-def test_a_student_learns_from_a_share_of_a_dataset_beside_its_rollouts() -> None:
+def test_a_student_learns_from_rollouts_and_a_dataset() -> None:
     """GKD's mix: lambda is 1 - expert_data_ratio."""
     teacher, shown = "explorer.auxiliary_models=[{model_path: t}]", "buffer.trainer_input.auxiliary_buffers.d.path=x"
     mixed = {"algorithm_type": "jsd", "repeat_times": 1, "sample_strategy": "mix"}
@@ -181,7 +181,7 @@ def test_models_beside_the_policy_need_a_path_and_a_name_each() -> None:
         ({"dynamic_timeout": {"enable": True}}, "explorer.dynamic_timeout.enable"),
     ],
 )
-def test_what_a_clock_decides_is_refused_where_runs_are_repeatable(explorer: dict[str, Any], key: str) -> None:
+def test_style_fixed_refuses_time_dependent_settings(explorer: dict[str, Any], key: str) -> None:
     (line,) = problems(grpo(explorer=explorer))
     assert line.startswith(f"{key}: ") and "in sync_style fixed" in line
     assert config(grpo(explorer=explorer), "synchronizer.sync_style=fully_async").explorer
@@ -268,7 +268,7 @@ def test_a_variable_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) ->
         fill_from_environment("postgresql://me:${oc.env:EXPERIENCES_URL}@host/db")
 
 
-def test_auxiliary_buffers_are_datasets_and_one_that_nothing_reads_is_warned_about() -> None:
+def test_unread_auxiliary_buffers_give_a_warning() -> None:
     (line,) = problems(mix(), "buffer.trainer_input.auxiliary_buffers.more={path: x, storage_type: queue}")
     at = "buffer.trainer_input.auxiliary_buffers.more.storage_type"
     assert line == f"{at}: queue: auxiliary buffers are datasets; use file or sql"
@@ -301,7 +301,7 @@ def test_rows_of_a_dataset_are_counted_not_rollouts(name: str) -> None:
     assert loaded.buffer.trainer_input.experience_buffer.storage_type == "file"
 
 
-def test_what_is_inside_an_auxiliary_buffer_is_checked_like_the_rest() -> None:
+def test_keys_of_auxiliary_buffers_are_checked() -> None:
     tree = mix(trainer_input={"auxiliary_buffers": {"sft_dataset": {"path": "x", "pth": "y"}}})
     (line,) = problems(tree)
     assert line.startswith("buffer.trainer_input.auxiliary_buffers.sft_dataset.pth: unknown key; did you mean path?")
@@ -325,17 +325,17 @@ def test_what_is_inside_an_auxiliary_buffer_is_checked_like_the_rest() -> None:
         ({"loss_agg_mode": "token_mean"}, "algorithm.loss_agg_mode: "),
     ],
 )
-def test_a_wrong_name_argument_or_type_of_a_part_is_told_without_torch(section: dict[str, Any], line: str) -> None:
+def test_parts_are_checked_without_torch(section: dict[str, Any], line: str) -> None:
     (problem,) = problems(grpo(algorithm=section))
     assert problem.startswith(line)
 
 
-def test_the_aggregation_may_be_given_among_the_arguments_of_the_loss() -> None:
+def test_loss_arguments_may_include_the_aggregation() -> None:
     loaded = config(grpo(algorithm={"policy_loss_fn_args": {"loss_agg_mode": "token-mean"}}))
     assert loaded.warnings == ()
 
 
-def test_a_part_of_the_users_own_is_imported_by_the_check_of_plugins_alone() -> None:
+def test_only_the_plugin_check_imports_own_parts() -> None:
     loaded = config(grpo(algorithm={"policy_loss_fn": "my_losses.Mine"}))
     with pytest.raises(ConfigError, match=r"algorithm\.policy_loss_fn: .*cannot import 'my_losses'"):
         check_plugins(loaded)
@@ -353,7 +353,7 @@ def test_arguments_of_the_rollout_correction_are_checked(given: dict[str, Any], 
     assert line.startswith(f"algorithm.rollout_correction.{key}: {message}")
 
 
-def test_schedules_are_known_by_the_names_and_arguments_of_transformers() -> None:
+def test_schedules_have_the_arguments_of_transformers() -> None:
     # The type of the key is written out for those who read it, and for mypy.
     assert set(get_args(OptimizerConfig.model_fields["lr_scheduler_type"].annotation)) == set(SCHEDULES)
     assert set(SCHEDULES["polynomial"].parameters or ()) == {"lr_end", "power"}
@@ -377,7 +377,7 @@ def test_schedules_are_known_by_the_names_and_arguments_of_transformers() -> Non
     )
 
 
-def test_optimizers_are_known_by_the_names_and_arguments_of_torch() -> None:
+def test_optimizers_have_the_arguments_of_torch() -> None:
     def lines(**section: object) -> list[str]:
         return problems(grpo(algorithm={"optimizer": section}))
 

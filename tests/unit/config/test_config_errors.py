@@ -259,7 +259,7 @@ def test_a_group_is_never_split_over_batches() -> None:
     ]
 
 
-def test_batches_smaller_than_a_group_are_told_the_smallest_batch() -> None:
+def test_too_small_a_batch_names_the_smallest_one() -> None:
     assert problems(grpo(), "buffer.train_batch_size=4")[0].endswith("use 8")
 
 
@@ -466,7 +466,7 @@ def test_rows_of_a_dataset_have_no_experts_to_replay() -> None:
     assert found.endswith("does not go with sft, which learns from a dataset: no engine reported its experts")
 
 
-def test_a_dataset_may_be_trained_beside_tasks_to_evaluate_and_a_reward_model_may_not() -> None:
+def test_reward_models_are_not_evaluated_on_tasks() -> None:
     tasks = "buffer.explorer_input.eval_tasksets=[{path: e}]"
     loaded = config(sft(), tasks, "trainer.eval_interval=5", "explorer.eval_interval=7")
     assert loaded.evaluates_training and loaded.eval_interval == 5 and loaded.warnings == ()
@@ -547,7 +547,7 @@ def test_results_that_somebody_needs_again_are_not_removed(keep: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "sql"])
-def test_only_parquet_shards_are_compacted_and_whoever_needs_results_again_finds_them(kind: str) -> None:
+def test_only_parquet_shards_are_compacted(kind: str) -> None:
     buffer = "buffer.trainer_input.experience_buffer"
     selector = "{selector_type: difficulty_based, feature_keys: [weak, strong]}"
     compact = f"{buffer}.retention.keep=compact"
@@ -577,13 +577,13 @@ def test_fewest_explorer_workers_are_not_more_than_most() -> None:
         ),
     ],
 )
-def test_an_unknown_workflow_or_reward_is_told_with_what_comes_nearest(taskset: dict, line: str) -> None:
+def test_unknown_workflows_and_rewards_name_the_nearest(taskset: dict, line: str) -> None:
     [problem] = problems(grpo(buffer={"explorer_input": {"taskset": {"path": "t.jsonl", **taskset}}}))
     assert problem.startswith(line)
     assert "; did you mean math_" in problem
 
 
-def test_a_workflow_that_a_plug_in_may_have_is_no_error_where_nothing_is_imported() -> None:
+def test_a_workflow_of_a_plugin_is_accepted_unimported() -> None:
     taskset = {"path": "t.jsonl", "default_workflow_type": "no_such_module.workflow"}
     assert load_config(grpo(buffer={"explorer_input": {"taskset": taskset}}))
 

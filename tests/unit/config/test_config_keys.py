@@ -183,7 +183,7 @@ def is_leaf(path: str) -> bool:
     return not child_of(key) if isinstance(key, FieldInfo) else not isinstance(key, dict)
 
 
-def test_keys_without_a_field_are_listed_by_the_class_of_a_section_that_lacks_them() -> None:
+def test_reference_keys_belong_to_sections_without_the_field() -> None:
     sections = {cls.__name__: cls for module in SCHEMAS for cls in vars(module).values() if isinstance(cls, type)}
     for name, keys in WITHOUT_FIELD.items():
         assert issubclass(sections[name], Section), name
@@ -280,7 +280,7 @@ def test_a_key_whose_feature_is_missing_is_refused_when_set(path: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["model_path", "name"])
-def test_the_engine_of_the_policy_has_no_model_or_name_of_its_own(key: str) -> None:
+def test_the_policy_engine_has_no_model_path_or_name(key: str) -> None:
     [line] = problems(with_key(f"explorer.rollout_model.{key}", "other"))
     assert line.startswith(f"explorer.rollout_model.{key}: 'other' is not available in this release (")
 
@@ -295,7 +295,7 @@ def test_the_engine_of_the_policy_has_no_model_or_name_of_its_own(key: str) -> N
         for value in mark.values
     ],
 )
-def test_a_value_whose_feature_is_missing_is_refused_with_what_to_use(path: str, value: str) -> None:
+def test_a_value_of_a_missing_feature_names_an_alternative(path: str, value: str) -> None:
     lines = problems(with_key(path, value))
     where = path.replace("[]", "[0]")
     assert [line for line in lines if line.startswith(f"{where}: {value!r} is not available in this release (")]

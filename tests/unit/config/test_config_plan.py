@@ -138,10 +138,10 @@ def test_the_plan_says_how_weights_travel_and_why(overrides: list[str], said: st
 
 @pytest.mark.parametrize("mode", ["explore", "train"])
 @pytest.mark.parametrize("chosen", [MEMORY_CHOSEN, NCCL_CHOSEN])
-def test_a_way_that_is_not_taken_is_warned_about_with_the_reason_of_the_plan(mode: str, chosen: str) -> None:
+def test_an_unused_sync_method_gives_a_warning(mode: str, chosen: str) -> None:
     loaded = config(grpo(mode=mode), S3, chosen)
     (stage,) = make_plan(loaded).stages
-    why = f"mode {mode} has one role alone"
+    why = f"mode {mode} has only one role"
     assert stage.weights == f"{FILES} {why}"
     key, _, method = chosen.partition("=")
     assert loaded.warnings == (f"{key}: {method} is not used: {why}, so weights go through files",)

@@ -60,7 +60,7 @@ def leaves(tree, path=()):
     return {where: value for key, item in tree.items() for where, value in leaves(item, (*path, key)).items()}
 
 
-def test_a_stage_that_gives_one_key_of_a_section_keeps_the_others() -> None:
+def test_a_stage_keeps_keys_that_it_does_not_set() -> None:
     warmup, rl = config(staged()).stage_configs()
     assert (rl.trainer.save_interval, rl.trainer.grad_clip, rl.trainer.total_steps) == (5, 0.3, 7)
     assert (warmup.algorithm.optimizer.lr, warmup.algorithm.optimizer.weight_decay) == (1e-4, 0.1)
@@ -99,7 +99,7 @@ def test_null_in_a_stage_takes_an_inherited_value_back() -> None:
     assert rl.buffer.train_batch_size == 32
 
 
-def test_a_mistake_in_a_stage_names_it_and_a_shared_one_is_told_once() -> None:
+def test_mistakes_name_their_stage_and_shared_ones_appear_once() -> None:
     lines = problems(
         staged(seed="x"),
         "stages[1].trainer.save_intervall=3",
@@ -133,7 +133,7 @@ def test_a_warning_of_a_stage_names_it() -> None:
     assert loaded.stage_configs()[1].warnings == (runners, offload)
 
 
-def test_mode_colocate_is_both_with_turns_in_the_file_and_in_a_stage() -> None:
+def test_mode_colocate_means_both_with_colocate() -> None:
     loaded = config(grpo(mode="colocate", cluster={"num_cpus": 4}))
     assert (loaded.mode, loaded.cluster.colocate, loaded.cluster.num_cpus) == ("both", True, 4)
     assert config(loaded.to_dict()) == loaded
@@ -142,7 +142,7 @@ def test_mode_colocate_is_both_with_turns_in_the_file_and_in_a_stage() -> None:
     assert (rl.mode, rl.cluster.colocate) == ("both", True)
 
 
-def test_an_override_that_every_stage_hides_is_told_with_what_to_type() -> None:
+def test_an_override_hidden_by_every_stage_gives_a_warning() -> None:
     stages = [
         {**STAGES[0], "trainer": {"total_steps": 3}},
         {"stage_name": "rl", "trainer": {"total_steps": 5, "save_interval": 5}},

@@ -241,7 +241,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_every_registered_name_of_the_reference_is_here_or_refused_with_the_reason(kind: str) -> None:
+def test_each_reference_name_exists_or_is_refused(kind: str) -> None:
     here = {
         "workflow": registered_workflows(),
         "reward function": registered_rewards(),
@@ -277,7 +277,7 @@ def test_with_from_trinity_its_defaults_hold_and_are_told() -> None:
     )
 
 
-def test_a_key_of_the_reference_alone_selects_its_defaults_and_from_wins_over_it() -> None:
+def test_a_reference_key_selects_the_reference_defaults() -> None:
     source = tree(explorer={"runner_per_model": 4})
     assert load_config(source).origin == "Trinity-RFT (it has explorer.runner_per_model)"
     assert load_config(source).algorithm.algorithm_type == "ppo"
@@ -308,7 +308,7 @@ def test_a_run_that_goes_on_from_its_own_file_means_the_same() -> None:
     assert model.engine_type == "vllm"
 
 
-def test_training_tasksets_have_the_repeat_times_of_the_algorithm() -> None:
+def test_training_tasksets_use_repeat_times_of_the_algorithm() -> None:
     source = tree(algorithm={"algorithm_type": "grpo", "repeat_times": 4}, model={**tree()["model"], "top_k": 20})
     source["buffer"]["explorer_input"]["taskset"]["repeat_times"] = 1
     loaded = load_config(source, origin="trinity")
@@ -328,7 +328,7 @@ def test_the_capacity_of_a_buffer_counts_steps_there() -> None:
     assert (buffer.capacity, buffer.storage_type) == (120, "queue")
 
 
-def test_an_auxiliary_model_has_engines_of_its_own_as_there_and_a_teacher_none() -> None:
+def test_auxiliary_models_have_engines_and_teachers_none() -> None:
     models = {"auxiliary_models": [{"model_path": "j"}, {"model_path": "far", "engine_type": "external"}]}
     loaded = load_config(tree(explorer=models), origin="trinity")
     assert [model.asked_name for model in loaded.models_apart] == ["j"]
@@ -342,7 +342,7 @@ def test_an_auxiliary_model_has_engines_of_its_own_as_there_and_a_teacher_none()
     assert not any("engine_num" in line for line in load_config(taught, origin="trinity").warnings)
 
 
-def test_engines_that_share_a_gpu_get_a_share_and_a_judge_its_own_thinking() -> None:
+def test_engines_on_one_gpu_get_shares_of_it() -> None:
     judge = {"model_path": "j", "enable_thinking": False, "max_model_len": 20, "engine_num": 0}
     judge |= {"max_prompt_tokens": 16, "max_response_tokens": 8}
     loaded = load_config(tree(explorer={"auxiliary_models": [judge]}), origin="trinity")
@@ -366,7 +366,7 @@ def test_what_was_read_otherwise_is_seen() -> None:
     assert load_config(tree()).changes == ()
 
 
-def test_a_workflow_that_is_not_here_is_refused_with_what_it_needs() -> None:
+def test_an_unavailable_workflow_is_refused_with_the_reason() -> None:
     source = tree()
     source["buffer"]["explorer_input"]["default_workflow_type"] = "webshop_workflow"
     with pytest.raises(

@@ -85,9 +85,7 @@ def test_sizes_of_megatron_are_those_that_cut_and_split_here() -> None:
         ),
     ],
 )
-def test_a_file_for_megatron_is_told_where_its_strategy_and_its_sizes_went(
-    settings: list[str], sizes: tuple[int, int], told: list[str]
-) -> None:
+def test_megatron_keys_are_translated_with_notes(settings: list[str], sizes: tuple[int, int], told: list[str]) -> None:
     tree = {**copy.deepcopy(TREE), "trainer": {"trainer_strategy": "megatron"}}
     config = load_config(tree, settings, origin="trinity")
     trainer = config.trainer
@@ -111,7 +109,7 @@ def test_a_file_for_megatron_is_told_where_its_strategy_and_its_sizes_went(
         ),
     ],
 )
-def test_sizes_of_megatron_that_nothing_here_has_are_refused_with_the_reason(sizes: str, why: str) -> None:
+def test_unsupported_megatron_sizes_are_refused(sizes: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         loaded(f"trainer.megatron={{{sizes}}}")
 
