@@ -151,13 +151,13 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
                     "rollout_model": {"engine_type": "vllm", "extra_engine_args": {"logprobs_mode": "raw_logits"}}
                 }
             },
-            "explorer.rollout_model.extra_engine_args.logprobs_mode: logprobs are those that the trainer computes, of "
-            "softmax(logits / temperature); leave it out",
+            "explorer.rollout_model.extra_engine_args.logprobs_mode: logprobs must be those of "
+            "softmax(logits / temperature), as in the trainer; leave it out",
         ),
         (
             {"explorer": {"rollout_model": {"engine_type": "vllm", "extra_engine_args": {"speculative_config": {}}}}},
-            "explorer.rollout_model.extra_engine_args.speculative_config: that drafts leave the policy's tokens and "
-            "logprobs as they are has not been proven here; leave it out",
+            "explorer.rollout_model.extra_engine_args.speculative_config: it is not verified that speculative "
+            "decoding preserves tokens and logprobs; leave it out",
         ),
         (
             {
@@ -604,7 +604,7 @@ def test_videos_are_refused_where_nothing_reads_them() -> None:
 def test_pixels_are_not_normalized_by_vllm() -> None:
     key = "explorer.rollout_model.extra_engine_args.mm_device_do_normalize"
     [line] = problems(grpo(), f"{key}=true", "explorer.rollout_model.engine_type=vllm")
-    assert line.startswith(f"{key}: the trainer gives the model the pixels that the model's own processor normalizes")
+    assert line.startswith(f"{key}: the trainer normalizes pixels with the processor of the model")
 
 
 @pytest.mark.parametrize(
