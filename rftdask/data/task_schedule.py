@@ -68,11 +68,6 @@ def explore_tasks(
     return tasks
 
 
-def num_explore_steps(sizes: Sequence[int], batch_size: int, total_epochs: int) -> int:
-    """Full explore steps in `total_epochs` epochs; the tasks left over are not run."""
-    return sum(sizes) * total_epochs // batch_size
-
-
 @lru_cache(maxsize=8)  # a step needs one or two epochs; one epoch of a million tasks takes 16 MB
 def _epoch_order(
     sizes: tuple[int, ...], orders: tuple[EpochOrder, ...], seed: int, epoch: int

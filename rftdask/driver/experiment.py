@@ -28,10 +28,11 @@ from rftdask.cluster.base import plan_cluster, prepare_cluster, start_cluster
 from rftdask.cluster.jobs import RETURNED
 from rftdask.cluster.layout import Layout
 from rftdask.config import Config, load_config, replace
+from rftdask.config.plan import StageWork, plan_work
 from rftdask.data.task_pipeline import make_datasets, missing_datasets
 from rftdask.driver.memory_estimate import check_host, check_jobs, gpu_shortages
 from rftdask.driver.preflight import Inputs, check_inputs
-from rftdask.driver.stage import StageRun, StageWork, plan_work
+from rftdask.driver.stage import StageRun
 from rftdask.errors import DataError, RoleError, StorageError, UserError
 from rftdask.monitor.events import Evaluated, Event, Note, Step
 from rftdask.monitor.logs import LogFolder, setup_logging
@@ -145,8 +146,8 @@ class Experiment:
         section = self.config.cluster
         if self.config.mode == "serve":
             raise UserError("mode serve has no end to wait for: `rftdask run`, or `rftdask serve`, serves it")
-        if section.stage_to is not None and section.is_one_machine:  # else on the nodes of the workers
-            stage_here(section.stage_to, section.stage_keep)
+        if section.local_cache_dir is not None and section.is_one_machine:  # else on the nodes of the workers
+            stage_here(section.local_cache_dir, section.stage_keep)
         prepare_cluster(self.config, self.config.stage_configs())
 
     def run(self, progress: ViewKind = "auto", *, accept_changes: bool = False) -> RunSummary:

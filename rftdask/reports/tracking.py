@@ -31,7 +31,7 @@ def open_feeds(config: Config, storage: Storage) -> list[TrackerFeed]:
     """The trackers that the configuration of a stage names. Raises: UserError: see `make_tracker`."""
     monitor = config.monitor
     named = [(monitor.monitor_type, monitor.monitor_args)]
-    named += [(str(tracker["name"]), tracker.get("args") or {}) for tracker in monitor.also]
+    named += [(str(tracker["name"]), tracker.get("args") or {}) for tracker in monitor.extra_monitors]
     return [open_feed(config, storage, *tracker) for tracker in named]
 
 

@@ -72,7 +72,7 @@ def staged(path: str, deadline_s: float = DEADLINE_S) -> str:
         elif time.monotonic() > deadline:
             raise WaitTimeout(
                 f"{path} was not staged to {base} in {deadline_s:.0f} s by the process of this node that does it; "
-                "cluster.stage_to names the folder"
+                "cluster.local_cache_dir names the folder"
             )
         else:
             time.sleep(_LOOK_S)
@@ -112,7 +112,7 @@ def _make_private(base: Path) -> None:
     found = base.lstat()
     # Where all users share a disk, anybody may have put a folder or a link of this name there.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise UserError(f"{base} belongs to somebody else; name another folder as cluster.stage_to")
+        raise UserError(f"{base} belongs to somebody else; name another folder as cluster.local_cache_dir")
 
 
 def _lock(place: Path, kind: int) -> bool:

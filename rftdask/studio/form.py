@@ -18,8 +18,8 @@ from yaml import YAMLError
 
 from rftdask.cluster.layout import TRAINER_RESOURCE, plan_machines
 from rftdask.config import Config, load_config, make_plan
-from rftdask.config.base import Filled, Named, Section, child_of, default_of, marks_of, plain
-from rftdask.config.error_text import allowed_values
+from rftdask.config.base import Computed, PluginName, Section, child_of, default_of, marks_of, plain
+from rftdask.config.check import allowed_values
 from rftdask.config.yaml_source import escape, to_yaml
 from rftdask.driver.init_config import explanations
 from rftdask.driver.memory_estimate import can_be_sized, tell_memory
@@ -104,8 +104,8 @@ def _keys(section: type[Section], path: str) -> Iterator[Key]:
         marks, text = marks_of(info), re.sub(r"(?<!\n)\n(?!\n)", " ", texts.get(name, ""))
         kinds = {kind for kind in _leaves(info.annotation) if kind is not type(None)}
         choices = [str(value) for value in allowed_values(info.annotation)]
-        names = [known for mark in marks if isinstance(mark, Named) for known in mark.registered()]
-        filled = next((mark.rule for mark in marks if isinstance(mark, Filled)), "")
+        names = [known for mark in marks if isinstance(mark, PluginName) for known in mark.registered()]
+        filled = next((mark.rule for mark in marks if isinstance(mark, Computed)), "")
         default = f"computed: {filled}" if filled else "" if info.is_required() else _as_yaml(plain(default_of(info)))
         if child is not None:
             text += f"\n\nEach has: {', '.join(child[1].model_fields)}."

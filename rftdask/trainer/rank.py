@@ -223,7 +223,7 @@ def build_trainer(
         publishers=publishers,
         readers=readers,
         whole_asked=whole_asked,
-        whole_interval=config.synchronizer.whole_interval,
+        full_publish_interval=config.synchronizer.full_publish_interval,
         holder=holder,
         max_weights_to_keep=0 if config.has_both_roles else _WEIGHTS_TO_KEEP,
         ranks=ranks,

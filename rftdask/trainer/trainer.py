@@ -101,7 +101,7 @@ class Trainer:
     """Whether to end with a checkpoint; asked by rank 0 before every batch, and while it waits."""
     emit: Callable[[Event], None]
     """Takes events for whoever watches, best effort."""
-    whole_interval: int = 1
+    full_publish_interval: int = 1
     """Publications from one of the whole weights to the next; those between are of what has changed."""
     whole_asked: Callable[[int], bool] = lambda version: False
     """(last published step) -> whether somebody asks for all of these weights, who cannot make them of what they are
@@ -136,7 +136,9 @@ class Trainer:
         self._published = self._saved = 0
         self._saved_s = time.monotonic()
         self._publishing = Background("publisher")
-        self._publisher = Publisher(self.storage, self.lineage, self.whole_interval, self.publishers, self.holder)
+        self._publisher = Publisher(
+            self.storage, self.lineage, self.full_publish_interval, self.publishers, self.holder
+        )
         self._again: list[int] = []
         """What the trainer before published after its checkpoint, and held: it went with it; on rank 0."""
         # The step that was published last in this life, and what became of it; on rank 0.
@@ -253,7 +255,7 @@ class Trainer:
 
     def _next_turn(self, step: int) -> Turn:
         """What comes after `step`. On rank 0; the entry of a batch is in the ledger when this returns it."""
-        if (self.whole_interval > 1 or self.holder is not None) and self.whole_asked(self._published):
+        if (self.full_publish_interval > 1 or self.holder is not None) and self.whole_asked(self._published):
             return "whole", ""
         if self._is_last(step):
             return "end", ""

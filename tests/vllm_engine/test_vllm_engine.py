@@ -422,7 +422,7 @@ def test_a_delta_becomes_the_whole_that_is_loaded(
     version 1.
     """
     storage = open_storage(str(tmp_path / "run"))
-    publisher = Publisher(storage, "main", whole_interval=2)
+    publisher = Publisher(storage, "main", full_publish_interval=2)
     tensors = load_file(weights_of(folders[0])[0])
     published = []
     for version in (1, 2):

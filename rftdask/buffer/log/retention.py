@@ -44,7 +44,7 @@ def removable(
     if section.keep == "all":
         return []
     repeated = set() if section.keep == "compact" else set(repeated_shards(names))
-    share_kept = section.keep_share if section.keep == "thin" else 0.0
+    share_kept = section.keep_fraction if section.keep == "thin" else 0.0
     # Drawn by its numbers alone, so that every pass and every process draws the same.
     drawn = {name: zlib.crc32(f"{name.explore_step}/{name.unit}".encode()) / 2**32 for name in names}
     old = [name for name in names if name.explore_step < before and drawn[name] >= share_kept]

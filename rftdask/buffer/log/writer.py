@@ -1,8 +1,9 @@
 """Writer: commits the groups of one work unit, together or, if some are done long before the others, in parts.
 
-A group waits at most `flush_age_s` for its siblings. Invariants: every group is committed once by this writer, and none
-that was committed before; a unit whose groups are done at about the same time is one shard, as is one that may not be
-parted. The writer knows neither rollouts nor engines. It commits in a thread of its own, so that the rollouts go on.
+A group waits at most `max_commit_delay_s` for its siblings. Invariants: every group is committed once by this writer,
+and none that was committed before; a unit whose groups are done at about the same time is one shard, as is one that
+may not be parted. The writer knows neither rollouts nor engines. It commits in a thread of its own, so that the
+rollouts go on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class UnitWriter(AbstractContextManager["UnitWriter"]):
     """Writes one work unit.
 
     Example:
-        with UnitWriter(log, explore_step=3, unit=0, num_tasks=8, flush_age_s=0.25) as writer:
+        with UnitWriter(log, explore_step=3, unit=0, num_tasks=8, max_commit_delay_s=0.25) as writer:
             for slot, experiences in finished_groups:
                 writer.add(slot, experiences)
             names = writer.finish()
@@ -37,19 +38,19 @@ class UnitWriter(AbstractContextManager["UnitWriter"]):
         explore_step: int,
         unit: int,
         num_tasks: int,
-        flush_age_s: float | None,
+        max_commit_delay_s: float | None,
         committed: Collection[int] = (),
     ) -> None:
         """
         Args:
             num_tasks: tasks of the whole unit.
-            flush_age_s: seconds that a finished group waits for its siblings; None commits all at once.
+            max_commit_delay_s: seconds that a finished group waits for its siblings; None commits all at once.
             committed: slots that are in the log already, by an earlier attempt at this unit.
         """
         self._log = log
         self._explore_step, self._unit, self._num_tasks = explore_step, unit, num_tasks
         # A part lists its tasks in its name, which can only be so long; larger units are one shard.
-        self._flush_age_s = flush_age_s if num_tasks <= MAX_PART_TASKS else None
+        self._max_commit_delay_s = max_commit_delay_s if num_tasks <= MAX_PART_TASKS else None
         self._committed = set(committed)
         self._names: list[ShardName] = []
         self._waiting: dict[int, Sequence[Experience]] = {}  # Groups that are finished and not committed, by slot.
@@ -72,7 +73,7 @@ class UnitWriter(AbstractContextManager["UnitWriter"]):
                 self._oldest_s = time.monotonic()
             self._waiting[slot] = experiences
             # Started by the first group: a unit that is committed as a whole needs no thread.
-            if self._thread is None and self._flush_age_s is not None:
+            if self._thread is None and self._max_commit_delay_s is not None:
                 self._thread = threading.Thread(target=self._flush_old_ones, name="unit-writer", daemon=True)
                 self._thread.start()
             self._changed.notify()
@@ -109,14 +110,14 @@ class UnitWriter(AbstractContextManager["UnitWriter"]):
         self.close()
 
     def _flush_old_ones(self) -> None:
-        """The thread: commits what waits whenever its oldest group has waited `flush_age_s`, until `close`."""
-        assert self._flush_age_s is not None
+        """The thread: commits what waits whenever its oldest group has waited `max_commit_delay_s`, until `close`."""
+        assert self._max_commit_delay_s is not None
         while True:
             with self._changed:
                 while not self._closed:
                     due_in_s = threading.TIMEOUT_MAX  # until there is a group that can grow old
                     if self._waiting:
-                        due_in_s = self._oldest_s + self._flush_age_s - time.monotonic()
+                        due_in_s = self._oldest_s + self._max_commit_delay_s - time.monotonic()
                     if due_in_s <= 0:
                         break
                     self._changed.wait(due_in_s)

@@ -8,7 +8,6 @@ from rftdask.config import Config
 from rftdask.data.juicer.base import SILENCE_S, Juicer, Pipeline
 from rftdask.data.juicer.environment import find_environment
 from rftdask.data.juicer.process import JuicerProcess
-from rftdask.data.juicer.service import KEY, JuicerService
 from rftdask.errors import NotInstalledError, ProcessLostError, WaitTimeout
 
 
@@ -19,6 +18,8 @@ def open_juicer(
 
     Raises: as JuicerProcess and JuicerService; NotInstalledError: there is no environment for a process.
     """
+    from rftdask.data.juicer.service import JuicerService  # late: imports pyarrow, which no check of a file needs
+
     if server_url:
         return JuicerService(server_url, pipeline, silence_s=silence_s)
     return JuicerProcess(find_environment(what), pipeline, log_file, silence_s=silence_s)
@@ -30,6 +31,8 @@ def check_juicer(pipeline: Pipeline, log_file: Path, what: str, *, server_url: s
     """
     if not server_url:
         return JuicerProcess(find_environment(what), pipeline, log_file, only_check=True).close()
+    from rftdask.data.juicer.service import KEY, JuicerService  # late: as above
+
     try:
         with JuicerService(server_url, pipeline) as service:
             service.check()

@@ -674,7 +674,9 @@ def teachers_of(batch: TrainingBatch, config: Config) -> np.ndarray:
     numbers = {name: config.explorer.teacher_of(name) for name in dict.fromkeys(names)}
     if None in numbers.values():
         name = next(name for name, number in numbers.items() if number is None)
-        raise DataError(f"the rows of {name!r} have no teacher; name it in `teaches` of an explorer.auxiliary_models")
+        raise DataError(
+            f"the rows of {name!r} have no teacher; name it in `teacher_for` of an explorer.auxiliary_models"
+        )
     return np.array([numbers[name] for name in names])
 
 

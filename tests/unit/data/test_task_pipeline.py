@@ -325,7 +325,7 @@ def test_what_sft_learns_is_made_too_and_nothing_where_there_is_no_dataset(here:
     bench = {**tree(here, [SHORT]), "mode": "bench"}
     bench["buffer"]["explorer_input"] = {"eval_tasksets": [{"name": "e", "path": str(here / "tasks.jsonl")}]}
     told = load_config(bench)
-    assert "data_processor.task_pipeline: ignored: there is no taskset to make" in told.warnings
+    assert "data_processor.task_pipeline: ignored: no taskset reads the result" in told.warnings
     assert not make([told])
 
 
@@ -341,9 +341,9 @@ def test_mistakes_are_told_with_their_keys(here: Path) -> None:
         f"{at}.operators[0]: takes name and args",
         f"{at}.operators[1]: takes name and args",
         f"{at}.operators[2].args: 3 is not {{argument: value}}",
-        f"{at}.priority_weights.qualty: unknown; there are quality",
+        f"{at}.priority_weights.qualty: unknown; choose from quality",
         f"{at}.priority_weights.quality: 'much' is not a number",
-        f"{at}.top_k: 0 leaves no row",
+        f"{at}.top_k: 0 keeps no row",
         "service.data_juicer.server_url: ",
     ):
         assert line in told
@@ -359,7 +359,7 @@ def test_a_file_of_the_reference_runs_as_it_is(here: Path) -> None:
     assert make([stage])
     assert len(made(stage)) == 3
     told = "\n".join(stage.warnings)
-    assert "data_processor.task_pipeline.output: ignored: the dataset is made in the run folder" in told
+    assert "data_processor.task_pipeline.output: ignored: the dataset is written to the run folder" in told
     assert "service.data_juicer.server_url: ignored" in told
 
 

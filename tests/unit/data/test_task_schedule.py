@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rftdask.algorithm.selectors import Selector, Shuffle
 from rftdask.config.schema.algorithm import load_part
-from rftdask.data.task_schedule import EpochOrder, TaskRef, num_explore_steps
+from rftdask.data.task_schedule import EpochOrder, TaskRef
 from rftdask.data.task_schedule import explore_tasks as explore_tasks_of
 
 sizes_of_tasksets = st.lists(st.integers(1, 12), min_size=1, max_size=4)
@@ -94,12 +94,6 @@ def test_random_draws_anew_in_each_step_without_repeating_inside_one() -> None:
     assert all(len({task.index for task in step}) == 10 for step in steps)
     assert [step[0].epoch for step in steps] == [0, 1, 2]
     assert len({task.index for step in steps[:2] for task in step}) < 20
-
-
-def test_leftover_tasks_make_no_step() -> None:
-    assert num_explore_steps([7, 3], batch_size=4, total_epochs=1) == 2
-    assert num_explore_steps([7, 3], batch_size=4, total_epochs=2) == 5
-    assert num_explore_steps([3], batch_size=4, total_epochs=1) == 0
 
 
 @pytest.mark.parametrize(("step", "sizes", "batch_size"), [(0, [1], 1), (1, [], 1), (1, [3, 0], 1), (1, [3], 0)])

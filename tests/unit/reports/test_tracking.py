@@ -92,7 +92,7 @@ def test_a_tracker_that_fails_and_arguments_that_are_none_are_told(case: Case, t
 def test_several_trackers_at_once(case: Case, tmp_path: Path) -> None:
     explored(case, 1)
     first = {"monitor_type": "lines.Lines", "monitor_args": {"file": str(tmp_path / "told")}}
-    names = {**first, "also": [{"name": "tensorboard"}]}
+    names = {**first, "extra_monitors": [{"name": "tensorboard"}]}
     tree = {**case.config.to_dict(), "monitor": names}
     feeds = open_feeds(load_config(tree), case.storage)
     for feed in feeds:
@@ -106,4 +106,4 @@ def test_several_trackers_at_once(case: Case, tmp_path: Path) -> None:
         ([{"name": "tensorboard"}], "tensorboard is there already"),
     ):
         with pytest.raises(ConfigError, match=told):
-            check_plugins(load_config({**tree, "monitor": {"also": wrong}}))
+            check_plugins(load_config({**tree, "monitor": {"extra_monitors": wrong}}))

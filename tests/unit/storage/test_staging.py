@@ -87,7 +87,7 @@ def test_who_waits_for_another_process_does_so_for_a_time(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "begun\n"
-        with pytest.raises(WaitTimeout, match=r"was not staged to .* cluster.stage_to names the folder"):
+        with pytest.raises(WaitTimeout, match=r"was not staged to .* cluster.local_cache_dir names the folder"):
             staged(str(model), deadline_s=0.2)
         other.send_signal(signal.SIGKILL)
     assert staged(str(model)) != str(model)
@@ -147,7 +147,9 @@ def test_jobs_say_where_their_nodes_have_room() -> None:
     tree = {
         "model": {"model_path": "m", "max_model_len": 64},
         "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl"}}},
-        "cluster": {"type": "existing", "options": {"address": "tcp://x"}, "stage_to": "$TMPDIR"},
+        "cluster": {"type": "existing", "options": {"address": "tcp://x"}, "local_cache_dir": "$TMPDIR"},
     }
-    with pytest.raises(ConfigError, match=r"cluster.stage_to: workers of an existing cluster are started by others"):
+    with pytest.raises(
+        ConfigError, match=r"cluster.local_cache_dir: the workers of an existing cluster are started elsewhere"
+    ):
         load_config(tree)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rftdask.config import Config, load_config
-from rftdask.config.schema.walk import walk
+from rftdask.config.check import walk
 from rftdask.driver.init_config import bundled
 from rftdask.errors import UserError
 from rftdask.studio.form import FIRST, ROOT, Fields, check_form, form_keys

@@ -15,9 +15,9 @@ import sqlalchemy as sa
 
 from rftdask.algorithm.compose import build_algorithm
 from rftdask.config import Config, load_config
+from rftdask.config.plan import plan_work
 from rftdask.data.tokenizer import load_tokenizer
 from rftdask.driver.preflight import check_inputs
-from rftdask.driver.stage import plan_work
 from rftdask.errors import WaitTimeout
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage

@@ -338,7 +338,7 @@ def test_a_run_that_publishes_what_has_changed_ends_as_one_that_publishes_all_wh
     make_trainer(storage).run()
     undisturbed = new_storage()
     fill_log(undisturbed, NUM_STEPS)
-    make_trainer(undisturbed, whole_interval=3).run()
+    make_trainer(undisturbed, full_publish_interval=3).run()
     expected = {**final_state(storage), "ledger": None}  # names of shards differ from log to log
     assert {**final_state(undisturbed), "ledger": None} == expected
     found = [read_published(undisturbed, version) for version in range(1, NUM_STEPS + 1)]
@@ -347,10 +347,10 @@ def test_a_run_that_publishes_what_has_changed_ends_as_one_that_publishes_all_wh
     for kill_at in range(5, 60, 6):
         killed = new_storage()
         fill_log(killed, NUM_STEPS)
-        run_killed_at(killed, kill_at, whole_interval=3)
+        run_killed_at(killed, kill_at, full_publish_interval=3)
         newest = latest_published(killed)
         assert newest is None or read_weights(killed, newest.version) == read_weights(storage, newest.version)
-        make_trainer(killed, whole_interval=3).run()
+        make_trainer(killed, full_publish_interval=3).run()
         assert {**final_state(killed), "ledger": None} == expected
 
 
@@ -361,7 +361,7 @@ def test_who_cannot_make_the_weights_of_a_delta_gets_all_of_them_from_a_trainer_
         asked.append(version)
         return asked.count(NUM_STEPS) == 1
 
-    make_trainer(storage, whole_interval=9, whole_asked=is_asked).run()
+    make_trainer(storage, full_publish_interval=9, whole_asked=is_asked).run()
     found = [read_published(storage, version) for version in range(1, NUM_STEPS + 1)]
     assert [one and one.delta and one.delta.base for one in found] == [None, 1, 2, 3, None]
     assert is_valid(storage, f"weights/{NUM_STEPS}", NUM_STEPS)

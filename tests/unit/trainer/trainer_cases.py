@@ -105,7 +105,7 @@ def make_trainer(
     checkpoints: Checkpoints | None = None,
     ranks: Ranks | None = None,
     readers: Ranks | None = None,
-    whole_interval: int = 1,
+    full_publish_interval: int = 1,
     whole_asked: Callable[[int], bool] = lambda version: False,
     holder: InMemoryPublisher | None = None,
     lineage: str = "main",
@@ -126,7 +126,7 @@ def make_trainer(
         should_stop=should_stop,
         emit=(events if events is not None else []).append,
         ranks=ranks or Ranks(),
-        whole_interval=whole_interval,
+        full_publish_interval=full_publish_interval,
         whole_asked=whole_asked,
         holder=holder,
     )

@@ -198,7 +198,7 @@ def test_all_keeps_all_and_some_steps_may_stay_whole() -> None:
 
 def test_thinning_keeps_a_share_of_the_batches_chosen_by_their_numbers_alone() -> None:
     names = [ShardName(step, batch, "ab", 1, 0, 0, 0) for step in range(1, 501) for batch in BATCHES]
-    gone = removable(names, RetentionConfig(keep="thin", keep_share=0.1), 501, ())
+    gone = removable(names, RetentionConfig(keep="thin", keep_fraction=0.1), 501, ())
     assert 850 < len(gone) < 950
     others = [ShardName(name.explore_step, name.unit, "cd", 1, 0, 0, 1) for name in names]
     assert [(n.explore_step, n.unit) for n in removable(others, RetentionConfig(keep="thin"), 501, ())] == [

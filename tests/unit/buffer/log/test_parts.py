@@ -31,10 +31,12 @@ def group(task: int, **fields: object) -> list[Experience]:
     return [experience(task, rollout, **fields) for rollout in (0, 1)]  # type: ignore[arg-type]
 
 
-def writer(log: ParquetLog, flush_age_s: float | None = FOR_EVER_S, num_tasks: int = NUM_TASKS) -> UnitWriter:
+def writer(log: ParquetLog, max_commit_delay_s: float | None = FOR_EVER_S, num_tasks: int = NUM_TASKS) -> UnitWriter:
     """What a worker makes for the first work unit of the first step, looking at the log as it does."""
     committed = [slot for name in log.find_all(1, 0) if name.part is not None for slot in name.part.slots]
-    return UnitWriter(log, explore_step=1, unit=0, num_tasks=num_tasks, flush_age_s=flush_age_s, committed=committed)
+    return UnitWriter(
+        log, explore_step=1, unit=0, num_tasks=num_tasks, max_commit_delay_s=max_commit_delay_s, committed=committed
+    )
 
 
 def commit(log: ParquetLog, *slots: int) -> ShardName:
@@ -65,7 +67,7 @@ def test_groups_that_are_done_together_are_one_shard_without_parts_in_its_name()
 
 def test_a_finished_group_does_not_wait_for_its_batch() -> None:
     log = ParquetLog(new_storage())
-    with writer(log, flush_age_s=0.001) as batch:
+    with writer(log, max_commit_delay_s=0.001) as batch:
         batch.add(2, group(2))
         wait_until(lambda: held(log) == [(2,)])
         assert done_units(log.shards()) == set()
@@ -79,8 +81,8 @@ def test_a_finished_group_does_not_wait_for_its_batch() -> None:
 
 def test_a_batch_that_may_not_be_parted_is_not() -> None:
     log = ParquetLog(new_storage())
-    for flush_age_s, num_tasks in ((None, NUM_TASKS), (0.001, MAX_PART_TASKS + 1)):
-        with writer(log, flush_age_s, num_tasks) as batch:
+    for max_commit_delay_s, num_tasks in ((None, NUM_TASKS), (0.001, MAX_PART_TASKS + 1)):
+        with writer(log, max_commit_delay_s, num_tasks) as batch:
             batch.add(0, group(0))
             time.sleep(0.01)
             assert log.shards() == []
@@ -99,7 +101,7 @@ def test_a_commit_that_fails_in_the_background_fails_the_batch() -> None:
         if verb == "put":
             raise StorageError("disk full")
 
-    with writer(ParquetLog(FaultyStorage(new_storage(), fail)), flush_age_s=0.001) as batch:
+    with writer(ParquetLog(FaultyStorage(new_storage(), fail)), max_commit_delay_s=0.001) as batch:
         batch.add(0, group(0))
         time.sleep(0.02)
         batch.add(1, group(1))

@@ -150,7 +150,7 @@ def test_a_dataset_alone_is_distilled_from_by_sft(models: Path) -> None:
 @pytest.mark.parametrize("size", [None, 5])
 def test_each_teacher_scores_the_rows_of_its_own_tasksets(models: Path, name: str, size: int | None) -> None:
     def taught(batch: TrainingBatch, *teachers: tuple[str, list[str] | None]) -> dict[str, float]:
-        settings = [{"model_path": str(models / model), "teaches": names} for model, names in teachers]
+        settings = [{"model_path": str(models / model), "teacher_for": names} for model, names in teachers]
         keys = {"explorer__auxiliary_models": settings, "trainer__micro_batch_size": size}
         return student(models, name, algorithm__algorithm_type=name, **keys).train_step(batch, 1)
 
