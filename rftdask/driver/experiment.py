@@ -41,7 +41,8 @@ from rftdask.processes.dask_task import workers_of
 from rftdask.processes.gpus import free_host_bytes
 from rftdask.processes.usage import gpu_memory
 from rftdask.reports.metric_table import WINDOW, warn_of_learning
-from rftdask.reports.run_reader import Stage, stages_of
+from rftdask.reports.page.report_file import import_ahead, report_run, write_report
+from rftdask.reports.run_reader import StageReader, stages_of
 from rftdask.reports.summary import RunSummary, summarize
 from rftdask.reports.tracking import open_feeds
 from rftdask.run.input_fingerprints import WholeContents, check_made_of, copy_sources
@@ -60,7 +61,6 @@ from rftdask.run.run_folder import (
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.safe_text import safe
 from rftdask.storage.staging import stage_here
-from rftdask.studio.printed import import_ahead, report_run, write_report
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, newest_valid_checkpoint
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class Experiment:
             setup_logging(
                 "driver" + self.config.command_name.removeprefix(self.config.mode), self.config.log.level, logs.path
             )
-        folders: list[Stage] = []
+        folders: list[StageReader] = []
         status, error, model_path = "failed", "", ""
         try:
             # Left from the last to the first: the cluster ends while Ctrl-C is still
@@ -225,7 +225,7 @@ class Experiment:
                         self._stage = None
                         watcher.close()
                         # Also of a stage that failed: the report shows how far it came.
-                        folders.append(Stage(config, stage_storage, time.monotonic() - began))
+                        folders.append(StageReader(config, stage_storage, time.monotonic() - began))
                     if ended.stopped or self._stop_requested:
                         status = "stopped"
                         break
@@ -385,7 +385,7 @@ class Experiment:
 
         return push(self.url, repo, step=step, private=private, merge_lora=merge_lora)
 
-    def _stages(self) -> list[Stage]:
+    def _stages(self) -> list[StageReader]:
         return stages_of(self.config, open_storage(self.url))
 
 

@@ -23,7 +23,7 @@ from rftdask.buffer.log import open_log
 from rftdask.config import Config
 from rftdask.monitor.progress import duration
 from rftdask.reports.metric_table import METRICS, WINDOW
-from rftdask.reports.run_reader import Accuracy, Stage, tell_use
+from rftdask.reports.run_reader import Accuracy, StageReader, format_use
 from rftdask.run.run_folder import package_versions
 from rftdask.storage import open_storage
 from rftdask.storage.safe_text import mask, safe, safe_console
@@ -177,7 +177,13 @@ def shorten(text: str, max_chars: int = 160) -> str:
 
 
 def summarize(
-    config: Config, url: str, stages: Sequence[Stage], *, status: str, began_s: float | None = None, error: str = ""
+    config: Config,
+    url: str,
+    stages: Sequence[StageReader],
+    *,
+    status: str,
+    began_s: float | None = None,
+    error: str = "",
 ) -> RunSummary:
     """Read the summary of a run from the files of its stages.
 
@@ -238,7 +244,7 @@ def summarize(
     )
 
 
-def _changes(name: str, stage: Stage) -> list[Change]:
+def _changes(name: str, stage: StageReader) -> list[Change]:
     """What its first and its last steps measured, where there are enough to tell them apart."""
     found = []
     for metric in _LOOKED_AT:
@@ -251,7 +257,7 @@ def _changes(name: str, stage: Stage) -> list[Change]:
     return found
 
 
-def _files_of(url: str, stages: Sequence[Stage]) -> dict[str, str]:
+def _files_of(url: str, stages: Sequence[StageReader]) -> dict[str, str]:
     """What there is, below `url`."""
     root = open_storage(url)
     there = root.list()
@@ -291,7 +297,7 @@ def _command(name: str) -> str:
     return name if found is not None and os.path.samefile(found, program) else shlex.quote(str(program))
 
 
-def _samples(stages: Sequence[Stage]) -> tuple[SampleAnswer, ...]:
+def _samples(stages: Sequence[StageReader]) -> tuple[SampleAnswer, ...]:
     """Answers to the first evaluation tasks by the first and the last version evaluated, in the last stage with any."""
     columns = ["task_index", "rollout", "prompt_text", "response_text", "truth", "reward"]
     for stage in reversed(stages):
@@ -321,7 +327,7 @@ def _samples(stages: Sequence[Stage]) -> tuple[SampleAnswer, ...]:
     return ()
 
 
-def time_split(stages: Sequence[Stage]) -> dict[str, float]:
+def time_split(stages: Sequence[StageReader]) -> dict[str, float]:
     """Seconds of wall time in which the trainer trained, engines generated, both, and neither (start-up, waiting)."""
     total = sum(stage.seconds for stage in stages)
     training: list[Interval] = []
@@ -399,7 +405,7 @@ def render_summary(summary: RunSummary) -> RenderableType:
         doubt = "" if summary.adds_up else " (these do NOT add up)"
         parts += [Text(f"experiences: {summary.counts['committed']:,} committed = {used}{doubt}"), Text("")]
     if summary.auxiliary:
-        parts += [shown(f"auxiliary model {name}: {tell_use(use)}") for name, use in summary.auxiliary.items()]
+        parts += [shown(f"auxiliary model {name}: {format_use(use)}") for name, use in summary.auxiliary.items()]
         parts.append(Text(""))
     parts.append(line(f"Files are in {summary.run_url}", "bold"))
     width = max(map(len, summary.files), default=0)

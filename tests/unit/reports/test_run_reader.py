@@ -16,12 +16,12 @@ from rftdask.errors import DataError
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.reports.lineage.tables import RunTables
 from rftdask.reports.lineage.trace import trace
+from rftdask.reports.page.report_file import report_run
 from rftdask.reports.run_reader import Accuracy, open_stages
 from rftdask.reports.status import read_status
 from rftdask.reports.summary import learned, render_summary, summarize
 from rftdask.run.run_folder import note_end, open_run
 from rftdask.storage import open_storage
-from rftdask.studio.printed import report_run
 
 
 def begin_run(root: Path) -> Path:
@@ -107,7 +107,7 @@ def test_what_a_step_failed_on_is_not_counted_as_trained(tmp_path: Path) -> None
     url = stage.storage.url
     assert RunTables(url).table("states")["state"].to_pylist() == ["waiting", "waiting"]
     text = trace(url, "t/0/0/0/0").render()
-    assert "  waiting     for step 4, row 1 of 2 (lineage main): that step was not made yet" in text
+    assert "  waiting     for step 4, row 1 of 2 (lineage main), which is not complete yet" in text
     assert "trained" not in text
     with MetricsWriter(stage.storage, "trainer") as metrics:
         metrics.write(4, {})

@@ -16,8 +16,8 @@ from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.errors import DataError, UserError
 from rftdask.reports.lineage.browse import Browser
-from rftdask.studio.pages import static_page
-from rftdask.studio.printed import report_run
+from rftdask.reports.page.rendering import render_experiences
+from rftdask.reports.page.report_file import report_run
 from rftdask.studio.server import StudioServer, serve
 from tests.unit.reports.lineage.lineage_cases import Case, conversation, make_config, make_run
 from tests.unit.studio.conftest import studio_of
@@ -102,7 +102,7 @@ def test_what_a_model_wrote_is_text_on_every_page(case, server):
         assert "\x1b" not in page and "\u202e" not in page
         assert "script-src" not in headers["Content-Security-Policy"], path
         assert "<script>alert('x')</script>" in tags.text, path
-    page = static_page(Browser(case.url), 100)
+    page = render_experiences(Browser(case.url), 100)
     assert "script" not in Tags(page).names and "<script>alert" not in page
 
 
@@ -151,8 +151,8 @@ def test_every_row_of_the_list_has_a_page_the_first_of_a_shard_too(server):
     assert len(paths) == 16 and {fetch(server, f"/{path}")[0] for path in paths} == {200}
 
 
-def test_the_static_page_holds_the_first_experiences(case):
-    text = Tags(static_page(Browser(case.url), 5)).text
+def test_the_render_experiences_holds_the_first_experiences(case):
+    text = Tags(render_experiences(Browser(case.url), 5)).text
     assert "the first 5 of 16" in text
     assert "sums/0/1/1/0" in text and "sums/0/2/0/0" not in text
 
@@ -275,7 +275,7 @@ def test_every_page_of_a_run_on_an_object_store_is_there(s3_url):
         for path in ("/", *(f"/{page}?{RUN}" for page in PAGES), experience_path(case, 2), f"/curves.json?{RUN}"):
             assert fetch(server, path)[0] == 200, path
     report_run(case.url)
-    assert "What happened" in case.storage.get("report.html").decode()
+    assert "Overview" in case.storage.get("report.html").decode()
 
 
 def test_a_folder_that_is_a_run_is_that_run(case):
@@ -286,12 +286,12 @@ def test_a_folder_that_is_a_run_is_that_run(case):
 
 
 def test_a_port_that_is_taken_is_the_users_to_mend(case, server):
-    with pytest.raises(UserError, match="cannot be had"):
+    with pytest.raises(UserError, match="cannot listen on port"):
         serve(case.url, server.port, open_browser=False, say=print)
 
 
 def test_a_folder_that_is_not_there_and_a_run_that_is_none_are_said(tmp_path):
-    with pytest.raises(DataError, match="is empty, or not there"):
+    with pytest.raises(DataError, match="no runs found in"):
         serve(tmp_path / "nope", 0, open_browser=False, say=print, read_only=True)
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="is not a run folder"):

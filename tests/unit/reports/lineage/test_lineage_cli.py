@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from rftdask.cli.app import app
 from rftdask.errors import DataError
 from rftdask.reports.lineage.browse import Browser
-from rftdask.studio.pages import static_page
+from rftdask.reports.page.rendering import render_experiences
 
 SQL = "select step, count(*) as n from ledger group by all order by all"
 
@@ -45,7 +45,7 @@ def test_view_writes_a_page(case, tmp_path):
     file = tmp_path / "page.html"
     done = CliRunner().invoke(app, ["view", case.url, "--html", str(file), "--limit", "3"])
     assert done.output == f"{file}\n"
-    assert file.read_text(encoding="utf-8") == static_page(Browser(case.url), 3)
+    assert file.read_text(encoding="utf-8") == render_experiences(Browser(case.url), 3)
 
 
 def test_doctor_says_what_a_storage_keeps():

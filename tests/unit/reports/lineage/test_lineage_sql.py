@@ -141,7 +141,7 @@ def test_of_a_shard_in_quarantine_the_counts_are_those_of_the_audit(case):
         (3, None, "dropped", None),
     ]
 
-    assert "the other copy counts, which step 3 used (lineage main)" in trace(case.url, "sums/0/4/0/0").render()
+    assert "step 3 used the other copy (lineage main)" in trace(case.url, "sums/0/4/0/0").render()
     assert "waiting     no ledger entry names it yet" in trace(case.url, "sums/0/5/0/0").render()
 
 
@@ -297,4 +297,4 @@ def test_a_long_answer_is_cut_on_a_terminal_and_says_so():
     with console.capture() as capture:
         console.print(to_terminal(pa.table({"n": list(range(1001))}), max_rows=3))
     heads, _, *rows = capture.get().splitlines()
-    assert [line.strip() for line in (heads, *rows)] == ["n", "0", "1", "2", "3 of 1,001 rows; --csv gives all"]
+    assert [line.strip() for line in (heads, *rows)] == ["n", "0", "1", "2", "3 of 1,001 rows; --csv prints all"]

@@ -66,7 +66,7 @@ def test_a_row_of_several_versions_tells_which_tokens_each_has_sampled(case):
     ParquetLog(case.storage).commit([replace(turn_by_turn, turns=turns), untold], explore_step=3, unit=0)
     told = "weights policy version 1 to 3: 1 (tokens 0 to 0), 2 (tokens 1 to 1), 3 (tokens 9 to 9)"
     assert told in lines_of(case, "sums/0/6/0/0")
-    assert "weights policy version 0 to 3: which sampled which token is not known" in lines_of(case, "sums/0/6/1/0")
+    assert "weights policy version 0 to 3: the version of each token is not known" in lines_of(case, "sums/0/6/1/0")
 
 
 def test_a_served_session_is_found_by_its_name(case):
@@ -83,7 +83,7 @@ def test_a_dropped_experience_tells_why(case):
     assert [(copy.state, copy.reason) for copy in found.copies] == [("dropped", "failed")]
     lines = lines_of(case, "sums/0/3/1/0")
     assert "status failed, ValueError: no number (attempt 0)" in lines
-    assert "reward none: a failure is not a reward of zero" in lines
+    assert "reward none (a failure has no reward)" in lines
     assert "dropped failed, when the batch of step 2 was formed (lineage main)" in lines
 
 
@@ -101,7 +101,7 @@ def test_of_a_repeated_experience_both_copies_are_told_the_trained_one_first(cas
     ]
     assert [s["uid"] for s in found.siblings] == ["sums/0/1/0/0", "sums/0/1/1/0"]
     lines = lines_of(case, "sums/0/1/0/0")
-    assert "dropped its work unit ran twice; the other copy is the one that counts" in lines
+    assert "dropped its work unit ran twice; the other copy counts" in lines
 
 
 def test_an_experience_of_two_lineages_tells_both_steps(case):
@@ -113,18 +113,18 @@ def test_an_experience_of_two_lineages_tells_both_steps(case):
 def test_weights_that_fit_their_hash_and_weights_that_do_not_are_told_apart(case):
     (fits,) = trace(case.url, "sums/0/5/0/0").copies
     (differs,) = trace(case.url, "sums/0/5/1/0").copies
-    assert fits.weights.endswith(": that of weights/1, lineage main")
-    assert differs.weights.startswith("hash ffffffffffffffff DIFFERS from what the run has of this version: ")
+    assert fits.weights.endswith(": matches weights/1, lineage main")
+    assert differs.weights.startswith("hash ffffffffffffffff DIFFERS from the stored weights of this version: ")
     case.storage.remove("weights/1")
     (gone,) = trace(case.url, "sums/0/5/1/0").copies
-    assert gone.weights == "hash ffffffffffffffff: weights/1 is not on storage any more to compare it with"
+    assert gone.weights == "hash ffffffffffffffff: not verified, because weights/1 is no longer on storage"
 
 
 def test_a_step_in_the_ledger_that_was_never_reported_is_not_made_up(case):
     Ledger(case.storage).write(LedgerEntry(3, "main", (Rows(case.waiting.text, (0, 1, 2, 3)),)))
     (copy,) = trace(case.url, "sums/0/4/0/0").copies
     assert (copy.uses[0].metrics, copy.uses[0].checkpoint, copy.uses[0].evaluations) == ({}, None, ())
-    assert "waiting for step 3, row 1 of 4 (lineage main): that step was not made yet" in lines_of(case, "sums/0/4/0/0")
+    assert "waiting for step 3, row 1 of 4 (lineage main), which is not complete yet" in lines_of(case, "sums/0/4/0/0")
 
 
 def test_what_a_model_wrote_does_not_reach_the_terminal_as_codes(case):

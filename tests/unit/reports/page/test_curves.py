@@ -9,10 +9,8 @@ import pytest
 
 from rftdask.monitor.metrics import MACHINE, MetricsWriter
 from rftdask.reports.metric_table import explain
-from rftdask.reports.run_reader import Stage
-from rftdask.storage import open_storage
-from rftdask.studio.curves import (
-    MOST_POINTS,
+from rftdask.reports.page.curves import (
+    MAX_POINTS,
     SECTIONS,
     Span,
     arms_of,
@@ -23,18 +21,20 @@ from rftdask.studio.curves import (
     timeline_of,
     trace_events,
 )
+from rftdask.reports.run_reader import StageReader
+from rftdask.storage import open_storage
 from tests.unit.reports.lineage.lineage_cases import make_config
 
 _numbers = itertools.count()
 
 
-def make_stage(name: str, began_s: float, num_steps: int, **metrics: float) -> Stage:
+def make_stage(name: str, began_s: float, num_steps: int, **metrics: float) -> StageReader:
     storage = open_storage(f"memory://curves-{next(_numbers)}")
     times = itertools.count()
     with MetricsWriter(storage, "trainer", clock=lambda: began_s + next(times)) as trainer:
         for step in range(1, num_steps + 1):
             trainer.write(step, {"num_tokens": 10.0, "loss": 1.0 / step, **metrics})
-    return Stage(make_config("runs", name=name), storage)
+    return StageReader(make_config("runs", name=name), storage)
 
 
 def test_a_stage_has_its_own_steps_and_time_and_tokens_go_on():
@@ -76,7 +76,7 @@ def test_each_process_has_a_line_at_the_steps_that_the_run_had_made():
     assert told["x"]["machine/trainer-0"]["step"] == [pytest.approx(1.5, abs=1)]
     assert stage.span[1] < 110
     sections = {chart["key"]: chart["section"] for chart in charts_of([stage])}
-    assert sections["machine.host_cpu"] == "What do machines have in use?"
+    assert sections["machine.host_cpu"] == "How busy are the machines?"
 
 
 def test_what_is_no_number_is_a_gap():
@@ -90,8 +90,8 @@ def test_what_is_no_number_is_a_gap():
 
 
 def test_a_long_curve_is_the_means_of_neighbors():
-    (stage,) = curves_of([make_stage("a", 0.0, 2 * MOST_POINTS + 2)])
-    assert stage["mean_of"] == 3 and len(stage["y"]["trainer.loss"]["trainer"]) <= MOST_POINTS
+    (stage,) = curves_of([make_stage("a", 0.0, 2 * MAX_POINTS + 2)])
+    assert stage["mean_of"] == 3 and len(stage["y"]["trainer.loss"]["trainer"]) <= MAX_POINTS
     assert stage["x"]["trainer"]["step"][:2] == [2.0, 5.0]
     assert stage["y"]["trainer.loss"]["trainer"][0] == float(f"{(1 + 1 / 2 + 1 / 3) / 3:.6g}")
 

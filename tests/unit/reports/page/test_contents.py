@@ -1,19 +1,19 @@
 """Workers of a run as they measured themselves: each is told with its newest numbers, and an hour counts once."""
 
 from rftdask.monitor.metrics import MACHINE, MetricsWriter
-from rftdask.reports.run_reader import Stage
+from rftdask.reports.page.contents import workers_of
+from rftdask.reports.run_reader import StageReader
 from rftdask.storage import open_storage
-from rftdask.studio.machines import workers_of
 from tests.unit.reports.lineage.lineage_cases import make_config
 
 
-def measured(name: str, *times: float, **metrics: float) -> Stage:
-    storage = open_storage(f"memory://studio-machines-{name}")
+def measured(name: str, *times: float, **metrics: float) -> StageReader:
+    storage = open_storage(f"memory://contents-{name}")
     clock = iter([at for at in times for _ in range(2)]).__next__  # once to write it, once to put it
     with MetricsWriter(storage, MACHINE, clock=clock) as rows:
         for at in times:
             rows.write(int(at), {"cpu_cores": at, **metrics}, process="w", host=f"h{at:.0f}")
-    return Stage(make_config("runs", name=name), storage)
+    return StageReader(make_config("runs", name=name), storage)
 
 
 def test_a_worker_has_its_newest_numbers_and_no_hours_of_pauses() -> None:

@@ -41,7 +41,7 @@ def test_a_configuration_is_written_below_the_folder_and_read_back(tmp_path: Pat
     assert f"checkpoint_root_dir: {tmp_path}/runs\n" in text
     actions.save("first", FIELDS)  # the same is no other
     other = Fields({**FIELDS.texts, "seed": "7"})
-    with pytest.raises(UserError, match="there already"):
+    with pytest.raises(UserError, match="already exists"):
         actions.save("first", other)
     actions.save("first", other, replace=True)
     assert actions.read("first").texts["seed"] == "7"
@@ -50,7 +50,7 @@ def test_a_configuration_is_written_below_the_folder_and_read_back(tmp_path: Pat
 
 def test_what_is_wrong_is_not_written(tmp_path: Path) -> None:
     actions = Actions(Folder(tmp_path))
-    with pytest.raises(UserError, match=r"nothing is written: .*required"):
+    with pytest.raises(UserError, match=r"not saved: .*required"):
         actions.save("first", Fields({"name": "first"}))
     assert list(tmp_path.rglob("*")) == []
 
@@ -59,7 +59,7 @@ def test_what_is_wrong_is_not_written(tmp_path: Path) -> None:
 def test_a_name_leads_nowhere_else(tmp_path: Path, name: str) -> None:
     actions = Actions(Folder(tmp_path / "runs"))
     for call in (lambda: actions.save(name, FIELDS), lambda: actions.read(name), lambda: actions.start("start", name)):
-        with pytest.raises(UserError, match="no name of a configuration"):
+        with pytest.raises(UserError, match="invalid configuration name"):
             call()
     assert list(tmp_path.rglob("*")) == []
 
@@ -90,14 +90,14 @@ def test_the_commands_are_those_that_somebody_would_type(tmp_path: Path) -> None
     for what, of in (("stop", "p/none"), ("continue", "../p/run"), ("start", "none")):
         with pytest.raises(DataError, match="has no"):
             actions._command(what, of)
-    with pytest.raises(UserError, match="nothing to do"):
+    with pytest.raises(UserError, match="unknown action"):
         actions._command("rm", "first")
 
 
 def test_a_run_that_was_copied_is_not_continued_elsewhere(tmp_path: Path) -> None:
     make_run("", make_config(str(tmp_path / "runs")))
     (tmp_path / "runs").rename(tmp_path / "copy")
-    with pytest.raises(UserError, match="can only be continued there"):
+    with pytest.raises(UserError, match="can only be continued in that folder"):
         Actions(Folder(tmp_path / "copy")).start("continue", "p/run")
 
 
@@ -106,7 +106,7 @@ def test_a_command_is_started_once_and_says_how_it_ended(tmp_path: Path, monkeyp
     program = "import sys; print('began', flush=True); sys.stdin.read(); sys.exit({})"
     codes = iter((0, 3, 0, 0, 0))
     monkeypatch.setattr(Actions, "_command", lambda *_: [sys.executable, "-c", program.format(next(codes)), "x"])
-    monkeypatch.setattr(module, "_MOST_STARTED", 4)
+    monkeypatch.setattr(module, "_MAX_STARTED", 4)
     states = []
     for number in range(5):
         started = actions.start("start", "first")
@@ -117,7 +117,7 @@ def test_a_command_is_started_once_and_says_how_it_ended(tmp_path: Path, monkeyp
     monkeypatch.setattr(Actions, "_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)", "x", "y"])
     running = actions.start("start", "first")
     try:
-        with pytest.raises(UserError, match="under way already"):
+        with pytest.raises(UserError, match="already running"):
             actions.start("start", "first")
     finally:
         running.process.kill()
@@ -132,13 +132,13 @@ def ask(server: StudioServer, body: Any, **headers: str | None) -> tuple[int, di
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     own = {"Cookie": f"{server.cookie}={server.token}", "Host": f"127.0.0.1:{server.port}"}
     connection.request("GET", "/configure", headers=own)
-    found = re.search(r'data-asking="([^"]*)"', connection.getresponse().read().decode())
+    found = re.search(r'data-action-token="([^"]*)"', connection.getresponse().read().decode())
     given = {
         **own,
         "Content-Type": "application/json",
         "Origin": f"http://127.0.0.1:{server.port}",
         "Sec-Fetch-Site": "same-origin",
-        "X-Rftdask-Asking": found[1] if found else "",
+        "X-Rftdask-Action-Token": found[1] if found else "",
     }
     given |= {name.replace("_", "-"): value for name, value in headers.items()}
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -158,7 +158,7 @@ def test_a_page_of_the_studio_may_ask(own_case: Case, own_server: StudioServer) 
     assert status == 200 and told["problems"] == {} and "checkpoint_root_dir" in told["yaml"]
     root = Path(own_case.config.checkpoint_root_dir)
     assert not (root / "configs").exists(), "looking writes nothing"
-    assert ask(own_server, FORM) == (200, {"said": "wrote configs/first.yaml"})
+    assert ask(own_server, FORM) == (200, {"message": "wrote configs/first.yaml"})
     assert (root / "configs/first.yaml").exists()
 
 
@@ -174,8 +174,8 @@ def test_a_page_of_the_studio_may_ask(own_case: Case, own_server: StudioServer) 
         {"Origin": "http://127.0.0.1:1"},
         {"Sec_Fetch_Site": "same-site"},
         {"Sec_Fetch_Site": "cross-site"},
-        {"X_Rftdask_Asking": None},
-        {"X_Rftdask_Asking": "guess\u00e9"},
+        {"X_Rftdask_Action_Token": None},
+        {"X_Rftdask_Action_Token": "guess\u00e9"},
         {"Content_Type": "text/plain"},
         {"Content_Type": "application/x-www-form-urlencoded"},
     ],

@@ -63,7 +63,7 @@ def test_what_is_wrong_stands_at_its_key() -> None:
     assert checked.config is None and texts.keys() < checked.problems.keys()
     assert checked.problems["algorithm.repeat_times"] == "'x' is not a whole number"
     assert "did you mean both" in checked.problems["mode"] and "not valid YAML" in checked.problems["explorer.env_vars"]
-    assert "algoritm" in checked.problems[""] and checked.problems["model.no_such"] == "there is no such key"
+    assert "algoritm" in checked.problems[""] and checked.problems["model.no_such"] == "unknown key"
     assert "required" in checked.problems["model.model_path"], "what is missing has a key, too"
 
 

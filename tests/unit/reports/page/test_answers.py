@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rftdask.studio.answers import (
+from rftdask.reports.page.answers import (
     Cell,
     as_passed,
     distribution,

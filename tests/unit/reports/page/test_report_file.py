@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from rftdask.monitor.metrics import MetricsWriter
-from rftdask.reports.lineage.browse import some_answers
+from rftdask.reports.lineage.browse import sample_answers
+from rftdask.reports.lineage.tables import RunTables
 from rftdask.reports.metric_table import METRICS
+from rftdask.reports.page import report_file
+from rftdask.reports.page.report_file import render_report, report_run
 from rftdask.run.run_folder import note_end
-from rftdask.studio import printed
 from rftdask.studio.folder import HERE, Folder
-from rftdask.studio.printed import print_run, report_run
 from tests.unit.reports.lineage.lineage_cases import EVIL, Case, group, make_config, make_run
 
 VOID = {"meta", "br", "input", "link"}
@@ -91,7 +92,7 @@ def test_only_the_studio_s_own_scripts_may_run(html: str) -> None:
     *_, first, second = page = Page(html).scripts
     [data] = page[:-2]
     for (attributes, text), name in ((first, "uPlot.iife.min.js"), (second, "studio.js")):
-        assert attributes == {} and text == (Path(printed.__file__).parent / "static" / name).read_text()
+        assert attributes == {} and text == (Path(report_file.__file__).parent / "static" / name).read_text()
         assert f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}" in allowed
     assert len(allowed) == 2 and "unsafe" not in policy[1].replace("style-src &#39;unsafe-inline", "")
     assert data[0] == {"type": "application/json", "id": "curves-data"}
@@ -102,25 +103,25 @@ def test_only_the_studio_s_own_scripts_may_run(html: str) -> None:
 
 def test_it_says_first_what_happened(html: str) -> None:
     text = Page(html).text
-    told = [
+    headings = [
         "run stopped both",
         "10.0% \u2192 90.0%",
         "accuracy 10.0% -> 90.0% (+80.0 points",
         "seed 42 alone",
-        "What changed",
+        "Changes",
         "Reward",
         "Warning grpo: all rewards of the last 5 steps are 0",
         "Curves",
-        "Where the time went",
+        "Use of time",
         "Answers over time",
         "Distributions",
-        "Groups: what they teach",
+        "Learning signal of groups",
         "Cluster",
         "committed = trained + dropped + waiting holds",
-        "What the metrics mean",
+        "Meaning of the metrics",
     ]
     at = text.index("run stopped both")
-    for words in told:
+    for words in headings:
         found = text.find(words, at)
         assert found >= 0, words
         at = found
@@ -133,7 +134,7 @@ def test_a_run_that_measured_nothing_still_has_a_report(tmp_path: Path) -> None:
     folder = Path(config.checkpoint_job_dir)
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"config": config.to_dict()}))
-    page = Page(print_run(str(folder), Folder(folder).summary(HERE)))
+    page = Page(render_report(str(folder), Folder(folder).summary(HERE)))
     assert page.open == [] and "not begun" in page.text
 
 
@@ -142,15 +143,15 @@ def test_of_many_answers_some_are_read_evenly(tmp_path: Path) -> None:
     for step in range(3, 43):
         case_log = Folder(tmp_path).stages("p/run")[0].log
         case_log.commit([*group(0, explore_step=step), *group(1, explore_step=step)], explore_step=step, unit=0)
-    rows, there = some_answers(case.url, most=40)
+    rows, there = sample_answers(RunTables(case.url), max_rows=40)
     assert there == 16 + 40 * 4 and 20 <= len(rows) <= 60
     steps = rows["explore_step"].unique()
     assert steps.min() <= 3 and steps.max() >= 38 and len(steps) >= 8
-    assert len(some_answers(case.url, most=10**6)[0]) == there
-    assert some_answers(case.url, evals=True, most=10)[1] == 0
+    assert len(sample_answers(RunTables(case.url), max_rows=10**6)[0]) == there
+    assert sample_answers(RunTables(case.url), evals=True, max_rows=10)[1] == 0
 
 
 def test_what_a_model_wrote_is_text_there_too(tmp_path: Path) -> None:
     case = make_run("", make_config(str(tmp_path), name=f"n{EVIL[:8]}".replace("/", "-").replace("<", "-")))
-    html = print_run(case.url, Folder(case.url).summary(HERE))
+    html = render_report(case.url, Folder(case.url).summary(HERE))
     assert [attributes for attributes, _ in Page(html).scripts][1:] == [{}, {}]
