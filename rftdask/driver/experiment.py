@@ -33,7 +33,7 @@ from rftdask.driver.memory_estimate import check_host, check_jobs, gpu_shortages
 from rftdask.driver.preflight import Inputs, check_inputs
 from rftdask.driver.stage import StageRun, StageWork, plan_work
 from rftdask.errors import DataError, RoleError, StorageError, UserError
-from rftdask.monitor.events import Evaluated, Event, Note, Step
+from rftdask.monitor.events import Evaluated, Event, Note, StepFinished
 from rftdask.monitor.logs import LogFolder, setup_logging
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.progress import Progress, ProgressView, ViewKind
@@ -472,7 +472,7 @@ class _Watcher:
             progress = dataclasses.replace(
                 progress, accuracy=event.metrics.get("accuracy"), accuracy_step=event.version
             )
-        if isinstance(event, Step):
+        if isinstance(event, StepFinished):
             rows = self._rows[event.role]
             rows.append(event.metrics)
             del rows[WINDOW:-WINDOW]  # of what is between them nothing is told
@@ -481,7 +481,7 @@ class _Watcher:
                 self.view.note(f"warning: {warnings[name]}")
             self._warned = set(warnings)
         # Only one role's steps move the bar; in mode both that is the trainer, whose end is the run's.
-        if isinstance(event, Step) and event.role == self._role:
+        if isinstance(event, StepFinished) and event.role == self._role:
             if self._first is None:
                 self._first = (event.step - 1, now - event.metrics.get("step_s", 0.0))
             # From the first step of this start: a resumed run has made the earlier ones
@@ -494,7 +494,7 @@ class _Watcher:
             if not self._ends_soon and (eta_s is None or eta_s < _REPORT_AHEAD_S):
                 self._ends_soon = True
                 import_ahead()
-        elif isinstance(event, Step):
+        elif isinstance(event, StepFinished):
             progress = dataclasses.replace(progress, reward=event.metrics.get("reward", progress.reward))
         self.experiment._progress = progress
         self.view.update(progress)

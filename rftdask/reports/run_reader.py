@@ -94,7 +94,7 @@ class StageReader:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Numbers of experiences: "committed", "trained", "waiting", then dropped ones by reason; {} without an audit."""
+        """Numbers of experiences: "committed", "trained", "waiting", then dropped by reason; {} without an audit."""
         audit = self.audit
         if audit is None:
             return {}

@@ -166,7 +166,8 @@ def read_line(name: str, url: str, stages: Sequence[StageReader]) -> RunLine:
     state = "running" if alive else end or ("killed" if begun else "not begun")
     current = begun[-1] if begun else stages[0]
     step = current.last_step if begun else 0
-    total, progress = step if begun else None, 1.0
+    total: int | None = step if begun else None
+    progress: float | None = 1.0
     if state != "finished":
         total = _planned_steps(current) if begun else None
         # Earlier stages have ended, whatever their plan was.

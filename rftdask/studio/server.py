@@ -393,7 +393,7 @@ class Studio:
     # ---- actions
 
     def configure(self, request: Request) -> Response:
-        """A configuration as a form. Query: `config` (of the folder), `run` (that of a run) or `like` (a bundled one)."""
+        """A configuration as a form. Query: `config` (saved), `run` (of this run) or `like` (bundled)."""
         if self.actions is None:
             raise HTTPException(404, "this studio is read-only; open a folder of runs without --read-only")
         query, fields, name = request.query_params, Fields(), "first"

@@ -241,7 +241,7 @@ class RunTables:
         return self._metrics("eval", ["stage", "version", "taskset"])
 
     def _metrics(self, role: str, first: list[str]) -> pa.Table:
-        """Return the metrics of `role`, starting with the columns `first`. The step of an eval is its policy version."""
+        """Return the metrics of `role`, with the columns `first` first. The step of an eval is its policy version."""
         import pandas as pd  # late: half a second
 
         frames = []

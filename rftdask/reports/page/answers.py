@@ -108,7 +108,7 @@ def task_table(rows: pd.DataFrame, *, order: str = "", first: int = 0, size: int
 
 
 def step_bins(steps: np.ndarray[Any, Any], max_bins: int) -> list[tuple[int, int]]:
-    """Return (first, last) of at most `max_bins` ranges that cover the steps, with about equally many distinct steps."""
+    """Return (first, last) of at most `max_bins` ranges that cover the steps, with about equally many steps each."""
     distinct = np.unique(steps)
     parts = np.array_split(distinct, min(max_bins, len(distinct)))
     return [(int(part[0]), int(part[-1])) for part in parts]

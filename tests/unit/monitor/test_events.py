@@ -19,15 +19,15 @@ from rftdask.monitor.events import (
     Evaluated,
     Event,
     Note,
-    Published,
     Started,
-    Step,
+    StepFinished,
+    WeightsPublished,
 )
 
 EVENTS: list[Event] = [
     Started(0),
-    Step("trainer", 12, {"loss": 0.25, "num_rows": 8.0}),
-    Published(12, "ab12"),
+    StepFinished("trainer", 12, {"loss": 0.25, "num_rows": 8.0}),
+    WeightsPublished(12, "ab12"),
     CheckpointSaved(12),
     Evaluated(12, "gsm8k", {"accuracy": 0.5}),
     Note("worker 3 was lost"),

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from rftdask.monitor.metrics import MetricsWriter
-from rftdask.monitor.trackers import Rollout, TrackerFeed, make_tracker
+from rftdask.monitor.trackers import RolloutRow, TrackerFeed, make_tracker
 from rftdask.storage.base import Storage
 
 pytestmark = [
@@ -44,8 +44,8 @@ def no_accounts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # whoever asks anybody gets an error
 
 
-def answers(step: int) -> list[Rollout]:
-    return [Rollout("sums/0/1", i, "1+1=", f"step {step}, <b>|\n{i}", "2", float(i), "ok") for i in range(2)]
+def answers(step: int) -> list[RolloutRow]:
+    return [RolloutRow("sums/0/1", i, "1+1=", f"step {step}, <b>|\n{i}", "2", float(i), "ok") for i in range(2)]
 
 
 def feed_twice(kind: str, storage: Storage, folder: Path, clock: Any, **args: Any) -> None:

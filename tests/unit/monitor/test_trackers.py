@@ -8,7 +8,7 @@ import pytest
 
 from rftdask.errors import UserError
 from rftdask.monitor.metrics import MetricsWriter
-from rftdask.monitor.trackers import NoTracker, Rollout, Tracker, TrackerFeed, make_tracker
+from rftdask.monitor.trackers import NoTracker, RolloutRow, Tracker, TrackerFeed, make_tracker
 
 
 class ListTracker(Tracker):
@@ -65,7 +65,7 @@ def test_a_broken_tracker_is_set_aside_and_the_next_loses_nothing(storage, clock
     with caplog.at_level(logging.WARNING, logger="rftdask"):
         assert feed.poll() == 0
         feed.close()
-    assert "ListTracker failed and is not fed any more: no route" in caplog.text
+    assert "ListTracker failed and is disabled: no route" in caplog.text
     assert isinstance(feed.error, ConnectionError)
     assert TrackerFeed(storage, ListTracker(), "wandb").poll() == 1
 
@@ -112,7 +112,7 @@ class TableTracker(ListTracker):
 def test_answers_of_an_explore_step_come_with_its_metrics_for_who_shows_them(storage, clock):
     with MetricsWriter(storage, "explorer", clock=clock) as writer:
         writer.write(3, {"reward": 1.0})
-    answers = {3: [Rollout("sums/0/1", 0, "1+1=", "2", "2", 1.0, "ok")]}
+    answers = {3: [RolloutRow("sums/0/1", 0, "1+1=", "2", "2", 1.0, "ok")]}
     asked = []
     shows, does_not = TableTracker(), ListTracker()
     for tracker in (shows, does_not):

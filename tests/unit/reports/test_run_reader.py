@@ -79,7 +79,7 @@ def test_accuracies_are_over_all_tasksets_together(tmp_path: Path) -> None:
     assert stage.accuracies == [Accuracy(pytest.approx(0.125), 40), Accuracy(pytest.approx(0.4), 40)]
     assert stage.accuracies[1].error == pytest.approx(0.0775, abs=1e-4)
     summary = summarize(stage.config, str(folder), [stage], status="finished", began_s=0.0)
-    told = "+27.5 points, standard error 9.3, 40 answers each, seed 42 alone"
+    told = "+27.5 points, standard error 9.3, 40 answers each, seed 42 only"
     assert learned(summary) == f"accuracy 12.5% -> 40.0% ({told})"
 
 

@@ -58,7 +58,7 @@ def test_the_terminal_summary_says_what_was_learned_and_what_to_do_next():
     console.file.close()
     text = console.export_text()
     assert (
-        "countdown finished after 1:12:01\naccuracy 10.0% -> 80.0% (+70.0 points, 40 and 80 answers, seed 7 alone)"
+        "countdown finished after 1:12:01\naccuracy 10.0% -> 80.0% (+70.0 points, 40 and 80 answers, seed 7 only)"
         in text
     )
     assert re.search(r"rl +both +grpo +50 +1:07:01 +30.0% +80.0%", text)
@@ -99,7 +99,7 @@ def test_a_shortened_answer_keeps_its_end():
 
 def test_the_sentence_says_how_sure_it_is():
     told = learned(replace(SUMMARY, accuracy_error=0.083))
-    assert told == "accuracy 10.0% -> 80.0% (+70.0 points, standard error 8.3, 40 and 80 answers, seed 7 alone)"
+    assert told == "accuracy 10.0% -> 80.0% (+70.0 points, standard error 8.3, 40 and 80 answers, seed 7 only)"
     assert learned(replace(SUMMARY, num_answers=(9, 9), seed=None)).endswith("(+70.0 points, 9 answers each)")
 
 

@@ -107,7 +107,7 @@ def test_it_says_first_what_happened(html: str) -> None:
         "run stopped both",
         "10.0% \u2192 90.0%",
         "accuracy 10.0% -> 90.0% (+80.0 points",
-        "seed 42 alone",
+        "seed 42 only",
         "Changes",
         "Reward",
         "Warning grpo: all rewards of the last 5 steps are 0",
