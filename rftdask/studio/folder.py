@@ -1,4 +1,4 @@
-"""Folder: the runs below a URL, with a cache of what was read from them.
+"""Folder: the runs below a URL, with a cache of their contents.
 
 It starts nothing and writes nothing. Invariants: a run is named by its path below the folder, and only names that
 `runs` lists are opened, so no name leads out of the folder; the cache expires after a multiple of the time that a read

@@ -60,7 +60,7 @@ class Use:
     checkpoint: tuple[int, str, str] | None = None
     """(step, folder, content hash) of the first stored checkpoint that includes the step."""
     evaluations: tuple[tuple[Evaluation | None, Evaluation], ...] = ()
-    """For each taskset the last evaluation before the step and the first one that includes it."""
+    """Last evaluation before the step and first one that includes it, for each taskset."""
 
 
 @dataclass(frozen=True)

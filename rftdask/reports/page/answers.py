@@ -102,7 +102,7 @@ def task_table(rows: pd.DataFrame, *, order: str = "", first: int = 0, size: int
         prompt, truth, response, error = (str(text or "") for text in texts.loc[key])
         task_rows.append(TaskRow(str(stage), str(taskset), int(task), prompt, truth, cells, response or error))
     low, high = float(rows["reward"].min()), float(rows["reward"].max())
-    # If all answers failed, there are no rewards.
+    # No rewards: all answers failed.
     low, high = (0.0, 1.0) if np.isnan(low) else (min(low, 0.0), max(high, 1.0))
     return TaskTable(columns, task_rows, len(wide), low, high)
 
@@ -128,7 +128,7 @@ class AnswerGroup:
     truth: str
     mean: float | None
     spread: float
-    """Standard deviation of the rewards; at 0 there is no learning signal."""
+    """Standard deviation of the rewards; 0 means no learning signal."""
     answers: Sequence[dict[str, Any]] = field(default_factory=list)
     """Rows of the browser with `minus_mean`, the best first. Identical answers with the same reward are merged; `same`
     lists their rows.

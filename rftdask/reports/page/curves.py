@@ -298,8 +298,8 @@ def _name_of(value: Any, number: int) -> str:
 
 
 def arms_of(names: Sequence[str], differing: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return the arm of each run. Runs that differ only in their seed form one arm. If there are no such runs, or two
-    runs also share a seed, each run is its own arm, named after the run.
+    """Return the arm of each run. Runs that differ only in their seed form one arm. Without such runs, or if two runs
+    also share a seed, each run is its own arm, named after the run.
     """
     seeds = differing.get(_SEED, [None] * len(names))
     settings = {key: values for key, values in differing.items() if key != _SEED}

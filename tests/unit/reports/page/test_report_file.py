@@ -1,5 +1,5 @@
-"""The report: the pages of a run in one file. Promises: it needs nothing else; its scripts are the studio's own and no
-other can run; it says first what happened, how sure that is and what changed; what it costs is bounded.
+"""Report: the pages of a run in one file. Promises: it is self-contained; only the studio's scripts can run; it starts
+with the result, its standard error and the changes; its cost is bounded.
 """
 
 import base64
@@ -25,7 +25,7 @@ VOID = {"meta", "br", "input", "link"}
 
 
 class Page(HTMLParser):
-    """Parses strictly: every element is closed, in order; keeps texts, links and scripts."""
+    """Strict parser that requires every element to be closed in order; collects texts, links and scripts."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -42,11 +42,11 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.texts).split())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self.links += [value for name in ("href", "src", "action") if (value := given.get(name))]
-        self.ids += [value for value in [given.get("id")] if value]
+        attributes = dict(attrs)
+        self.links += [value for name in ("href", "src", "action") if (value := attributes.get(name))]
+        self.ids += [value for value in [attributes.get("id")] if value]
         if tag == "script":
-            self.scripts.append((given, ""))
+            self.scripts.append((attributes, ""))
         if tag not in VOID:
             self.open.append(tag)
 
@@ -76,12 +76,12 @@ def html(case: Case) -> str:
     return case.storage.get("report.html").decode()
 
 
-def test_the_report_needs_nothing_from_outside(html: str) -> None:
+def test_the_report_is_self_contained(html: str) -> None:
     page = Page(html)
     assert page.open == [] and len(page.ids) == len(set(page.ids))
     assert [link for link in page.links if not link.startswith("#")] == []
     assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
-    others = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)  # one names where it is from in a comment
+    others = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)  # a script contains a URL in a comment
     assert "http:" not in others and "https:" not in others and "@import" not in others
 
 
@@ -97,11 +97,11 @@ def test_only_the_studio_s_own_scripts_may_run(html: str) -> None:
     assert len(allowed) == 2 and "unsafe" not in policy[1].replace("style-src &#39;unsafe-inline", "")
     assert data[0] == {"type": "application/json", "id": "curves-data"}
     assert json.loads(data[1])["runs"][0]["stages"][0]["y"]["trainer.loss"]
-    # What a model wrote is in it as text.
+    # Model text is escaped.
     assert "<script>alert" not in html and "\x1b" not in html
 
 
-def test_it_says_first_what_happened(html: str) -> None:
+def test_the_report_starts_with_the_result(html: str) -> None:
     text = Page(html).text
     headings = [
         "run stopped both",
@@ -122,14 +122,14 @@ def test_it_says_first_what_happened(html: str) -> None:
     ]
     at = text.index("run stopped both")
     for words in headings:
-        found = text.find(words, at)
-        assert found >= 0, words
-        at = found
-    assert " ago" not in text, "it is read later"
+        position = text.find(words, at)
+        assert position >= 0, words
+        at = position
+    assert " ago" not in text, "the file is read later"
     assert METRICS["reward"].formula in text and METRICS["reward"].source in text and "own_metric" in text
 
 
-def test_a_run_that_measured_nothing_still_has_a_report(tmp_path: Path) -> None:
+def test_a_run_without_metrics_has_a_report(tmp_path: Path) -> None:
     config = make_config(str(tmp_path))
     folder = Path(config.checkpoint_job_dir)
     folder.mkdir(parents=True)
@@ -138,7 +138,7 @@ def test_a_run_that_measured_nothing_still_has_a_report(tmp_path: Path) -> None:
     assert page.open == [] and "not begun" in page.text
 
 
-def test_of_many_answers_some_are_read_evenly(tmp_path: Path) -> None:
+def test_sample_many_answers_evenly(tmp_path: Path) -> None:
     case = make_run("", make_config(str(tmp_path)))
     for step in range(3, 43):
         case_log = Folder(tmp_path).stages("p/run")[0].log
@@ -151,7 +151,7 @@ def test_of_many_answers_some_are_read_evenly(tmp_path: Path) -> None:
     assert sample_answers(RunTables(case.url), evals=True, max_rows=10)[1] == 0
 
 
-def test_what_a_model_wrote_is_text_there_too(tmp_path: Path) -> None:
+def test_model_text_is_escaped_in_the_report(tmp_path: Path) -> None:
     case = make_run("", make_config(str(tmp_path), name=f"n{EVIL[:8]}".replace("/", "-").replace("<", "-")))
     html = render_report(case.url, Folder(case.url).summary(HERE))
     assert [attributes for attributes, _ in Page(html).scripts][1:] == [{}, {}]
