@@ -23,7 +23,7 @@ from tests.unit.reports.lineage.lineage_cases import Case, conversation, make_co
 from tests.unit.studio.conftest import studio_of
 
 RUN = "run=p%2Frun"
-PAGES = (
+PAGES = [
     "configure",
     "run",
     "samples",
@@ -35,7 +35,7 @@ PAGES = (
     "logs",
     "about",
     "compare",
-)
+]
 
 
 class Tags(HTMLParser):
@@ -121,12 +121,9 @@ def test_user_input_is_escaped(server):
         assert "script" not in Tags(fetch(server, path)[1]).names
 
 
-def test_the_list_shows_the_status_of_each_run(server):
+def test_the_list_and_the_overview_show_the_status_of_a_run(server):
     text = " ".join(Tags(fetch(server, "/")[1]).words)
     assert "p/run killed grpo 2 0.333 90.0% \u00b1 30.0 from 10.0%" in text
-
-
-def test_a_run_is_shown_with_its_numbers(server):
     text = " ".join(Tags(fetch(server, f"/run?{RUN}")[1]).words)
     assert "p/run killed" in text and "16 committed" in text
 

@@ -62,8 +62,8 @@ def test_show_the_tokens_sampled_by_each_policy_version(case):
         replace(first, min_policy_version=1, max_policy_version=2),
         replace(last, min_policy_version=3, max_policy_version=3),
     )
-    untold = experience(6, 1, explore_step=3, max_policy_version=3)
-    ParquetLog(case.storage).commit([replace(turn_by_turn, turns=turns), untold], explore_step=3, unit=0)
+    unrecorded = experience(6, 1, explore_step=3, max_policy_version=3)
+    ParquetLog(case.storage).commit([replace(turn_by_turn, turns=turns), unrecorded], explore_step=3, unit=0)
     line = "weights policy version 1 to 3: 1 (tokens 0 to 0), 2 (tokens 1 to 1), 3 (tokens 9 to 9)"
     assert line in lines_of(case, "sums/0/6/0/0")
     assert "weights policy version 0 to 3: the version of each token is not known" in lines_of(case, "sums/0/6/1/0")

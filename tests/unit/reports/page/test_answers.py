@@ -6,15 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rftdask.reports.page.answers import (
-    Cell,
-    as_passed,
-    distribution,
-    group_outcomes,
-    groups_of,
-    step_bins,
-    task_table,
-)
+from rftdask.reports.page.answers import Cell, as_passed, distribution, group_outcomes, groups_of, step_bins, task_table
 
 
 def rows_of(*answers: tuple[int, int, int, float | None]) -> pd.DataFrame:
