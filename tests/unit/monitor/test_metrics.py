@@ -66,7 +66,7 @@ def test_rows_with_different_tags_are_separate(storage, clock):
 def test_nan_and_infinity_are_stored_as_json_and_read_as_nan(storage, clock):
     with MetricsWriter(storage, "trainer", clock=clock) as writer:
         writer.write(1, {"loss": math.nan, "kl": math.inf, "lr": -math.inf})
-    line = json.loads(storage.get(storage.puts[0]), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    line = json.loads(storage.get(storage.puts[0]), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
     assert line["loss"] is None
     assert read_metrics(storage)[["loss", "kl", "lr"]].isna().all(axis=None)
 

@@ -109,6 +109,6 @@ def test_changes_fit_into_80_columns():
     console.file.close()
     lines = console.export_text().splitlines()
     assert any(re.fullmatch(r" Reward +0.25 +0.75 +0.05 *", line) for line in lines)
-    assert not any("Loss" in line for line in lines), "of the last stage alone"
+    assert not any("Loss" in line for line in lines), "only the last stage is shown"
     assert any(re.search(r"\btask +truth +before +after", line) for line in lines)
     assert max(map(len, lines)) <= 80

@@ -55,7 +55,7 @@ def test_problems_are_reported_at_their_keys() -> None:
     assert checked.problems["algorithm.repeat_times"] == "'x' is not a whole number"
     assert "did you mean both" in checked.problems["mode"] and "not valid YAML" in checked.problems["explorer.env_vars"]
     assert "algoritm" in checked.problems[""] and checked.problems["model.no_such"] == "unknown key"
-    assert "required" in checked.problems["model.model_path"], "what is missing has a key, too"
+    assert "required" in checked.problems["model.model_path"], "missing keys are reported at their key"
 
 
 def test_the_form_cannot_move_runs_out_of_the_folder() -> None:

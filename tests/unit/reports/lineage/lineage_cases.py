@@ -26,7 +26,7 @@ from rftdask.synchronizer.manifest import write_folder
 from rftdask.synchronizer.published import publish_weights
 
 EVIL = "<script>alert('x')</script>\x1b[2J\u202e"
-"""What a model could write: markup, terminal codes, a change of direction."""
+"""Possible model text: markup, terminal codes, a change of text direction."""
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def test_seeds_of_one_setting_are_one_arm():
     differing = {"seed": [1, 2, 1, 2], "algorithm.optimizer.lr": [1e-3, 1e-3, 1e-4, 1e-4]}
     assert arms_of(names, differing) == ["lr=0.001", "lr=0.001", "lr=0.0001", "lr=0.0001"]
     assert arms_of(names[:2], {"seed": [1, 2]}) == ["all seeds", "all seeds"]
-    # One arm per run: there are no seeds to merge, or a seed occurs twice.
+    # One arm per run: nothing to merge, or a seed occurs twice.
     assert arms_of(names[:2], {"algorithm.optimizer.lr": [1e-3, 1e-4]}) == ["a", "b"]
     assert arms_of(names[:2], {}) == ["a", "b"]
     long = {"seed": [1, 2, 1, 2], "format": ["x" * 80, "x" * 80, "y" * 80, "y" * 80]}
