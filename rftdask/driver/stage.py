@@ -31,7 +31,7 @@ from rftdask.errors import DamagedError, DataError, FencedError, RftError, RoleE
 from rftdask.explorer.auxiliary_pool import AuxiliaryPool
 from rftdask.explorer.explorer import Explorer
 from rftdask.explorer.unit_claims import Claims
-from rftdask.monitor.events import CODEC, Ended, Event, Note, Published
+from rftdask.monitor.events import CODEC, Ended, Event, Note, WeightsPublished
 from rftdask.monitor.machine_metrics import MachineLog
 from rftdask.processes.dask_task import workers_of
 from rftdask.run.lease import Lease, lease_role, roles_of
@@ -323,7 +323,7 @@ class StageRun:
         try:
             event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
             while True:
-                if isinstance(event, Published):
+                if isinstance(event, WeightsPublished):
                     if self._sync is not None:
                         # Both are told, because they wait apart: the actor for workers in `wait_for_version`, the
                         # explorer for its next submission.

@@ -59,7 +59,7 @@ from rftdask.explorer.crash_suspects import STRIKES, PoisonTracker, Trial
 from rftdask.explorer.evaluation import EvaluationQueue
 from rftdask.explorer.task_order import make_task_order
 from rftdask.explorer.unit_claims import EVALUATIONS, Claims
-from rftdask.monitor.events import Evaluated, Event, Note, Step
+from rftdask.monitor.events import Evaluated, Event, Note, StepFinished
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.dask_task import LEAVING_TOPIC, workers_of
 from rftdask.rollouts.work_unit_task import (
@@ -660,7 +660,7 @@ class Explorer:
             self._metrics["explorer"].write(
                 step, metrics, **({"explorer": self._config.explorer.name} if named else {})
             )
-            self._emit(Step("explorer", step, metrics))
+            self._emit(StepFinished("explorer", step, metrics))
 
     def _record_evaluation(self, taskset: str, version: int, metrics: Mapping[str, float]) -> None:
         # The names of Trinity-RFT beside ours.

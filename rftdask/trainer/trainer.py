@@ -31,7 +31,7 @@ from rftdask.buffer.batches.ledger import LedgerEntry
 from rftdask.buffer.batches.source import BatchSource, NotYet
 from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.errors import StorageError
-from rftdask.monitor.events import Alive, CheckpointSaved, Ended, Event, Published, Started, Step
+from rftdask.monitor.events import Alive, CheckpointSaved, Ended, Event, Started, StepFinished, WeightsPublished
 from rftdask.processes.device_lock import DeviceTurn
 from rftdask.storage import Storage
 from rftdask.storage.base import Data
@@ -238,7 +238,7 @@ class Trainer:
                     # After the checkpoint: a step that is made again after a crash writes its row again, and the newer
                     # row wins.
                     self.metrics.write(step, row)
-                    self.emit(Step("trainer", step, row))
+                    self.emit(StepFinished("trainer", step, row))
                 if self.section.eval_interval and step % self.section.eval_interval == 0:
                     self._evaluate(step)
                 # Here, once a step: a write that failed ends the run within a step, and not at the next checkpoint.
@@ -403,7 +403,7 @@ class Trainer:
             # Explorers that are other commands read these at their own pace; only their number bounds what lies here.
             kept = published_versions(self.storage)[-self.max_weights_to_keep :]
             remove_weights_below(self.storage, kept[0])
-        self.emit(Published(step, published.content_hash))
+        self.emit(WeightsPublished(step, published.content_hash))
         return published
 
     def _fingerprint_of(self, step: int) -> Fingerprint | None:

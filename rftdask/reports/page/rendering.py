@@ -1,8 +1,8 @@
-"""Pages: what the studio shows, as HTML.
+"""Rendering: templates and values to HTML.
 
-Invariants: what models wrote is untrusted: every value goes through the autoescaping of the templates, and invisible
-characters become visible; no page has a script of its own, and the policy that each carries lets the browser run the
-files of `static` alone, where a page needs them, and load nothing from anywhere else.
+Invariants: text written by models is untrusted, so every value is autoescaped and its invisible characters are made
+visible; no page of the studio contains a script, and its policy lets the browser run only the files of `static`, where
+the page needs them, and load nothing from anywhere else.
 """
 
 from __future__ import annotations
@@ -26,47 +26,54 @@ _POLICY = (
     "frame-ancestors 'none'"
 )
 NO_SCRIPTS = _POLICY.format("")
-"""Content security policy of a page that is read and clicked."""
+"""Content security policy of a page without scripts."""
 OWN_SCRIPTS = _POLICY.format(" 'self'; script-src 'self'; connect-src 'self'")
-"""Of one that draws curves or refreshes itself."""
+"""Content security policy of a page that draws curves or refreshes itself."""
 _PLACE = ("stage", "shard", "row")
 
 
-def render(template: str, *, scripts: bool = False, **values: Any) -> str:
-    """The page of a template. scripts: whether it may run the files of `static`."""
+def render(template: str, *, package: str = "", scripts: bool = False, **values: Any) -> str:
+    """Render a template.
+
+    Args:
+        package: package with further templates, searched after those of this package.
+        scripts: True lets the page run the files of `static`.
+    """
     values = {"policy": OWN_SCRIPTS if scripts else NO_SCRIPTS, **values}
-    return get_template(template).render(values)
+    return get_template(template, package).render(values)
 
 
-def get_template(name: str) -> Template:
-    """The template of a name, compiled."""
-    return _environment().get_template(name)
+def get_template(name: str, package: str = "") -> Template:
+    """Return a compiled template; see `render`."""
+    return _environment(package).get_template(name)
 
 
-def static_page(browser: Browser, num_rows: int) -> str:
+def render_experiences(browser: Browser, num_rows: int) -> str:
     """Render the first `num_rows` experiences as one page that needs no server."""
     page = browser.page(Filter(), 1, size=num_rows)
     places = dict.fromkeys((row["stage"], row["shard"], row["row"]) for row in page.rows)
     experiences = [shown for place in places if (shown := browser.show(*place)) is not None]
     return render(
-        "files/static.html.j2", browser=browser, experiences=experiences, num_rows=page.num_rows, levels=LEVELS
+        "files/experiences.html.j2", browser=browser, experiences=experiences, num_rows=page.num_rows, levels=LEVELS
     )
 
 
 @cache
-def _environment() -> Environment:
+def _environment(package: str) -> Environment:
     from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined  # late: only pages need it
 
     def finalize(value: Any) -> Any:
-        # Every value is made printable before it is escaped; what is HTML already has been through it.
+        # Values are made printable before escaping; markup has already passed through here.
         is_text = isinstance(value, str) and not hasattr(value, "__html__")
         return printable(value, keep="\n\t") if is_text else value
 
+    folders = [("rftdask.reports.page", "templates"), ("rftdask.reports.page", "static")]
+    folders += [(package, "templates")] if package else []
     environment = Environment(
-        loader=ChoiceLoader([PackageLoader("rftdask.studio", folder) for folder in ("templates", "static")]),
+        loader=ChoiceLoader([PackageLoader(*folder) for folder in folders]),
         autoescape=True,
         finalize=finalize,
-        # A name that the template misspells is an error; else it would be a gap that nobody notices.
+        # A misspelled name in a template raises, instead of leaving a gap.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -77,16 +84,16 @@ def _environment() -> Environment:
         duration=duration,
         percent=percent,
         shorten=shorten,
-        # Line ends and tabs of a token stand behind a sign.
+        # Signs mark the line ends and tabs of a token.
         visible=lambda text: text.replace("\n", "\u21b5\n").replace("\t", "\u2192\t"),
         steps=lambda span: str(span[0]) if span[0] == span[1] else f"{span[0]} to {span[1]}",
         ago=_ago,
-        # Not below 0: clocks of two machines differ.
+        # Clamped at 0, because the clocks of two machines differ.
         since=lambda at_s: _ago(max(0.0, time.time() - at_s) if at_s else None),
     )
     environment.globals.update(
         link=link,
-        printed=False,
+        is_report=False,
         layout="parts/run_base.html.j2",
         place=lambda row: {name: row[name] for name in _PLACE},
     )
@@ -94,13 +101,13 @@ def _environment() -> Environment:
 
 
 def link(path: str, /, *queries: Any, **query: Any) -> str:
-    """A relative URL, so that pages work below any prefix; empty values are left out."""
+    """Return a relative URL, which works below any prefix; None, False and "" are left out of the query."""
     merged: dict[str, Any] = {}
     for part in (*queries, query):
         merged |= part
-    # Not by equality: row 0 is a row.
-    said = {key: value for key, value in merged.items() if value is not None and value is not False and value != ""}
-    text = urlencode(said, doseq=True)
+    # Compared by identity, because row 0 must stay.
+    kept = {key: value for key, value in merged.items() if value is not None and value is not False and value != ""}
+    text = urlencode(kept, doseq=True)
     return f"{path}?{text}" if text else path
 
 

@@ -1,15 +1,15 @@
-/* What the pages of the studio do by themselves: parts marked data-live are renewed while a run lives, the list of runs
-   is filtered, and curves are drawn by uPlot. Text goes to the page as text alone. Links are relative to the page. */
+/* Scripts of the studio and the report: refresh parts marked data-live while a run is alive, filter the list of runs, draw
+   curves with uPlot. Text is inserted as text, never as markup. Links are relative to the page. */
 "use strict";
 
 const LIVE_MS = 5000;
 const DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3]];
 
-// ---- parts that renew themselves
+// ---- live parts
 
-/* Of a report, whose numbers are in the file. */
-const printed = () => document.getElementById("curves-data");
-const isLive = () => printed() === null && document.querySelector(".running") !== null;
+/* Data of a report, whose numbers are in the file; null in the studio. */
+const embedded = () => document.getElementById("curves-data");
+const isLive = () => embedded() === null && document.querySelector(".running") !== null;
 
 async function renew() {
   const answer = await fetch(location.href);
@@ -30,10 +30,10 @@ async function renew() {
 function every(ms, look) {
   let busy = false;
   setInterval(async () => {
-    // A page in the background costs nothing; one that is slow is not asked twice.
+    // No requests for a page in the background, nor a second one while the first is pending.
     if (busy || document.hidden) return;
     busy = true;
-    try { await look(); } catch { /* the server has ended, or will answer the next look */ } finally { busy = false; }
+    try { await look(); } catch { /* the server has stopped, or will answer the next request */ } finally { busy = false; }
   }, ms);
 }
 
@@ -55,7 +55,7 @@ function filterRuns() {
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const tint = (hex, alpha) => hex + Math.round(255 * alpha).toString(16).padStart(2, "0");
 
-/* Exponential mean of what is there, without the pull of its first value (as in Adam). */
+/* Exponential moving average with bias correction (as in Adam); skips gaps. */
 function smooth(values, weight) {
   let sum = 0, norm = 0;
   return values.map((value) => {
@@ -66,7 +66,7 @@ function smooth(values, weight) {
   });
 }
 
-/* One line of several runs: mean, least and largest of those that have a value at a step. */
+/* One line for several runs: mean, minimum and maximum of the runs with a value at a step. */
 function together(lines, smoothing) {
   const at = new Map();
   for (const line of lines) {
@@ -117,7 +117,7 @@ class Curves {
   }
 
   async load() {
-    let text = printed()?.textContent;
+    let text = embedded()?.textContent;
     if (text === undefined) {
       const answer = await fetch(this.host.dataset.curves + location.search);
       text = await answer.text();
@@ -160,9 +160,9 @@ class Curves {
     }
     const empty = document.createElement("p");
     empty.className = "card dim";
-    empty.textContent = wanted ? "No metric has that in its name." : "Nothing has been measured yet.";
+    empty.textContent = wanted ? "No matching metrics." : "No metrics yet.";
     this.host.replaceChildren(...(parts.length ? parts.map(([part]) => part) : [empty]));
-    for (const [, fill] of parts) fill(); // in the page, so that cards have a width
+    for (const [, fill] of parts) fill(); // after insertion into the page, so that cards have a width
     document.body.dataset.drawn = String(this.plots.length);
     scrollTo(0, top);
   }
@@ -199,9 +199,9 @@ class Curves {
     stages.forEach((stage, n) => this.plot(hosts[n], chart, lines.filter((line) => line.stage === stage)));
   }
 
-  /* {stage, arm, label, step, x, y} of each run, stage and taskset that has the metric. */
+  /* {stage, arm, label, step, x, y} of each run, stage and taskset with the metric. */
   lines(chart) {
-    const axis = this.controls.x.value, found = [];
+    const axis = this.controls.x.value, drawn = [];
     const isOne = this.data.runs.length === 1;
     const lines = new Set(this.data.runs.flatMap((run) => run.stages.flatMap((stage) => Object.keys(stage.y[chart.key] ?? {}))));
     for (const run of this.data.runs) for (const stage of run.stages) {
@@ -210,10 +210,10 @@ class Curves {
         if (!x[axis]) continue;
         const taskset = line.includes("/") ? line.slice(line.indexOf("/") + 1) : "";
         const name = isOne ? taskset || chart.label : taskset && lines.size > 1 ? `${run.arm} \u00b7 ${taskset}` : run.arm;
-        found.push({ stage: stage.stage, arm: run.arm, taskset, label: name, step: x.step, x: x[axis], y, error: stage.error[chart.key]?.[line] });
+        drawn.push({ stage: stage.stage, arm: run.arm, taskset, label: name, step: x.step, x: x[axis], y, error: stage.error[chart.key]?.[line] });
       }
     }
-    return found;
+    return drawn;
   }
 
   plot(host, chart, lines) {
@@ -239,14 +239,14 @@ class Curves {
         for (const edge of ["most", "least"]) series.push({ label: edge, class: "edge", stroke: tint(stroke, 0.35), width: 0.5, points: { show: false }, spanGaps: true, value: (_, v) => number(v) });
         bands.push({ series: [series.length - 2, series.length - 1], fill: tint(stroke, 0.16) });
       } else {
-        const there = same[0].y.map((v, n) => n).filter((n) => same[0].y[n] !== null && same[0].x[n] !== null);
-        const x = there.map((n) => same[0].x[n]), y = there.map((n) => same[0].y[n]);
+        const defined = same[0].y.map((v, n) => n).filter((n) => same[0].y[n] !== null && same[0].x[n] !== null);
+        const x = defined.map((n) => same[0].x[n]), y = defined.map((n) => same[0].y[n]);
         if (weight > 0) {
           tables.push([x, positive(smooth(y, weight)), positive(y)]);
           series.push(shown, { label: "raw", class: "edge", stroke: tint(stroke, 0.3), width: 1, points: { show: false }, spanGaps: true, value: (_, v) => number(v) });
         } else if (same[0].error) {
-          // Standard errors as a band: a change within it may be chance.
-          const error = there.map((n) => same[0].error[n] ?? 0), at = series.length;
+          // Standard errors as a band: a change within it can be chance.
+          const error = defined.map((n) => same[0].error[n] ?? 0), at = series.length;
           tables.push([x, positive(y), positive(y.map((v, n) => v + error[n])), positive(y.map((v, n) => v - error[n]))]);
           shown.value = (plot, v, _, n) => (n === null || v === null ? "-" : `${number(v)} \u00b1 ${number((plot.data[at + 1][n] - plot.data[at + 2][n]) / 2)}`);
           series.push(shown);
@@ -273,10 +273,10 @@ class Curves {
       ],
       cursor: { points: { size: 7 }, drag: { x: true, y: false } },
       legend: { live: true },
-      // Where nobody points, the newest numbers.
+      // Without a pointer, the legend shows the newest values.
       hooks: { setCursor: [(plot) => { if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({ idx: last }); }] },
     };
-    host.classList.toggle("lone", series.filter((each) => each.class !== "edge").length === 2);
+    host.classList.toggle("lone", series.filter((line) => line.class !== "edge").length === 2);
     const plot = new uPlot(options, data, host);
     plot.setLegend({ idx: last });
     this.plots.push(plot);
@@ -294,17 +294,17 @@ addEventListener("DOMContentLoaded", () => {
     filter.addEventListener("keydown", (event) => { if (event.key === "Enter") event.preventDefault(); });
     filterRuns();
   }
-  // The list of runs looks for new ones, too; a run that has ended is still.
+  // The list of runs also refreshes for new runs; the page of an ended run does not.
   every(LIVE_MS, async () => { if (filter || isLive()) await renew(); });
   const host = document.getElementById("charts");
   if (host) {
-    const curves = (window.curves = new Curves(host)), told = document.getElementById("fresh");
+    const curves = (window.curves = new Curves(host)), refresh = document.getElementById("fresh");
     const load = async () => {
       await curves.load();
-      told.textContent = isLive() ? "renewed every 5 s" : "";
+      refresh.textContent = isLive() ? "refreshed every 5 s" : "";
     };
     load().catch((error) => { host.textContent = `The curves could not be read: ${error.message}`; });
-    let wasLive = false; // once more after the end, for the last numbers
+    let wasLive = false; // load once more after the end, for the last values
     every(LIVE_MS, async () => { if (isLive() || wasLive) { wasLive = isLive(); await load(); } });
   }
 });

@@ -1,5 +1,5 @@
-"""Promises of explanations: every metric has a formula, a unit, a direction and a source that is there; what learns
-nothing is told in a line with its number, and what learns is not.
+"""Metric table. Promises: every metric has a formula, a unit, a direction and an existing source; a run that does not
+learn triggers a one-line warning with the number, and a run that learns triggers none.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from pathlib import Path
 import pytest
 
 import rftdask
-from rftdask.reports.metric_table import DIRECTIONS, FAMILIES, METRICS, WINDOW, Row, warn_of_learning
+from rftdask.reports.metric_table import DIRECTIONS, METRIC_PATTERNS, METRICS, WINDOW, Row, warn_of_learning
 
 LEARNS = {"num_rows": 8.0, "reward_std": 0.4, "flat_groups": 0.5, "staleness_max": 0.0, "mismatch_kl": 1e-9}
 EXPLORES = {"reward": 0.5, "failed": 0.1, "truncated": 0.2}
 
 
 def learning(num_steps: int = 2 * WINDOW, **last: float) -> list[Row]:
-    """Steps that learn, of which the last WINDOW have other numbers."""
+    """Rows of steps that learn; `last` replaces metrics of the last WINDOW rows."""
     steps = [{**LEARNS, "reward": step / 100, "entropy": 2.0, "response_length": 40.0} for step in range(num_steps)]
     return [*steps[:-WINDOW], *({**step, **last} for step in steps[-WINDOW:])]
 
 
-@pytest.mark.parametrize("name", [*METRICS, *FAMILIES])
-def test_a_metric_is_explained_whole(name: str) -> None:
-    told = {**METRICS, **FAMILIES}[name]
-    assert told.label and told.formula and told.unit and told.direction in DIRECTIONS
-    modules = re.findall(r"[\w/]+(?:\.py|/\w+(?=;))", told.source)
-    assert modules or re.search(r"arXiv:\d{4}\.\d{5}", told.source)
-    assert [each for each in modules if not (Path(rftdask.__file__).parent / each).exists()] == []
+@pytest.mark.parametrize("name", [*METRICS, *METRIC_PATTERNS])
+def test_every_metric_has_a_complete_explanation(name: str) -> None:
+    metric = {**METRICS, **METRIC_PATTERNS}[name]
+    assert metric.label and metric.formula and metric.unit and metric.direction in DIRECTIONS
+    modules = re.findall(r"[\w/]+(?:\.py|/\w+(?=;))", metric.source)
+    assert modules or re.search(r"arXiv:\d{4}\.\d{5}", metric.source)
+    assert [path for path in modules if not (Path(rftdask.__file__).parent / path).exists()] == []
 
 
-def test_a_run_that_learns_is_not_warned_of() -> None:
+def test_a_learning_run_triggers_no_warning() -> None:
     assert warn_of_learning(learning(), 5 * [EXPLORES]) == {}
     assert warn_of_learning([], []) == warn_of_learning([{"loss": 1.0, "num_rows": 4.0}] * 9, []) == {}
     assert warn_of_learning(learning(entropy=math.nan, reward=math.nan), []) == {}
@@ -51,19 +51,19 @@ def test_a_run_that_learns_is_not_warned_of() -> None:
         ({"mismatch_kl": 0.5, "staleness_max": 3.0}, "mismatch_kl", "mismatch_kl is 0.5 nats"),
     ],
 )
-def test_a_trainer_that_learns_nothing_is_told_with_the_number(last: dict[str, float], name: str, words: str) -> None:
-    found = warn_of_learning(learning(**last), [])
-    assert list(found) == [name]
-    assert found[name].startswith(words) and "\n" not in found[name]
+def test_a_trainer_that_does_not_learn_triggers_one_warning(last: dict[str, float], name: str, words: str) -> None:
+    warnings = warn_of_learning(learning(**last), [])
+    assert list(warnings) == [name]
+    assert warnings[name].startswith(words) and "\n" not in warnings[name]
 
 
 @pytest.mark.parametrize("name", ["failed", "truncated"])
-def test_most_rollouts_failed_or_truncated_is_told(name: str) -> None:
-    found = warn_of_learning([], WINDOW * [{**EXPLORES, name: 0.75}])
-    assert list(found) == [name] and found[name].startswith("75% of the rollouts of the last 5 explore steps")
+def test_warn_when_most_rollouts_fail_or_are_truncated(name: str) -> None:
+    warnings = warn_of_learning([], WINDOW * [{**EXPLORES, name: 0.75}])
+    assert list(warnings) == [name] and warnings[name].startswith("75% of the rollouts of the last 5 explore steps")
 
 
-def test_few_steps_one_odd_step_and_drift_of_stale_batches_are_no_warning() -> None:
+def test_short_runs_odd_steps_and_stale_drift_are_no_warning() -> None:
     assert warn_of_learning(2 * [{"reward": 0.0, "flat_groups": 1.0, "num_rows": 0.0}], 2 * [{"failed": 1.0}]) == {}
     assert warn_of_learning([*learning(), {"flat_groups": 1.0, "num_rows": 0.0, "reward": 0.0}], []) == {}
     assert warn_of_learning(learning(mismatch_kl=0.05, staleness_max=2.0), []) == {}

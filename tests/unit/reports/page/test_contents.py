@@ -1,22 +1,22 @@
-"""Workers of a run as they measured themselves: each is told with its newest numbers, and an hour counts once."""
+"""Workers of a run. Promises: each has its newest measurement, and time counts once."""
 
 from rftdask.monitor.metrics import MACHINE, MetricsWriter
-from rftdask.reports.run_reader import Stage
+from rftdask.reports.page.contents import workers_of
+from rftdask.reports.run_reader import StageReader
 from rftdask.storage import open_storage
-from rftdask.studio.machines import workers_of
 from tests.unit.reports.lineage.lineage_cases import make_config
 
 
-def measured(name: str, *times: float, **metrics: float) -> Stage:
-    storage = open_storage(f"memory://studio-machines-{name}")
-    clock = iter([at for at in times for _ in range(2)]).__next__  # once to write it, once to put it
+def measured(name: str, *times: float, **metrics: float) -> StageReader:
+    storage = open_storage(f"memory://contents-{name}")
+    clock = iter([at for at in times for _ in range(2)]).__next__  # one call to write the row, one to put the part
     with MetricsWriter(storage, MACHINE, clock=clock) as rows:
         for at in times:
             rows.write(int(at), {"cpu_cores": at, **metrics}, process="w", host=f"h{at:.0f}")
-    return Stage(make_config("runs", name=name), storage)
+    return StageReader(make_config("runs", name=name), storage)
 
 
-def test_a_worker_has_its_newest_numbers_and_no_hours_of_pauses() -> None:
+def test_workers_show_newest_metrics_and_time_without_pauses() -> None:
     # Two starts: three rows of ten seconds, a pause of an hour, two rows; then the next stage.
     stages = [measured("a", 0.0, 10.0, 20.0, 3620.0, 3630.0, num_gpus=2.0), measured("b", 3640.0, num_gpus=2.0)]
     [worker] = workers_of(stages)
@@ -24,5 +24,5 @@ def test_a_worker_has_its_newest_numbers_and_no_hours_of_pauses() -> None:
     assert worker.used == {"cpu_cores": 3640.0, "num_gpus": 2.0} and worker.last_s == 3640.0
 
 
-def test_a_run_that_nobody_measured_has_no_workers() -> None:
+def test_a_run_without_measurements_has_no_workers() -> None:
     assert workers_of([]) == workers_of([measured("c")]) == []

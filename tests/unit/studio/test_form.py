@@ -1,6 +1,6 @@
-"""The form of a configuration. Promises: every key has a field with its explanation; a file that goes through the form
-comes back as the same configuration; what is wrong is said at its key; runs stay below the studio's folder; no code of
-the user's is run and no network asked while somebody types.
+"""Form of a configuration. Promises: every key has a field with its explanation; a file passes through the form
+unchanged; problems are reported at their keys; runs stay below the studio's folder; checking a form runs no user code
+and uses no network.
 """
 
 import json
@@ -17,57 +17,48 @@ from rftdask.studio.form import FIRST, ROOT, Fields, check_form, form_keys
 CONFIGS = {name: path for name, path in bundled().items() if name.startswith("config/")}
 
 
-def test_every_key_of_the_schema_has_a_field_that_explains_it() -> None:
+def test_every_key_of_the_schema_has_an_explained_field() -> None:
     keys = form_keys()
     assert [path for path, key in keys.items() if not key.text] == []
     assert set(FIRST) <= keys.keys()
-    # A key within a list or a dict of sections is in the YAML of that.
-    leaves = {path for path, told in walk(Config) if hasattr(told, "annotation")}
+    # Keys inside a list or dict of sections are part of its YAML.
+    leaves = {path for path, info in walk(Config) if hasattr(info, "annotation")}
     above = {path for path in leaves if any(other.startswith(f"{path}.") for other in leaves)} - keys.keys()
     assert {path for path in leaves if "[" not in path and "<" not in path} - above == keys.keys()
 
 
 def test_a_field_is_of_the_kind_of_its_key() -> None:
     keys = form_keys()
-    assert {
-        path: keys[path].kind for path in ("name", "seed", "private", "mode", "stages", "algorithm.optimizer.lr")
-    } == {
-        "name": "text",
-        "seed": "number",
-        "private": "bool",
-        "mode": "choice",
-        "stages": "yaml",
-        "algorithm.optimizer.lr": "number",
-    }
+    kinds = {"name": "text", "seed": "number", "private": "bool", "mode": "choice", "stages": "yaml"}
+    kinds["algorithm.optimizer.lr"] = "number"
+    assert {path: keys[path].kind for path in kinds} == kinds
     assert "grpo" in keys["algorithm.algorithm_type"].choices and "both" in keys["mode"].choices
-    assert keys["algorithm.repeat_times"].default == "8" or keys["algorithm.repeat_times"].default.startswith(
-        "computed"
-    )
+    assert keys["algorithm.repeat_times"].default.startswith(("8", "computed"))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_file_that_goes_through_the_form_is_the_same_configuration(name: str) -> None:
+def test_a_file_passes_through_the_form_unchanged(name: str) -> None:
     fields = Fields.of_file(CONFIGS[name].read_text())
     checked = check_form(fields, "/data/runs")
     assert (checked.problems, fields.rest) == ({}, "")
     wanted = load_config(CONFIGS[name], ["checkpoint_root_dir=/data/runs"])
     assert checked.config == wanted == load_config(yaml.safe_load(checked.yaml))
-    # And what its run wrote down, as somebody would have to say it.
+    # The recorded config of its run gives the same form.
     again = Fields.of_run(wanted)
     assert check_form(again, "/data/runs").config == wanted and len(again.texts) < 70
 
 
-def test_what_is_wrong_stands_at_its_key() -> None:
+def test_problems_are_reported_at_their_keys() -> None:
     texts = {"algorithm.repeat_times": "x", "mode": "bath", "explorer.env_vars": "{a", "model.no_such": "1"}
     checked = check_form(Fields(texts, "algoritm: {}"), "/data/runs")
     assert checked.config is None and texts.keys() < checked.problems.keys()
     assert checked.problems["algorithm.repeat_times"] == "'x' is not a whole number"
     assert "did you mean both" in checked.problems["mode"] and "not valid YAML" in checked.problems["explorer.env_vars"]
-    assert "algoritm" in checked.problems[""] and checked.problems["model.no_such"] == "there is no such key"
-    assert "required" in checked.problems["model.model_path"], "what is missing has a key, too"
+    assert "algoritm" in checked.problems[""] and checked.problems["model.no_such"] == "unknown key"
+    assert "required" in checked.problems["model.model_path"], "missing keys are reported at their key"
 
 
-def test_runs_stay_below_the_folder_whatever_the_form_says() -> None:
+def test_the_form_cannot_move_runs_out_of_the_folder() -> None:
     fields = Fields.of_tree({ROOT: "/elsewhere", "name": "a", "model": {"model_path": "m"}})
     assert ROOT not in fields.texts
     for sly in (fields, Fields({ROOT: "/elsewhere", **fields.texts}), Fields(fields.texts, f"{ROOT}: /elsewhere")):
@@ -89,7 +80,7 @@ def test_text_keeps_what_yaml_would_change() -> None:
     assert (tree["name"], tree["algorithm"]["optimizer"]["lr"], tree["private"]) == ("007", 1e-6, True)
 
 
-def test_typing_runs_no_code_and_asks_no_network(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checking_a_form_uses_neither_code_nor_network(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     (tmp_path / "config.json").write_text(json.dumps({"auto_map": {"AutoConfig": "evil.Evil"}}))
     monkeypatch.syspath_prepend(tmp_path)
@@ -110,13 +101,13 @@ def test_typing_runs_no_code_and_asks_no_network(tmp_path, monkeypatch: pytest.M
     assert not (tmp_path / "ran").exists()
 
 
-def test_memory_is_said_of_a_gpu_that_is_named() -> None:
+def test_estimate_memory_for_a_named_gpu() -> None:
     fields = Fields.of_file(CONFIGS["config/gsm8k-grpo.yaml"].read_text())
     assert "fits" in check_form(fields, "/r", "H100 80GB").memory
     assert "not known: --gpu" in check_form(fields, "/r", "nonsense").memory
 
 
-def test_what_is_no_configuration_is_refused() -> None:
+def test_an_invalid_configuration_is_refused() -> None:
     for text in ("[1, 2]", "a: [", "- x"):
         with pytest.raises(UserError):
             Fields.of_file(text)
