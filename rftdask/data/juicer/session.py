@@ -37,7 +37,7 @@ def check_juicer(pipeline: Pipeline, log_file: Path, what: str, *, server_url: s
         raise NotInstalledError(f"{what}: {error}; start the service, or leave {KEY} out") from error
 
 
-def check_environment(stage: Config) -> None:
+def check_juicer_env(stage: Config) -> None:
     """Raises: NotInstalledError: a stage needs the environment of Data-Juicer, and there is none."""
     if stage.service.data_juicer.server_url:
         return

@@ -99,7 +99,7 @@ def test_a_missing_file_names_its_nearest_neighbors(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", ROWS)
     with pytest.raises(DataError, match=r"trian\.jsonl does not exist; nearest in .*: train\.jsonl"):
         open_dataset(str(tmp_path / "trian.jsonl"))
-    with pytest.raises(DataError, match="there is no folder"):
+    with pytest.raises(DataError, match="neither does its folder"):
         open_dataset(str(tmp_path / "nowhere" / "train.jsonl"))
 
 

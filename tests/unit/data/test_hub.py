@@ -106,7 +106,7 @@ def test_a_model_that_is_nowhere_is_one_line_after_one_request(silent: Server) -
     (line,) = str(caught.value).splitlines()
     assert f"{silent.url} does not answer (" in line
     assert line.endswith(
-        "give a folder of it (hf download rftdask-tests/no-such-model --local-dir DIR, where there is a network)"
+        "pass a local copy (run hf download rftdask-tests/no-such-model --local-dir DIR on a machine with a network)"
     )
     assert silent.num_connections == silent.listens
 

@@ -118,12 +118,12 @@ def test_of_the_messages_after_the_prompt_those_of_the_assistant_are_learned() -
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"chosen": [USER, GOOD], "rejected": [BAD]}, "only one begins with a prompt"),
+        ({"chosen": [USER, GOOD], "rejected": [BAD]}, "only one of the columns .* begins with a prompt"),
         ({"chosen": [USER, GOOD], "rejected": [MORE, BAD]}, "column 'chosen' does not answer the prompt"),
         ({"prompt": "q", "chosen": [GOOD, MORE], "rejected": [BAD]}, "column 'chosen' does not answer the prompt"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "has no prompt: no column 'prompt', .* 'chosen' begins with an answer"),
-        ({"prompt": "q", "chosen": [], "rejected": [BAD]}, "column 'chosen' is no list of messages"),
-        ({"prompt": "q", "chosen": 3, "rejected": [BAD]}, "column 'chosen' holds int, text is needed"),
+        ({"prompt": "q", "chosen": [], "rejected": [BAD]}, "column 'chosen' is not a list of messages"),
+        ({"prompt": "q", "chosen": 3, "rejected": [BAD]}, "column 'chosen' holds int, not text"),
     ],
 )
 def test_a_pair_that_cannot_be_compared_is_refused(row: dict[str, Any], message: str) -> None:
@@ -154,7 +154,7 @@ def test_every_token_of_a_text_is_learned_but_the_first_and_the_end_is_too() -> 
     assert list(long) == [97, 98, 99, 100, 101, 102]
 
 
-@pytest.mark.parametrize(("value", "message"), [(3, "holds int, text is needed"), ("", "has 1 tokens")])
+@pytest.mark.parametrize(("value", "message"), [(3, "holds int, not text"), ("", "has 1 tokens")])
 def test_a_text_that_teaches_nothing_is_refused(value: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
         TextRows(Rows(({"prompt": value},)), Characters(), FORMAT, MAX_TOKENS).read([0])
@@ -181,11 +181,11 @@ def test_a_pair_is_a_desirable_response_and_an_undesirable_one() -> None:
 
 def test_rows_with_neither_verdicts_nor_pairs_are_told() -> None:
     rows = Rows(({"prompt": "a", "response": "b", "good": True},))
-    with pytest.raises(DataError, match=r"neither verdicts \(column 'label', format.label_key\) nor pairs"):
+    with pytest.raises(DataError, match=r"neither labels \(column 'label', format.label_key\) nor pairs"):
         LabeledRows(rows, Characters(), FORMAT, MAX_TOKENS)
 
 
 def test_a_label_that_is_no_verdict_is_told() -> None:
     rows = [{"prompt": "a", "response": "b", "label": "good"}]
-    with pytest.raises(DataError, match=r"row 0: column 'label' holds 'good'; true or false is needed"):
+    with pytest.raises(DataError, match=r"row 0: column 'label' holds 'good'; use true or false"):
         LabeledRows(Rows(tuple(rows)), Characters(), FORMAT, MAX_TOKENS).read([0])

@@ -71,7 +71,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     )
     execute(tmp_path, "insert into raw values (1, x'00ff')", "update sums set chat = '[' where id = 2")
     for table, message in {
-        "sum": "there is no such table; the database has sums",
+        "sum": "the table does not exist; the database has sums",
         "nobody": "has no rows",
         "raw": "column 'x' holds bytes",
         "sums": "cannot be read: ",
@@ -82,7 +82,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no file"):
+    with pytest.raises(DataError, match="does not exist"):
         open_dataset(f"sqlite:///{tmp_path}/none.db", table="sums")
     assert list(tmp_path.iterdir()) == []
 

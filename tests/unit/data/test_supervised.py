@@ -102,7 +102,7 @@ def test_a_column_of_messages_wins_and_its_last_message_is_learned(as_json: bool
 
 def test_a_long_response_loses_its_end_and_a_long_prompt_is_refused() -> None:
     assert read([{"q": "12", "a": "3456"}], prompt_type="raw", max_tokens=4) == [("12", "34")]
-    with pytest.raises(DataError, match=r"row 0: the prompt alone has 2 tokens, nothing of the response fits in 2"):
+    with pytest.raises(DataError, match=r"row 0: the prompt has 2 tokens, so nothing of the response fits in 2"):
         read([{"q": "12", "a": "3456"}], prompt_type="raw", max_tokens=2)
 
 
@@ -115,7 +115,7 @@ def test_a_template_that_changes_the_prompt_is_refused() -> None:
 
 @pytest.mark.parametrize("prompt_type", ["raw", "plaintext", "messages"])
 def test_what_is_no_text_is_told_with_its_row(prompt_type: str) -> None:
-    with pytest.raises(DataError, match="row 1: column 'a' holds int, text is needed"):
+    with pytest.raises(DataError, match="row 1: column 'a' holds int, not text"):
         read([{"q": "1", "a": "2"}, {"q": "1", "a": 2}], prompt_type=prompt_type)
 
 
@@ -157,7 +157,7 @@ def test_every_learned_turn_has_the_prefix() -> None:
 def test_prompt_and_response_may_be_chats() -> None:
     row = {"q": CHAT[:3], "a": CHAT[3:]}
     assert read([row]) == [("<user>a<assistant>b|<tool>c<assistant>", "d|")]
-    with pytest.raises(DataError, match="row 0: column 'q' holds list, text is needed"):
+    with pytest.raises(DataError, match="row 0: column 'q' holds list, not text"):
         read([row], prompt_type="plaintext")
 
 
@@ -236,7 +236,7 @@ def test_tools_of_a_row_go_through_the_template(as_json: bool) -> None:
 
 
 def test_tools_that_are_no_list_are_refused() -> None:
-    with pytest.raises(DataError, match="row 0: column 'tools' holds dict, a list of JSON schemas is needed"):
+    with pytest.raises(DataError, match="row 0: column 'tools' holds dict, not a list of JSON schemas"):
         learned([{"messages": CHAT[:2], "tools": {"name": "add"}}])
-    with pytest.raises(DataError, match="row 0: column 'tools' is no JSON"):
+    with pytest.raises(DataError, match="row 0: column 'tools' is not valid JSON"):
         learned([{"messages": CHAT[:2], "tools": "{"}])

@@ -156,11 +156,11 @@ def test_a_template_that_marks_nothing_is_refused() -> None:
         DataError, match=r"return_assistant_tokens_mask: the chat template marks nothing.*leave the key"
     ):
         SftRows(dataset, llama3(), OF_TEMPLATE, 999)
-    with pytest.raises(DataError, match="is for the chats of sft"):
+    with pytest.raises(DataError, match="works only with chats of sft"):
         PreferenceRows(dataset, llama3(), OF_TEMPLATE, 999)
     tokenizer = copy(llama3())
     tokenizer.chat_template = MARKED.replace("'assistant'", "'bot'")
-    with pytest.raises(DataError, match="row 0: the chat template marks nothing of it"):
+    with pytest.raises(DataError, match="row 0: the chat template marks nothing in it"):
         SftRows(dataset, tokenizer, OF_TEMPLATE, 999).read([0])
 
 

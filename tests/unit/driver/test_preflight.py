@@ -309,7 +309,7 @@ def test_a_model_at_a_service_needs_its_tokenizer_a_key_and_an_algorithm_that_as
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     hosted = "model.tinker.enable=true"
     (world.model / "tokenizer.json").unlink()
-    assert "gives no tokenizer" in problems(world.config(hosted))
+    assert "has no usable tokenizer" in problems(world.config(hosted))
     build_toy_model(world.model, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2)
     (world.model / "model.safetensors").unlink()
     entropy = "algorithm.entropy_loss_fn_args={entropy_coef: 0.1}"

@@ -34,13 +34,13 @@ def test_a_local_disk_keeps_every_promise_and_is_left_clean(tmp_path: Path) -> N
 
 def test_a_folder_that_was_not_there_is_told_and_is_not_there_afterwards(tmp_path: Path) -> None:
     report = check_storage(tmp_path / "a" / "mistyped")
-    assert report.is_safe and "is it the one you mean?" in report.render()
+    assert report.is_safe and "the folder did not exist before" in report.render()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("kept")
     assert not check_storage(tmp_path / "file" / "below").is_safe
     assert [path.read_text() for path in tmp_path.iterdir()] == ["kept"]
     (tmp_path / "there").mkdir()
-    assert "is it the one you mean?" not in check_storage(tmp_path / "there").render()
+    assert "the folder did not exist before" not in check_storage(tmp_path / "there").render()
     assert (tmp_path / "there").exists()
 
 

@@ -73,7 +73,7 @@ def test_retries_end_after_a_minute_and_the_error_counts_them(
     faults.script = ["refused"] * 30
     with pytest.raises(StorageError, match=r"put_new .*ledger/4.json failed \(tries: 17\).*check the network"):
         hurried.put_new("ledger/4.json", b"mine")
-    assert "ledger/4.json fails" in caplog.text and "tried again for a minute" in caplog.text
+    assert "ledger/4.json fails" in caplog.text and "retrying for a minute" in caplog.text
     assert 50 < sum(pauses_s) < 60 and pauses_s[0] < 0.3 and max(pauses_s) < 6
     faults.script = []
     assert faults.num_puts == 17 and store.list() == ["warm"]

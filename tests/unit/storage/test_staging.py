@@ -87,7 +87,7 @@ def test_who_waits_for_another_process_does_so_for_a_time(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "begun\n"
-        with pytest.raises(WaitTimeout, match=r"was not staged to .* cluster.stage_to names the folder"):
+        with pytest.raises(WaitTimeout, match=r"did not finish staging .* cluster.stage_to names the folder"):
             staged(str(model), deadline_s=0.2)
         other.send_signal(signal.SIGKILL)
     assert staged(str(model)) != str(model)
@@ -129,7 +129,7 @@ def test_the_folder_of_another_is_refused(node: Path, model: Path, tmp_path: Pat
     node.parent.mkdir()
     (tmp_path / "theirs").mkdir()
     node.symlink_to(tmp_path / "theirs")
-    with pytest.raises(UserError, match="belongs to somebody else"):
+    with pytest.raises(UserError, match="belongs to another user"):
         staged(str(model))
 
 

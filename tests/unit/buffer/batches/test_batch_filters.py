@@ -134,7 +134,7 @@ def test_demonstrations_go_on_where_the_last_batch_ended_and_begin_again() -> No
 def test_another_dataset_than_the_ledgers_is_refused() -> None:
     storage = filled()
     first(storage, demonstrations=demonstrations())
-    with pytest.raises(DataError, match="dataset:f1, the dataset is dataset:f2 now"):
+    with pytest.raises(DataError, match="dataset:f1, the dataset is now dataset:f2"):
         batch_of(make_source(storage, demonstrations=demonstrations("f2")), 1)
     with pytest.raises(DataError, match="no demonstrations are configured"):
         batch_of(make_source(storage), 1)

@@ -23,7 +23,7 @@ from rftdask.buffer.batches.operator_pipeline import filter_experiences, operato
 from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
 from rftdask.data.juicer.environment import PLACE
-from rftdask.data.juicer.session import check_environment
+from rftdask.data.juicer.session import check_juicer_env
 from rftdask.errors import ConfigError, NotInstalledError, OperatorError, UserError
 from tests.unit.buffer.batches.test_operator_pipeline import group
 from tests.unit.data.fake_data_juicer.environment import make_stand_in
@@ -108,7 +108,7 @@ def test_a_service_takes_its_place(monkeypatch: pytest.MonkeyPatch, closing: lis
     monkeypatch.setenv(PLACE, "/nowhere")
     with serving() as service:
         stage = config({"operators": [SHORT]}, service={"data_juicer": {"server_url": service.url}})
-        check_environment(stage)
+        check_juicer_env(stage)
         [juicer] = operators_of(stage)
         closing.append(juicer)
         juicer.check()
@@ -155,8 +155,8 @@ def test_what_it_lacks_is_told_before_anything_starts(tmp_path: Path, monkeypatc
     with pytest.raises(NotInstalledError, match="operator data_juicer needs Data-Juicer, which has an environment"):
         juicer.check()
     with pytest.raises(NotInstalledError, match=r"experience_pipeline.operators\[0\] needs Data-Juicer"):
-        check_environment(config({"operators": [SHORT]}))
-    check_environment(config({"operators": [SHORT]}, mode="train"))  # who only trains runs none
+        check_juicer_env(config({"operators": [SHORT]}))
+    check_juicer_env(config({"operators": [SHORT]}, mode="train"))  # who only trains runs none
 
 
 @pytest.mark.extras

@@ -42,7 +42,7 @@ def test_an_entry_is_read_by_its_step() -> None:
 def test_a_second_writer_is_fenced_and_the_first_entry_stays() -> None:
     storage = new_storage()
     Ledger(storage).write(ENTRY)
-    with pytest.raises(FencedError, match=r"ledger/main/00000007.json was written by somebody else"):
+    with pytest.raises(FencedError, match=r"ledger/main/00000007.json was written by another trainer"):
         Ledger(storage).write(LedgerEntry(7, "main", (Rows("c.parquet", (0,)),)))
     assert Ledger(storage).read(7) == ENTRY
 
@@ -94,5 +94,5 @@ def test_a_damaged_entry_is_told_with_its_path_and_never_guessed(data: bytes) ->
 def test_an_entry_in_the_place_of_another_is_refused(step: int, lineage: str) -> None:
     storage = new_storage()
     storage.put(f"ledger/{lineage}/{step:08d}.json", ENTRY.to_json())
-    with pytest.raises(DamagedError, match="says step 7 of lineage main: files were moved"):
+    with pytest.raises(DamagedError, match="holds step 7 of lineage main: files were moved"):
         Ledger(storage, lineage).read(step)

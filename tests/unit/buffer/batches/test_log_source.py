@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
-from rftdask.buffer.batches.source import NotYet
+from rftdask.buffer.batches.source import BatchNotReady
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Status
 from rftdask.buffer.log.shard import ShardName
@@ -211,8 +211,8 @@ def test_a_deadline_names_what_is_missing() -> None:
     with pytest.raises(WaitTimeout) as caught:
         batch_of(make_source(storage), 1)
     text = str(caught.value)
-    assert "batch 1 did not come in 0 s: 2 groups are waiting, 2 are needed, the oldest open explore step is 1" in text
-    assert "max_read_timeout" in text
+    assert "batch 1 was not complete after 0 s: 2 groups are waiting, 2 are needed, " in text
+    assert "the oldest open explore step is 1" in text and "max_read_timeout" in text
     assert audit(storage) == Audit(committed=4, trained=0, waiting=4)
 
 
@@ -247,7 +247,7 @@ def test_when_the_deadline_passes_the_whole_groups_that_are_there_make_a_batch()
 
 def test_in_order_a_late_position_is_an_error_and_nothing_is_taken() -> None:
     storage = committed([(1, 0)])
-    with pytest.raises(WaitTimeout, match="batch 1 did not come"):
+    with pytest.raises(WaitTimeout, match="batch 1 was not complete"):
         batch_of(make_source(storage, ordered=True, groups_per_batch=3), 1)
     assert audit(storage) == Audit(committed=4, trained=0, waiting=4)
 
@@ -283,15 +283,15 @@ def test_partial_batches_lose_nothing_and_train_nothing_twice(
 
 
 def test_who_has_no_patience_is_told_that_the_batch_is_not_there_yet() -> None:
-    with pytest.raises(NotYet, match="batch 1 is not there yet"):
+    with pytest.raises(BatchNotReady, match="batch 1 is not ready"):
         make_source(new_storage()).entry(1, patience_s=0.0)
 
 
 def test_the_deadline_of_a_batch_holds_over_all_times_that_it_was_asked_for() -> None:
     source = make_source(new_storage(), max_read_timeout_s=0.05)
-    with pytest.raises(WaitTimeout, match="batch 1 did not come"):
+    with pytest.raises(WaitTimeout, match="batch 1 was not complete"):
         for _ in range(1000):
-            with contextlib.suppress(NotYet):
+            with contextlib.suppress(BatchNotReady):
                 source.entry(1, patience_s=0.001)
 
 
@@ -304,7 +304,7 @@ def test_an_entry_of_another_trainer_fences() -> None:
     mine, other = make_source(storage), make_source(storage)
     take(mine, [1])
     take(other, [1, 2])
-    with pytest.raises(FencedError, match=r"ledger/main/00000002.json appeared .* another one is at work"):
+    with pytest.raises(FencedError, match=r"ledger/main/00000002.json appeared .* another trainer is running"):
         batch_of(mine, 2)
 
 
@@ -315,7 +315,7 @@ def test_losing_the_race_for_an_entry_fences() -> None:
         if verb == "put_new" and stage == "before":
             take(make_source(inner), [1])
 
-    with pytest.raises(FencedError, match="was written by somebody else"):
+    with pytest.raises(FencedError, match="was written by another trainer"):
         batch_of(make_source(FaultyStorage(inner, race)), 1)
     assert audit(inner).trained == 4
 
@@ -361,7 +361,7 @@ def test_only_trainable_rows_are_ever_used(statuses: dict[tuple[int, int], Statu
 @pytest.mark.parametrize("ordered", [True, False])
 def test_a_batch_with_nothing_to_train_is_an_error_with_the_first_cause(ordered: bool) -> None:
     storage = committed(statuses=lambda task, rollout: Status.FAILED if task < 2 else Status.OK)
-    with pytest.raises(EmptyBatchError, match="mend the cause, then run again under another name") as caught:
+    with pytest.raises(EmptyBatchError, match="fix the cause, then run again under another name") as caught:
         batch_of(make_source(storage, ordered=ordered), 1)
     assert "batch 1 has nothing to train: all rollouts of its 2 groups failed" in str(caught.value)
     assert "task 0 rollout 0 failed" in str(caught.value)

@@ -220,7 +220,7 @@ def test_entries_of_another_lineage_among_ours_are_told_and_not_trained(weights:
     moved = new_storage()
     fill(moved)
     moved.put("ledger/main/00000001.json", storage.get("ledger/fork/00000001.json"))
-    with pytest.raises(DamagedError, match=r"00000001\.json says step 1 of lineage fork: files were moved"):
+    with pytest.raises(DamagedError, match=r"00000001\.json holds step 1 of lineage fork: files were moved"):
         train(moved)
     assert checkpoint_steps(moved) == []
     moved.remove("ledger/main/00000001.json")
@@ -237,7 +237,7 @@ def test_of_two_trainers_one_stops_and_nothing_is_trained_twice(weights: bytes, 
         if (verb, stage) == ("put_new", "before") and path == f"ledger/main/{step:08d}.json":
             others.append(train(storage))
 
-    with pytest.raises(FencedError, match=f"{step:08d}.json was written by somebody else"):
+    with pytest.raises(FencedError, match=f"{step:08d}.json was written by another trainer"):
         train(FaultyStorage(storage, overtake))
     assert others == [weights] and audit(storage) == WHOLE
     assert train(storage) == weights
@@ -394,5 +394,5 @@ def test_a_clock_that_jumps_holds_no_group_back_for_longer_than_its_cooldown(jum
     if reuses:
         assert sorted(take(source, [2])[0]) == sorted(first)
     else:
-        with pytest.raises(Exception, match="batch 2 did not come"):
+        with pytest.raises(Exception, match="batch 2 was not complete"):
             batch_of(source, 2)
