@@ -24,7 +24,7 @@ from rftdask.errors import DataError, UserError
 
 
 def database_url(text: str) -> sa.URL:
-    """Return `text` as a URL, completed from the environment. Raises: UserError: a variable is not set, or not a URL."""
+    """Parse `text`, completed from the environment. Raises: UserError: a variable is not set, or it is not a URL."""
     try:
         url = sa.make_url(fill_from_environment(text))
     except ArgumentError:

@@ -240,7 +240,7 @@ def _names_in(filesystem: Any, folder: str) -> list[str]:
 
 
 def _neighbors(filesystem: Any, root: str) -> str:
-    """Return the end of a message about a missing `root`: similar names in its folder, or that the folder is missing."""
+    """Return the end of a message about a missing `root`: similar names in its folder, or that it has no folder."""
     folder, _, name = root.rstrip("/").rpartition("/")
     try:
         names = _names_in(filesystem, folder)

@@ -120,7 +120,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return True if a vocabulary exists, or the tokenizer needs none: it works on bytes, or is the model's own code."""
+    """Return True if a vocabulary exists, or the tokenizer needs none: it works on bytes, or is code of the model."""
     settings = folder / "tokenizer_config.json"
     needs_none = settings.is_file() and re.search(rb"auto_map|ByT5|Canine|Perceiver", settings.read_bytes())
     return bool(needs_none) or any(path.is_file() for name in _VOCABULARIES for path in folder.glob(name))

@@ -235,7 +235,7 @@ class TextRows:
 
 
 def schema_of(schema: str, dataset: Dataset, fmt: FormatConfig) -> tuple[str, FormatConfig]:
-    """Return the schema by which rows are read: for "kto" "sft" if the dataset has labels, else "dpo"; others unchanged.
+    """Return the schema for reading rows: for "kto" "sft" if the dataset has labels, else "dpo"; others unchanged.
 
     Raises: DataError: a dataset for "kto" has neither labels nor pairs.
     """

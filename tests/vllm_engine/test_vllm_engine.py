@@ -525,7 +525,7 @@ def check_images(models: Sequence[Path], folder: Path, then: Callable[[VllmEngin
     """An engine of its own answers about images as the transformers engine does, with the trainer's logprobs, before
     and after it loads new weights. then: what else is asked of it."""
     images = ImageProcessor(str(models[0]), folder=ImageFolder(folder))
-    encode, names = images.own.tokenizer.encode, [images.folder.put(picture(seed)) for seed in range(3)]
+    encode, names = images.hf_processor.tokenizer.encode, [images.folder.put(picture(seed)) for seed in range(3)]
     names[1] = images.folder.put(picture(1, (84, 140)))
     greedy = SamplingParams(8, temperature=0.0, ignore_eos=True, bad_tokens=((images.placeholder_id,),))
     # None, one, two, and the same tokens with others: what is cached of one must not be taken for the other's.

@@ -157,7 +157,6 @@ class LogSource(BatchSource):
         return LedgerEntry(step, self.ledger.lineage, tuple(use))
 
     def read_ahead(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> None:
-        """See BatchSource."""
         self._reader.read_ahead(entry, places)
 
     # ---- waiting

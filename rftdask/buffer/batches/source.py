@@ -164,7 +164,6 @@ class ReplayedSource(BatchSource):
         return entry
 
     def read(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> TrainingBatch:
-        """See BatchSource."""
         return self._rows.read(entry, places)
 
     def look_ahead(self, step: int) -> LedgerEntry | None:
@@ -172,7 +171,6 @@ class ReplayedSource(BatchSource):
         return self._parent.read(step)
 
     def read_ahead(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> None:
-        """See BatchSource."""
         self._rows.read_ahead(entry, places)
 
 
@@ -311,12 +309,10 @@ class DatasetSource(BatchSource):
         return self._rows.batch(entry.use[0], entry.step, places)
 
     def look_ahead(self, step: int) -> LedgerEntry | None:
-        """See BatchSource."""
         if step > self._num_steps:
             return None
         return LedgerEntry(step, self._ledger.lineage, (self._rows.rows(step),))
 
     def read_ahead(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> None:
-        """See BatchSource."""
         batch = self._rows.batch(entry.use[0], entry.step, places)
         self._ahead = ((entry.use, entry.step, places), batch)

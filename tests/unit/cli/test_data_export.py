@@ -81,7 +81,7 @@ def test_what_cannot_be_done_is_told(case: Case, tmp_path: Path) -> None:
         export(case.url, "rows.csv", "sft")
     with pytest.raises(UserError, match=r"(?s)rewards.*docs/lineage\.md"):
         export(case.url, str(tmp_path / "a.jsonl"), "sft", "rewards > 1")
-    with pytest.raises(UserError, match="nothing to write: no experience is there"):
+    with pytest.raises(UserError, match="nothing to write: no experience matches"):
         export(case.url, str(tmp_path / "a.jsonl"), "sft", "reward > 1")
     with pytest.raises(DataError):
         export(str(tmp_path / "none"), str(tmp_path / "a.jsonl"), "sft")

@@ -166,7 +166,7 @@ def test_a_server_that_accepts_and_says_nothing_is_not_waited_for(name: str, mon
     monkeypatch.setattr(datasets, "ANSWER_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/{name}"
-        with pytest.raises(DataError, match=f"dataset {url}: its server has not answered for 0 s; is it the right"):
+        with pytest.raises(DataError, match=f"dataset {url}: its server has not answered for 0 s; check the address"):
             open_dataset(url)
 
 

@@ -56,7 +56,7 @@ def test_a_session_that_is_lost_is_made_again() -> None:
     [
         ("fails_mapper", DataError, r"process_experience: status 500: (.*\n)*RuntimeError: no such verb"),
         ("hangs_mapper", WaitTimeout, "process_experience: no answer after 0 s"),
-        ("counts_aggregator", UserError, "operators counts_aggregator of Data-Juicer at .*: it makes other rows"),
+        ("counts_aggregator", UserError, "operators counts_aggregator of Data-Juicer at .*: it makes new rows"),
     ],
 )
 def test_what_is_no_answer_is_told(operator: str, error: type[RftError], told: str) -> None:

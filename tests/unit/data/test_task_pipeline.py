@@ -182,7 +182,7 @@ def test_what_is_made_is_taken_as_it_is_and_another_pipeline_refused(
     with caplog.at_level(logging.WARNING):
         (here / "tasks.jsonl").write_text('{"question": "another", "answer": 1}\n')
         assert not make([stage])
-    assert "has changed; the run has the dataset that was made of it before" in caplog.text
+    assert "has changed; the run keeps the dataset made from its old rows" in caplog.text
     assert report(stage) == before
     with pytest.raises(UserError, match=r"made by another .*\n  top_k: was -1, is 1\nset it back, choose another name"):
         make([config(here, [SHORT], top_k=1)])
@@ -202,7 +202,7 @@ def test_a_dataset_without_its_report_is_made_again(here: Path) -> None:
         (["needs_mapper"], NotInstalledError, "operator needs_mapper of Data-Juicer needs ftfy: rftdask data setup"),
         (["needs_model_filter", "needs_mapper"], NotInstalledError, "needs torch: rftdask data setup --with 'torch'"),
         (["fails_mapper"], DataError, "operator fails_mapper of Data-Juicer failed: RuntimeError: no such verb"),
-        (["counts_aggregator"], UserError, "operator counts_aggregator of Data-Juicer: it makes other rows"),
+        (["counts_aggregator"], UserError, "operator counts_aggregator of Data-Juicer: it makes new rows"),
         (["upper_mappr"], UserError, r"\[upper_mappr\] unknown operator"),
         (["dies_mapper"], ProcessLostError, r"ended with code 7; its last lines:\n(.*\n)*  \| out of memory"),
     ],
@@ -220,7 +220,7 @@ def test_what_goes_wrong_is_told_and_leaves_no_dataset(
 def test_a_process_that_says_nothing_is_ended(here: Path) -> None:
     pipeline = Pipeline([{"hangs_mapper": {}}], "question")
     with (
-        pytest.raises(WaitTimeout, match="has said nothing for 1 s"),
+        pytest.raises(WaitTimeout, match="had no output for 1 s"),
         JuicerProcess(find_environment("x"), pipeline, here / "log", silence_s=1.0) as process,
     ):
         process.run([{"question": "why"}])
@@ -245,7 +245,7 @@ def test_a_process_ends_with_whoever_started_it(here: Path) -> None:
 
 def test_without_an_environment_the_command_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLACE, str(here / "none"))
-    with pytest.raises(NotInstalledError, match=r"there is none in .*/none: run `rftdask data setup` once"):
+    with pytest.raises(NotInstalledError, match=r"none exists in .*/none: run `rftdask data setup` once"):
         check_pipeline(config(here, [SHORT]))
 
 
@@ -284,12 +284,16 @@ def test_a_recipe_says_what_is_run(here: Path) -> None:
     make([stage])
     assert [row["question"] for row in made(stage)] == ["ONE AND ONE"]
     (here / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "generated_dataset_config": {}}))
-    with pytest.raises(DataError, match="generated_dataset_config: not taken here; of a recipe custom_operator_paths"):
+    with pytest.raises(
+        DataError, match="generated_dataset_config: not supported; recipes may use custom_operator_paths"
+    ):
         check_pipeline(config(here, [], config_path=str(here / "recipe.yaml")))
 
 
 def test_a_column_that_no_row_has_is_named(here: Path) -> None:
-    with pytest.raises(DataError, match=r"target_fields: no row has query; there are source_row, question, answer"):
+    with pytest.raises(
+        DataError, match=r"target_fields: no row has query; the columns are source_row, question, answer"
+    ):
         make([config(here, [SHORT], target_fields=["question", "query"])])
 
 
@@ -394,7 +398,7 @@ def test_a_setup_that_was_interrupted_is_taken_up_and_a_whole_one_is_left(
 ) -> None:
     monkeypatch.setenv(PLACE, str(tmp_path / "environment"))
     monkeypatch.setattr(environments, "REQUIREMENTS", (wheel(tmp_path / "broken", "import nowhere"),))
-    with pytest.raises(UserError, match=r"import data_juicer.core: it ended with code 1, see above; the same command"):
+    with pytest.raises(UserError, match=r"import data_juicer.core: exit code 1, see above; run setup again"):
         set_up()
     with pytest.raises(NotInstalledError):
         find_environment("x")

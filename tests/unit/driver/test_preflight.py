@@ -95,7 +95,7 @@ def test_a_model_whose_images_the_engine_does_not_read_as_the_trainer_does_is_to
     (world.model / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
     (world.model / "preprocessor_config.json").write_text("{}")
     config = world.config(f"{TASKS}.format.image_key=image", "explorer.rollout_model.engine_type=vllm")
-    assert "is a llava; with images this engine was seen to compute" in problems(config)
+    assert "is a llava; with images this engine was verified to compute" in problems(config)
 
 
 def test_a_model_whose_videos_are_not_read_is_told(world: World) -> None:

@@ -53,7 +53,7 @@ def test_an_image_that_moves_is_a_video_with_its_own_time() -> None:
     assert video_files([buffer.getvalue()] * 2, "") == [buffer.getvalue()] * 2
     frames, per_second = module._frames(buffer.getvalue())
     assert (len(frames), per_second) == (3, 10.0)
-    with pytest.raises(DataError, match="some images of a video move"):
+    with pytest.raises(DataError, match="some images of a video are animated"):
         video_files([buffer.getvalue(), png(picture(1))], "")
 
 
@@ -61,7 +61,7 @@ def test_what_is_no_video_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"frames of a video differ in size: \(28, 28\), \(56, 28\)"):
         video_files([picture(1), picture(1, (28, 28))], "")
     (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x20ftypisom" * 9)
-    with pytest.raises(DataError, match="extract the frames, as by `ffmpeg"):
+    with pytest.raises(DataError, match="extract the frames of other files, for example with `ffmpeg"):
         video_files("a.mp4", str(tmp_path))
     truncated = png(picture(1))[:60]
     with pytest.raises(DataError, match="cannot be read"):
@@ -77,10 +77,10 @@ def test_a_model_or_a_machine_that_reads_no_videos_is_refused(tmp_path: Path, mo
     with pytest.raises(UserError, match="with torchvision, which is not installed"):
         check_reads_videos(str(tmp_path / "sees"))
     build_toy_model(tmp_path / "reads", hidden_size=16, num_heads=2)
-    with pytest.raises(UserError, match=r"is a qwen2, .* read by qwen2_vl, qwen2_5_vl alone"):
+    with pytest.raises(UserError, match=r"is a qwen2, .* only qwen2_vl, qwen2_5_vl read videos"):
         check_reads_videos(str(tmp_path / "reads"))
     images = ImageProcessor(str(tmp_path / "sees"), folder=ImageFolder(tmp_path))
-    if images.own.video_processor is None:
+    if images.hf_processor.video_processor is None:
         [file] = video_files([picture(1)], "")
         with pytest.raises(UserError, match="with torchvision, which is not installed"):
             images.tokens(f"video:{images.folder.put(file)}")
@@ -88,7 +88,9 @@ def test_a_model_or_a_machine_that_reads_no_videos_is_refused(tmp_path: Path, mo
 
 def test_a_processor_whose_video_token_has_no_number_reads_images_as_before(tmp_path: Path) -> None:
     images = ImageProcessor(str(tmp_path), folder=ImageFolder(tmp_path))
-    images.own = SimpleNamespace(image_token="<image>", image_token_id=3, video_token="<video>")  # as SmolVLM's
+    images.hf_processor = SimpleNamespace(
+        image_token="<image>", image_token_id=3, video_token="<video>"
+    )  # as SmolVLM's
     assert images.placeholders == {3: "<image>"}
 
 
