@@ -1,5 +1,5 @@
-"""Promises of `rftdask data refine`: each row that stays says where it is from, each that does not has a reason, the
-result does not depend on how many parts there are or who did them, and the same command goes on where it was ended.
+"""Promises of `rftdask data refine`: each remaining row has its origin, each dropped row a reason, the result does not
+depend on the number of parts or on the workers, and the same command continues where it was interrupted.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def kept(out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("part_rows", [1, 7, 1000])
-def test_what_stays_does_not_depend_on_the_parts(
+def test_the_result_does_not_depend_on_the_parts(
     rows: str, tmp_path: Path, part_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PART_ROWS", part_rows)
@@ -80,7 +80,7 @@ def test_a_score_is_a_column_and_parquet_is_read_by_row_groups(rows: str, tmp_pa
 
 
 @pytest.mark.parametrize("part_rows", [6, 1000])
-def test_filters_and_mappers_of_data_juicer_leave_rows_and_columns(
+def test_filters_and_mappers_change_rows_and_columns(
     rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_rows: int
 ) -> None:
     monkeypatch.setenv(PLACE, str(make_stand_in(tmp_path / "environment")))
@@ -102,7 +102,7 @@ def test_filters_and_mappers_of_data_juicer_leave_rows_and_columns(
         refine(rows, str(tmp_path / "out"), Steps("n != 1", str(recipe)), here)
 
 
-def test_the_same_command_goes_on_and_another_one_is_refused(rows: str, tmp_path: Path) -> None:
+def test_the_same_command_continues_and_another_is_refused(rows: str, tmp_path: Path) -> None:
     steps, out = Steps(unique=("prompt",)), str(tmp_path / "out")
     done: list[int] = []
 
@@ -144,7 +144,7 @@ def test_the_same_command_goes_on_and_another_one_is_refused(rows: str, tmp_path
         ({"where": "level > 9"}, "no row of .* remains: 0 of 20 rows remain"),
     ],
 )
-def test_a_wrong_step_is_told_with_its_row_or_column(rows: str, tmp_path: Path, steps: Any, told: str) -> None:
+def test_a_wrong_step_raises_with_its_row_or_column(rows: str, tmp_path: Path, steps: Any, told: str) -> None:
     with pytest.raises((DataError, UserError), match=f"(?s){told}"):
         refine(rows, str(tmp_path / "out"), Steps(**steps), here)
 
@@ -164,7 +164,7 @@ def test_steps_and_files_are_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_of_dask_give_the_same(rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dask_workers_give_the_same_result(rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PART_ROWS", 5)
     steps = Steps("level > 0", unique=("prompt",))
     refine(rows, str(tmp_path / "here"), steps, here)

@@ -1,7 +1,7 @@
-"""An S3 service that fails as real ones do: a proxy that plays faults in front of a moto server.
+"""An S3 service with the faults of real ones: a proxy that injects faults in front of a moto server.
 
-As a process of its own (`S3Process`) it has moto beside it and picks faults at random, with a seed, for every verb; so
-runs of many processes reach it, and nothing inside the storage is replaced. When it ends it says what it played.
+As a separate process (`S3Process`) it includes moto and picks faults at random, with a seed, for every method. So runs
+of many processes can use it without replacing anything inside the storage. At its end it reports the injected faults.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Dice:
-    """A fault for about one request in `every`: of those that can happen to it, one that was played least so far.
+    """A fault for about one request in `every`, of the possible kinds the one injected least so far.
 
-    So each is played in a short run, too.
+    So every kind occurs even in a short run.
     """
 
     def __init__(self, every: float, seed: int) -> None:
@@ -193,7 +193,7 @@ class S3Process:
         }
 
     def keys(self, prefix: str) -> list[str]:
-        """What lies below `prefix` in the bucket, at most 1,000 keys; asked behind the faults, so known at once."""
+        """At most 1,000 keys below `prefix` in the bucket, listed without the proxy."""
         url = f"{self._upstream}/bucket?list-type=2&prefix={urllib.parse.quote(prefix)}"
         with urllib.request.urlopen(url, timeout=30) as reply:
             return re.findall(r"<Key>([^<]*)</Key>", reply.read().decode())

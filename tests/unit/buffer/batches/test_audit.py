@@ -1,5 +1,5 @@
-"""The audit of a log whose shards were damaged. Promise: what was trained of a shard stays trained when the shard is
-lost later, its other rows are run again, and nothing counts twice.
+"""Audit of a log with damaged shards. Promise: trained rows stay trained when their shard is lost later, its other rows
+are sampled again, and nothing counts twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def audit(storage: Storage) -> Audit:
     return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
 
 
-def test_what_was_trained_of_a_shard_in_quarantine_stays_trained() -> None:
+def test_trained_rows_of_a_quarantined_shard_stay_trained() -> None:
     storage = new_storage()
     log = ParquetLog(storage)
     name = commit_batch(log, 1, 0)

@@ -1,4 +1,4 @@
-"""Promises of the ledger: a step is written once, a second writer is fenced, a damaged entry is never guessed."""
+"""Promises of the ledger: a step is written once, a second writer is fenced, a damaged entry raises."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_files_of_others_are_not_steps() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b'"x"', b"\xff\xfe", ENTRY.to_json()[:-9], b'{"use": 1}'])
-def test_a_damaged_entry_is_told_with_its_path_and_never_guessed(data: bytes) -> None:
+def test_a_damaged_entry_raises_with_its_path(data: bytes) -> None:
     storage = new_storage()
     storage.put("ledger/main/00000007.json", data)
     with pytest.raises(DamagedError, match=r"ledger/main/00000007.json is damaged .* restore it"):

@@ -58,7 +58,7 @@ def test_a_shuffle_differs_by_epoch_and_by_seed() -> None:
     assert numbers(make(new_storage(), num_rows=40, batch_size=40, shuffle_seed=8))[0] != first
 
 
-def test_any_whole_number_is_a_seed() -> None:
+def test_any_integer_is_a_seed() -> None:
     assert numbers(make(new_storage(), shuffle_seed=-1, total_epochs=1))
 
 
@@ -73,7 +73,7 @@ def test_a_resumed_source_gives_the_same_batches(killed_at: int) -> None:
     assert numbers(second) == expected
 
 
-def test_another_dataset_is_refused_by_the_checkpoint_and_by_the_ledger() -> None:
+def test_checkpoint_and_ledger_refuse_another_dataset() -> None:
     storage = new_storage()
     first = make(storage)
     numbers(first, last=1)

@@ -108,7 +108,7 @@ def test_a_pair_of_chats_has_its_prompt_apart_or_inside(row: dict[str, Any]) -> 
     ]
 
 
-def test_of_the_messages_after_the_prompt_those_of_the_assistant_are_learned() -> None:
+def test_assistant_messages_after_the_prompt_are_learned() -> None:
     row = {"chosen": [USER, GOOD, MORE, GOOD], "rejected": [USER, BAD]}
     assert pair(row) == ["u:q\na:[good\n]u:more\na:[good\n]", "u:q\na:[bad\n]"]
     same = {"chosen": [USER, GOOD, MORE, GOOD], "rejected": [USER, GOOD, MORE, GOOD]}
@@ -147,7 +147,7 @@ def test_no_batch_parts_a_pair() -> None:
     assert batch_of(source, 5) is None
 
 
-def test_every_token_of_a_text_is_learned_but_the_first_and_the_end_is_too() -> None:
+def test_all_tokens_of_a_text_but_the_first_are_learned() -> None:
     rows = TextRows(Rows(({"prompt": "abc"}, {"prompt": "abcdefgh"})), Characters(), FORMAT, MAX_TOKENS)
     (short, prompt, mask), (long, _, _) = rows.read([0, 1])
     assert (list(short), prompt, mask) == ([97, 98, 99, 0], 1, None)
@@ -179,13 +179,13 @@ def test_a_pair_is_a_desirable_response_and_an_undesirable_one() -> None:
     assert reader.sequences_per_row == 2
 
 
-def test_rows_with_neither_verdicts_nor_pairs_are_told() -> None:
+def test_rows_with_neither_labels_nor_pairs_are_refused() -> None:
     rows = Rows(({"prompt": "a", "response": "b", "good": True},))
     with pytest.raises(DataError, match=r"neither labels \(column 'label', format.label_key\) nor pairs"):
         LabeledRows(rows, Characters(), FORMAT, MAX_TOKENS)
 
 
-def test_a_label_that_is_no_verdict_is_told() -> None:
+def test_an_invalid_label_is_refused() -> None:
     rows = [{"prompt": "a", "response": "b", "label": "good"}]
     with pytest.raises(DataError, match=r"row 0: column 'label' holds 'good'; use true or false"):
         LabeledRows(Rows(tuple(rows)), Characters(), FORMAT, MAX_TOKENS).read([0])

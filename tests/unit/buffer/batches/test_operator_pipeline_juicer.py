@@ -1,9 +1,9 @@
-"""Promises of operator `data_juicer`; Data-Juicer is fake_data_juicer in an environment of its own, or a fake service.
+"""Promises of operator `data_juicer`, with fake_data_juicer in an environment of its own, or a fake service.
 
-- A row that its operators drop is committed as filtered, with the one that dropped it; what they measure of the others
-  are metrics, and statistics to operators behind it. Rows that were dropped before are not shown to it.
-- Its process is kept from task to task, and one that died is started once more; then it is an error with its words.
-- It runs at the commit, and elsewhere it is refused with the reason; what it lacks is told before a run starts.
+- Rows that its operators drop are committed as filtered, with the operator's name. Statistics of the others are metrics,
+  and are visible to later operators. Rows that were dropped before are not sent to it.
+- Its process is reused from task to task and restarted once if it dies; then an error has its last words.
+- It runs at the commit and is refused elsewhere; missing packages are reported before a run starts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def answers(*texts: str, rewards: list[float | None] | None = None) -> list[Expe
     return [replace(row, response_text=text, prompt_text="1+1?") for row, text in zip(rows, texts, strict=True)]
 
 
-def test_what_it_measures_shapes_rewards_and_what_it_drops_is_named(closing: list[DataJuicer]) -> None:
+def test_statistics_shape_rewards_and_dropped_rows_are_named(closing: list[DataJuicer]) -> None:
     juicer = make_operator("data_juicer", {"operators": [SHORT, "upper_mapper"]})
     closing.append(juicer)
     rules = [{"stats_key": "text_len", "op_type": "MUL", "weight": 0.5}]
@@ -131,7 +131,7 @@ def config(args: dict[str, Any], stage: str | None = "commit", **sections: Any) 
     return load_config({**tree, **sections})
 
 
-def test_it_runs_at_the_commit_alone() -> None:
+def test_it_runs_only_at_the_commit() -> None:
     with pytest.raises(
         ConfigError, match=r"experience_pipeline.stage: batch: operators\[0\] data_juicer runs at commit"
     ):
@@ -142,7 +142,7 @@ def test_it_runs_at_the_commit_alone() -> None:
     assert "experience_pipeline.stage: commit, where data_juicer can run" in "\n".join(told.warnings)
 
 
-def test_what_it_lacks_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_reported_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"operators\[0\]: .*takes operators or config_path, one of them"):
         operators_of(config({}))
     with pytest.raises(UserError, match=r"operators\[0\]: .*operators\[0\]: 3: an operator is a name"):
@@ -156,7 +156,7 @@ def test_what_it_lacks_is_told_before_anything_starts(tmp_path: Path, monkeypatc
         juicer.check()
     with pytest.raises(NotInstalledError, match=r"experience_pipeline.operators\[0\] needs Data-Juicer"):
         check_juicer_env(config({"operators": [SHORT]}))
-    check_juicer_env(config({"operators": [SHORT]}, mode="train"))  # who only trains runs none
+    check_juicer_env(config({"operators": [SHORT]}, mode="train"))  # a trainer runs no operators
 
 
 @pytest.mark.extras

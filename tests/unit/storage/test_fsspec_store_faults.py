@@ -1,7 +1,7 @@
-"""What a network does to S3: replies lost after the work was done, conflicts, overload, refusals.
+"""Network faults of S3: replies lost after the work was done, conflicts, overload, refusals.
 
-Promises: a lost reply is no lost race, a rival's object with the same bytes is; every retry is bounded and counted.
-A proxy on this machine plays the faults in front of the moto server; nothing inside the storage is replaced.
+Promises: a lost reply is not a lost race, but a rival's object with the same bytes is; retries are bounded and counted.
+A local proxy injects the faults in front of the moto server; nothing inside the storage is replaced.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_a_refusal_is_not_tried_again(store: Storage, faults: FaultyS3) -> None:
     assert faults.num_puts == 1
 
 
-def test_a_missing_bucket_is_told(s3_endpoint: str) -> None:
+def test_a_missing_bucket_raises(s3_endpoint: str) -> None:
     store = open_storage("s3://no-such-bucket/runs")
     with pytest.raises(StorageError, match="check that the bucket exists"):
         store.put("a", b"x")
