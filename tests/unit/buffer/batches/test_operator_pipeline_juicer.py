@@ -1,7 +1,7 @@
 """Promises of operator `data_juicer`, with fake_data_juicer in an environment of its own, or a fake service.
 
-- Rows that its operators drop are committed as filtered, with the operator's name. Statistics of the others are metrics,
-  and are visible to later operators. Rows that were dropped before are not sent to it.
+- Rows that its operators drop are committed as filtered, with the operator's name. Statistics of the others are
+  metrics, and are visible to later operators. Rows that were dropped before are not sent to it.
 - Its process is reused from task to task and restarted once if it dies; then an error has its last words.
 - It runs at the commit and is refused elsewhere; missing packages are reported before a run starts.
 """
@@ -143,7 +143,7 @@ def test_it_runs_only_at_the_commit() -> None:
 
 
 def test_missing_packages_are_reported_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"operators\[0\]: .*takes operators or config_path, one of them"):
+    with pytest.raises(UserError, match=r"operators\[0\]: .*needs exactly one of operators and config_path"):
         operators_of(config({}))
     with pytest.raises(UserError, match=r"operators\[0\]: .*operators\[0\]: 3: an operator is a name"):
         operators_of(config({"operators": [3]}))
