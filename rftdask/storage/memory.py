@@ -45,7 +45,6 @@ class MemoryStorage(Storage):
             return True
 
     def get(self, path: str) -> bytes:
-        """Return the stored bytes, which are immutable, without a copy."""
         check_path(path)
         with _LOCK:
             if path not in self._files:
@@ -60,7 +59,6 @@ class MemoryStorage(Storage):
         return sorted({name + slash for name, slash, _ in (path.partition("/") for path in below)})
 
     def remove(self, path: str) -> None:
-        """Remove the file, or all files below that path."""
         with _LOCK:
             for name in self._below(path):
                 del self._files[name]

@@ -127,11 +127,22 @@ class TrainingBatch:
 
     def row_tokens(self) -> list[np.ndarray]:
         """Views of the tokens of every row, [L_i]; [0] for rows that are not held."""
-        return np.split(self.tokens, self._held_ends()[:-1])
+        return self._split(self.tokens, self.lengths)
 
     def row_experts(self) -> list[np.ndarray] | None:
         """Views of the experts of every row, [L_i, X]; [0, X] for rows that are not held. None: all unknown."""
-        return None if self.routed_experts is None else np.split(self.routed_experts, self._held_ends()[:-1])
+        return None if self.routed_experts is None else self._split(self.routed_experts, self.lengths)
+
+    def row_logprobs(self) -> list[np.ndarray]:
+        """Views of the rollout logprobs of every row, [R_i]; [0] for rows that are not held."""
+        return self._split(self.rollout_logprobs, self.response_lengths)
+
+    def row_masks(self) -> list[np.ndarray]:
+        """Views of the loss mask of every row, [R_i]; [0] for rows that are not held."""
+        return self._split(self.loss_mask, self.response_lengths)
+
+    def _split(self, values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+        return np.split(values, np.cumsum(lengths * self.is_held)[:-1])
 
     def holding(self, rows: Sequence[int] | np.ndarray) -> TrainingBatch:
         """Return the same batch, holding tokens only of those of `rows` that are held now."""
@@ -148,18 +159,6 @@ class TrainingBatch:
             trained_of_turns=self.num_trained_of_turns,
             logprob_sums=self.trained_logprobs,
         )
-
-    def _held_ends(self) -> np.ndarray:
-        """[N] positions in S where the rows end."""
-        return np.cumsum(self.lengths * self.is_held)
-
-    def row_logprobs(self) -> list[np.ndarray]:
-        """Views of the rollout logprobs of every row, [R_i]; [0] for rows that are not held."""
-        return np.split(self.rollout_logprobs, np.cumsum(self.response_lengths * self.is_held)[:-1])
-
-    def row_masks(self) -> list[np.ndarray]:
-        """Views of the loss mask of every row, [R_i]; [0] for rows that are not held."""
-        return np.split(self.loss_mask, np.cumsum(self.response_lengths * self.is_held)[:-1])
 
     def by_turns(self) -> TrainingBatch:
         """Return a batch with one row per turn: its response tokens, and those added before it. For comparing turns."""

@@ -295,6 +295,19 @@ class LogSource(BatchSource):
         return LedgerEntry(step, self.ledger.lineage, tuple(use), tuple(drop), selection.settled, notes)
 
 
+def _parts_at(entry: LedgerEntry, places: Sequence[int] | None) -> list[tuple[Rows, Sequence[int]]]:
+    """Split `places`, which count across all rows of `use`, into indices within each of its parts that has any."""
+    if places is None:
+        return [(rows, range(len(rows.rows))) for rows in entry.use]
+    parts, begin = list[tuple[Rows, Sequence[int]]](), 0
+    for rows in entry.use:
+        end = begin + len(rows.rows)
+        if within := [place - begin for place in places[bisect_left(places, begin) : bisect_left(places, end)]]:
+            parts.append((rows, within))
+        begin = end
+    return parts
+
+
 @dataclass(eq=False)
 class EntryReader:
     """Reads the rows that ledger entries name, as a batch. It forms and decides nothing, so any rank may have one.
@@ -318,45 +331,26 @@ class EntryReader:
 
         Raises: DamagedError: a shard that it names; DataError: it names a dataset, and none is configured.
         """
-        rollouts: list[Rows] = []
-        shown: list[tuple[Rows, Sequence[int]]] = []  # rows of a dataset, and the places within them
-        begin = 0
-        for part in entry.use:
-            end = begin + len(part.rows)
-            within: Sequence[int] = range(len(part.rows))
-            if places is not None:
-                within = [place - begin for place in places[bisect_left(places, begin) : bisect_left(places, end)]]
-            if not within and places is not None:
-                pass
-            elif part.of_dataset:
-                shown.append((part, within))
-            else:
-                rollouts.append(Rows(part.source, tuple(part.rows[i] for i in within)))
-            begin = end
+        parts = _parts_at(entry, places)
+        rollouts = [Rows(rows.source, tuple(rows.rows[i] for i in at)) for rows, at in parts if not rows.of_dataset]
+        demonstrations = [(rows, at) for rows, at in parts if rows.of_dataset]
         # A skipped step needs no baselines, whose rows may be lost.
-        baselines = [part for part in entry.drop if part.reason == BASELINE and entry.use]
+        baselines = [rows for rows in entry.drop if rows.reason == BASELINE and entry.use]
         batch = batch_from_table(self._trained_rows(rollouts), self._trained_rows(baselines) if baselines else None)
-        if not shown:
+        if not demonstrations:
             return batch
         if self.demonstrations is None:
-            source = shown[0][0].source
+            source = demonstrations[0][0].source
             raise DataError(f"ledger entry {entry.step} names {source}, and no demonstrations are configured")
-        return join_batches([batch, *(self.demonstrations.batch(part, entry.step, within) for part, within in shown)])
+        shown = [self.demonstrations.batch(rows, entry.step, at) for rows, at in demonstrations]
+        return join_batches([batch, *shown])
 
     def read_ahead(self, entry: LedgerEntry, places: Sequence[int] | None = None) -> None:
         """Read the shards that `read` will need and that are not in memory; keep them while there is room."""
-        begin, wanted = 0, dict[str, ShardName]()
-        for part in entry.use:
-            end = begin + len(part.rows)
-            is_read = places is None or bisect_left(places, begin) < bisect_left(places, end)
-            name = None if part.of_dataset or part.source in self._tables else ShardName.try_parse(part.source)
-            if is_read and name is not None:
-                wanted[part.source] = name
-            begin = end
+        sources = dict.fromkeys(rows.source for rows, _ in _parts_at(entry, places) if not rows.of_dataset)
+        names = [name for s in sources if s not in self._tables and (name := ShardName.try_parse(s)) is not None]
         read = partial(self.log.read, columns=self.columns)
-        for name, table in zip(
-            wanted.values(), in_order(read, list(wanted.values()), self.log.num_readers), strict=True
-        ):
+        for name, table in zip(names, in_order(read, names, self.log.num_readers), strict=True):
             self.keep(name, table)
 
     def rows(self, parts: Sequence[Rows]) -> pa.Table:

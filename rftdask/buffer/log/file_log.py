@@ -82,7 +82,6 @@ class FileLog(ExperienceLog):
         return name
 
     def find_all(self, explore_step: int, unit: int) -> list[ShardName]:
-        """List the bucket of this step."""
         names = self._names_in(self._bucket(explore_step))
         return [n for n in names if (n.explore_step, n.unit) == (explore_step, unit)]
 
@@ -154,15 +153,12 @@ class FileLog(ExperienceLog):
         return [name for text in texts if (name := ShardName.try_parse(text)) is not None]
 
     def seal(self, num_explore_steps: int) -> None:
-        """Write one small file next to the buckets."""
         self._storage.put(f"{self.folder}/{_SEALED}", dump_checked({"num_explore_steps": num_explore_steps}))
 
     def unseal(self) -> None:
-        """Remove that file, if it exists."""
         self._storage.remove(f"{self.folder}/{_SEALED}")
 
     def sealed_at(self) -> int | None:
-        """Read that file; None without it. Raises: DamagedError: its checksum does not match."""
         try:
             data = self._storage.get(f"{self.folder}/{_SEALED}")
         except NotFoundError:

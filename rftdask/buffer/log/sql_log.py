@@ -171,7 +171,6 @@ class SqlLog(ExperienceLog):
         return name
 
     def find_all(self, explore_step: int, unit: int) -> list[ShardName]:
-        """Query by explore step and unit (column `batch`, its former name)."""
         return self._names(_shards, _shards.c.explore_step == explore_step, _shards.c.batch == unit)
 
     def shards(self, first_step: int = 1) -> list[ShardName]:
@@ -233,7 +232,6 @@ class SqlLog(ExperienceLog):
             self._run(verb, move, write=True)
 
     def quarantined(self) -> list[ShardName]:
-        """Query `quarantined_shards`."""
         return self._names(_bad_shards)
 
     def remove(self, names: Sequence[ShardName]) -> None:
@@ -241,11 +239,9 @@ class SqlLog(ExperienceLog):
         self._move("remove", names, _removed_shards)
 
     def removed(self, first_step: int = 1) -> list[ShardName]:
-        """Query `removed_shards`."""
         return self._names(_removed_shards, _removed_shards.c.explore_step >= first_step)
 
     def seal(self, num_explore_steps: int) -> None:
-        """Write one row, in place of an earlier one."""
         log = self._make_log()
 
         def write(connection: sa.Connection) -> None:
@@ -256,12 +252,10 @@ class SqlLog(ExperienceLog):
         self._run("seal", write, write=True)
 
     def unseal(self) -> None:
-        """Delete that row."""
         if log := self._find_log():
             self._run("unseal", lambda c: c.execute(_seals.delete().where(_seals.c.log == log)), write=True)
 
     def sealed_at(self) -> int | None:
-        """Query `seals`; None without a row of this log."""
         query = sa.select(_seals.c.num_explore_steps).where(_seals.c.log == self._find_log())
         return self._run("read", lambda c: c.execute(query).scalar()) if self._find_log() else None
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.batches.log_source import LogSource
@@ -119,6 +120,10 @@ def take(source: LogSource, steps: Sequence[int]) -> list[tuple[str, ...]]:
         assert found is not None, f"batch {step} is missing"
         batches.append(found[1].uids)
     return batches
+
+
+def audit(storage: Storage) -> Audit:
+    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
 
 
 def find_whole(log: ExperienceLog, explore_step: int, unit: int) -> ShardName | None:

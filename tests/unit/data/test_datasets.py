@@ -1,4 +1,4 @@
-"""Promises of datasets: the same rows in every file format, a fingerprint of the content, and errors with their place."""
+"""Promises of datasets: equal rows in every file format, a fingerprint of the content, and errors with a place."""
 
 import json
 import socket

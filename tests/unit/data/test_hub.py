@@ -93,7 +93,7 @@ def test_an_incomplete_cached_model_is_requested(cache: Path, silent: Server) ->
     assert local_model(MODEL) == MODEL
     with pytest.raises(DataError, match=r"^model.model_path: 'rftdask-tests/no-such-model' is not on this machine"):
         require_model(MODEL, "model.model_path")
-    assert read_shape(MODEL).num_parameters > 0, "the shape follows from config.json alone"
+    assert read_shape(MODEL).num_parameters > 0, "the shape follows from config.json"
 
 
 def test_a_model_that_is_nowhere_is_one_line_after_one_request(silent: Server) -> None:

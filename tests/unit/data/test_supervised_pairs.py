@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,25 +10,14 @@ import pytest
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.source import DatasetSource
 from rftdask.config.schema.buffer import FormatConfig
+from rftdask.data.datasets import RowsDataset
 from rftdask.data.supervised import LabeledRows, PreferenceRows, TextRows
 from rftdask.errors import DataError
 from tests.unit.buffer.buffer_cases import batch_of, new_storage
 
 
-@dataclass(frozen=True)
-class Rows:
-    rows: tuple[Mapping[str, Any], ...]
-    fingerprint: str = "f1"
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self.rows[0])
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self.rows[index]
+def dataset(*rows: dict[str, Any]) -> RowsDataset:
+    return RowsDataset([rows], "f1")
 
 
 class Characters:
@@ -48,7 +36,7 @@ class Characters:
 
 FORMAT = FormatConfig(prompt_type="raw")
 MAX_TOKENS = 6
-PAIRS = Rows(tuple({"prompt": "q", "chosen": f"{i}", "rejected": f"{i}!"} for i in range(4)))
+PAIRS = dataset(*({"prompt": "q", "chosen": f"{i}", "rejected": f"{i}!"} for i in range(4)))
 
 
 def test_a_pair_is_two_neighbors_the_better_one_first() -> None:
@@ -82,7 +70,7 @@ class Lines(Characters):
 def pair(row: dict[str, Any], **fields: Any) -> list[str]:
     """Both sequences of a pair, what is learned in brackets."""
     found = []
-    for tokens, prompt, mask in PreferenceRows(Rows((row,)), Lines(), FormatConfig(**fields), 99).read([0]):
+    for tokens, prompt, mask in PreferenceRows(dataset(row), Lines(), FormatConfig(**fields), 99).read([0]):
         marks = [False] * prompt + list(mask if mask is not None else [True] * (len(tokens) - prompt))
         text = "".join(f"[{chr(t)}]" if mark else chr(t) for t, mark in zip(tokens, marks, strict=True))
         found.append(text.replace("][", ""))
@@ -148,7 +136,7 @@ def test_no_batch_parts_a_pair() -> None:
 
 
 def test_all_tokens_of_a_text_but_the_first_are_learned() -> None:
-    rows = TextRows(Rows(({"prompt": "abc"}, {"prompt": "abcdefgh"})), Characters(), FORMAT, MAX_TOKENS)
+    rows = TextRows(dataset({"prompt": "abc"}, {"prompt": "abcdefgh"}), Characters(), FORMAT, MAX_TOKENS)
     (short, prompt, mask), (long, _, _) = rows.read([0, 1])
     assert (list(short), prompt, mask) == ([97, 98, 99, 0], 1, None)
     assert list(long) == [97, 98, 99, 100, 101, 102]
@@ -157,7 +145,7 @@ def test_all_tokens_of_a_text_but_the_first_are_learned() -> None:
 @pytest.mark.parametrize(("value", "message"), [(3, "holds int, not text"), ("", "has 1 tokens")])
 def test_a_text_that_teaches_nothing_is_refused(value: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        TextRows(Rows(({"prompt": value},)), Characters(), FORMAT, MAX_TOKENS).read([0])
+        TextRows(dataset({"prompt": value}), Characters(), FORMAT, MAX_TOKENS).read([0])
 
 
 def test_a_missing_text_column_is_named() -> None:
@@ -167,7 +155,7 @@ def test_a_missing_text_column_is_named() -> None:
 
 def test_a_verdict_comes_with_its_response() -> None:
     rows = [{"prompt": "2+2=", "response": "4", "label": True}, {"prompt": "1+1=", "response": "3", "label": 0}]
-    reader = LabeledRows(Rows(tuple(rows)), Characters(), FORMAT, MAX_TOKENS)
+    reader = LabeledRows(dataset(*rows), Characters(), FORMAT, MAX_TOKENS)
     assert [(row[1], row[3]) for row in reader.read([0, 1])] == [(4, 1.0), (4, 0.0)]
     assert reader.sequences_per_row == 1
 
@@ -180,7 +168,7 @@ def test_a_pair_is_a_desirable_response_and_an_undesirable_one() -> None:
 
 
 def test_rows_with_neither_labels_nor_pairs_are_refused() -> None:
-    rows = Rows(({"prompt": "a", "response": "b", "good": True},))
+    rows = dataset({"prompt": "a", "response": "b", "good": True})
     with pytest.raises(DataError, match=r"neither labels \(column 'label', format.label_key\) nor pairs"):
         LabeledRows(rows, Characters(), FORMAT, MAX_TOKENS)
 
@@ -188,4 +176,4 @@ def test_rows_with_neither_labels_nor_pairs_are_refused() -> None:
 def test_an_invalid_label_is_refused() -> None:
     rows = [{"prompt": "a", "response": "b", "label": "good"}]
     with pytest.raises(DataError, match=r"row 0: column 'label' holds 'good'; use true or false"):
-        LabeledRows(Rows(tuple(rows)), Characters(), FORMAT, MAX_TOKENS).read([0])
+        LabeledRows(dataset(*rows), Characters(), FORMAT, MAX_TOKENS).read([0])

@@ -48,7 +48,7 @@ def fast() -> Any:
         unk_token=EOS,
         extra_special_tokens=[START, END],
     )
-    tokenizer.add_tokens(["<tool_call>"])  # of its own, and no special one
+    tokenizer.add_tokens(["<tool_call>"])  # an added token that is not special
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
@@ -234,7 +234,7 @@ def test_rollouts_send_spelled_special_tokens_as_text(kind: str) -> None:
     found = [count_special(tokenizer, prompt) for prompt in queue.prompts]
     assert found == [{START: 2, END: 1, EOS: 0}, {START: 4, END: 3, EOS: 0}, {START: 1, END: 1, EOS: 0}]
     assert model.calls[0].prompt_text == f"{START}user\nsay {END}{END}\n{START}assistant\n"
-    # What spells a special token and what is one are told apart in what was sampled, too: the chat goes on from there.
+    # Sampled text and sampled special tokens are distinguished, so that the chat continues from the same tokens.
     sampled = [*queue.prompts[0], *queue.tokens]
     assert queue.prompts[1][: len(sampled)] == sampled
     assert [[place for place, _ in calls] for calls in model.sequences] == [[0, 1], [2]]

@@ -109,7 +109,7 @@ class StorageContract:
 
     def test_threads_racing_for_a_name_have_one_winner(self, store: Storage) -> None:
         if not store.has_create_only:
-            assert isinstance(store, FsspecStorage)  # says so, and admits the race in its docstring
+            assert isinstance(store, FsspecStorage)  # documents the race
             return
         start, wins = threading.Barrier(4), []
 
@@ -148,7 +148,7 @@ class StorageContract:
     def test_list_sees_files_of_another_handle_at_once(self, store: Storage) -> None:
         other = self.another_handle(store)
         for k in range(5):
-            assert store.list("bucket") == [f"{i}" for i in range(k)]  # would fill a cache, if there were one
+            assert store.list("bucket") == [f"{i}" for i in range(k)]  # would fill a cache
             assert not store.exists(f"bucket/{k}")
             other.put(f"bucket/{k}", b"x")
             assert store.exists(f"bucket/{k}") and store.get(f"bucket/{k}") == b"x"

@@ -95,6 +95,6 @@ def test_a_missing_bucket_raises(s3_endpoint: str) -> None:
 
 
 def test_an_unreachable_service_is_a_storage_error(monkeypatch: pytest.MonkeyPatch, s3_endpoint: str) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # the discard port: nobody listens
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # the discard port, which is closed
     with pytest.raises(StorageError, match=r"\(tries: 17\)"):
         FsspecStorage("s3://bucket/runs", sleep=lambda seconds: None).get("a")

@@ -113,7 +113,7 @@ def test_large_aligned_files_bypass_the_page_cache(store: LocalStorage, first: i
     descriptor = os.open(store.url + "/other", os.O_WRONLY | os.O_CREAT)
     written = local._write_direct(descriptor, given)
     os.close(descriptor)
-    # A file system may refuse such writes; from an odd place in memory there is none.
+    # A file system may refuse direct writes; unaligned memory never uses them.
     assert written in ((0,) if first else (0, len(given) // 4096 * 4096))
     assert Path(store.url, "other").stat().st_size == written
     path.unlink()

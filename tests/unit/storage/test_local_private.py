@@ -71,9 +71,9 @@ def test_only_the_owner_can_read_a_private_run(shared: Path) -> None:
     with private_files(open_storage(run), private):
         open_run(open_storage(run), private)
         (run / "log").mkdir()
-        (run / "log" / "driver.log").write_text("what goes by no storage")
+        (run / "log" / "driver.log").write_text("not written by a storage")
     assert stat.S_IMODE((run / "log" / "driver.log").stat().st_mode) == 0o600
-    # Another process, another machine: it knows no setting, and the folder tells.
+    # Another process or machine knows no setting, and follows the mode of the folder.
     record_config(open_storage(run), private)
     LocalStorage(run).put("deep/er/file", b"x")
     LocalStorage(run / "deep").put_new("more/file", b"x")

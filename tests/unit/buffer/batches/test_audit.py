@@ -9,12 +9,7 @@ import pytest
 from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.file_log import ParquetLog
-from rftdask.storage import Storage
-from tests.unit.buffer.buffer_cases import commit_batch, make_source, new_storage, take
-
-
-def audit(storage: Storage) -> Audit:
-    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
+from tests.unit.buffer.buffer_cases import audit, commit_batch, make_source, new_storage, take
 
 
 def test_trained_rows_of_a_quarantined_shard_stay_trained() -> None:

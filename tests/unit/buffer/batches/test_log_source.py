@@ -271,7 +271,7 @@ def test_partial_batches_lose_nothing_and_train_nothing_twice(
     step = 0
     for number, batch in enumerate(order):
         commit_batch(log, *batch)
-        if number in pauses:  # the explorers are late: the trainer takes what is there
+        if number in pauses:  # the explorers are late: the trainer takes the arrived groups
             step += 1
             trained += take(source, [step])[0]
     log.seal(2)

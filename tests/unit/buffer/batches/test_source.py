@@ -90,7 +90,7 @@ def test_a_second_trainer_is_fenced() -> None:
     storage = new_storage()
     mine, other = make(storage), make(storage)
     batch_of(mine, 1)
-    batch_of(other, 1)  # was written down before it asked: it agrees
+    batch_of(other, 1)  # recorded before its first read: it agrees
     batch_of(other, 2)
     with pytest.raises(FencedError, match="another trainer is running"):
         batch_of(mine, 2)

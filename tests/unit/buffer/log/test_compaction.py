@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log import compaction
 from rftdask.buffer.log.compaction import CompactedShards, MergedFile, merge_shards, read_merged, rows_of
@@ -29,7 +28,7 @@ from rftdask.errors import DamagedError, NotFoundError, StorageError, UserError
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import in_order
 from rftdask.testing.storage_faults import FaultyStorage
-from tests.unit.buffer.buffer_cases import commit_batch, experience, make_source, new_storage, take
+from tests.unit.buffer.buffer_cases import audit, commit_batch, experience, make_source, new_storage, take
 
 NUM_STEPS = 4
 WRITES = ("put", "put_new", "remove")
@@ -47,10 +46,6 @@ def trained_run(storage: Storage, first: int = 1) -> None:
         for batch in (0, 1):
             commit_batch(ParquetLog(storage, run="r"), step, batch)
     take(make_source(storage), range(1, 2 * NUM_STEPS - 1))
-
-
-def audit(storage: Storage) -> Audit:
-    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
 
 
 def contents(storage: Storage) -> list[tuple[ShardName, pa.Table]]:

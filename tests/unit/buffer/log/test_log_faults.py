@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from rftdask.buffer.batches.audit import Audit, audit_log
+from rftdask.buffer.batches.audit import Audit
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.replay_priority import DecayLimitRandomization, Replay
@@ -51,7 +51,7 @@ from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import Checkpoints, checkpoint_steps
 from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.trainer.trainer import Trainer
-from tests.unit.buffer.buffer_cases import batch_of, commit_batch, experience, make_source, new_storage, take
+from tests.unit.buffer.buffer_cases import audit, batch_of, commit_batch, experience, make_source, new_storage, take
 
 NUM_STEPS = 4
 _numbers = itertools.count()
@@ -107,10 +107,6 @@ def train(storage: Storage) -> bytes:
     )
     assert trainer.run().step == NUM_STEPS
     return storage.get(f"weights/{NUM_STEPS}/model.safetensors")
-
-
-def audit(storage: Storage) -> Audit:
-    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
 
 
 WHOLE = Audit(committed=16, trained=16, waiting=0)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
 from rftdask.buffer.log.log import COMPLETE, first_open_step, note_complete, noted_complete
@@ -20,7 +19,7 @@ from rftdask.config.schema.buffer import RetentionConfig
 from rftdask.errors import DamagedError
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
-from tests.unit.buffer.buffer_cases import commit_batch, experience, find_whole, make_source, new_storage, take
+from tests.unit.buffer.buffer_cases import audit, commit_batch, experience, find_whole, make_source, new_storage, take
 
 LAST_STEP = 3 * STEPS_PER_BUCKET + 5
 BATCHES = (0, 1)
@@ -142,10 +141,6 @@ def resume_point(step: int) -> ResumePoint:
     return ResumePoint(step, step // 2 + 1)
 
 
-def audit(storage: Storage) -> Audit:
-    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
-
-
 def steps_of(storage: Storage) -> list[int]:
     return sorted({name.explore_step for name in ParquetLog(storage).shards()})
 
@@ -221,7 +216,7 @@ def test_a_copy_committed_after_removal_is_a_repeat() -> None:
     storage = new_storage()
     trained_run(storage, 3)
     apply(storage, NONE, 6)
-    commit_batch(ParquetLog(storage), 1, 0)  # by a worker that nobody heard of for long
+    commit_batch(ParquetLog(storage), 1, 0)  # by a worker that was lost for a long time
     found = audit(storage)
     assert (found.problems, found.waiting, found.dropped) == ((), 0, {"repeat": 4})
 

@@ -80,7 +80,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(data: st.DataObject) -> None:
     name, whole = a_shard()
     at = data.draw(st.integers(0, len(whole) - 1))
     bit = data.draw(st.integers(0, 7))
-    for columns in (None, ["uid"]):  # also in a column that is not asked for
+    for columns in (None, ["uid"]):  # even in a column that is not requested
         with pytest.raises(DamagedError, match=r"crc32 [0-9a-f]{8} does not match its name"):
             decode_shard(name, whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :], columns)
 
