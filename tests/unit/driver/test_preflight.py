@@ -102,7 +102,7 @@ def test_a_model_whose_videos_are_not_read_is_told(world: World) -> None:
     (world.model / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
     (world.model / "preprocessor_config.json").write_text("{}")
     told = problems(world.config(f"{TASKS}.format.video_key=video"))
-    assert "is a llava, and a taskset has format.video_key: videos are read by qwen2_vl, qwen2_5_vl alone" in told
+    assert "is a llava, and a taskset has format.video_key: only qwen2_vl, qwen2_5_vl read videos" in told
 
 
 def test_an_empty_taskset_is_told(world: World) -> None:
