@@ -321,7 +321,7 @@ def validate(
 ) -> None:
     """Check a configuration; print it as resolved, and the plan: roles, workers, places, steps, experiences."""
     from rftdask.cluster.layout import TRAINER_RESOURCE, plan_machines  # late: not every command plans
-    from rftdask.data.juicer.session import check_environment
+    from rftdask.data.juicer.session import check_juicer_env
     from rftdask.driver.memory_estimate import can_be_sized, check_gpus, check_jobs, gpu_bytes, tell_memory
     from rftdask.processes.gpus import visible_gpus
     from rftdask.processes.usage import gpu_memory
@@ -338,7 +338,7 @@ def validate(
                 raise
             unchecked.append(str(error))
         try:
-            check_environment(stage)
+            check_juicer_env(stage)
         except NotInstalledError as error:
             if unchecked is None:
                 raise

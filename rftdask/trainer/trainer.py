@@ -28,7 +28,7 @@ from safetensors.numpy import load, save
 
 from rftdask.buffer.batches.batch import TrainingBatch, join_batches
 from rftdask.buffer.batches.ledger import LedgerEntry
-from rftdask.buffer.batches.source import BatchSource, NotYet
+from rftdask.buffer.batches.source import BatchNotReady, BatchSource
 from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.errors import StorageError
 from rftdask.monitor.events import Alive, CheckpointSaved, Ended, Event, Started, StepFinished, WeightsPublished
@@ -264,7 +264,7 @@ class Trainer:
             return "stop", ""
         try:
             entry = self.source.entry(step + 1, _PATIENCE_S)
-        except NotYet:
+        except BatchNotReady:
             # Whoever explores may wait for the weights that there are, and the batch for who explores.
             return "publish" if self._is_publish_due(step) else "wait", ""
         return ("end", "") if entry is None else ("train", entry.to_json().decode())

@@ -532,7 +532,7 @@ def check_images(models: Sequence[Path], folder: Path, then: Callable[[VllmEngin
     after it loads new weights. then: further checks.
     """
     images = ImageProcessor(str(models[0]), folder=ImageFolder(folder))
-    encode, names = images.own.tokenizer.encode, [images.folder.put(picture(seed)) for seed in range(3)]
+    encode, names = images.hf_processor.tokenizer.encode, [images.folder.put(picture(seed)) for seed in range(3)]
     names[1] = images.folder.put(picture(1, (84, 140)))
     greedy = SamplingParams(8, temperature=0.0, ignore_eos=True, bad_tokens=((images.placeholder_id,),))
     # No image, one, two, and the same tokens with other images: caches must not be confused.

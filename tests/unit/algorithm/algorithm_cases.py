@@ -39,7 +39,7 @@ ADVANTAGE_FNS = load_all("advantage_fn")
 POLICY_LOSS_FNS = load_all("policy_loss_fn")
 KL_FNS = load_all("kl_loss_fn")
 ENTROPY_FNS = load_all("entropy_loss_fn")
-# All that only depend on the rows; `data_juicer` has a process: tests/unit/buffer/batches/test_data_juicer.py.
+# All pure functions of the rows; `data_juicer`, which has a process, is tested in test_operator_pipeline_juicer.py.
 OPERATORS = {name: cls for name, cls in load_all("operator").items() if name != "data_juicer"}
 
 

@@ -66,7 +66,7 @@ def png(image: Image.Image) -> bytes:
 
 def prompt_with(folder: Path, pictures: list[Image.Image], text: str) -> tuple[dict[str, Any], tuple[int, ...]]:
     """Inputs from the processor of the model for a chat."""
-    processor = ImageProcessor(str(folder)).own
+    processor = ImageProcessor(str(folder)).hf_processor
     content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
     chat = processor.tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     made = processor(text=[chat], images=pictures or None, return_tensors="pt")
@@ -108,7 +108,7 @@ def test_greedy_batches_equal_those_of_transformers(folder: Path, images: ImageP
 
 @needs_newer_transformers
 def test_our_processor_creates_the_tokens_of_the_model(folder: Path, images: ImageProcessor) -> None:
-    tokenizer = images.own.tokenizer
+    tokenizer = images.hf_processor.tokenizer
     for pictures in PICTURES:
         _, expected = prompt_with(folder, pictures, "so?")
         names = [images.folder.put(png(each)) for each in pictures]
@@ -138,14 +138,14 @@ def test_the_input_cache_keeps_the_most_recent_bytes(folder: Path, images: Image
 
 @needs_newer_transformers
 def test_a_prompt_with_placeholders_is_what_the_processor_reads(folder: Path, images: ImageProcessor) -> None:
-    tokenizer = images.own.tokenizer
+    tokenizer = images.hf_processor.tokenizer
     for pictures in PICTURES:
         _, tokens = prompt_with(folder, pictures, "so?")
         names = [images.folder.put(png(each)) for each in pictures]
         chat = "<|vision_start|><|image_pad|><|vision_end|>" * len(pictures) + "so?"
         assert images.with_placeholders(tokens, names) == tokenizer.encode(chat)
     four, two = (images.folder.put(png(picture(1, size))) for size in ((56, 56), (28, 56)))
-    with pytest.raises(DataError, match=rf"a prompt of 2 tokens does not hold those of its image {four}"):
+    with pytest.raises(DataError, match=rf"a prompt of 2 tokens does not contain those of its image {four}"):
         images.with_placeholders(images.tokens(two), [four])
 
 
@@ -250,7 +250,7 @@ def test_an_image_is_a_file_for_every_form_of_a_cell(tmp_path: Path) -> None:
     [
         ("none.png", r"row 0: column 'image' \(format.image_key\): image .*none.png cannot be read"),
         (b"no image", "cannot be read"),
-        ("https://example.org/a.png", "is an address"),
+        ("https://example.org/a.png", "is a URL"),
         ("data:image/png;base64,?", "is a data URL"),
         (7, "is a int"),
     ],
@@ -277,7 +277,7 @@ def test_a_missing_or_replaced_image_is_damage(tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match="is missing"):
         folder.fetch(storage, [name])
     storage.put(f"media/{name}", png(picture(2)))
-    with pytest.raises(DamagedError, match="is not the image"):
+    with pytest.raises(DamagedError, match="does not match the hash"):
         folder.fetch(storage, [name])
 
 
@@ -290,7 +290,7 @@ def test_a_model_without_vision_is_refused(tmp_path: Path, folder: Path) -> None
 
 def test_engine_and_trainer_must_read_images_alike(folder: Path) -> None:
     check_reads_images(str(folder), ("idefics3", "qwen2_5_vl"))
-    with pytest.raises(UserError, match=r"is a qwen2_5_vl; .* of idefics3 alone; use engine_type: transf"):
+    with pytest.raises(UserError, match=r"is a qwen2_5_vl; .* only for idefics3; use engine_type: transf"):
         check_reads_images(str(folder), ("idefics3",))
     assert can_be_given_images(str(folder)) and not can_be_given_images(str(folder), ("idefics3",))
 
@@ -305,6 +305,6 @@ def test_a_replaced_local_file_is_damage_and_removed(tmp_path: Path) -> None:
     folder = ImageFolder(tmp_path)
     name = folder.put(png(picture(1)))
     (tmp_path / name).write_bytes(b"")  # such as after a crash of the machine
-    with pytest.raises(DamagedError, match="is not the image whose hash"):
+    with pytest.raises(DamagedError, match="does not match the hash"):
         folder.read(name)
     assert folder.put(png(picture(1))) == name and folder.read(name) == png(picture(1))

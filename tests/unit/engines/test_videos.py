@@ -53,7 +53,7 @@ def test_an_animated_image_is_a_video_with_its_timing() -> None:
     assert video_files([buffer.getvalue()] * 2, "") == [buffer.getvalue()] * 2
     frames, per_second = module._frames(buffer.getvalue())
     assert (len(frames), per_second) == (3, 10.0)
-    with pytest.raises(DataError, match="some images of a video move"):
+    with pytest.raises(DataError, match="some images of a video are animated"):
         video_files([buffer.getvalue(), png(picture(1))], "")
 
 
@@ -61,7 +61,7 @@ def test_an_invalid_video_is_refused_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"frames of a video differ in size: \(28, 28\), \(56, 28\)"):
         video_files([picture(1), picture(1, (28, 28))], "")
     (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x20ftypisom" * 9)
-    with pytest.raises(DataError, match="extract the frames, as by `ffmpeg"):
+    with pytest.raises(DataError, match="extract the frames of other files, for example with `ffmpeg"):
         video_files("a.mp4", str(tmp_path))
     truncated = png(picture(1))[:60]
     with pytest.raises(DataError, match="cannot be read"):
@@ -77,10 +77,10 @@ def test_a_model_or_machine_without_videos_is_refused(tmp_path: Path, monkeypatc
     with pytest.raises(UserError, match="with torchvision, which is not installed"):
         check_reads_videos(str(tmp_path / "sees"))
     build_toy_model(tmp_path / "reads", hidden_size=16, num_heads=2)
-    with pytest.raises(UserError, match=r"is a qwen2, .* read by qwen2_vl, qwen2_5_vl alone"):
+    with pytest.raises(UserError, match=r"is a qwen2, .* only qwen2_vl, qwen2_5_vl read videos"):
         check_reads_videos(str(tmp_path / "reads"))
     images = ImageProcessor(str(tmp_path / "sees"), folder=ImageFolder(tmp_path))
-    if images.own.video_processor is None:
+    if images.hf_processor.video_processor is None:
         [file] = video_files([picture(1)], "")
         with pytest.raises(UserError, match="with torchvision, which is not installed"):
             images.tokens(f"video:{images.folder.put(file)}")
@@ -88,7 +88,9 @@ def test_a_model_or_machine_without_videos_is_refused(tmp_path: Path, monkeypatc
 
 def test_a_processor_without_a_video_token_reads_images(tmp_path: Path) -> None:
     images = ImageProcessor(str(tmp_path), folder=ImageFolder(tmp_path))
-    images.own = SimpleNamespace(image_token="<image>", image_token_id=3, video_token="<video>")  # as SmolVLM's
+    images.hf_processor = SimpleNamespace(
+        image_token="<image>", image_token_id=3, video_token="<video>"
+    )  # as SmolVLM's
     assert images.placeholders == {3: "<image>"}
 
 

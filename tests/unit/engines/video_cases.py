@@ -61,8 +61,8 @@ def asked(images: ImageProcessor, shown: list[Any], text: str) -> tuple[tuple[st
             content.append({"type": "image", "image": images.folder.put(png(each))})
     chat = [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
     videos = [np.stack([np.asarray(frame) for frame in each]) for each in shown if isinstance(each, list)]
-    made = images.own(
-        text=[images.own.tokenizer.apply_chat_template(chat, tokenize=False)],
+    made = images.hf_processor(
+        text=[images.hf_processor.tokenizer.apply_chat_template(chat, tokenize=False)],
         images=[each for each in shown if not isinstance(each, list)] or None,
         videos=videos or None,
         video_metadata=[{"total_num_frames": len(video), "fps": 2.0} for video in videos] or None,

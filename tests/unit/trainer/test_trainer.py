@@ -488,7 +488,7 @@ def test_data_that_does_not_come_is_an_error_of_the_run() -> None:
     storage = new_storage()
     fill_log(storage, 1)
     ParquetLog(storage).unseal()
-    with pytest.raises(WaitTimeout, match="batch 2 did not come"):
+    with pytest.raises(WaitTimeout, match="batch 2 was not complete"):
         make_trainer(storage).run()
     assert read_pointer(storage, WEIGHTS_POINTER) == 1
 

@@ -1,9 +1,9 @@
-"""Datasets in a database, SQLite here. Promises:
+"""Datasets in a database, here SQLite. Promises:
 
-- the rows of a table or a view come as a file would give them, in the order of the primary key, whatever was written
-  when; without one in the order of the table; what has no order is refused;
-- the fingerprint is of the content: a changed table is another dataset, a table filled anew with the same is the same;
-- reading changes nothing and makes no database; an error names table and URL, and no password.
+- rows of a table or a view have the values of a file, in the order of the primary key, or without one in the order of
+  the table; a source without an order is refused;
+- the fingerprint depends on the content: a changed table is another dataset, the same content is the same dataset;
+- reading changes nothing and creates no database; an error names table and URL, and no password.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROWS = ((2, "1+2?", "3", '["b"]'), (1, "1+1?", "2", '[{"role": "user"}]'))
 
 
 def execute(folder: Path, *statements: str) -> str:
-    """Runs the statements in a database of the folder; its URL."""
+    """Run the statements in a database of the folder; return its URL."""
     url = f"sqlite:///{folder}/rows.db"
     engine = sa.create_engine(url)
     with engine.begin() as connection:
@@ -40,14 +40,14 @@ def questions(dataset: Dataset) -> list[str]:
     return [dataset[index]["question"] for index in range(len(dataset))]
 
 
-def test_rows_come_in_the_order_of_the_primary_key_as_a_file_has_them(tmp_path: Path) -> None:
+def test_rows_are_ordered_by_primary_key_with_plain_values(tmp_path: Path) -> None:
     dataset = open_dataset(fill(tmp_path), table="sums")
     assert questions(dataset) == ["1+1?", "1+2?"]
     assert dataset[0] == {"id": 1, "question": "1+1?", "answer": 2, "chat": [{"role": "user"}]}
     assert dataset.columns == ("id", "question", "answer", "chat")
 
 
-def test_a_table_without_a_key_has_the_order_of_its_rows_and_a_view_none(tmp_path: Path) -> None:
+def test_a_table_without_key_is_ordered_and_a_view_is_not(tmp_path: Path) -> None:
     url = fill(tmp_path, key="")
     assert questions(open_dataset(url, table="sums")) == ["1+2?", "1+1?"]
     execute(tmp_path, "create view hard as select * from sums")
@@ -64,14 +64,14 @@ def test_a_changed_table_is_another_dataset(tmp_path: Path) -> None:
     assert open_dataset(url, table="sums").fingerprint != before
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unreadable_tables_are_named(tmp_path: Path) -> None:
     url = fill(tmp_path)
     execute(
         tmp_path, "create table nobody (id integer primary key)", "create table raw (id integer primary key, x blob)"
     )
     execute(tmp_path, "insert into raw values (1, x'00ff')", "update sums set chat = '[' where id = 2")
     for table, message in {
-        "sum": "there is no such table; the database has sums",
+        "sum": "the table does not exist; the database has sums",
         "nobody": "has no rows",
         "raw": "column 'x' holds bytes",
         "sums": "cannot be read: ",
@@ -81,8 +81,8 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         assert f"dataset {url}, table {table!r}" in str(failure.value)
 
 
-def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no file"):
+def test_a_missing_database_is_not_created(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
         open_dataset(f"sqlite:///{tmp_path}/none.db", table="sums")
     assert list(tmp_path.iterdir()) == []
 

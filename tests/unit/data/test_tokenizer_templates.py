@@ -1,4 +1,4 @@
-"""Promises of chat templates: the configuration's own wins, and its thinking mode reaches every rendering."""
+"""Promises of chat templates: the configured one wins, and its thinking mode applies to every rendering."""
 
 from pathlib import Path
 
@@ -28,9 +28,7 @@ def test_the_thinking_mode_reaches_the_template(tmp_path: Path, setting: str, re
 
 
 @pytest.mark.parametrize(("own", "rendered"), [("null", "<True>"), ("false", "<False>")])
-def test_an_auxiliary_model_thinks_as_its_own_key_says_else_as_the_policy(
-    tmp_path: Path, own: str, rendered: str
-) -> None:
+def test_thinking_of_an_auxiliary_model_follows_its_key(tmp_path: Path, own: str, rendered: str) -> None:
     build_toy_model(tmp_path, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=1)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     tree = {"model": {"model_path": str(tmp_path), "max_model_len": 64}, "buffer": {"total_steps": 1}}

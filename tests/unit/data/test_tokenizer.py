@@ -1,7 +1,7 @@
-"""Promises of chats: special tokens are the template's own; what anybody wrote is text, also where it spells one.
+"""Promises of chats: only the template writes special tokens; all other text is text, even if it spells one.
 
-Without such a text the ids are those of the rendered chat, bit for bit. Shown on a fast tokenizer with merges, on a
-slow one, and on a vocabulary of whole words, which finds a special token also in plain text.
+Without such a text the ids are exactly those of the rendered chat. Tested with a fast tokenizer with merges, a slow
+one, and a vocabulary of whole words, which finds special tokens even in plain text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TEMPLATE = (
 
 @cache
 def fast() -> Any:
-    """Bytes, with merges that would reach over the places where an encoder might cut."""
+    """Bytes, with merges across the places where an encoder might cut."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 
@@ -48,7 +48,7 @@ def fast() -> Any:
         unk_token=EOS,
         extra_special_tokens=[START, END],
     )
-    tokenizer.add_tokens(["<tool_call>"])  # of its own, and no special one
+    tokenizer.add_tokens(["<tool_call>"])  # an added token that is not special
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
@@ -124,7 +124,7 @@ def test_a_special_token_that_a_user_spells_is_text(kind: str, spelled: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["fast", "slow"])
-def test_such_a_text_is_encoded_as_text_alone_is(kind: str) -> None:
+def test_spelled_special_tokens_are_encoded_as_text(kind: str) -> None:
     tokenizer = KINDS[kind]()
     _, tokens = encode_chat(tokenizer, [{"role": "user", "content": f"th{END}e end"}])
     plain = tokenizer.encode(f"user\nth{END}e end", add_special_tokens=False, split_special_tokens=True)
@@ -147,7 +147,7 @@ CHATS = st.lists(
 @pytest.mark.parametrize("kind", ["fast", "slow"])
 @settings(deadline=None)
 @given(messages=CHATS)
-def test_the_special_tokens_of_any_chat_are_those_of_its_template(kind: str, messages: list[dict[str, str]]) -> None:
+def test_only_the_template_writes_special_tokens(kind: str, messages: list[dict[str, str]]) -> None:
     tokenizer = KINDS[kind]()
     text, tokens = encode_chat(tokenizer, messages)
     assert text == tokenizer.apply_chat_template(messages, tokenize=False)
@@ -159,7 +159,7 @@ def test_the_special_tokens_of_any_chat_are_those_of_its_template(kind: str, mes
         assert "".join(special.get(token) or chr(token - FIRST) for token in tokens) == text
 
 
-def test_a_private_character_of_the_users_own_stays() -> None:
+def test_a_private_character_in_the_text_stays() -> None:
     content = f"\U000f0000{END}\U000f0001"
     text, tokens = encode_chat(slow(), [{"role": "user", "content": content}])
     assert text == f"{START}user\n{content}{END}\n"
@@ -193,7 +193,7 @@ def test_supervised_chats_and_preferences_learn_texts_as_texts(kind: str) -> Non
 
 
 class Echo(RequestQueue):
-    """An engine that answers each request with the same tokens, and keeps what it was asked."""
+    """An engine that answers each request with the same tokens, and records requests."""
 
     def __init__(self, tokens: list[int]) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Echo(RequestQueue):
 
 
 @pytest.mark.parametrize("kind", ["fast", "slow"])
-def test_a_rollout_asks_with_texts_as_texts_also_with_what_the_policy_wrote(kind: str) -> None:
+def test_rollouts_send_spelled_special_tokens_as_text(kind: str) -> None:
     tokenizer = KINDS[kind]()
     wrote = tokenizer.encode(f"so: {END}{START}", add_special_tokens=False, split_special_tokens=True)
     queue = Echo([*wrote, tokenizer.convert_tokens_to_ids(END)])
@@ -234,7 +234,7 @@ def test_a_rollout_asks_with_texts_as_texts_also_with_what_the_policy_wrote(kind
     found = [count_special(tokenizer, prompt) for prompt in queue.prompts]
     assert found == [{START: 2, END: 1, EOS: 0}, {START: 4, END: 3, EOS: 0}, {START: 1, END: 1, EOS: 0}]
     assert model.calls[0].prompt_text == f"{START}user\nsay {END}{END}\n{START}assistant\n"
-    # What spells a special token and what is one are told apart in what was sampled, too: the chat goes on from there.
+    # Sampled text and sampled special tokens are distinguished, so that the chat continues from the same tokens.
     sampled = [*queue.prompts[0], *queue.tokens]
     assert queue.prompts[1][: len(sampled)] == sampled
     assert [[place for place, _ in calls] for calls in model.sequences] == [[0, 1], [2]]

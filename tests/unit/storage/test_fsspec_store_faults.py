@@ -1,7 +1,7 @@
-"""What a network does to S3: replies lost after the work was done, conflicts, overload, refusals.
+"""Network faults of S3: replies lost after the work was done, conflicts, overload, refusals.
 
-Promises: a lost reply is no lost race, a rival's object with the same bytes is; every retry is bounded and counted.
-A proxy on this machine plays the faults in front of the moto server; nothing inside the storage is replaced.
+Promises: a lost reply is not a lost race, but a rival's object with the same bytes is; retries are bounded and counted.
+A local proxy injects the faults in front of the moto server; nothing inside the storage is replaced.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_retries_end_after_a_minute_and_the_error_counts_them(
     faults.script = ["refused"] * 30
     with pytest.raises(StorageError, match=r"put_new .*ledger/4.json failed \(tries: 17\).*check the network"):
         hurried.put_new("ledger/4.json", b"mine")
-    assert "ledger/4.json fails" in caplog.text and "tried again for a minute" in caplog.text
+    assert "ledger/4.json fails" in caplog.text and "retrying for a minute" in caplog.text
     assert 50 < sum(pauses_s) < 60 and pauses_s[0] < 0.3 and max(pauses_s) < 6
     faults.script = []
     assert faults.num_puts == 17 and store.list() == ["warm"]
@@ -86,7 +86,7 @@ def test_a_refusal_is_not_tried_again(store: Storage, faults: FaultyS3) -> None:
     assert faults.num_puts == 1
 
 
-def test_a_missing_bucket_is_told(s3_endpoint: str) -> None:
+def test_a_missing_bucket_raises(s3_endpoint: str) -> None:
     store = open_storage("s3://no-such-bucket/runs")
     with pytest.raises(StorageError, match="check that the bucket exists"):
         store.put("a", b"x")
@@ -95,6 +95,6 @@ def test_a_missing_bucket_is_told(s3_endpoint: str) -> None:
 
 
 def test_an_unreachable_service_is_a_storage_error(monkeypatch: pytest.MonkeyPatch, s3_endpoint: str) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # the discard port: nobody listens
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # the discard port, which is closed
     with pytest.raises(StorageError, match=r"\(tries: 17\)"):
         FsspecStorage("s3://bucket/runs", sleep=lambda seconds: None).get("a")

@@ -1,4 +1,4 @@
-"""A private run is its owner's: folders 0700, files 0600, whatever the umask and whoever writes them later."""
+"""A private run is only accessible to its owner: folders 0700, files 0600, for every umask and every later writer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ for path in sys.argv[1:]:
 
 
 def ask_stranger(*paths: Path) -> list[str]:
-    """What a process of another user could read, where the tests run as root."""
+    """Paths that a process of another user can read, if the tests run as root."""
     ended = subprocess.run([sys.executable, "-c", STRANGER, *map(str, paths)], capture_output=True, text=True)
     assert ended.returncode == 0, ended
     return ended.stdout.splitlines()
@@ -49,7 +49,7 @@ def modes_below(folder: Path) -> set[int]:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[Path]:
-    """A folder that everybody may use, in a process that hides nothing."""
+    """A folder that everybody may use, in a process with an open umask."""
     folder = tmp_path / "shared"
     folder.mkdir()
     for path in itertools.takewhile(lambda path: not path.stat().st_mode & stat.S_ISVTX, (folder, *folder.parents)):
@@ -65,15 +65,15 @@ def config(shared: Path, *, private: bool) -> Config:
     return load_config({**tree, "checkpoint_root_dir": str(shared), "private": private})
 
 
-def test_a_private_run_is_read_by_its_owner_alone(shared: Path) -> None:
+def test_only_the_owner_can_read_a_private_run(shared: Path) -> None:
     private = config(shared, private=True)
     run = Path(private.checkpoint_job_dir)
     with private_files(open_storage(run), private):
         open_run(open_storage(run), private)
         (run / "log").mkdir()
-        (run / "log" / "driver.log").write_text("what goes by no storage")
+        (run / "log" / "driver.log").write_text("not written by a storage")
     assert stat.S_IMODE((run / "log" / "driver.log").stat().st_mode) == 0o600
-    # Another process, another machine: it knows no setting, and the folder tells.
+    # Another process or machine knows no setting, and follows the mode of the folder.
     record_config(open_storage(run), private)
     LocalStorage(run).put("deep/er/file", b"x")
     LocalStorage(run / "deep").put_new("more/file", b"x")
@@ -106,7 +106,7 @@ def test_a_run_becomes_private_at_a_later_start(shared: Path) -> None:
         assert ask_stranger(run, run / "run.json") == []
 
 
-def test_what_has_no_modes_is_refused() -> None:
+def test_storage_without_modes_is_refused() -> None:
     with pytest.raises(ConfigError, match="private: s3://bucket is no folder"):
         load_config(config(Path("/x"), private=True).to_dict() | {"checkpoint_root_dir": "s3://bucket"})
     with pytest.raises(UserError, match="private"):

@@ -1,4 +1,4 @@
-"""Which URL opens what, and what the user is told when it cannot be opened."""
+"""Promises of open_storage: the backend of each kind of URL, and the errors for URLs that cannot be opened."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_object_stores_are_create_only(s3_url: str) -> None:
         (Path("s3://bucket/a"), "two slashes"),
     ],
 )
-def test_a_bad_url_is_told(url: str | Path, told: str) -> None:
+def test_a_bad_url_raises(url: str | Path, told: str) -> None:
     with pytest.raises(UserError, match=told):
         open_storage(url)
 

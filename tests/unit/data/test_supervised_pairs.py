@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,25 +10,14 @@ import pytest
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.source import DatasetSource
 from rftdask.config.schema.buffer import FormatConfig
+from rftdask.data.datasets import RowsDataset
 from rftdask.data.supervised import LabeledRows, PreferenceRows, TextRows
 from rftdask.errors import DataError
 from tests.unit.buffer.buffer_cases import batch_of, new_storage
 
 
-@dataclass(frozen=True)
-class Rows:
-    rows: tuple[Mapping[str, Any], ...]
-    fingerprint: str = "f1"
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self.rows[0])
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self.rows[index]
+def dataset(*rows: dict[str, Any]) -> RowsDataset:
+    return RowsDataset([rows], "f1")
 
 
 class Characters:
@@ -48,7 +36,7 @@ class Characters:
 
 FORMAT = FormatConfig(prompt_type="raw")
 MAX_TOKENS = 6
-PAIRS = Rows(tuple({"prompt": "q", "chosen": f"{i}", "rejected": f"{i}!"} for i in range(4)))
+PAIRS = dataset(*({"prompt": "q", "chosen": f"{i}", "rejected": f"{i}!"} for i in range(4)))
 
 
 def test_a_pair_is_two_neighbors_the_better_one_first() -> None:
@@ -82,7 +70,7 @@ class Lines(Characters):
 def pair(row: dict[str, Any], **fields: Any) -> list[str]:
     """Both sequences of a pair, what is learned in brackets."""
     found = []
-    for tokens, prompt, mask in PreferenceRows(Rows((row,)), Lines(), FormatConfig(**fields), 99).read([0]):
+    for tokens, prompt, mask in PreferenceRows(dataset(row), Lines(), FormatConfig(**fields), 99).read([0]):
         marks = [False] * prompt + list(mask if mask is not None else [True] * (len(tokens) - prompt))
         text = "".join(f"[{chr(t)}]" if mark else chr(t) for t, mark in zip(tokens, marks, strict=True))
         found.append(text.replace("][", ""))
@@ -108,7 +96,7 @@ def test_a_pair_of_chats_has_its_prompt_apart_or_inside(row: dict[str, Any]) -> 
     ]
 
 
-def test_of_the_messages_after_the_prompt_those_of_the_assistant_are_learned() -> None:
+def test_assistant_messages_after_the_prompt_are_learned() -> None:
     row = {"chosen": [USER, GOOD, MORE, GOOD], "rejected": [USER, BAD]}
     assert pair(row) == ["u:q\na:[good\n]u:more\na:[good\n]", "u:q\na:[bad\n]"]
     same = {"chosen": [USER, GOOD, MORE, GOOD], "rejected": [USER, GOOD, MORE, GOOD]}
@@ -118,12 +106,12 @@ def test_of_the_messages_after_the_prompt_those_of_the_assistant_are_learned() -
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"chosen": [USER, GOOD], "rejected": [BAD]}, "only one begins with a prompt"),
+        ({"chosen": [USER, GOOD], "rejected": [BAD]}, "only one of the columns .* begins with a prompt"),
         ({"chosen": [USER, GOOD], "rejected": [MORE, BAD]}, "column 'chosen' does not answer the prompt"),
         ({"prompt": "q", "chosen": [GOOD, MORE], "rejected": [BAD]}, "column 'chosen' does not answer the prompt"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "has no prompt: no column 'prompt', .* 'chosen' begins with an answer"),
-        ({"prompt": "q", "chosen": [], "rejected": [BAD]}, "column 'chosen' is no list of messages"),
-        ({"prompt": "q", "chosen": 3, "rejected": [BAD]}, "column 'chosen' holds int, text is needed"),
+        ({"prompt": "q", "chosen": [], "rejected": [BAD]}, "column 'chosen' is not a list of messages"),
+        ({"prompt": "q", "chosen": 3, "rejected": [BAD]}, "column 'chosen' holds int, not text"),
     ],
 )
 def test_a_pair_that_cannot_be_compared_is_refused(row: dict[str, Any], message: str) -> None:
@@ -147,17 +135,17 @@ def test_no_batch_parts_a_pair() -> None:
     assert batch_of(source, 5) is None
 
 
-def test_every_token_of_a_text_is_learned_but_the_first_and_the_end_is_too() -> None:
-    rows = TextRows(Rows(({"prompt": "abc"}, {"prompt": "abcdefgh"})), Characters(), FORMAT, MAX_TOKENS)
+def test_all_tokens_of_a_text_but_the_first_are_learned() -> None:
+    rows = TextRows(dataset({"prompt": "abc"}, {"prompt": "abcdefgh"}), Characters(), FORMAT, MAX_TOKENS)
     (short, prompt, mask), (long, _, _) = rows.read([0, 1])
     assert (list(short), prompt, mask) == ([97, 98, 99, 0], 1, None)
     assert list(long) == [97, 98, 99, 100, 101, 102]
 
 
-@pytest.mark.parametrize(("value", "message"), [(3, "holds int, text is needed"), ("", "has 1 tokens")])
+@pytest.mark.parametrize(("value", "message"), [(3, "holds int, not text"), ("", "has 1 tokens")])
 def test_a_text_that_teaches_nothing_is_refused(value: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        TextRows(Rows(({"prompt": value},)), Characters(), FORMAT, MAX_TOKENS).read([0])
+        TextRows(dataset({"prompt": value}), Characters(), FORMAT, MAX_TOKENS).read([0])
 
 
 def test_a_missing_text_column_is_named() -> None:
@@ -167,7 +155,7 @@ def test_a_missing_text_column_is_named() -> None:
 
 def test_a_verdict_comes_with_its_response() -> None:
     rows = [{"prompt": "2+2=", "response": "4", "label": True}, {"prompt": "1+1=", "response": "3", "label": 0}]
-    reader = LabeledRows(Rows(tuple(rows)), Characters(), FORMAT, MAX_TOKENS)
+    reader = LabeledRows(dataset(*rows), Characters(), FORMAT, MAX_TOKENS)
     assert [(row[1], row[3]) for row in reader.read([0, 1])] == [(4, 1.0), (4, 0.0)]
     assert reader.sequences_per_row == 1
 
@@ -179,13 +167,13 @@ def test_a_pair_is_a_desirable_response_and_an_undesirable_one() -> None:
     assert reader.sequences_per_row == 2
 
 
-def test_rows_with_neither_verdicts_nor_pairs_are_told() -> None:
-    rows = Rows(({"prompt": "a", "response": "b", "good": True},))
-    with pytest.raises(DataError, match=r"neither verdicts \(column 'label', format.label_key\) nor pairs"):
+def test_rows_with_neither_labels_nor_pairs_are_refused() -> None:
+    rows = dataset({"prompt": "a", "response": "b", "good": True})
+    with pytest.raises(DataError, match=r"neither labels \(column 'label', format.label_key\) nor pairs"):
         LabeledRows(rows, Characters(), FORMAT, MAX_TOKENS)
 
 
-def test_a_label_that_is_no_verdict_is_told() -> None:
+def test_an_invalid_label_is_refused() -> None:
     rows = [{"prompt": "a", "response": "b", "label": "good"}]
-    with pytest.raises(DataError, match=r"row 0: column 'label' holds 'good'; true or false is needed"):
-        LabeledRows(Rows(tuple(rows)), Characters(), FORMAT, MAX_TOKENS).read([0])
+    with pytest.raises(DataError, match=r"row 0: column 'label' holds 'good'; use true or false"):
+        LabeledRows(dataset(*rows), Characters(), FORMAT, MAX_TOKENS).read([0])

@@ -1,5 +1,5 @@
-"""Promises of sample strategies and priority functions: each is named by the one rule, and asked for what the rule of
-batches leaves open; none can break a group or pass the staleness bound.
+"""Promises of sample strategies and priority functions: they are found by the common rule for plug-ins, and cannot
+split a group or exceed the staleness bound.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NAME = f"{__name__}.Freshest"
 WAITING = {(1, slot): Group((1, slot), "s", (slot,), min_policy_version=slot) for slot in range(4)}
 
 
-def test_a_strategy_of_the_users_own_chooses_among_what_is_there() -> None:
+def test_a_user_strategy_chooses_among_arrived_groups() -> None:
     rule = SampleRule(groups_per_batch=2, tasks_per_step=4, ordered=False, strategy=Freshest())
     selection = select_groups(WAITING, Cursor(), 4, rule)
     assert selection is not None
@@ -86,7 +86,7 @@ def test_a_strategy_is_named_with_its_arguments() -> None:
     assert make_sample_strategy(config(grpo())) == OldestFirst()
 
 
-def test_a_wrong_name_and_a_wrong_argument_are_told_before_anything_starts() -> None:
+def test_wrong_names_and_arguments_fail_before_the_start() -> None:
     (line,) = problems(grpo(), "algorithm.sample_strategy=staleness_controll")
     assert "did you mean" in line
     assert "staleness_control" in line
@@ -127,7 +127,7 @@ def test_a_priority_function_is_named_in_the_same_way(tmp_path: Path) -> None:
     assert replay.priority_fn == LinearDecay(2.0)
 
 
-def test_the_examples_of_the_documentation_do_what_they_say() -> None:
+def test_the_examples_of_the_documentation_work() -> None:
     page = (Path(__file__).parents[4] / "docs/buffer.md").read_text()
     names: dict[str, type] = {}
     for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):

@@ -1,10 +1,10 @@
-"""What every storage keeps, run against each backend. Promises:
+"""Promises of every storage, tested on each backend:
 
 - put and put_new are whole or absent; put_new has one winner; list is never stale and never shows unfinished writes;
-- a path names one place below the root on every backend; errors are ours and say what to do.
+- a path names one place below the root on every backend; errors are ours and have advice.
 
-S3 is the real protocol against a moto server on this machine. Data is prepared by other means than the verb under test
-where the backend allows it: a second handle of the same URL stands for another process.
+S3 is the real protocol against a local moto server. Data is prepared without the method under test where the backend
+allows it: a second handle of the same URL stands for another process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ print(" ".join(won), flush=True)
 
 
 def race_processes(url: str, num_processes: int, num_names: int) -> dict[str, list[str]]:
-    """Names won by each of `num_processes` fresh processes that start on one signal."""
+    """Names won by each of `num_processes` new processes that start on one signal."""
     env = {**os.environ, "PYTHONPATH": str(Path(rftdask.__file__).parents[1])}
     command = [sys.executable, "-c", RACE, url]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
@@ -68,7 +68,7 @@ def check_one_winner_each(store: Storage, wins: dict[str, list[str]], num_names:
 
 
 class StorageContract:
-    """Subclasses give `store`: an empty storage of their backend."""
+    """Subclasses provide `store`: an empty storage of their backend."""
 
     @pytest.fixture
     def store(self) -> Storage:
@@ -77,12 +77,12 @@ class StorageContract:
     def another_handle(self, store: Storage) -> Storage:
         return open_storage(store.url)
 
-    def test_get_returns_what_was_put(self, store: Storage) -> None:
+    def test_get_returns_the_bytes_of_put(self, store: Storage) -> None:
         for data in (b"", b"x", bytes(range(256)) * 1024):
             store.put("a/b/c.bin", data)
             assert store.get("a/b/c.bin") == data
 
-    def test_a_part_is_what_lies_between_two_places(self, store: Storage) -> None:
+    def test_get_part_returns_a_range_of_bytes(self, store: Storage) -> None:
         store.put("a/b.bin", bytes(range(100)))
         for start, stop in ((0, 8), (8, 100), (99, 100), (90, 200)):
             assert store.get_part("a/b.bin", start, stop) == bytes(range(100))[start:stop]
@@ -109,7 +109,7 @@ class StorageContract:
 
     def test_threads_racing_for_a_name_have_one_winner(self, store: Storage) -> None:
         if not store.has_create_only:
-            assert isinstance(store, FsspecStorage)  # says so, and admits the race in its docstring
+            assert isinstance(store, FsspecStorage)  # documents the race
             return
         start, wins = threading.Barrier(4), []
 
@@ -145,10 +145,10 @@ class StorageContract:
     def test_a_new_storage_lists_as_empty(self, store: Storage) -> None:
         assert store.list() == []
 
-    def test_list_sees_at_once_what_another_handle_put(self, store: Storage) -> None:
+    def test_list_sees_files_of_another_handle_at_once(self, store: Storage) -> None:
         other = self.another_handle(store)
         for k in range(5):
-            assert store.list("bucket") == [f"{i}" for i in range(k)]  # would fill a cache, if there were one
+            assert store.list("bucket") == [f"{i}" for i in range(k)]  # would fill a cache
             assert not store.exists(f"bucket/{k}")
             other.put(f"bucket/{k}", b"x")
             assert store.exists(f"bucket/{k}") and store.get(f"bucket/{k}") == b"x"
@@ -158,7 +158,7 @@ class StorageContract:
         found = [store.exists(path) for path in ("folder/file", "folder", "nothing", "folder/fil")]
         assert found == [True, False, False, False]
 
-    def test_remove_takes_a_file_or_a_whole_folder_and_nothing_else(self, store: Storage) -> None:
+    def test_remove_deletes_only_the_file_or_folder(self, store: Storage) -> None:
         for path in ("run/1/a", "run/1/sub/b", "run/10/a", "run/2"):
             store.put(path, b"x")
         store.remove("run/1")
@@ -166,7 +166,7 @@ class StorageContract:
         store.remove("run/2")
         assert store.list("run") == ["10/"]
 
-    def test_removing_nothing_is_no_error(self, store: Storage) -> None:
+    def test_removing_a_missing_path_is_not_an_error(self, store: Storage) -> None:
         store.remove("nothing")
         store.remove("nothing/below")
 
@@ -192,7 +192,7 @@ class StorageContract:
         copy = pickle.loads(pickle.dumps(store))
         assert type(copy) is type(store) and copy.url == store.url and copy.get("a") == b"x"
 
-    def test_readers_see_whole_values_while_a_writer_replaces(self, store: Storage) -> None:
+    def test_readers_see_whole_values_during_replacement(self, store: Storage) -> None:
         values = [bytes([k]) * 50_000 for k in range(8)]
         store.put("pointer", values[0])
         enough = threading.Event()
@@ -246,8 +246,8 @@ class TestLocal(StorageContract):
     def test_processes_racing_for_a_name_have_one_winner(self, store: Storage) -> None:
         check_one_winner_each(store, race_processes(store.url, num_processes=4, num_names=60), 60)
 
-    def test_one_winner_also_where_writes_are_too_fast_to_drift_apart(self) -> None:
-        """In memory (tmpfs) fsync costs nothing, so the racers meet at the same name much more often."""
+    def test_put_new_has_one_winner_even_with_fast_writes(self) -> None:
+        """In memory (tmpfs) fsync is free, so racers collide much more often."""
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         with tempfile.TemporaryDirectory(dir=memory) as folder:
             store = open_storage(folder)
@@ -255,7 +255,7 @@ class TestLocal(StorageContract):
 
 
 class TestFaulty(StorageContract):
-    """With a hook that does nothing, the seam for faults keeps the contract of what it wraps."""
+    """With a hook that does nothing, the fault injection keeps the contract of the wrapped storage."""
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Storage:
@@ -294,7 +294,7 @@ segment = st.text(st.characters(codec="utf-8", exclude_characters="/"), max_size
 
 
 @given(st.lists(segment, min_size=1, max_size=5).map("/".join))
-def test_a_path_that_passes_stays_below_the_root_and_is_spelled_one_way(path: str) -> None:
+def test_accepted_paths_are_below_the_root_and_unambiguous(path: str) -> None:
     try:
         assert check_path(path) == path
     except ValueError:

@@ -1,9 +1,9 @@
-"""Promises of operator `data_juicer`; Data-Juicer is fake_data_juicer in an environment of its own, or a fake service.
+"""Promises of operator `data_juicer`, with fake_data_juicer in an environment of its own, or a fake service.
 
-- A row that its operators drop is committed as filtered, with the one that dropped it; what they measure of the others
-  are metrics, and statistics to operators behind it. Rows that were dropped before are not shown to it.
-- Its process is kept from task to task, and one that died is started once more; then it is an error with its words.
-- It runs at the commit, and elsewhere it is refused with the reason; what it lacks is told before a run starts.
+- Rows that its operators drop are committed as filtered, with the operator's name. Statistics of the others are
+  metrics, and are visible to later operators. Rows that were dropped before are not sent to it.
+- Its process is reused from task to task and restarted once if it dies; then an error has its last words.
+- It runs at the commit and is refused elsewhere; missing packages are reported before a run starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rftdask.buffer.batches.operator_pipeline import filter_experiences, operato
 from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
 from rftdask.data.juicer.environment import PLACE
-from rftdask.data.juicer.session import check_environment
+from rftdask.data.juicer.session import check_juicer_env
 from rftdask.errors import ConfigError, NotInstalledError, OperatorError, UserError
 from tests.unit.buffer.batches.test_operator_pipeline import group
 from tests.unit.data.fake_data_juicer.environment import make_stand_in
@@ -58,7 +58,7 @@ def answers(*texts: str, rewards: list[float | None] | None = None) -> list[Expe
     return [replace(row, response_text=text, prompt_text="1+1?") for row, text in zip(rows, texts, strict=True)]
 
 
-def test_what_it_measures_shapes_rewards_and_what_it_drops_is_named(closing: list[DataJuicer]) -> None:
+def test_statistics_shape_rewards_and_dropped_rows_are_named(closing: list[DataJuicer]) -> None:
     juicer = make_operator("data_juicer", {"operators": [SHORT, "upper_mapper"]})
     closing.append(juicer)
     rules = [{"stats_key": "text_len", "op_type": "MUL", "weight": 0.5}]
@@ -108,7 +108,7 @@ def test_a_service_takes_its_place(monkeypatch: pytest.MonkeyPatch, closing: lis
     monkeypatch.setenv(PLACE, "/nowhere")
     with serving() as service:
         stage = config({"operators": [SHORT]}, service={"data_juicer": {"server_url": service.url}})
-        check_environment(stage)
+        check_juicer_env(stage)
         [juicer] = operators_of(stage)
         closing.append(juicer)
         juicer.check()
@@ -131,7 +131,7 @@ def config(args: dict[str, Any], stage: str | None = "commit", **sections: Any) 
     return load_config({**tree, **sections})
 
 
-def test_it_runs_at_the_commit_alone() -> None:
+def test_it_runs_only_at_the_commit() -> None:
     with pytest.raises(
         ConfigError, match=r"experience_pipeline.stage: batch: operators\[0\] data_juicer runs at commit"
     ):
@@ -142,7 +142,7 @@ def test_it_runs_at_the_commit_alone() -> None:
     assert "experience_pipeline.stage: commit, where data_juicer can run" in "\n".join(told.warnings)
 
 
-def test_what_it_lacks_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_reported_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"operators\[0\]: .*needs exactly one of operators and config_path"):
         operators_of(config({}))
     with pytest.raises(UserError, match=r"operators\[0\]: .*operators\[0\]: 3: an operator is a name"):
@@ -155,8 +155,8 @@ def test_what_it_lacks_is_told_before_anything_starts(tmp_path: Path, monkeypatc
     with pytest.raises(NotInstalledError, match="operator data_juicer needs Data-Juicer, which has an environment"):
         juicer.check()
     with pytest.raises(NotInstalledError, match=r"experience_pipeline.operators\[0\] needs Data-Juicer"):
-        check_environment(config({"operators": [SHORT]}))
-    check_environment(config({"operators": [SHORT]}, mode="train"))  # who only trains runs none
+        check_juicer_env(config({"operators": [SHORT]}))
+    check_juicer_env(config({"operators": [SHORT]}, mode="train"))  # a trainer runs no operators
 
 
 @pytest.mark.extras

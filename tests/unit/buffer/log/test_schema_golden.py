@@ -1,5 +1,5 @@
-"""Promises to those who keep their runs: a log that an earlier version wrote is read, audited and trained from by this
-one, and what a later minor version adds is carried along.
+"""Promises for kept runs: a log of an earlier version can be read, audited and trained from, and columns of a later
+minor version are kept.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path / request.param))
 
 
-def test_there_is_a_golden_log_of_this_version_and_it_is_small() -> None:
+def test_a_small_golden_log_of_the_current_schema_exists() -> None:
     assert SCHEMA_VERSION in VERSIONS, "write one: see golden_log.py"
     assert sum(path.stat().st_size for path in GOLDEN.rglob("*.*")) < 32_000 * len(VERSIONS)
 
@@ -52,7 +52,7 @@ def test_every_column_of_a_golden_log_is_read(golden: Storage) -> None:
         assert log.read(name).select(SCHEMA.names).to_pylist() == expected.to_pylist()
 
 
-def test_a_golden_log_adds_up_with_what_was_removed_of_it(golden: Storage) -> None:
+def test_the_audit_of_a_golden_log_includes_removed_shards(golden: Storage) -> None:
     log = ParquetLog(golden)
     assert [name.explore_step for name in log.removed()] == [1]
     found = audit_log(log, Ledger(golden), tasks_per_unit=2)
@@ -86,7 +86,7 @@ def of_a_later_version() -> tuple[ShardName, bytes]:
     return replace(name, crc32=zlib.crc32(sink.getvalue())), sink.getvalue()
 
 
-def test_columns_of_a_later_minor_version_are_carried_along_and_null_where_there_are_none() -> None:
+def test_columns_of_a_later_minor_version_are_kept() -> None:
     later, data = of_a_later_version()
     own = replace(later, explore_step=2, num_rows=1)
     reader = EntryReader(ParquetLog(new_storage()))

@@ -1,4 +1,4 @@
-"""Promises of a batch: flat arrays hold exactly what the rows held, in the order of the rows."""
+"""Promises of a batch: its flat arrays contain exactly the values of the rows, in the order of the rows."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_arrays_are_those_of_the_rows_one_by_one(rows: list[Experience]) -> None
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
-def test_the_spread_of_a_group_is_over_its_own_rows(tasks: list[int]) -> None:
+def test_reward_deviation_is_per_group(tasks: list[int]) -> None:
     rows = [experience(task, number, reward=float(number * number)) for number, task in enumerate(tasks)]
     stds = batch_from_table(experiences_to_table(rows)).group_reward_stds()
     order = list(dict.fromkeys(tasks))
@@ -101,7 +101,7 @@ def test_groups_are_numbered_by_first_appearance() -> None:
     assert batch_from_table(experiences_to_table(rows)).groups.tolist() == [0, 1, 0, 2, 1]
 
 
-def test_states_are_numbered_and_what_was_not_told_is_unknown() -> None:
+def test_states_are_numbered_and_missing_ones_are_unknown() -> None:
     rows = [experience(0, 0, turn=i, env_state=s, turn_reward=r) for i, (s, r) in enumerate(TOLD)]
     batch = batch_from_table(experiences_to_table(rows))
     assert batch.states is not None and batch.turn_rewards is not None
@@ -115,7 +115,7 @@ def test_states_are_numbered_and_what_was_not_told_is_unknown() -> None:
     assert (silent.states, silent.turn_rewards, join_batches([silent, shown]).states) == (None, None, None)
 
 
-def test_experts_stand_at_their_tokens_and_are_unknown_where_nobody_told_them() -> None:
+def test_experts_align_with_tokens_and_may_be_unknown() -> None:
     def of(task: int, length: int, **told: Any) -> Experience:
         return experience(task, tokens=(5,) * length, prompt_length=1, rollout_logprobs=(-0.5,) * (length - 1), **told)
 
@@ -144,7 +144,7 @@ def test_supervised_rows_have_no_rewards_and_no_logprobs() -> None:
     assert not batch.sampled
 
 
-def test_mismatched_gives_each_prompt_the_response_of_the_group_before() -> None:
+def test_mismatched_joins_prompts_with_the_previous_group() -> None:
     rows = [((1, 2, 10), 2, None, 1.0), ((3, 20, 21), 1, (True, False), 0.0), ((4, 5, 30), 2, None, 1.0)]
     other = mismatched(supervised_batch(rows, ["a", "b", "c"]), max_tokens=3)
     assert [row.tolist() for row in other.row_tokens()] == [[1, 2, 30], [3, 10], [4, 5, 20]]

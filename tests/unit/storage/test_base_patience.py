@@ -1,10 +1,10 @@
-"""A file system whose server is away for a while. Promises:
+"""A file system whose server is unreachable for a while. Promises:
 
-- every verb waits for it, with pauses that grow, and for a minute in all; then it stops with an error that counts the
-  tries, and nothing is torn: what was there is there, and no part of what was not written;
+- every method waits for it with growing pauses, for a minute in total; then it raises an error with the number of
+  tries, and nothing is torn: old content is unchanged, and new content has no partial file;
 - a create whose reply was lost, and which then finds the name taken, has won; a rival's create has not.
 
-The system's calls are the real ones, below a seam at which the server goes away; time does not pass.
+The calls of the system are real, below a layer in which the server goes away; time is simulated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VERBS: dict[str, Callable[[LocalStorage], object]] = {
 
 
 class AwayPosix(Posix):
-    """A server that goes away at a call, and is back after some seconds."""
+    """A server that goes away at a call, and returns after some seconds."""
 
     def __init__(self, away_s: float, goes_at: str = "", code: int = errno.EIO) -> None:
         """goes_at: name of the call in whose middle it goes, so that its work is done and its reply lost."""
@@ -99,7 +99,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESTALE])
-def test_every_verb_waits_for_a_server_that_is_back_within_a_minute(folder: Path, verb: str, code: int) -> None:
+def test_every_method_waits_a_minute_for_a_server(folder: Path, verb: str, code: int) -> None:
     system = AwayPosix(45.0, code=code)
     done = VERBS[verb](LocalStorage(folder, system))
     assert done == {"put_new": True, "get": b"old", "list": ["a"]}.get(verb)
@@ -109,7 +109,7 @@ def test_every_verb_waits_for_a_server_that_is_back_within_a_minute(folder: Path
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_server_that_stays_away_is_an_error_after_a_minute_and_nothing_is_torn(folder: Path, verb: str) -> None:
+def test_an_absent_server_raises_after_a_minute(folder: Path, verb: str) -> None:
     system = AwayPosix(1000.0)
     with pytest.raises(StorageError, match=rf"^{verb} .* failed \(tries: 17\): the server does not answer; the disk"):
         VERBS[verb](LocalStorage(folder, system))
@@ -133,7 +133,7 @@ def test_a_create_that_a_rival_was_faster_with_has_lost(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["put", "remove"])
-def test_what_was_done_before_the_server_went_is_not_undone(folder: Path, verb: str) -> None:
+def test_completed_writes_survive_a_server_outage(folder: Path, verb: str) -> None:
     for lost in ("rename", "sync_folder"):
         LocalStorage(folder).put("a", b"old")
         VERBS[verb](LocalStorage(folder, AwayPosix(10.0, goes_at=lost)))

@@ -1,5 +1,5 @@
-"""Promises of a work unit that is committed in parts: a finished group waits for no slow sibling, what is done can
-be read off a listing, and however often and wherever the writer dies, no group is lost and none is taken twice.
+"""Promises of a work unit committed in parts: a finished group does not wait for a slow one, a listing shows which
+groups are done, and wherever the writer dies, no group is lost and none is used twice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def group(task: int, **fields: object) -> list[Experience]:
 
 
 def writer(log: ParquetLog, max_commit_delay_s: float | None = FOR_EVER_S, num_tasks: int = NUM_TASKS) -> UnitWriter:
-    """What a worker makes for the first work unit of the first step, looking at the log as it does."""
+    """The writer of a worker for the first work unit of the first step, after it has listed the log."""
     committed = [slot for name in log.find_all(1, 0) if name.part is not None for slot in name.part.slots]
     return UnitWriter(
         log, explore_step=1, unit=0, num_tasks=num_tasks, max_commit_delay_s=max_commit_delay_s, committed=committed
@@ -55,7 +55,7 @@ def held(log: ParquetLog) -> list[tuple[int, ...] | None]:
     return sorted((name.part.slots if name.part else None for name in log.shards()), key=str)
 
 
-def test_groups_that_are_done_together_are_one_shard_without_parts_in_its_name() -> None:
+def test_groups_done_together_are_one_whole_shard() -> None:
     log = ParquetLog(new_storage())
     with writer(log) as batch:
         for slot in (2, 0, 3, 1):
@@ -110,7 +110,7 @@ def test_a_commit_that_fails_in_the_background_fails_the_batch() -> None:
 
 
 @pytest.mark.parametrize("killed_after", [1, 2, 3])
-def test_after_a_kill_between_parts_only_the_missing_groups_are_committed(killed_after: int) -> None:
+def test_after_a_kill_only_missing_groups_are_committed(killed_after: int) -> None:
     storage = new_storage()
     for slot in range(killed_after):
         commit(ParquetLog(storage), slot)
@@ -169,7 +169,7 @@ def test_of_groups_in_several_shards_the_first_copies_are_taken() -> None:
     assert group_numbers(log.read(names[2])).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_failed_rollouts_of_a_part_are_sorted_out_by_their_reason() -> None:
+def test_failed_rollouts_of_a_part_are_dropped_by_reason() -> None:
     storage = new_storage()
     log = ParquetLog(storage)
     kinds = [Status.OK, Status.TIMEOUT, Status.TRUNCATED, Status.FAILED, Status.TIMEOUT]

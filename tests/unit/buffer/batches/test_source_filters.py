@@ -1,5 +1,5 @@
-"""Promises of curated batches: what a curation drops is in the ledger with its reason and never trained, a replay
-trains the same numbers, and demonstrations are rows of the ledger like any other.
+"""Promises of filtered batches: dropped rows are in the ledger with the reason and never trained, a replay trains the
+same numbers, and demonstrations are in the ledger like other rows.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def first(storage: Storage, **options: object) -> tuple[LedgerEntry, TrainingBat
     return found
 
 
-def test_what_is_dropped_is_in_the_ledger_with_its_reason() -> None:
+def test_dropped_rows_are_in_the_ledger_with_their_reason() -> None:
     storage = filled()
     entry, batch = first(storage, batch_filter=DropRollout(0))
     assert [rows.rows for rows in entry.use] == [(1,), (3,)]
@@ -76,14 +76,14 @@ class MaskRollout(BatchFilter):
         return table.column("rollout").to_numpy() == 1
 
 
-def test_a_row_that_is_masked_is_in_the_batch_and_none_of_its_tokens_is_trained() -> None:
+def test_a_masked_row_is_in_the_batch_without_trained_tokens() -> None:
     entry, batch = first(filled(), batch_filter=MaskRollout())
     assert sum(len(rows.rows) for rows in entry.use) == len(batch) == 4 and not entry.drop
     trained = [bool(mask.any()) for mask in batch.row_masks()]
     assert trained == [uid.split("/")[3] == "0" for uid in batch.uids]
 
 
-def test_a_batch_of_which_nothing_is_left_is_a_batch_all_the_same() -> None:
+def test_a_batch_without_rows_is_still_a_batch() -> None:
     storage = filled()
     source = make_source(storage, batch_filter=DropRollout(None))
     found = batch_of(source, 1)
@@ -93,7 +93,7 @@ def test_a_batch_of_which_nothing_is_left_is_a_batch_all_the_same() -> None:
     assert found is not None and found[0].step == 2
 
 
-def test_the_baseline_of_a_task_is_the_reward_of_its_dropped_rollout() -> None:
+def test_the_baseline_is_the_reward_of_the_dropped_rollout() -> None:
     storage = filled()
     for _ in range(2):  # the second time from the ledger
         _, batch = first(storage, batch_filter=DropRollout(1, BASELINE))
@@ -110,7 +110,7 @@ def demonstrations(fingerprint: str = "f1", seed: int | None = None) -> Demonstr
     return Demonstrations(read, fingerprint, RowOrder(5, seed), per_batch=3)
 
 
-def test_demonstrations_are_written_down_and_come_after_the_rollouts() -> None:
+def test_demonstrations_are_recorded_and_follow_the_rollouts() -> None:
     storage = filled()
     entry, batch = first(storage, demonstrations=demonstrations())
     assert entry.use[-1].source == "dataset:f1"
@@ -123,7 +123,7 @@ def test_demonstrations_are_written_down_and_come_after_the_rollouts() -> None:
     assert audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2).trained == 4
 
 
-def test_demonstrations_go_on_where_the_last_batch_ended_and_begin_again() -> None:
+def test_demonstrations_continue_across_batches_and_epochs() -> None:
     shown = demonstrations()
     assert [shown.rows(step).rows for step in (1, 2)] == [(0, 1, 2), (3, 4, 0)]
     shuffled = demonstrations(seed=3)
@@ -134,7 +134,7 @@ def test_demonstrations_go_on_where_the_last_batch_ended_and_begin_again() -> No
 def test_another_dataset_than_the_ledgers_is_refused() -> None:
     storage = filled()
     first(storage, demonstrations=demonstrations())
-    with pytest.raises(DataError, match="dataset:f1, the dataset is dataset:f2 now"):
+    with pytest.raises(DataError, match="dataset:f1, the dataset is now dataset:f2"):
         batch_of(make_source(storage, demonstrations=demonstrations("f2")), 1)
     with pytest.raises(DataError, match="no demonstrations are configured"):
         batch_of(make_source(storage), 1)
@@ -170,7 +170,7 @@ def test_rows_of_one_turn_and_rows_of_several_stand_in_one_batch() -> None:
 
 @given(st.sets(st.integers(0, 7)), st.booleans())
 @settings(max_examples=30)
-def test_the_rows_at_some_places_are_those_of_the_whole_batch(places: set[int], with_baseline: bool) -> None:
+def test_reading_some_places_gives_rows_of_the_whole_batch(places: set[int], with_baseline: bool) -> None:
     storage = filled()
     demonstrations = Demonstrations(
         lambda numbers: [((1, 2, n), 1, None) for n in numbers], "f", RowOrder(3, None), per_batch=2

@@ -1,12 +1,12 @@
-"""Bad input and bad luck in a run folder, each through the real log, ledger, source, lease and trainer. Promises:
+"""Bad input and faults in a run folder, through the real log, ledger, source, lease and trainer. Promises:
 
-- a foreign file in any folder of the run is left alone by who trains, counts and reads;
-- a shard of a future schema stops the trainer by its name, is not set aside, and readers leave it out and name it;
-- a damaged ledger entry keeps `status` from counting and from nothing else: it names the entry, with exit code 1;
-- a ledger of another lineage among the files of ours is told and not trained; beside ours it changes nothing;
-- of two trainers on one lineage one stops, and the other ends as if it had been alone;
-- a disk that is full in the middle of a commit is told; what was before stays whole, and with room the run goes on;
-- a clock that jumps robs no living owner of its role, blocks none for long, and loses no metrics and no cooldown.
+- trainers, audits and readers ignore foreign files in every folder of the run;
+- a shard of a future schema stops the trainer with its name and is not quarantined; readers omit and name it;
+- with a damaged ledger entry `status` reports everything but the counts, names the entry, and exits with code 1;
+- a ledger entry of another lineage raises and is not trained; other lineages have no effect;
+- of two trainers on one lineage one stops, and the other ends as if it were the only one;
+- a disk that fills up during a commit raises; earlier data stays whole, and with room the run continues;
+- a clock jump ends no lease of a live owner, blocks no role for long, and loses no metrics and no cooldown.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from rftdask.buffer.batches.audit import Audit, audit_log
+from rftdask.buffer.batches.audit import Audit
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.replay_priority import DecayLimitRandomization, Replay
@@ -51,7 +51,7 @@ from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import Checkpoints, checkpoint_steps
 from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.trainer.trainer import Trainer
-from tests.unit.buffer.buffer_cases import batch_of, commit_batch, experience, make_source, new_storage, take
+from tests.unit.buffer.buffer_cases import audit, batch_of, commit_batch, experience, make_source, new_storage, take
 
 NUM_STEPS = 4
 _numbers = itertools.count()
@@ -63,7 +63,7 @@ class NoMetrics:
 
 
 def new_run(root: str | None = None) -> Storage:
-    """An empty run folder that status and trace can read; in memory, or below `root`."""
+    """An empty run folder for status and trace, in memory or below `root`."""
     tree = {
         "project": "p",
         "name": "run",
@@ -80,7 +80,7 @@ def new_run(root: str | None = None) -> Storage:
 
 
 def fill(storage: Storage, num_steps: int = NUM_STEPS // 2) -> None:
-    """Two work units of two groups in each explore step: a train batch each."""
+    """Two work units of two groups per explore step: one training batch each."""
     log = ParquetLog(storage)
     for step in range(1, num_steps + 1):
         for batch in (0, 1):
@@ -90,7 +90,7 @@ def fill(storage: Storage, num_steps: int = NUM_STEPS // 2) -> None:
 
 
 def train(storage: Storage) -> bytes:
-    """A trainer of its own process, to the end of the log; the weights it ends with."""
+    """Run a trainer with its own process state to the end of the log; return its final weights."""
     rule = SampleRule(groups_per_batch=2, tasks_per_step=4, ordered=True)
     trainer = Trainer(
         FakeTrainEngine(),
@@ -109,16 +109,12 @@ def train(storage: Storage) -> bytes:
     return storage.get(f"weights/{NUM_STEPS}/model.safetensors")
 
 
-def audit(storage: Storage) -> Audit:
-    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
-
-
 WHOLE = Audit(committed=16, trained=16, waiting=0)
 
 
 @pytest.fixture(scope="module")
 def weights() -> bytes:
-    """Of the run that nothing bad happened to."""
+    """Weights of an undisturbed run."""
     storage = new_storage()
     fill(storage)
     return train(storage)
@@ -131,7 +127,7 @@ def parquet(table: pa.Table) -> bytes:
 
 
 def put_shard(storage: Storage, data: bytes, num_rows: int, step: int = 1, batch: int = 0) -> ShardName:
-    """A file named as a shard whose checksum fits."""
+    """A file with the name of a shard and a valid checksum."""
     name = ShardName(step, batch, "f" * 12, num_rows, 0, 0, zlib.crc32(data))
     storage.put(ParquetLog(storage).path(name), data)
     return name
@@ -172,7 +168,7 @@ def test_foreign_files_are_left_alone(weights: bytes) -> None:
     assert all(storage.get(path) == foreign for path in paths)
 
 
-def test_status_names_a_damaged_ledger_entry_and_tells_the_rest(tmp_path: Path) -> None:
+def test_status_names_a_damaged_entry_and_reports_the_rest(tmp_path: Path) -> None:
     storage = new_run(str(tmp_path))
     fill(storage)
     train(storage)
@@ -181,8 +177,8 @@ def test_status_names_a_damaged_ledger_entry_and_tells_the_rest(tmp_path: Path) 
     (stage,) = read_status(storage.url)
     assert (stage.step, stage.checkpoint, stage.experiences) == (4, 4, {})
     assert len(stage.problems) == 1 and "ledger/main/00000002.json is damaged" in stage.problems[0]
-    told = CliRunner().invoke(app, ["status", storage.url])
-    assert (told.exit_code, "4 in the ledger" in told.output, stage.problems[0] in told.output) == (1, True, True)
+    result = CliRunner().invoke(app, ["status", storage.url])
+    assert (result.exit_code, "4 in the ledger" in result.output, stage.problems[0] in result.output) == (1, True, True)
 
 
 @pytest.mark.parametrize("version", ["2.0", None])
@@ -193,8 +189,8 @@ def test_a_shard_of_another_schema_stops_the_trainer_and_stays(weights: bytes, v
     name = put_shard(storage, parquet(rows), 2)
     fill(storage)
     data = storage.get(ParquetLog(storage).path(name))
-    said = f"shard {name.text}: schema version {version or 'unknown'}, .*use the version that wrote the run"
-    with pytest.raises(DataError, match=said):
+    message = f"shard {name.text}: schema version {version or 'unknown'}, .*use the version that wrote the run"
+    with pytest.raises(DataError, match=message):
         train(storage)
     assert storage.get(ParquetLog(storage).path(name)) == data and ParquetLog(storage).quarantined() == []
     assert Ledger(storage).last_step() == 0 and checkpoint_steps(storage) == []
@@ -210,17 +206,17 @@ def test_a_shard_of_another_schema_stops_the_trainer_and_stays(weights: bytes, v
     assert train(storage) == weights and audit(storage) == WHOLE
 
 
-def test_entries_of_another_lineage_among_ours_are_told_and_not_trained(weights: bytes) -> None:
+def test_ledger_entries_of_another_lineage_are_not_trained(weights: bytes) -> None:
     storage = new_storage()
     fill(storage)
     assert take(make_source(storage, lineage="fork"), [1, 2]) != []
-    assert train(storage) == weights, "beside ours it changes nothing"
+    assert train(storage) == weights, "another lineage has no effect"
     assert audit(storage) == WHOLE
 
     moved = new_storage()
     fill(moved)
     moved.put("ledger/main/00000001.json", storage.get("ledger/fork/00000001.json"))
-    with pytest.raises(DamagedError, match=r"00000001\.json says step 1 of lineage fork: files were moved"):
+    with pytest.raises(DamagedError, match=r"00000001\.json holds step 1 of lineage fork: files were moved"):
         train(moved)
     assert checkpoint_steps(moved) == []
     moved.remove("ledger/main/00000001.json")
@@ -237,14 +233,14 @@ def test_of_two_trainers_one_stops_and_nothing_is_trained_twice(weights: bytes, 
         if (verb, stage) == ("put_new", "before") and path == f"ledger/main/{step:08d}.json":
             others.append(train(storage))
 
-    with pytest.raises(FencedError, match=f"{step:08d}.json was written by somebody else"):
+    with pytest.raises(FencedError, match=f"{step:08d}.json was written by another trainer"):
         train(FaultyStorage(storage, overtake))
     assert others == [weights] and audit(storage) == WHOLE
     assert train(storage) == weights
 
 
 def fill_disk(disk: LocalStorage) -> None:
-    """Until not one block is free."""
+    """Use up every free block."""
     with Path(disk.url, "filler").open("wb", buffering=0) as file:
         try:
             while True:
@@ -281,28 +277,26 @@ def leftovers(disk: LocalStorage) -> list[str]:
         ("global_step_4/", 1, 2),
     ],
 )
-def test_a_disk_full_under_the_trainer_is_told_and_with_room_it_goes_on(
+def test_a_trainer_continues_after_a_full_disk(
     small_disk: LocalStorage, weights: bytes, prefix: str, nth: int, checkpoint: int | None
 ) -> None:
     fill(small_disk)
     with pytest.raises(StorageError, match="No space left on device; free some space"):
         train(full_before(small_disk, prefix, nth))
     assert leftovers(small_disk) == []
-    found = audit(small_disk)
-    assert found.committed == 16 and found.problems == ()
+    counts = audit(small_disk)
+    assert counts.committed == 16 and counts.problems == ()
     for step in range(1, Ledger(small_disk).last_step() + 1):
         assert Ledger(small_disk).read(step) is not None
-    found_checkpoint = Checkpoints(small_disk, "main").load_newest()
-    assert (found_checkpoint and found_checkpoint[0]) == checkpoint
+    newest = Checkpoints(small_disk, "main").load_newest()
+    assert (newest and newest[0]) == checkpoint
 
     small_disk.remove("filler")
     assert train(small_disk) == weights
     assert audit(small_disk) == WHOLE
 
 
-def test_a_disk_full_under_the_explorer_is_told_and_with_room_it_goes_on(
-    small_disk: LocalStorage, weights: bytes
-) -> None:
+def test_an_explorer_continues_after_a_full_disk(small_disk: LocalStorage, weights: bytes) -> None:
     with pytest.raises(StorageError, match="No space left on device; free some space"):
         fill(full_before(small_disk, "experiences/", 3))
     assert len(ParquetLog(small_disk).shards()) == 2 and leftovers(small_disk) == []
@@ -313,7 +307,7 @@ def test_a_disk_full_under_the_explorer_is_told_and_with_room_it_goes_on(
 
 
 def lease(storage: Storage, number: int = 1, **fields: object) -> Callable[[], None]:
-    """Writes a lease of a process on another machine; what it gives writes its next heartbeat."""
+    """Write a lease of a process on another machine; the result writes its next heartbeat."""
     since_boot = psutil.Process().create_time() - psutil.boot_time()
     owner = {"host": "elsewhere", "pid": 1, "started_s": since_boot, "time_s": 1000.0, "released": False}
     content = {**owner, **fields}
@@ -327,7 +321,7 @@ def lease(storage: Storage, number: int = 1, **fields: object) -> Callable[[], N
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
-def test_a_clock_that_jumps_robs_no_living_owner_of_its_role(jump_s: float) -> None:
+def test_a_clock_jump_does_not_end_the_lease_of_a_live_owner(jump_s: float) -> None:
     storage = new_storage()
     beat = lease(storage)
     slept: list[float] = []
@@ -338,17 +332,17 @@ def test_a_clock_that_jumps_robs_no_living_owner_of_its_role(jump_s: float) -> N
 
     with pytest.raises(FencedError, match="process 1 on elsewhere"):
         Lease(storage, "trainer", clock=lambda: 1000.0 + jump_s, sleep=sleep)
-    assert slept == [12.5], "it looked whether the owner still writes"
+    assert slept == [12.5], "it checked whether the owner still writes"
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
-def test_a_clock_that_jumps_keeps_nobody_from_the_role_of_a_dead_owner(jump_s: float) -> None:
+def test_a_clock_jump_does_not_block_the_role_of_a_dead_owner(jump_s: float) -> None:
     storage = new_storage()
     lease(storage)
     Lease(storage, "trainer", clock=lambda: 1000.0 + jump_s, sleep=lambda seconds: None).release()
 
 
-def test_an_owner_whose_start_is_told_otherwise_keeps_its_role_while_it_writes() -> None:
+def test_a_heartbeat_outweighs_another_start_time() -> None:
     storage = new_storage()
     here = {"host": socket.gethostname(), "pid": os.getpid()}
     beat = lease(storage, **here, started_s=psutil.Process().create_time())
@@ -356,7 +350,7 @@ def test_an_owner_whose_start_is_told_otherwise_keeps_its_role_while_it_writes()
         Lease(storage, "trainer", sleep=lambda seconds: beat())
 
 
-def test_a_role_that_was_taken_over_all_the_same_trains_nothing_twice(weights: bytes) -> None:
+def test_after_a_takeover_of_the_role_nothing_is_trained_twice(weights: bytes) -> None:
     storage = new_storage()
     fill(storage)
     first = Lease(storage, "trainer", heartbeat_s=60.0)
@@ -370,7 +364,7 @@ def test_a_role_that_was_taken_over_all_the_same_trains_nothing_twice(weights: b
     first.release()
 
 
-def test_a_clock_that_jumps_loses_no_metrics() -> None:
+def test_a_clock_jump_loses_no_metrics() -> None:
     storage = new_storage()
     times = iter([1000.0, 1000.0, 5000.0, 5000.0, 20.0, 20.0, 20.1, 20.1])
     writer = MetricsWriter(storage, "trainer", clock=lambda: next(times, 30.0))
@@ -383,7 +377,7 @@ def test_a_clock_that_jumps_loses_no_metrics() -> None:
 
 
 @pytest.mark.parametrize(("jump_s", "reuses"), [(1.0, False), (-3600.0, True), (3600.0, True)])
-def test_a_clock_that_jumps_holds_no_group_back_for_longer_than_its_cooldown(jump_s: float, reuses: bool) -> None:
+def test_a_clock_jump_delays_no_group_beyond_its_cooldown(jump_s: float, reuses: bool) -> None:
     storage = new_storage()
     commit_batch(ParquetLog(storage), 1, 0)
     now = [10_000.0]
@@ -394,5 +388,5 @@ def test_a_clock_that_jumps_holds_no_group_back_for_longer_than_its_cooldown(jum
     if reuses:
         assert sorted(take(source, [2])[0]) == sorted(first)
     else:
-        with pytest.raises(Exception, match="batch 2 did not come"):
+        with pytest.raises(Exception, match="batch 2 was not complete"):
             batch_of(source, 2)

@@ -1,5 +1,5 @@
-"""Promises of the experience log as files, beside those of every log (test_log_contract.py): a name in the listing is
-the commit; what is damaged goes aside with its bytes and the reason, whatever crashes meanwhile.
+"""Promises of the experience log as files, in addition to those of every log (test_log_contract.py): a listed name is
+committed; a damaged shard moves to quarantine with its bytes and the reason, whatever crashes meanwhile.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
+from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage, open_storage
 from rftdask.testing.storage_faults import FaultyStorage
@@ -22,18 +22,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
     yield new_storage() if request.param == "memory" else open_storage(tmp_path)
 
 
-def test_shards_come_sorted_by_step_and_batch_from_the_step_asked_for(storage: Storage) -> None:
-    log = ParquetLog(storage)
-    steps = [STEPS_PER_BUCKET + 1, 1, STEPS_PER_BUCKET - 1, STEPS_PER_BUCKET, 2]
-    for step in steps:
-        for batch in (1, 0):
-            log.commit([experience(step=step)], explore_step=step, unit=batch)
-    listed = [(name.explore_step, name.unit) for name in log.shards()]
-    assert listed == [(step, batch) for step in sorted(steps) for batch in (0, 1)]
-    assert [n.explore_step for n in log.shards(STEPS_PER_BUCKET)] == [64, 64, 65, 65]
-
-
-def test_a_commit_that_fails_is_not_there(storage: Storage) -> None:
+def test_a_failed_commit_leaves_no_shard(storage: Storage) -> None:
     def fail(verb: str, path: str, stage: str) -> None:
         if verb == "put" and stage == "before":
             raise StorageError("disk full")
@@ -43,7 +32,7 @@ def test_a_commit_that_fails_is_not_there(storage: Storage) -> None:
     assert find_whole(ParquetLog(storage), 1, 0) is None
 
 
-def test_files_of_others_are_not_seen(storage: Storage) -> None:
+def test_foreign_files_are_not_listed(storage: Storage) -> None:
     log = ParquetLog(storage)
     name = log.commit([experience()], explore_step=1, unit=0)
     for path in ("experiences/notes.txt", "experiences/000000/README.md", "experiences/mine/x.parquet"):
@@ -58,7 +47,7 @@ def damage(storage: Storage, log: ParquetLog, *, step: int = 1, batch: int = 0) 
     storage.put(log.path(name), data[:-20] + b"!" + data[-19:])
 
 
-def test_a_shard_set_aside_makes_its_batch_undone_and_keeps_its_bytes(storage: Storage) -> None:
+def test_quarantine_keeps_the_bytes_and_makes_the_unit_undone(storage: Storage) -> None:
     log = ParquetLog(storage)
     name = commit_batch(log, 1, 0)
     damage(storage, log)
@@ -66,9 +55,8 @@ def test_a_shard_set_aside_makes_its_batch_undone_and_keeps_its_bytes(storage: S
         log.read(name)
     bad = storage.get(log.path(name))
     log.quarantine(name, "crc32 does not match")
-    assert find_whole(log, 1, 0) is None
-    assert log.shards() == []
-    assert log.num_quarantined() == 1
+    log.quarantine(name, "again")
+    assert (find_whole(log, 1, 0), log.shards(), log.num_quarantined()) == (None, [], 1)
     assert storage.get(f"experiences/quarantine/{name.text}") == bad
     reason = json.loads(storage.get(f"experiences/quarantine/{name.text}.reason.json"))
     assert reason == {"shard": name.text, "reason": "crc32 does not match"}
@@ -76,17 +64,8 @@ def test_a_shard_set_aside_makes_its_batch_undone_and_keeps_its_bytes(storage: S
         log.read(name)
 
 
-def test_setting_aside_twice_is_once(storage: Storage) -> None:
-    log = ParquetLog(storage)
-    name = commit_batch(log, 1, 0)
-    log.quarantine(name, "first")
-    log.quarantine(name, "second")
-    assert log.num_quarantined() == 1
-    assert json.loads(storage.get(f"experiences/quarantine/{name.text}.reason.json"))["reason"] == "first"
-
-
-def test_a_shard_counts_as_set_aside_only_when_its_batch_is_undone() -> None:
-    # Who sees the count rise looks once which batches must run again; a shard still listed then would be missed.
+def test_a_shard_counts_as_quarantined_once_unit_is_undone() -> None:
+    # When the count rises, the explorer checks once which units must run again; a listed shard would be missed.
     inner = new_storage()
     log = ParquetLog(inner)
     name = commit_batch(log, 1, 0)
@@ -101,7 +80,7 @@ def test_a_shard_counts_as_set_aside_only_when_its_batch_is_undone() -> None:
 
 
 @pytest.mark.parametrize("fail_at", range(3))
-def test_setting_aside_goes_on_after_a_crash_at_any_write(fail_at: int) -> None:
+def test_quarantine_resumes_after_a_crash_at_any_write(fail_at: int) -> None:
     inner = new_storage()
     log = ParquetLog(inner)
     name = commit_batch(log, 1, 0)
@@ -123,7 +102,7 @@ def test_setting_aside_goes_on_after_a_crash_at_any_write(fail_at: int) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"{}", b"[1]", b'{"num_explore_steps": null}', b'{"num_explore_steps": 3', b"\xff"]
 )
-def test_a_damaged_seal_is_told_with_the_remedy(data: bytes) -> None:
+def test_a_damaged_seal_raises_with_advice(data: bytes) -> None:
     storage = new_storage()
     storage.put("experiences/SEALED.json", data)
     with pytest.raises(DamagedError, match=r"experiences/SEALED.json is damaged .* remove it"):

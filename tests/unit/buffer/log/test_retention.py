@@ -1,5 +1,5 @@
-"""Promises of a long log and a long ledger: going on costs the same however long they are, also after damage, and what
-retention removes is nothing that anybody may need, is written down first, and still counts.
+"""Promises of a long log and a long ledger: the cost of a resume does not grow with them, even after damage; retention
+removes nothing that is still needed, records names before it removes shards, and removed shards still count.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
 from rftdask.buffer.log.log import COMPLETE, first_open_step, note_complete, noted_complete
@@ -20,14 +19,14 @@ from rftdask.config.schema.buffer import RetentionConfig
 from rftdask.errors import DamagedError
 from rftdask.storage import Storage
 from rftdask.testing.storage_faults import FaultyStorage
-from tests.unit.buffer.buffer_cases import commit_batch, experience, find_whole, make_source, new_storage, take
+from tests.unit.buffer.buffer_cases import audit, commit_batch, experience, find_whole, make_source, new_storage, take
 
 LAST_STEP = 3 * STEPS_PER_BUCKET + 5
 BATCHES = (0, 1)
 
 
 class Killed(Exception):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 def long_log(storage: Storage, last_step: int = LAST_STEP) -> ParquetLog:
@@ -60,7 +59,7 @@ def test_the_end_of_an_unbroken_run_is_found(first: int, length: int) -> None:
     assert ledger.last_of_run(first) == first + length - 1
 
 
-def test_finding_the_end_of_a_ledger_lists_nothing_and_reads_a_few_entries() -> None:
+def test_finding_the_end_of_a_ledger_reads_few_entries() -> None:
     storage = new_storage()
     for step in range(1, 1001):
         storage.put(Ledger(storage).path(step), b"{}")
@@ -76,7 +75,7 @@ def test_finding_the_end_of_a_ledger_lists_nothing_and_reads_a_few_entries() -> 
 # ---- where an explorer goes on
 
 
-def test_an_explorer_lists_only_what_lies_beyond_the_note() -> None:
+def test_an_explorer_lists_only_steps_after_the_note() -> None:
     storage = new_storage()
     log = long_log(storage)
     assert first_open_step(storage, log) == 1, "without a note the log is listed from its start"
@@ -99,7 +98,7 @@ def test_a_damaged_note_costs_a_listing_and_nothing_else(data: bytes) -> None:
     assert (noted_complete(storage), first_open_step(storage, ParquetLog(storage))) == (0, 1)
 
 
-def test_a_batch_that_was_set_aside_before_the_note_is_open_until_it_ran_again() -> None:
+def test_a_unit_quarantined_before_the_note_is_open_until_rerun() -> None:
     storage = new_storage()
     log = long_log(storage, STEPS_PER_BUCKET)
     note_complete(storage, STEPS_PER_BUCKET)
@@ -111,7 +110,7 @@ def test_a_batch_that_was_set_aside_before_the_note_is_open_until_it_ran_again()
     assert first_open_step(storage, log) == STEPS_PER_BUCKET + 1
 
 
-def test_counting_what_was_set_aside_looks_once_for_each_original() -> None:
+def test_counting_quarantined_shards_checks_each_original_once() -> None:
     storage = new_storage()
     names = long_log(storage, 4).shards()
     for name in names:
@@ -130,7 +129,7 @@ NONE = RetentionConfig(keep="none")
 
 
 def trained_run(storage: Storage, num_steps: int = 6) -> None:
-    """`num_steps` explore steps of four tasks in two batches each, all trained, two steps of the trainer for each."""
+    """`num_steps` explore steps of four tasks in two units each, all trained, in two training steps each."""
     for step in range(1, num_steps + 1):
         for batch in BATCHES:
             commit_batch(ParquetLog(storage), step, batch)
@@ -138,12 +137,8 @@ def trained_run(storage: Storage, num_steps: int = 6) -> None:
 
 
 def resume_point(step: int) -> ResumePoint:
-    """Of a checkpoint after `step` training steps of such a run."""
+    """The resume point of a checkpoint after `step` training steps of such a run."""
     return ResumePoint(step, step // 2 + 1)
-
-
-def audit(storage: Storage) -> Audit:
-    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
 
 
 def steps_of(storage: Storage) -> list[int]:
@@ -154,7 +149,7 @@ def apply(storage: Storage, rule: RetentionConfig, step: int) -> int:
     return apply_retention(storage, ParquetLog(storage), Ledger(storage), rule, resume_point(step))
 
 
-def test_what_the_oldest_checkpoint_has_settled_is_removed_and_still_counts() -> None:
+def test_shards_settled_by_the_oldest_checkpoint_are_removed() -> None:
     storage = new_storage()
     trained_run(storage)
     before = audit(storage)
@@ -165,7 +160,7 @@ def test_what_the_oldest_checkpoint_has_settled_is_removed_and_still_counts() ->
     assert apply(storage, NONE, 10) == 2
 
 
-def test_a_run_resumed_from_the_oldest_checkpoint_replays_the_same_batches() -> None:
+def test_a_resume_from_the_oldest_checkpoint_replays_batches() -> None:
     storage = new_storage()
     trained_run(storage)
     source = make_source(storage)
@@ -196,7 +191,7 @@ def test_all_keeps_all_and_some_steps_may_stay_whole() -> None:
     assert steps_of(storage) == [3, 4, 5, 6]
 
 
-def test_thinning_keeps_a_share_of_the_batches_chosen_by_their_numbers_alone() -> None:
+def test_thinning_keeps_a_fraction_chosen_by_unit_numbers() -> None:
     names = [ShardName(step, batch, "ab", 1, 0, 0, 0) for step in range(1, 501) for batch in BATCHES]
     gone = removable(names, RetentionConfig(keep="thin", keep_fraction=0.1), 501, ())
     assert 850 < len(gone) < 950
@@ -206,7 +201,7 @@ def test_thinning_keeps_a_share_of_the_batches_chosen_by_their_numbers_alone() -
     ]
 
 
-def test_a_batch_that_ran_twice_stays_for_its_rows_tell_what_is_a_repeat() -> None:
+def test_units_that_ran_twice_are_not_removed() -> None:
     storage = new_storage()
     commit_batch(ParquetLog(storage), 1, 0)
     trained_run(storage, 3)
@@ -217,11 +212,11 @@ def test_a_batch_that_ran_twice_stays_for_its_rows_tell_what_is_a_repeat() -> No
     assert audit(storage) == before
 
 
-def test_a_copy_that_comes_after_its_batch_was_removed_is_a_repeat() -> None:
+def test_a_copy_committed_after_removal_is_a_repeat() -> None:
     storage = new_storage()
     trained_run(storage, 3)
     apply(storage, NONE, 6)
-    commit_batch(ParquetLog(storage), 1, 0)  # by a worker that nobody heard of for long
+    commit_batch(ParquetLog(storage), 1, 0)  # by a worker that was lost for a long time
     found = audit(storage)
     assert (found.problems, found.waiting, found.dropped) == ((), 0, {"repeat": 4})
 
@@ -231,7 +226,7 @@ NUM_WRITES = 10
 """Of a pass over four steps: the record, eight shards, and how far it came."""
 
 
-def test_a_pass_writes_down_what_goes_then_removes_it_then_says_how_far_it_came() -> None:
+def test_a_pass_records_names_removes_and_notes_progress() -> None:
     storage = new_storage()
     trained_run(storage)
     verbs: list[str] = []
@@ -245,7 +240,7 @@ def test_a_pass_writes_down_what_goes_then_removes_it_then_says_how_far_it_came(
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("number", range(NUM_WRITES))
-def test_a_pass_that_is_killed_loses_no_count_and_is_finished_by_the_next(number: int, moment: str) -> None:
+def test_a_killed_pass_keeps_counts_and_the_next_finishes_it(number: int, moment: str) -> None:
     storage = new_storage()
     trained_run(storage)
     before = audit(storage)
@@ -266,7 +261,7 @@ def test_a_pass_that_is_killed_loses_no_count_and_is_finished_by_the_next(number
     assert audit(storage) == before
 
 
-def test_a_damaged_record_of_what_was_removed_is_told_and_never_guessed() -> None:
+def test_a_damaged_record_of_removed_shards_raises() -> None:
     storage = new_storage()
     trained_run(storage)
     apply(storage, NONE, 8)
