@@ -192,7 +192,7 @@ def part_c(place: Place) -> None:
         """[Q] of all response tokens, as a step of the trainer scores them."""
         passes = engine._plan(batch, np.arange(len(batch)))
         with torch.no_grad(), torch.autocast(place.device, torch.bfloat16, enabled=engine._device.type == "cuda"):
-            scored = passes.scored(engine._rows_of(batch), lambda **inputs: engine._policy(**inputs)[0])
+            scored = passes.score_tokens(engine._device_batch(batch), lambda **inputs: engine._policy(**inputs)[0])
         return np.asarray(scored.cpu())
 
     exact = logprobs(make_engine(config, "cpu"))

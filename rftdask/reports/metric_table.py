@@ -93,7 +93,7 @@ METRICS: dict[str, Metric] = {
         "nats",
         "down",
         "Least where all experts are used alike: the coefficient x the experts that a token takes.",
-        source="trainer/engines/router_loss.py; Switch Transformer, arXiv:2101.03961",
+        source="models/routers.py; Switch Transformer, arXiv:2101.03961",
     ),
     "router_agreement": Metric(
         "Routers that agree",

@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class DaskClient(AsksScheduler, Protocol):
+class GangClient(AsksScheduler, Protocol):
     """What the driver asks of Dask to run a gang; `distributed.Client` is one."""
 
     def submit(
@@ -205,7 +205,7 @@ class Gang:
     Example: Gang(client=client, spec=spec, max_restarts=3, ...).run() == Ended(step=40, stopped=False)
     """
 
-    client: DaskClient
+    client: GangClient
     spec: RankSpec
     """Of every rank but for its number and the place where they meet."""
     max_restarts: int

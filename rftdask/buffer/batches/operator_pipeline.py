@@ -1,6 +1,6 @@
 """Experience pipeline: the operators of the config, run over rows of the experience log.
 
-They run where the config says: when a train batch is formed (trainer/batch_filters.py), or in the explorer before a
+They run where the config says: when a train batch is formed (trainer/rank.py), or in the explorer before a
 work unit is committed (`filter_experiences`). Operators look at single rows or at groups, and both hold whole
 groups, so both places drop the same rows. Invariant: nothing is lost silently: a dropped row is committed, or named in
 the ledger, with its reason; an operator that fails is an error that names it and the task.

@@ -28,7 +28,7 @@ from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.testing.thread_ranks import in_threads
 from rftdask.trainer.checkpoint import Checkpoints, newest_valid_checkpoint, turns_of
 from rftdask.trainer.engines.fake import FakeTrainEngine
-from rftdask.trainer.engines.micro_batches import deal, plan_passes, row_costs, rows_of_units
+from rftdask.trainer.engines.micro_batches import deal, plan_micro_batches, row_costs, rows_of_units
 from rftdask.trainer.ranks import Ranks
 from rftdask.trainer.trainer import from_bytes, places_of, read_together, to_bytes
 from tests.unit.trainer.trainer_cases import fill_log, make_trainer, new_storage, source_of
@@ -372,16 +372,20 @@ def test_ranks_make_passes_over_every_row_once_and_as_many_as_each_other_where_t
     if group_size is not None:
         limits["siblings"] = np.arange(len(lengths)) // group_size
     members = np.arange(len(lengths))[num_units // 2 * unit :]  # the last of them, as a mini-batch may have
-    plans = [plan_passes(lengths, members, OneOf(rank, size), **limits, together=together) for rank in range(size)]
-    rows = [int(row) for plan in plans for part in plan.own for row in part]
+    plans = [
+        plan_micro_batches(lengths, members, OneOf(rank, size), **limits, together=together) for rank in range(size)
+    ]
+    rows = [int(row) for plan in plans for part in plan.micro_batches for row in part]
     assert sorted(rows) == members.tolist()
-    counts = [len(plan.own) + plan.num_idle for plan in plans]
+    counts = [len(plan.micro_batches) + plan.num_idle for plan in plans]
     assert min(counts) >= 1
     assert not together or len(set(counts)) == 1
     for plan in plans:
-        assert all(sorted(part // unit) == sorted(np.repeat(np.unique(part // unit), unit)) for part in plan.own)
+        assert all(
+            sorted(part // unit) == sorted(np.repeat(np.unique(part // unit), unit)) for part in plan.micro_batches
+        )
         assert len(plan.filler) == unit
-        for part in plan.own:
+        for part in plan.micro_batches:
             assert len(part) == unit or (lengths[part].sum() <= 40 and (max_rows is None or len(part) <= max_rows))
 
 
@@ -389,11 +393,11 @@ def test_siblings_share_passes_and_ranks_cost_the_same() -> None:
     groups, lengths = np.arange(16).repeat(8), np.arange(128) % 7 + 20
     limits: dict[str, Any] = {"hidden_size": 8, "max_tokens": 400, "max_rows": None, "unit": 1, "together": True}
     plans = [
-        [plan_passes(lengths, np.arange(128), OneOf(rank, 4), **limits, siblings=known) for rank in range(4)]
+        [plan_micro_batches(lengths, np.arange(128), OneOf(rank, 4), **limits, siblings=known) for rank in range(4)]
         for known in (groups, None)
     ]
     # [passes] prompts that are computed, with siblings known and without.
-    computed = [sum(len(np.unique(groups[part])) for plan in ranks for part in plan.own) for ranks in plans]
+    computed = [sum(len(np.unique(groups[part])) for plan in ranks for part in plan.micro_batches) for ranks in plans]
     assert 1.5 * computed[0] <= computed[1]
-    costs = [lengths[np.concatenate(plan.own)].sum() for plan in plans[0]]
+    costs = [lengths[np.concatenate(plan.micro_batches)].sum() for plan in plans[0]]
     assert max(costs) <= 1.15 * min(costs)

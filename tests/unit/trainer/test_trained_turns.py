@@ -25,7 +25,7 @@ from rftdask.models.toy import build_toy_model
 from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.workflows.base import PolicyModel, Task
 from rftdask.rollouts.workflows.registry import workflow
-from rftdask.trainer.engines.micro_batches import BatchRows
+from rftdask.trainer.engines.micro_batches import DeviceBatch
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
@@ -85,7 +85,7 @@ def batches() -> tuple[TrainingBatch, TrainingBatch]:
 @pytest.mark.parametrize("function", [Gigpo(gamma=0.5, fnorm="std"), StepWiseGrpo(enable_step_norm=True)])
 def test_turns_within_a_row_have_the_advantages_that_they_have_as_rows(function: Any) -> None:
     merged, single = batches()
-    inputs = [BatchRows(batch, CPU).by_turns().advantage_inputs(1) for batch in (merged, single)]
+    inputs = [DeviceBatch(batch, CPU).by_turns().advantage_inputs(1) for batch in (merged, single)]
     of_merged, of_single = (function(each) for each in inputs)
     torch.testing.assert_close(of_merged.advantages_N, of_single.advantages_N)
     assert of_merged.advantages_N.unique().numel() > 2

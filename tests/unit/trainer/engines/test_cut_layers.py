@@ -63,7 +63,7 @@ def test_experts_are_dealt_where_transformers_has_the_whole_gradient_of_their_ro
 ) -> None:
     model = make_model(transformers.Qwen3MoeConfig, **EXPERTS)
     monkeypatch.setattr(transformers, "__version__", "5.16.1")
-    with pytest.raises(DataError, match=r"transformers 5.16.1 leaves a part of the gradient .* install 5.19"):
+    with pytest.raises(DataError, match=r"transformers 5.16.1 omits a part of the gradient .* install 5.19"):
         plan_of(model, 2)
     assert plan_of(make_model(), 2)
 
@@ -92,7 +92,7 @@ def test_an_output_layer_that_is_shared_or_uneven_stays_whole(sizes: dict[str, A
         ),
         (
             make_model(transformers.DeepseekV2Config, first_k_dense_replace=1, num_key_value_heads=4),
-            "the tp_plan of DeepseekV2ForCausalLM has mla_kv_a_proj.* not trained so here; leave trainer.tensor",
+            "the tp_plan of DeepseekV2ForCausalLM has unsupported styles: mla_kv_a_proj.*; leave trainer.tensor",
         ),
     ],
 )

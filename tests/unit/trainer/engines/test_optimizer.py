@@ -197,5 +197,5 @@ def test_another_optimizer_or_a_refused_argument_is_told() -> None:
     train(model, whole := optimizer(model), range(1, 2))
     with pytest.raises(RoleError, match="does not fit the model"):
         optimizer(Small(), optimizer_type="adafactor").load_state_files(NAME, whole.state_files(NAME))
-    with pytest.raises(UserError, match=r"algorithm.optimizer: sgd refuses its arguments: Invalid momentum"):
+    with pytest.raises(UserError, match=r"algorithm.optimizer: sgd rejects its arguments: Invalid momentum"):
         optimizer(Small(), optimizer_type="sgd", optimizer_args={"momentum": -1.0})

@@ -198,11 +198,13 @@ def test_a_batch_travels_between_ranks_with_its_experts(in_float32: TrainingBatc
 
 
 def test_what_cannot_be_replayed_is_refused(model: Path, in_float32: TrainingBatch, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^t/0/0/0/0 does not tell the experts .*; set algorithm.enable_router_replay"):
+    with pytest.raises(
+        DataError, match=r"^t/0/0/0/0 has no record of the experts .*; set algorithm.enable_router_replay"
+    ):
         engine(model).train_step(without_experts(in_float32), 1)
     assert in_float32.routed_experts is not None
     wider = replace(in_float32, routed_experts=np.repeat(in_float32.routed_experts, 2, axis=1))
-    with pytest.raises(DataError, match="took 8 experts, of the policy it takes 4"):
+    with pytest.raises(DataError, match="record 8 experts per token, the policy takes 4"):
         engine(model).train_step(wider, 1)
     build_toy_model(tmp_path, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2)
     with pytest.raises(DataError, match=r"enable_router_replay: Qwen2ForCausalLM has no routers of experts; leave it"):

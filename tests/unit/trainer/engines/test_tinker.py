@@ -286,7 +286,7 @@ def test_what_cannot_be_deleted_is_told_and_ends_nothing(
     engine.train_step(batch_of(3), 3)
     tell_named(engine, storage)
     assert _path(engine) in server.saved
-    assert "sampler_weights/step-1 stays at the service: the Tinker service refuses" in caplog.text
+    assert "sampler_weights/step-1 at the service: the Tinker service rejected the request" in caplog.text
     tell_named(engine, storage)
     assert len(server.asked("delete")) == 1  # it is not tried again
 
@@ -321,23 +321,25 @@ def test_refusals_silence_and_losses_are_errors_of_ours(
     toy: Path, server: TinkerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unknown = TinkerTrainEngine(config_at(server, toy.parent / "nothing"), make_algorithm("sft"))
-    with pytest.raises(UserError, match=r"refuses, while an adapter of .*nothing is made: .*no such model"):
+    with pytest.raises(
+        UserError, match=r"rejected the request while creating an adapter of .*nothing: .*no such model"
+    ):
         unknown.weights()
     engine = TinkerEngine(str(toy), server.url, timeout_s=1.0)
     trained = TinkerTrainEngine(config_at(server, toy), make_algorithm("sft"), timeout_s=1.0)
     server.is_stuck = True
     with pytest.raises(EngineError, match=r"gave no answer for 1 s"):
         engine.generate(requests_of(1))
-    with pytest.raises(ProcessLostError, match=r"gave no answer for 1 s while an adapter of"):
+    with pytest.raises(ProcessLostError, match=r"gave no answer for 1 s while creating an adapter of"):
         trained.train_step(batch_of(), 1)
     server.is_stuck = False
     monkeypatch.setenv(API_KEY, "tml-another")
-    with pytest.raises(UserError, match=r"refuses, while a session begins: .*the key is not known"):
+    with pytest.raises(UserError, match=r"rejected the request while opening a session: .*the key is not known"):
         TinkerEngine(str(toy), server.url)
     monkeypatch.setenv(API_KEY, "another")
     with pytest.raises(UserError, match="must start with the 'tml-' prefix"):
         TinkerEngine(str(toy), server.url)
-    with pytest.raises(EngineError, match="gave no answer for 1 s while a session begins"):
+    with pytest.raises(EngineError, match="gave no answer for 1 s while opening a session"):
         monkeypatch.setenv(API_KEY, "tml-test")
         TinkerEngine(str(toy), "http://127.0.0.1:9", timeout_s=1.0)
 

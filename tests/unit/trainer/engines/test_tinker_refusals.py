@@ -135,13 +135,15 @@ def test_algorithms_of_logprobs_alone_are_trained(name: str) -> None:
     ],
 )
 def test_an_algorithm_that_asks_for_more_is_refused(name: str, parts: dict[str, Any], what: str) -> None:
-    with pytest.raises(UserError, match=f"^{what}.*which tells logprobs alone; choose another, or trainer_type torch"):
+    with pytest.raises(
+        UserError, match=f"^{what}.*which only returns logprobs; choose another one, or trainer_type torch"
+    ):
         check_algorithm(load_config(grpo()), make_algorithm(name, **parts))
 
 
 def test_a_run_without_a_key_or_the_package_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(API_KEY, raising=False)
-    with pytest.raises(UserError, match=r"export TINKER_API_KEY=tml-\.\.\. where the run starts"):
+    with pytest.raises(UserError, match=r"export TINKER_API_KEY=tml-\.\.\. before starting the run"):
         require_key()
     monkeypatch.setenv(API_KEY, "tml-x")
     monkeypatch.setitem(__import__("sys").modules, "tinker", None)

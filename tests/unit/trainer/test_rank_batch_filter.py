@@ -24,7 +24,7 @@ from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.errors import UserError
 from rftdask.storage import open_storage
-from rftdask.trainer.batch_filters import AlgorithmFilter
+from rftdask.trainer.rank import AlgorithmFilter
 from tests.unit.buffer.buffer_cases import experience
 
 make_operator = partial(make_part, "operator")
