@@ -1,6 +1,5 @@
-"""Promises of cutting layers: a plan is the model's own, less what modules share; a model without a plan that we have
-trained by, or whose sizes the ranks do not divide, is refused by name; experts are dealt whole. (What ranks compute:
-tests/e2e.)
+"""Promises of tensor parallelism: a plan is the model's own without shared weights; a model with an unsupported plan, or
+with sizes that the ranks do not divide, is rejected by name; experts are not split. (Results of ranks: tests/e2e.)
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def test_experts_go_to_the_ranks_whole(config: Any) -> None:
     assert plan[f"{block}gate"] == "ep_router"
 
 
-def test_experts_are_dealt_where_transformers_has_the_whole_gradient_of_their_routers(
+def test_dealt_experts_need_whole_router_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make_model(transformers.Qwen3MoeConfig, **EXPERTS)

@@ -1,6 +1,5 @@
-"""Promises of advantages that look at tokens: of rows that are packed, without padding, they are what rows side by side
-give; ranks that have the tokens of their own rows alone find together what one rank finds, each for its own tokens; a
-function that adds up tokens by itself is given those of all rows.
+"""Promises of token-level advantages: packed rows give the results of padded ones; ranks that only have the tokens of
+their own rows compute the results of one rank; a function with sums of its own gets the tokens of all rows.
 """
 
 from __future__ import annotations
@@ -236,7 +235,7 @@ def in_parts(
 
 
 @pytest.mark.parametrize("name", [*ALGORITHMS, "one of somebody's own"])
-def test_ranks_find_together_what_one_finds_and_hold_the_tokens_of_their_rows_alone(name: str) -> None:
+def test_ranks_compute_the_advantages_of_one_rank(name: str) -> None:
     algorithm = algorithm_of(name) if name in ALGORITHMS else make_algorithm("grpo")
     algorithm = algorithm if name in ALGORITHMS else replace(algorithm, advantage_fn=Centered())
     batch, scores = batch_of(3), scores_of(batch_of(3), 3)
