@@ -517,7 +517,7 @@ def acquire_device(lock: DeviceTurn, ranks: Ranks, timeout_s: float, send_heartb
     Raises: WaitTimeout: an engine did not release a device.
     """
     began = heartbeat_s = time.monotonic()
-    # All ranks poll together: a rank that waited by itself would keep the others in a collective call of torch, which
+    # All ranks poll together: a rank that waited without them would keep the others in a collective call of torch, which
     # has a different deadline. Acquired locks are kept.
     while not all(ranks.all_gather(lock.try_take())):
         now = time.monotonic()

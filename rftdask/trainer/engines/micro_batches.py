@@ -62,7 +62,7 @@ class DeviceBatch:
         self.rollout_logprobs_Q = _tensor(np.asarray(batch.rollout_logprobs, np.float32)).to(device)
         self.loss_mask_Q = _tensor(np.asarray(batch.loss_mask, np.bool_)).to(device)
         self.num_trained_N = _tensor(batch.num_trained).to(device)
-        """int64 trained tokens of all rows, also of those whose tokens other ranks have."""
+        """int64 trained tokens of all rows, including rows whose tokens are on other ranks."""
         self.experts_N = _tensor(batch.experts).to(device)
         self.rollouts_N = _tensor(batch.rollouts).to(device)
         self.rewards_N = _tensor(batch.rewards).to(device)
@@ -417,7 +417,7 @@ def plan_micro_batches(
         indices: row numbers to plan for, whole units.
         unit: rows in a unit, neighbors that are never separated.
         together: all ranks must make the same number of passes.
-        group: ranks that compute the same rows as this one; rows are dealt to such groups. None: each rank by itself.
+        group: ranks that compute the same rows as this one; rows are dealt to such groups. None: to single ranks.
         siblings: group number of each row of the batch; neighbors with the same number stay together if micro-batches
             and ranks keep about the same cost. None: no row has siblings.
     """

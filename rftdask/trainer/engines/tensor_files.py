@@ -492,7 +492,7 @@ class _Writer(_NoPath, StorageWriter):
         return _done([])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Do nothing: there is no index file, and the manifest of the checkpoint makes its files visible."""
+        """Do nothing: the format has no index file, and the manifest of the checkpoint makes its files visible."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""

@@ -1,5 +1,5 @@
-"""Promises of routers: replaying recorded experts gives the same bits, in every family whose routers choose by one topk;
-replayed experts are used, with a gradient to the router; other models are rejected by name.
+"""Promises of routers: replaying recorded experts gives the same bits, if routers choose by one topk; replayed experts
+are used, with a gradient to the router; other models are rejected by name.
 """
 
 from __future__ import annotations
