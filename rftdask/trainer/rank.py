@@ -59,8 +59,8 @@ from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.published import read_requested_version, read_requested_whole
 from rftdask.synchronizer.styles import SyncStyle, make_sync_rules
-from rftdask.synchronizer.transports.group_broadcast import Door
-from rftdask.synchronizer.transports.memory import Holder
+from rftdask.synchronizer.transports.group_broadcast import RendezvousServer
+from rftdask.synchronizer.transports.memory import InMemoryPublisher
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.micro_batches import DeviceBatch
 from rftdask.trainer.process_ranks import ProcessRanks, all_ranks, lost_peer
@@ -251,11 +251,13 @@ def build_trainer(
     )
 
 
-def build_holder(config: Config, storage: Storage, address: str) -> Holder:
+def build_holder(config: Config, storage: Storage, address: str) -> InMemoryPublisher:
     """Build the holder of published weights, for engines on this machine and, by `sync_method`, on others."""
     if config.cluster.is_one_machine:
-        return Holder(storage)
-    return Holder(storage, Door(storage, host_of(address)).address if config.sync_method == "nccl" else address)
+        return InMemoryPublisher(storage)
+    return InMemoryPublisher(
+        storage, RendezvousServer(storage, host_of(address)).address if config.sync_method == "nccl" else address
+    )
 
 
 def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> BatchSource:
@@ -408,7 +410,7 @@ class AlgorithmFilter(BatchFilter):
     def _advantage_drops(self, table: pa.Table, step: int) -> list[int]:
         advantage = self._algorithm.advantage_fn
         # Most functions never drop rows, so their advantages are not computed here.
-        if advantage is None or advantage.without_drops() == advantage:
+        if advantage is None or advantage.without_filtering() == advantage:
             return [DropReason.KEPT] * len(table)
         # With shaped rewards, which may make a flat group uneven, or the reverse.
         batch = DeviceBatch(batch_from_table(with_rewards(table, self.rewards(table))), torch.device("cpu"))

@@ -47,7 +47,7 @@ from rftdask.synchronizer.published import (
     restore_pointer,
 )
 from rftdask.synchronizer.publisher import Publisher
-from rftdask.synchronizer.transports.memory import Holder
+from rftdask.synchronizer.transports.memory import InMemoryPublisher
 from rftdask.trainer.background import Background
 from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints, checkpoint_steps
 from rftdask.trainer.engines.base import TrainEngine
@@ -107,7 +107,7 @@ class Trainer:
     whole_requested: Callable[[int], bool] = lambda version: False
     """(last published step) -> True once if an engine that cannot apply the delta has requested full weights. Called by
     rank 0 before every batch, and while it waits."""
-    holder: Holder | None = None
+    holder: InMemoryPublisher | None = None
     """Holds publications in memory instead of files; None: they are written."""
     max_weights_to_keep: int = 0
     """Published versions to keep if the run has no explorer; 0: the explorer removes them."""
@@ -517,8 +517,8 @@ def acquire_device(lock: DeviceTurn, ranks: Ranks, timeout_s: float, send_heartb
     Raises: WaitTimeout: an engine did not release a device.
     """
     began = heartbeat_s = time.monotonic()
-    # All ranks poll together: a rank that waited without them would keep the others in a collective call of torch, which
-    # has a different deadline. Acquired locks are kept.
+    # All ranks poll together: a rank that waited without them would block the others in a collective call, which has a
+    # different deadline. Acquired locks are kept.
     while not all(ranks.all_gather(lock.try_take())):
         now = time.monotonic()
         if now - heartbeat_s > _HEARTBEAT_INTERVAL_S:

@@ -1,6 +1,6 @@
 """Fake train engine without a model, for tests and benchmarks of everything around the engine.
 
-Its weights are a digest of its training data, next to frozen bytes, so that a step changes a small part of them. The same
+Its weights are a digest of its training data and frozen bytes, so that a step changes a small part of them. The same
 batches in the same order give the same weights.
 """
 

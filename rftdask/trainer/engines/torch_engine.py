@@ -163,7 +163,7 @@ class TorchEngine(TrainEngine):
         # An operation without a deterministic implementation then raises.
         torch.use_deterministic_algorithms(device == "cpu" if config.deterministic is None else config.deterministic)
         # Rows that the advantage function drops were dropped when the batch was formed.
-        self._algorithm = algorithm.without_drops()
+        self._algorithm = algorithm.without_filtering()
         advantage = self._algorithm.advantage_fn
         self._needs = () if advantage is None else advantage.needs
         # A pair (chosen, rejected) is one term of the loss: both rows must be in the same micro-batch.
