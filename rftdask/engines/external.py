@@ -1,6 +1,6 @@
 """The engine that is none of ours: a model behind an OpenAI-compatible API, measured and never trained.
 
-It takes and gives text, so it has no process here and no `Engine`; `rollouts/policy/remote.py` speaks with the service.
+It takes and gives text, so it has no process here and no `Engine`; see `rollouts/policy/remote_model.py`.
 """
 
 from __future__ import annotations
