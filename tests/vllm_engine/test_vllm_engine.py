@@ -58,7 +58,7 @@ from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from tests.integration.run_cases import RunProcess, assert_sound, run_folder, status_of, write_config
 from tests.unit.engines.engine_contract import ContinuousContract, EngineContract
-from tests.unit.rollouts.policy import test_guided_answers as guided
+from tests.unit.rollouts.policy import test_recording_forms as guided
 from tests.unit.trainer.trainer_cases import engine_config
 from tests.versions import needs_newer_transformers
 from tests.vllm_engine.vllm_models import END_IDS, save_idefics3, save_qwen2, save_qwen_vl

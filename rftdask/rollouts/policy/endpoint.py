@@ -154,7 +154,7 @@ class _Endpoint:
     def _model(self, request: Request) -> AnswerFn | None:
         key = key_in(request).encode()
         # Comparisons take the same time for every wrong key.
-        return next((model for own, model in self.models.items() if hmac.compare_digest(own.encode(), key)), None)
+        return next((model for k, model in self.models.items() if hmac.compare_digest(k.encode(), key)), None)
 
 
 def web_server(app: Starlette, **options: Any) -> Server:

@@ -302,7 +302,7 @@ class _Verifier:
             self._child = None
 
     def forget(self) -> None:
-        """In a fork: the child and a running comparison belong to the parent process."""
+        """Drop the child in a fork: it and its running comparison belong to the parent process."""
         # A reference is kept, because the child's finalizer would remove its folder.
         self._inherited, self._child, self._lock = self._child, None, threading.Lock()
 
@@ -317,7 +317,7 @@ class _OutOfTimeError(BaseException):
 
 
 def serve(spec: dict[str, Any], channel: Channel) -> None:
-    """In the child: reply to each [answer, truth] with [verdict (None: no mathematics), reason for giving up]."""
+    """Run the child: reply to each [answer, truth] with [verdict (None: no mathematics), reason for giving up]."""
     math_verify = importlib.import_module("math_verify")
     # It warns about missing timeouts and about everything that it cannot parse.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)

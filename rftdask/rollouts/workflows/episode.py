@@ -15,7 +15,7 @@ ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Observation:
-    """What the policy sees at the beginning of a turn."""
+    """Input of the policy in one turn."""
 
     text: str
     state: str

@@ -55,7 +55,7 @@ async def math_boxed_workflow(task: Task, model: PolicyModel) -> Reward:
 @workflow("async_math_eval_workflow")
 @workflow("math_eval_workflow")
 async def math_eval_workflow(task: Task, model: PolicyModel) -> Reward:
-    """For evaluation: ask once, as math_boxed_workflow without options. The reward is 1 for a correct answer, whatever
+    """Ask once, as math_boxed_workflow without options, for evaluations. The reward is 1 for a correct answer, whatever
     the task's reward function. Metric: accuracy.
     """
     response = await ask(task, model, BOXED_SYSTEM_PROMPT)

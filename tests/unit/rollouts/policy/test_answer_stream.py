@@ -29,7 +29,7 @@ from rftdask.rollouts.policy.openai_api import OpenAIAnswer, TextDelta, pieces, 
 from rftdask.rollouts.policy.streaming_queue import Streaming
 from rftdask.rollouts.runner import TextEngine
 from tests.unit.rollouts.policy.agent_rows import Agent, agent_rows
-from tests.unit.rollouts.policy.test_openai_client import ASKED, TOOLS, WRITTEN, sampled
+from tests.unit.rollouts.policy.test_openai_api import ASKED, TOOLS, WRITTEN, sampled
 from tests.unit.rollouts.rollout_cases import CharTokenizer, generation, outcome, prompt_of, task
 
 ANSWER = "hello there"

@@ -14,7 +14,7 @@ from rftdask.buffer.log.schema import Experience
 from rftdask.engines.base import GenerateRequest
 from rftdask.rollouts.policy.messages_api import as_answer, as_chat
 from rftdask.rollouts.policy.openai_api import BadRequestError
-from tests.unit.rollouts.policy.test_openai_client import rows, sampled
+from tests.unit.rollouts.policy.test_openai_api import rows, sampled
 from tests.unit.rollouts.rollout_cases import prompt_of, replies
 
 ASKED: Any = [{"role": "user", "content": "hi"}]

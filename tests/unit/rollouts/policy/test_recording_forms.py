@@ -21,7 +21,7 @@ from rftdask.engines.transformers import TransformersEngine
 from rftdask.models.toy import build_toy_model
 from rftdask.rollouts.runner import TextEngine
 from tests.unit.rollouts.policy.agent_rows import Agent, agent_rows
-from tests.unit.rollouts.policy.test_openai_client import ASKED
+from tests.unit.rollouts.policy.test_openai_api import ASKED
 from tests.unit.rollouts.rollout_cases import replies
 
 LOOK: Any = {
@@ -126,7 +126,7 @@ def test_thinking_budget_ends_thoughts_with_untrained_tokens(engine: Transformer
 
 
 def test_answer_without_thoughts_ignores_the_budget() -> None:
-    from tests.unit.rollouts.policy.test_openai_client import rows, sampled
+    from tests.unit.rollouts.policy.test_openai_api import rows, sampled
 
     async def agent(client: AsyncOpenAI) -> None:
         for budget in (2, 100):
