@@ -67,7 +67,7 @@ def test_calls_are_answered_and_streamed_and_weights_are_loaded(tmp_path: Path) 
         await asyncio.to_thread(engine.load, storage, published)
         assert engine.weights == published
         assert [each.max_policy_version for each in await answers(engine, ASKED)] == [4]
-        with pytest.raises(StorageError, match="version 9 are not there"):
+        with pytest.raises(StorageError, match="weights of version 9 no longer exist"):
             await asyncio.to_thread(engine.load, storage, replace(published, version=9))
         assert engine.weights == published and engine.alive()
         [dropped] = engine.submit([ASKED])
