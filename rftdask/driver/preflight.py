@@ -35,7 +35,7 @@ from rftdask.errors import ConfigError, DataError, NotInstalledError, StorageErr
 from rftdask.models.model_shape import check_folder
 from rftdask.models.tinker_service import require_key
 from rftdask.processes.zygote import TORCH, call
-from rftdask.rollouts.policy.remote import check_service
+from rftdask.rollouts.policy.remote_model import check_service
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.sandbox.bubblewrap import check_bubblewrap
 from rftdask.rollouts.try_workflow import trial_problems

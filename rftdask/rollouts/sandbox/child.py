@@ -35,8 +35,8 @@ import msgpack
 
 from rftdask.config.plugins import load_plugin_folders, read_functions
 from rftdask.processes.zygote import end_with
-from rftdask.rollouts.policy.answer_stream import Tell
-from rftdask.rollouts.policy.base import Method, PolicyHandle
+from rftdask.rollouts.policy.answer_stream import OnText
+from rftdask.rollouts.policy.base import ForwardingPolicy, Method
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.sandbox import messages
 from rftdask.rollouts.workflows.base import PromptTooLongError, as_reward
@@ -46,7 +46,7 @@ _PACKET_BYTES = 128 << 10
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_TRACEBACK = 8000
 _OPENAI = (
-    *("rftdask.rollouts.policy.blocking_client", "starlette.applications", "starlette.responses"),
+    *("openai", "starlette.applications", "starlette.responses"),
     *("uvicorn.protocols.http.h11_impl", "uvicorn.lifespan.off"),
 )
 """Imported, with what they need, before there are forks of workflows that use them: it takes most of a second."""
@@ -311,7 +311,7 @@ class _Attempt:
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
         self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._tells: dict[int, Tell] = {}
+        self._tells: dict[int, OnText] = {}
         """Who takes the text of those that stream."""
         self._num_asked = 0
 
@@ -349,12 +349,12 @@ class _Attempt:
             return messages.Failed(type(error).__name__, str(error)[:_MAX_TRACEBACK], lines)
 
     async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
-        """Ask the worker, which has the models; see PolicyHandle.ask."""
+        """Ask the worker, which has the models; see ForwardingPolicy.ask."""
         self._num_asked += 1
         number = self._num_asked
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         plain = dict(arguments)
-        if (tell := plain.pop("tell", None)) is not None:
+        if (tell := plain.pop("on_text", None)) is not None:
             self._tells[number] = tell
         try:
             self.send(messages.Ask(number, name, method, plain, tell is not None))
@@ -395,7 +395,7 @@ class _Attempt:
                 waiting.set_result(message.response or message.openai or message.logprobs)
 
 
-class _RemoteModel(PolicyHandle):
+class _RemoteModel(ForwardingPolicy):
     """The model handle of one attempt in a fork."""
 
     def __init__(self, attempt: _Attempt, auxiliary_names: tuple[str, ...]) -> None:

@@ -366,11 +366,11 @@ class _Process:
 
     async def _answer(self, question: messages.Ask, model: PolicyHandle) -> None:
         # A fork may have written anything to its stream: who takes the text is said here.
-        arguments = {name: value for name, value in question.arguments.items() if name != "tell"}
+        arguments = {name: value for name, value in question.arguments.items() if name != "on_text"}
         if question.streams and question.method == "openai":
-            arguments["tell"] = lambda *told: self._send(messages.Told(question.number, *told))
+            arguments["on_text"] = lambda *told: self._send(messages.Told(question.number, *told))
         try:
-            value = await model.ask(question.model, question.method, arguments)
+            value = await model.model(question.model).call(question.method, arguments)
         except Exception as error:  # the workflow's to handle; the runner sees the engine's own failures by itself
             # By name: exceptions do not travel, and the fork may not know the class.
             self._send(messages.Answer(question.number, error=type(error).__name__, text=str(error)))

@@ -167,7 +167,7 @@ def test_rewarded_sessions_are_logged_once_despite_kills(
             engine.kill()
             rewarded |= {number for number in range(per_step, per_step + 3) if use(served, number)}
             ended = run.end()
-            assert ended.code != 0 and "has died; the same command goes on" in ended.err, ended
+            assert ended.code != 0 and "has died; run the same command again to continue" in ended.err, ended
             run.wait_for_no_survivors()
         with serve(config) as run:
             served = Served(run)

@@ -1,6 +1,6 @@
-"""Promises of the served API, kept to the real package openai: calls are recorded by session, however it is named; a
-key opens what it is for; a reward ends a session and is told once; what is too much is told to come again; a call whose
-reply was lost is not made twice.
+"""Promises of the served API, tested with the package openai: calls are recorded by session, however it is named; a key
+opens only its session; a reward ends a session; requests over the limit get 429; a retry after a lost reply returns the
+same answer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.models.toy import build_toy_image_model, build_toy_model
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.recording import ServedModel
-from rftdask.serve.balance import Balanced
-from rftdask.serve.bank import SessionBank
+from rftdask.serve.load_balancer import LoadBalancer
 from rftdask.serve.server import PolicyServer, ServeOptions
+from rftdask.serve.sessions import SessionStore
 from rftdask.storage import open_storage
 from rftdask.synchronizer.published import Published
 from tests.unit.rollouts.rollout_cases import MODEL, CharTokenizer, generation
-from tests.unit.serve.test_balance import TalkingEngine
-from tests.unit.serve.test_session_bank import CONFIG
+from tests.unit.serve.test_load_balancer import TalkingEngine
+from tests.unit.serve.test_sessions import CONFIG
 from tests.versions import needs_newer_transformers
 
 _numbers = itertools.count()
@@ -42,7 +42,7 @@ BASE = "http://served"
 
 
 class Queue(RequestQueue):
-    """Says which call of the engine it is; waits for `goes_on` where it is cleared."""
+    """Answers with the number of the call; waits while `goes_on` is cleared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Queue(RequestQueue):
         return generation(said, request)
 
     async def close(self) -> None:
-        """Nothing is under way."""
+        """See RequestQueue."""
 
 
 class Case:
@@ -67,7 +67,7 @@ class Case:
 
     def __init__(self, images: ImageProcessor | None = None, **options: Any) -> None:
         self.storage = open_storage(f"memory://server-{next(_numbers)}")
-        self.bank = SessionBank(self.storage, open_log(self.storage, CONFIG), CONFIG, group_age_s=1e9)
+        self.bank = SessionStore(self.storage, open_log(self.storage, CONFIG), CONFIG, group_age_s=1e9)
         self.queue = Queue()
         tokenizer: Any = CharTokenizer()
         if images is not None:
@@ -104,7 +104,7 @@ def run(check: Callable[[Case], Awaitable[None]], **options: Any) -> None:
     asyncio.run(all_of_it())
 
 
-def test_calls_of_a_session_are_one_conversation_however_it_is_named() -> None:
+def test_session_is_one_conversation_however_it_is_named() -> None:
     async def check(case: Case) -> None:
         opened = (await case.http.post("/sessions", json={}, headers={"Authorization": "Bearer token"})).json()
         named = {
@@ -119,8 +119,8 @@ def test_calls_of_a_session_are_one_conversation_however_it_is_named() -> None:
         await case.ask(case.client(), ASKED, extra_body={"session_id": "body"})
         assert (await case.feedback(session_id="body", reward=0))[0] == 200
         for session, reward in zip(named, (0.5, 1, -1), strict=True):
-            status, told = await case.feedback(session_id=session, reward=reward)
-            assert (status, told["num_rows"], told["policy_versions"]) == (200, 1, [7, 7])
+            status, reply = await case.feedback(session_id=session, reward=reward)
+            assert (status, reply["num_rows"], reply["policy_versions"]) == (200, 1, [7, 7])
         rows = await case.rows()
         assert [row["reward"] for row in rows] == [0.0, 0.5, 1.0, -1.0]
         assert [row["session"] for row in rows] == ["body", *named]
@@ -130,7 +130,7 @@ def test_calls_of_a_session_are_one_conversation_however_it_is_named() -> None:
     run(check)
 
 
-def test_a_stream_says_its_session_at_its_beginning_and_is_recorded_once() -> None:
+def test_stream_names_its_session_and_is_recorded_once() -> None:
     async def check(case: Case) -> None:
         case.queue.goes_on.clear()
         body = {"model": "policy", "messages": ASKED, "stream": True}
@@ -143,8 +143,8 @@ def test_a_stream_says_its_session_at_its_beginning_and_is_recorded_once() -> No
         case.queue.goes_on.set()
         answer = await asking
         assert answer.headers["X-Session-ID"] == session and answer.text.endswith("data: [DONE]\n\n")
-        told = [json.loads(line[6:])["choices"][0] for line in answer.text.split("\n\n")[:-2]]
-        assert "".join(each["delta"].get("content") or "" for each in told) == "1"
+        reply = [json.loads(line[6:])["choices"][0] for line in answer.text.split("\n\n")[:-2]]
+        assert "".join(each["delta"].get("content") or "" for each in reply) == "1"
         assert (await case.feedback(session_id=session, reward=1))[0] == 200
         assert [row["response_text"] for row in await case.rows()] == ["1"]
 
@@ -169,7 +169,7 @@ def test_sessions_of_a_task_are_siblings() -> None:
     run(check)
 
 
-def test_a_key_opens_what_it_is_for() -> None:
+def test_key_opens_only_its_session() -> None:
     async def check(case: Case) -> None:
         own = case.server.key_of("mine")
         for path, key in (
@@ -191,7 +191,7 @@ def test_a_key_opens_what_it_is_for() -> None:
     run(check)
 
 
-def test_a_reward_ends_a_session_and_is_told_once() -> None:
+def test_reward_ends_a_session() -> None:
     async def check(case: Case) -> None:
         client = case.client("/sessions/s/v1", max_retries=0)
         assert (await case.feedback(session_id="s", reward=1))[0] == 404
@@ -200,10 +200,10 @@ def test_a_reward_ends_a_session_and_is_told_once() -> None:
             assert (await case.feedback(session_id="s", reward=wrong))[0] == 400
         assert (await case.feedback(session_id="s", reward=1, metrics={"a": "b"}))[0] == 400
         assert (await case.feedback(session_id="s", reward=1, metrics={"steps": 3}))[0] == 200
-        # Again, by one who did not hear the answer; then by one who changed his mind.
+        # A repeated reward is accepted, a changed one is not.
         assert (await case.feedback(session_id="s", reward=1))[0] == 200
         assert (await case.feedback(session_id="s", reward=2))[0] == 409
-        with pytest.raises(openai.ConflictError, match="has had its reward"):
+        with pytest.raises(openai.ConflictError, match="already has its reward"):
             await case.ask(client)
         [row] = await case.rows()
         assert row["reward"] == 1.0 and dict(row["metrics"])["steps"] == 3.0
@@ -212,26 +212,26 @@ def test_a_reward_ends_a_session_and_is_told_once() -> None:
     run(check)
 
 
-def test_a_reward_may_name_answers_and_those_of_several_sessions_are_one_rollout() -> None:
-    """As Trinity-RFT's client tells rewards: by the ids of answers, of calls that name no session."""
+def test_reward_by_answer_ids_joins_sessions() -> None:
+    """The form of Trinity-RFT's client: rewards by answer ids, without session names."""
 
     async def check(case: Case) -> None:
         create = case.client().chat.completions.create
         first = await create(model="policy", messages=ASKED)
-        # One session of two calls, and one of a call that goes on elsewhere.
+        # A session of two calls, and sessions of one call.
         named = case.client(default_headers={"X-Session-ID": "named"}).chat.completions.create
         one = await named(model="policy", messages=ASKED)
         more = [*ASKED, one.choices[0].message, {"role": "user", "content": "and?"}]
         two = await named(model="policy", messages=more)
         alone = await create(model="policy", messages=ASKED)
         names = [two.id, first.id, one.id]
-        status, told = await case.feedback(msg_ids=names, reward=0.5, task_id="t", run_id=3)
-        assert (status, told["status"], told["session_id"], told["num_rows"]) == (200, "success", "named", 2)
+        status, reply = await case.feedback(msg_ids=names, reward=0.5, task_id="t", run_id=3)
+        assert (status, reply["status"], reply["session_id"], reply["num_rows"]) == (200, "success", "named", 2)
         assert (await case.feedback(msg_ids=names, reward=0.5, task_id="t"))[0] == 200, "the answer was lost"
         assert (await case.feedback(msg_ids=names, reward=1.0))[0] == 409
         for wrong in ([], "a", [alone.id, "nobody"], [3]):
-            status, told = await case.feedback(msg_ids=wrong, reward=1)
-            assert (status, told["error"]["param"]) == (404 if "nobody" in wrong else 400, "msg_ids")
+            status, reply = await case.feedback(msg_ids=wrong, reward=1)
+            assert (status, reply["error"]["param"]) == (404 if "nobody" in wrong else 400, "msg_ids")
         key = case.server.key_of("named")
         assert (await case.feedback(key=key, msg_ids=[alone.id], reward=1))[0] == 403
         assert await case.rows() == [], "it waits for others of its task"
@@ -247,7 +247,7 @@ def test_a_reward_may_name_answers_and_those_of_several_sessions_are_one_rollout
     run(check)
 
 
-def test_a_count_of_tokens_is_an_answer_without_a_name() -> None:
+def test_token_count_has_no_answer_id() -> None:
     async def check(case: Case) -> None:
         body = {"model": "policy", "max_tokens": 5, "messages": ASKED}
         headers = {"Authorization": "Bearer token"}
@@ -258,7 +258,7 @@ def test_a_count_of_tokens_is_an_answer_without_a_name() -> None:
     run(check)
 
 
-def test_what_is_too_much_is_told_to_come_again() -> None:
+def test_requests_over_the_limit_get_429() -> None:
     async def check(case: Case) -> None:
         case.queue.goes_on.clear()
         first = asyncio.create_task(case.ask(case.client("/sessions/a/v1")))
@@ -268,7 +268,7 @@ def test_what_is_too_much_is_told_to_come_again() -> None:
             await case.ask(case.client("/sessions/b/v1", max_retries=0))
         assert error.value.response.headers["retry-after"] == "1"
         assert (await case.feedback(session_id="a", reward=1))[0] == 409, "it is still being answered"
-        # openai's client comes again by itself.
+        # openai's client retries.
         second = asyncio.create_task(case.ask(case.client("/sessions/b/v1", max_retries=5)))
         await asyncio.sleep(0.05)
         case.queue.goes_on.set()
@@ -277,18 +277,18 @@ def test_what_is_too_much_is_told_to_come_again() -> None:
     run(check, max_concurrent=1)
 
 
-def test_a_call_whose_reply_was_lost_is_not_made_twice() -> None:
+def test_retry_after_a_lost_reply_returns_the_same_answer() -> None:
     async def check(case: Case) -> None:
         client = case.client("/sessions/s/v1")
         again = {"x-stainless-retry-count": "1"}
         said = [(await case.ask(client, extra_headers=headers)).content for headers in ({}, again, {}, again)]
-        # Asked anew it is another call, whatever was asked before.
+        # Without the retry header it is a new call.
         assert said == ["1", "1", "2", "2"] and case.queue.num_asked == 2
 
     run(check)
 
 
-def test_a_session_that_nobody_asks_is_forgotten() -> None:
+def test_idle_session_is_forgotten() -> None:
     async def check(case: Case) -> None:
         await case.ask(case.client("/sessions/s/v1"))
         await case.server.commit_groups()
@@ -297,33 +297,33 @@ def test_a_session_that_nobody_asks_is_forgotten() -> None:
     run(check, session_idle_s=-1)
 
 
-def test_an_answer_for_which_there_is_no_memory_is_a_429_and_leaves_nothing_behind() -> None:
+def test_lack_of_engine_memory_is_429_and_records_nothing() -> None:
     async def check(case: Case) -> None:
         served = case.server._served
         engine = TalkingEngine(60)
-        balanced = Balanced()
-        balanced.add(engine)
-        case.server._served = replace(served, queue=balanced)
+        balancer = LoadBalancer()
+        balancer.add(engine)
+        case.server._served = replace(served, queue=balancer)
         one, two = (case.client(f"/sessions/{name}/v1", max_retries=0) for name in ("one", "two"))
         engine.is_held = True
         first = asyncio.create_task(case.ask(one))
         await engine.until_asked(1)
-        with pytest.raises(openai.RateLimitError, match="come again") as raised:
+        with pytest.raises(openai.RateLimitError, match="try again later") as raised:
             await case.ask(two, n=2)
         assert raised.value.response.headers["Retry-After"] == "1"
         engine.let_go()
         await first
-        # Of two answers to one request the second finds no room: neither is of the session.
+        # The second of two choices finds no memory, so neither is recorded.
         engine.is_held = True
         with pytest.raises(openai.RateLimitError):
             await case.ask(two, n=2)
         engine.let_go()
         await case.ask(two)
-        status, told = await case.feedback(session_id="two", reward=1)
-        assert (status, told["num_rows"]) == (200, 1)
-        # A server whose engines are all lost at the moment is another thing to come again for.
+        status, reply = await case.feedback(session_id="two", reward=1)
+        assert (status, reply["num_rows"]) == (200, 1)
+        # A server without engines also asks clients to retry.
         engine.is_lost = True
-        with pytest.raises(openai.InternalServerError, match="no engine is there") as down:
+        with pytest.raises(openai.InternalServerError, match="no engine is available") as down:
             await case.ask(one)
         assert (down.value.status_code, down.value.response.headers["Retry-After"]) == (503, "1")
 
@@ -331,7 +331,7 @@ def test_an_answer_for_which_there_is_no_memory_is_a_429_and_leaves_nothing_behi
 
 
 @needs_newer_transformers
-def test_an_image_of_a_request_is_in_the_row_and_in_the_run_folder_by_its_hash(tmp_path: Path) -> None:
+def test_image_of_a_request_is_stored_by_its_hash(tmp_path: Path) -> None:
     build_toy_image_model(tmp_path / "model")
     images = ImageProcessor(str(tmp_path / "model"), folder=ImageFolder(tmp_path))
     buffer = io.BytesIO()
@@ -345,9 +345,9 @@ def test_an_image_of_a_request_is_in_the_row_and_in_the_run_folder_by_its_hash(t
     async def check(case: Case) -> None:
         client = case.client("/sessions/s/v1")
         await case.ask(client, asked(data_url(file)))
-        for told in ("https://example.org/a.png", "/etc/passwd"):
+        for reply in ("https://example.org/a.png", "/etc/passwd"):
             with pytest.raises(openai.BadRequestError, match="nothing is fetched"):
-                await case.ask(client, asked(told))
+                await case.ask(client, asked(reply))
         assert case.storage.get(f"media/{name_of(file)}") == file, "it is kept before the session has its reward"
         assert (await case.feedback(session_id="s", reward=1))[0] == 200
         [row] = await case.rows()
@@ -357,7 +357,7 @@ def test_an_image_of_a_request_is_in_the_row_and_in_the_run_folder_by_its_hash(t
     run(check, images=images)
 
 
-def test_a_model_without_eyes_is_given_no_images(tmp_path: Path) -> None:
+def test_text_model_refuses_images(tmp_path: Path) -> None:
     build_toy_model(tmp_path, hidden_size=16, num_heads=2)
     assert not can_be_given_images(str(tmp_path)) and not can_be_given_images(str(tmp_path / "none"))
 
@@ -369,7 +369,7 @@ def test_a_model_without_eyes_is_given_no_images(tmp_path: Path) -> None:
     run(check)
 
 
-def test_a_server_listens_where_its_keys_say() -> None:
+def test_config_keys_set_the_listen_address() -> None:
     config = replace_keys(CONFIG, {"explorer.listen_address": "0.0.0.0", "explorer.proxy_port": 9001})
     options = ServeOptions.of(config)
     assert (options.host, options.port) == ("0.0.0.0", 9001)

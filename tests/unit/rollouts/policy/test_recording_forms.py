@@ -1,5 +1,5 @@
-"""Promises of requests that ask for a form, name what must not come, or bound thoughts: kept by a real engine, whose
-policy is random and would never do it by itself; where an engine cannot, or a form is none, a 400 names the parameter.
+"""Promises of required forms, bad words and thinking budgets, tested with a real engine whose policy is random. A form
+that the engine or the schema does not allow is a 400 that names the parameter.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,13 @@ from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
 from rftdask.buffer.log.schema import Experience
-from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.engines.base import GenerateRequest, Generation
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.models.toy import build_toy_model
 from rftdask.rollouts.runner import TextEngine
-from rftdask.rollouts.workflows.base import PolicyModel, Task
-from rftdask.rollouts.workflows.registry import workflow
-from tests.unit.rollouts.policy.test_openai_client import ASKED
-from tests.unit.rollouts.rollout_cases import outcome, replies, task
+from tests.unit.rollouts.policy.agent_rows import Agent, agent_rows
+from tests.unit.rollouts.policy.test_openai_api import ASKED
+from tests.unit.rollouts.rollout_cases import replies
 
 LOOK: Any = {
     "name": "look",
@@ -45,31 +43,18 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> TransformersEngine:
     return TransformersEngine(str(folder))
 
 
-Agent = Callable[[AsyncOpenAI], Awaitable[Any]]
-
-
 def rows_of(engine: TransformersEngine, agent: Agent, template: str = TEMPLATE) -> list[Experience]:
-    """The rows of a rollout whose workflow is `agent`, given its client; all of them ended well."""
+    """The rows of a successful rollout of `agent` with a real engine."""
     tokenizer = AutoTokenizer.from_pretrained(engine.model_path)
     tokenizer.chat_template = template
 
     async def generate(requests: list[GenerateRequest]) -> list[Generation]:
         return await asyncio.to_thread(engine.generate, requests)
 
-    async def run(task: Task, model: PolicyModel) -> float:
-        await agent(model.openai_client())
-        return 1.0
-
-    name = f"guided_{id(agent)}"
-    workflow(name, in_process=True)(run)
-    policy = TextEngine(generate, tokenizer, is_guided=True)
-    sampling = SamplingParams(max_tokens=200)
-    found = outcome([task(0, name)], policy, {}, max_retry_times=0, sampling=sampling).experiences
-    assert {row.error for row in found} == {""}, found[0].error
-    return found
+    return agent_rows(agent, TextEngine(generate, tokenizer, is_guided=True))
 
 
-def test_an_answer_has_the_form_that_is_asked_for(engine: TransformersEngine) -> None:
+def test_answer_has_the_requested_form(engine: TransformersEngine) -> None:
     async def agent(client: AsyncOpenAI) -> None:
         create: Any = client.chat.completions.create
         answer = await create(model="p", messages=ASKED, response_format=FORMAT)
@@ -77,10 +62,10 @@ def test_an_answer_has_the_form_that_is_asked_for(engine: TransformersEngine) ->
         chunks = await create(model="p", messages=ASKED, response_format=FORMAT, stream=True)
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
         assert json.loads(text)["yes"] in (True, False)
-        told = await client.responses.create(
+        answered = await client.responses.create(
             model="p", input="hi", text={"format": {"type": "json_schema", "name": "said", "schema": SCHEMA}}
         )
-        assert json.loads(told.output_text)["yes"] in (True, False)
+        assert json.loads(answered.output_text)["yes"] in (True, False)
 
     for row in rows_of(engine, agent):
         prompt, response = row.tokens[: row.prompt_length].tolist(), row.tokens[row.prompt_length :].tolist()
@@ -88,7 +73,7 @@ def test_an_answer_has_the_form_that_is_asked_for(engine: TransformersEngine) ->
         np.testing.assert_allclose(row.rollout_logprobs, expected, atol=1e-4)
 
 
-def test_a_tool_is_called_where_that_is_required(engine: TransformersEngine) -> None:
+def test_required_tool_is_called(engine: TransformersEngine) -> None:
     async def agent(client: AsyncOpenAI) -> None:
         create: Any = client.chat.completions.create
         options: dict[str, Any] = {"model": "p", "messages": ASKED, "tools": TOOLS, "parallel_tool_calls": False}
@@ -100,15 +85,15 @@ def test_a_tool_is_called_where_that_is_required(engine: TransformersEngine) -> 
             assert call.function.name == "go" or arguments["at"] in ("here", "there")
         assert call.function.name == "look"
         own: Any = [{"type": "function", **GO}]
-        told = await client.responses.create(
+        answered = await client.responses.create(
             model="p", input="hi", tools=own, tool_choice={"type": "function", "name": "go"}
         )
-        assert [(item.type, item.name) for item in told.output] == [("function_call", "go")]  # type: ignore[union-attr]
+        assert [(item.type, item.name) for item in answered.output] == [("function_call", "go")]  # type: ignore[union-attr]
 
     assert len(rows_of(engine, agent)) == 3
 
 
-def test_a_word_that_must_not_come_does_not_come(engine: TransformersEngine) -> None:
+def test_bad_words_are_never_sampled(engine: TransformersEngine) -> None:
     words = [chr(code) for code in range(32, 127)]
 
     async def agent(client: AsyncOpenAI) -> None:
@@ -119,9 +104,7 @@ def test_a_word_that_must_not_come_does_not_come(engine: TransformersEngine) -> 
 
 
 @pytest.mark.parametrize("budget", [0, 5])
-def test_thoughts_beyond_their_budget_are_ended_and_their_end_is_not_trained(
-    engine: TransformersEngine, budget: int
-) -> None:
+def test_thinking_budget_ends_thoughts_with_untrained_tokens(engine: TransformersEngine, budget: int) -> None:
     template = TEMPLATE + "<think>{% if enable_thinking %}</think>{% endif %}"
 
     async def agent(client: AsyncOpenAI) -> None:
@@ -142,8 +125,8 @@ def test_thoughts_beyond_their_budget_are_ended_and_their_end_is_not_trained(
     assert len(row.tokens) - row.prompt_length <= 40
 
 
-def test_an_answer_without_thoughts_is_whole_whatever_their_budget() -> None:
-    from tests.unit.rollouts.policy.test_openai_client import rows, sampled
+def test_answer_without_thoughts_ignores_the_budget() -> None:
+    from tests.unit.rollouts.policy.test_openai_api import rows, sampled
 
     async def agent(client: AsyncOpenAI) -> None:
         for budget in (2, 100):
@@ -154,9 +137,9 @@ def test_an_answer_without_thoughts_is_whole_whatever_their_budget() -> None:
     def say(request: GenerateRequest) -> str:
         return "leven" if request.prompt_tokens[-1] == ord("e") else "hello!"
 
-    found = rows(agent, replies(say))
-    assert [sampled(row) for row in found] == ["heleven", "hello!"]
-    assert all(row.loss_mask is None for row in found)
+    recorded = rows(agent, replies(say))
+    assert [sampled(row) for row in recorded] == ["heleven", "hello!"]
+    assert all(row.loss_mask is None for row in recorded)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -174,7 +157,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_form_that_is_none_is_refused_by_name_and_the_engine_lives(engine: TransformersEngine) -> None:
+def test_invalid_form_is_refused_by_name(engine: TransformersEngine) -> None:
     async def agent(client: AsyncOpenAI) -> None:
         create: Any = client.chat.completions.create
         for options, param in REFUSED:
@@ -186,9 +169,7 @@ def test_a_form_that_is_none_is_refused_by_name_and_the_engine_lives(engine: Tra
     assert len(rows_of(engine, agent)) == 1
 
 
-def test_without_llguidance_a_form_is_refused_and_says_what_to_install(
-    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_llguidance_is_reported(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
 
     async def agent(client: AsyncOpenAI) -> None:

@@ -1,6 +1,6 @@
-"""Promises of `model.openai_client()`, kept to the real package openai: every answer is the tokens that were sampled,
-and recorded so; what a request asks for is done, or refused with a 400 that names the parameter; a stream tells what
-the whole answer does; keys are of one attempt; who goes away takes the request along.
+"""Promises of `model.openai_client()`, tested with the package openai: answers are recorded with their sampled tokens;
+a parameter takes effect or is a 400 that names it; a stream equals the whole answer; a key is valid for one attempt; a
+disconnect cancels the request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -22,14 +21,12 @@ from jinja2 import TemplateError
 from openai import AsyncOpenAI
 
 from rftdask.buffer.log.schema import Experience
-from rftdask.data.task import Task
-from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
+from rftdask.engines.base import GenerateRequest, Generation
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.policy.openai_api import read_request
 from rftdask.rollouts.runner import TextEngine
-from rftdask.rollouts.workflows.base import PolicyModel
-from rftdask.rollouts.workflows.registry import workflow
-from tests.unit.rollouts.rollout_cases import CharTokenizer, generation, outcome, prompt_of, replies, task
+from tests.unit.rollouts.policy.agent_rows import Agent, agent_rows
+from tests.unit.rollouts.rollout_cases import CharTokenizer, generation, prompt_of, replies
 
 ASKED: Any = [{"role": "user", "content": "hi"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -37,34 +34,17 @@ WRITTEN = 'so: <tool_call>{"name":"add",  "arguments":{"x":1}}</tool_call>'
 TWO_CALLS = WRITTEN + '<tool_call>{"name":"add","arguments":{"x":2}}</tool_call>'
 
 
-def rows(
-    agent: Callable[[AsyncOpenAI], Awaitable[Any]],
-    engine: GenerateBatch,
-    tokenizer: Any = None,
-    batch: Any = None,
-) -> list[Experience]:
-    """The rows of a rollout whose workflow is `agent`, given its client; all of them ended well."""
-    # Other tests import this module by another name: a number would be taken twice.
-    name = f"openai_{os.urandom(8).hex()}"
-
-    async def run(task: Task, model: PolicyModel) -> float:
-        await agent(model.openai_client())
-        return 1.0
-
-    workflow(name, in_process=True)(run)
-    policy = TextEngine(engine, tokenizer or CharTokenizer())
-    sampling = SamplingParams(max_tokens=200)
-    found = outcome([task(0, name)], policy, batch or {}, max_retry_times=0, sampling=sampling).experiences
-    assert {row.error for row in found} == {""}, found[0].error
-    return found
+def rows(agent: Agent, engine: GenerateBatch, tokenizer: Any = None, batch: Any = None) -> list[Experience]:
+    """The rows of a successful rollout of `agent` with a fake engine."""
+    return agent_rows(agent, TextEngine(engine, tokenizer or CharTokenizer()), batch)
 
 
 def sampled(row: Experience) -> str:
-    """What the policy wrote in a row, without end tokens."""
+    """Text that the policy sampled in a row, without end tokens."""
     return "".join(chr(token) for token in row.tokens[row.prompt_length :] if token)
 
 
-def test_an_answer_is_what_was_sampled_and_is_recorded_so() -> None:
+def test_answer_is_recorded_as_sampled() -> None:
     async def agent(client: AsyncOpenAI) -> None:
         answer = await client.chat.completions.create(model="any", messages=ASKED, temperature=0.5, logprobs=True)
         [choice] = answer.choices
@@ -82,7 +62,7 @@ def test_an_answer_is_what_was_sampled_and_is_recorded_so() -> None:
     assert list(row.rollout_logprobs) == [-0.5] * 3
 
 
-def test_a_stream_tells_what_the_whole_answer_does() -> None:
+def test_stream_equals_the_whole_answer() -> None:
     long = "an answer of more than one piece, " + WRITTEN
 
     async def agent(client: AsyncOpenAI) -> None:
@@ -101,7 +81,7 @@ def test_a_stream_tells_what_the_whole_answer_does() -> None:
     assert len(rows(agent, replies(long))) == 2
 
 
-def test_a_message_with_calls_of_tools_goes_back_to_the_policy_as_it_wrote_it() -> None:
+def test_message_with_calls_returns_to_the_policy_as_sampled() -> None:
     async def agent(client: AsyncOpenAI) -> None:
         create: Any = client.chat.completions.create
         messages = list(ASKED)
@@ -113,7 +93,7 @@ def test_a_message_with_calls_of_tools_goes_back_to_the_policy_as_it_wrote_it() 
                 "add",
                 {"x": 1},
             )
-            # As agents give it back: the object, or plain data that came over JSON.
+            # Agents return the object or plain data from JSON.
             back = message if len(messages) == 1 else json.loads(message.model_dump_json())
             messages += [back, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
         assert (
@@ -134,7 +114,7 @@ def test_a_message_with_calls_of_tools_goes_back_to_the_policy_as_it_wrote_it() 
 
 
 class ReadsCalls(CharTokenizer):
-    """Its template writes what a tool said behind a message with calls alone, in place of which it may fail."""
+    """Its template shows tool results only after a message with tool calls, and otherwise drops them or fails."""
 
     def __init__(self, fails: bool) -> None:
         super().__init__()
@@ -152,12 +132,12 @@ class ReadsCalls(CharTokenizer):
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_template_that_reads_calls_of_tools_is_given_them(fails: bool) -> None:
+def test_template_that_reads_tool_calls_gets_them(fails: bool) -> None:
     async def agent(client: AsyncOpenAI) -> None:
         create: Any = client.chat.completions.create
         message = (await create(model="p", messages=ASKED, tools=TOOLS)).choices[0].message
-        told = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"}
-        await create(model="p", messages=[*ASKED, message, told], tools=TOOLS)
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"}
+        await create(model="p", messages=[*ASKED, message, result], tools=TOOLS)
 
     first, second = rows(agent, replies(WRITTEN), ReadsCalls(fails))
     assert (first.prompt_text, second.prompt_text) == (
@@ -167,14 +147,14 @@ def test_a_template_that_reads_calls_of_tools_is_given_them(fails: bool) -> None
 
 
 class WritesJson(CharTokenizer):
-    """Its template writes what a tool said as JSON, whether or not it was called."""
+    """Its template writes tool results as JSON."""
 
     def apply_chat_template(self, chat: Any, **options: Any) -> str:
-        told = [{**each, "content": json.dumps(each["content"])} if each["role"] == "tool" else each for each in chat]
-        return super().apply_chat_template(told, **options)
+        result = [{**each, "content": json.dumps(each["content"])} if each["role"] == "tool" else each for each in chat]
+        return super().apply_chat_template(result, **options)
 
 
-def test_what_a_tool_said_may_be_written_in_other_words() -> None:
+def test_template_may_rewrite_tool_results() -> None:
     async def agent(client: AsyncOpenAI) -> None:
         create: Any = client.chat.completions.create
         messages = list(ASKED)
@@ -188,7 +168,7 @@ def test_what_a_tool_said_may_be_written_in_other_words() -> None:
 
 
 class Marked(CharTokenizer):
-    """A special token stands before calls, which no text of an answer has."""
+    """Its calls follow a special token, which is not part of the text."""
 
     added_tokens_decoder: ClassVar = {1: SimpleNamespace(content="\x01", special=True)}
 
@@ -197,19 +177,19 @@ class Marked(CharTokenizer):
         return text.replace("\x01", "") if skip_special_tokens else text
 
 
-def test_a_message_whose_marks_are_special_tokens_is_written_by_the_template() -> None:
+def test_calls_marked_by_special_tokens_are_templated() -> None:
     async def agent(client: AsyncOpenAI) -> None:
         create: Any = client.chat.completions.create
         message = (await create(model="p", messages=ASKED, tools=TOOLS)).choices[0].message
-        told = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"}
-        await create(model="p", messages=[*ASKED, message, told], tools=TOOLS)
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"}
+        await create(model="p", messages=[*ASKED, message, result], tools=TOOLS)
 
     first, second = rows(agent, replies(f"so: \x01{WRITTEN[4:]}"), Marked())
     assert 1 in first.tokens
     assert second.prompt_text == "[add]<user>hi<assistant>so:<tool>2<assistant>"
 
 
-def test_calls_are_told_apart_as_the_request_says() -> None:
+def test_request_decides_which_calls_are_parsed() -> None:
     async def agent(client: AsyncOpenAI) -> None:
         create: Any = client.chat.completions.create
         for options, num_calls in [({}, 2), ({"parallel_tool_calls": False}, 1), ({"tool_choice": "none"}, 0)]:
@@ -218,12 +198,12 @@ def test_calls_are_told_apart_as_the_request_says() -> None:
             assert choice.finish_reason == ("tool_calls" if num_calls else "stop")
         assert choice.message.content == TWO_CALLS
 
-    found = rows(agent, replies(TWO_CALLS))
-    assert {row.prompt_text for row in found} == {"[add]<user>hi<assistant>"}
-    assert [sampled(row) for row in found] == [TWO_CALLS] * 3
+    recorded = rows(agent, replies(TWO_CALLS))
+    assert {row.prompt_text for row in recorded} == {"[add]<user>hi<assistant>"}
+    assert [sampled(row) for row in recorded] == [TWO_CALLS] * 3
 
 
-def test_stop_ends_an_answer_at_the_token_that_completes_it() -> None:
+def test_stop_ends_an_answer_at_the_completing_token() -> None:
     async def agent(client: AsyncOpenAI) -> None:
         create: Any = client.chat.completions.create
         choice = (await create(model="p", messages=ASKED, stop=["zz", "wo", "orl"])).choices[0]
@@ -232,7 +212,7 @@ def test_stop_ends_an_answer_at_the_token_that_completes_it() -> None:
         assert choice.message.content == "hello world"
 
     cut, whole = rows(agent, replies("hello world"))
-    # What completed it was sampled, and is trained; nothing beyond it is.
+    # Tokens up to the end of the stop text are trained, later ones are not.
     assert (sampled(cut), sampled(whole)) == ("hello wo", "hello world")
     assert len(cut.rollout_logprobs) == len("hello wo") and cut.status == "ok"
 
@@ -245,7 +225,7 @@ async def seeded(requests: list[GenerateRequest]) -> list[Generation]:
     return by_seed(requests)
 
 
-def test_n_answers_differ_and_a_seed_repeats_them_within_a_rollout() -> None:
+def test_seed_repeats_n_different_answers_within_a_rollout() -> None:
     texts: list[list[str]] = []
 
     async def agent(client: AsyncOpenAI) -> None:
@@ -264,10 +244,10 @@ def test_n_answers_differ_and_a_seed_repeats_them_within_a_rollout() -> None:
         assert len({*free, *first, *other}) == 7
         texts.append(first)
 
-    found = rows(agent, seeded, batch={"repeat_times": 2})
-    # Siblings are to differ, whatever seed their agents have.
-    assert texts[0] != texts[1] and len(found) == 18
-    assert [row.metrics.get("branches/forked", 0.0) for row in found[:9]] == [0.0] + [1.0] * 8
+    recorded = rows(agent, seeded, batch={"repeat_times": 2})
+    # Sibling rollouts differ even with equal seeds.
+    assert texts[0] != texts[1] and len(recorded) == 18
+    assert [row.metrics.get("branches/forked", 0.0) for row in recorded[:9]] == [0.0] + [1.0] * 8
 
 
 def test_completions_continue_texts() -> None:
@@ -281,8 +261,8 @@ def test_completions_continue_texts() -> None:
         text = "".join([chunk.choices[0].text async for chunk in await create(model="p", prompt="x", stream=True)])
         assert text == "hello"
 
-    found = rows(agent, replies("hello"))
-    assert [row.prompt_text for row in found] == ["one", "one", "two", "two", "x"]
+    recorded = rows(agent, replies("hello"))
+    assert [row.prompt_text for row in recorded] == ["one", "one", "two", "two", "x"]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -313,7 +293,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_cannot_be_done_is_refused_by_name_and_costs_no_call() -> None:
+def test_unsupported_request_is_refused_by_name_without_a_call() -> None:
     calls: list[list[GenerateRequest]] = []
 
     async def agent(client: AsyncOpenAI) -> None:
@@ -324,7 +304,7 @@ def test_what_cannot_be_done_is_refused_by_name_and_costs_no_call() -> None:
             assert error.value.param == param and param in error.value.message, options
         assert "did you mean temperature" in error.value.message
         for path in ("audio/speech", "embeddings"):
-            with pytest.raises(openai.BadRequestError, match=f"there is no {path}"):
+            with pytest.raises(openai.BadRequestError, match=f"{path} does not exist"):
                 await client.post(f"/{path}", cast_to=object, body={"input": "x"})
         assert not calls
         await create(model="p", messages=ASKED)
@@ -332,7 +312,7 @@ def test_what_cannot_be_done_is_refused_by_name_and_costs_no_call() -> None:
     rows(agent, replies("4", calls))
 
 
-def test_responses_are_chats_in_other_words() -> None:
+def test_responses_api_is_recorded_as_one_chat() -> None:
     tools: Any = [{"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": None}]
 
     async def agent(client: AsyncOpenAI) -> None:
@@ -343,7 +323,7 @@ def test_responses_are_chats_in_other_words() -> None:
         said, call = first.output
         assert (first.status, said.content[0].text, call.name) == ("completed", "so:", "add")
         assert first.usage.output_tokens == len(WRITTEN) + 1
-        # As agents give it back: the items, or plain data.
+        # Agents return the items or plain data.
         back = [said, call.model_dump()]
         done = {"type": "function_call_output", "call_id": call.call_id, "output": "5"}
         events = [event async for event in await create(input=[*asked, *back, done], stream=True, **options)]
@@ -360,7 +340,7 @@ def test_responses_are_chats_in_other_words() -> None:
     assert row.response_text.startswith(f"{WRITTEN}<tool>5<assistant>it is five")
 
 
-def test_a_response_that_met_its_limit_says_so_and_what_cannot_be_done_is_refused() -> None:
+def test_responses_api_reports_limits_and_refusals() -> None:
     async def agent(client: AsyncOpenAI) -> None:
         create: Any = client.responses.create
         cut = await create(model="p", input="hi", max_output_tokens=3)
@@ -391,7 +371,7 @@ def test_a_response_that_met_its_limit_says_so_and_what_cannot_be_done_is_refuse
     assert len(rows(agent, replies("hello"))) == 1
 
 
-def test_what_asks_for_nothing_is_accepted() -> None:
+def test_neutral_parameters_are_accepted() -> None:
     async def agent(client: AsyncOpenAI) -> None:
         create: Any = client.chat.completions.create
         nothing = {"user": "u", "metadata": {}, "store": False, "parallel_tool_calls": True, "logit_bias": {}}
@@ -412,12 +392,12 @@ def test_what_asks_for_nothing_is_accepted() -> None:
 
 
 class Templated(CharTokenizer):
-    """Its template reads enable_thinking, and neither tools nor anything else; thoughts end with </think>."""
+    """Its template reads only enable_thinking; thoughts end with </think>."""
 
     chat_template = "{{ messages }} {{ enable_thinking }} </think>"
 
 
-def test_a_template_is_given_what_it_reads_and_nothing_else() -> None:
+def test_template_gets_only_variables_that_it_reads() -> None:
     async def agent(client: AsyncOpenAI) -> None:
         create: Any = client.chat.completions.create
         for body in ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}):
@@ -432,27 +412,27 @@ def test_a_template_is_given_what_it_reads_and_nothing_else() -> None:
                 await create(model="p", messages=ASKED, **options)
             assert error.value.param == param
 
-    found = rows(agent, replies("4"), Templated())
-    assert {row.prompt_text for row in found} == {"{enable_thinking=False}<user>hi<assistant>"}
+    recorded = rows(agent, replies("4"), Templated())
+    assert {row.prompt_text for row in recorded} == {"{enable_thinking=False}<user>hi<assistant>"}
 
 
-def test_thoughts_are_told_apart_and_stay_in_the_conversation() -> None:
+def test_thoughts_are_separate_and_stay_in_the_conversation() -> None:
     async def agent(client: AsyncOpenAI) -> None:
         create: Any = client.chat.completions.create
         message = (await create(model="p", messages=ASKED)).choices[0].message
         assert (message.content, message.reasoning, message.reasoning_content) == ("4", "hm", "hm")
-        # An agent that knows no thoughts gives back the content alone.
+        # An agent that ignores thoughts returns only the content.
         back = {"role": "assistant", "content": message.content}
         await create(model="p", messages=[*ASKED, back, {"role": "user", "content": "and?"}])
         streamed = await create(model="p", messages=ASKED, stream=True)
-        told = [chunk.choices[0].delta async for chunk in streamed]
-        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in told) == "hm"
+        result = [chunk.choices[0].delta async for chunk in streamed]
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in result) == "hm"
 
     whole, _ = rows(agent, replies("<think>hm</think>\n4"), Templated())
     assert [turn.source for turn in whole.turns or ()] == ["user", "user"]
 
 
-def test_a_key_is_of_one_attempt_and_nobody_else_is_answered() -> None:
+def test_key_is_valid_for_one_attempt_only() -> None:
     clients: list[AsyncOpenAI] = []
 
     async def agent(client: AsyncOpenAI) -> None:
@@ -470,7 +450,7 @@ def test_a_key_is_of_one_attempt_and_nobody_else_is_answered() -> None:
     assert clients[0].api_key != clients[1].api_key and all(client.is_closed() for client in clients)
 
 
-def test_another_program_asks_by_address_and_key() -> None:
+def test_another_program_can_use_address_and_key() -> None:
     code = (
         "import json, os, urllib.request as u\n"
         "body = json.dumps({'model': 'p', 'messages': [{'role': 'user', 'content': 'from outside'}]}).encode()\n"
@@ -488,7 +468,7 @@ def test_another_program_asks_by_address_and_key() -> None:
     assert row.prompt_text == "<user>from outside<assistant>"
 
 
-def test_who_goes_away_takes_the_request_along_and_another_goes_on_from_there() -> None:
+def test_disconnect_cancels_a_request_that_can_be_retried() -> None:
     answered = 0
 
     async def slow(requests: list[GenerateRequest]) -> list[Generation]:
@@ -508,10 +488,10 @@ def test_who_goes_away_takes_the_request_along_and_another_goes_on_from_there() 
         await create(model="p", messages=more)
 
     [row] = rows(agent, slow)
-    assert [turn.number for turn in row.turns or ()] == [0, 1], "what was called off is no turn of the row"
+    assert [turn.number for turn in row.turns or ()] == [0, 1], "a cancelled call is not a turn of the row"
 
 
-def test_an_error_of_the_engine_is_not_tried_again_by_the_client() -> None:
+def test_engine_error_is_not_retried_by_the_client() -> None:
     class Broken(Exception):
         pass
 
@@ -531,7 +511,7 @@ def test_an_error_of_the_engine_is_not_tried_again_by_the_client() -> None:
     assert asked == 1
 
 
-def test_token_ids_are_told_where_they_are_asked_for() -> None:
+def test_token_ids_are_returned_on_request() -> None:
     async def agent(client: AsyncOpenAI) -> None:
         answer: Any = await client.chat.completions.create(
             model="p", messages=ASKED, extra_body={"return_token_ids": True}
@@ -542,7 +522,7 @@ def test_token_ids_are_told_where_they_are_asked_for() -> None:
     rows(agent, replies("4"))
 
 
-def test_a_body_that_is_no_object_is_refused() -> None:
+def test_body_that_is_not_an_object_is_refused() -> None:
     async def agent(client: AsyncOpenAI) -> None:
         def post(data: bytes) -> Any:
             headers = {"Authorization": f"Bearer {client.api_key}"}
@@ -558,7 +538,7 @@ def test_a_body_that_is_no_object_is_refused() -> None:
     rows(agent, replies("4"))
 
 
-def test_arguments_of_calls_reach_templates_as_objects() -> None:
+def test_call_arguments_reach_templates_as_objects() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, *ASKED]
     asked = read_request("chat/completions", {"messages": messages}, None)

@@ -1,9 +1,9 @@
-"""Remote model: a model behind an OpenAI-compatible API, as workflows ask it. Text in, text out.
+"""Remote model: a model behind an OpenAI-compatible API. Text in, text out.
 
-It gives no token ids and no logprobs of what it samples, so its answers are measured and read, never trained. Requests
-go out as a rate limit allows (rate_limit.py), and again after 408, 409, 429, 5xx and lost connections: after the pause
-that the service asks for, which then holds for all, else after a growing one. Address and key come from environment
-variables and go nowhere else.
+It returns no token ids and no logprobs, so its answers are evaluated but never trained. Requests follow a rate limit
+(rate_limit.py) and are retried after 408, 409, 429, 5xx and lost connections. A pause that the service requests applies
+to all requests; otherwise each retry waits longer than the one before. Address and key are read only from environment
+variables.
 """
 
 from __future__ import annotations
@@ -33,54 +33,54 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 _MAX_RETRIES = 8
-"""Retries of a request: about a minute of pauses, as they double; a rate limit counts by the minute."""
+"""Retries of a request. Their doubling pauses add up to about a minute, the window of rate limits."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
-"""Pauses that grow, where the service asks for none."""
+"""First and longest pause before a retry, if the service requests none."""
 _MAY_SUCCEED = frozenset({408, 409, 429})
-"""Statuses below 500 after which another try may succeed."""
+"""Statuses below 500 after which a retry may succeed."""
 MAX_TIMEOUT_S = 600.0
-"""Longest deadline of one try, and longest pause that a service may ask for."""
+"""Longest timeout of one try, and longest pause that a service may request."""
 _CHARS_PER_TOKEN = 3
-"""Of a prompt, for a limit of tokens, until the service has counted them: fewer than most tokenizers have."""
+"""Estimate for token limits until the service reports counts; lower than for most tokenizers."""
 _REFUSALS = frozenset({401, 403, 404})
-"""The key, the rights or the name are wrong, and stay so."""
+"""Permanent errors: wrong key, rights or name."""
 
 
 class RemoteModelError(Exception):
-    """The service did not answer one request, also after the retries, or did not take it."""
+    """The service refused a request, or did not answer it after all retries."""
 
 
 def check_service(model_name: str, service: ExternalModelConfig) -> None:
-    """Raises: UserError: the package or an environment variable is missing; names what to do."""
+    """Raises: UserError: the package or an environment variable is missing."""
     if importlib.util.find_spec("openai") is None:
         raise UserError("a model behind an API needs the package 'openai'; install it: pip install 'rftdask[openai]'")
-    for variable, what in ((service.base_url_env, "address"), (service.api_key_env, "key")):
+    for variable, content in ((service.base_url_env, "address"), (service.api_key_env, "key")):
         if not os.environ.get(variable):
             raise UserError(
-                f"environment variable {variable} is not set: it holds the {what} of the service of model "
-                f"{model_name!r} (model.external_model); set it, and any text if the service needs none"
+                f"environment variable {variable} is not set; set it to the {content} of the service of model "
+                f"{model_name!r} (model.external_model), or to any text if the service needs none"
             )
 
 
 @dataclass(frozen=True)
 class RemoteAnswer:
     text: str
-    """Calls of tools are written as <tool_call>{...}</tool_call>, as other models write them."""
+    """Answer text; tool calls are written as <tool_call>{...}</tool_call>."""
     finish_reason: str
     num_prompt_tokens: int
-    """Prompt tokens as the service counts them; 0 if it does not tell."""
+    """Prompt tokens as counted by the service; 0: not reported."""
     num_response_tokens: int
 
 
 class RemoteModel:
-    """One model, for the rollouts of one event loop.
+    """One remote model, used on one event loop.
 
     Example:
         model = RemoteModel("a-model", config.model.external_model)
         answer = await model.ask([{"role": "user", "content": "2+2="}], SamplingParams(max_tokens=8), 1)
         await model.close()
 
-    `failure`: why no request can succeed, such as a wrong key, once that is known.
+    `failure`: error that makes all requests fail, such as a wrong key; None: none is known.
     """
 
     def __init__(
@@ -92,9 +92,11 @@ class RemoteModel:
         max_concurrent: int = 64,
         limit: RateLimit | None = None,
     ) -> None:
-        """timeout_s: deadline of one try; max_concurrent: requests of one work unit at the same time; limit: of all who
-        ask the model in this process; None: there is none.
-
+        """
+        Args:
+            timeout_s: timeout of one try.
+            max_concurrent: concurrent requests of one work unit.
+            limit: rate limit shared by all requests of this process; None: unlimited.
         Raises: UserError: see check_service.
         """
         check_service(name, service)
@@ -103,59 +105,61 @@ class RemoteModel:
         self._max_retries, self._timeout_s = max_retries, timeout_s
         self._limit = limit or RateLimit(clock=time.monotonic)
         self._where = f"model {name!r} of the service at ${service.base_url_env}"
-        # A bound of our own: a service that a whole unit asks at once may refuse most of it (429).
-        self._places = asyncio.Semaphore(max_concurrent)
-        import openai  # late: it takes most of a second, and is installed where it is needed
+        # A service that receives all requests of a unit at once may refuse most of them (429).
+        self._slots = asyncio.Semaphore(max_concurrent)
+        import openai  # late: optional, and the import takes most of a second
 
         self._client = openai.AsyncOpenAI(
             base_url=os.environ[service.base_url_env],
             api_key=os.environ[service.api_key_env],
             timeout=timeout_s,
-            max_retries=0,  # here, since a pause is for all who ask
+            max_retries=0,  # retried here, because a pause applies to all requests
         )
 
     async def ask(
         self,
-        asked: str | Sequence[Mapping[str, Any]],
+        question: str | Sequence[Mapping[str, Any]],
         sampling: SamplingParams,
         seed: int,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> RemoteAnswer:
-        """Continue a text, or answer a chat, given as its messages; a service may know chats only.
+        """Continue a text, or answer the messages of a chat. Some services support only chats.
 
-        Raises: RemoteModelError; UserError: the service refuses us.
+        Raises: RemoteModelError; UserError: the service refuses all requests.
         """
         from openai import APIStatusError, OpenAIError  # late: see __init__
 
         if self.failure is not None:
             raise self.failure
         request: dict[str, Any] = {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p")}
-        # Of the parameters that not every service knows those that differ from defaults.
-        usual = SamplingParams(max_tokens=1)
-        more = {name: getattr(sampling, name) for name in ("top_k", "min_tokens", "repetition_penalty", "ignore_eos")}
-        if extra := {name: value for name, value in more.items() if value != getattr(usual, name)}:
+        # Not every service knows these, so only values that differ from the defaults are sent.
+        defaults, extra = SamplingParams(max_tokens=1), {}
+        for name in ("top_k", "min_tokens", "repetition_penalty", "ignore_eos"):
+            if (value := getattr(sampling, name)) != getattr(defaults, name):
+                extra[name] = value
+        if extra:
             request["extra_body"] = extra
         if sampling.stop:
             request["stop"] = list(sampling.stop)
         endpoint: AsyncCompletions | AsyncChatCompletions
-        if isinstance(asked, str):
-            endpoint, request["prompt"] = self._client.completions, asked
+        if isinstance(question, str):
+            endpoint, request["prompt"] = self._client.completions, question
         else:
-            endpoint, request["messages"] = self._client.chat.completions, list(asked)
+            endpoint, request["messages"] = self._client.chat.completions, list(question)
         if tools:
             request["tools"] = list(tools)
-        num_chars = len(asked if isinstance(asked, str) else json.dumps(request["messages"], default=str))
+        num_chars = len(question if isinstance(question, str) else json.dumps(request["messages"], default=str))
         expected = num_chars / _CHARS_PER_TOKEN + sampling.max_tokens
         try:
             answer = await self._try_until_answered(
                 partial(endpoint.create, model=self._name, seed=seed, **request), expected
             )
-        # It was tried as often as it may be; what arrives here is final.
+        # All retries are used up, so errors here are final.
         except APIStatusError as error:
-            told = f"{self._where} refuses us: {_one_line(error)}"
             if error.status_code in _REFUSALS:
-                # Kept: later requests fail at once with it, and do not ask a service that will refuse them, too.
-                self.failure = UserError(f"{told}; check its name, address and key")
+                # Later requests fail at once with this error, because the service would refuse them as well.
+                text = f"{self._where} refuses all requests: {_one_line(error)}; check its name, address and key"
+                self.failure = UserError(text)
                 raise self.failure from None
             raise RemoteModelError(f"{self._where}: {_one_line(error)}") from None
         except OpenAIError as error:
@@ -163,7 +167,7 @@ class RemoteModel:
         if not getattr(answer, "choices", None):
             raise RemoteModelError(f"{self._where} answered without a choice")
         choice, usage = answer.choices[0], answer.usage
-        if isinstance(asked, str):
+        if isinstance(question, str):
             text = choice.text
         else:
             text = (choice.message.content or "") + "".join(map(_written, choice.message.tool_calls or ()))
@@ -171,44 +175,45 @@ class RemoteModel:
         return RemoteAnswer(text, choice.finish_reason or "stop", *counts)
 
     async def _try_until_answered(self, ask: Callable[[], Awaitable[Any]], expected_tokens: float) -> Any:
-        """What `ask` gives. Raises: openai.OpenAIError: its last error."""
+        """The result of `ask`, with retries. Raises: openai.OpenAIError: the last error."""
         from openai import APIConnectionError, APIStatusError  # late: see __init__
 
         for attempt in range(self._max_retries + 1):
-            place = await self._wait_for_place(expected_tokens)
+            reservation = await self._reserve(expected_tokens)
             try:
-                async with self._places:
+                async with self._slots:
                     answer = await ask()
             except (APIStatusError, APIConnectionError) as error:
                 headers = error.response.headers if isinstance(error, APIStatusError) else {}
                 status = error.status_code if isinstance(error, APIStatusError) else None
-                asked_s = retry_after_s(headers, time.time())
+                requested_s = retry_after_s(headers, time.time())
                 if attempt == self._max_retries or not _may_succeed(status, headers):
                     raise
-                if asked_s is not None and asked_s > MAX_TIMEOUT_S:
+                if requested_s is not None and requested_s > MAX_TIMEOUT_S:
                     raise
                 if status == 429:
-                    self._limit.settle(place, 0.0)  # it was not taken
-                if asked_s is not None:
-                    # For all: who asks meanwhile would be refused, too.
-                    self._limit.pause(asked_s)
+                    self._limit.settle(reservation, 0.0)  # the service did not count it
+                if requested_s is not None:
+                    # For all requests, because the service would refuse those as well.
+                    self._limit.pause(requested_s)
                 else:
-                    # Not all at once again.
+                    # With jitter, so that requests do not all come back at once.
                     pause_s = min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S)
                     await asyncio.sleep(pause_s * random.uniform(0.75, 1.0))
             else:
                 if (usage := getattr(answer, "usage", None)) is not None:
-                    self._limit.settle(place, float(usage.prompt_tokens + usage.completion_tokens))
+                    self._limit.settle(reservation, float(usage.prompt_tokens + usage.completion_tokens))
                 return answer
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _wait_for_place(self, num_tokens: float) -> Reservation:
+    async def _reserve(self, num_tokens: float) -> Reservation:
+        """Wait until the rate limit allows a request."""
         while True:
-            place = self._limit.reserve(num_tokens)
-            await asyncio.sleep(max(0.0, place.at_s - time.monotonic()))
+            reservation = self._limit.reserve(num_tokens)
+            await asyncio.sleep(max(0.0, reservation.at_s - time.monotonic()))
             if not self._limit.paused_s:
-                return place
-            self._limit.settle(place, 0.0)  # the pause began meanwhile
+                return reservation
+            self._limit.settle(reservation, 0.0)  # a pause began meanwhile
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -216,33 +221,33 @@ class RemoteModel:
 
 
 def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
-    """Seconds for which a service asks to be left alone; None: it does not say. now_s: Unix time.
+    """Pause in seconds that a service requests; None: none. now_s: Unix time.
 
     >>> retry_after_s({"retry-after": "20"}, 0.0)
     20.0
     """
     for name, seconds in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         with suppress(KeyError, ValueError):
-            told = float(headers[name]) * seconds
-            return told if math.isfinite(told) and told >= 0 else None
+            pause_s = float(headers[name]) * seconds
+            return pause_s if math.isfinite(pause_s) and pause_s >= 0 else None
     with suppress(KeyError, ValueError, TypeError, OverflowError):
         return max(0.0, parsedate_to_datetime(headers["retry-after"]).timestamp() - now_s)
     return None
 
 
 def _may_succeed(status: int | None, headers: Mapping[str, str]) -> bool:
-    """Whether another try may succeed. status: None: nobody answered."""
+    """True if a retry may succeed. status: None: no answer."""
     if status is None:
         return True
-    told = headers.get("x-should-retry", "")
-    return told == "true" or (told != "false" and (status in _MAY_SUCCEED or status >= 500))
+    advice = headers.get("x-should-retry", "")
+    return advice == "true" or (advice != "false" and (status in _MAY_SUCCEED or status >= 500))
 
 
 def _written(call: ChatCompletionMessageFunctionToolCall) -> str:
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except ValueError:
-        # It stays the text that it is: whether a broken call is a mistake is for the workflow to say.
+        # Passed through as text; the workflow decides how to treat a malformed call.
         arguments = call.function.arguments
     return f"<tool_call>{json.dumps({'name': call.function.name, 'arguments': arguments})}</tool_call>"
 

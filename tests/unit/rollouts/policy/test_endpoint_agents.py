@@ -1,5 +1,5 @@
-"""Promise: agents of LangGraph, of the OpenAI Agents SDK and the command line `llm` run on `model.openai_client()` as
-they are, tools included, and what they ask is recorded as one conversation.
+"""Promise: agents of LangGraph, the OpenAI Agents SDK and the command line `llm` run unchanged on
+`model.openai_client()`, with tools, and each is recorded as one conversation.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from tests.unit.rollouts.policy.test_openai_client import rows, sampled
+from tests.unit.rollouts.policy.test_openai_api import rows, sampled
 from tests.unit.rollouts.rollout_cases import prompt_of, replies
 
 pytestmark = [
     pytest.mark.extras,
-    # Of packages whose code is not ours.
+    # Warnings of third-party packages.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::ResourceWarning"),
 ]
@@ -34,7 +34,7 @@ def add(x: int, y: int) -> int:
     return x + y
 
 
-def test_an_agent_of_langgraph_is_one_conversation() -> None:
+def test_langgraph_agent_is_one_conversation() -> None:
     pytest.importorskip("langgraph.prebuilt")
     from langchain_openai import ChatOpenAI
     from langgraph.prebuilt import create_react_agent
@@ -52,11 +52,9 @@ def test_an_agent_of_langgraph_is_one_conversation() -> None:
 
 
 @pytest.mark.parametrize("responses", [False, True])
-def test_an_agent_of_the_openai_agents_sdk_is_one_conversation(
-    responses: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_openai_agents_sdk_agent_is_one_conversation(responses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     agents: Any = pytest.importorskip("agents")
-    monkeypatch.setitem(os.environ, "OPENAI_AGENTS_DISABLE_TRACING", "1")  # it would send what was said to openai.com
+    monkeypatch.setitem(os.environ, "OPENAI_AGENTS_DISABLE_TRACING", "1")  # sends data to openai.com
     agents.set_tracing_disabled(True)
 
     async def agent(client: AsyncOpenAI) -> None:
@@ -70,20 +68,20 @@ def test_an_agent_of_the_openai_agents_sdk_is_one_conversation(
             pass
         assert streamed.final_output == "it is 5"
 
-    found = rows(agent, ENGINE)
-    assert [row.prompt_text for row in found] == [
+    recorded = rows(agent, ENGINE)
+    assert [row.prompt_text for row in recorded] == [
         "[add]<system>add<user>2+3?<assistant>",
         "[add]<system>add<user>2+3 again?<assistant>",
     ]
-    assert [row.response_text for row in found] == [CONVERSATION] * 2
+    assert [row.response_text for row in recorded] == [CONVERSATION] * 2
 
 
 @pytest.mark.parametrize("options", [(), ("--no-stream",)])
-def test_an_agent_that_is_a_program_is_one_conversation(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_command_line_agent_is_one_conversation(options: tuple[str, ...], tmp_path: Path) -> None:
     pytest.importorskip("llm")
 
     async def agent(client: AsyncOpenAI) -> None:
-        # All that the program is told, in its own two files.
+        # The program's two configuration files.
         about = {"model_id": "policy", "model_name": "policy", "api_base": str(client.base_url), "supports_tools": True}
         (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([{**about, "api_key_name": "policy"}]))
         (tmp_path / "keys.json").write_text(json.dumps({"policy": client.api_key}))

@@ -1,5 +1,5 @@
-"""Promises of requests of OpenAI's API with images: a data URL is given to the policy as the image of a task would be,
-in all APIs, and is in the run folder and in the row by its hash; nothing is fetched, no file is read for who asks.
+"""Promises of requests with images: in all APIs a data URL reaches the policy like the image of a task, and is stored
+in the run folder and the row by its hash. No URL is fetched and no file is read for a request.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ from openai import AsyncOpenAI
 from PIL import Image
 from transformers import AutoTokenizer
 
-from rftdask.buffer.log.schema import Experience
 from rftdask.data.images import ImageFolder, ImageProcessor, data_url, name_of
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.models.toy import build_toy_image_model
 from rftdask.rollouts.runner import TextEngine
-from rftdask.rollouts.workflows.base import PolicyModel, Task
-from rftdask.rollouts.workflows.registry import workflow
 from rftdask.storage import open_storage
-from tests.unit.rollouts.rollout_cases import outcome, task
+from tests.unit.rollouts.policy.agent_rows import agent_rows
 from tests.versions import needs_newer_transformers
 
 GREEDY: Any = {"model": "p", "temperature": 0, "max_tokens": 5}
@@ -39,7 +36,7 @@ def picture() -> bytes:
 
 
 @needs_newer_transformers
-def test_an_image_of_a_request_is_as_one_of_a_task(tmp_path: Path) -> None:
+def test_image_of_a_request_equals_one_of_a_task(tmp_path: Path) -> None:
     folder, file = tmp_path / "model", picture()
     build_toy_image_model(folder)
     engine, tokenizer = TransformersEngine(str(folder)), AutoTokenizer.from_pretrained(folder)
@@ -48,10 +45,13 @@ def test_an_image_of_a_request_is_as_one_of_a_task(tmp_path: Path) -> None:
     engine._images = images
     url = data_url(file)
 
-    def asked(told: Any) -> Any:
-        return [{"role": "user", "content": [{"type": "text", "text": "what? "}, told]}]
+    def asked(item: Any) -> Any:
+        return [{"role": "user", "content": [{"type": "text", "text": "what? "}, item]}]
 
-    async def agent(client: AsyncOpenAI, model: PolicyModel) -> None:
+    async def generate(requests: list[GenerateRequest]) -> list[Generation]:
+        return await asyncio.to_thread(engine.generate, requests)
+
+    async def agent(client: AsyncOpenAI) -> None:
         create: Any = client.chat.completions.create
         messages = asked({"type": "image_url", "image_url": {"url": url}})
         first = (await create(messages=messages, **GREEDY)).choices[0].message
@@ -62,10 +62,10 @@ def test_an_image_of_a_request_is_as_one_of_a_task(tmp_path: Path) -> None:
         assert named.choices[0].message.content == first.content
         part: Any = {"type": "input_image", "image_url": url, "detail": "auto"}
         content: Any = [{"type": "input_text", "text": "what? "}, part]
-        told = await client.responses.create(
+        item = await client.responses.create(
             model="p", temperature=0, max_output_tokens=5, input=[{"role": "user", "content": content}]
         )
-        assert told.output_text == first.content
+        assert item.output_text == first.content
         source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
         body = {**GREEDY, "messages": asked({"type": "image", "source": source})}
         said = await client.post("/messages", body=body, cast_to=object)
@@ -84,7 +84,7 @@ def test_an_image_of_a_request_is_as_one_of_a_task(tmp_path: Path) -> None:
                 await create(messages=asked({"type": "image_url", "image_url": {"url": address}}), **GREEDY)
             assert error.value.param == "messages", address
 
-    rows = rows_of(agent, engine, tokenizer, images)
+    rows = agent_rows(agent, TextEngine(generate, tokenizer, is_guided=True, images=images))
     assert [row.images for row in rows] == [(name_of(file),)] * 4
     assert storage.get(f"media/{name_of(file)}") == file
     assert rows[0].turns is not None and len(rows[0].turns) == 2
@@ -97,21 +97,3 @@ def test_an_image_of_a_request_is_as_one_of_a_task(tmp_path: Path) -> None:
         [GenerateRequest(tuple(tokens[:length]), SamplingParams(5, temperature=0.0), 0, (name_of(file),))]
     )
     assert list(alone.tokens) == tokens[length:]
-
-
-def rows_of(agent: Any, engine: TransformersEngine, tokenizer: Any, images: ImageProcessor) -> list[Experience]:
-    """The rows of a rollout whose workflow is `agent`; all of them ended well."""
-
-    async def generate(requests: list[GenerateRequest]) -> list[Generation]:
-        return await asyncio.to_thread(engine.generate, requests)
-
-    async def run(task: Task, model: PolicyModel) -> float:
-        await agent(model.openai_client(), model)
-        return 1.0
-
-    workflow("images_in_requests", in_process=True)(run)
-    policy = TextEngine(generate, tokenizer, is_guided=True, images=images)
-    sampling = SamplingParams(max_tokens=200)
-    found = outcome([task(0, "images_in_requests")], policy, {}, max_retry_times=0, sampling=sampling).experiences
-    assert {row.error for row in found} == {""}, found[0].error
-    return found

@@ -1,4 +1,6 @@
-"""Promises of the process that does algebra: it answers, gives up in time, is replaced, and ends with who asks."""
+"""Promises of equality by math-verify: its verdicts, and a child process that gives up in time, is replaced when it
+dies, and ends with its parent.
+"""
 
 import os
 import signal
@@ -12,17 +14,16 @@ import psutil
 import pytest
 
 from rftdask.data.task import Task
-from rftdask.rollouts.rewards import math_verifier
-from rftdask.rollouts.rewards.math_answer import is_right, math_reward, same_answer
-from rftdask.rollouts.rewards.math_verifier import is_equal
+from rftdask.rollouts.rewards import math_answer
+from rftdask.rollouts.rewards.math_answer import is_equal, is_right, math_reward, same_answer
 from tests.living import lives
 
 ENDLESS = r"\boxed{\sum_{n=1}^{100000000} n^n}"
 
 
 def child() -> int:
-    assert math_verifier._ASKER._child is not None
-    return math_verifier._ASKER._child.pid
+    assert math_answer._VERIFIER._child is not None
+    return math_answer._VERIFIER._child.pid
 
 
 def wait_until(true: Callable[[], bool], what: str) -> None:
@@ -72,16 +73,13 @@ ACCEPTED = [
     (r"(-\infty, 2] \cup [3, \infty)", r"[3,\infty)\cup(-\infty,2]"),
     (r"\{3, 1, 2\}", r"\{1,2,3\}"),
     (r"\pm 3", r"\{-3, 3\}"),
-    (
-        r"\begin{pmatrix} 1 & 0.5 \\ 0 & 2 \end{pmatrix}",
-        r"\begin{bmatrix} 1 & \frac{1}{2} \\ 0 & 2 \end{bmatrix}",
-    ),
+    (r"\begin{pmatrix} 1 & 0.5 \\ 0 & 2 \end{pmatrix}", r"\begin{bmatrix} 1 & \frac{1}{2} \\ 0 & 2 \end{bmatrix}"),
 ]
 """An answer and a truth that math-verify finds equal, in another form each."""
 
 
 @pytest.mark.parametrize(("answer", "truth"), ACCEPTED)
-def test_what_math_verify_accepts_is_right(answer: str, truth: str) -> None:
+def test_answers_accepted_by_math_verify_are_right(answer: str, truth: str) -> None:
     assert is_equal(f"\\boxed{{{answer}}}", f"\\boxed{{{truth}}}") is True
     assert same_answer(answer, truth) and is_right(f"Hence $\\boxed{{{answer}}}$.", truth)
     assert math_reward(f"Hence $\\boxed{{{answer}}}$.", truth, Task("sums", 0, 0)).value == 1.0
@@ -95,30 +93,30 @@ def test_different_as_mathematics(answer: str, truth: str) -> None:
     assert not same_answer(answer, truth)
 
 
-def test_an_answer_that_nothing_marks_is_looked_for() -> None:
+def test_unmarked_answer_is_found() -> None:
     assert is_right("we get $x+1$", "1+x")
     assert not is_right("we get $x+2$", "1+x")
     assert not is_right("x, and 1 more", "x")
 
 
-def test_what_is_no_mathematics_says_so() -> None:
+def test_truth_without_mathematics_gives_none() -> None:
     assert is_equal("5", "none at all") is None
 
 
-def test_a_question_without_end_is_given_up_and_the_next_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+def test_endless_comparison_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     assert is_equal(ENDLESS, r"\boxed{5}") is False
-    assert "5 s of processor time are over" in caplog.text
+    assert "it used 5 s of processor time" in caplog.text
     assert is_equal("$5$", "$5$") is True
 
 
-def test_a_child_that_is_killed_is_replaced() -> None:
+def test_killed_child_is_replaced() -> None:
     assert is_equal("$5$", "$5$")
     os.kill(child(), signal.SIGKILL)
     wait_until(lambda: not lives(child()), "it lives")
     assert is_equal("$5$", "$5$")
 
 
-def test_a_question_of_which_two_children_die_costs_its_answer(caplog: pytest.LogCaptureFixture) -> None:
+def test_comparison_that_kills_two_children_is_false(caplog: pytest.LogCaptureFixture) -> None:
     assert is_equal("$5$", "$5$")
     said: list[bool | None] = []
     asking = threading.Thread(target=lambda: said.append(is_equal(ENDLESS, r"\boxed{5}")))
@@ -127,7 +125,7 @@ def test_a_question_of_which_two_children_die_costs_its_answer(caplog: pytest.Lo
     wait_until(lambda: psutil.Process(child()).cpu_times().user > before + 0.2, "it never asks")
     first = child()
     os.kill(first, signal.SIGKILL)
-    wait_until(lambda: math_verifier._ASKER._child is not None and child() != first, "it is not asked again")
+    wait_until(lambda: math_answer._VERIFIER._child is not None and child() != first, "it is not asked again")
     os.kill(child(), signal.SIGKILL)
     asking.join(60)
     assert said == [False]
@@ -135,9 +133,9 @@ def test_a_question_of_which_two_children_die_costs_its_answer(caplog: pytest.Lo
     assert is_equal("$5$", "$5$")
 
 
-def test_a_fork_asks_a_child_of_its_own() -> None:
+def test_fork_starts_its_own_child() -> None:
     assert is_equal("$5$", "$5$")
-    with math_verifier._ASKER._lock:  # held by a thread that the fork does not have
+    with math_answer._VERIFIER._lock:  # held by a thread that the fork does not have
         pid = os.fork()
         if pid == 0:
             signal.alarm(60)
@@ -146,13 +144,13 @@ def test_a_fork_asks_a_child_of_its_own() -> None:
     assert is_equal("$5$", "$5$")
 
 
-def test_the_child_ends_with_who_asks_whatever_it_does() -> None:
+def test_child_ends_with_its_parent() -> None:
     source = (
         "import threading, time\n"
-        "from rftdask.rollouts.rewards.math_verifier import _ASKER, is_equal\n"
+        "from rftdask.rollouts.rewards.math_answer import _VERIFIER, is_equal\n"
         "is_equal('$5$', '$5$')\n"
         f"threading.Thread(target=is_equal, args=({ENDLESS!r}, '$5$')).start()\n"
-        "print(_ASKER._child.pid, flush=True)\n"
+        "print(_VERIFIER._child.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as asker:

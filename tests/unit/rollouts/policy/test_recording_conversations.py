@@ -1,5 +1,5 @@
-"""Promises of conversations: what was sampled is never tokenized again; as long as each prompt goes on where a turn
-ended they are one row, each token in it once; where one does not, another row begins, and its metrics say why.
+"""Promises of conversations: sampled text is never tokenized again; turns that continue each other are one row with
+each token once; a prompt that does not continue begins another row, and a metric gives the reason.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def rows_of(function: Callable[[Task, PolicyModel], Awaitable[Any]], engine: Gen
 
 
 def said(answer: Response, *more: tuple[str, str]) -> Messages:
-    """The messages that an agent adds: the answer as it was given, and others."""
+    """Messages that an agent adds: the answer, and others."""
     return [
         {"role": "assistant", "content": answer.text},
         *({"role": role, "content": content} for role, content in more),
@@ -54,13 +54,13 @@ def said(answer: Response, *more: tuple[str, str]) -> Messages:
 
 
 def pieces(row: Experience) -> list[tuple[str, str]]:
-    """(source, text) of each turn and of what was added before it."""
-    found, end = [], 0
+    """(source, text) of each turn and of the text added before it."""
+    texts, end = [], 0
     for turn in row.turns or ():
-        found += [(turn.source, row.response_text[end : turn.text_start])] * (turn.text_start > end)
-        found.append(("policy", row.response_text[turn.text_start : turn.text_end]))
+        texts += [(turn.source, row.response_text[end : turn.text_start])] * (turn.text_start > end)
+        texts.append(("policy", row.response_text[turn.text_start : turn.text_end]))
         end = turn.text_end
-    return found
+    return texts
 
 
 async def thirty_turns(task: Task, model: PolicyModel) -> float:
@@ -70,14 +70,14 @@ async def thirty_turns(task: Task, model: PolicyModel) -> float:
     return 1.0
 
 
-def test_thirty_turns_are_one_row_that_holds_each_token_once() -> None:
+def test_thirty_turns_are_one_row_with_each_token_once() -> None:
     calls: list[list[GenerateRequest]] = []
     [row] = rows_of(thirty_turns, replies("a" * 39, calls))
     prompts = [request.prompt_tokens for [request] in calls]
     assert sum(len(prompt) + 40 for prompt in prompts) == 56_475, "a row for each call, with all before it"
     assert len(row.tokens) == 3_608
     assert all(tuple(row.tokens[: len(prompt)]) == prompt for prompt in prompts)
-    # What the policy wrote is trained, with its logprobs; what the template and the tool added is not.
+    # Sampled tokens are trained with their logprobs; tokens of the template and the tool are not.
     mask, logprobs = np.array(row.loss_mask), np.array(row.rollout_logprobs)
     assert mask.sum() == 30 * 40 and set(logprobs[mask]) == {-0.5} and not logprobs[~mask].any()
     sampled = np.array(row.tokens)[row.prompt_length :][mask]
@@ -87,16 +87,16 @@ def test_thirty_turns_are_one_row_that_holds_each_token_once() -> None:
     assert row.metrics["num_response_tokens"] == 1200 and row.metrics["num_prompt_tokens"] == 3_608 - 1200
 
 
-def test_each_token_of_a_conversation_has_the_experts_of_the_call_that_computed_it_first() -> None:
-    def told(request: GenerateRequest) -> Generation:
-        # The length of its prompt as the expert of every token.
+def test_tokens_have_the_experts_of_their_first_call() -> None:
+    def with_experts(request: GenerateRequest) -> Generation:
+        # Every token's expert is the length of its prompt.
         answer = generation("ab!", request)
         length = len(request.prompt_tokens)
         experts = (length.to_bytes(2, "little") * 3,) * (length + len(answer.tokens) - 1)
         return replace(answer, routed_experts=experts)
 
     async def engine(requests: list[GenerateRequest]) -> list[Generation]:
-        return [told(request) for request in requests]
+        return [with_experts(request) for request in requests]
 
     async def talk(task: Task, model: PolicyModel) -> float:
         messages = list(ASKED)
@@ -115,14 +115,14 @@ def test_each_token_of_a_conversation_has_the_experts_of_the_call_that_computed_
         assert set(row.routed_experts[begin:end].ravel()) == {length}
         begin = end
     assert begin == len(row.routed_experts)
-    # Beyond a text to stop at the engine has sampled, and told the experts.
+    # The engine reports experts also for tokens after a stop text.
     [row, *_] = rows_of(talk, engine, sampling=SamplingParams(max_tokens=100, stop=("b",)))
     assert row.response_text == "a" and row.routed_experts is not None
     assert len(row.routed_experts) == len(row.tokens) - 1 == row.prompt_length + 1
 
 
-def test_each_token_of_a_conversation_has_the_version_that_sampled_it_and_the_row_the_oldest() -> None:
-    # Of the first answer the last token is of newer weights, of the second one all but the first.
+def test_tokens_have_the_version_that_sampled_them() -> None:
+    # Newer weights sampled the last token of the first answer, and all but the first of the second.
     changes = {0: [(0, 7), (3, 8)], 1: [(0, 8), (1, 9)]}
     numbers = itertools.count()
 
@@ -137,14 +137,14 @@ def test_each_token_of_a_conversation_has_the_version_that_sampled_it_and_the_ro
     [stored] = experiences_to_table([row]).to_pylist()
     added = len("<tool>o<assistant>")
     assert token_versions(stored) == [7, 7, 7, 8, *[None] * added, 8, 9, 9, 9]
-    assert row.version_starts == ((0, 7), (3, 8), (4 + added + 1, 9)), "a version is told where it begins"
+    assert row.version_starts == ((0, 7), (3, 8), (4 + added + 1, 9)), "a version is recorded where it begins"
     assert (row.min_policy_version, row.max_policy_version) == (7, 9)
-    # Beyond a text to stop at newer weights have sampled what is left out.
+    # Newer weights sampled only tokens after the stop text, which are cut.
     [first, *_] = rows_of(talk, engine, sampling=SamplingParams(max_tokens=100, stop=("b",)))
     assert (first.min_policy_version, first.max_policy_version, first.version_starts) == (7, 7, None)
 
 
-def test_an_answer_whose_thoughts_were_ended_for_it_has_the_versions_of_both_its_parts() -> None:
+def test_answer_with_ended_thoughts_has_versions_of_both_parts() -> None:
     parts = iter([("hmm", [(0, 7), (2, 8)]), ("4", [(0, 8), (1, 9)])])
 
     async def engine(requests: list[GenerateRequest]) -> list[Generation]:
@@ -161,7 +161,7 @@ def test_an_answer_whose_thoughts_were_ended_for_it_has_the_versions_of_both_its
     assert (row.min_policy_version, row.max_policy_version) == (7, 9)
 
 
-def test_versions_that_an_engine_does_not_tell_are_not_guessed() -> None:
+def test_unreported_versions_are_not_guessed() -> None:
     async def engine(requests: list[GenerateRequest]) -> list[Generation]:
         return [replace(generation("ab!", request), max_policy_version=VERSION + 1) for request in requests]
 
@@ -175,7 +175,7 @@ def test_versions_that_an_engine_does_not_tell_are_not_guessed() -> None:
 
 
 class Merging(CharTokenizer):
-    """Writes "ab" as one token, which the policy did not."""
+    """Encodes "ab" as one token, unlike the policy."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return super().encode(text.replace("ab", "\u0100"), add_special_tokens=add_special_tokens)
@@ -184,7 +184,7 @@ class Merging(CharTokenizer):
         return super().decode(token_ids, skip_special_tokens=skip_special_tokens).replace("\u0100", "ab")
 
 
-def test_sampled_tokens_stay_as_they_were_and_only_what_is_added_is_tokenized() -> None:
+def test_only_added_text_is_tokenized() -> None:
     name = f"conversation_{next(_numbers)}"
 
     async def two_turns(task: Task, model: PolicyModel) -> float:
@@ -202,7 +202,7 @@ def test_sampled_tokens_stay_as_they_were_and_only_what_is_added_is_tokenized() 
 
 
 class Stripping(CharTokenizer):
-    """Leaves out what was thought before the last message of the user, as Qwen3's template does."""
+    """Drops thoughts before the last user message, as Qwen3's template does."""
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> str:
         last = max(n for n, message in enumerate(conversation) if message["role"] == "user")
@@ -214,7 +214,7 @@ class Stripping(CharTokenizer):
 
 
 @pytest.mark.parametrize(("role", "num_turns"), [("tool", [2]), ("user", [1, 1])])
-def test_a_template_that_strips_thinking_begins_a_row_where_it_does(role: str, num_turns: list[int]) -> None:
+def test_template_that_strips_thinking_begins_a_row(role: str, num_turns: list[int]) -> None:
     name = f"conversation_{next(_numbers)}"
 
     async def two_turns(task: Task, model: PolicyModel) -> float:
@@ -275,7 +275,7 @@ async def too_long(task: Task, model: PolicyModel) -> float:
         (too_long, Branch.TRUNCATED, [1, 1]),
     ],
 )
-def test_a_prompt_that_does_not_go_on_begins_a_row_that_says_why(
+def test_prompt_that_does_not_continue_begins_a_row_with_reason(
     workflow: Any, reason: Branch, num_turns: list[int]
 ) -> None:
     rows = rows_of(workflow, replies("a"), model=cut_at(40, enable_prompt_truncation=True))
@@ -288,7 +288,7 @@ def test_a_prompt_that_does_not_go_on_begins_a_row_that_says_why(
     assert [row.reward for row in rows] == [1.0] * len(rows)
 
 
-def test_a_fork_keeps_the_sampled_tokens_as_its_prompt_and_trains_only_its_own() -> None:
+def test_fork_trains_only_its_own_tokens() -> None:
     first, second = rows_of(forked, replies("a"))
     shared = len("<user>q<assistant>a") + 1
     assert list(first.tokens[:shared]) == list(second.tokens[:shared]) and first.tokens[shared - 1] == 0
@@ -305,7 +305,7 @@ async def sub_agents(task: Task, model: PolicyModel) -> list[Step]:
     return steps
 
 
-def test_conversations_that_take_turns_are_a_row_each() -> None:
+def test_interleaved_conversations_are_a_row_each() -> None:
     rows = rows_of(sub_agents, replies(lambda request: prompt_of(request)[6].lower()))
     assert [row.prompt_text for row in rows] == ["<user>A<assistant>", "<user>B<assistant>"]
     turns = [[(turn.number, turn.env_state, turn.turn_reward) for turn in row.turns] for row in rows]
@@ -315,8 +315,8 @@ def test_conversations_that_take_turns_are_a_row_each() -> None:
     assert table.column("turns").to_pylist()[1][1]["env_state"] == "B1"
 
 
-def test_of_two_conversations_with_one_beginning_each_is_gone_on_with() -> None:
-    """Two sub-agents, asked the same and with the same answer: neither's next call begins a row of its own."""
+def test_two_conversations_with_one_beginning_both_continue() -> None:
+    """Two sub-agents with equal prompts and answers: the next call of each continues its row."""
 
     async def twins(task: Task, model: PolicyModel) -> float:
         answers = await asyncio.gather(model.chat(ASKED), model.chat(ASKED))
@@ -328,7 +328,7 @@ def test_of_two_conversations_with_one_beginning_each_is_gone_on_with() -> None:
     assert [len(row.turns) for row in rows] == [2, 2]
 
 
-def test_a_row_is_truncated_if_any_of_its_turns_was() -> None:
+def test_row_is_truncated_if_any_turn_was() -> None:
     async def cut_once(task: Task, model: PolicyModel) -> float:
         answer = await model.chat(ASKED, max_tokens=1)
         await model.chat([*ASKED, *said(answer, ("user", "r"))])

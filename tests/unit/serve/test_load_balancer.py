@@ -1,6 +1,6 @@
-"""Promises of balancing: a call goes to the engine with the most of its memory free, or is told when to come again; a
-call whose engine is lost goes to another one, unless its beginning was told or it ends engine after engine; engines
-come and go.
+"""Promises of the load balancer: a call goes to the engine with most free memory, or is refused with a time to retry; a
+call of a lost engine goes to another, unless part of it was streamed or it has lost several engines; engines come and
+go.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.client import AskedEngine
 from rftdask.errors import ProcessLostError
 from rftdask.rollouts.policy.lockstep_queue import RolloutKey
-from rftdask.serve.balance import Balanced, FullError, NoEngineError
+from rftdask.serve.load_balancer import FullError, LoadBalancer, NoEngineError
 from rftdask.storage import Storage
 from rftdask.synchronizer.published import Published
 from tests.unit.rollouts.rollout_cases import generation
@@ -25,7 +25,7 @@ KEY = RolloutKey(0, 0)
 
 
 class TalkingEngine(AskedEngine):
-    """One that says which call of it it is; while `is_held`, when it is let go."""
+    """Answers with the number of the call; while `is_held`, only after `let_go`."""
 
     def __init__(self, cache_tokens: int | None = None) -> None:
         super().__init__()
@@ -77,16 +77,16 @@ class TalkingEngine(AskedEngine):
 
 
 def sized(num_tokens: int, **more: Any) -> GenerateRequest:
-    """A request that may need so many tokens of an engine's memory."""
+    """A request that may need `num_tokens` of an engine's memory."""
     return GenerateRequest((1,) * 4, SamplingParams(max_tokens=num_tokens - 4), 0, **more)
 
 
-def balance(*engines: TalkingEngine, **options: Any) -> Balanced:
-    balanced = Balanced(**options)
+def balance(*engines: TalkingEngine, **options: Any) -> LoadBalancer:
+    balancer = LoadBalancer(**options)
     for engine in engines:
         engine.is_held = True
-        balanced.add(engine)
-    return balanced
+        balancer.add(engine)
+    return balancer
 
 
 def run(check: Callable[[], Awaitable[None]]) -> None:
@@ -97,42 +97,42 @@ def run(check: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(within())
 
 
-async def ask(balanced: Balanced, request: GenerateRequest) -> asyncio.Task[Generation]:
-    """The call, which its engine has."""
-    asking = asyncio.create_task(balanced.generate(KEY, 0, request))
+async def ask(balancer: LoadBalancer, request: GenerateRequest) -> asyncio.Task[Generation]:
+    """Start a call and wait until an engine has it."""
+    asking = asyncio.create_task(balancer.generate(KEY, 0, request))
     for _ in range(3):
         await asyncio.sleep(0)
     return asking
 
 
-def test_a_call_goes_to_the_engine_with_the_most_of_its_memory_free() -> None:
+def test_call_goes_to_the_engine_with_most_free_memory() -> None:
     async def check() -> None:
         small, large = TalkingEngine(100), TalkingEngine(200)
-        balanced = balance(small, large)
-        under_way = [await ask(balanced, sized(num_tokens)) for num_tokens in (60, 30, 80, 80)]
+        balancer = balance(small, large)
+        under_way = [await ask(balancer, sized(num_tokens)) for num_tokens in (60, 30, 80, 80)]
         # 60/100 | 0, then | 30/200, then | 110/200, then | 190/200: 140 of 100 would be too much.
         assert [len(engine.asked) for engine in (small, large)] == [1, 3]
-        under_way.append(await ask(balanced, sized(40)))
+        under_way.append(await ask(balancer, sized(40)))
         assert [len(engine.asked) for engine in (small, large)] == [2, 3]
-        with pytest.raises(FullError, match="may need 300 tokens of an engine's memory, of whose 200 190 are taken"):
-            await balanced.generate(KEY, 0, sized(300))
+        with pytest.raises(FullError, match="may need 300 tokens of engine memory, and 190 of 200 are in use"):
+            await balancer.generate(KEY, 0, sized(300))
         for engine in (small, large):
             engine.let_go()
         await asyncio.gather(*under_way)
-        # One by itself is never too large.
-        await balanced.generate(KEY, 0, sized(300))
+        # A single call is never too large.
+        await balancer.generate(KEY, 0, sized(300))
 
     run(check)
 
 
-def test_an_engine_that_does_not_say_how_much_memory_it_has_is_given_so_many_calls() -> None:
+def test_engine_of_unknown_memory_has_a_call_limit() -> None:
     async def check() -> None:
         engines = TalkingEngine(), TalkingEngine()
-        balanced = balance(*engines, max_unsized=2)
-        under_way = [await ask(balanced, sized(num_tokens)) for num_tokens in (9999, 5, 5, 9999)]
+        balancer = balance(*engines, max_unsized=2)
+        under_way = [await ask(balancer, sized(num_tokens)) for num_tokens in (9999, 5, 5, 9999)]
         assert [len(engine.asked) for engine in engines] == [2, 2]
-        with pytest.raises(FullError, match="is given 2 requests at once"):
-            await balanced.generate(KEY, 0, sized(5))
+        with pytest.raises(FullError, match="has its limit of 2 concurrent requests"):
+            await balancer.generate(KEY, 0, sized(5))
         for engine in engines:
             engine.let_go()
         await asyncio.gather(*under_way)
@@ -144,84 +144,84 @@ def test_an_engine_that_does_not_say_how_much_memory_it_has_is_given_so_many_cal
     run(check)
 
 
-def test_who_is_told_to_come_again_is_told_when_by_how_long_calls_take() -> None:
+def test_retry_after_follows_the_mean_call_time() -> None:
     async def check() -> None:
         now_s, engine = 0.0, TalkingEngine(100)
-        balanced = balance(engine, clock=lambda: now_s)
+        balancer = balance(engine, clock=lambda: now_s)
 
         async def refused(num_tokens: int) -> int:
             with pytest.raises(FullError) as full:
-                await balanced.generate(KEY, 0, sized(num_tokens))
+                await balancer.generate(KEY, 0, sized(num_tokens))
             return full.value.retry_after_s
 
         for _ in range(100):
             engine.is_held = True
-            call = await ask(balanced, sized(80))
+            call = await ask(balancer, sized(80))
             if not now_s:
                 assert await refused(50) == 1, "nothing is known yet"
             now_s += 10.0
             engine.let_go()
             await call
-        # 80 tokens are given back in the next 10 s, so 30 of them in 4.
+        # 80 tokens become free within 10 s, so 30 within 4 s.
         engine.is_held = True
-        await ask(balanced, sized(80))
+        await ask(balancer, sized(80))
         assert [await refused(num_tokens) for num_tokens in (21, 50, 100, 9999)] == [1, 4, 10, 30]
-        await balanced.close()
+        await balancer.close()
 
     run(check)
 
 
-def test_a_call_whose_engine_is_lost_goes_to_another_one() -> None:
+def test_call_of_a_lost_engine_goes_to_another() -> None:
     async def check() -> None:
         first, second = TalkingEngine(), TalkingEngine()
-        balanced = balance(first, second)
-        asking = await ask(balanced, sized(10))
+        balancer = balance(first, second)
+        asking = await ask(balancer, sized(10))
         assert len(first.asked) == 1
         first.lose()
         await second.until_asked(1)
-        assert balanced.engines == [second]
-        assert balanced.take_lost() == [first] and balanced.take_lost() == []
+        assert balancer.engines == [second]
+        assert balancer.take_lost() == [first] and balancer.take_lost() == []
         second.let_go()
         assert (await asking).tokens == generation("1", sized(10)).tokens
         second.lose()
         with pytest.raises(NoEngineError):
-            await balanced.generate(KEY, 0, sized(10))
-        # Another one comes.
+            await balancer.generate(KEY, 0, sized(10))
+        # Another engine is added.
         third = TalkingEngine()
-        balanced.add(third)
-        await balanced.generate(KEY, 0, sized(10))
+        balancer.add(third)
+        await balancer.generate(KEY, 0, sized(10))
         assert len(third.asked) == 1
 
     run(check)
 
 
-def test_a_call_whose_beginning_was_told_does_not_begin_again() -> None:
+def test_partly_streamed_call_is_not_retried() -> None:
     async def check() -> None:
         first, second = TalkingEngine(), TalkingEngine()
-        balanced, told = balance(first, second), list[int]()
-        quiet = await ask(balanced, sized(10, on_tokens=told.extend))
-        loud = await ask(balanced, sized(10, on_tokens=told.extend))
+        balancer, received = balance(first, second), list[int]()
+        quiet = await ask(balancer, sized(10, on_tokens=received.extend))
+        loud = await ask(balancer, sized(10, on_tokens=received.extend))
         [(request, _)] = second.asked
         assert request.on_tokens is not None
         request.on_tokens((7,))
         second.lose()
         with pytest.raises(ProcessLostError):
             await loud
-        # The other one was told nothing.
+        # The other call has streamed nothing.
         third = TalkingEngine()
-        balanced.add(third)
+        balancer.add(third)
         first.lose()
         await quiet
-        assert told == [7] and len(third.asked) == 1
+        assert received == [7] and len(third.asked) == 1
 
     run(check)
 
 
-def test_a_call_that_ends_engine_after_engine_is_given_to_no_other() -> None:
+def test_call_that_loses_several_engines_is_refused() -> None:
     async def check() -> None:
         engines = [TalkingEngine() for _ in range(5)]
-        balanced = balance(*engines)
-        asking = await ask(balanced, sized(10))
+        balancer = balance(*engines)
+        asking = await ask(balancer, sized(10))
         for engine in engines[:3]:
             await engine.until_asked(1)
             engine.lose()

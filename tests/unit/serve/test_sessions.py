@@ -1,5 +1,5 @@
-"""Promises of the session bank: what `put` has returned for is in the log once, in the group of its task, wherever a
-process dies; groups take the places of the log one after another; a row read back is the row that was put.
+"""Promises of the session store: a session for which `put` has returned is in the log once, in the group of its task,
+wherever a process dies; groups have consecutive positions; a stored row is read back unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rftdask.buffer.log import open_log
 from rftdask.buffer.log.schema import Experience, Turn
 from rftdask.buffer.log.shard import done_units
 from rftdask.config import load_config
-from rftdask.serve.bank import Rewarded, SessionBank
+from rftdask.serve.sessions import RewardedSession, SessionStore
 from rftdask.storage import open_storage
 from tests.unit.config.config_cases import grpo
 
@@ -30,7 +30,7 @@ CONFIG = load_config(
 
 
 class Killed(BaseException):
-    """The process has ended here."""
+    """Simulated end of the process."""
 
 
 class Dying:
@@ -53,8 +53,8 @@ class Dying:
         return write
 
 
-def session(number: int, task: str) -> Rewarded:
-    """A session of two turns, told apart by its first token."""
+def session(number: int, task: str) -> RewardedSession:
+    """A session of two turns, identified by its first token."""
     row = Experience(
         taskset="",
         epoch=0,
@@ -73,24 +73,24 @@ def session(number: int, task: str) -> Rewarded:
         version_starts=((0, 1), (2, 2)),
         session=f"s{number}",
     )
-    return Rewarded(f"s{number}", task, number / 7, (row, replace(row, turn=1)))
+    return RewardedSession(f"s{number}", task, number / 7, (row, replace(row, turn=1)))
 
 
-def bank_of(storage: Any, **options: Any) -> SessionBank:
-    return SessionBank(storage, open_log(storage, CONFIG), CONFIG, **{"group_age_s": 1e9, **options})
+def bank_of(storage: Any, **options: Any) -> SessionStore:
+    return SessionStore(storage, open_log(storage, CONFIG), CONFIG, **{"group_age_s": 1e9, **options})
 
 
 def committed(storage: Any) -> dict[tuple[int, int], list[int]]:
     """(task index, rollout) -> first tokens of its rows."""
     log = open_log(storage, CONFIG)
-    found: dict[tuple[int, int], list[int]] = {}
+    stored: dict[tuple[int, int], list[int]] = {}
     for name in log.shards():
         for row in log.read(name).to_pylist():
-            found.setdefault((row["task_index"], row["rollout"]), []).append(row["tokens"][0])
-    return found
+            stored.setdefault((row["task_index"], row["rollout"]), []).append(row["tokens"][0])
+    return stored
 
 
-def test_sessions_of_a_task_are_a_group_and_those_of_none_each_their_own() -> None:
+def test_sessions_of_a_task_are_a_group() -> None:
     storage = open_storage(f"memory://bank-{next(_numbers)}")
     bank = bank_of(storage)
     for number, task in enumerate(["a", "b", "", "a", "b", "a"]):
@@ -98,15 +98,15 @@ def test_sessions_of_a_task_are_a_group_and_those_of_none_each_their_own() -> No
         bank.commit_groups()
     assert committed(storage) == {(0, 0): [2, 2], (1, 0): [0, 0], (1, 1): [3, 3], (2, 0): [1, 1], (2, 1): [4, 4]}
     assert (bank.num_groups, bank.num_waiting, bank.num_whole_steps) == (3, 1, 1)
-    # Three places a step, two in its first work unit: the step is whole.
+    # A step has three positions, two of them in its first work unit.
     assert done_units(open_log(storage, CONFIG).shards()) == {(1, 0), (1, 1)}
 
 
-def test_a_row_read_back_is_the_row_that_was_put() -> None:
+def test_stored_row_is_read_back_unchanged() -> None:
     storage = open_storage(f"memory://bank-{next(_numbers)}")
-    bank, told = bank_of(storage), session(5, "")
-    bank.put(told)
-    bank_of(storage).commit_groups()  # of another process
+    bank, new_sessions = bank_of(storage), session(5, "")
+    bank.put(new_sessions)
+    bank_of(storage).commit_groups()  # as another process
     log = open_log(storage, CONFIG)
     [name] = log.shards()
     first, second = log.read(name).to_pylist()
@@ -119,7 +119,7 @@ def test_a_row_read_back_is_the_row_that_was_put() -> None:
     assert (name.min_policy_version, name.max_policy_version) == (1, 2)
 
 
-def test_a_group_that_waited_long_enough_goes_without_the_others() -> None:
+def test_old_group_is_committed_incomplete() -> None:
     storage, now = open_storage(f"memory://bank-{next(_numbers)}"), [0.0]
     bank = bank_of(storage, group_age_s=10, clock=lambda: now[0])
     bank.put(session(0, "a"))
@@ -128,30 +128,30 @@ def test_a_group_that_waited_long_enough_goes_without_the_others() -> None:
     assert bank.commit_groups() == 1 and committed(storage) == {(0, 0): [0, 0]}
 
 
-def test_a_session_has_one_reward() -> None:
+def test_session_has_one_reward() -> None:
     storage = open_storage(f"memory://bank-{next(_numbers)}")
     bank = bank_of(storage)
     assert bank.find("s3") is None
     bank.put(session(3, "a"))
-    with pytest.raises(ValueError, match="s3 has its reward already"):
+    with pytest.raises(ValueError, match="s3 already has its reward"):
         bank.put(session(3, "a"))
     for _ in range(2):  # while it waits, and when it is in the log
-        found = bank_of(storage).find("s3")
-        assert found is not None and (found["task"], found["reward"]) == ("a", 3 / 7)
+        stored = bank_of(storage).find("s3")
+        assert stored is not None and (stored["task"], stored["reward"]) == ("a", 3 / 7)
         bank.put(session(4, "a")) if bank.num_waiting == 1 else None
         bank.commit_groups()
-    with pytest.raises(ValueError, match="s3 has its reward already"):
+    with pytest.raises(ValueError, match="s3 already has its reward"):
         bank.put(session(3, "a"))
 
 
 @pytest.mark.parametrize("left", range(25))
-def test_wherever_a_process_dies_each_session_is_in_the_log_once(left: int) -> None:
+def test_each_session_is_in_the_log_once_after_any_crash(left: int) -> None:
     storage = open_storage(f"memory://bank-{next(_numbers)}")
-    told = [session(number, task) for number, task in enumerate(["a", "b", "a", "b", ""])]
+    new_sessions = [session(number, task) for number, task in enumerate(["a", "b", "a", "b", ""])]
     dying, acknowledged = Dying(storage, left), 0
     try:
         bank = bank_of(dying)
-        for each in told:
+        for each in new_sessions:
             bank.put(each)
             acknowledged += 1
             bank.commit_groups()
@@ -159,8 +159,8 @@ def test_wherever_a_process_dies_each_session_is_in_the_log_once(left: int) -> N
     except Killed:
         pass
     bank = bank_of(storage)
-    # Who heard nothing asks whether it was written down, and tells it again if it was not.
-    for number, each in enumerate(told):
+    # A client without a reply checks whether the reward was stored, and otherwise repeats it.
+    for number, each in enumerate(new_sessions):
         if bank.find(each.id) is None:
             assert number >= acknowledged, "what was acknowledged is lost"
             bank.put(each)
