@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.cli.replay import replay
+from rftdask.cli.replay import replay_run
 from rftdask.reports.lineage.tables import RunTables
 from tests.e2e.toy_runs import run_folder, write_grpo_config
 from tests.integration.run_cases import final_weights, finish
@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("step", [0, 4])
 def test_the_finished_log_gives_the_weights_that_the_run_gave(run: Path, step: int) -> None:
-    folder, found = replay(str(run), step, progress="none")
+    folder, found = replay_run(str(run), step, progress="none")
     assert found.render() == f"bit-equal with lineage main at step {STEPS}"
     assert final_weights(Path(folder)) == final_weights(run)
 
@@ -57,6 +57,6 @@ def test_two_turns_are_one_row_unless_the_template_does_not_go_on_from_the_first
 
 def test_another_learning_rate_gives_other_weights_in_a_lineage_of_its_own(run: Path) -> None:
     before = final_weights(run)
-    folder, found = replay(str(run), 4, "slower", ["algorithm.optimizer.lr=5e-4"], progress="none")
+    folder, found = replay_run(str(run), 4, "slower", ["algorithm.optimizer.lr=5e-4"], progress="none")
     assert found.step == STEPS and "actor/model.safetensors" in found.differing
     assert final_weights(Path(folder)) != final_weights(run) == before

@@ -87,7 +87,7 @@ def test_an_opened_run_tells_the_same(experiment: Experiment) -> None:
 
 
 def test_a_path_where_a_config_belongs_is_told_with_what_reads_it() -> None:
-    with pytest.raises(UserError, match=r"Experiment\('run.yaml'\): .*; Experiment.from_yaml reads a file"):
+    with pytest.raises(UserError, match=r"Experiment\('run.yaml'\): .*; use Experiment.from_yaml for a file"):
         Experiment("run.yaml")  # type: ignore[arg-type]
 
 

@@ -46,7 +46,7 @@ def cancelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         last = run.end()
         assert last.code == 130, last
         run.wait_for_no_survivors()
-    assert call_cli("cancel", str(folder)).out == f"nobody works on {folder}\n"
+    assert call_cli("cancel", str(folder)).out == f"no process works on {folder}\n"
     told = json.loads(call_cli("status", str(folder), "--json").out)
     assert told["why"] == "stopped" and told["stages"][1]["checkpoint"] == num_steps(folder / "learn")
     # What the terminal said: each path on one line of its own, and there.

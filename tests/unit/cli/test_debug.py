@@ -63,7 +63,7 @@ def test_another_debugger_of_the_folder_goes_on_after_what_is_there(config: Path
     for number in range(2):
         with Debugger(load_config(config, []), tmp_path / "debug", taskset="held_out") as debugger:
             assert f"held_out/{number}/0/0/0" in debugger.try_task(0, rollouts=1)
-            with pytest.raises(DataError, match="rows 0 to 2, and no row 3"):
+            with pytest.raises(DataError, match="no row 3; choose a row from 0 to 2"):
                 debugger.try_task(3, rollouts=1)
 
 
@@ -73,7 +73,7 @@ def test_the_command_ends_after_a_round_where_nobody_types(config: Path, tmp_pat
     ended = call_cli("debug", str(config), "--task", "2", "--folder", str(tmp_path / "debug"), *files)
     assert ended.code == 0, ended
     assert "taskset_0/0/2/0/0" in page.read_text()
-    assert f"profile in {profile}, what took longest:" in ended.out and "cumtime" in ended.out
+    assert f"profile in {profile}, the slowest functions:" in ended.out and "cumtime" in ended.out
     names = [name for _, _, name in pstats.Stats(str(profile)).stats]  # type: ignore[attr-defined]
     assert "_roll_out" in names and any("simple_workflow" in name for name in names)
     assert "2+1=" in ended.out
@@ -82,10 +82,10 @@ def test_the_command_ends_after_a_round_where_nobody_types(config: Path, tmp_pat
 
 
 def test_what_explores_nothing_and_what_is_not_there_is_refused(config: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no taskset is called 'mine'; there are taskset_0, held_out"):
+    with pytest.raises(UserError, match="taskset 'mine' does not exist; choose one of taskset_0, held_out"):
         Debugger(load_config(config, []), tmp_path / "debug", taskset="mine")
     ended = call_cli("debug", str(config), "--folder", "s3://bucket/debug")
-    assert (ended.code, "give a folder of this machine" in ended.err) == (2, True)
+    assert (ended.code, "give a folder on this machine" in ended.err) == (2, True)
     only_trains = load_config(config, ["mode=train"])
-    with pytest.raises(UserError, match="mode train explores nothing"):
+    with pytest.raises(UserError, match="mode train has no explorer"):
         Debugger(only_trains, tmp_path / "debug")

@@ -41,10 +41,13 @@ def test_every_combination_is_a_run_with_a_folder_of_its_own(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (["seed=1"], "nothing is to be swept"),
+        (["seed=1"], "no key has several values"),
         (["seed=0..2000"], "2001 runs"),
-        (["algorithm.repeat_times=2, 2"], "the same folder: repeat_times-2"),
-        (["seed=0..1", "continue_from_checkpoint=false"], "continue_from_checkpoint: a sweep goes on with its runs"),
+        (["algorithm.repeat_times=2, 2"], "share the folder repeat_times-2"),
+        (
+            ["seed=0..1", "continue_from_checkpoint=false"],
+            "continue_from_checkpoint: false: a sweep continues",
+        ),
     ],
 )
 def test_what_is_no_sweep_is_refused(tmp_path: Path, settings: list[str], told: str) -> None:

@@ -195,8 +195,8 @@ def test_the_command_says_what_it_wrote_and_refuses_what_it_cannot(small: str, t
     assert done.exit_code == 0
     assert done.output == f"{tmp_path / 'out'}: step 1 of {run}\n"
     for call, message in (
-        ({"out": tmp_path / "out"}, "exists already"),
-        ({"out": tmp_path / "new", "step": 7}, "no checkpoint of step 7; there are: 1"),
+        ({"out": tmp_path / "out"}, "already exists"),
+        ({"out": tmp_path / "new", "step": 7}, "no checkpoint of step 7; its steps are: 1"),
         ({"out": tmp_path / "new", "merge_lora": False}, "trains all weights"),
     ):
         with pytest.raises(UserError, match=message):

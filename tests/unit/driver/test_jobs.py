@@ -51,7 +51,7 @@ def test_a_run_that_spoke_its_last_words_is_quoted(tmp_path: Path) -> None:
 def test_a_run_that_was_killed_is_explained_by_its_job(tmp_path: Path) -> None:
     storage = open_storage(begun(tmp_path))
     told = why_not_running(storage, (ENDED,))
-    assert told == "it was killed, without a word of its own: job 7 (controller): NODE_FAIL (exit 0:1)"
+    assert told == "it was killed before it could record an error: job 7 (controller): NODE_FAIL (exit 0:1)"
 
 
 def test_a_run_whose_job_waits_says_so(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_logs_are_asked_for_by_the_beginning_of_their_names(tmp_path: Path) -> N
     (tmp_path / "log" / "driver.log").write_text("drove\n")
     assert list(read_logs(str(tmp_path), "trainer", 2)) == [("trainer-0-12.log", ["two", "three"])]
     assert [name for name, _ in read_logs(str(tmp_path), "", 2)] == ["driver.log", "trainer-0-12.log"]
-    with pytest.raises(DataError, match=r"no log of 'engine'; there are: driver, trainer"):
+    with pytest.raises(DataError, match=r"no log of 'engine'; choose one of: driver, trainer"):
         list(read_logs(str(tmp_path), "engine", 2))
 
 
@@ -132,7 +132,7 @@ def test_logs_that_a_batch_system_names_are_found_by_their_role(tmp_path: Path, 
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / name).write_text("one\ntwo\n")
     assert list(read_logs(str(tmp_path), "trainer", 1)) == [(name, ["two"])]
-    with pytest.raises(DataError, match="there are: trainer"):
+    with pytest.raises(DataError, match="choose one of: trainer"):
         list(read_logs(str(tmp_path), "engine", 1))
 
 
@@ -145,7 +145,7 @@ def test_logs_of_stages_are_named_by_their_stage(tmp_path: Path) -> None:
     expected = [("driver.log", ["drove"]), ("one/trainer-0.log", ["trained"])]
     assert list(read_logs(str(tmp_path), "", 2)) == expected
     assert list(read_logs(str(tmp_path), "trainer", 2)) == expected[1:]
-    told = follow_logs(str(tmp_path), "", 2, look_s=0.0)
+    told = follow_logs(str(tmp_path), "", 2, poll_s=0.0)
     assert [next(told), next(told)] == expected
 
 
@@ -162,7 +162,7 @@ def test_logs_of_a_run_on_remote_storage_are_its_copies_by_start_and_stage(
     expected = [("20260101T000000-7/driver.log", ["drove"]), ("one/20260101T000000-7/trainer-rank-0.log", ["two"])]
     assert list(read_logs(url, "", 1)) == expected
     assert list(read_logs(url, "trainer", 1)) == expected[1:]
-    told = follow_logs(url, "driver", 1, look_s=0.0)
+    told = follow_logs(url, "driver", 1, poll_s=0.0)
     assert next(told) == expected[0]
     storage.put("log/20260101T000000-7/driver.log", b"drove\non\n")
     assert next(told) == ("20260101T000000-7/driver.log", ["on"])
@@ -189,12 +189,12 @@ def test_a_run_without_a_role_yet_is_not_dead_while_its_process_lives(tmp_path: 
     assert (why_not_running(storage, ()), read_end(storage)) == ("", None)
     end = json.loads(storage.get(END_FILE))
     storage.put(END_FILE, json.dumps({**end, "started_s": 1.0}).encode())  # another process has its number now
-    assert why_not_running(storage, ()) == "it was killed, without a word of its own"
+    assert why_not_running(storage, ()) == "it was killed before it could record an error"
 
 
 def test_a_stage_at_work_is_the_run_at_work(tmp_path: Path) -> None:
     storage = open_storage(begun(tmp_path, stages=[{"stage_name": "one"}, {"stage_name": "two"}]))
-    assert why_not_running(storage, ()) == "it was killed, without a word of its own"
+    assert why_not_running(storage, ()) == "it was killed before it could record an error"
     with Lease(open_storage(tmp_path / "two"), "explorer"):
         assert why_not_running(storage, (JobStatus("controller", "controller", "7", "RUNNING", True),)) == ""
 
@@ -203,7 +203,7 @@ def test_followed_logs_tell_their_end_and_then_each_whole_line_that_comes(tmp_pa
     (begun(tmp_path) / "log").mkdir()
     trainer, driver = tmp_path / "log" / "trainer-0-12.log", tmp_path / "log" / "driver.log"
     trainer.write_text("one\ntwo\nthree\nhal")
-    told = follow_logs(str(tmp_path), "", 2, look_s=0.0)
+    told = follow_logs(str(tmp_path), "", 2, poll_s=0.0)
     assert next(told) == ("trainer-0-12.log", ["two", "three"])
     with trainer.open("a") as log:
         log.write("f\nfive\n")

@@ -34,19 +34,20 @@ from rftdask.driver.memory_estimate import (
     GB,
     TrainSizes,
     activation_bytes,
-    check_host,
-    check_jobs,
-    check_joined,
     engine_parts,
     estimate,
+    format_memory_report,
     gpu_bytes,
     gpu_shortages,
+    host_shortages,
+    job_shortages,
     load_bytes,
     logit_bytes,
-    tell_memory,
+    raise_shortages,
     train_parts,
     train_sizes,
     vllm_parts,
+    worker_shortages,
 )
 from rftdask.errors import DataError, UserError
 from rftdask.models.lora import adapter_names, begin
@@ -387,10 +388,10 @@ def test_what_a_rank_loads_has_to_fit() -> None:
     engines = "explorer.rollout_model.engine_num=8"
     config = sizes.make_config("Qwen/Qwen3-32B", (8, 8), engines, "trainer.trainer_strategy=ddp")
     trainer, _, host = estimate(config, memory_bytes=80 * GB)
-    assert "a rank holds 131.0 GB while it loads; take fsdp2 and more ranks or LoRA" in trainer.problem
+    assert "a rank holds 131.0 GB while it loads; use fsdp2 and more ranks or LoRA" in trainer.problem
     mixture = sizes.make_config(MIXTRAL, (4, 8), "explorer.rollout_model.engine_num=16")
     # Each of eight ranks has an expert of eight, however many more there are.
-    assert estimate(mixture, memory_bytes=24 * GB)[0].problem == "a rank holds 31.3 GB while it loads; take LoRA"
+    assert estimate(mixture, memory_bytes=24 * GB)[0].problem == "a rank holds 31.3 GB while it loads; use LoRA"
     assert host.total_bytes > 8 * 4 * shape.num_parameters
     assert estimate(sizes.make_config("Qwen/Qwen3-32B", (8, 8), engines), memory_bytes=80 * GB)[0].problem == ""
 
@@ -558,7 +559,7 @@ def test_a_role_that_does_not_fit_is_told_with_what_is_needed_what_is_there_and_
     told = " ".join(ended.err.split())
     assert told.startswith("error: 1 problem: - GPU memory: stage qwen2.5-1.5b-1gpu, trainer: needs about 30.7 GB on e")
     assert "(weights 6.2, gradients 6.2, optimizer 12.3, " in told, ended
-    assert "and a GPU has 33.0 GB, of which 29.7 are for it; to change: trainer.max_token_len_per_gpu below" in told
+    assert "and a GPU has 33.0 GB, of which 29.7 are available to it; to change: trainer.max_token_len_per_gpu" in told
     assert call_cli("validate", GPUS_1, "--gpus", "1", "--gpu", "35GB").code == 0
     assert call_cli("estimate", GPUS_1, "--gpus", "1", "--gpu", "33GB").code == 0  # it says what is, and refuses none
 
@@ -587,7 +588,7 @@ def test_validate_looks_at_the_gpus_of_this_machine(tmp_path: Path, monkeypatch:
     nvml.nvmlInit = None
     ended = call_cli("validate", GPUS_1)
     assert ended.code == 0, ended
-    assert ended.out.endswith("memory     not known, since nvidia-ml-py does not tell of the GPUs; give --gpu\n"), ended
+    assert ended.out.endswith("memory     not known, since nvidia-ml-py does not report the GPUs; give --gpu\n"), ended
 
 
 def test_weights_gradients_and_optimizer_state_are_certain_and_the_rest_is_estimated(tmp_path: Path) -> None:
@@ -633,10 +634,10 @@ def test_a_run_that_needs_more_host_memory_than_there_is_does_not_start() -> Non
         one,
     )
     layout = plan_layout([config], 16, num_gpus=1)
-    check_host([config], layout, 64 * GB)
+    raise_shortages(host_shortages([config], layout, 64 * GB))
     with pytest.raises(UserError, match=r"host memory: stage rft needs .*offloaded \d.*asleep .*5.0 GB are fr"):
-        check_host([config], layout, 5 * GB)
-    check_host([config], plan_layout([config], 16), 5 * GB)  # on a CPU nothing lies beside its place
+        raise_shortages(host_shortages([config], layout, 5 * GB))
+    raise_shortages(host_shortages([config], plan_layout([config], 16), 5 * GB))  # on CPUs
 
 
 def test_jobs_of_slurm_have_the_host_memory_that_their_ranks_and_engines_keep() -> None:
@@ -644,7 +645,7 @@ def test_jobs_of_slurm_have_the_host_memory_that_their_ranks_and_engines_keep() 
 
     def check(*settings: str) -> None:
         config = load_config(path, settings)
-        check_jobs(config.stage_configs(), plan_machines(config))
+        raise_shortages(job_shortages(config.stage_configs(), plan_machines(config)))
 
     check()
     usual = "cluster.slurm.trainer.memory=4GB"  # SLURM's, where nobody says more
@@ -665,16 +666,16 @@ def test_jobs_of_slurm_have_the_host_memory_that_their_ranks_and_engines_keep() 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (["cluster.type=joined"], ["host of a machine: not known whether it has 244.3 GB; `rftdask join` looks at"]),
-        (["cluster.type=existing"], ["host of a machine: not known whether it has 244.3 GB; compare it with what its"]),
+        (["cluster.type=joined"], ["host of a machine: not known whether it has 244.3 GB; `rftdask join` checks each"]),
+        (["cluster.type=existing"], ["host of a machine: not known whether it has 244.3 GB; compare it with the mem"]),
         (
             ["cluster.type=local", "cluster.node_num=1", "mode=colocate", "trainer.num_ranks=8"],
-            ["host of a machine: not known whether it has 899.6 GB; `rftdask run` looks at it before anything starts"],
+            ["host of a machine: not known whether it has 899.6 GB; `rftdask run` checks it before anything starts"],
         ),
         (
             [],
             [
-                "host memory of each rank: not known whether 30.2 GB are there; it shares what whole nodes have (e",
+                "host memory of each rank: not known whether 30.2 GB are available; it shares the memory of whole node",
                 "host memory of each explorer engine: fits, 1.5 of 100.0 GB (cluster.slurm.explorer.memory)",
             ],
         ),
@@ -689,7 +690,7 @@ def test_jobs_of_slurm_have_the_host_memory_that_their_ranks_and_engines_keep() 
             ["cluster.type=pbs", "cluster.options.trainer.memory=40GB"],
             [
                 "host memory of each rank: fits, 30.2 of 40.0 GB (cluster.options.trainer.memory)",
-                "host memory of each explorer engine: not known whether 1.5 GB are there; give cluster.options.memory",
+                "host memory of each explorer engine: not known whether 1.5 GB are available; set cluster.options.memo",
             ],
         ),
     ],
@@ -718,10 +719,10 @@ def test_auxiliary_models_on_workers_of_their_own_are_estimated_and_placed(tmp_p
     assert judge.total_bytes == pytest.approx(0.8 * 80 * GB, rel=0.01)
     assert [part.name for part in explorer.parts].count("weights") == 1
     assert {part.name: part.count for part in host.parts}["auxiliary"] == 2
-    told = tell_memory(config, "H100 80GB")
+    told = format_memory_report(config, "H100 80GB")
     assert told.splitlines()[0] == "placement  3 ranks on GPUs 0-2, 1 engine on GPU 3, 2 auxiliary engines on GPUs 4-7"
     assert "auxiliary judge: fits, 64.0 of 80.0 GB" in told
-    assert "auxiliary judge: does not fit" in tell_memory(config, "8GB")
+    assert "auxiliary judge: does not fit" in format_memory_report(config, "8GB")
 
 
 def test_jobs_of_other_batch_systems_have_it_too() -> None:
@@ -729,7 +730,7 @@ def test_jobs_of_other_batch_systems_have_it_too() -> None:
 
     def check(*settings: str) -> None:
         config = load_config(path, ("cluster.type=pbs", *settings))
-        check_jobs(config.stage_configs(), plan_machines(config))
+        raise_shortages(job_shortages(config.stage_configs(), plan_machines(config)))
 
     check()  # the site says how much a job has
     with pytest.raises(
@@ -745,11 +746,11 @@ def test_jobs_of_other_batch_systems_have_it_too() -> None:
 def test_a_worker_joins_a_machine_that_has_the_host_memory_for_it() -> None:
     config = load_config(Path(__file__).parents[3] / "config" / "gpus" / "gpus-32.yaml", ["cluster.type=joined"])
     stages, layout = config.stage_configs(), plan_machines(config)
-    check_joined(stages, layout, "trainer", 31 * GB)
+    raise_shortages(worker_shortages(stages, layout, "trainer", 31 * GB))
     with pytest.raises(
-        UserError, match=r"30\.2 GB .*for each rank .*and 29.0 GB are free on this machine; let it join"
+        UserError, match=r"30\.2 GB .*for each rank .*and 29.0 GB are free on this machine; join from a machine"
     ):
-        check_joined(stages, layout, "trainer", 29 * GB)
-    check_joined(stages, layout, "explorer", 2 * GB)
+        raise_shortages(worker_shortages(stages, layout, "trainer", 29 * GB))
+    raise_shortages(worker_shortages(stages, layout, "explorer", 2 * GB))
     with pytest.raises(UserError, match=r"for each engine \(engines 1.5\), and 1.0 GB are free"):
-        check_joined(stages, layout, "explorer", 1 * GB)
+        raise_shortages(worker_shortages(stages, layout, "explorer", 1 * GB))

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rftdask.cli import data_refine as module
-from rftdask.cli.data_refine import REPORT, Refined, Steps, on_workers, read_parts, refine
+from rftdask.cli.results import data_refine as module
+from rftdask.cli.results.data_refine import REPORT, Refined, Steps, on_workers, read_parts, refine
 from rftdask.data.datasets import open_dataset
 from rftdask.data.juicer.environment import PLACE
 from rftdask.errors import DataError, UserError
@@ -127,7 +127,7 @@ def test_the_same_command_goes_on_and_another_one_is_refused(rows: str, tmp_path
     assert seen == [before, before]  # the first part was not done again
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine.txt").write_text("")
-    with pytest.raises(UserError, match="is not empty, and nothing says that this command made it"):
+    with pytest.raises(UserError, match="is not empty, and this command did not create it"):
         refine(rows, str(tmp_path / "full"), steps, here)
 
 
@@ -135,13 +135,16 @@ def test_the_same_command_goes_on_and_another_one_is_refused(rows: str, tmp_path
     ("steps", "told"),
     [
         ({"where": "colour = 1"}, r"--where 'colour = 1': .*colour.*\(columns: prompt, level"),
-        ({"unique": ("text",)}, "--unique text: no such column; there are prompt, level"),
+        ({"unique": ("text",)}, "--unique text: no such column; the columns are prompt, level"),
         ({"score": "own_refine_scores.fails"}, r"row rows.jsonl#3: ZeroDivisionError"),
         ({"score": "own_refine_scores.none"}, "has no 'none'"),
-        ({"juicer": "[1"}, "--juicer: not a list of JSON"),
+        ({"juicer": "[1"}, "--juicer: not a JSON list"),
         ({"juicer": "nowhere.yaml"}, "--juicer nowhere.yaml: .*No such file"),
-        ({"juicer": '["document_deduplicator"]'}, "--juicer: document_deduplicator: a worker sees a part of the rows"),
-        ({"where": "level > 9"}, "no row of .* stays: 0 of 20 rows stay"),
+        (
+            {"juicer": '["document_deduplicator"]'},
+            "--juicer: document_deduplicator: a worker sees only a part of the rows",
+        ),
+        ({"where": "level > 9"}, "no row of .* is left: 0 of 20 rows stay"),
     ],
 )
 def test_a_wrong_step_is_told_with_its_row_or_column(rows: str, tmp_path: Path, steps: Any, told: str) -> None:
@@ -154,7 +157,7 @@ def test_steps_and_files_are_checked(tmp_path: Path) -> None:
         Steps()
     with pytest.raises(UserError, match="give both"):
         Steps(unique=("a",), top=3)
-    with pytest.raises(DataError, match=r"no \.jsonl or \.parquet file is there"):
+    with pytest.raises(DataError, match=r"no \.jsonl or \.parquet file found"):
         read_parts(str(tmp_path / "absent"))
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\n[1]\n')
     with pytest.raises(DataError, match=r"bad\.jsonl:2: not an object"):

@@ -11,7 +11,7 @@ import pytest
 
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Status
-from rftdask.cli.data_export import export
+from rftdask.cli.results.data_export import export
 from rftdask.errors import DataError, UserError
 from tests.unit.reports.lineage.lineage_cases import Case, conversation, make_config, make_run
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_done_is_told(case: Case, tmp_path: Path) -> None:
         export(case.url, "rows.csv", "sft")
     with pytest.raises(UserError, match=r"(?s)rewards.*docs/lineage\.md"):
         export(case.url, str(tmp_path / "a.jsonl"), "sft", "rewards > 1")
-    with pytest.raises(UserError, match="nothing to write: no experience is there"):
+    with pytest.raises(UserError, match="nothing to write: no experience matches"):
         export(case.url, str(tmp_path / "a.jsonl"), "sft", "reward > 1")
     with pytest.raises(DataError):
         export(str(tmp_path / "none"), str(tmp_path / "a.jsonl"), "sft")

@@ -1,7 +1,7 @@
-"""Export: the experience log of a run as a dataset that is trained offline: SFT rows, pairs of DPO, or scored tasks.
+"""`rftdask data export`: the experiences of a run as SFT rows, DPO pairs or scored tasks, for offline training.
 
-Invariant: every row says which experience it is made of (`run`, `uid`, `step`), and what is left out is counted with
-its reason. It reads a run as SQL does (provenance/) and writes one file.
+Invariant: every row names the experience it comes from (`run`, `uid`, `step`), and rows that are left out are counted
+by reason. The export reads a run through SQL (reports/lineage/) and writes one file.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import typer
 
 from rftdask.buffer.log.schema import Status
+from rftdask.cli.common import Run, say
 from rftdask.config import Config
 from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer
@@ -32,22 +34,43 @@ USE: Mapping[str, str] = {
     "dpo": "format: {prompt_type: raw, prompt_key: prompt, chosen_key: chosen, rejected_key: rejected}",
     "tasks": "data_selector: {selector_type: offline_easy2hard, feature_keys: [mean_reward]}",
 }
-"""What a configuration says beside the `path` of such a file."""
+"""Settings of a configuration for such a file, in addition to its `path`."""
 _ROWS = """
-with told as (select stage, shard, row, any_value(state) as state, max(step) as step, max(reason) as reason
-              from states group by all)
-select e.*, told.state as state, told.step as step from experiences e left join told using (stage, shard, row)
-where coalesce(told.reason, '') <> 'repeat' and ({where}) order by e.stage, e.explore_step, e.uid
+with s as (select stage, shard, row, any_value(state) as state, max(step) as step, max(reason) as reason
+           from states group by all)
+select e.*, s.state as state, s.step as step from experiences e left join s using (stage, shard, row)
+where coalesce(s.reason, '') <> 'repeat' and ({where}) order by e.stage, e.explore_step, e.uid
 """
 _Rows = list[dict[str, Any]]
+
+
+def data_export(
+    run: Run,
+    path: Annotated[str, typer.Argument(metavar="FILE", help="Output file: .jsonl or .parquet")],
+    kind: Annotated[
+        str, typer.Option("--as", help="Kind of rows: sft, dpo (best and worst of a group) or tasks (with scores)")
+    ] = "sft",
+    where: Annotated[str, typer.Option(help="SQL condition over the experiences, such as reward >= 1")] = "",
+) -> None:
+    """Write the experiences of a run as a dataset.
+
+    The dataset is for offline training. Each row names the experience it comes from.
+    """
+    if kind not in USE:
+        raise UserError(f"--as {kind!r}: unknown kind; use one of {', '.join(USE)}")
+    num_rows, dropped = export(run, path, kind, where)  # type: ignore[arg-type]
+    say(f"{num_rows:,} rows in {path}")
+    for reason, count in dropped.items():
+        say(f"  left out: {count:,} {reason}")
+    say(f"in a configuration: {{path: {path}, {USE[kind]}}}")
 
 
 def export(run: str, path: str, kind: Kind, where: str = "") -> tuple[int, Counter[str]]:
     """Write the rows of `run` for which the SQL condition `where` holds to `path`, a .jsonl or .parquet file.
 
-    where: over the columns of table experiences, and its `state` and `step` (docs/lineage.md); "": all of them.
-    Returns: how many rows were written, and how many experiences (dpo, tasks: groups) were left out, by the reason.
-    Raises: UserError: the condition is wrong, or nothing is left; DataError: `run` is no run.
+    where: over the columns of table experiences, and its `state` and `step` (docs/lineage.md). "": all rows.
+    Returns: number of rows written, and number of experiences (dpo, tasks: groups) left out, by reason.
+    Raises: UserError: the condition is wrong, or no row is left; DataError: `run` is not a run.
     """
     if not path.endswith((".jsonl", ".parquet")):
         raise UserError(f"{path!r} must end in .jsonl or .parquet")
@@ -63,16 +86,16 @@ def export(run: str, path: str, kind: Kind, where: str = "") -> tuple[int, Count
         good += [] if reason else [row]
     origin = {"run": str(run)}
     make: Callable[..., Iterator[dict[str, Any]]] = {"sft": _answers, "dpo": _pairs, "tasks": _tasks}[kind]
-    made = [{**each, **origin} for each in make(good, configs, dropped)]
+    made = [{**row, **origin} for row in make(good, configs, dropped)]
     if not made:
-        left_out = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "no experience is there"
+        left_out = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "no experience matches"
         raise UserError(f"nothing to write: {left_out}")
     _write(path, made)
     return len(made), dropped
 
 
 def _reason(row: Mapping[str, Any], kind: Kind) -> str:
-    """Why an experience cannot be part of such a dataset; "": it can."""
+    """Return why an experience cannot be part of such a dataset. "": it can."""
     if row["reward"] is None:
         return "without a reward (failed, timed out or filtered)"
     if row["status"] == Status.TRUNCATED and kind != "tasks":
@@ -85,7 +108,7 @@ def _lineage(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answers(rows: _Rows, configs: Mapping[str, Config], dropped: Counter[str]) -> Iterator[dict[str, Any]]:
-    """A row for each answer of the policy; before it stands all of its conversation."""
+    """Yield a row for each answer of the policy, with the conversation before it as prompt."""
     tokenizers = cache(lambda stage: load_tokenizer(configs[stage]))
     for row in rows:
         for prompt, response in _turns(row, tokenizers):
@@ -96,7 +119,7 @@ def _turns(row: Mapping[str, Any], tokenizers: Callable[[str], Tokenizer]) -> It
     if row["turns"] is None:
         yield row["prompt_text"], row["response_text"]
         return
-    # From the tokens: the texts of a conversation leave out the special tokens that end its answers.
+    # Decoded from tokens, because the texts of a conversation lack the special tokens that end answers.
     tokenizer = tokenizers(row["stage"])
     for turn in row["turns"]:
         start, end = (row["prompt_length"] + turn[key] for key in ("start", "end"))
@@ -113,7 +136,7 @@ def _groups(rows: _Rows) -> Iterator[_Rows]:
 
 
 def _pairs(rows: _Rows, configs: Mapping[str, Config], dropped: Counter[str]) -> Iterator[dict[str, Any]]:
-    """The best and the worst answer of each group, the first of equal ones."""
+    """Yield the best and the worst answer of each group; of equal ones the first."""
     for group in _groups(rows):
         best, worst = (choose(group, key=lambda row: row["reward"]) for choose in (max, min))
         if best["reward"] <= worst["reward"]:
@@ -125,21 +148,21 @@ def _pairs(rows: _Rows, configs: Mapping[str, Config], dropped: Counter[str]) ->
         else:
             rewards = {"chosen_reward": best["reward"], "rejected_reward": worst["reward"]}
             texts = {"chosen": best["response_text"], "rejected": worst["response_text"]}
-            told = {**_lineage(best), "rejected_uid": worst["uid"]}
-            yield {"prompt": best["prompt_text"], **texts, **rewards, **told}
+            lineage = {**_lineage(best), "rejected_uid": worst["uid"]}
+            yield {"prompt": best["prompt_text"], **texts, **rewards, **lineage}
 
 
 def _tasks(rows: _Rows, configs: Mapping[str, Config], dropped: Counter[str]) -> Iterator[dict[str, Any]]:
-    """The row of each task as its dataset has it, with what its rollouts were worth in all epochs together."""
+    """Yield the dataset row of each task, with the mean and spread of its rewards over all epochs."""
     tasks: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
     for row in rows:
-        # A rollout may be several rows, which have one reward.
+        # The rows of one rollout share its reward.
         rollouts = tasks.setdefault((row["stage"], row["taskset"], row["task_index"]), {})
         rollouts[f"{row['explore_step']}/{row['uid'].rpartition('/')[0]}"] = row
     tasksets = {
-        (stage, each.name): each
+        (stage, taskset.name): taskset
         for stage, config in configs.items()
-        for each in config.buffer.explorer_input.train_tasksets
+        for taskset in config.buffer.explorer_input.train_tasksets
     }
     opened = cache(lambda key: Taskset(tasksets[key]))
     for (stage, name, index), rollouts in tasks.items():
@@ -147,12 +170,12 @@ def _tasks(rows: _Rows, configs: Mapping[str, Config], dropped: Counter[str]) ->
         rewards = [row["reward"] for row in rollouts.values()]
         mean = sum(rewards) / len(rewards)
         spread = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
-        own = dict(opened((stage, name)).dataset[index])
+        columns = dict(opened((stage, name)).dataset[index])
         scores = {"mean_reward": mean, "std_reward": spread, "num_rollouts": len(rewards)}
         scores |= {"task": f"{name}/{index}", "step": last["step"], "run": ""}
-        if taken := sorted(own.keys() & scores.keys()):
-            raise DataError(f"taskset {name} has columns {', '.join(taken)} already; rename them to export scores")
-        yield {**own, **scores}
+        if taken := sorted(columns.keys() & scores.keys()):
+            raise DataError(f"taskset {name} already has columns {', '.join(taken)}; rename them to export scores")
+        yield {**columns, **scores}
 
 
 def _write(path: str, rows: _Rows) -> None:
