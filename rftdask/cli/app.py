@@ -10,6 +10,7 @@ command, and with it the configuration, is imported when the command is called.
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 import traceback
 from collections.abc import Mapping
@@ -93,6 +94,14 @@ class LazyGroup(TyperGroup):
             command = typer.main.get_command(one)
         command.name = name
         return command
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the options before the command. Completion skips them, because typer imports pydantic to read them."""
+        if not ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        rest = list(itertools.dropwhile(lambda word: word.startswith("-"), args))
+        ctx._protected_args, ctx.args = rest[:1], rest[1:]
+        return ctx.args
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the imported command and its arguments. Raises: UsageError: no such command."""

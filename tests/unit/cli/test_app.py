@@ -59,8 +59,7 @@ def test_version_and_help_import_no_configuration(option: str) -> None:
 
 def test_completion_of_a_command_name_imports_no_configuration() -> None:
     shell = {"_RFTDASK_COMPLETE": "complete_bash", "COMP_WORDS": "rftdask va", "COMP_CWORD": "1"}
-    *names, modules = imported(**shell)
-    assert names == ["validate"] and "rftdask.config" not in modules  # typer itself imports pydantic here
+    assert imported(**shell) == ["validate", "imported:"]
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_the_same_command_goes_on_and_another_one_is_refused(rows: str, tmp_path
         ({"juicer": "nowhere.yaml"}, "--juicer nowhere.yaml: .*No such file"),
         (
             {"juicer": '["document_deduplicator"]'},
-            "--juicer: document_deduplicator: a worker sees only a part of the rows",
+            "--juicer: document_deduplicator: a worker sees only a part",
         ),
         ({"where": "level > 9"}, "no row of .* is left: 0 of 20 rows stay"),
     ],
@@ -160,7 +160,7 @@ def test_steps_and_files_are_checked(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no \.jsonl or \.parquet file found"):
         read_parts(str(tmp_path / "absent"))
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\n[1]\n')
-    with pytest.raises(DataError, match=r"bad\.jsonl:2: not an object"):
+    with pytest.raises(DataError, match=r"bad\.jsonl:2: not a JSON object"):
         refine(str(tmp_path / "bad.jsonl"), str(tmp_path / "out"), Steps(unique=("a",)), here)
     told = Refined(3, 1, {"below the top": 2}, {"below the top": ["a#0", "a#1"]})
     assert told.render() == "1 of 3 rows stay\n  2 below the top, such as a#0, a#1"
