@@ -41,7 +41,7 @@ from rftdask.errors import (
 )
 from rftdask.processes.child import LOG_LEVEL, Child
 from rftdask.storage import Storage
-from rftdask.synchronizer.node_cache import NodeCopy, Transport
+from rftdask.synchronizer.node_cache import NodeCache, Transport
 from rftdask.synchronizer.published import Published, read_published, request_whole
 
 log = logging.getLogger(__name__)
@@ -302,9 +302,9 @@ class EngineClient(AskedEngine):
         self.spec = spec
         folder = Path(spec.section.model_path or spec.model.model_path)
         self.weights = Published(0, "", _folder_hash(folder))
-        self._copy: NodeCopy | None = None
+        self._copy: NodeCache | None = None
         """Their files on this machine, kept for its other engines as long as this one serves them."""
-        self._fetched: NodeCopy | None = None
+        self._fetched: NodeCache | None = None
         """What `fetch` brought here last."""
         self._outbox: SimpleQueue[server.FromClient | None] = SimpleQueue()
         """Messages to write; None ends the writer."""
@@ -420,7 +420,7 @@ class EngineClient(AskedEngine):
         deadline, asked = time.monotonic() + timeout_s, False
         while True:
             try:
-                copy = NodeCopy(storage, published, LOAD_TIMEOUT_S, transport)
+                copy = NodeCache(storage, published, LOAD_TIMEOUT_S, transport)
             except (DamagedError, NotFoundError, StorageError, WaitTimeout) as error:
                 problem = f"weights of version {published.version} did not come from those who hold them: {error}"
             else:
@@ -483,7 +483,7 @@ class EngineClient(AskedEngine):
             changes = [published.changes]
         for part in (*changes, published):
             # Verified before the engine sees it: what is torn is read again, and costs no engine.
-            copy = NodeCopy(storage, part, LOAD_TIMEOUT_S)
+            copy = NodeCache(storage, part, LOAD_TIMEOUT_S)
             try:
                 files, is_delta = tuple(map(str, copy.files)), part is not published
                 load = server.LoadWeights(0, published.version, files, published.fingerprint, in_flight, is_delta)

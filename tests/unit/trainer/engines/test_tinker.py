@@ -97,7 +97,7 @@ class TestContract(TrainEngineContract):
     def engine(self) -> TrainEngine:
         return TinkerTrainEngine(self.config, make_algorithm(self.algorithm))
 
-    def test_files_have_names_that_any_storage_takes(self) -> None:
+    def test_file_names_are_valid_on_any_storage(self) -> None:
         """Also that there is no Hugging Face folder: the model is at the service."""
         made = self.trained(0)
         assert list(made.weights()) == ["sampler.json"]
