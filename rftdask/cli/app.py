@@ -101,12 +101,12 @@ class LazyGroup(TyperGroup):
             return super().parse_args(ctx, args)
         rest = list(itertools.dropwhile(lambda word: word.startswith("-"), args))
         ctx._protected_args, ctx.args = rest[:1], rest[1:]
-        return ctx.args
+        return rest[1:]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the imported command and its arguments. Raises: UsageError: no such command."""
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command and self.load(command.name), rest
+        return name, self.load(str(command.name)) if command else None, rest
 
 
 app = typer.Typer(

@@ -47,11 +47,13 @@ def model_card(config: Config, summary: RunSummary, step: int) -> str:
     stages = config.stage_configs()
     last = stages[-1]
     base = stages[0].model.model_path
-    sections = [
-        *(taskset for stage in stages for taskset in stage.buffer.explorer_input.train_tasksets),
-        *(s.buffer.trainer_input.experience_buffer for s in stages if s.algorithm.schema_type != "experience"),
+    all_paths = [taskset.path for stage in stages for taskset in stage.buffer.explorer_input.train_tasksets]
+    all_paths += [
+        stage.buffer.trainer_input.experience_buffer.path or ""
+        for stage in stages
+        if stage.algorithm.schema_type != "experience"
     ]
-    paths = list(dict.fromkeys(section.path for section in sections if section.path))
+    paths = list(dict.fromkeys(filter(None, all_paths)))
     data = ModelCardData(
         library_name="transformers",
         # Local folders mean nothing to other users.

@@ -1,5 +1,5 @@
-"""Promises of `rftdask skip`: a batch that cannot be trained is left out by one command, which the errors of such a run
-name; the run that goes on is the same one, killed or not, and the rows of that batch count as skipped everywhere.
+"""Promises of `rftdask skip`: one command, named in the errors of such a run, skips a batch that cannot be trained. The
+run then continues with the same bits, also after kills, and all reports count the rows of the batch as skipped.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def finish(storage: Storage) -> bytes:
     return data
 
 
-def test_the_run_goes_on_without_the_batch_and_its_rows_count_as_skipped(storage: Storage) -> None:
+def test_the_run_continues_and_counts_skipped_rows(storage: Storage) -> None:
     ended = call_cli("skip", storage.url, str(BAD), "--because", f"  {WHY}\n")
     assert (ended.code, ended.err) == (0, ""), ended
     assert ended.out == f"skipped step {BAD} with 2 rows; run the same command again to continue the run\n"
@@ -87,7 +87,7 @@ def test_the_run_goes_on_without_the_batch_and_its_rows_count_as_skipped(storage
     assert f"step {BAD} was skipped: {WHY}" in storage.get("report.html").decode()
 
 
-def test_killed_at_any_write_and_replayed_it_ends_with_the_same_bits(storage: Storage, tmp_path: Path) -> None:
+def test_kills_and_replays_after_a_skip_give_the_same_bits(storage: Storage, tmp_path: Path) -> None:
     skip_step(storage.url, BAD, WHY)
     skipped = tmp_path / "skipped"
     shutil.copytree(storage.url, skipped)
@@ -100,7 +100,7 @@ def test_killed_at_any_write_and_replayed_it_ends_with_the_same_bits(storage: St
         assert finish(open_storage(folder)) == whole, kill_at
     else:
         pytest.fail("there are not so many writes")
-    for step in checkpoint_steps(storage):  # again from the start, by the ledger alone
+    for step in checkpoint_steps(storage):  # again from the start, from the ledger only
         storage.remove(f"global_step_{step}")
     storage.remove("weights")
     assert finish(storage) == whole
@@ -122,7 +122,7 @@ def is_killed_at(storage: Storage, kill_at: int) -> bool:
     return False
 
 
-def test_weights_that_have_trained_the_step_do_not_outlive_it(storage: Storage) -> None:
+def test_a_skip_removes_weights_trained_on_the_step(storage: Storage) -> None:
     """A later version was published before its checkpoint; it would stay as it is when it is made again."""
     skip_step(storage.url, 5, WHY)
     assert published_versions(storage) == [1, 2, 3, 4]
@@ -134,7 +134,7 @@ def test_weights_that_have_trained_the_step_do_not_outlive_it(storage: Storage) 
 
 
 @pytest.mark.parametrize("is_removed", [True, False])
-def test_a_batch_whose_shard_is_gone_or_damaged_is_left_out(storage: Storage, is_removed: bool) -> None:
+def test_a_batch_with_a_lost_or_damaged_shard_is_skipped(storage: Storage, is_removed: bool) -> None:
     entry = Ledger(storage).read(BAD)
     assert entry is not None
     name = entry.use[0].source
@@ -157,7 +157,7 @@ def test_a_batch_whose_shard_is_gone_or_damaged_is_left_out(storage: Storage, is
     assert [s["reason"] for s in states if s["state"] != "trained"] == [f"skipped: {WHY}"] * 2
 
 
-def test_nonsense_is_refused_and_changes_nothing(storage: Storage, tmp_path: Path) -> None:
+def test_invalid_skips_change_nothing(storage: Storage, tmp_path: Path) -> None:
     def refuse(step: int, words: str, because: str = WHY, kind: type[Exception] = UserError) -> None:
         with pytest.raises(kind, match=words):
             skip_step(storage.url, step, because)
@@ -189,14 +189,14 @@ def test_nonsense_is_refused_and_changes_nothing(storage: Storage, tmp_path: Pat
         skip_step(staged.checkpoint_job_dir, 1, WHY)
 
 
-def test_a_record_that_is_damaged_is_told_and_the_rest_of_the_status_too(storage: Storage) -> None:
+def test_status_reports_a_damaged_skip_and_the_rest(storage: Storage) -> None:
     skip_step(storage.url, BAD, WHY)
     storage.put(f"ledger/main/skipped/{BAD:08d}.json", b"{")
     (status,) = read_status(storage.url)
     assert status.step == BAD and f"skipped/{BAD:08d}.json is damaged" in status.problems[0]
 
 
-def test_of_a_dataset_the_step_trains_nothing(tmp_path: Path) -> None:
+def test_a_skipped_dataset_step_trains_nothing(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     ledger = Ledger(storage)
 

@@ -1,5 +1,5 @@
-"""Promises of `rftdask data export`: rows to train offline, each of which names the experience that it is made of; what
-is left out has a reason; a work unit that ran twice counts once.
+"""Promises of `rftdask data export`: each row for offline training names its experience, each omitted row has a reason,
+and a work unit that ran twice counts once.
 """
 
 import json
@@ -27,45 +27,45 @@ def case(tmp_path: Path) -> Case:
 
 def rows(case: Case, path: Path, kind: Any, where: str = "") -> tuple[list[dict[str, Any]], dict[str, int]]:
     written, dropped = export(case.url, str(path), kind, where)
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(found) == written
-    return found, dict(dropped)
+    result = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(result) == written
+    return result, dict(dropped)
 
 
-def test_answers_are_rows_of_sft_with_where_they_are_from(case: Case, tmp_path: Path) -> None:
-    found, dropped = rows(case, tmp_path / "sft.jsonl", "sft", "reward >= 1 or error <> ''")
-    assert [(row["prompt"], row["response"], row["step"]) for row in found] == [
+def test_answers_become_sft_rows_with_their_origin(case: Case, tmp_path: Path) -> None:
+    result, dropped = rows(case, tmp_path / "sft.jsonl", "sft", "reward >= 1 or error <> ''")
+    assert [(row["prompt"], row["response"], row["step"]) for row in result] == [
         *(("?", "A1", 1), ("?", "B1", 1), ("?", "C1", 2)),
         *(("?", "E1", None), ("?", "F1", None)),
     ]
-    assert found[2]["uid"] == "sums/0/2/1/0" and found[2]["run"] == case.url and found[2]["policy_version"] == 0
+    assert result[2]["uid"] == "sums/0/2/1/0" and result[2]["run"] == case.url and result[2]["policy_version"] == 0
     assert dropped == {"without a reward (failed, timed out or filtered)": 1}
     assert len(rows(case, tmp_path / "sft.jsonl", "sft", "state = 'trained' and step = 1")[0]) == 4
 
 
-def test_each_answer_of_a_conversation_is_a_row_whose_prompt_is_all_before_it(case: Case, tmp_path: Path) -> None:
+def test_each_turn_is_a_row_with_the_conversation_as_prompt(case: Case, tmp_path: Path) -> None:
     log = ParquetLog(case.storage)
     cut = conversation(1)
     log.commit([conversation(0), cut.__class__(**{**vars(cut), "status": Status.TRUNCATED})], explore_step=3, unit=0)
-    found, dropped = rows(case, tmp_path / "turns.jsonl", "sft", "explore_step = 3")
-    assert [(row["prompt"], row["response"]) for row in found] == [("?", "Hi"), ("?Hi<2+2=4>", "4")]
+    result, dropped = rows(case, tmp_path / "turns.jsonl", "sft", "explore_step = 3")
+    assert [(row["prompt"], row["response"]) for row in result] == [("?", "Hi"), ("?Hi<2+2=4>", "4")]
     assert dropped == {"cut at the token limit: the answer has no end to learn": 1}
     with pytest.raises(UserError, match=r"nothing to write: 1 cut at the token limit.*; 1 groups whose rewards"):
         export(case.url, str(tmp_path / "p.jsonl"), "dpo", "explore_step = 3")
 
 
-def test_the_best_and_the_worst_of_a_group_are_a_pair(case: Case, tmp_path: Path) -> None:
-    found, dropped = rows(case, tmp_path / "dpo.jsonl", "dpo")
-    assert [(row["chosen"], row["rejected"], row["chosen_reward"]) for row in found][:2] == [
+def test_best_and_worst_of_a_group_become_a_pair(case: Case, tmp_path: Path) -> None:
+    result, dropped = rows(case, tmp_path / "dpo.jsonl", "dpo")
+    assert [(row["chosen"], row["rejected"], row["chosen_reward"]) for row in result][:2] == [
         ("A1", "A0", 1.0),
         ("B1", "B0", 1.0),
     ]
-    assert (found[0]["uid"], found[0]["rejected_uid"]) == ("sums/0/0/1/0", "sums/0/0/0/0")
+    assert (result[0]["uid"], result[0]["rejected_uid"]) == ("sums/0/0/1/0", "sums/0/0/0/0")
     # Of task 3 one rollout failed, so it has no pair.
-    assert len(found) == 5 and dropped["groups whose rewards are all the same"] == 1
+    assert len(result) == 5 and dropped["groups whose rewards are all the same"] == 1
 
 
-def test_tasks_have_their_own_row_and_what_they_were_worth(case: Case, tmp_path: Path) -> None:
+def test_tasks_keep_their_row_and_get_scores(case: Case, tmp_path: Path) -> None:
     written, _ = export(case.url, str(tmp_path / "tasks.parquet"), "tasks", "task_index < 4")
     table = pq.read_table(tmp_path / "tasks.parquet").to_pylist()
     assert written == 4
@@ -76,7 +76,7 @@ def test_tasks_have_their_own_row_and_what_they_were_worth(case: Case, tmp_path:
     assert (table[2]["task"], table[2]["step"], table[2]["run"]) == ("sums/2", 2, case.url)
 
 
-def test_what_cannot_be_done_is_told(case: Case, tmp_path: Path) -> None:
+def test_impossible_exports_are_rejected(case: Case, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"must end in \.jsonl or \.parquet"):
         export(case.url, "rows.csv", "sft")
     with pytest.raises(UserError, match=r"(?s)rewards.*docs/lineage\.md"):

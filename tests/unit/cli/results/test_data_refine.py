@@ -1,5 +1,5 @@
-"""Promises of `rftdask data refine`: each row that stays says where it is from, each that does not has a reason, the
-result does not depend on how many parts there are or who did them, and the same command goes on where it was ended.
+"""Promises of `rftdask data refine`: each kept row names its origin, each dropped row has a reason, the result does not
+depend on the number of parts or on the workers, and the same command continues after an interruption.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def kept(out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("part_rows", [1, 7, 1000])
-def test_what_stays_does_not_depend_on_the_parts(
+def test_the_result_does_not_depend_on_the_parts(
     rows: str, tmp_path: Path, part_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PART_ROWS", part_rows)
@@ -65,13 +65,13 @@ def test_what_stays_does_not_depend_on_the_parts(
         "below the top": 4,
     }
     assert json.loads((tmp_path / "out" / REPORT).read_text())["rows_out"] == 3
-    assert sorted(each.name for each in (tmp_path / "out").iterdir() if each.suffix != ".parquet") == [
+    assert sorted(item.name for item in (tmp_path / "out").iterdir() if item.suffix != ".parquet") == [
         "report",
         "scored",
     ]
 
 
-def test_a_score_is_a_column_and_parquet_is_read_by_row_groups(rows: str, tmp_path: Path) -> None:
+def test_scores_are_columns_and_row_groups_are_parts(rows: str, tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "in.parquet", row_group_size=6)
     assert [part.count for part in read_parts(str(tmp_path / "in.parquet"))] == [6, 6, 6, 2]
     refine(str(tmp_path / "in.parquet"), str(tmp_path / "out"), Steps(score="own_refine_scores.level"), here)
@@ -80,7 +80,7 @@ def test_a_score_is_a_column_and_parquet_is_read_by_row_groups(rows: str, tmp_pa
 
 
 @pytest.mark.parametrize("part_rows", [6, 1000])
-def test_filters_and_mappers_of_data_juicer_leave_rows_and_columns(
+def test_data_juicer_filters_rows_and_maps_columns(
     rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_rows: int
 ) -> None:
     monkeypatch.setenv(PLACE, str(make_stand_in(tmp_path / "environment")))
@@ -102,7 +102,7 @@ def test_filters_and_mappers_of_data_juicer_leave_rows_and_columns(
         refine(rows, str(tmp_path / "out"), Steps("n != 1", str(recipe)), here)
 
 
-def test_the_same_command_goes_on_and_another_one_is_refused(rows: str, tmp_path: Path) -> None:
+def test_only_the_same_command_continues_a_folder(rows: str, tmp_path: Path) -> None:
     steps, out = Steps(unique=("prompt",)), str(tmp_path / "out")
     done: list[int] = []
 
@@ -132,7 +132,7 @@ def test_the_same_command_goes_on_and_another_one_is_refused(rows: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("steps", "told"),
+    ("steps", "text"),
     [
         ({"where": "colour = 1"}, r"--where 'colour = 1': .*colour.*\(columns: prompt, level"),
         ({"unique": ("text",)}, "--unique text: no such column; the columns are prompt, level"),
@@ -147,8 +147,8 @@ def test_the_same_command_goes_on_and_another_one_is_refused(rows: str, tmp_path
         ({"where": "level > 9"}, "no row of .* is left: 0 of 20 rows stay"),
     ],
 )
-def test_a_wrong_step_is_told_with_its_row_or_column(rows: str, tmp_path: Path, steps: Any, told: str) -> None:
-    with pytest.raises((DataError, UserError), match=f"(?s){told}"):
+def test_a_wrong_step_names_its_row_or_column(rows: str, tmp_path: Path, steps: Any, text: str) -> None:
+    with pytest.raises((DataError, UserError), match=f"(?s){text}"):
         refine(rows, str(tmp_path / "out"), Steps(**steps), here)
 
 
@@ -162,12 +162,12 @@ def test_steps_and_files_are_checked(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\n[1]\n')
     with pytest.raises(DataError, match=r"bad\.jsonl:2: not a JSON object"):
         refine(str(tmp_path / "bad.jsonl"), str(tmp_path / "out"), Steps(unique=("a",)), here)
-    told = Refined(3, 1, {"below the top": 2}, {"below the top": ["a#0", "a#1"]})
-    assert told.render() == "1 of 3 rows stay\n  2 below the top, such as a#0, a#1"
+    text = Refined(3, 1, {"below the top": 2}, {"below the top": ["a#0", "a#1"]})
+    assert text.render() == "1 of 3 rows stay\n  2 below the top, such as a#0, a#1"
 
 
 @pytest.mark.slow
-def test_workers_of_dask_give_the_same(rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dask_workers_give_the_same_result(rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PART_ROWS", 5)
     steps = Steps("level > 0", unique=("prompt",))
     refine(rows, str(tmp_path / "here"), steps, here)
