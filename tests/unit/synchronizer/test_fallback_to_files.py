@@ -239,7 +239,7 @@ def test_without_time_it_is_tried_once_without_a_request(
     publisher, published = hold_two(storage, lineage)
     served = engine.weights
     machines("engine's")
-    with pytest.raises(StorageError, match=r"weights of version 2 did not come from those who hold them: .*no process"):
+    with pytest.raises(StorageError, match=r"weights of version 2 could not be fetched from memory: .*no process"):
         engine.fetch(storage, published, 0.0)
     assert read_requested_whole(storage) == 0
     assert engine.weights == served and engine.alive()
