@@ -1,5 +1,5 @@
-"""Promises of the checks before a start: each mistake in data, model or storage is reported before a run starts, those of
-the data together. Two commands on one run are rejected if the storage has no conditional writes.
+"""Promises of the checks before a start: each mistake in data, model or storage is reported before a run starts, and
+those of the data together. Two commands on one run are rejected if the storage has no conditional writes.
 """
 
 from __future__ import annotations
