@@ -92,7 +92,7 @@ class LazyGroup(TyperGroup):
             one = typer.Typer(add_completion=False, rich_markup_mode=None)
             one.command(name)(callback)
             command = typer.main.get_command(one)
-        command.name = name
+        command.name, command.short_help = name, self.table[name][1]
         return command
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
