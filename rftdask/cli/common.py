@@ -29,20 +29,16 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file, such as trainer.total_steps=20"),
 ]
-Gpus = Annotated[
-    int | None, typer.Option(min=0, help="Number of GPUs per machine to plan for (may differ from this machine)")
-]
+Gpus = Annotated[int | None, typer.Option(min=0, help="GPUs per machine to plan for (may differ from this machine)")]
 Nodes = Annotated[int | None, typer.Option(min=1, help="Number of machines, each with --gpus GPUs")]
 Gpu = Annotated[str, typer.Option(help='GPU model or memory size, for example "H100 80GB", "RTX 4090" or 48GB')]
-Origin = Annotated[
-    str, typer.Option("--from", metavar="SYSTEM", help="System of the file: trinity (Trinity-RFT and its defaults)")
-]
+Origin = Annotated[str, typer.Option("--from", metavar="SYSTEM", help="System of the file: trinity (Trinity-RFT)")]
 AcceptChanges = Annotated[
-    bool, typer.Option("--accept-changes", help="Continue with a changed reward, workflow, taskset or model")
+    bool, typer.Option("--accept-changes", help="Accept a changed reward, workflow, taskset or model")
 ]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder or URL of a run")]
 RunOrCheckpoint = Annotated[
-    str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Folder or URL of a run or a checkpoint")
+    str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Folder or URL of a run or checkpoint")
 ]
 Step = Annotated[int | None, typer.Option(help="Checkpoint step (default: latest)")]
 Progress = Annotated[str, typer.Option(help="Progress display: auto, terminal, plain or none")]

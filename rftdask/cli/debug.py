@@ -44,16 +44,12 @@ def debug(
     config: ConfigFile,
     overrides: Overrides = None,
     task: Annotated[int, typer.Option(min=0, help="Row of the taskset")] = 0,
-    taskset: Annotated[
-        str, typer.Option(metavar="NAME", help="Taskset to take the row from (default: the first)")
-    ] = "",
+    taskset: Annotated[str, typer.Option(metavar="NAME", help="Taskset with the row (default: the first)")] = "",
     rollouts: Annotated[int, typer.Option(min=1, help="Number of concurrent rollouts of the task")] = 1,
-    folder: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Folder to save the rollouts in, for `rftdask view`")
-    ] = "",
+    folder: Annotated[str, typer.Option(metavar="FOLDER", help="Folder for the rollouts, for `rftdask view`")] = "",
     once: Annotated[bool, typer.Option("--once", help="End after the first round")] = False,
     html: Annotated[str, typer.Option(metavar="FILE", help="HTML page to write with all conversations")] = "",
-    profile: Annotated[str, typer.Option(metavar="FILE", help="File for the Python profile of the latest round")] = "",
+    profile: Annotated[str, typer.Option(metavar="FILE", help="File for the profile of the latest round")] = "",
     origin: Origin = "",
 ) -> None:
     """Roll out one task repeatedly while you edit its code.

@@ -16,7 +16,7 @@ from rftdask.processes.dask_task import workers_of
 def logs(
     run: Run,
     role: Annotated[
-        str, typer.Argument(help="Role: controller, driver, trainer, explorer or engine (default: all)")
+        str, typer.Argument(help="Role: controller, driver, trainer, explorer, engine (default: all)")
     ] = "",
     lines: Annotated[int, typer.Option("-n", "--lines", min=1, help="Number of lines per log")] = 20,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Print new lines as they come, until Ctrl-C")] = False,

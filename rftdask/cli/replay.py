@@ -50,7 +50,7 @@ _MAX_REASON_CHARS = 200
 def replay(
     run: Run,
     step: Annotated[
-        int, typer.Option("--from", metavar="STEP", help="Checkpoint step to start from (0: the initial model)")
+        int, typer.Option("--from", metavar="STEP", help="Checkpoint step to start from (0: initial model)")
     ],
     overrides: Annotated[
         list[str] | None,

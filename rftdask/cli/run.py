@@ -35,9 +35,7 @@ def run(
     config: ConfigFile,
     overrides: Overrides = None,
     progress: Progress = "auto",
-    patience: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for another process that works on the run")
-    ] = 0,
+    patience: Annotated[float, typer.Option(min=0, help="Seconds to wait for another owner of the run")] = 0,
     exit_with_parent: Annotated[
         bool, typer.Option("--exit-with-parent", help="End as on SIGTERM when the parent process dies")
     ] = False,

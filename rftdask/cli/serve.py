@@ -39,9 +39,7 @@ def view(
 
 
 def studio(
-    folder: Annotated[
-        str, typer.Argument(metavar="[FOLDER]", help="Folder or URL that contains runs, or a run")
-    ] = "runs",
+    folder: Annotated[str, typer.Argument(metavar="[FOLDER]", help="Folder or URL of runs or of one run")] = "runs",
     port: Port = 0,
     browser: OpenBrowser = True,
     read_only: Annotated[bool, typer.Option("--read-only", help="Show only: write, start and stop nothing")] = False,
@@ -57,15 +55,11 @@ def serve(
     config: Annotated[str, typer.Argument(metavar="CONFIG|RUN", help="YAML file, or folder or URL of a run")],
     overrides: Overrides = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on (default: explorer.listen_address)")] = None,
-    port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port to listen on (default: explorer.proxy_port)")
-    ] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port (default: explorer.proxy_port)")] = None,
     max_concurrent: Annotated[
         int | None, typer.Option(min=1, help="Number of concurrent requests (default: as engine memory allows)")
     ] = None,
-    group_age: Annotated[
-        float, typer.Option(min=0, help="Seconds that a session waits for other sessions of its task")
-    ] = 600,
+    group_age: Annotated[float, typer.Option(min=0, help="Seconds to wait for other sessions of a task")] = 600,
     tls_cert: Annotated[str, typer.Option(help="Certificate chain (PEM) for HTTPS; needs --tls-key")] = "",
     tls_key: Annotated[str, typer.Option(help="Private key (PEM) of the certificate")] = "",
 ) -> None:

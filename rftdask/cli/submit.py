@@ -76,9 +76,7 @@ def submit(
         bool,
         typer.Option("--single-allocation", help="Put all roles in one job, for sites where jobs cannot submit jobs"),
     ] = False,
-    offline: Annotated[
-        bool, typer.Option("--offline", help="Alternate exploration and training, as a chain of jobs")
-    ] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Alternate explore and train jobs, in a chain")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Number of rounds of --offline")] = 1,
     explore_jobs: Annotated[int, typer.Option(min=1, help="Tasks of each explore array of --offline")] = 1,
     print_templates: Annotated[

@@ -33,9 +33,7 @@ def validate(
     nodes: Nodes = None,
     gpu: Gpu = "",
     origin: Origin = "",
-    diff: Annotated[
-        bool, typer.Option("--diff", help="Print the keys that are read differently from the file")
-    ] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Print the keys that are read differently")] = False,
 ) -> None:
     """Check a configuration, and print it with its plan.
 

@@ -19,7 +19,7 @@ def crashtest(
     kills: Annotated[int, typer.Option(min=1, help="Number of processes to kill at random moments")] = 100,
     seed: Annotated[int, typer.Option(help="Random seed")] = 1,
     only: Annotated[
-        str, typer.Option(metavar="PART,...", help="Parts to run: stops kills power rivals damage protections")
+        str, typer.Option(metavar="PART,...", help="Parts: stops kills power rivals damage protections")
     ] = "",
     every: Annotated[int, typer.Option(min=1, help="Test only every n-th place")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,

@@ -51,9 +51,7 @@ def examples(context: typer.Context) -> None:
 
 
 def copy(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Listed name or a part of it (ppo_critic), or a folder (agents)")
-    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name or part of it (ppo_critic), or folder (agents)")],
     to: Annotated[str, typer.Argument(metavar="[FOLDER]", help="Output folder")] = ".",
 ) -> None:
     """Copy a bundled file or folder, to change and run it.

@@ -58,11 +58,9 @@ def data_refine(
     out: Annotated[str, typer.Argument(metavar="FOLDER", help="Output folder, new or of this command to continue it")],
     where: Annotated[str, typer.Option(help="SQL condition over the columns; keeps the rows that satisfy it")] = "",
     juicer: Annotated[
-        str, typer.Option(help="Filters and mappers of Data-Juicer: a recipe (YAML) or JSON [{name: {...}}]")
+        str, typer.Option(help="Data-Juicer filters and mappers: recipe (YAML) or JSON [{name: {...}}]")
     ] = "",
-    unique: Annotated[
-        list[str] | None, typer.Option(help="Column whose text must be unique, ignoring case and whitespace")
-    ] = None,
+    unique: Annotated[list[str] | None, typer.Option(help="Column with unique text, ignoring case and space")] = None,
     score: Annotated[str, typer.Option(help="Dotted path of a function (row) -> number, or {name: number}")] = "",
     top: Annotated[int, typer.Option(min=0, help="Number of rows to keep, with the highest --score (0: all)")] = 0,
     workers: Annotated[int, typer.Option(min=1, help="Number of processes on this machine")] = 2,

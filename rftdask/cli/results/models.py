@@ -21,9 +21,7 @@ def convert(
     out: Annotated[str, typer.Argument(metavar="OUT", help="Output folder")],
     step: Step = None,
     merge_lora: MergeLora = True,
-    to: Annotated[
-        str, typer.Option("--to", metavar="FORMAT", help="Output format: hf (gguf prints how to convert)")
-    ] = "hf",
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="Output format: hf (gguf: instructions)")] = "hf",
 ) -> None:
     """Write a checkpoint as a Hugging Face folder.
 
