@@ -1,10 +1,6 @@
 """External engine: a model behind an OpenAI-compatible API, which is evaluated and never trained.
 
-<<<<<<< HEAD
-It takes and gives text, so it has no process here and no `Engine`; see `rollouts/policy/remote_model.py`.
-=======
-It works on text, so there is no engine process and no `Engine`; `rollouts/policy/remote.py` calls the service.
->>>>>>> main
+It works on text, so there is no engine process and no `Engine`; `rollouts/policy/remote_model.py` calls the service.
 """
 
 from __future__ import annotations

@@ -317,5 +317,5 @@ def test_mode_serve_is_served_by_run_and_needs_no_tasks(tmp_path: Path) -> None:
         assert Served(run).ask("s", "hi")["role"] == "assistant"
         run.process.terminate()
         assert run.process.wait(60) == 0
-    with pytest.raises(UserError, match="mode serve has no end"):
+    with pytest.raises(UserError, match="mode serve never ends"):
         Experiment.from_yaml(config).run()

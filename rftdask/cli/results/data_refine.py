@@ -19,16 +19,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import typer
 
 from rftdask import __version__
+from rftdask.cli.common import say
 from rftdask.config.plugins import find_part
 from rftdask.data.juicer.base import OperatorResult, Pipeline, as_list, read_operators, read_recipe
+from rftdask.data.juicer.environment import set_up
 from rftdask.data.juicer.session import check_juicer, open_juicer
 from rftdask.data.task_pipeline import NUM_EXAMPLES, SOURCE
 from rftdask.errors import DataError, NotFoundError, UserError
@@ -43,6 +46,40 @@ _SCORED = "scored"
 _DROPPED = b"rftdask.gone"
 """Metadata of a scored part: how many rows --where and each operator of Data-Juicer dropped, and the first of them."""
 _CONNECT_S = 60.0
+
+
+def data_refine(
+    path: Annotated[str, typer.Argument(metavar="DATASET", help="Input .jsonl or .parquet: a file, glob or folder")],
+    out: Annotated[str, typer.Argument(metavar="FOLDER", help="Output folder, new or of this command to continue it")],
+    where: Annotated[str, typer.Option(help="SQL condition over the columns; keeps the rows that satisfy it")] = "",
+    juicer: Annotated[
+        str, typer.Option(help="Data-Juicer filters and mappers: recipe (YAML) or JSON [{name: {...}}]")
+    ] = "",
+    unique: Annotated[list[str] | None, typer.Option(help="Column with unique text, ignoring case and space")] = None,
+    score: Annotated[str, typer.Option(help="Dotted path of a function (row) -> number, or {name: number}")] = "",
+    top: Annotated[int, typer.Option(min=0, help="Number of rows to keep, with the highest --score (0: all)")] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="Number of processes on this machine")] = 2,
+    scheduler: Annotated[str, typer.Option(metavar="ADDRESS", help="Dask scheduler whose workers to use instead")] = "",
+) -> None:
+    """Filter, deduplicate and score a dataset.
+
+    Dask workers do it in parts. It prints how many rows were dropped, and why.
+    """
+    steps = Steps(where, juicer, tuple(unique or ()), score, top)
+    with on_workers(workers, scheduler) as submit:
+        say(refine(path, out, steps, submit).render())
+
+
+def data_setup(
+    extra: Annotated[
+        list[str] | None, typer.Option("--with", metavar="PACKAGE", help="Additional package: torch, ftfy, ...")
+    ] = None,
+) -> None:
+    """Create the environment of Data-Juicer, once.
+
+    task_pipeline, the operator data_juicer and `rftdask data refine` use it.
+    """
+    say(set_up(extra or ()))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Promises of `rftdask skip`: a batch that cannot be trained is left out by one command, which the errors of such a run
-name; the run that goes on is the same one, killed or not, and the rows of that batch count as skipped everywhere.
+"""Promises of `rftdask skip`: one command, named in the errors of such a run, skips a batch that cannot be trained. The
+run then continues with the same bits, also after kills, and all reports count the rows of the batch as skipped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.batches.source import DatasetSource
-from rftdask.cli.skip import skip
+from rftdask.cli.replay import skip_step
 from rftdask.config import load_config
 from rftdask.errors import DamagedError, FencedError, StorageError, UserError
 from rftdask.reports.lineage.tables import RunTables
@@ -70,10 +70,10 @@ def finish(storage: Storage) -> bytes:
     return data
 
 
-def test_the_run_goes_on_without_the_batch_and_its_rows_count_as_skipped(storage: Storage) -> None:
+def test_the_run_continues_and_counts_skipped_rows(storage: Storage) -> None:
     ended = call_cli("skip", storage.url, str(BAD), "--because", f"  {WHY}\n")
     assert (ended.code, ended.err) == (0, ""), ended
-    assert ended.out == f"step {BAD} is skipped, with 2 rows; the command that ran it goes on\n"
+    assert ended.out == f"skipped step {BAD} with 2 rows; run the same command again to continue the run\n"
     finish(storage)
     move_pointer(storage, CHECKPOINT_POINTER, STEPS)
     reason = f"skipped: {WHY}"
@@ -87,8 +87,8 @@ def test_the_run_goes_on_without_the_batch_and_its_rows_count_as_skipped(storage
     assert f"step {BAD} was skipped: {WHY}" in storage.get("report.html").decode()
 
 
-def test_killed_at_any_write_and_replayed_it_ends_with_the_same_bits(storage: Storage, tmp_path: Path) -> None:
-    skip(storage.url, BAD, WHY)
+def test_kills_and_replays_after_a_skip_give_the_same_bits(storage: Storage, tmp_path: Path) -> None:
+    skip_step(storage.url, BAD, WHY)
     skipped = tmp_path / "skipped"
     shutil.copytree(storage.url, skipped)
     whole = finish(storage)
@@ -100,7 +100,7 @@ def test_killed_at_any_write_and_replayed_it_ends_with_the_same_bits(storage: St
         assert finish(open_storage(folder)) == whole, kill_at
     else:
         pytest.fail("there are not so many writes")
-    for step in checkpoint_steps(storage):  # again from the start, by the ledger alone
+    for step in checkpoint_steps(storage):  # again from the start, from the ledger only
         storage.remove(f"global_step_{step}")
     storage.remove("weights")
     assert finish(storage) == whole
@@ -122,11 +122,11 @@ def is_killed_at(storage: Storage, kill_at: int) -> bool:
     return False
 
 
-def test_weights_that_have_trained_the_step_do_not_outlive_it(storage: Storage) -> None:
+def test_a_skip_removes_weights_trained_on_the_step(storage: Storage) -> None:
     """A later version was published before its checkpoint; it would stay as it is when it is made again."""
-    skip(storage.url, 5, WHY)
+    skip_step(storage.url, 5, WHY)
     assert published_versions(storage) == [1, 2, 3, 4]
-    skip(storage.url, BAD, WHY)
+    skip_step(storage.url, BAD, WHY)
     assert finish(storage) != b""
     audit = open_stages(storage.url)[0].audit
     assert audit is not None and (audit.trained, audit.dropped) == (10, {f"skipped: {WHY}": 4})
@@ -134,7 +134,7 @@ def test_weights_that_have_trained_the_step_do_not_outlive_it(storage: Storage) 
 
 
 @pytest.mark.parametrize("is_removed", [True, False])
-def test_a_batch_whose_shard_is_gone_or_damaged_is_left_out(storage: Storage, is_removed: bool) -> None:
+def test_a_batch_with_a_lost_or_damaged_shard_is_skipped(storage: Storage, is_removed: bool) -> None:
     entry = Ledger(storage).read(BAD)
     assert entry is not None
     name = entry.use[0].source
@@ -147,7 +147,7 @@ def test_a_batch_whose_shard_is_gone_or_damaged_is_left_out(storage: Storage, is
         make_trainer(storage).run()
     assert isinstance(caught.value, DamagedError) or is_removed
     assert f"rftdask skip {storage.url} {BAD}" in caught.value.__notes__[0]
-    skip(storage.url, BAD, WHY)
+    skip_step(storage.url, BAD, WHY)
     finish(storage)
     move_pointer(storage, CHECKPOINT_POINTER, STEPS)
     counts = {"committed": 14, "trained": 12, "waiting": 0, f"skipped: {WHY}": 2}
@@ -157,46 +157,46 @@ def test_a_batch_whose_shard_is_gone_or_damaged_is_left_out(storage: Storage, is
     assert [s["reason"] for s in states if s["state"] != "trained"] == [f"skipped: {WHY}"] * 2
 
 
-def test_nonsense_is_refused_and_changes_nothing(storage: Storage, tmp_path: Path) -> None:
+def test_invalid_skips_change_nothing(storage: Storage, tmp_path: Path) -> None:
     def refuse(step: int, words: str, because: str = WHY, kind: type[Exception] = UserError) -> None:
         with pytest.raises(kind, match=words):
-            skip(storage.url, step, because)
+            skip_step(storage.url, step, because)
         assert Ledger(storage).skips == {}
 
-    refuse(4, "step 4 is trained: .*global_step_4 has it")
-    refuse(1, "step 1 is trained")
-    refuse(BAD + 1, f"has no batch of step {BAD + 1}: its ledger goes to {BAD}")
-    refuse(BAD, "say why", because=" \n")
-    refuse(BAD, "say why", because="\x1b[2J")
-    refuse(BAD, "say why", because="x" * 300)
+    refuse(4, "step 4 is already trained: .*global_step_4 includes it")
+    refuse(1, "step 1 is already trained")
+    refuse(BAD + 1, f"has no batch of step {BAD + 1}; its ledger ends at step {BAD}")
+    refuse(BAD, "give a reason of 1 to 200", because=" \n")
+    refuse(BAD, "give a reason of 1 to 200", because="\x1b[2J")
+    refuse(BAD, "give a reason of 1 to 200", because="x" * 300)
     with Lease(storage, "trainer"):
         refuse(BAD, "is being worked on", kind=FencedError)
     storage.put("global_step_8/MANIFEST.json", b"torn")  # somebody may put it back
-    refuse(BAD, "global_step_8 has it, damaged or not")
+    refuse(BAD, "global_step_8 includes it, damaged or not")
     storage.remove("global_step_8")
-    skip(storage.url, BAD, WHY)
-    with pytest.raises(UserError, match=f"skipped already: {WHY}"):
-        skip(storage.url, BAD, "another reason")
+    skip_step(storage.url, BAD, WHY)
+    with pytest.raises(UserError, match=f"already skipped: {WHY}"):
+        skip_step(storage.url, BAD, "another reason")
     path = f"ledger/main/{BAD - 1:08d}.json"
     storage.put(path, storage.get(path)[:-9])
     with pytest.raises(DamagedError, match="is damaged"):
-        skip(storage.url, BAD - 1, WHY)
+        skip_step(storage.url, BAD - 1, WHY)
     stages = [{"stage_name": name} for name in "ab"]
     tree = {**TREE, "name": "staged", "checkpoint_root_dir": str(tmp_path), "stages": stages}
     staged = load_config(tree)
     record_run(open_storage(staged.checkpoint_job_dir), staged)
     with pytest.raises(UserError, match=r"has stages; skip a step of one of them: .*/<stage>, of a, b"):
-        skip(staged.checkpoint_job_dir, 1, WHY)
+        skip_step(staged.checkpoint_job_dir, 1, WHY)
 
 
-def test_a_record_that_is_damaged_is_told_and_the_rest_of_the_status_too(storage: Storage) -> None:
-    skip(storage.url, BAD, WHY)
+def test_status_reports_a_damaged_skip_and_the_rest(storage: Storage) -> None:
+    skip_step(storage.url, BAD, WHY)
     storage.put(f"ledger/main/skipped/{BAD:08d}.json", b"{")
     (status,) = read_status(storage.url)
     assert status.step == BAD and f"skipped/{BAD:08d}.json is damaged" in status.problems[0]
 
 
-def test_of_a_dataset_the_step_trains_nothing(tmp_path: Path) -> None:
+def test_a_skipped_dataset_step_trains_nothing(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     ledger = Ledger(storage)
 

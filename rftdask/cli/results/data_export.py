@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import typer
 
 from rftdask.buffer.log.schema import Status
+from rftdask.cli.common import Run, say
 from rftdask.config import Config
 from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import Tokenizer, load_tokenizer
@@ -40,6 +42,27 @@ select e.*, last.state as state, last.step as step from experiences e left join 
 where coalesce(last.reason, '') <> 'repeat' and ({where}) order by e.stage, e.explore_step, e.uid
 """
 _Rows = list[dict[str, Any]]
+
+
+def data_export(
+    run: Run,
+    path: Annotated[str, typer.Argument(metavar="FILE", help="Output file: .jsonl or .parquet")],
+    kind: Annotated[
+        str, typer.Option("--as", help="Kind of rows: sft, dpo (best and worst of a group) or tasks (with scores)")
+    ] = "sft",
+    where: Annotated[str, typer.Option(help="SQL condition over the experiences, such as reward >= 1")] = "",
+) -> None:
+    """Write the experiences of a run as a dataset.
+
+    The dataset is for offline training. Each row names the experience it comes from.
+    """
+    if kind not in USE:
+        raise UserError(f"--as {kind!r}: unknown kind; use one of {', '.join(USE)}")
+    num_rows, dropped = export(run, path, kind, where)  # type: ignore[arg-type]
+    say(f"{num_rows:,} rows in {path}")
+    for reason, count in dropped.items():
+        say(f"  left out: {count:,} {reason}")
+    say(f"in a configuration: {{path: {path}, {USE[kind]}}}")
 
 
 def export(run: str, path: str, kind: Kind, where: str = "") -> tuple[int, Counter[str]]:

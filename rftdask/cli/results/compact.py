@@ -1,8 +1,8 @@
-"""Compact: the settled shards of a run that nobody works on, merged into few large files.
+"""`rftdask compact`: merges the settled shards of an idle run into few large files.
 
-What is settled is what the ledger has trained or dropped up to its end. Checkpoints do not matter here: a run that is
-continued from any of them, or replayed, reads what it needs from the large files.
-Invariant: nobody else works on the run meanwhile, and the audit is what it was before.
+Experiences are settled once the ledger has trained or dropped them. Checkpoints do not matter: a run that continues
+from any of them, or a replay, reads its experiences from the large files.
+Invariant: no other process works on the run meanwhile, and the audit stays the same.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.lineage import read_parent
 from rftdask.buffer.batches.selection import Cursor
 from rftdask.buffer.log.compaction import Compaction
+from rftdask.cli.common import Run, say
 from rftdask.errors import DamagedError, UserError
 from rftdask.reports.run_reader import StageReader, open_stages
 from rftdask.run.lease import Lease
@@ -23,19 +24,28 @@ from rftdask.storage import open_storage
 _ROLES = ("trainer", "explorer")
 
 
+def compact(run: Run) -> None:
+    """Merge the small shards of a run into large files.
+
+    No other process may work on the run. Every experience stays.
+    """
+    for stage in compact_run(run):
+        say(stage.render())
+
+
 @dataclass(frozen=True)
 class CompactedStage:
-    """Shards of one stage that were merged, and the audit that did not change."""
+    """Result of compacting one stage."""
 
     folder: str
     done: Compaction
     num_loose: int
-    """Shards that stay as they are: not settled, or alone in their bucket."""
+    """Number of shards that stay: not settled, or the only one in their bucket."""
     audit: Audit
-    """The same before and after."""
+    """Audit, equal before and after."""
 
     def render(self) -> str:
-        """Some lines for a terminal."""
+        """Return lines for a terminal."""
         done, audit = self.done, self.audit
         dropped = "".join(f", {count:,} {reason}" for reason, count in sorted(audit.dropped.items()))
         merged = (
@@ -55,26 +65,28 @@ class CompactedStage:
 def compact_run(url: str) -> list[CompactedStage]:
     """Compact every stage of the run at `url` that explored.
 
-    Raises: DataError: it is no run folder; UserError: its log cannot be compacted; FencedError: somebody works on it;
-        DamagedError: the audit is another than before.
+    Raises: DataError: `url` is not a run folder; UserError: its log cannot be compacted; FencedError: another process
+        works on the run; DamagedError: the audit has changed.
     """
     storage = open_storage(url)
     if read_parent(storage) is not None:
-        raise UserError(f"{storage.url} has no experiences of its own; compact the run that it is in")
-    # All refusals before the first stage is touched.
+        raise UserError(f"{storage.url} has no experiences of its own; compact the run that contains it")
+    # Reject everything that cannot be compacted before changing the first stage.
     stages = [s for s in open_stages(url) if s.has_begun and s.config.algorithm.schema_type == "experience"]
     if not stages:
-        raise UserError(f"{storage.url} has no experiences of its own: it trained from a dataset")
+        raise UserError(f"{storage.url} has no experiences to compact: it trained from a dataset")
     for stage in stages:
         kind = stage.config.buffer.trainer_input.experience_buffer.storage_type
         if kind != "queue":
-            raise UserError(f"{stage.storage.url}: storage_type {kind} has no Parquet shards, which compact merges")
+            raise UserError(
+                f"{stage.storage.url}: storage_type {kind} has no Parquet shards to merge; use storage_type queue"
+            )
     return [_compact_stage(stage) for stage in stages]
 
 
 def settled_before(ledger: Ledger, tasks_per_step: int) -> int:
-    """The first explore step of which the ledger has not settled everything."""
-    # Folded from the ledger, as a trainer's is: nothing else says what is settled.
+    """Return the first explore step that the ledger has not settled completely."""
+    # Computed from the ledger as in a trainer; nothing else records what is settled.
     cursor = Cursor()
     for step in range(1, ledger.last_of_run(1) + 1):
         entry = ledger.read(step)
@@ -85,16 +97,16 @@ def settled_before(ledger: Ledger, tasks_per_step: int) -> int:
 def _compact_stage(stage: StageReader) -> CompactedStage:
     storage, config = stage.storage, stage.config
     with ExitStack() as leases:
-        # Both leases before the audit is read, so that it cannot change meanwhile.
+        # Both leases precede the audit, so that it cannot change meanwhile.
         for role in _ROLES:
             leases.enter_context(Lease(storage, role))
         before = stage.audit
         end = settled_before(Ledger(storage), config.buffer.batch_size)
         done = stage.log.compact([name for name in stage.log.loose_shards(0) if name.explore_step < end])
-        compacted = StageReader(config, storage)  # which remembers nothing of before
+        compacted = StageReader(config, storage)  # a new reader, without cached values
         after = compacted.audit
         assert before is not None and after is not None
-        # The promise, looked at before it is told: no row was lost or counted twice.
+        # No row was lost or counted twice.
         if after != before:
-            raise DamagedError(f"{storage.url}: the audit was {before} and is {after} after compaction")
+            raise DamagedError(f"{storage.url}: compaction changed the audit from {before} to {after}")
         return CompactedStage(storage.url, done, len(compacted.log.loose_shards(0)), after)

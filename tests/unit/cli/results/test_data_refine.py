@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rftdask.cli import data_refine as module
-from rftdask.cli.data_refine import REPORT, Refined, Steps, on_workers, read_parts, refine
+from rftdask.cli.results import data_refine as module
+from rftdask.cli.results.data_refine import REPORT, Refined, Steps, on_workers, read_parts, refine
 from rftdask.data.datasets import open_dataset
 from rftdask.data.juicer.environment import PLACE
 from rftdask.errors import DataError, UserError

@@ -11,7 +11,7 @@ import pytest
 
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Status
-from rftdask.cli.data_export import export
+from rftdask.cli.results.data_export import export
 from rftdask.errors import DataError, UserError
 from tests.unit.reports.lineage.lineage_cases import Case, conversation, make_config, make_run
 
