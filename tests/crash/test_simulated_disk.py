@@ -42,7 +42,7 @@ def cut_before(call: str, disk: SimulatedDisk) -> SimulatedDisk:
     return disk
 
 
-def test_what_a_put_has_confirmed_survives_a_power_loss() -> None:
+def test_a_confirmed_put_survives_a_power_loss() -> None:
     disk = SimulatedDisk()
     LocalStorage("/run", disk).put("a/b", DATA)
     assert LocalStorage("/run", disk).put_new("a/c", DATA)

@@ -116,7 +116,7 @@ def test_a_game_that_does_not_exist_is_one_message(config: Path) -> None:
     assert text.startswith("error: 1 problem:"), text
 
 
-def test_validate_tries_them_too_if_asked(config: Path) -> None:
+def test_validate_with_data_runs_custom_functions(config: Path) -> None:
     settings = own(config, "default_reward_fn_type", "def scored(response, truth, task):\n    return None")
     assert call_cli("validate", str(config), *settings).code == 0
     ended = call_cli("validate", str(config), *settings, "--data")
@@ -133,7 +133,7 @@ def test_validate_tries_them_too_if_asked(config: Path) -> None:
     ],
     ids=["raises", "nan", "dies"],
 )
-def test_what_may_be_the_answers_fault_is_a_warning(
+def test_a_failure_that_the_answer_may_cause_is_a_warning(
     config: Path, source: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_inputs([load_config(config, own(config, "default_reward_fn_type", source))])

@@ -176,7 +176,7 @@ def is_run_here(page: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_says_what_it_is(page: str) -> None:
+def test_every_code_block_names_its_language(page: str) -> None:
     kinds = {block.language for block in blocks(PAGES[page])}
     assert kinds <= {"bash", "python", "yaml", "json", "sql", "jinja", *NO_CODE}, page
     # One that is told by four spaces says nothing.
@@ -184,7 +184,7 @@ def test_every_block_says_what_it_is(page: str) -> None:
     assert re.findall(r"^(?!.*^ *(?:[-*]|\d+\.) )\n    \S.*", fenced) == []
 
 
-def test_the_table_names_what_is_there() -> None:
+def test_the_table_of_unrun_examples_matches_the_pages() -> None:
     assert ELSEWHERE.keys() <= PAGES.keys()
     for page, places in ELSEWHERE.items():
         shown = [block for block in blocks(PAGES[page]) if block.language not in NO_CODE]

@@ -152,7 +152,7 @@ def test_a_command_that_is_none_is_seen() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_shows_of_a_configuration_keeps_to_the_schema(page: Path) -> None:
+def test_configurations_on_pages_match_the_schema(page: Path) -> None:
     for kind, text in re.findall(r"^```(\w+)[^\n]*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         if kind == "yaml" and set(tree := yaml.safe_load(text)) <= Config.model_fields.keys():
             SCHEMA.validate(tree)

@@ -16,7 +16,7 @@ def test_the_bound_grows_with_the_size_and_the_rounding(dtype: torch.dtype, size
         assert_close((values + 10 * eps * size).to(dtype), values.to(dtype), roundings=8)
 
 
-def test_other_shapes_nan_and_wrong_logprobs_are_no_rounding() -> None:
+def test_other_shapes_nan_and_wrong_logprobs_are_not_rounding() -> None:
     for wrong in ([1.0], [1.0, float("nan")]):
         with pytest.raises(AssertionError):
             assert_close(wrong, [1.0, 2.0])

@@ -224,7 +224,7 @@ def test_an_import_within_a_layer_is_found(tmp_path):
     assert layer_problems(graph) == ["rftdask.rollouts.loop imports rftdask.trainer.loop, which is in no lower layer"]
 
 
-def test_an_import_of_the_package_itself_is_found_unless_it_is_the_version(tmp_path):
+def test_importing_the_top_package_is_only_allowed_for_version(tmp_path):
     graph = invent(
         tmp_path, buffer__log="from rftdask import Experiment", buffer__shard="from rftdask import __version__"
     )
@@ -246,7 +246,7 @@ def test_a_cycle_is_found_through_late_and_relative_imports(tmp_path):
     assert find_cycle(graph) == cycle
 
 
-def test_a_package_that_offers_its_modules_is_no_cycle(tmp_path):
+def test_a_package_that_reexports_its_modules_is_not_a_cycle(tmp_path):
     graph = invent(tmp_path, buffer__log="", buffer__shard="from rftdask.buffer import log")
     (tmp_path / "rftdask/buffer/__init__.py").write_text("from rftdask.buffer.shard import Shard\nfrom .log import Log")
     assert find_cycle(graph) == []
@@ -278,7 +278,7 @@ def test_every_test_file_has_a_name_of_its_own():
         ("rftdask.cluster.local", "torch transformers distributed pandas"),
     ],
 )
-def test_what_comes_first_imports_nothing_heavy(module, heavy):
+def test_early_imports_load_no_heavy_packages(module, heavy):
     code = f"import sys, {module}; print(*sorted({set(heavy.split())!r} & sys.modules.keys()))"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
@@ -320,7 +320,7 @@ def full_folders(package: Path) -> list[str]:
     return problems
 
 
-def test_every_folder_says_what_it_holds_and_can_be_overlooked():
+def test_every_folder_has_a_docstring_and_few_files():
     assert folder_problems(ROOT / "rftdask") == []
     # The folder of unit tests has those of the package's top.
     assert [problem for problem in full_folders(ROOT / "tests") if not problem.startswith("unit/ ")] == []
@@ -361,7 +361,7 @@ def read_pins() -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in pins.items()}
 
 
-def test_what_the_package_imports_is_declared():
+def test_imported_packages_are_declared_dependencies():
     declared = {canonicalize_name(wanted.name) for wanted in [*CORE, *(w for extra in EXTRAS.values() for w in extra)]}
     distributions = packages_distributions()
     undeclared = {}
@@ -401,7 +401,7 @@ def test_the_conda_environments_are_the_constrained_set(file, extras):
     assert set(extras.split(",")) <= EXTRAS.keys()
 
 
-def test_an_installation_without_extras_is_light_and_pins_nothing():
+def test_base_dependencies_are_light_and_unpinned():
     assert {wanted.name for wanted in CORE} & {"torch", "transformers", "datasets", "tensorboard"} == set()
     assert [str(wanted) for wanted in CORE if "==" in str(wanted)] == []
     exact = {wanted.name for name in ("gpu", "gpu-cu12") for wanted in EXTRAS[name] if "==" in str(wanted)}

@@ -25,12 +25,12 @@ def functions_of(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(("name", "path"), LINKS)
-def test_a_link_leads_to_a_function_that_is_there(name: str, path: str) -> None:
+def test_every_link_leads_to_an_existing_function(name: str, path: str) -> None:
     assert name in functions_of(ROOT / path)
 
 
 @pytest.mark.parametrize("title", ["From the command to the ranks", "From a rank to the loss"])
-def test_a_way_in_the_tour_is_at_most_six_calls_with_the_loss_itself(title: str) -> None:
+def test_a_path_in_the_tour_has_at_most_six_calls(title: str) -> None:
     section = TOUR.split(f"## {title}")[1].split("\n## ")[0]
     calls = re.findall(r"^\| \[`", section, flags=re.M)
     assert 0 < len(calls) + ("loss" in title) <= 6

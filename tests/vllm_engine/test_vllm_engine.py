@@ -74,7 +74,7 @@ UNSPLIT = "of an image that Idefics3 does not split it counts no part, and fails
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1000)]
 
 
-def test_vllm_has_what_a_shared_gpu_takes() -> None:
+def test_vllm_has_the_arguments_for_a_shared_gpu() -> None:
     # A CPU has no sleep mode; the test records the calls that the engine would make.
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -188,13 +188,13 @@ class TestContract:
     test_nothing = EngineContract.test_no_requests_no_generations
     test_order = EngineContract.test_one_generation_per_request_in_order
     test_logprobs = EngineContract.test_one_logprob_per_token_and_none_above_zero
-    test_scores = EngineContract.test_logprobs_of_given_tokens_equal_those_of_sampling
+    test_scores = EngineContract.test_logprobs_of_prompt_tokens_equal_those_of_sampling
     test_max_tokens = EngineContract.test_no_response_exceeds_its_max_tokens
     test_length = EngineContract.test_a_truncated_response_has_finish_reason_length
     test_other_seeds = EngineContract.test_another_seed_gives_other_tokens
     test_neighbors = EngineContract.test_tokens_do_not_depend_on_the_seeds_of_neighbors
     test_seeds = EngineContract.test_the_largest_and_negative_seeds_are_seeds
-    test_later = EngineContract.test_later_requests_get_the_same_tokens_as_alone
+    test_later = EngineContract.test_later_requests_get_the_same_tokens_as_without_a_batch
     test_unwanted = EngineContract.test_a_cancelled_request_delays_nothing
     test_unknown = EngineContract.test_dropping_an_ended_or_unknown_request_has_no_effect
     test_streams = EngineContract.test_streamed_tokens_equal_those_of_the_result
@@ -332,7 +332,7 @@ def test_the_second_model_runner_also_tempers_logprobs(monkeypatch: pytest.Monke
     assert tempered.tolist() == [[2.0, 6.0]], "the next step has a mask of its own, or none"
 
 
-def test_seeds_are_what_both_model_runners_take() -> None:
+def test_seeds_are_valid_for_both_model_runners() -> None:
     seeds = [_mixed(seed) for seed in (0, 1, -1, 2**63 - 1, -(2**63), 1 << 32)]
     assert all(np.int64(seed) == seed >= 0 for seed in seeds)
     assert len({seed % 2**32 for seed in seeds}) == len(seeds)
@@ -625,7 +625,7 @@ def test_images_of_torchvision_models_match_the_trainer(tmp_path: Path, engine: 
 
 
 @needs_newer_transformers
-def test_a_run_with_images_trains_what_vllm_sampled(tmp_path: Path, engine: VllmEngine) -> None:
+def test_a_run_with_images_trains_on_vllm_samples(tmp_path: Path, engine: VllmEngine) -> None:
     skip_before("0.31", UNSPLIT)
     engine.close()
     save_idefics3(tmp_path / "model", seed=0)

@@ -229,7 +229,7 @@ def test_an_ending_job_is_distinguished_from_a_returning_one(tmp_path: Path) -> 
         slurm.cancel(jobs)
 
 
-def test_what_cannot_fit_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
+def test_an_impossible_request_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
     demo = Demo(tmp_path, ("explorer", "rollout_model", {"engine_type": "fake", "engine_num": 1000}))
     refused = call_cli("submit", str(demo.config))
     assert refused.code == 2 and re.search(r"1000 explorer x 1 = 1000 GPUs, and partition spot has", refused.err)
@@ -352,7 +352,7 @@ def test_a_trainer_on_two_nodes_is_one_job_over_two_controllers(tmp_path: Path, 
 
 
 @pytest.mark.long
-def test_two_runs_in_an_allocation_that_is_there_are_steps_of_it(tmp_path: Path) -> None:
+def test_two_runs_in_an_existing_allocation_are_its_steps(tmp_path: Path) -> None:
     demos = [Demo(tmp_path / name) for name in ("one", "two")]
     runs = " & ".join(f"{sys.executable} -m rftdask run {demo.config} --progress none" for demo in demos)
     shell(f"salloc --quiet --nodes=4 --gres=gpu:1 --cpus-per-task=4 --time=10 bash -c '{runs} & wait'", tmp_path)

@@ -29,7 +29,7 @@ def version(url: str) -> int:
         return int(json.loads(answer.read())["policy_version"])
 
 
-def test_a_served_policy_learns_what_it_is_rewarded_for(tmp_path: Path) -> None:
+def test_a_served_policy_learns_the_rewarded_behavior(tmp_path: Path) -> None:
     config = write_grpo_config(
         tmp_path,
         model={"max_prompt_tokens": 32},

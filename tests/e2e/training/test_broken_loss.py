@@ -51,7 +51,7 @@ def test_a_raising_loss_ends_the_run_with_traceback_and_advice(tmp_path: Path, m
     assert_sound(folder)
 
 
-def test_a_lack_of_memory_ends_the_run_with_what_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_ends_the_run_and_names_the_keys_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_grpo_config(tmp_path, algorithm={"policy_loss_fn": "tests.e2e.own_losses.GreedyLoss"})
     stacks = tmp_path / "stacks.jsonl"
     monkeypatch.setenv(STACKS, str(stacks))
@@ -81,7 +81,7 @@ def test_a_planned_gpu_that_torch_cannot_use_ends_the_run(tmp_path: Path) -> Non
     assert "is built without CUDA" in message and "hide the GPUs: CUDA_VISIBLE_DEVICES=" in message, ended
 
 
-def test_a_gpu_that_is_too_small_is_refused_or_warned_of(
+def test_a_gpu_that_is_too_small_is_refused_or_causes_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = write_grpo_config(tmp_path, trainer={"total_steps": 1})

@@ -351,7 +351,7 @@ def test_a_rank_that_resumes_holds_little_more_than_its_part(small: str, large: 
         assert sum(read for _, _, read in of_ranks) <= 2.02 * num_saved, way
 
 
-def test_a_rank_holds_what_it_would_hold_of_the_whole_model(tmp_path: Path) -> None:
+def test_a_rank_loads_its_exact_share_of_the_whole_model(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 18, "intermediate_size": 33, "num_layers": 2, "num_heads": 3}
     for name in ("tied", "untied", "experts", "pickles"):
         build_toy_model(tmp_path / name, **sizes)

@@ -80,7 +80,7 @@ def test_narrow_weights_and_moments_go_on_as_they_were_saved(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_step_as_one_and_save_what_one_loads(tmp_path: Path, name: str) -> None:
+def test_two_ranks_step_as_one_and_one_rank_loads_their_state(tmp_path: Path, name: str) -> None:
     model, saved = tmp_path / "model", tmp_path / "saved"
     build_toy_model(model, hidden_size=18, intermediate_size=33, num_layers=1, num_heads=3)
     loaded = load(run_ranks(2, tmp_path, train, str(model), name, str(saved))[0])

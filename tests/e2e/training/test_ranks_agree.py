@@ -377,7 +377,7 @@ def exchange(ranks: Ranks, files: dict[str, bytes]) -> list[dict[str, bytes]]:
 # ---- the promises
 
 
-def test_ranks_compute_what_one_rank_computes(model: str, tmp_path: Path) -> None:
+def test_several_ranks_compute_the_same_as_one_rank(model: str, tmp_path: Path) -> None:
     merged = {case: value for part in run_ranks(4, tmp_path, compare, model) for case, value in part.items()}
     assert len(merged) == len(ALGORITHMS) * len(STRATEGIES) * 2 * 3
     worst = dict(sorted(merged.items(), key=lambda item: -item[1])[:5])
@@ -416,6 +416,6 @@ def test_students_of_two_teachers_learn_the_same_on_ranks(model_of_four_heads: s
     assert max(differences.values()) <= TOLERANCE, differences
 
 
-def test_what_four_ranks_saved_any_number_loads(model: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_four_ranks_loads_on_any_number(model: str, tmp_path: Path) -> None:
     for found in run_ranks(4, tmp_path, save_and_load, model):
         assert found == {"single, 1 ranks": True, "ddp, 2 ranks": True, "fsdp2, 2 ranks": True, "fsdp2, 4 ranks": True}

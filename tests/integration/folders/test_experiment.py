@@ -82,7 +82,7 @@ def test_plot_and_report_show_the_run(experiment: Experiment) -> None:
     assert "http://" not in without and "https://" not in without, "self-contained"
 
 
-def test_an_opened_run_tells_the_same(experiment: Experiment) -> None:
+def test_an_opened_run_reports_the_same(experiment: Experiment) -> None:
     opened = Experiment.open(experiment.url)
     assert opened.url == experiment.url
     assert opened.metrics().equals(experiment.metrics())
@@ -114,7 +114,7 @@ def test_a_stopped_experiment_continues_to_its_end(tmp_path: Path) -> None:
     assert re.fullmatch(re.escape(experiment.url) + r"_\d{14}", beside.url)
 
 
-def test_validate_tells_the_plan_and_imports_nothing_heavy(tmp_path: Path) -> None:
+def test_validate_prints_the_plan_without_heavy_imports(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     program = (
         "import sys, time; began = time.perf_counter()\n"

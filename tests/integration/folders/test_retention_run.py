@@ -31,7 +31,7 @@ SETTINGS = (
 )
 
 
-def test_a_run_that_removes_what_it_trained_is_sound(tmp_path: Path) -> None:
+def test_a_run_that_removes_trained_data_is_sound(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)
     interrupt_when(lambda: len(ParquetLog(open_storage(str(folder))).removed()) > 10, config, *SETTINGS)

@@ -56,7 +56,7 @@ def rows_of(folder: Path) -> list[tuple[Any, ...]]:
     return sorted(tuple(map(str, (row[name] for name in names))) for row in table.to_pylist())
 
 
-def test_two_explorers_share_a_judge_whose_calls_are_counted(tmp_path: Path) -> None:
+def test_two_explorers_share_a_judge_and_its_calls_are_counted(tmp_path: Path) -> None:
     config = write(tmp_path, 1, prompt_price=3.0, response_price=15.0)
     overrides = ("explorer.rollout_model.engine_num=2", "cluster.num_cpus=4", "synchronizer.sync_style=fully_async")
     ended = finish(config, *overrides)

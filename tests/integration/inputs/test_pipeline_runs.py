@@ -25,7 +25,7 @@ PIPELINE = (
 
 
 @pytest.mark.slow
-def test_what_a_pipeline_leaves_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_pass_a_pipeline_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_config(tmp_path)
     monkeypatch.setenv(PLACE, str(tmp_path / "none"))
     for command in ("validate", "run"):

@@ -25,7 +25,7 @@ from tests.integration.run_cases import (
 pytestmark = pytest.mark.slow
 
 
-def test_the_named_command_skips_a_batch_whose_shard_is_lost(tmp_path: Path) -> None:
+def test_the_suggested_command_skips_a_batch_with_a_lost_shard(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)
     settings = ("trainer.save_interval=100", "trainer.max_restarts=0", "explorer.eval_interval=100")

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.slow
 @needs_newer_transformers
-def test_a_run_with_videos_trains_what_it_sampled(tmp_path: Path) -> None:
+def test_a_run_with_videos_trains_on_its_own_samples(tmp_path: Path) -> None:
     build_toy_image_model(tmp_path / "model")
     for number in range(6):
         (tmp_path / f"{number}.png").write_bytes(png(picture(number)))

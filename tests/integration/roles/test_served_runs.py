@@ -191,7 +191,7 @@ def test_rewarded_sessions_are_logged_once_despite_kills(
     assert status["step"] == num_steps_in_all and status["experiences"]["trained"] == len(sessions)
 
 
-def test_newer_weights_are_served_and_each_turn_knows_its_own(tmp_path: Path) -> None:
+def test_newer_weights_are_served_and_turns_record_their_version(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     with serve(config) as run:
         served = Served(run)

@@ -174,7 +174,7 @@ def test_distillation_advantage_is_the_gap_to_the_teacher() -> None:
     assert rows_of(distill.advantages_Q, 1)[0].tolist() == close([1.0, -2.0, 0.0])
 
 
-def test_step_wise_grpo_gives_every_turn_the_advantage_of_its_rollout() -> None:
+def test_step_wise_grpo_repeats_the_rollout_advantage_per_turn() -> None:
     # Two rollouts of one task: the first of three turns, shuffled, and the second of one.
     given: Any = {"rollout_N": torch.tensor([0, 1, 0, 0]), "turn_N": torch.tensor([2, 0, 0, 1])}
     fn_args = {"epsilon": 0.0}

@@ -141,7 +141,7 @@ def test_easy_to_hard_orders_by_the_features() -> None:
     assert EasyToHard().order(features, 0, np.random.Philox(0)).tolist() == [2, 3, 1, 0]
 
 
-def test_difficulty_learns_from_pass_rates_and_selects_near_the_target() -> None:
+def test_difficulty_selection_prefers_the_target_pass_rate() -> None:
     rule = DifficultyBased(target_reward=0.5, tau=0.0)
     features = torch.tensor([[0.0, 1.0]] * 4)
     state = rule.initial(features)

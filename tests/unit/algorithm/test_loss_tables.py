@@ -139,7 +139,7 @@ def test_icepop_drops_weights_outside_its_band() -> None:
     assert mean == close(-0.747997)
 
 
-def test_truncated_importance_sampling_per_token_and_per_sequence() -> None:
+def test_truncated_importance_sampling_by_token_and_sequence() -> None:
     log_w = [0.5, -0.5, 1.0]
     batch = inputs([-1.0, -1.5, -0.5], [-1.5, -1.0, -1.5])
     factors, metrics = Correction(method="truncate", high=2.0).factors(batch)

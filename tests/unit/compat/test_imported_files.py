@@ -165,7 +165,7 @@ def test_every_key_here_that_a_table_names_is_one(table: dict[str, trl.Key]) -> 
     assert [theirs for theirs, key in table.items() if not key.ours and not key.why] == []
 
 
-def test_the_command_writes_what_loads_and_names_the_rest(tmp_path: Path) -> None:
+def test_the_command_writes_a_valid_file_and_lists_unread_keys(tmp_path: Path) -> None:
     for system, path in (("trl", write(tmp_path, GRPO)), ("verl", write(tmp_path, VERL, "v.yaml"))):
         out = tmp_path / f"{system}.yaml"
         ended = call_cli("import", system, str(path), "--out", str(out))
@@ -182,7 +182,7 @@ def test_the_command_writes_what_loads_and_names_the_rest(tmp_path: Path) -> Non
     assert ended.code == 0 and yaml.safe_load(ended.out)["algorithm"]["algorithm_type"] == "ppo", ended
 
 
-def test_a_value_that_is_refused_here_is_told_where_it_stands(tmp_path: Path) -> None:
+def test_a_refused_value_is_reported_with_its_place_in_the_file(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         VERL.replace("name: vllm", "name: sglang").replace("adv_estimator: grpo", "adv_estimator: opo"),
@@ -203,7 +203,7 @@ def test_a_value_that_is_refused_here_is_told_where_it_stands(tmp_path: Path) ->
         ("axolotl", "a: 1", "it is trl, verl or trinity"),
     ],
 )
-def test_what_is_no_such_file_is_told(tmp_path: Path, system: str, text: str, told: str) -> None:
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, system: str, text: str, told: str) -> None:
     ended = call_cli("import", system, str(write(tmp_path, text)))
     assert ended.code == 2 and told in ended.err, ended
 

@@ -35,7 +35,7 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
     "Trainer": {
         "prepare": (
             "the gang starts its ranks, which resume",
-            TRAINER + "test_a_checkpoint_keeps_what_a_new_process_needs",
+            TRAINER + "test_a_checkpoint_holds_everything_a_new_process_needs",
         ),
         "train": ("`Trainer.run`", TRAINER + "test_a_run_trains_the_whole_log_and_saves_the_result"),
         "train_step": (
@@ -108,7 +108,7 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         "teardown_weight_sync_group": (NO_GROUP, LOST_MEMBER),
         "serve": (
             "`rftdask serve`, `mode: serve`",
-            "tests/integration/roles/test_served_runs.py::test_newer_weights_are_served_and_each_turn_knows_its_own",
+            "tests/integration/roles/test_served_runs.py::test_newer_weights_are_served_and_turns_record_their_version",
         ),
         "shutdown": (
             "`Experiment.stop`, Ctrl-C, `rftdask cancel`",

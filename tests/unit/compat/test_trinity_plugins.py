@@ -281,7 +281,7 @@ def test_steps_have_the_reward_of_the_last(plugins: ModuleType) -> None:
     assert {row.reward for row in rows} == {1.0}
 
 
-def test_a_workflow_that_awaits_says_where_each_call_stood(plugins: ModuleType) -> None:
+def test_an_async_workflow_records_state_and_reward_per_turn(plugins: ModuleType) -> None:
     [row] = attempt("awaits_and_scores", "hello")
     assert (row.reward, row.metrics["length"], row.env_state, row.turn_reward) == (1.0, 5.0, "s0", 0.25)
 
@@ -303,7 +303,7 @@ def test_the_default_reward_of_a_math_workflow_is_ours(plugins: ModuleType) -> N
     ("name", "told"),
     [("KeepsBest", "KeepsBest returned 1 of 2 answers of the policy"), ("Nothing", "Nothing returned no experiences")],
 )
-def test_what_cannot_be_trained_as_it_is_meant_is_told(plugins: ModuleType, name: str, told: str) -> None:
+def test_unsupported_workflow_features_are_reported(plugins: ModuleType, name: str, told: str) -> None:
     [row] = attempt(name, "x", reward_fn="says_truth")
     assert row.status is Status.FAILED and told in row.error
 
@@ -362,7 +362,7 @@ def test_a_selector_orders_tasks(plugins: ModuleType) -> None:
     assert order.tolist() == [2, 1, 0]
 
 
-def test_a_monitor_is_told_metrics_by_role(plugins: ModuleType, tmp_path: Path) -> None:
+def test_a_monitor_receives_metrics_by_role(plugins: ModuleType, tmp_path: Path) -> None:
     tracker = make_tracker("list_monitor", folder=tmp_path, project="p", name="n")
     tracker.log("trainer", 3, {"loss": 1.0})
     tracker.close()

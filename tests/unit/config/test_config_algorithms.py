@@ -148,24 +148,24 @@ def test_each_taskset_has_its_teacher(models: tuple[dict[str, Any], ...]) -> Non
         ((REST, {"teacher_for": ["code"]}), "explorer.auxiliary_models[1].model_path: required: a teacher"),
     ],
 )
-def test_what_has_no_teacher_or_two_is_told(models: tuple[dict[str, Any], ...], problem: str) -> None:
+def test_no_teacher_or_two_teachers_is_an_error(models: tuple[dict[str, Any], ...], problem: str) -> None:
     (line,) = problems(teachers(*models))
     assert line.startswith(problem)
 
 
-def test_a_taskset_with_two_teachers_is_told_at_both() -> None:
+def test_a_taskset_with_two_teachers_is_reported_at_both() -> None:
     lines = problems(teachers(MATH, {**CODE, "teacher_for": ["code", "math"]}))
     assert [line.split(":")[0] for line in lines] == [f"explorer.auxiliary_models[{i}].teacher_for" for i in (0, 1)]
 
 
-def test_only_what_has_teachers_is_taught() -> None:
+def test_only_tasksets_with_teachers_are_distilled() -> None:
     (line,) = problems(grpo(explorer={"auxiliary_models": [MATH]}))
     assert line == "explorer.auxiliary_models[0].teacher_for: grpo has no teachers; leave it out"
     (line,) = problems(grpo(explorer={"rollout_model": {"teacher_for": ["math"]}}))
     assert line.startswith("explorer.rollout_model.teacher_for: ")
 
 
-def test_models_beside_the_policy_need_a_path_and_a_name_each() -> None:
+def test_each_auxiliary_model_needs_a_path_and_a_name() -> None:
     (line,) = problems(grpo(explorer={"auxiliary_models": [{"name": "judge"}]}))
     assert line.startswith("explorer.auxiliary_models[0].model_path: required")
     twice = [{"model_path": "a", "name": "judge"}, {"model_path": "b", "name": "judge"}]
@@ -214,7 +214,7 @@ def test_each_kind_of_log_is_taken_and_a_path_is_for_databases() -> None:
     assert line == f"{EXPERIENCES}.storage_type: sft learns from a dataset; use file or sql"
 
 
-def test_held_out_rows_are_a_dataset_of_what_learns_from_one() -> None:
+def test_an_eval_buffer_needs_an_algorithm_with_a_dataset() -> None:
     held_out = "buffer.trainer_input.eval_buffer"
     loaded = config(sft(), f"{held_out}.path=more.jsonl").buffer.trainer_input.eval_buffer
     assert loaded is not None and (loaded.path, loaded.storage_type) == ("more.jsonl", "file")

@@ -14,7 +14,7 @@ from rftdask.config import load_config
 from rftdask.errors import ConfigError
 
 
-def test_all_mistakes_are_told_at_once_sorted_by_path() -> None:
+def test_all_mistakes_are_reported_at_once_sorted_by_path() -> None:
     source = {
         "mode": "bth",
         "name": "../elsewhere",
@@ -61,14 +61,14 @@ def test_the_error_counts_the_problems_and_names_the_file(tmp_path) -> None:
     )
 
 
-def test_a_key_that_resembles_none_is_told_with_where_keys_are() -> None:
+def test_an_error_about_a_foreign_key_names_schema_and_import() -> None:
     assert problems(grpo(actor_rollout_ref={"rollout": {"n": 8}})) == [
         "actor_rollout_ref: unknown key; rftdask schema lists all keys, rftdask import translates those of TRL, "
         "verl and Trinity-RFT"
     ]
 
 
-def test_what_is_no_yaml_is_told_by_the_line_in_which_it_begins(tmp_path) -> None:
+def test_invalid_yaml_is_reported_with_the_line_where_it_begins(tmp_path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("algorithm:\n  algorithm_type: grpo\n  repeat_times 4\n  kl_loss_fn: k2\n")
     with pytest.raises(ConfigError) as caught:
@@ -79,7 +79,7 @@ def test_what_is_no_yaml_is_told_by_the_line_in_which_it_begins(tmp_path) -> Non
     ]
 
 
-def test_a_key_of_another_section_is_told_by_its_place() -> None:
+def test_a_key_of_another_section_is_reported_with_its_place() -> None:
     assert problems(grpo(total_steps=4)) == [
         "total_steps: unknown key; total_steps is a key of buffer, trainer, buffer.explorer_input.taskset, ..."
     ]
@@ -194,7 +194,7 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
         ),
     ],
 )
-def test_a_wrong_value_is_told_with_what_is_allowed(section: dict, line: str) -> None:
+def test_a_wrong_value_is_reported_with_the_allowed_values(section: dict, line: str) -> None:
     assert problems(grpo(**section)) == [line]
 
 
@@ -231,7 +231,7 @@ def test_ranks_that_split_sequences_make_whole_groups(overrides: list[str], line
         (["model.lora_configs=[{lora_rank: 4}]"], "2 does not go with model.lora_configs"),
     ],
 )
-def test_what_does_not_go_with_cut_layers_is_refused(overrides: list[str], line: str) -> None:
+def test_options_incompatible_with_cut_layers_are_refused(overrides: list[str], line: str) -> None:
     key = "trainer.tensor_parallel_size"
     cut = [f"{key}=2"]
     assert problems(grpo(), *cut, *overrides) == [f"{key}: {line}"]
@@ -322,7 +322,7 @@ def test_a_strategy_takes_only_its_own_arguments() -> None:
     ]
 
 
-def test_lengths_must_be_given_one_way_or_the_other() -> None:
+def test_lengths_must_be_set_in_exactly_one_way() -> None:
     assert problems(grpo(model={"model_path": "m", "max_prompt_tokens": 5})) == [
         "model.max_model_len: required, unless max_prompt_tokens and max_response_tokens are both given"
     ]
@@ -438,11 +438,11 @@ def test_a_broken_key_does_not_invent_other_mistakes() -> None:
         ),
     ],
 )
-def test_what_may_surprise_is_warned_about(overrides: list[str], warning: str) -> None:
+def test_surprising_combinations_cause_a_warning(overrides: list[str], warning: str) -> None:
     assert config(grpo(), *overrides).warnings == (warning,)
 
 
-def test_routers_are_heard_where_they_can_be() -> None:
+def test_router_aux_loss_is_refused_with_torch_compile() -> None:
     of_two = problems(sft(), "trainer.router_aux_loss_coef=0.1", "trainer.torch_compile=true")
     assert of_two == ["trainer.router_aux_loss_coef: 0.1 does not go with torch_compile, which hides the routers"]
 
@@ -455,7 +455,7 @@ def test_routers_are_heard_where_they_can_be() -> None:
         (["trainer.torch_compile=true"], "trainer.torch_compile, which hides the routers"),
     ],
 )
-def test_experts_are_replayed_where_they_can_be(overrides: list[str], other: str) -> None:
+def test_router_replay_is_refused_where_it_cannot_work(overrides: list[str], other: str) -> None:
     found = problems(grpo(), "algorithm.enable_router_replay=true", *overrides)
     assert any(each.startswith(f"algorithm.enable_router_replay: does not go with {other}") for each in found)
     config(grpo(), "algorithm.enable_router_replay=true")
@@ -512,7 +512,7 @@ def test_an_old_key_is_replaced_with_a_warning() -> None:
     assert loaded.warnings == ("algorithm.optimizer.warmup_style: old name of lr_scheduler_type",)
 
 
-def test_an_old_key_beside_its_new_name_is_refused() -> None:
+def test_an_old_key_next_to_its_new_name_is_refused() -> None:
     assert problems(
         grpo(), "algorithm.optimizer.warmup_style=cosine", "algorithm.optimizer.lr_scheduler_type=constant"
     ) == ["algorithm.optimizer.warmup_style: an old name of lr_scheduler_type, which is given as well; leave it out"]
@@ -631,7 +631,7 @@ def test_pixels_are_not_normalized_by_vllm() -> None:
         ),
     ],
 )
-def test_what_an_auxiliary_model_cannot_have_is_refused(explorer: dict[str, Any], line: str) -> None:
+def test_unsupported_keys_of_an_auxiliary_model_are_refused(explorer: dict[str, Any], line: str) -> None:
     assert line in problems(grpo(explorer=explorer))
 
 

@@ -251,7 +251,7 @@ def is_not_settable(path: str) -> bool:
 @pytest.mark.parametrize(
     "path", [path for path in sorted(REFERENCE_KEYS.keys() & KEYS) if not COMPUTED.fullmatch(path) and reachable(path)]
 )
-def test_every_key_may_be_given_with_its_default(path: str) -> None:
+def test_every_key_may_be_set_to_its_default(path: str) -> None:
     value = default(path)
     if path.endswith(".taskset"):
         value = {"path": "tasks.jsonl"}  # mode both needs one

@@ -114,7 +114,7 @@ def test_plain_data_is_read_as_omegaconf_reads_it(tree: dict) -> None:
         ),
     ],
 )
-def test_an_override_that_cannot_be_applied_is_told(override: Any, line: str) -> None:
+def test_an_override_that_cannot_be_applied_is_reported(override: Any, line: str) -> None:
     source = grpo()
     source["buffer"]["explorer_input"]["eval_tasksets"] = [{"path": "e"}]
     assert problems(source, override) == [line]
@@ -132,13 +132,13 @@ def test_interpolations_see_the_overrides_and_the_environment(monkeypatch: pytes
     assert (loaded.name, loaded.group, loaded.checkpoint_root_dir) == ("other-4", "fallback", "/data/runs")
 
 
-def test_an_item_of_a_list_that_cannot_be_resolved_is_told() -> None:
+def test_an_unresolvable_list_item_is_reported() -> None:
     assert problems(grpo(algorithm={"optimizer": {"betas": [0.9, "${nothing.here}"]}}))[0] == (
         "algorithm.optimizer.betas[1]: cannot be resolved: Interpolation key 'nothing.here' not found"
     )
 
 
-def test_every_interpolation_that_fails_is_told() -> None:
+def test_every_failed_interpolation_is_reported() -> None:
     assert problems(grpo(group="${nothing.here}", name="${oc.env:RFTDASK_TEST_NOT_SET}", project="???")) == [
         "group: cannot be resolved: Interpolation key 'nothing.here' not found",
         "name: cannot be resolved: \"Environment variable 'RFTDASK_TEST_NOT_SET' not found\"",
@@ -153,26 +153,26 @@ def test_every_interpolation_that_fails_is_told() -> None:
         ("seed: 1\nseed: 2\n", "not valid YAML: line 2, column 1: found duplicate key seed"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_told_once(tmp_path: Path, text: str, line: str) -> None:
+def test_an_unreadable_file_is_reported_once(tmp_path: Path, text: str, line: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     assert problems(file) == [line]
 
 
-def test_a_mistake_in_yaml_is_told_with_its_line(tmp_path: Path) -> None:
+def test_a_mistake_in_yaml_is_reported_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("seed: 1\na: [1\n")
     (line,) = problems(file)
     assert line.startswith("not valid YAML: line 3, column 1: ")
 
 
-def test_a_missing_file_is_told() -> None:
+def test_a_missing_file_is_reported() -> None:
     assert problems("nowhere.yaml", "seed=1") == ["file nowhere.yaml does not exist"]
     folder = str(Path(__file__).parent)
     assert problems(folder) == [f"{folder} is not a file; give the YAML file of a configuration"]
 
 
-def test_null_means_not_given() -> None:
+def test_null_means_unset() -> None:
     assert config(grpo(explorer=None, log={"level": None}, stages=None)) == config(grpo())
 
 
@@ -397,7 +397,7 @@ def escaped(value):
 
 @settings(max_examples=20)  # each writes and reads the whole file
 @given(configurations())
-def test_a_config_is_made_again_by_what_it_writes(source: dict) -> None:
+def test_a_written_config_loads_as_the_same_config(source: dict) -> None:
     loaded = load_config(source)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.yaml"

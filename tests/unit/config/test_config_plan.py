@@ -58,7 +58,7 @@ def test_sft_steps_are_whole_batches_of_all_epochs(tasks: str) -> None:
     assert [role.name for role in stage.roles] == ["trainer"]
 
 
-def test_a_trainer_alone_reads_until_the_log_ends() -> None:
+def test_a_run_with_only_a_trainer_reads_until_the_log_ends() -> None:
     plan = make_plan(config(grpo(mode="train")))
     assert plan.stages[0].train_steps is None
     assert "until the experience log ends" in plan.render()
@@ -127,7 +127,7 @@ FILES, MEMORY = "checkpoint: files of the run, since", "held in /dev/shm"
         ([*EVALUATED, S3], f"memory: {MEMORY}, since one machine runs on an object store"),
     ],
 )
-def test_the_plan_says_how_weights_travel_and_why(overrides: list[str], said: str) -> None:
+def test_the_plan_names_the_weight_transport_and_its_reason(overrides: list[str], said: str) -> None:
     loaded = config(grpo(), *overrides)
     (stage,) = make_plan(loaded).stages
     assert stage.weights == said
@@ -150,11 +150,11 @@ def test_an_unused_sync_method_gives_a_warning(mode: str, chosen: str) -> None:
 @pytest.mark.parametrize(
     "loaded", [config(sft()), config(grpo(mode="bench"), "buffer.explorer_input.eval_tasksets=[{path: e.jsonl}]")]
 )
-def test_where_no_engine_follows_a_trainer_no_way_is_told(loaded: Config) -> None:
+def test_the_plan_has_no_transport_without_a_following_engine(loaded: Config) -> None:
     assert make_plan(loaded).stages[0].weights is None
 
 
-def test_tasks_beside_a_dataset_are_planned_by_train_steps() -> None:
+def test_tasks_next_to_a_dataset_are_planned_by_train_steps() -> None:
     tasks = "buffer.explorer_input.eval_tasksets=[{path: e.jsonl}]"
     plan = make_plan(config(sft(), tasks, "trainer.eval_interval=5"))
     assert [role.name for role in plan.stages[0].roles] == ["explorer", "trainer"]
@@ -167,7 +167,7 @@ def test_the_trainer_has_its_name_in_the_plan() -> None:
     assert [role.name for role in roles] == ["explorer", "learner", "synchronizer"]
 
 
-def test_auxiliary_models_are_told_with_where_they_are() -> None:
+def test_the_plan_lists_auxiliary_models_with_their_place() -> None:
     models = (
         "explorer.auxiliary_models=[{name: judge, model_path: j, engine_type: vllm, tensor_parallel_size: 2}, "
         "{name: far, model_path: gpt, engine_type: external}]"

@@ -73,7 +73,7 @@ def test_without_a_cooldown_time_nothing_is_used_twice() -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(overrides: tuple[str, ...], problem: str) -> None:
+def test_incompatible_reading_options_are_refused(overrides: tuple[str, ...], problem: str) -> None:
     lines = problems(grpo(), *overrides)
     assert len(lines) == 1 and problem in lines[0], lines
 
@@ -110,7 +110,7 @@ def test_a_trainer_ends_with_its_steps_or_with_the_data(overrides: tuple[str, ..
         ({"max_unread_bytes": 10**6}, UnreadLimit(None, 10**6, always=32)),
     ],
 )
-def test_limits_of_what_lies_unread(section: dict[str, Any], limit: UnreadLimit | None) -> None:
+def test_limits_of_unread_experiences(section: dict[str, Any], limit: UnreadLimit | None) -> None:
     overrides = [f"{AT}.{key}={value}" for key, value in section.items()]
     assert unread_limit(config(grpo(), "algorithm.repeat_times=8", *overrides)) == limit
     assert unread_limit(config(grpo(), "mode=explore", *overrides)) is None
@@ -126,7 +126,7 @@ OF_ROWS = ["tools_key", "chosen_key", "rejected_key", "enable_concatenated_multi
         (sft, AT, ["workflow_key", "reward_fn_key"], "it belongs to tasks, and these are supervised rows"),
     ],
 )
-def test_a_column_that_nothing_reads_is_told(base: Any, path: str, keys: list[str], why: str) -> None:
+def test_an_unread_column_causes_a_warning(base: Any, path: str, keys: list[str], why: str) -> None:
     for key in keys:
         value = "true" if key.startswith("enable") else "other"
         assert f"{path}.format.{key}: ignored: {why}" in config(base(), f"{path}.format.{key}={value}").warnings
@@ -146,7 +146,7 @@ def test_only_tasks_have_images_and_selector_arguments() -> None:
         assert why in line
 
 
-def test_an_order_of_rollouts_is_told_to_be_ignored() -> None:
+def test_an_ignored_rollout_order_causes_a_warning() -> None:
     of_rows = f"{AT}.data_selector.selector_type=shuffle"
     told = f"{AT}.data_selector.selector_type: ignored: rollouts are read from the log of the run"
     assert told in config(grpo(), of_rows).warnings

@@ -88,7 +88,7 @@ def test_arguments_are_filled_in_only_where_they_are_used(monkeypatch: pytest.Mo
     assert load_config(loaded.to_dict()) == loaded
 
 
-def test_a_password_alone_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_password_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PASSWORD_OF_DB", "hunter2")
     at = "buffer.trainer_input.experience_buffer"
     loaded = config(grpo(), f"{at}.storage_type=sql", at + ".path=postgresql://me:${oc.env:PASSWORD_OF_DB}@host/db")
@@ -98,7 +98,7 @@ def test_a_password_alone_may_come_from_the_environment(monkeypatch: pytest.Monk
         assert fill_from_environment(path) == "postgresql://me:hunter2@host/db"
 
 
-def test_a_password_beside_another_key_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_next_to_another_key_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE", "https://me:hunter2@judge")
     (line,) = problems(grpo(), TASKSET + ".workflow_args.url=${oc.env:JUDGE}/${model.model_path}")
     assert line.startswith(f"{TASKSET}.workflow_args.url: a password in a URL") and "hunter2" not in line
@@ -108,7 +108,7 @@ def test_a_password_beside_another_key_is_refused_and_not_shown(monkeypatch: pyt
     assert "hunter2" not in line
 
 
-def test_a_variable_that_is_not_set_is_told_by_name_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unset_variable_is_reported_with_its_name_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
     key = f"{TASKSET}.workflow_args.key"
     (line,) = problems(grpo(), key + "=${oc.env:NOT_SET_HERE}")
     assert line.startswith(f"{key}: cannot be resolved") and "NOT_SET_HERE" in line
@@ -131,7 +131,7 @@ def test_arguments_are_held_against_their_types_as_they_will_be(monkeypatch: pyt
     assert problems(grpo(), argument + "=${oc.env:MODE}") == written
 
 
-def test_what_an_older_start_wrote_down_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_written_by_an_older_start_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = config(grpo()).to_dict()
     tree["buffer"]["explorer_input"]["taskset"]["workflow_args"] = {"url": "https://me:hunter2@judge"}
     with pytest.raises(ConfigError, match="does not belong"):

@@ -89,7 +89,7 @@ def test_a_config_without_stages_is_its_only_stage() -> None:
     assert loaded.stage_configs() == [loaded]
 
 
-def test_rules_hold_for_the_stages_and_not_for_what_they_share() -> None:
+def test_rules_apply_to_stages_and_not_to_the_shared_part() -> None:
     loaded = config(staged(), "mode=bench", "stages[1].mode=both")
     assert [stage.mode for stage in loaded.stage_configs()] == ["train", "both"]
 

@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def test_another_thread_that_imports_meanwhile_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_concurrent_import_by_another_thread_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = [RuntimeError("dictionary changed size during iteration"), KeyError("/python311.zip"), None]
 
     def invalidate_caches() -> None:
@@ -110,7 +110,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("source", "told"), BROKEN.values(), ids=BROKEN.keys())
-def test_a_plugin_that_raises_is_told_in_one_line_with_its_place(source: str, told: str, folder: Path) -> None:
+def test_a_raising_plugin_is_reported_in_one_line_with_its_place(source: str, told: str, folder: Path) -> None:
     name = f"broken_{abs(hash((folder, source)))}"
     (folder / f"{name}.py").write_text(source)
     with pytest.raises(UserError) as caught:
@@ -119,7 +119,7 @@ def test_a_plugin_that_raises_is_told_in_one_line_with_its_place(source: str, to
     assert (f"{name}.py{told}" if told.startswith(":") else told) in text and len(text.splitlines()) == 1, text
 
 
-def test_wrong_arguments_are_told_together() -> None:
+def test_wrong_arguments_are_reported_together() -> None:
     with pytest.raises(UserError) as caught:
         bind_arguments("algorithm.policy_loss_fn_args", ClipLoss, {"clip_rnage": 1, "level": 2})
     assert str(caught.value).splitlines() == [
@@ -141,7 +141,7 @@ def test_types_are_checked_for_annotations_kept_as_text(folder: Path) -> None:
     assert list(argument_problems(part, {"level": 3})) == []
 
 
-def test_what_the_caller_gives_itself_is_not_asked_for() -> None:
+def test_arguments_that_the_caller_fills_in_are_not_required() -> None:
     def reward(response: str, truth: str, task: object, target: int, scale: float = 1.0) -> float:
         return scale * target
 
@@ -264,7 +264,7 @@ ROLLOUTS = {
         ),
     ],
 )
-def test_what_validate_tells_of_parts(override: str, problem: str) -> None:
+def test_check_plugins_reports_wrong_arguments_of_parts(override: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_plugins(load_config(ROLLOUTS, [override]))
     (line,) = caught.value.problems

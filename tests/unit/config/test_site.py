@@ -47,7 +47,7 @@ def test_a_profile_lies_below_the_keys_of_a_configuration(site: Path, by_path: b
     assert cluster.slurm.template == WRAP
 
 
-def test_what_was_loaded_reads_no_file_of_the_site_again(site: Path, tmp_path: Path) -> None:
+def test_a_loaded_config_does_not_read_site_files_again(site: Path, tmp_path: Path) -> None:
     loaded = config(grpo(), "cluster.slurm.profile=leonardo")
     for file in site.iterdir():
         file.unlink()
@@ -67,11 +67,11 @@ def test_what_was_loaded_reads_no_file_of_the_site_again(site: Path, tmp_path: P
         ("cluster: {slurm: {template: none.sh}}", "none.sh cannot be read"),
     ],
 )
-def test_a_profile_that_says_something_else_is_a_mistake(site: Path, profile: str, told: str) -> None:
+def test_a_profile_with_other_keys_is_an_error(site: Path, profile: str, told: str) -> None:
     (site / "leonardo.yaml").write_text(profile)
     assert told in "\n".join(problems(grpo(), "cluster.slurm.profile=leonardo"))
 
 
-def test_a_profile_that_is_not_there_is_told_with_the_places(site: Path) -> None:
+def test_a_missing_profile_is_reported_with_the_searched_places(site: Path) -> None:
     [told] = problems(grpo(), "cluster.slurm.profile=marconi")
     assert f"profile 'marconi' does not exist: neither {site}/marconi.yaml nor /etc/rftdask/marconi.yaml" in told

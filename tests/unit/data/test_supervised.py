@@ -237,7 +237,7 @@ def test_tools_of_a_row_go_through_the_template(as_json: bool) -> None:
     assert learned([{"messages": CHAT[:2], "tools": None}]) == ["<user>a<assistant>B|"]
 
 
-def test_tools_that_are_no_list_are_refused() -> None:
+def test_tools_that_are_not_a_list_are_refused() -> None:
     with pytest.raises(DataError, match="row 0: column 'tools' holds dict, not a list of JSON schemas"):
         learned([{"messages": CHAT[:2], "tools": {"name": "add"}}])
     with pytest.raises(DataError, match="row 0: column 'tools' is not valid JSON"):

@@ -113,7 +113,7 @@ def test_a_chat_has_the_ids_of_its_template(kind: str, turns: list[tuple[str, st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_turns_have_the_ids_of_the_template_too(kind: str) -> None:
+def test_all_turns_have_the_template_ids(kind: str) -> None:
     tokenizer, messages = KINDS[kind](), chat(CHATS[1])
     fmt = FORMAT.model_copy(update={"enable_concatenated_multi_turn": True})
     row = SftRows(RowsDataset([[{"messages": messages}]], "f"), tokenizer, fmt, 999).read([0])[0]

@@ -166,7 +166,7 @@ def test_a_private_character_in_the_text_stays() -> None:
     assert tokens[-2 - len(content) : -2] == [FIRST + ord(character) for character in content]
 
 
-def test_tools_and_nested_texts_are_texts_too() -> None:
+def test_tools_and_nested_texts_are_rendered() -> None:
     tools = [{"name": f"find{END}", "parameters": {"properties": {END: {"type": "string"}}}}]
     assert hide_special(fast(), np.array([{"content": np.array([END])}]))[0][0]["content"] != [END]
     (messages, shown), hidden = hide_special(fast(), [[{"role": "user", "content": "x"}], tools])

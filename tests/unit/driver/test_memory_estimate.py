@@ -196,7 +196,7 @@ class TestStrategies:
         transformers.AutoModelForCausalLM.from_config(FAMILIES["llama"]).save_pretrained(tmp_path)
         return read_shape(str(tmp_path))
 
-    def test_fsdp2_divides_weights_gradients_and_optimizer_state_and_ddp_nothing(self, tmp_path: Path) -> None:
+    def test_fsdp2_shards_training_state_and_ddp_does_not(self, tmp_path: Path) -> None:
         shape = self.shape(tmp_path)
 
         def held(**options: Any) -> float:
@@ -231,7 +231,7 @@ class TestStrategies:
         assert parts["optimizer"] == pytest.approx(2 * count, rel=0.05)
         assert parts["products"] < 2 * count  # of some layers at a time, also where there is one rank
 
-    def test_lora_holds_gradients_and_optimizer_state_of_the_adapters_alone(self, tmp_path: Path) -> None:
+    def test_lora_holds_training_state_only_for_adapters(self, tmp_path: Path) -> None:
         shape = self.shape(tmp_path)
         parts = {p.name: p.num_bytes for p in train_parts(shape, TrainSizes(tokens=10, trained=1000))}
         assert parts["weights"] == 4 * (shape.num_parameters + 1000)
@@ -475,7 +475,7 @@ class TestVllm:
         parts, problem = vllm_parts(read_shape(model), engine, 4096, 2, memory)
         return {part.name: part.num_bytes for part in parts}, problem
 
-    def test_all_of_a_share_is_used_and_the_cache_is_what_is_left(self) -> None:
+    def test_the_cache_takes_the_rest_of_the_gpu_share(self) -> None:
         parts, problem = self.parts("Qwen/Qwen3-0.6B", "gpu_memory_utilization=0.5")
         assert sum(parts.values()) == pytest.approx(40 * GB)
         assert parts["weights"] == 2 * 596_049_920
@@ -485,7 +485,7 @@ class TestVllm:
         assert "raise tensor_parallel_size" in self.parts("Qwen/Qwen3-32B")[1]
         assert self.parts("Qwen/Qwen3-32B", "tensor_parallel_size=2")[1] == ""
 
-    def test_the_least_is_one_sequence_and_a_block_that_is_never_used(self) -> None:
+    def test_the_minimum_cache_is_one_sequence_and_an_unused_block(self) -> None:
         # 28 layers, keys and values, 8 heads of 128, 2 bytes.
         parts, _ = self.parts("Qwen/Qwen3-0.6B", memory=None)
         assert parts["KV cache"] == 28 * 2 * 8 * 128 * 2 * (4096 + 16)
@@ -532,7 +532,7 @@ def test_unknown_and_ambiguous_gpu_names_are_rejected(name: str) -> None:
         gpu_bytes(name)
 
 
-def test_the_command_prints_every_part_and_what_fits(tmp_path: Path) -> None:
+def test_the_command_prints_every_part_and_the_sizes_that_fit(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     transformers.AutoModelForCausalLM.from_config(FAMILIES["qwen3"]).save_pretrained(folder)
     (tmp_path / "c.yaml").write_text(make_config(folder).to_yaml())

@@ -83,7 +83,7 @@ class EngineContract:
             assert len(generation.logprobs) == len(generation.tokens) > 0
             assert max(generation.logprobs) <= 0
 
-    def test_logprobs_of_given_tokens_equal_those_of_sampling(self, engine: Engine) -> None:
+    def test_logprobs_of_prompt_tokens_equal_those_of_sampling(self, engine: Engine) -> None:
         requests = make_requests()
         generations = engine.generate(requests)
         pairs = [(request.prompt_tokens, said.tokens) for request, said in zip(requests, generations, strict=True)]
@@ -139,7 +139,7 @@ class EngineContract:
         with pytest.raises(RoleError, match="was closed"):
             engine.generate(make_requests())
 
-    def test_later_requests_get_the_same_tokens_as_alone(self, engine: Engine) -> None:
+    def test_later_requests_get_the_same_tokens_as_without_a_batch(self, engine: Engine) -> None:
         requests = make_requests(max_tokens=12)
         answers = serve(engine, ([(10 + number, request)] for number, request in enumerate(requests)))
         assert sorted(answers) == list(range(10, 16))

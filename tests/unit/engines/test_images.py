@@ -137,7 +137,7 @@ def test_the_input_cache_keeps_the_most_recent_bytes(folder: Path, images: Image
 
 
 @needs_newer_transformers
-def test_a_prompt_with_placeholders_is_what_the_processor_reads(folder: Path, images: ImageProcessor) -> None:
+def test_a_prompt_with_placeholders_equals_the_processor_input(folder: Path, images: ImageProcessor) -> None:
     tokenizer = images.hf_processor.tokenizer
     for pictures in PICTURES:
         _, tokens = prompt_with(folder, pictures, "so?")

@@ -57,7 +57,7 @@ def test_kept_tokens_keep_their_logprob() -> None:
     assert result.tolist() == [[pytest.approx(np.log(0.25)), NEVER, pytest.approx(np.log(0.5)), NEVER]]
 
 
-def test_inverse_cdf_gives_each_token_the_interval_of_its_probability() -> None:
+def test_inverse_cdf_interval_widths_are_token_probabilities() -> None:
     uniforms = torch.tensor([0.0, 0.2499, 0.2501, 0.7499, 0.7501, 1 - 2**-53], dtype=torch.float64)
     rows = logprobs(0.25, 0.5, 0.25).expand(6, 3)
     assert sample_inverse_cdf(rows, uniforms).tolist() == [0, 0, 1, 1, 2, 2]
@@ -131,7 +131,7 @@ def test_a_row_does_not_depend_on_other_rows() -> None:
     assert token_logprobs == [row_logprobs[0] for _, row_logprobs in alone]
 
 
-def test_logprobs_are_of_the_tempered_softmax_before_any_restriction() -> None:
+def test_logprobs_come_from_the_unrestricted_tempered_softmax() -> None:
     torch.manual_seed(shifted_seed(0))
     logits_BV = torch.randn(6, 50)
     tokens_B, logprobs_B = sample_tokens(

@@ -113,7 +113,7 @@ class TestBatching:
         assert_same(engine.generate([neighbor, request])[1:], engine.generate([request]))
 
     @pytest.mark.parametrize("max_batch_tokens", [30, 60, 100, 200])
-    def test_entering_requests_get_the_same_tokens_as_alone(
+    def test_entering_requests_get_the_same_tokens_as_unbatched(
         self, model_folder: Path, engine: Engine, max_batch_tokens: int
     ) -> None:
         small = TransformersEngine(str(model_folder), max_batch_tokens=max_batch_tokens)
@@ -121,7 +121,7 @@ class TestBatching:
         assert_same(answers, engine.generate(MIXED_REQUESTS) * 2)
         assert answers == small.generate(MIXED_REQUESTS * 2), "the same bits"
 
-    def test_a_finished_sequence_leaves_its_slot_and_a_new_one_enters(self, model_folder: Path) -> None:
+    def test_a_new_sequence_takes_the_slot_of_a_finished_one(self, model_folder: Path) -> None:
         small = TransformersEngine(str(model_folder), max_batch_tokens=2 * 7)
         shapes: list[tuple[int, ...]] = []
         small._model.register_forward_pre_hook(
@@ -196,7 +196,7 @@ class TestBatching:
         large = TransformersEngine(str(tmp_path))
         assert_same(small.generate(MIXED_REQUESTS), [large.generate([request])[0] for request in MIXED_REQUESTS])
 
-    def test_a_request_above_max_batch_tokens_runs_alone(self, model_folder: Path) -> None:
+    def test_a_request_above_max_batch_tokens_runs_unbatched(self, model_folder: Path) -> None:
         small = TransformersEngine(str(model_folder), max_batch_tokens=1)
         assert len(small.generate(make_requests())) == 6
 

@@ -57,7 +57,7 @@ class StaleEngine(Engine):
         self.calls.append("load_anew")
 
 
-def test_an_engine_that_reproduces_the_fingerprint_is_loaded_once() -> None:
+def test_an_engine_with_equal_fingerprint_is_loaded_once() -> None:
     engine = StaleEngine(0)
     engine.load_verified(1, [], PRINT)
     assert engine.calls == ["load_weights", "logprobs"]

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @needs_newer_transformers
-def test_videos_are_sampled_and_trained_as_transformers_reads_them() -> None:
+def test_videos_are_processed_exactly_as_by_transformers() -> None:
     path = os.pathsep.join([str(ROOT / "tests" / "stand_ins"), str(ROOT)])
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/engines/video_cases.py"],

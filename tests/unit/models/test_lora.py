@@ -73,7 +73,7 @@ def exported(engine: TorchEngine, folder: Path) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 class TestPublished:
-    def test_an_engine_computes_what_the_trainer_computes(self, kind: str, model_folder: str, tmp_path: Path) -> None:
+    def test_engine_and_trainer_logprobs_agree(self, kind: str, model_folder: str, tmp_path: Path) -> None:
         policy = trained(model_folder, KINDS[kind])
         engine = TransformersEngine(model_folder)
         engine.load_weights(2, put(tmp_path / "weights", policy.weights()))
@@ -85,7 +85,7 @@ class TestPublished:
         before_T = token_logprobs(load_policy(model_folder, "float32", "cpu")[0], rows)[0][0]
         assert (before_T - scored_T).abs().max() > 1e-3
 
-    def test_peft_itself_reads_the_two_files(self, kind: str, model_folder: str, tmp_path: Path) -> None:
+    def test_peft_reads_the_two_files(self, kind: str, model_folder: str, tmp_path: Path) -> None:
         policy = trained(model_folder, KINDS[kind])
         put(tmp_path / "weights", policy.weights())
         theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "weights")
@@ -111,7 +111,7 @@ class TestPublished:
         assert first.state_files() == second.state_files()
 
 
-def test_adapters_alone_are_trained_checkpointed_and_published(model_folder: str) -> None:
+def test_only_adapters_are_trained_checkpointed_and_published(model_folder: str) -> None:
     engine = trained(model_folder, KINDS["plain"])
     start = load_policy(model_folder, "float32", "cpu")[0].state_dict()
     for name, tensor in engine._model.state_dict().items():
@@ -146,7 +146,7 @@ def test_a_new_adapter_changes_nothing(model_folder: str) -> None:
     assert parts["kl"][0] == pytest.approx(parts["kl"][1], abs=1e-9)
 
 
-def test_training_goes_on_from_an_adapter_given_by_its_folder(model_folder: str, tmp_path: Path) -> None:
+def test_training_continues_from_an_adapter_folder(model_folder: str, tmp_path: Path) -> None:
     first = trained(model_folder, KINDS["rslora"])
     put(tmp_path / "adapter", first.weights())
     second = trainer(model_folder, LoraConfig(path=str(tmp_path / "adapter")))
@@ -196,7 +196,7 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         ("exclude_modules", {"exclude_modules": ["q_proj"]}),
     ],
 )
-def test_adapters_are_as_their_keys_say(model_folder: str, key: str, changes: dict[str, Any]) -> None:
+def test_adapters_follow_their_config_keys(model_folder: str, key: str, changes: dict[str, Any]) -> None:
     model = load_policy(model_folder, "float32", "cpu")[0]
     tree = {
         "model": {"model_path": model_folder, "max_model_len": 32, "lora_configs": [{"lora_rank": 8, **changes}]},

@@ -77,7 +77,7 @@ def test_replayed_experts_are_used_and_repeat_the_bits(family: str) -> None:
     assert gate.grad.abs().max() > 0
 
 
-def test_layers_that_are_computed_again_take_what_was_given() -> None:
+def test_recomputed_layers_use_the_replayed_routes() -> None:
     model = make_model("Qwen3Moe", **FAMILIES["Qwen3Moe"][0])
     routers = Routers(model)
     logits(model)

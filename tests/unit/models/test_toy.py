@@ -73,7 +73,7 @@ def test_the_default_model_has_about_a_million_weights(tmp_path: Path) -> None:
     assert 700_000 < model.num_parameters() < 1_300_000
 
 
-def test_weights_follow_from_the_seed_alone(model_folder: Path, tmp_path: Path) -> None:
+def test_weights_depend_only_on_the_seed(model_folder: Path, tmp_path: Path) -> None:
     import torch
 
     torch.manual_seed(5)
@@ -86,7 +86,7 @@ def test_weights_follow_from_the_seed_alone(model_folder: Path, tmp_path: Path) 
     assert differing == {"model.safetensors"}
 
 
-def test_tasks_follow_from_the_seed_alone(tmp_path: Path) -> None:
+def test_tasks_depend_only_on_the_seed(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         write_toy_tasks(tmp_path / name, seed=seed)
     assert _hashes(tmp_path / "a") == _hashes(tmp_path / "b")

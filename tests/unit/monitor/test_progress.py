@@ -128,7 +128,7 @@ def test_an_unknown_view_is_refused():
         ProgressView.create("loud")
 
 
-def test_80_columns_show_what_matters_in_one_row():
+def test_80_columns_show_the_main_numbers_in_one_row():
     long = Progress(
         "grpo", 2, 2, "both", 112, 1000, -0.414, 0.613, 1040, -0.0123, 12345.0, 1.5, 93600.0, 7200.0, workers=12
     )

@@ -94,7 +94,7 @@ def run_script(script: str, *arguments: str) -> str:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def test_a_missing_package_is_named_as_pip_knows_it() -> None:
+def test_a_missing_package_is_named_as_on_pypi() -> None:
     told = run_script(WITHOUT).splitlines()
     assert [line.rpartition("; ")[2] for line in told] == [
         f"run `pip install {name}`" for name in ("s3fs", "gcsfs", "adlfs")

@@ -91,14 +91,14 @@ def test_waiting_for_another_process_times_out(node: Path, model: Path, monkeypa
     assert staged(str(model)) != str(model)
 
 
-def test_copies_stay_where_they_are_to(node: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_kept_on_request(node: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEEP, "1")
     copy = staged(str(model))
     sweep()
     assert Path(copy).exists() and staged(str(model)) == copy
 
 
-def test_nothing_is_staged_without_room_folder_or_source(
+def test_nothing_is_staged_without_space_folder_or_source(
     node: Path, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert staged("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
@@ -141,7 +141,7 @@ def test_a_dataset_is_the_same_from_its_copy(node: Path, tmp_path: Path, monkeyp
     assert copied.fingerprint == there.fingerprint and copied[0] == there[0]
 
 
-def test_jobs_say_where_their_nodes_have_room() -> None:
+def test_local_cache_dir_is_refused_for_an_existing_cluster() -> None:
     tree = {
         "model": {"model_path": "m", "max_model_len": 64},
         "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl"}}},

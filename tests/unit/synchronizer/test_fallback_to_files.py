@@ -200,7 +200,7 @@ def hold_two(storage: Storage, lineage: str) -> tuple[Publisher, Published]:
     return publisher, publish_two(publisher)
 
 
-def test_a_version_whose_holders_fail_is_fetched_as_files(
+def test_a_version_is_fetched_as_files_if_its_holders_fail(
     storage: Storage, lineage: str, engine: EngineClient, machines: Callable[[str], None]
 ) -> None:
     publisher, published = hold_two(storage, lineage)

@@ -31,7 +31,7 @@ def test_the_hook_sees_each_verb_before_and_after() -> None:
 
 
 @pytest.mark.parametrize(("fail_at", "kept"), [("before", []), ("after", ["a"])])
-def test_raising_before_loses_the_work_and_raising_after_only_the_reply(fail_at: str, kept: list[str]) -> None:
+def test_raising_before_loses_the_write_and_after_the_reply(fail_at: str, kept: list[str]) -> None:
     def fail(verb: str, path: str, stage: str) -> None:
         if verb == "put_new" and stage == fail_at:
             raise StorageError(f"{verb} {path} failed")
@@ -56,7 +56,7 @@ def test_the_steps_of_a_local_write_are_its_system_calls(tmp_path: Path) -> None
     assert (store.list(), store.get("b")) == (["b"], b"xy")
 
 
-def test_a_place_is_named_by_operation_path_and_count_not_by_its_turn() -> None:
+def test_a_fault_point_is_an_operation_a_path_and_a_count() -> None:
     acted: list[str] = []
     counter = PlaceCounter("/run", "before get b (2)", lambda: acted.append("here"))
     for verb, path in (("get", "a"), ("get", "b"), ("list", ""), ("get", "b"), ("get", "b")):

@@ -275,7 +275,7 @@ def test_missing_workers_do_not_count_as_taken() -> None:
     assert len(tries) == 3, "one for the taken worker, and two for missing workers"
 
 
-def test_storage_that_does_not_answer_is_no_new_step() -> None:
+def test_a_gang_restarts_if_the_newest_step_is_unreadable() -> None:
     client = FakeClient({"tcp://a": True}, [StorageError("disk")], [Ended(1, False)])
     answers = iter([0])
 

@@ -131,7 +131,7 @@ def test_threads_that_load_at_once_leave_the_library_as_it_was(folder: Path) -> 
 
 
 class TestTokenLogprobs:
-    def test_they_and_entropies_equal_those_of_each_row_alone(self, policy: Any) -> None:
+    def test_logprobs_and_entropies_equal_those_of_single_rows(self, policy: Any) -> None:
         logprobs_BT, entropy_BT = token_logprobs(policy, make_rows(), with_entropy=True)
         assert entropy_BT is not None
         assert logprobs_BT.shape == entropy_BT.shape == (4, 8)
@@ -160,10 +160,10 @@ class TestTokenLogprobs:
                 assert_same_logprobs(got_BT3[row, t].tolist(), [logprob, entropy, mean_change])
             assert not got_BT3[row, length - prompt :].any()
 
-    def test_no_entropy_unless_asked_for(self, policy: Any) -> None:
+    def test_entropy_is_only_computed_on_request(self, policy: Any) -> None:
         assert token_logprobs(policy, make_rows())[1] is None
 
-    def test_they_equal_what_the_engine_recorded(self, policy: Any, folder: Path) -> None:
+    def test_logprobs_equal_those_that_the_engine_recorded(self, policy: Any, folder: Path) -> None:
         engine = TransformersEngine(str(folder))
         temperatures = [1.0, 0.7, 0.0]
         requests = [
@@ -187,7 +187,7 @@ class TestTokenLogprobs:
         (logprobs_BT.sum() + 0.1 * entropy_BT.sum()).backward()
         return [parameter.grad.clone() for parameter in policy.parameters()]
 
-    def test_gradients_equal_those_of_each_row_alone(self, policy: Any) -> None:
+    def test_gradients_equal_those_of_single_rows(self, policy: Any) -> None:
         got = self.gradients(policy)
         policy.zero_grad()
         for row in (0, 1, 3):
@@ -225,7 +225,7 @@ class TestTokenLogprobs:
                 token_logprobs(policy, make_rows(), **options)
             assert sizes == expected
 
-    def test_a_temperature_of_1_is_no_division_and_no_other_bits(self, policy: Any) -> None:
+    def test_a_temperature_of_1_changes_no_bits(self, policy: Any) -> None:
         rows = pack_rows(row_tokens(), np.array(PROMPT_LENGTHS), np.ones(len(LENGTHS)))
         assert rows.temperature_Q is None
         ones = replace(rows, temperature_Q=torch.ones(len(rows.target_Q)))
@@ -296,7 +296,7 @@ class TestLoadPolicy:
         with pytest.raises(DataError, match="cannot be loaded"):
             load_policy(str(tmp_path), "float32", "cpu")
 
-    def test_a_path_that_is_no_folder_is_refused(self, tmp_path: Path) -> None:
+    def test_a_path_that_is_not_a_folder_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match="not a folder on this machine"):
             load_policy(str(tmp_path / "absent"), "float32", "cpu")
 
@@ -329,7 +329,7 @@ class TestWeightsOut:
         one, other = (state_dict_bytes(load_policy(str(folder), "float32", "cpu")[0]) for _ in range(2))
         assert one == other
 
-    def test_a_tied_tensor_is_there_once_under_its_first_name(self, policy: Any) -> None:
+    def test_a_tied_tensor_exists_once_under_its_first_name(self, policy: Any) -> None:
         names = set(load(state_dict_bytes(policy)))
         assert "model.embed_tokens.weight" in names
         assert ("lm_head.weight" in names) == (not policy.config.tie_word_embeddings)

@@ -116,7 +116,7 @@ class TestPackedAttention:
         for one, other in zip(got, expected, strict=True):
             assert_close(one, other, size=max(scale, 1.0))
 
-    def test_the_model_computes_no_position_that_is_no_token(self) -> None:
+    def test_the_model_computes_only_token_positions(self) -> None:
         model = MODELS["qwen2"]
         assert pack_if_equal(model)
         shapes: list[torch.Size] = []

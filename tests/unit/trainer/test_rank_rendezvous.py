@@ -46,7 +46,7 @@ def test_ranks_of_one_machine_meet_in_a_folder(tmp_path: Path) -> None:
     assert meet(str(tmp_path)) == (b"said", set())
 
 
-def test_rank_zero_listens_at_the_address_of_its_worker_alone() -> None:
+def test_rank_zero_listens_only_at_its_worker_address() -> None:
     class Worker:
         address = "tls://127.0.0.1:4001"
 

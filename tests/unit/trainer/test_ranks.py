@@ -84,7 +84,7 @@ def rows_of(numbers: Sequence[int], first: int = 0) -> TrainingBatch:
     )
 
 
-def test_parts_join_to_what_one_rank_would_have_read() -> None:
+def test_joined_parts_equal_the_batch_of_one_rank() -> None:
     shown = [supervised_batch([([1, 2, n], 1, None)], [f"dataset:x/{n}/{n}"]) for n in (3, 4)]
     whole = join_batches([rows_of(range(6)), *shown])
     parts = [rows_of([0, 1]), join_batches([rows_of([2, 3, 4, 5]), shown[0]]), shown[1]]
@@ -156,7 +156,7 @@ def run_gang(storage: Storage, size: int, engines: list[FakeTrainEngine], reads:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_gang_trains_what_one_rank_trains(size: int) -> None:
+def test_a_gang_trains_the_same_as_one_rank(size: int) -> None:
     alone, storage = new_storage(), new_storage()
     results: list[tuple[bytes, list[Any]]] = []
     for store, number in ((alone, 1), (storage, size)):

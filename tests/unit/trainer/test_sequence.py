@@ -102,7 +102,7 @@ class TestSplitSequences:
             total = torch.stack([gradients[number] for _, _, gradients in parts]).sum(0)
             assert_close(total, whole, size=max(scale, 1.0))
 
-    def test_a_rank_computes_its_own_tokens_alone(self) -> None:
+    def test_a_rank_computes_only_its_own_tokens(self) -> None:
         def shapes(ranks: Ranks) -> tuple[int, int]:
             rows = pack_rows([np.arange(2, 9), np.arange(2, 6)], np.array([2, 1]), np.ones(2), sequence=ranks)
             return len(rows.tokens_S), len(rows.target_Q)

@@ -172,7 +172,7 @@ def test_held_out_rows_are_evaluated_at_the_interval(storage: Storage, interval:
     assert sink.rows == [(step, {"eval_loss": 0.0}) for step in steps] and sink.num_flushed == len(steps)
 
 
-def test_a_resumed_run_does_not_measure_again_what_it_began_with(storage: Storage) -> None:
+def test_a_resumed_run_does_not_repeat_the_first_evaluation(storage: Storage) -> None:
     make_trainer(storage, total_steps=2).run()
     sink = Sink()
     trainer = make_trainer(storage)
@@ -268,7 +268,7 @@ def test_the_last_checkpoint_has_the_export_at_an_early_end(
 
 
 @pytest.mark.parametrize(("save", "exported"), [("always", [2, 4, 5]), ("never", [])])
-def test_exports_are_always_or_never_made_when_asked(storage: Storage, save: str, exported: list[int]) -> None:
+def test_exports_can_be_forced_or_disabled(storage: Storage, save: str, exported: list[int]) -> None:
     make_trainer(storage, save_hf_checkpoint=save).run()
     assert [
         s for s in checkpoint_steps(storage) if storage.exists(f"global_step_{s}/{HF_FOLDER}/model.safetensors")
@@ -379,7 +379,7 @@ def test_a_stop_on_request_ends_after_the_step_with_a_checkpoint(storage: Storag
     assert final_state(storage)["weights"] == final_state(whole)["weights"]
 
 
-def test_asked_to_stop_before_the_first_batch_nothing_is_written() -> None:
+def test_a_stop_before_the_first_batch_writes_nothing() -> None:
     storage = new_storage()
     fill_log(storage, 0)
     assert make_trainer(storage, should_stop=lambda: True).run() == Ended(0, stopped=True)
@@ -407,12 +407,12 @@ def test_weights_are_published_when_they_are_due_and_at_the_end(storage: Storage
     assert published_versions(storage) == [3, 5]
 
 
-def test_weights_nobody_loads_are_not_published(storage: Storage) -> None:
+def test_weights_without_a_reader_are_not_published(storage: Storage) -> None:
     make_trainer(storage, publish_due=None).run()
     assert published_versions(storage) == []
 
 
-def test_weights_asked_for_while_the_trainer_waits_are_published() -> None:
+def test_requested_weights_are_published_while_the_trainer_waits() -> None:
     storage = new_storage()
     fill_log(storage, 1)
     ParquetLog(storage).unseal()
@@ -432,7 +432,7 @@ def test_weights_asked_for_while_the_trainer_waits_are_published() -> None:
     assert looks[:3] == [[], [], []] and looks[-1] == [1]  # how many between, the writing thread decides
 
 
-def test_the_metrics_of_a_step_say_what_its_batch_was(storage: Storage) -> None:
+def test_step_metrics_describe_the_batch(storage: Storage) -> None:
     sink = Sink()
     make_trainer(storage, sink=sink, total_steps=3).run()
     step, row = sink.rows[2]
@@ -504,7 +504,7 @@ def test_an_engine_error_gets_a_note_that_names_the_step(storage: Storage) -> No
     assert last.startswith("while training step 2; if that can never be trained: rftdask skip ")
 
 
-def test_a_checkpoint_keeps_what_a_new_process_needs(storage: Storage) -> None:
+def test_a_checkpoint_holds_everything_a_new_process_needs(storage: Storage) -> None:
     make_trainer(storage, total_steps=2).run()
     state = json.loads(storage.get("global_step_2/trainer_state.json"))
     assert state == {"step": 2, "lineage": "main", "published": 2, "source": {"low": 3, "beyond": []}}

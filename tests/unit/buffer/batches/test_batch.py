@@ -82,7 +82,7 @@ def test_reward_deviation_is_per_group(tasks: list[int]) -> None:
     np.testing.assert_allclose(stds, expected)
 
 
-def test_a_rollout_has_one_reward_whatever_its_turns() -> None:
+def test_a_rollout_has_one_reward_for_any_number_of_turns() -> None:
     # Two tasks: in each, two rollouts of one turn that got 1 and two of nine turns that got 0.
     rows = [
         experience(task, rollout, turn=turn, reward=float(rollout < 2))

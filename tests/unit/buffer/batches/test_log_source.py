@@ -368,7 +368,7 @@ def test_a_batch_with_nothing_to_train_raises_the_first_cause(ordered: bool) -> 
     assert audit(storage) == Audit(committed=16, trained=0, waiting=16)
 
 
-def test_groups_too_stale_are_dropped_as_such() -> None:
+def test_too_stale_groups_are_dropped_with_that_reason() -> None:
     storage = new_storage()
     log = ParquetLog(storage)
     commit_batch(log, 1, 0, version=0)

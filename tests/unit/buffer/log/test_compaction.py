@@ -258,7 +258,7 @@ def test_a_file_that_storage_did_not_keep_takes_no_shard_with_it() -> None:
     assert ParquetLog(storage).loose_shards() == [name for name, _ in was]
 
 
-def test_a_shard_that_nobody_has_is_not_found() -> None:
+def test_a_shard_that_does_not_exist_is_not_found() -> None:
     with pytest.raises(NotFoundError):
         ParquetLog(new_storage()).read(ShardName(1, 0, "ab", 1, 0, 0, 0))
 

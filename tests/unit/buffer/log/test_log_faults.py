@@ -133,7 +133,7 @@ def put_shard(storage: Storage, data: bytes, num_rows: int, step: int = 1, batch
     return name
 
 
-def test_foreign_files_are_left_alone(weights: bytes) -> None:
+def test_foreign_files_are_not_touched(weights: bytes) -> None:
     storage = new_run()
     fill(storage)
     foreign = parquet(pa.table({"price": [1.0, 2.0]}))

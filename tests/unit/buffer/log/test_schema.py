@@ -163,7 +163,7 @@ def versions_of(**fields: object) -> list[int | None]:
     return token_versions(row)
 
 
-def test_each_token_knows_its_version_as_far_as_anybody_does() -> None:
+def test_each_token_has_its_policy_version_if_known() -> None:
     # A turn of version 10, and one in which 11 became 12; between them tokens that were not sampled.
     turns = (Turn(2, 0, 1, 0, 4, "user", 1, 10, 10), Turn(3, 2, 4, 4, 8, "tool", 2, 11, 12))
     assert versions_of(turns=turns, version_starts=((0, 10), (2, 11), (3, 12))) == [10, None, 11, 12]

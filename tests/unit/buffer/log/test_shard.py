@@ -57,7 +57,7 @@ def test_a_name_is_read_back_from_its_text(name: ShardName) -> None:
 
 
 @given(st.text("0123456789-nvabcdef.parquet", max_size=60) | st.text(max_size=20))
-def test_whatever_is_parsed_has_that_text(text: str) -> None:
+def test_a_parsed_shard_name_has_the_parsed_text(text: str) -> None:
     name = ShardName.try_parse(text)
     assert name is None or name.text == text
 

@@ -144,7 +144,7 @@ def test_a_part_is_trained_before_its_batch_is_done() -> None:
 @given(
     st.lists(st.sets(st.integers(0, 3), min_size=1).map(lambda slots: tuple(sorted(slots))), max_size=5), st.booleans()
 )
-def test_whatever_parts_overlap_every_group_is_trained_once(parts: list[tuple[int, ...]], ordered: bool) -> None:
+def test_every_group_is_trained_once_despite_overlapping_parts(parts: list[tuple[int, ...]], ordered: bool) -> None:
     storage = new_storage()
     for slots in (*parts, (0, 1, 2, 3)):
         commit(ParquetLog(storage), *slots)

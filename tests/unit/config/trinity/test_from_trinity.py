@@ -262,7 +262,7 @@ def tree(**sections: Any) -> dict[str, Any]:
     }
 
 
-def test_with_from_trinity_its_defaults_hold_and_are_told() -> None:
+def test_from_trinity_applies_and_reports_reference_defaults() -> None:
     ours, theirs = load_config(tree()), load_config(tree(), origin="trinity")
     assert (ours.algorithm.algorithm_type, ours.algorithm.repeat_times, ours.origin) == ("grpo", 8, "")
     assert (theirs.algorithm.algorithm_type, theirs.algorithm.repeat_times) == ("ppo", 1)
@@ -287,7 +287,7 @@ def test_a_reference_key_selects_the_reference_defaults() -> None:
         load_config(source, origin="verl")
 
 
-def test_what_the_file_says_wins_over_its_defaults() -> None:
+def test_values_in_the_file_win_over_reference_defaults() -> None:
     sections = {
         "algorithm": {"algorithm_type": "grpo", "repeat_times": 4},
         "trainer": {"trainer_config": {"actor_rollout_ref": {"model": {"enable_gradient_checkpointing": False}}}},
@@ -358,7 +358,7 @@ def test_a_key_of_a_monitor_is_never_written_down() -> None:
     assert any("set WANDB_API_KEY instead" in line for line in loaded.warnings)
 
 
-def test_what_was_read_otherwise_is_seen() -> None:
+def test_changes_list_keys_that_were_read_differently() -> None:
     loaded = load_config(tree(explorer={"runner_per_model": 4}, synchronizer={"sync_method": "online"}))
     assert "- explorer.runner_per_model: 4" in loaded.changes
     assert {"- synchronizer.sync_method: online", "+ synchronizer.sync_method: nccl"} <= set(loaded.changes)

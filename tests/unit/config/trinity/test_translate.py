@@ -44,7 +44,7 @@ def test_keys_of_verl_take_their_place_and_the_others_are_named() -> None:
     assert len(config.warnings) >= 9
 
 
-def test_tasks_of_type_queue_are_where_their_path_says() -> None:
+def test_tasks_of_type_queue_are_read_from_their_path() -> None:
     taskset = "buffer.explorer_input.taskset"
     config = loaded(f"{taskset}.storage_type=queue")
     assert config.buffer.explorer_input.train_tasksets[0].storage_type == "file"
@@ -126,7 +126,7 @@ def test_a_key_of_ours_wins_over_that_of_verl() -> None:
     assert any("ignored: trainer.ppo_epochs is given and wins" in text for text in config.warnings)
 
 
-def test_what_verl_is_given_is_checked_as_ours() -> None:
+def test_verl_keys_are_checked_like_ours() -> None:
     with pytest.raises(ConfigError, match="ppo_epochs"):
         loaded("trainer.trainer_config.actor_rollout_ref.actor.ppo_epochs=none")
 
@@ -177,7 +177,7 @@ def test_passes_of_one_experience() -> None:
         "buffer.trainer_input.experience_buffer.schema_type=experience",
     ],
 )
-def test_what_is_always_so_may_be_asked_for(setting: str) -> None:
+def test_keys_may_request_the_only_behavior(setting: str) -> None:
     assert any(setting.partition("=")[0] in text for text in loaded(setting).warnings)
 
 

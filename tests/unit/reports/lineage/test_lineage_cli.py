@@ -48,7 +48,7 @@ def test_view_writes_a_page(case, tmp_path):
     assert file.read_text(encoding="utf-8") == render_experiences(Browser(case.url), 3)
 
 
-def test_doctor_says_what_a_storage_keeps():
+def test_doctor_reports_the_guarantees_of_a_storage():
     done = CliRunner().invoke(app, ["doctor", "memory://doctor-cli"])
     assert done.exit_code == 0
     assert done.output.startswith("storage memory://doctor-cli: nothing broken")

@@ -151,5 +151,5 @@ def test_nearest_means_the_same_task_first(typed, nearest):
     assert nearest_uids(typed, {"a/b/0/4/0/0", "a/b/0/4/1/0", "a/b/0/5/0/0", "c/0/400/0/0"}, count=2) == nearest
 
 
-def test_an_experiment_traces_too(case):
+def test_an_experiment_can_be_traced(case):
     assert str(Experiment(case.config).trace("sums/0/2/0/0")).startswith("sums/0/2/0/0  (stage run)\n")

@@ -166,7 +166,7 @@ def test_textarena_game_is_a_chat() -> None:
 
 @pytest.mark.extras
 @pytest.mark.filterwarnings("ignore")
-def test_auxiliary_model_plays_the_other_seat() -> None:
+def test_auxiliary_model_plays_the_opponent() -> None:
     pytest.importorskip("textarena")
     arguments = {"env_id": "TicTacToe-v0", "num_players": 2, "opponent": "judge"}
     model = Script(["[0]", "[1]", "[2]"], judged=["[4]", "[7]"])

@@ -101,7 +101,7 @@ def test_blocks_of_few_bits_go_through_files_to_the_bit(name: str) -> None:
 
 
 @needs_torchao
-def test_steps_that_bfloat16_cannot_tell_add_up_by_chance() -> None:
+def test_stochastic_rounding_adds_up_steps_below_bfloat16() -> None:
     model = Wide().bfloat16()
     torch.nn.init.ones_(model.layers[0].weight)
     stepped = optimizer(model, lr=1e-4, weight_decay=0.0, optimizer_type="torchao.optim.AdamW8bit")
@@ -192,7 +192,7 @@ def test_muon_moves_the_matrices_of_layers_and_adamw_the_rest() -> None:
     assert keys["head.weight"] == keys["embedding.weight"] == {"step", "exp_avg", "exp_avg_sq"}
 
 
-def test_another_optimizer_or_a_refused_argument_is_told() -> None:
+def test_an_unknown_optimizer_or_argument_is_reported() -> None:
     model = Small()
     train(model, whole := optimizer(model), range(1, 2))
     with pytest.raises(RoleError, match="does not fit the model"):

@@ -82,7 +82,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("spread", [False, True])
-def test_loading_restores_what_was_saved_to_the_bit(spread: bool) -> None:
+def test_loading_restores_every_bit(spread: bool) -> None:
     files = save_tensors(NAME, some_tensors(), ALONE, spread=spread)
     assert list(files) == [NAME]
     assert files == save_tensors(NAME, dict(reversed(some_tensors().items())), ALONE, spread=spread)
@@ -106,7 +106,7 @@ def test_staging_converts_floating_point_tensors_only() -> None:
     assert_equal(staged, {**tensors, "w": tensors["w"].bfloat16(), "cut": tensors["cut"].bfloat16()})
 
 
-def test_a_head_is_json_and_says_where_tensors_begin() -> None:
+def test_a_head_is_json_with_the_offsets_of_tensors() -> None:
     data = bytes(save_tensors(NAME, some_tensors(), ALONE, spread=True)[NAME])
     head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert list(head["__metadata__"]) == ["DCP_SHARDING_INFO"]
@@ -115,7 +115,7 @@ def test_a_head_is_json_and_says_where_tensors_begin() -> None:
     assert sharding.keys() == some_tensors().keys()
 
 
-def test_pytorch_reads_what_we_wrote(tmp_path: Path) -> None:
+def test_pytorch_reads_our_files(tmp_path: Path) -> None:
     ((_, data),) = save_tensors(NAME, some_tensors(), ALONE, spread=True).items()
     (tmp_path / "optim.safetensors").write_bytes(data)
     (tmp_path / "model.safetensors").write_bytes(save({"weight": torch.ones(3)}, {"format": "pt"}))
@@ -161,7 +161,7 @@ def test_the_whole_is_loaded_however_it_was_cut(rows: list[int], columns: list[i
     assert len(shelf.reads) == 2 * len(shelf) - 1
 
 
-def test_other_files_of_similar_names_are_no_parts() -> None:
+def test_other_files_with_similar_names_are_ignored() -> None:
     files = save_tensors(NAME, some_tensors(), ALONE, spread=True)
     others = {
         name: b"" for name in ("actor/optim-x.safetensors", "critic/optim.safetensors", "actor/optim.safetensors2")
@@ -262,7 +262,7 @@ def test_a_change_after_verification_is_raised_at_the_end(tmp_path: Path) -> Non
 # ---- what is refused
 
 
-def test_parts_that_do_not_say_where_they_begin_are_refused() -> None:
+def test_parts_without_offsets_are_refused() -> None:
     # As versions before 0.1 wrote them.
     files = {part_name(number): save({"w": torch.ones(2)}, {"rftdask": "{}"}) for number in range(2)}
     with pytest.raises(RoleError, match=r"optim\.safetensors of the checkpoint has parts .*rftdask convert"):

@@ -235,7 +235,7 @@ def test_a_response_goes_on_with_the_weights_it_began_with(toy: Path, server: Ti
     assert {number: answer.min_policy_version for number, answer in answers.items()} == {1: 0, 2: 1}
 
 
-def test_greedy_tokens_and_the_end_are_as_asked(toy: Path, server: TinkerServer) -> None:
+def test_sampling_parameters_reach_the_tinker_service(toy: Path, server: TinkerServer) -> None:
     engine = TinkerEngine(str(toy), server.url)
     [made] = engine.generate(requests_of(1, temperature=0.0, top_p=0.9, top_k=5, ignore_eos=True))
     sent = server.asked("asample")[-1]["sampling_params"]
@@ -369,7 +369,7 @@ def test_a_checkpoint_names_step_path_and_coefficients(toy: Path, server: Tinker
     assert (len(server.asked("save_weights")), len(server.asked("save_weights_for_sampler"))) == (1, 1)
 
 
-def test_supervised_rows_alone_need_no_reference(toy: Path, server: TinkerServer) -> None:
+def test_purely_supervised_rows_need_no_reference(toy: Path, server: TinkerServer) -> None:
     engine = TinkerTrainEngine(config_at(server, toy), make_algorithm("sft"))
     rows = [([5, 6, 7], 1, None), ([5, 9], 1, None)]
     assert engine.train_step(supervised_batch(rows, ["a", "b"]), 1)["loss"] > 0

@@ -25,7 +25,7 @@ def hosted(*overrides: str, **sections: Any) -> Config:
     return load_config(grpo(model=HOSTED, **sections), overrides)
 
 
-def test_enable_chooses_trainer_and_engine_and_is_told_once() -> None:
+def test_enable_chooses_trainer_and_engine_with_one_warning() -> None:
     config = hosted("trainer.trainer_type=verl", "explorer.rollout_model.engine_type=vllm", "seed=5")
     assert (config.trainer.trainer_type, config.explorer.rollout_model.engine_type) == ("tinker", "tinker")
     assert config.warnings == (f"model.tinker.enable: {IS_TOLD}",)
@@ -119,7 +119,7 @@ def test_keys_of_computing_here_are_warned_of() -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "dapo", "cispo", "rec", "topr", "opmd", "mix", "sft", "dpo", "simpo"])
-def test_algorithms_of_logprobs_alone_are_trained(name: str) -> None:
+def test_algorithms_that_need_only_logprobs_are_trained(name: str) -> None:
     check_algorithm(load_config(sft() if name == "sft" else grpo()), make_algorithm(name))
 
 
@@ -132,14 +132,14 @@ def test_algorithms_of_logprobs_alone_are_trained(name: str) -> None:
         ("ppo", {}, "algorithm.advantage_fn: a critic"),
     ],
 )
-def test_an_algorithm_that_asks_for_more_is_refused(name: str, parts: dict[str, Any], what: str) -> None:
+def test_an_algorithm_that_needs_more_is_refused(name: str, parts: dict[str, Any], what: str) -> None:
     with pytest.raises(
         UserError, match=f"^{what}.*which only returns logprobs; choose another one, or trainer_type torch"
     ):
         check_algorithm(load_config(grpo()), make_algorithm(name, **parts))
 
 
-def test_a_run_without_a_key_or_the_package_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_about_a_missing_key_or_package_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(API_KEY, raising=False)
     with pytest.raises(UserError, match=r"export TINKER_API_KEY=tml-\.\.\. before starting the run"):
         require_key()

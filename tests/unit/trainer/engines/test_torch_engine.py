@@ -104,7 +104,7 @@ class Chosen(TorchEngine):
         ({"ulysses_sequence_parallel_size": 2}, 2, FSDP2),
     ],
 )
-def test_ranks_share_a_model_as_the_section_says(
+def test_ranks_shard_a_model_as_configured(
     tmp_path: Path, section: dict[str, Any], size: int, strategy: type[Strategy]
 ) -> None:
     ranks = ThreadRanks(0, [None] * size, threading.Barrier(size))
@@ -119,7 +119,7 @@ def test_ranks_share_a_model_as_the_section_says(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_micro_batches_change_the_gradient_by_rounding_alone(models: Path, name: str) -> None:
+def test_micro_batches_change_the_gradient_only_by_rounding(models: Path, name: str) -> None:
     batch = batch_for(name)
     results = []
     for size in (None, 3):

@@ -138,7 +138,7 @@ def test_rollouts_and_rows_of_a_dataset_weigh_by_their_number(models: Path) -> N
     assert values[0] != pytest.approx(values[1], rel=1e-3)
 
 
-def test_a_dataset_alone_is_distilled_from_by_sft(models: Path) -> None:
+def test_sft_with_jsd_distills_from_a_dataset(models: Path) -> None:
     batch = rollouts()
     batch.experts[:] = True
     trained = student(models, "sft", {"policy_loss_fn": "jsd"})

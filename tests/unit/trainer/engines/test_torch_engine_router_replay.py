@@ -168,7 +168,7 @@ def test_split_sequences_take_the_same_experts(model: Path, in_bfloat16: Trainin
         assert_same_logprobs(part, expected)
 
 
-def test_the_reference_chooses_for_itself(model: Path, in_float32: TrainingBatch) -> None:
+def test_the_reference_uses_its_own_routes(model: Path, in_float32: TrainingBatch) -> None:
     told = in_float32.routed_experts
     assert told is not None
     moved = replace(in_float32, routed_experts=np.where(told < 0, -1, 7 - told).astype(np.int16))
@@ -182,7 +182,7 @@ def test_the_reference_chooses_for_itself(model: Path, in_float32: TrainingBatch
         assert largest_gap(own, in_float32) < 1e-4 < largest_gap(policy, in_float32)
 
 
-def test_rows_of_a_dataset_choose_for_themselves(model: Path, in_float32: TrainingBatch) -> None:
+def test_dataset_rows_have_no_replayed_experts(model: Path, in_float32: TrainingBatch) -> None:
     shown = supervised_batch([([5, 6, 7, 8], 2, None), ([9, 8, 7], 2, None)], ["shown 0", "shown 1"])
     joined = join_batches([in_float32, shown])
     assert joined.routed_experts is not None

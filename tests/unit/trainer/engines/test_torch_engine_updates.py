@@ -230,7 +230,7 @@ def test_mismatch_is_measured_before_the_first_update(model: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_a_dataset_can_be_trained_so_too(model: Path, name: str) -> None:
+def test_a_dataset_can_be_trained_in_mini_batches(model: Path, name: str) -> None:
     rows = [([i + 2, i + 3, i + 4, i + 5], 2, None) for i in range(12)]
     batch = supervised_batch(rows, [str(i) for i in range(12)], 2 if name == "dpo" else 1)
     tested = engine(model, name)
@@ -288,7 +288,7 @@ def test_two_ranks_make_the_updates_of_one(model: Path) -> None:
 
 
 @pytest.mark.parametrize("parts", [{}, {"trainer__ppo_epochs": 1, "trainer__ppo_mini_batch_size": None}])
-def test_two_ranks_need_the_tokens_of_their_own_rows_alone(model: Path, parts: dict[str, Any]) -> None:
+def test_two_ranks_need_only_the_tokens_of_their_rows(model: Path, parts: dict[str, Any]) -> None:
     def trained(ranks: Ranks) -> tuple[np.ndarray, dict[str, float]]:
         tested, batch = engine(model, "ppo", ranks, trainer__micro_batch_size=1, **parts), rollouts(0)
         rows = tested.rows_to_compute(batch.holding([]), 1)
