@@ -96,9 +96,10 @@ settings.load_profile("rftdask")
 
 @pytest.hookimpl(optionalhook=True)  # vLLM's environment has no xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For two cores use three processes, and five in the slow tier: a real run waits for its own processes a third of
-    its time, a slow one more than half. A fourth process gains nothing in the fast tier, because imports use the
-    time it saves.
+    """Return the number of processes: three for two cores, and five in the slow tier.
+
+    A real run waits for its own processes a third of its time, a slow one more than half. A fourth process gains
+    nothing in the fast tier, because imports use the time it saves.
     """
     cores = len(os.sched_getaffinity(0))
     return max(1, 5 * cores // 2 if config.getoption("dist") == "loadgroup" else 3 * cores // 2)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that this torch can use")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="this torch cannot use a GPU")
 
 
 @pytest.mark.parametrize("part", "abcdefghij")

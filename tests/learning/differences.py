@@ -3,7 +3,7 @@
     python -m tests.learning.differences [NAME...] [--seeds 0,1,2]
 
 Prints one line per difference: the number with ours and with the peer's, for each seed. If learning shows less than the
-formula, the number comes from a policy of eight words (exact.py). Every row of `rftdask conformance` that says
+formula, the number comes from a policy of eight words (exact.py). Every row of `rftdask conformance` with result
 "differs" has a line, whichever formula it favors; docs/algorithms.md explains our choice. Some of them are tests, with
 seed 0.
 """
@@ -270,7 +270,7 @@ DIFFERENCES: Mapping[str, Run | Exact] = {
     ),
     "token-sum-norm: passes of 64 rows": _passes(64),
     "token-sum-norm: passes of 8 rows": _passes(8),
-    "gae: what a tool said enters": Run(
+    "gae: tool output enters": Run(
         "GAE advantage",
         replace(
             _case("ppo"),
@@ -288,7 +288,7 @@ DIFFERENCES: Mapping[str, Run | Exact] = {
     "gigpo: states of all tasks": Run(
         "gigpo advantage, states of a task", _case("gigpo"), "accuracy", _states_of_all_tasks
     ),
-    "gigpo: rewards of turns alone": Run(
+    "gigpo: only rewards of turns": Run(
         "gigpo advantage, rewards beyond the turns'", _case("gigpo"), "accuracy", _turns_alone, _no_turn_rewards
     ),
 }

@@ -121,7 +121,7 @@ def test_a_trainer_on_a_full_disk_reports_it_and_resumes(
         make_trainer(run).run()
     assert f"{run.url}/{place.split('/')[0] or WEIGHTS_POINTER}" in str(caught.value)
     if place:
-        assert files_in(disk.folder) == before == set(), "nothing of what did not fit has a name"
+        assert files_in(disk.folder) == before == set(), "a file that did not fit has no name"
     assert all(Ledger(run).read(step) for step in range(1, Ledger(run).last_step() + 1))
     disk.free()
     make_trainer(run).run()
@@ -225,7 +225,7 @@ def shared() -> Iterator[Path]:
 
 
 def call_as_another(*arguments: str) -> Ended:
-    """Run `rftdask` as a user who owns none of the files: nobody if tests run as root, otherwise the current user."""
+    """Run `rftdask` as a user that owns none of the files: nobody if tests run as root, otherwise the current user."""
     if os.geteuid() != 0:
         return call_cli(*arguments)
     groups = os.getgroups()

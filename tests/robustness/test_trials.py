@@ -33,7 +33,7 @@ from rftdask.rollouts.workflows.base import Reward
 REWARDS = {
     "of TRL": ("def scored(completions, **kwargs):\n    return [0.0 for _ in completions]", "(response, truth, task)"),
     "of TRL with prompts": ("def scored(prompts, completions, answer, **kwargs):\n    return [0.0]", "[0.0]"),
-    "of the response alone": ("def scored(response):\n    return 1.0", "(response, truth, task)"),
+    "of only the response": ("def scored(response):\n    return 1.0", "(response, truth, task)"),
     "wants more": ("def scored(response, truth, task, tokenizer):\n    return 1.0", "tokenizer"),
     "gives nothing": ("def scored(response, truth, task):\n    pass", "None"),
     "gives text": ("def scored(response, truth, task):\n    return '1.0'", "'1.0'"),
@@ -101,7 +101,7 @@ def test_a_workflow_that_cannot_work_is_refused(config: Path, source: str, word:
 def refused_plugin(config: Path, key: str, source: str, word: str) -> None:
     settings = own(config, key, source)
     text = refused_run(config, *settings, words=(word, "scored"))
-    assert text.startswith("error: 1 problem:"), f"one mistake is told once: {text}"
+    assert text.startswith("error: 1 problem:"), f"one mistake is reported once: {text}"
 
 
 @pytest.mark.parametrize("source", ["1 / 0", "def scored(response truth):\n    pass"], ids=["raises", "is no Python"])

@@ -1,4 +1,4 @@
-"""What storage lies on: an S3 server, which is moto on this machine with dummy credentials, and a disk that fills up.
+"""Storage media: an S3 server, which is moto on this machine with dummy credentials, and a disk that fills up.
 
 moto and s3fs are in the dev extra; where they are missing the S3 tests fail, they are not skipped.
 """

@@ -1,5 +1,5 @@
-"""Promises of what lies at the top of the repository for others' tools: the images are made of the constrained set and
-of all files that the package is built from, each instruction is one; the citation and the issue forms are well formed.
+"""Promises of the files for other tools at the top of the repository: images install the constrained versions and copy
+all files that the build reads, every instruction exists, and the citation and the issue forms are well formed.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ FORM_PARTS = {"markdown", "textarea", "input", "dropdown", "checkboxes"}
 
 
 def docker_instructions(text: str) -> list[tuple[str, str]]:
-    """(instruction, rest) of each logical line. Raises: ValueError: a word that is none."""
+    """(instruction, rest) of each logical line. Raises: ValueError: an unknown instruction."""
     joined = re.sub(r"\\\n\s*", "", "".join(line for line in text.splitlines(True) if not line.startswith("#")))
     found = []
     for line in filter(str.strip, joined.splitlines()):
         word, _, rest = line.partition(" ")
         if word not in INSTRUCTIONS:
-            raise ValueError(f"{word} is no instruction")
+            raise ValueError(f"unknown instruction {word}")
         found.append((word, rest))
     return found
 
 
 def apptainer_sections(text: str) -> dict[str, str]:
-    """Text of each section; "": the header. Raises: ValueError: a section that is none."""
+    """Text of each section; "": the header. Raises: ValueError: an unknown section."""
     parts = re.split(r"^%(\w+)\n", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE), flags=re.MULTILINE)
     found = {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
     if unknown := found.keys() - SECTIONS - {""}:
-        raise ValueError(f"{unknown} are no sections")
+        raise ValueError(f"unknown sections {unknown}")
     return found
 
 
 def built_from() -> set[str]:
-    """What hatchling reads to build the wheel."""
+    """Return the paths that hatchling reads to build the wheel."""
     wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     project = PROJECT["project"]
     return {"pyproject.toml", project["readme"], *project["license-files"], *wheel["packages"], *wheel["force-include"]}

@@ -33,11 +33,11 @@ ROOT = Path(__file__).parents[2]
 PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
 DEADLINE_S = 120
 
-HUB = "it asks for a model of the Hub, and there is no network"
+HUB = "it needs a model of the Hub, and tests have no network"
 GPU = "it takes a GPU, or vLLM"
 SLURM = "tests/e2e/clusters/test_slurm_runs.py"
 SERVES = "tests/e2e/guides/test_studio_walk.py"
-LEARNS = "it takes minutes; the table below it was made by it"
+LEARNS = "it takes minutes; it made the table below it"
 ELSEWHERE: dict[str, dict[str, str]] = {
     **{f"docs/{page}": {"": "tests/e2e/guides/test_tutorials.py"} for walk in WALKS for page in walk},
     "docs/extending.md": {"": "tests/unit/test_extending_page.py"},
@@ -90,14 +90,14 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "rftdask studio": SERVES,
     },
 }
-"""Page -> how a statement begins (<python>: all of that language; "": all of the page) -> the test that runs it, or why
-nothing here does.
+"""Page -> beginning of a statement (<python>: all of that language; "": all of the page) -> the test that runs it, or
+the reason why none does.
 """
 
 WORDS = {"CONFIG": "run.yaml", "RUN": "runs/rftdask/quickstart/grpo", "STEP": "2", "NAME": "other", "PARTITION": "main"}
-"""What the reader puts in."""
+"""Placeholder on a page -> value in this test."""
 SMALL = {"global_step_40": "global_step_4", "--step 40": "--step 4", "total_steps=20": "total_steps=5"}
-"""Of the run here, which has four steps."""
+"""Text on a page -> text for the run of this test, which has four steps."""
 BASE: dict[str, Any] = {
     "model": {"model_path": "runs/toy/model", "max_model_len": 64},
     "buffer": {"explorer_input": {"taskset": {"path": "tasks.jsonl"}, "default_reward_fn_type": "exact_reward"}},
@@ -110,7 +110,7 @@ PART_OF: dict[str, dict[str, Any]] = {
         "buffer": {"trainer_input": {"experience_buffer": {"path": "data/pairs.jsonl"}}},
     },
 }
-"""What else a configuration says of which the YAML of a page is a part."""
+"""Page -> the rest of the configuration to which the YAML of the page belongs."""
 MAKES_RUN_YAML = {"docs/from-trl.md", "docs/from-verl.md", "docs/slurm.md"}
 TRINITY = """
 algorithm: {algorithm_type: grpo, repeat_times: 4, optimizer: {lr: 1e-5}}
@@ -160,14 +160,14 @@ def statements(block: Block) -> list[str]:
 
 
 def elsewhere(page: str, language: str, statement: str) -> str | None:
-    """Where it is run, or why it is not; None: here."""
-    told = f"<{language}>\n{statement}"
+    """Return the test that runs the statement, or the reason why none does; None: this file runs it."""
+    text = f"<{language}>\n{statement}"
     places = ELSEWHERE.get(page, {}).items()
-    return next((place for start, place in places if told.startswith(start) or statement.startswith(start)), None)
+    return next((place for start, place in places if text.startswith(start) or statement.startswith(start)), None)
 
 
 def is_run_here(page: str) -> bool:
-    """Whether any of its statements is."""
+    """True if this file runs any statement of the page."""
     shown = [block for block in blocks(PAGES[page]) if block.language not in NO_CODE]
     return any(elsewhere(page, block.language, each) is None for block in shown for each in statements(block))
 
@@ -179,7 +179,7 @@ def is_run_here(page: str) -> bool:
 def test_every_code_block_names_its_language(page: str) -> None:
     kinds = {block.language for block in blocks(PAGES[page])}
     assert kinds <= {"bash", "python", "yaml", "json", "sql", "jinja", *NO_CODE}, page
-    # One that is told by four spaces says nothing.
+    # A block indented by four spaces has no language.
     fenced = re.sub(r"^```.*?^```$", "", PAGES[page].read_text(), flags=re.DOTALL | re.MULTILINE)
     assert re.findall(r"^(?!.*^ *(?:[-*]|\d+\.) )\n    \S.*", fenced) == []
 
@@ -188,9 +188,9 @@ def test_the_table_of_unrun_examples_matches_the_pages() -> None:
     assert ELSEWHERE.keys() <= PAGES.keys()
     for page, places in ELSEWHERE.items():
         shown = [block for block in blocks(PAGES[page]) if block.language not in NO_CODE]
-        told = [text for block in shown for each in statements(block) for text in (each, f"<{block.language}>\n")]
+        texts = [text for block in shown for each in statements(block) for text in (each, f"<{block.language}>\n")]
         for start, place in places.items():
-            assert any(text.startswith(start) for text in told), f"{page} shows no {start!r} any more"
+            assert any(text.startswith(start) for text in texts), f"{page} shows no {start!r} any more"
             assert " " in place or (ROOT / place).is_file(), place
 
 
@@ -199,10 +199,10 @@ def test_the_table_of_unrun_examples_matches_the_pages() -> None:
 
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What a reader of any page has: the configurations, a toy, the quickstart's run with few steps, and own files."""
+    """Folder of a reader: the configurations, a toy, the quickstart's run with few steps, and files of the user."""
     folder = tmp_path_factory.mktemp("ready")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))  # for the reward below, wherever a process stands
+        patch.setenv("PYTHONPATH", str(ROOT))  # for the reward below, in any working directory
         patch.chdir(folder)
         patch.delenv("RFTDASK_RUNS", raising=False)
         shutil.copytree(ROOT / "config", "config")
@@ -233,7 +233,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield folder
 
 
-# PyTorch's, of a reader that is one process.
+# A warning of PyTorch about a reader with one process.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("page", [page for page in PAGES if is_run_here(page)])
 def test_a_page_works_as_it_is_written(page: str, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def test_a_page_works_as_it_is_written(page: str, ready: Path, tmp_path: Path, m
         elif block.language == "text":
             reader.look(block.text)
         elif block.language not in NO_CODE:
-            reader.said = None
+            reader.output = None
             for statement in statements(block):
                 if elsewhere(page, block.language, statement) is None:
                     reader.do(block.language, statement)
@@ -264,11 +264,11 @@ def test_a_page_works_as_it_is_written(page: str, ready: Path, tmp_path: Path, m
 
 
 class Reader:
-    """Who does what a page says. `said` is what the commands of the last block printed; None: none was run."""
+    """Reader that follows a page. `output`: text printed by the commands of the last block; None: no command ran."""
 
     def __init__(self, page: str) -> None:
         self.page = page
-        self.said: str | None = None
+        self.output: str | None = None
         self.names: dict[str, Any] = {}
         frame = Experiment.open(WORDS["RUN"]).experiences()
         answers = frame[(frame["explore_step"] == 3) & frame["response_text"].str.isdecimal()]
@@ -287,7 +287,7 @@ class Reader:
     def bash(self, command: str) -> None:
         if command.startswith("rftdask "):
             ended = call_cli(*shlex.split(command.replace("\\\n", " "), comments=True)[1:])
-            code, said = ended.code, ended.out + ended.err
+            code, output = ended.code, ended.out + ended.err
         else:
             done = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", command],
@@ -296,15 +296,15 @@ class Reader:
                 text=True,
                 timeout=DEADLINE_S,
             )
-            code, said = done.returncode, done.stdout + done.stderr
-        assert code == 0 and "Traceback" not in said, (command, said)
-        self.said = (self.said or "") + said
+            code, output = done.returncode, done.stdout + done.stderr
+        assert code == 0 and "Traceback" not in output, (command, output)
+        self.output = (self.output or "") + output
 
     def python(self, text: str) -> None:
         exec(text, self.names)
 
     def yaml(self, text: str) -> None:
-        """It is part of a configuration that is accepted, whose parts are there."""
+        """Check that the text is part of a valid configuration whose plug-ins exist."""
         check_plugins(load_config(merged(merged(BASE, PART_OF.get(self.page, {})), yaml.safe_load(text))))
 
     def json(self, text: str) -> None:
@@ -317,12 +317,12 @@ class Reader:
 
     def look(self, text: str) -> None:
         """Each line is among what was printed, but for numbers, and for what "..." stands for; of a table its head."""
-        if self.said is None:
+        if self.output is None:
             return
-        said = "\n".join(map(shape, self.said.splitlines()))
+        output = "\n".join(map(shape, self.output.splitlines()))
         for line in text.splitlines():
             expected = ".*".join(re.escape(part) for part in shape(self.filled(line)).split("..."))
-            assert re.search(f"^{expected}$", said, re.MULTILINE), (line, self.said)
+            assert re.search(f"^{expected}$", output, re.MULTILINE), (line, self.output)
             if line.startswith("───"):
                 break
 

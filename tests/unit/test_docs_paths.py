@@ -36,7 +36,7 @@ _LINK = re.compile(r"\[[^\]]*\]\(([^)#:\s]*)(#[^)\s]*)?\)")
 _EXAMPLE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _KEY = re.compile(rf"`((?:{'|'.join(Config.model_fields)})\.[a-z_][\w.\[\]]*)[`:=]")
 _NO_KEYS = {"model.generate"}
-"""What reads like a key, and is a method of transformers."""
+"""Methods of transformers that look like keys."""
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 COMMAND: Any = get_command(app)
 SCHEMA = jsonschema.Draft202012Validator(parts_of(json_schema()))
@@ -70,18 +70,18 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 
 
 def is_key(key: str, section: type[Section] = Config) -> bool:
-    """Whether `key`, such as "explorer.rollout_model.dtype", is one of a section."""
+    """True if a section has `key`, such as "explorer.rollout_model.dtype"."""
     name, _, rest = key.partition(".")
     info = section.model_fields.get(name.partition("[")[0])
     if info is None:
         return not rest and isinstance(getattr(section, name, None), property)
     child = child_of(info)
     if child is None or not rest:
-        return True  # a dict of somebody's own, or the key itself
+        return True  # a free-form dict, or the key itself
     return is_key(rest.partition(".")[2] if child[0] == "dict" else rest, child[1])
 
 
-# Pages on other systems name their keys, too, and the changelog those that are gone.
+# Pages on other systems also name keys of those systems, and the changelog names removed keys.
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if not page.name.startswith(("from-", "trinity-")) and page.name != "CHANGELOG.md"],
@@ -113,7 +113,7 @@ def test_every_command_that_a_page_shows_is_one(page: Path) -> None:
         for shown in re.findall(
             r'^\s*(?:\$ )?rftdask ((?:[^"\n]|"[^"]*")*)', re.sub(r"\\\n\s*", " ", block), re.MULTILINE
         ):
-            # Up to a pipe, or to what is said of it in a column beside it.
+            # The command ends at a pipe or before a comment in the next column.
             command = re.split(r"\s[|>&]|\s{3,}", shown)[0] if '"' not in shown else shown
             if "[" not in command.partition("  #")[0]:  # [KEY=VALUE] is how a usage is written
                 parse(COMMAND, shlex.split(_filled(command), comments=True))
@@ -132,12 +132,12 @@ def test_every_command_within_a_sentence_is_one(page: Path) -> None:
 
 
 def _filled(command: str) -> str:
-    """With a number where the reader puts one in."""
+    """Replace the placeholder STEP by a number."""
     return re.sub(r"\bSTEP\b", "7", command)
 
 
 def parse(command: Any, words: list[str]) -> None:
-    """As the command line does it, of a command or a group of them, without running it."""
+    """Parse the words of a command or a command group as the command line does, without running it."""
     with command.make_context("rftdask", list(words)) as context:
         rest = [*getattr(context, "_protected_args", ()), *context.args]
         if hasattr(command, "resolve_command") and rest:

@@ -1,4 +1,4 @@
-"""Promise: docs/extending.md does what it says. Each file of the page lies in a plug-in folder; the YAML after it is
+"""Promise: the examples of docs/extending.md work. Each file of the page lies in a plug-in folder; the YAML after it is
 part of a valid configuration whose plug-ins bind; the Python after it runs, and the text after that is what it prints.
 A misspelled argument of each part that has some is an error with its key.
 """

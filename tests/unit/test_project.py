@@ -2,11 +2,11 @@
 
 - imports point one way: a module imports from lower layers and from its own package, and no modules form a cycle;
 - `import rftdask`, its config and its storage load neither torch nor transformers nor vLLM;
-- a trainer rank that is a fake, and whoever checks an algorithm, load torch but neither its compiler, which takes
-  seconds, nor Dask;
-- every folder of the package says what it holds, and none below the top has more than 15 entries;
+- a fake trainer rank and the check of an algorithm load torch but neither its compiler, which takes seconds, nor
+  Dask;
+- every folder of the package has a docstring, and none below the top has more than 15 entries;
 - what the package imports is declared, what is declared is pinned, and the pins satisfy what is declared;
-- environment.yml asks for what pyproject.toml and constraints.txt say.
+- environment.yml requires the versions of pyproject.toml and constraints.txt.
 
 The two import rules are functions of a folder, so small invented packages show below that they can fail.
 """
@@ -51,7 +51,7 @@ LAYERS = (
 """Names below `rftdask` of the packages and modules of each layer, the lowest first; the longest that fits counts."""
 
 MOST_ENTRIES = 15
-"""Of a folder below the top, with its __init__.py: what a reader takes in at a look."""
+"""Bound for a folder below the top, counting its __init__.py, so that a reader can take it in at a glance."""
 
 Graph = dict[str, set[str]]
 
@@ -148,7 +148,7 @@ def test_no_modules_form_an_import_cycle():
 
 def late_imports_without_a_reason(package: Path) -> list[str]:
     """file:line of the imports inside functions that neither a comment in their block of imports explains, nor the
-    docstring of their module, which then says what it imports late.
+    docstring of their module, which then names its late imports.
     """
     found = []
     for path in sorted(package.rglob("*.py")):
@@ -271,10 +271,10 @@ def test_every_test_file_has_a_name_of_its_own():
         ("rftdask", "torch transformers vllm distributed pandas"),
         ("rftdask.config", "torch transformers vllm distributed pandas"),
         ("rftdask.storage", "torch transformers vllm distributed pandas"),
-        # What a login node has, and what an explorer's worker imports.
+        # The first runs on a login node, the second on an explorer's worker.
         ("rftdask.driver.preflight", "torch transformers vllm safetensors"),
         ("rftdask.rollouts.work_unit_task", "torch transformers vllm safetensors pandas"),
-        # What starts the fork server of a run, which is to import torch while the driver imports Dask.
+        # Starts the fork server of a run, which imports torch while the driver imports Dask.
         ("rftdask.cluster.local", "torch transformers distributed pandas"),
     ],
 )
@@ -304,14 +304,14 @@ def folder_problems(package: Path) -> list[str]:
     for folder in sorted({path.parent for path in package.rglob("*.py")}):
         opening = folder / "__init__.py"
         if not (opening.is_file() and ast.get_docstring(parse(opening.read_text()))):
-            problems.append(f"{folder.relative_to(package)}/ has no __init__.py that says what it holds")
+            problems.append(f"{folder.relative_to(package)}/ has no __init__.py with a docstring")
     return problems + full_folders(package)
 
 
 def full_folders(package: Path) -> list[str]:
     """A sentence for every folder below the top that is too full."""
     problems = []
-    # What has files, since a checkout keeps the compiled ones of a folder that has moved away.
+    # Compiled files are skipped, since a checkout keeps those of a folder that has moved away.
     files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     for folder in sorted({above for path in files for above in path.parents if above.is_relative_to(package)}):
         count = len({path.relative_to(folder).parts[0] for path in files if path.is_relative_to(folder)})
@@ -322,7 +322,7 @@ def full_folders(package: Path) -> list[str]:
 
 def test_every_folder_has_a_docstring_and_few_files():
     assert folder_problems(ROOT / "rftdask") == []
-    # The folder of unit tests has those of the package's top.
+    # The folder of unit tests mirrors the top of the package.
     assert [problem for problem in full_folders(ROOT / "tests") if not problem.startswith("unit/ ")] == []
 
 
@@ -333,8 +333,8 @@ def test_a_silent_folder_and_a_full_one_are_named(tmp_path):
     (tmp_path / "rftdask/storage").mkdir()
     (tmp_path / "rftdask/storage/base.py").touch()
     assert folder_problems(tmp_path / "rftdask") == [
-        "buffer/ has no __init__.py that says what it holds",
-        "storage/ has no __init__.py that says what it holds",
+        "buffer/ has no __init__.py with a docstring",
+        "storage/ has no __init__.py with a docstring",
         "trainer/ has 16 entries, more than 15",
     ]
 
@@ -345,14 +345,14 @@ def test_a_silent_folder_and_a_full_one_are_named(tmp_path):
 CORE = [Requirement(text) for text in PROJECT["dependencies"]]
 EXTRAS = {name: [Requirement(text) for text in texts] for name, texts in PROJECT["optional-dependencies"].items()}
 UNPINNED_EXTRAS = {"gpu", "gpu-cu12", "vllm"}
-"""Extras whose wheels only machines with a GPU install; constraints.txt says why it leaves them out."""
+"""Extras whose wheels only machines with a GPU install; constraints.txt explains why it leaves them out."""
 UNPINNED = {"mcp"}
-"""Of which extras that exclude each other want different versions; constraints.txt says which."""
+"""Packages that mutually exclusive extras need in different versions, which constraints.txt lists."""
 OFFERED_BY = {"mlflow": "mlflow-skinny", "pynvml": "nvidia-ml-py"}
 """Import name -> distribution, where the names differ and the distribution may be absent."""
 PEERS = {"openrlhf", "trinity", "verl"}
-"""What rftdask.testing.conformance, and nothing else, imports to compare our losses with. The versions they ask for
-exclude each other and ours, so no extra could install them; tests/conformance/install_peers.sh does."""
+"""Packages that only rftdask.testing.conformance imports, to compare our losses with theirs. Their required versions
+exclude each other and ours, so no extra can install them; tests/conformance/install_peers.sh does."""
 
 
 def read_pins() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Promises of the tour: every link leads to a function that is there, and either way is at most six calls."""
+"""Promises of the tour: every link leads to an existing function, and each path has at most six calls."""
 
 from __future__ import annotations
 

@@ -522,7 +522,7 @@ def test_a_run_disturbed_by_slurm_ends_like_an_undisturbed_one(tmp_path: Path) -
     assert "0 lost, 0 twice, the same ledger, the same bits of weights" in done.stdout
     said = "".join(path.read_text() for path in logs.glob("controller-*"))
     assert "SIGTERM: the run ends with a checkpoint" in said
-    assert "losses in a row" not in said, "what a preempted explorer ran is no suspect"
+    assert "losses in a row" not in said, "the tasks of a preempted explorer are not crash suspects"
     # SLURM lets jobs inherit the restart count of the job that submits them, while their own count starts at 0. Checked
     # on trainers, since an explorer may be preempted before it has joined.
     joined = re.findall(r"worker trainer-\d+-(\d+)-(\d+)-\d+-\d+ .* joined", (logs / "driver.log").read_text())

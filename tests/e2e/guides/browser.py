@@ -69,7 +69,7 @@ class Chromium:
         port_file = Path(self._profile.name) / "DevToolsActivePort"
         deadline = time.monotonic() + DEADLINE_S
         while not (port_file.exists() and port_file.read_text().strip()):
-            assert self._process.poll() is None, "chromium ended by itself"
+            assert self._process.poll() is None, "chromium exited"
             assert time.monotonic() < deadline, "chromium did not begin to listen"
             await asyncio.sleep(0.05)
         port = port_file.read_text().split()[0]

@@ -51,7 +51,7 @@ def test_a_raising_loss_ends_the_run_with_traceback_and_advice(tmp_path: Path, m
     assert_sound(folder)
 
 
-def test_out_of_memory_ends_the_run_and_names_the_keys_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_ends_the_run_and_names_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_grpo_config(tmp_path, algorithm={"policy_loss_fn": "tests.e2e.own_losses.GreedyLoss"})
     stacks = tmp_path / "stacks.jsonl"
     monkeypatch.setenv(STACKS, str(stacks))

@@ -75,7 +75,7 @@ SPLIT_GANGS = {
     "dpo": PAIRS,
     "ppo": PAIRS,
 }
-"""By algorithm: strategy, ranks, ranks of a group. gspo and dpo have losses of whole rows, ppo a critic."""
+"""Algorithm -> (strategy, ranks, ranks of a group). gspo and dpo have losses of whole rows, ppo a critic."""
 
 
 @pytest.fixture(scope="module")

@@ -96,4 +96,4 @@ def test_it_scores_the_rollouts_of_a_run(trained: tuple[Path, pd.DataFrame, Path
     algorithm = {"algorithm_type": "grpo", "kl_loss_fn": "none"}
     run = Experiment(**tree_of(folder, "scored", algorithm=algorithm, buffer=buffer, trainer={"total_steps": 2}))
     assert run.run(progress="none").status == "finished"
-    assert (run.metrics("trainer")["reward_std"] > 0).all(), "it tells responses apart"
+    assert (run.metrics("trainer")["reward_std"] > 0).all(), "responses get different rewards"

@@ -60,7 +60,7 @@ def test_a_compacted_run_is_sound_and_complete_for_readers(tmp_path: Path) -> No
     ended = call_cli("compact", str(folder))
     assert ended.code == 0 and "audit       unchanged" in ended.out, ended
     waiting = was["experiences"]["waiting"] // REPEAT_TIMES  # a shard holds at least one group
-    assert num_shards(folder) <= waiting + 2 * 2, "what was not trained, or is alone in its bucket"
+    assert num_shards(folder) <= waiting + 2 * 2, "untrained shards, and single shards of their bucket"
     assert assert_sound(folder)["experiences"] == was["experiences"]
     assert rows_of(folder) == rows
     assert len(Experiment.open(str(folder)).experiences()) == was["experiences"]["committed"]

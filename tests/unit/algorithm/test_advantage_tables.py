@@ -16,7 +16,7 @@ from tests.unit.algorithm.algorithm_cases import ADVANTAGE_FNS, side_by_side
 def run(
     name: str, rewards: list[float], groups: list[int] | None = None, fn_args: Any = None, **more: Any
 ) -> AdvantageResult:
-    """more: fields of the inputs; what is said of tokens side by side, [N, T], as is what comes back."""
+    """Compute advantages. more: fields of the inputs; values of tokens are padded, [N, T], in inputs and result."""
     group = torch.tensor(groups or [0] * len(rewards))
     padded = {key: more.pop(key) for key in list(more) if key.endswith("_NT")}
     given = AdvantageInputs(torch.tensor(rewards), group, **more, **(side_by_side(**padded) if padded else {}))

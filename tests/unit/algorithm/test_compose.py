@@ -1,5 +1,6 @@
-"""make_algorithm: every type by name alone, overrides by name and arguments, and every mistake an error before
-anything starts."""
+"""Promises of make_algorithm: every type needs only its name, parts are overridden by name and arguments, and every
+mistake is an error before anything starts.
+"""
 
 import dataclasses
 import warnings
@@ -26,7 +27,7 @@ from tests.unit.algorithm.algorithm_cases import (
 )
 
 REFERENCE_TYPES = {
-    # Groups are of 8 here and of 2 there, where a lone success and a lone failure is all that a group can tell.
+    # Groups have 8 rollouts here and 2 in the reference, where a group holds at most one success and one failure.
     # type: (critic, reference, repeat_times, advantage, loss, kl loss, sample strategy)
     "ppo": (True, True, 1, "ppo", "ppo", "k2", "default"),
     "grpo": (False, True, 8, "grpo", "ppo", "k2", "default"),
@@ -189,7 +190,7 @@ def test_every_part_is_a_documented_frozen_dataclass(key: str, table: dict[str, 
 
 
 def built(**section: Any) -> Algorithm:
-    """The algorithm that the trainer makes of a configuration; grpo without a KL unless said."""
+    """Build the algorithm of a configuration as the trainer does; default: grpo without a KL."""
     tree = {"mode": "train", "model": {"model_path": "m", "max_model_len": 64}}
     return build_algorithm(load_config({**tree, "algorithm": {"kl_loss_fn": "none", **section}}))
 

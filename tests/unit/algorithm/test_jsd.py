@@ -129,7 +129,7 @@ def inputs(algorithm: Any, policy_BTV: Tensor, teacher_BTV: Tensor, mask_BT: Ten
 
 
 def test_masked_tokens_have_no_gradient() -> None:
-    """As in the paper's L_GKD, a mean over the tokens of each sequence."""
+    """The loss is a mean over the tokens of each sequence, as the paper's L_GKD."""
     algorithm = make_algorithm("jsd")
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
     policy_BTV, teacher_BTV = logits(8, 2, 3).requires_grad_(), logits(9, 2, 3)

@@ -207,7 +207,7 @@ def test_extreme_ratios_stay_finite(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_backward_keeps_a_bounded_number_of_tensors(name: str) -> None:
-    """Of 16,384 tokens in float32 they are 0.8 MiB, what the logits of a single token of a large vocabulary take."""
+    """The tensors of 16,384 tokens take 0.8 MiB in float32, like the logits of one token of a large vocabulary."""
     algorithm = loss_only(name)
     batch = with_weights(random_batch(0, 16, 64), algorithm)
     kept: dict[int, int] = {}
@@ -291,8 +291,7 @@ def test_the_reference_kl_is_float32_under_autocast(name: str) -> None:
 
 
 def enumerated(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[V] logits of a policy of eight words; the logprobs of it, of what sampled for it, far away, and of a
-    reference."""
+    """Return [V] logits of a policy of eight words, and the logprobs of it, of a distant sampler and of a reference."""
     draw = torch.Generator().manual_seed(shifted_seed(seed))
     logits_V, old_V, ref_V = (2.0 * torch.randn(8, generator=draw, dtype=torch.float64) for _ in range(3))
     logits_V.requires_grad_()

@@ -177,7 +177,7 @@ def test_aggregations() -> None:
 
 def test_dpo_of_one_pair_by_its_difference() -> None:
     def rewards(*deltas: float) -> torch.Tensor:
-        """Of beta 0.1."""
+        """Return rewards for beta 0.1."""
         return torch.tensor([[0.1 * delta, 0.0] for delta in deltas], dtype=torch.float64)
 
     by_delta = Dpo(beta=0.1).per_pair(rewards(0.0, 1.0, 5.0, -5.0))

@@ -107,7 +107,7 @@ def test_reference_free_losses_need_no_reference(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dpo", "orpo", "simpo"])
 def test_a_better_margin_is_a_smaller_loss(name: str) -> None:
-    """By the sign of the gradient: more of the chosen response, less of the rejected one."""
+    """The sign of the gradient raises the chosen response and lowers the rejected one."""
     algorithm = loss_only(name)
     pair = inputs([CHOSEN, [*REJECTED, -9.0]], mask=MASK, ref_logprobs_BT=-torch.ones(2, 3).double())
     _, grad = gradient(with_weights(pair, algorithm), algorithm)

@@ -1,4 +1,4 @@
-"""Promises to who brings code of Trinity-RFT: files that subclass its classes run as they are.
+"""Promises about code written for Trinity-RFT: files that subclass its classes run unchanged.
 
 The files below are in its style: its import names, its registries, its constructors and methods.
 """

@@ -59,7 +59,7 @@ def roll(
     question: str = "1+1?",
     **fields: Any,
 ) -> list[Experience]:
-    """The rows of one rollout; `judge` is what the auxiliary model says."""
+    """Return the rows of one rollout; `judge` is the answer of the auxiliary model."""
     chat = ({"role": "user", "content": question},)
     task = Task("t", 0, 0, messages=chat, workflow=workflow, row=row or {}, **{"truth": "2", **fields})
     batch = {"auxiliary": {"judge": TextEngine(replies(judge), CharTokenizer())}} if judge else {}

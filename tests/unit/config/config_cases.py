@@ -49,7 +49,7 @@ def with_key(path: str, value: Any) -> dict[str, Any]:
 
 
 def reachable(path: str) -> bool:
-    """Whether a key can be set at all: not inside a list or dict of sections that is refused as a whole (by grpo)."""
+    """True if a key can be set with grpo, which refuses some lists and dicts of sections as a whole."""
     refused = ("lora_configs[].", "auxiliary_models[].", "auxiliary_buffers.<", "eval_buffer.")
     return not any(part in path for part in refused)
 

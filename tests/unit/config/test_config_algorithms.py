@@ -1,5 +1,5 @@
-"""Promises about what an algorithm needs beside its name: it is asked for by its key, before anything starts, and what
-does not go together is told.
+"""Promises about the requirements of an algorithm: a missing key and an incompatible combination are reported before
+anything starts.
 """
 
 from typing import Any, get_args
@@ -101,7 +101,7 @@ def test_a_student_learns_from_rollouts_and_a_dataset() -> None:
     assert (loaded.num_own_rollouts, loaded.num_demonstrations) == (6, 2)
     (line,) = problems(grpo(algorithm=mixed), teacher)
     assert line.startswith("buffer.trainer_input.auxiliary_buffers.sft_dataset.path: required for jsd")
-    # Of whom a row is matters to what weighs it by an advantage.
+    # A loss that weighs rows by their advantage depends on their origin.
     (line,) = problems(grpo(algorithm={**mixed, "algorithm_type": "on_policy_distill"}), teacher, shown)
     assert "mix does not go with on_policy_distill" in line
 
@@ -354,7 +354,7 @@ def test_arguments_of_the_rollout_correction_are_checked(given: dict[str, Any], 
 
 
 def test_schedules_have_the_arguments_of_transformers() -> None:
-    # The type of the key is written out for those who read it, and for mypy.
+    # The type of the key is written out for readers and for mypy.
     assert set(get_args(OptimizerConfig.model_fields["lr_scheduler_type"].annotation)) == set(SCHEDULES)
     assert set(SCHEDULES["polynomial"].parameters or ()) == {"lr_end", "power"}
 

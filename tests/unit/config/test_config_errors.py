@@ -1,4 +1,4 @@
-"""Promises about what a user is told.
+"""Promises about error messages.
 
 - All mistakes at once, sorted by path; no mistake hides another, and a mistake in one key does not invent others.
 - Each line: the path, the value, what is allowed; the nearest names for a misspelled one.

@@ -1,6 +1,6 @@
 """Promises about the keys of a configuration.
 
-- Every key of the reference system is a key of ours, with its default unless OUR_DEFAULTS says otherwise.
+- Every key of the reference system is a key of ours, with its default except for those in OUR_DEFAULTS.
 - A key whose feature is missing is refused when set; one without effect is warned about; a derived one is refused.
 - Nothing of this depends on the order of keys, and every key explains itself and is read somewhere.
 """
@@ -50,7 +50,7 @@ OUR_DEFAULTS: dict[str, object] = {
     "explorer.auxiliary_models[].engine_type": "transformers",
     "explorer.rollout_model.dtype": "auto",
     "explorer.auxiliary_models[].dtype": "auto",
-    # Filled: an auxiliary model is beside the policy, where there each has engines of its own.
+    # Filled: an auxiliary model shares the GPUs of the policy; in the reference each has its own engines.
     "explorer.rollout_model.engine_num": None,
     "explorer.auxiliary_models[].engine_num": None,
     "trainer.trainer_type": "torch",
@@ -66,7 +66,7 @@ OUR_DEFAULTS: dict[str, object] = {
     # Counts the batches of explore steps there, so that its default holds nobody back.
     "buffer.trainer_input.experience_buffer.capacity": None,
 }
-"""Where our default differs: each of the reference's values needs what we do not have."""
+"""Key -> default, where ours differs from the reference's."""
 
 OUR_KEYS = {
     "algorithm.optimizer.lr_scheduler_args",
@@ -164,7 +164,7 @@ DERIVED_KEYS = [
 
 
 def marked(kind: type) -> list[str]:
-    """Fields with such a mark, or keys without a field of which this is told."""
+    """Return the paths of fields with such a mark, and of marked keys without a field."""
     return [path for path, key in KEYS.items() if any(isinstance(mark, kind) for mark in marks(path))]
 
 
@@ -347,7 +347,7 @@ def test_every_key_is_followed_by_its_meaning(module: ModuleType) -> None:
 
 
 def test_every_key_is_read_by_some_code() -> None:
-    """As an attribute, or by its name in a text; so a key that shares its name with another escapes."""
+    """A read is an attribute or a string with the name, so a key that shares its name with another one escapes."""
     code = [ast.parse(path.read_text()) for path in Path(run.__file__).parents[2].rglob("*.py")]
     nodes = [node for tree in code for node in ast.walk(tree)]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
@@ -359,5 +359,5 @@ def test_every_key_is_read_by_some_code() -> None:
 
 
 def has_one_value(key: FieldInfo) -> bool:
-    """Whether nothing is left to decide: any other value is refused or taken as this one."""
+    """True if any other value is refused or taken as this one."""
     return get_origin(key.annotation) is Literal and len(get_args(key.annotation)) == 1

@@ -181,7 +181,7 @@ def test_null_overrides_a_default_that_is_not_null(path: str) -> None:
     loaded = config(grpo(), f"{path}=null")
     *sections, key = path.split(".")
     assert getattr(functools.reduce(getattr, sections, loaded), key) is None
-    assert load_config(plain(loaded)) == loaded, "as it is written beside the run"
+    assert load_config(plain(loaded)) == loaded, "as it is written to the run folder"
 
 
 def test_absent_keys_are_filled_from_those_they_depend_on() -> None:

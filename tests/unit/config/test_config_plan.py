@@ -1,8 +1,8 @@
 """Promises about the plan.
 
 - Steps and experiences follow from the sizes of the datasets by the arithmetic of the schema's docstrings.
-- What cannot be known without the network is said to be unknown, not guessed.
-- How weights travel is told with the reason, whoever chose it; a choice that is not followed is also a warning.
+- Values that cannot be known without the network are reported as unknown, not guessed.
+- The weight transport is reported with the reason for it; a configured choice that is not followed is also a warning.
 """
 
 import json

@@ -2,9 +2,9 @@
 
 - A secret is refused at any key, by the name of an argument or by its value, and is in no message.
 - ${oc.env:NAME} in an argument of the user's code stays as it is written, wherever the config is written, and is
-  completed by whoever uses it; the package's own keys are resolved when the config is loaded.
-- A variable that is not set is told by name: when a file is loaded, and before a run starts.
-- What an older start wrote down is read, whatever is in it.
+  resolved where it is used; the package's own keys are resolved when the config is loaded.
+- An unset variable is reported by name: when a file is loaded, and before a run starts.
+- A configuration written by an older start is read with any content.
 """
 
 import json
@@ -51,7 +51,7 @@ def test_a_secret_is_refused_at_any_key_and_in_no_message(
     (line,) = problems(tree)
     assert line.startswith(key.split("[")[0]) and "does not belong in a configuration" in line
     assert not any(secret in line for secret in ("hunter2", TOKEN, "0123456789abcdef"))
-    # In a stage it is found as well, and told once.
+    # In a stage it is also found, and reported once.
     if sections and sections[0] == "buffer":
         tree["stages"] = [{"stage_name": "rl", "buffer": tree.pop("buffer")}]
         tree["buffer"] = grpo()["buffer"]
@@ -115,7 +115,7 @@ def test_an_unset_variable_is_reported_with_its_name_and_key(monkeypatch: pytest
     monkeypatch.setenv("NOT_SET_HERE", "x")
     loaded = config(grpo(), key + "=${oc.env:NOT_SET_HERE}", f"{TASKSET}.workflow_args.more=[a]")
     monkeypatch.delenv("NOT_SET_HERE")
-    again = load_config(loaded.to_dict())  # whoever looks at a run need not have its environment
+    again = load_config(loaded.to_dict())  # commands that inspect a run do not need its environment
     with pytest.raises(ConfigError) as caught:
         check_plugins(again)
     (line,) = caught.value.problems

@@ -2,7 +2,7 @@
 
 - A stage is a whole Config and inherits exactly what it does not set, field by field.
 - What is computed from other keys is computed for each stage anew.
-- A mistake in a stage names the stage; one outside is told once.
+- A mistake in a stage names the stage; one outside is reported once.
 - An override that no stage takes is a warning that names the override to type.
 """
 

@@ -1,7 +1,7 @@
 """Promises of the one rule by which a configuration names its parts:
 
 - a part is found by its registered name, by its dotted path, or by its name in a file of a plug-in folder;
-- an unknown name, argument or type is told with what comes nearest, what a plug-in raises with its file and line;
+- an unknown name, argument or type is reported with the nearest one, an error of a plug-in with its file and line;
 - a registered part's name, arguments and traits are read from its source, and equal those of the class itself.
 """
 
@@ -257,7 +257,7 @@ ROLLOUTS = {
             "data_processor.experience_pipeline.operators=[{name: reward_filter, args: {treshold: 1}}]",
             "data_processor.experience_pipeline.operators[0].args.treshold: unknown argument; did you mean threshold",
         ),
-        (  # of the taskset, too, and written once
+        (  # also of the taskset, and reported once
             "buffer.explorer_input.default_reward_fn_type=no_such_module.reward",
             "buffer.explorer_input.default_reward_fn_type: reward function 'no_such_module.reward': cannot import "
             "'no_such_module': No module named 'no_such_module'; is it in explorer.plugin_dirs, or on PYTHONPATH?",

@@ -1,9 +1,9 @@
-"""Promises about what a site says once.
+"""Promises about the profiles and templates of a site.
 
 - A profile lies below the keys of a configuration, is found by name in the user's folder or by path, and is read once:
-  what was loaded names it no more, so that a job never reads it.
+  the loaded configuration no longer names it, so a job never reads it.
 - The template of scripts may be a file, whose text takes its place.
-- What cannot be read, or says anything but how to use a cluster, is one mistake with its file.
+- A file that cannot be read, or holds keys outside `cluster`, is one mistake that names the file.
 """
 
 from __future__ import annotations

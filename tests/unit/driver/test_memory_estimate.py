@@ -418,9 +418,9 @@ def test_the_first_rank_has_the_most_rows(saved: tuple[Any, ModelShape, Path], n
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("trained", ["all", "adapters beside bfloat16", "adapters beside float32"])
+@pytest.mark.parametrize("trained", ["all", "adapters on bfloat16", "adapters on float32"])
 def test_autocast_copies_of_weights_are_counted(tmp_path: Path, trained: str, checkpointing: bool) -> None:
-    """With `checkpointing`, the estimate adds what a layer keeps while it is recomputed, which the hooks do not see."""
+    """The estimate with `checkpointing` adds the tensors of a layer being recomputed, which the hooks do not see."""
     model: Any = transformers.AutoModelForCausalLM.from_config(FAMILIES["qwen2 tied"])
     model.to(torch.bfloat16 if "bfloat16" in trained else torch.float32).save_pretrained(tmp_path)
     shape, lora = read_shape(str(tmp_path)), LoraConfig(lora_rank=3)
@@ -449,7 +449,7 @@ def test_autocast_copies_of_weights_are_counted(tmp_path: Path, trained: str, ch
     counted = {part.name: part.num_bytes for part in train_parts(shape, sizes)}["products"]
     layers = shape.num_parameters - shape.num_outside
     if checkpointing:
-        counted -= {"all": 2 * layers, "adapters beside bfloat16": counted}.get(trained, 0)
+        counted -= {"all": 2 * layers, "adapters on bfloat16": counted}.get(trained, 0)
         counted -= 2 * (layers / 3 + sizes.trained) if "float32" in trained else 0
     # The first of three layers keeps no copies for its input, which has no gradient.
     assert measured == pytest.approx(counted, rel=0.08)

@@ -1,4 +1,4 @@
-"""Promises of images: generation equals that of transformers, alone or in a batch, and training uses the sampled
+"""Promises of images: generation equals that of transformers, batched or not, and training uses the sampled
 tokens.
 """
 

@@ -193,7 +193,7 @@ class S3Process:
         }
 
     def keys(self, prefix: str) -> list[str]:
-        """At most 1,000 keys below `prefix` in the bucket, listed without the proxy."""
+        """List at most 1,000 keys below `prefix` in the bucket, without the proxy."""
         url = f"{self._upstream}/bucket?list-type=2&prefix={urllib.parse.quote(prefix)}"
         with urllib.request.urlopen(url, timeout=30) as reply:
             return re.findall(r"<Key>([^<]*)</Key>", reply.read().decode())

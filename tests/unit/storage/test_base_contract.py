@@ -247,7 +247,7 @@ class TestLocal(StorageContract):
         check_one_winner_each(store, race_processes(store.url, num_processes=4, num_names=60), 60)
 
     def test_put_new_has_one_winner_even_with_fast_writes(self) -> None:
-        """In memory (tmpfs) fsync is free, so racers collide much more often."""
+        """Racers collide much more often in memory (tmpfs), where fsync is free."""
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         with tempfile.TemporaryDirectory(dir=memory) as folder:
             store = open_storage(folder)
@@ -255,7 +255,7 @@ class TestLocal(StorageContract):
 
 
 class TestFaulty(StorageContract):
-    """With a hook that does nothing, the fault injection keeps the contract of the wrapped storage."""
+    """Fault injection whose hook does nothing keeps the contract of the wrapped storage."""
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Storage:

@@ -105,7 +105,7 @@ def make_rows() -> PackedRows:
 
 
 def plain_row(policy: Any, row: int) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies of one response by a pass over it alone, with all logits."""
+    """Logprobs and entropies of one response by a pass over only its row, with all logits."""
     prompt, length = PROMPT_LENGTHS[row], LENGTHS[row]
     ids_L = torch.from_numpy(row_tokens()[row])
     logits_TV = policy(ids_L[None]).logits[0, prompt - 1 : length - 1] / TEMPERATURES[row]
@@ -114,7 +114,7 @@ def plain_row(policy: Any, row: int) -> tuple[Tensor, Tensor]:
 
 
 def state_dict_bytes(model: torch.nn.Module) -> bytes:
-    """What an engine publishes of a whole model."""
+    """Bytes that an engine publishes for a whole model."""
     return bytes(stage_tensors(distinct_state(model), Ranks()))
 
 
@@ -208,7 +208,7 @@ class TestTokenLogprobs:
 
     @pytest.mark.parametrize("with_entropy", [False, True])
     def test_no_tensor_of_all_tokens_by_the_vocabulary_is_kept(self, policy: Any, with_entropy: bool) -> None:
-        """In chunks of one position nothing by the vocabulary is kept; at once, a single [tokens, vocabulary]."""
+        """Chunks of one position keep no [tokens, vocabulary] tensor; a single chunk keeps one."""
         sizes: list[int] = []
         weights = {parameter.data_ptr() for parameter in policy.parameters()}
 
@@ -365,7 +365,7 @@ def test_a_reward_model_scores_rows_as_transformers_does(tmp_path: Path) -> None
     model, tokenizer = load_policy(str(tmp_path / "model"), "float32", "cpu", scalar_head=True)
     assert model.score.weight.abs().sum() == 0.0, "a language model's scores begin at 0"
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
-    # The last token that is no padding (0) counts, also where the padding token is the end of the text.
+    # The last token that is not padding (0) counts, also where the padding token is the end of the text.
     rows = [[5, 6, 7, 8, 1], [9, 10, 1], [9, 10, 11, 0, 0], [4, 5, 0]]
     packed = pack_rows([np.array(row) for row in rows], np.array([2, 1, 2, 2]), np.ones(4))
     scores_BT = row_scores(model, packed)

@@ -169,7 +169,7 @@ class TestPackRows:
     @given(lengths_of_rows)
     def test_lean_packing_omits_repeated_and_last_tokens(self, shapes: list[tuple[int, int]]) -> None:
         assume(any(response for _, response in shapes))
-        # Tokens tell their place in the row, those of responses also their row.
+        # A token encodes its position in the row, a response token also its row.
         rows = [
             np.concatenate([1000 * p + np.arange(p), 10_000 * (i + 1) + np.arange(p, p + r)])
             for i, (p, r) in enumerate(shapes)
@@ -182,7 +182,7 @@ class TestPackRows:
         for name in ("target_Q", "row_Q", "column_Q"):
             assert torch.equal(getattr(packed, name), getattr(whole, name))
         assert torch.equal(packed.tokens_S[packed.before_Q], whole.tokens_S[whole.before_Q])
-        # What a token sees is its row up to it.
+        # A token sees its row up to itself.
         seen = packed.tokens_S if packed.spans.seen_K is None else packed.tokens_S[packed.spans.seen_K]
         for tokens, own, length in zip(
             seen.split(list(packed.spans.seen)),

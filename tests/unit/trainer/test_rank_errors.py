@@ -95,7 +95,7 @@ dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, ti
 ranks = ProcessRanks(dist.new_group(timeout=timedelta(seconds=2), group_desc="of training"))
 ranks.all_reduce(torch.ones(8))
 if rank == 1:
-    sys.stdin.read()  # as a rank that hangs, until the test has seen what the other says
+    sys.stdin.read()  # as a rank that hangs, until the test has seen the output of the other rank
 try:
     ranks.all_reduce(torch.ones(4096))
 except RuntimeError as error:

@@ -114,7 +114,7 @@ def test_ranks_get_requested_tokens_and_all_metadata(data: st.DataObject, size: 
     def read(entry: LedgerEntry, places: Sequence[int] | None) -> TrainingBatch:
         own, shown = [p for p in places or () if p < 4], [p for p in places or () if p >= 4]
         parts = [rows_of(own)] if own else []
-        if replayed and own:  # demonstrations tell no experts
+        if replayed and own:  # demonstrations have no experts
             experts = np.repeat(own, parts[0].lengths).astype(np.int16)
             parts = [replace(parts[0], routed_experts=np.stack([experts, experts + 1], -1))]
         parts += [supervised_batch([([1, 2, p], 1, None) for p in shown], [f"x/{p}" for p in shown])] if shown else []
@@ -148,7 +148,7 @@ def run_gang(storage: Storage, size: int, engines: list[FakeTrainEngine], reads:
             reads[ranks.rank] += [] if places is None else list(places)
             return read_whole(entry, places)
 
-        source.read = read  # type: ignore[method-assign]  # to see who reads what
+        source.read = read  # type: ignore[method-assign]  # records the reads of each rank
         saver = Checkpoints(storage, "main", ranks=ranks, writers=writers, strategy="unrestricted")
         make_trainer(storage, engine=engine, source=source, checkpoints=saver, ranks=ranks).run()
 
@@ -233,19 +233,19 @@ def test_every_rank_prefetches_its_rows_of_the_next_batch(size: int, is_late: bo
         given = {"ranks": ranks, "readers": readers if size > 1 else None, "total_steps": num_steps}
         make_trainer(storage, engine=engine, source=source, checkpoints=saver, **given).run()
 
-    if is_late:  # what comes while the first step trains is found, too
+    if is_late:  # data that arrives while the first step trains is also found
         threading.Timer(0.3, fill_log, (storage, num_steps), {"first": 2}).start()
     in_threads(size, rank, num_groups=3)
-    # Rank 0 reads all, to find out what is there; another one what it trains, where each shard is a group's.
+    # Rank 0 reads all shards to find the data; another rank reads those that it trains. Each shard holds one group.
     assert sorted(map(len, loads)) == [0] * (size - 2) + [num_steps] * min(size, 2)
     for number, read_by in enumerate(loads):
         assert len({name for _, name in read_by}) == len(read_by), "once"
-        beside = [is_beside for is_beside, _ in sorted(read_by, key=lambda load: load[1])]
+        prefetched = [is_prefetched for is_prefetched, _ in sorted(read_by, key=lambda load: load[1])]
         if number == 0:
-            # What is there at the start is found when the first batch is formed.
-            assert beside[:2] == [False, is_late]
+            # Data of the start is found when the first batch is formed.
+            assert prefetched[:2] == [False, is_late]
         else:
-            assert beside[:1] == [False][: len(beside)] and all(beside[1:])
+            assert prefetched[:1] == [False][: len(prefetched)] and all(prefetched[1:])
 
 
 def test_an_error_of_prefetching_ends_the_run_on_all_ranks() -> None:
@@ -285,7 +285,7 @@ def test_one_manifest_names_the_files_of_all_ranks(strategy: str) -> None:
 
     def note(verb: str, path: str, stage: str) -> None:
         if verb == "put" and stage == "before" and path.endswith("part-0"):
-            time.sleep(0.02)  # whoever does not wait for its turn is first
+            time.sleep(0.02)  # a rank that does not wait for its turn is first
         if verb == "put" and stage == "after":
             with lock:
                 order.append(path.removeprefix("global_step_7/"))

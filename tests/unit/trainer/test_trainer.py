@@ -37,7 +37,7 @@ from tests.unit.trainer.trainer_cases import Sink, fill_log, make_trainer, new_s
 
 NUM_STEPS = 5
 WAIT_S = 60.0
-"""Of one thread for another that comes to it at once, on a machine however busy."""
+"""Seconds that a thread waits for another one; never reached, even on a busy machine."""
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_step_reads_trains_publishes_saves_then_records(storage: Storage) -> N
         e if isinstance(e, str) else f"{type(e).__name__} {vars(e).get('step', vars(e).get('version'))}" for e in events
     ]
     published = [e for e in readable if e.startswith(("weights/", WEIGHTS_POINTER, "Published"))]
-    # A thread of its own: beside the steps, and in this order.
+    # Another thread publishes in this order while the steps continue.
     assert published == [
         "weights/1/model.safetensors",
         "weights/1/MANIFEST.json",

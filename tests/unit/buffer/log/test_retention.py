@@ -223,7 +223,7 @@ def test_a_copy_committed_after_removal_is_a_repeat() -> None:
 
 WRITES = ("put", "put_new", "remove")
 NUM_WRITES = 10
-"""Of a pass over four steps: the record, eight shards, and how far it came."""
+"""Writes of a pass over four steps: the record, eight shards, and the progress."""
 
 
 def test_a_pass_records_names_removes_and_notes_progress() -> None:

@@ -1,9 +1,9 @@
-"""Promises to who brings a file of Trinity-RFT.
+"""Promises about configuration files of Trinity-RFT.
 
 - Each leaf of its `Config` is effective, has an equivalent, or is a named refusal; docs/trinity-keys.md lists them,
   with a test that shows it: of an effective key one that fails where the key is ignored.
-- With --from trinity, or with a key that ours does not have, its defaults hold, and each that differs is told.
-- What was read otherwise than it is written can be seen.
+- With --from trinity, or with a key that ours does not have, its defaults apply, and each that differs is reported.
+- `Config.changes` lists every key that is read differently from how it is written.
 
 `python tests/unit/config/trinity/test_from_trinity.py > docs/trinity-keys.md` writes the page again.
 """
@@ -42,7 +42,7 @@ SAME_AS = {
 """Sections that stand in several places, with the place under which the page lists their keys."""
 _BUFFER = "buffer.trainer_input.experience_buffer"
 TOLD = {
-    "explorer.listen_address": "effective; absent: `127.0.0.1`, which this machine alone reaches",
+    "explorer.listen_address": "effective; absent: `127.0.0.1`, which only this machine reaches",
     "explorer.proxy_port": "effective; absent: `8000`",
     "checkpoint_job_dir": "computed; refused when it is set",
     "checkpoint_root_dir": "effective; absent or empty: the working folder with `--from trinity`, else `./runs`",
@@ -56,10 +56,10 @@ TOLD = {
     "else `model.top_k`",
     "data_processor.experience_pipeline.operators": "effective",
     "synchronizer.sync_method": "effective; `nccl` is a process group of gloo; absent: `auto`, which chooses by "
-    "what is there, as `rftdask validate` says; `offline` is taken as `checkpoint`; `online` is taken as `nccl`",
+    "availability, as `rftdask validate` shows; `offline` is taken as `checkpoint`; `online` is taken as `nccl`",
     "model.critic_model_path": "effective; absent or empty: `model.model_path`",
     "model.model_path": "effective, required",
-    "monitor.monitor_args": "effective; keys and passwords are not taken from a file, each is told with its variable; "
+    "monitor.monitor_args": "effective; keys and passwords are not taken from a file; the error names the variable; "
     "`uri` of MLflow is `tracking_uri`",
     "stages[].stage_name": "effective, required",
     "trainer.trainer_config": "read key by key, see below",
@@ -90,7 +90,7 @@ ELSEWHERE = {
 
 
 def state(path: str, there: Any) -> str:
-    """What becomes of a key of the reference; "" where nobody has said."""
+    """Return the treatment of a key of the reference; "" if none is documented."""
     base = next((path.replace(long, short) for long, short in SAME_AS.items() if path.startswith(long)), path)
     if path in TOLD or base in ELSEWHERE:
         return TOLD.get(path) or ELSEWHERE[base]
@@ -167,14 +167,14 @@ def page() -> str:
     lines = [
         "# Keys of Trinity-RFT",
         "",
-        "Every key of its configuration with what becomes of it here. The keys are read from",
+        "Every key of its configuration and its treatment here. The keys are read from",
         f"{REFERENCE['source']}.",
         "Keys of a taskset hold for `tasksets[]` and `eval_tasksets[]`, those of the experience buffer for auxiliary",
-        "buffers, those of the policy's engine for auxiliary models, where the table says nothing else. How to bring a",
-        "file: [from-trinity.md](from-trinity.md).",
+        "buffers, those of the policy's engine for auxiliary models, unless the table has other lines for them. How to",
+        "import a file: [from-trinity.md](from-trinity.md).",
         "A test writes this page: tests/unit/config/trinity/test_from_trinity.py.",
         "",
-        "The last column names a test that shows it; of an effective key it fails where the key is ignored.",
+        "The last column names a test that shows it; for an effective key the test fails if the key is ignored.",
         "",
         "| key | default there | here | shown by |",
         "|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""Promises of translations: what a file of the reference system says elsewhere means the same here, and is told."""
+"""Promises of translations: keys that the reference system has in other places keep their meaning and are reported."""
 
 import copy
 import json

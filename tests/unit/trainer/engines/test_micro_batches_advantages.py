@@ -193,7 +193,7 @@ def test_packed_rows_have_the_advantages_of_rows_side_by_side(name: str, seed: i
 
 @dataclass(frozen=True)
 class Centered(AdvantageFn):
-    """Logprobs less their mean over the batch: a function of somebody's own, who knows of no ranks."""
+    """Logprobs minus their mean over the batch: a custom function that ignores ranks."""
 
     token_level = True
     needs = ("rollout_logprobs_Q", "loss_mask_Q")
@@ -207,18 +207,20 @@ class Centered(AdvantageFn):
 def in_parts(
     algorithm: Algorithm, batch: TrainingBatch, scores: dict[str, Tensor]
 ) -> list[tuple[dict[int, list[float]], list[int], dict[str, float]]]:
-    """What three ranks find of a batch, of which each computes a part and has a row of another one's, too: the numbers
-    of the tokens of each row, the counts of all rows, and metrics."""
+    """Return per rank: numbers of the tokens of each row, counts of all rows, metrics.
+
+    Each of the three ranks computes its part of the batch and also holds one row of another rank.
+    """
     parted = takes_parts(algorithm.advantage_fn)
     computed = [np.array([7, 0, 3, 10]), np.array([1, 5, 2, 11, 9]), np.array([8, 4, 6])]
 
     def rank(ranks: Ranks) -> tuple[dict[int, list[float]], list[int], dict[str, float]]:
-        # A function that knows of no ranks has all rows.
+        # A function that ignores ranks gets all rows.
         here = np.sort([*computed[ranks.rank], computed[ranks.rank - 1][0]]) if parted else np.arange(12)
         rows = DeviceBatch(batch.holding(here), CPU, ranks=ranks)
         assert len(rows.loss_mask_Q) == len(rows.rollout_logprobs_Q) == sum(batch.response_lengths[here])
         is_here = torch.from_numpy(np.repeat(np.isin(np.arange(12), here), batch.response_lengths))
-        # What another rank says of its rows comes from there.
+        # Scores of another rank's rows are exchanged.
         is_own = torch.from_numpy(np.repeat(np.isin(np.arange(12), computed[ranks.rank]), batch.response_lengths))
         own = {name: torch.where(is_own, value_Q, torch.nan)[is_here] for name, value_Q in scores.items()}
         shared = {name: rows.exchange(value_Q, computed) for name, value_Q in own.items()}

@@ -61,7 +61,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def running() -> Iterator[TinkerServer]:
     with served() as server:
         yield server
-    gc.collect()  # here, where what is left open is no error
+    gc.collect()  # here, where an unclosed resource is not an error
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ class TestContract(TrainEngineContract):
         return TinkerTrainEngine(self.config, make_algorithm(self.algorithm))
 
     def test_file_names_are_valid_on_any_storage(self) -> None:
-        """Also that there is no Hugging Face folder: the model is at the service."""
+        """No Hugging Face folder is exported either, since the service holds the model."""
         made = self.trained(0)
         assert list(made.weights()) == ["sampler.json"]
         assert sorted(made.state_files()) == ["actor/lora_adapter/sampler.json", "actor/tinker_state.json"]
@@ -265,7 +265,7 @@ def test_weights_that_the_run_no_longer_names_are_deleted(toy: Path, server: Tin
         publish_weights(storage, step, engine.weights(), "main")
         if step == 2:
             storage.remove(weights_folder(1))
-    # Told at the step after: version 2 is there, and 1 is not; 3 is handed out, and not written yet.
+    # Deletion follows at the next step: version 2 exists and 1 does not; 3 is handed out but not written yet.
     assert server.asked("delete") == [paths[1]]
     assert paths[1] not in server.saved and {paths[2], paths[3]} <= server.saved.keys()
 
@@ -363,7 +363,7 @@ def test_a_checkpoint_names_step_path_and_coefficients(toy: Path, server: Tinker
     files = engine.state_files()
     resumed = TinkerTrainEngine(config_at(server, toy), make_algorithm("grpo"))
     resumed.load_state_files(files)
-    assert len(server.asked("create_model")) == 1  # who resumes makes no other
+    assert len(server.asked("create_model")) == 1  # a resumed engine creates no other
     # What it began with is not saved again, nor published again under another path.
     assert {name: bytes(data) for name, data in resumed.state_files().items()} == files
     assert (len(server.asked("save_weights")), len(server.asked("save_weights_for_sampler"))) == (1, 1)

@@ -299,7 +299,7 @@ def test_evaluation_equals_one_batch_and_trains_nothing(models: Path, name: str)
 
 
 def subset(batch: TrainingBatch, members: range) -> TrainingBatch:
-    """Those rows of a batch alone."""
+    """Return a batch of only these rows."""
     tokens, prompts = batch.row_tokens(), batch.prompt_lengths
     rows = [(tokens[row].tolist(), int(prompts[row]), None, float(batch.rewards[row])) for row in members]
     return supervised_batch(rows, [batch.uids[row] for row in members], 2 if len(set(batch.groups)) < len(batch) else 1)
@@ -366,7 +366,7 @@ def test_the_third_infinite_gradient_in_a_row_is_an_error(models: Path) -> None:
 def test_frozen_weights_keep_16_bits_and_compute_in_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, lora: LoraConfig | None
 ) -> None:
-    """For references, teachers and weights under adapters; the loss has the bits of float32 weights."""
+    """References, teachers and weights under adapters keep 16 bits; the loss has the bits of float32 weights."""
     build_toy_model(tmp_path, hidden_size=16, intermediate_size=16, num_layers=2, num_heads=2)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
@@ -378,7 +378,7 @@ def test_frozen_weights_keep_16_bits_and_compute_in_float32(
     def trained() -> tuple[set[torch.dtype], list[dict[str, float]]]:
         engine = TorchEngine(engine_config(tmp_path, lora, **more), make_algorithm(algorithm))
         (held,) = [engine._model] if lora else engine._frozen
-        with torch.no_grad():  # adapters begin with the rounding of the layers beside them
+        with torch.no_grad():  # adapters begin with the rounding of their layers
             for name, parameter in engine._model.named_parameters():
                 if "lora_" in name:
                     parameter.fill_(0.25)

@@ -53,7 +53,7 @@ def rollouts(seed: int = 0, num_rows: int = 12) -> TrainingBatch:
 
 
 def logprobs(model: Any, batch: TrainingBatch) -> Tensor:
-    """[Q, V] float64 of every response token, row by row, each row by itself."""
+    """[Q, V] float64 of every response token, row by row, one row a pass."""
     with torch.no_grad():
         rows = zip(batch.row_tokens(), batch.prompt_lengths, strict=True)
         logits = [model(torch.from_numpy(row[None].astype(int))).logits[0, p - 1 : -1] for row, p in rows]
@@ -66,7 +66,7 @@ def mean_kl(p_QV: Tensor, q_QV: Tensor) -> float:
 
 
 def token_side(models: Path) -> tuple[Any, PackedRows, TeacherStates]:
-    """A policy, packed rows, and what the teacher says of them."""
+    """Return a policy, packed rows, and the teacher's states for them."""
     policy, teacher = (load_policy(str(models / name), "float32", "cpu")[0] for name in ("policy", "teacher"))
     batch = rollouts()
     rows = pack_rows(batch.row_tokens(), batch.prompt_lengths, np.full(len(batch), 0.7))
@@ -130,7 +130,7 @@ def test_a_student_comes_nearer_to_its_teacher(models: Path, beta: float | None)
 
 
 def test_rollouts_and_rows_of_a_dataset_weigh_by_their_number(models: Path) -> None:
-    """A step on both is, in expectation over the share, GKD's loss: the mean over sequences, whoever wrote them."""
+    """A step on both is, in expectation over the share, GKD's loss: the mean over sequences of either origin."""
     own, shown = rollouts(0, 9), rollouts(1, 3)
     shown.experts[:] = True
     values = [student(models, "jsd").train_step(batch, 1)["jsd"] for batch in (own, shown, join_batches([own, shown]))]

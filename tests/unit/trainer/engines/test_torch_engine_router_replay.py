@@ -118,7 +118,7 @@ def test_of_a_narrower_engine_the_experts_are_replayed(model: Path, in_bfloat16:
     replayed, _ = token_logprobs(policy, rows)
     same, given = routers.agreement().values()
     assert 0.5 < same / given < 1, "left to itself, the trainer sends some tokens elsewhere"
-    # What is left is the rounding of bfloat16.
+    # The remaining gap is the rounding of bfloat16.
     assert largest_gap(replayed, in_bfloat16) < 0.5 * largest_gap(own, in_bfloat16)
 
 

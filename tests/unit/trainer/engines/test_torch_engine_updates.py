@@ -38,8 +38,8 @@ from tests.unit.trainer.trainer_cases import engine_config
 EPOCHS, NUM_PARTS, STEPS = 2, 3, 2
 BETAS = (0.8, 0.9)
 CLOSE = 1e-4
-"""A hundredth of what an update moves a weight by (the learning rate): Adam divides a gradient by its size, and so the
-rounding of the smallest, which is another one on another processor."""
+"""A hundredth of the learning rate, by which an update moves a weight. Adam divides a gradient by its size, which
+enlarges the rounding of the smallest gradients, and that rounding depends on the processor."""
 SETTINGS: dict[str, Any] = {
     "deterministic": True,
     "algorithm__repeat_times": 4,
@@ -191,7 +191,7 @@ class Watched(Ppo):
 
 
 def furthest(inputs: LossInputs) -> float:
-    """Of a ratio from 1."""
+    """Return the largest distance of a ratio from 1."""
     return float((inputs.log_ratio().detach().exp() - 1).abs().max())
 
 
