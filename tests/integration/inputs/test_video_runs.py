@@ -14,7 +14,7 @@ import pytest
 from rftdask import Experiment
 from rftdask.models.toy import build_toy_image_model
 from tests.integration.run_cases import RunProcess, assert_sound
-from tests.unit.engines.test_images import picture, png
+from tests.unit.data.images.test_images import picture, png
 from tests.versions import needs_newer_transformers
 
 ROOT = Path(__file__).parents[3]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,12 +96,10 @@ def test_an_incomplete_cached_model_is_requested(cache: Path, silent: Server) ->
 
 
 def test_a_model_that_is_nowhere_is_one_line_after_one_request(silent: Server) -> None:
-    began = time.monotonic()
     with pytest.raises(DataError) as caught:
         require_model(MODEL, "model.model_path")
     with pytest.raises(DataError, match=r"config\.json"):
         read_shape(MODEL)
-    assert time.monotonic() - began < 10
     (line,) = str(caught.value).splitlines()
     assert f"{silent.url} does not answer (" in line
     assert line.endswith(
@@ -112,10 +109,8 @@ def test_a_model_that_is_nowhere_is_one_line_after_one_request(silent: Server) -
 
 
 def test_a_dataset_that_is_nowhere_is_one_line_after_one_request(silent: Server) -> None:
-    began = time.monotonic()
     with pytest.raises(DataError) as caught:
         open_dataset("rftdask-tests/no-such-rows", split="test", subset_name="main")
-    assert time.monotonic() - began < 15
     (line,) = str(caught.value).splitlines()
     assert line.startswith(
         "dataset rftdask-tests/no-such-rows (split 'test', subset 'main') is not on this machine, and "

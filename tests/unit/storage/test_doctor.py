@@ -64,16 +64,14 @@ def test_an_unchecked_promise_is_not_reported_ok() -> None:
 
 class HangingDisk(Posix):
     def link(self, source: str, target: str) -> None:
-        time.sleep(40)
+        time.sleep(3600)  # longer than the time limit of a test
         super().link(source, target)
 
 
 def test_a_hanging_process_fails_its_check_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_DEADLINE_S", 1.0)
-    began_s = time.monotonic()
     with pytest.raises(TimeoutError):
         check_race(LocalStorage(tmp_path, HangingDisk()))
-    assert time.monotonic() - began_s < 20
 
 
 def test_unwritable_storage_is_reported_without_an_exception(tmp_path: Path) -> None:

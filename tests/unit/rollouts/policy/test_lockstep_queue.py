@@ -20,19 +20,26 @@ def request(name: str) -> GenerateRequest:
 
 
 class Engine:
-    """Logs its calls as text and answers each request with its prompt."""
+    """Logs its calls as text and answers each request with its prompt.
 
-    def __init__(self, seconds: float = 0.0) -> None:
+    With `is_held`, the first call lasts until `goes_on` is set.
+    """
+
+    def __init__(self, is_held: bool = False) -> None:
         self.calls: list[str] = []
         self.num_running = 0
-        self._seconds = seconds
+        self.is_called, self.goes_on = asyncio.Event(), asyncio.Event()
+        if not is_held:
+            self.goes_on.set()
 
     async def __call__(self, requests: list[GenerateRequest]) -> list[Generation]:
         names = ["".join(map(chr, each.prompt_tokens)) for each in requests]
         self.calls.append(" ".join(names))
         self.num_running += 1
         assert self.num_running == 1, "two calls at a time"
-        await asyncio.sleep(self._seconds)
+        self.is_called.set()
+        await asyncio.sleep(0)
+        await self.goes_on.wait()
         self.num_running -= 1
         return [generation(name, each) for name, each in zip(names, requests, strict=True)]
 
@@ -106,22 +113,28 @@ def test_busy_rollouts_are_waited_for_up_to_max_wait() -> None:
 
 def test_requests_during_a_call_are_sent_after_it() -> None:
     async def late(queue: LockstepQueue, key: RolloutKey) -> None:
-        await asyncio.sleep(0.01)
-        await queue.generate(key, 0, request("b0"))
+        await engine.is_called.wait()
+        answer = asyncio.create_task(queue.generate(key, 0, request("b0")))
+        await asyncio.sleep(0)
+        engine.goes_on.set()
+        await answer
 
-    engine = Engine(seconds=0.02)
+    engine = Engine(is_held=True)
     run(engine, [turns("a0"), late], max_wait_s=0.001)
     assert engine.calls == ["a0", "b0"]
 
 
 def test_cancelled_request_is_not_sent_but_a_later_one_is() -> None:
+    cancelled = asyncio.Event()
+
     async def impatient(queue: LockstepQueue, key: RolloutKey) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(queue.generate(key, 0, request("a0")), 0.001)
+        cancelled.set()
         await queue.generate(key, 0, request("a1"))
 
     async def slow(queue: LockstepQueue, key: RolloutKey) -> None:
-        await asyncio.sleep(0.02)
+        await cancelled.wait()
         await queue.generate(key, 0, request("b0"))
 
     engine = Engine()
@@ -131,11 +144,15 @@ def test_cancelled_request_is_not_sent_but_a_later_one_is() -> None:
 
 def test_rollout_cancelled_during_a_call_may_retry() -> None:
     async def impatient(queue: LockstepQueue, key: RolloutKey) -> Generation:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(queue.generate(key, 0, request("a0")), 0.005)
+        first = asyncio.create_task(queue.generate(key, 0, request("a0")))
+        await engine.is_called.wait()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        engine.goes_on.set()
         return await queue.generate(key, 0, request("a1"))
 
-    engine = Engine(seconds=0.02)
+    engine = Engine(is_held=True)
     first, second = run(engine, [impatient, turns("b0")])
     assert engine.calls == ["a0 b0", "a1"]
     assert first.tokens == (ord("a"), ord("1"), 0) and len(second) == 1  # type: ignore[attr-defined, arg-type]
@@ -144,10 +161,13 @@ def test_rollout_cancelled_during_a_call_may_retry() -> None:
 def test_rollout_with_another_open_request_is_not_busy() -> None:
     async def asks_during_a_call(queue: LockstepQueue, key: RolloutKey) -> None:
         first = asyncio.create_task(queue.generate(key, 0, request("a0")))
-        await asyncio.sleep(0.005)
-        await asyncio.gather(first, queue.generate(key, 1, request("a1")))
+        await engine.is_called.wait()
+        second = asyncio.create_task(queue.generate(key, 1, request("a1")))
+        await asyncio.sleep(0)
+        engine.goes_on.set()
+        await asyncio.gather(first, second)
 
-    engine = Engine(seconds=0.02)
+    engine = Engine(is_held=True)
     run(engine, [asks_during_a_call])
     assert engine.calls == ["a0", "a1"]
 
@@ -157,9 +177,10 @@ def test_calls_do_not_wait_for_an_ended_rollout() -> None:
 
     async def leaves(queue: LockstepQueue, key: RolloutKey) -> None:
         left_behind.append(asyncio.create_task(queue.generate(key, 0, request("a0"))))
-        await asyncio.sleep(0.005)
+        await engine.is_called.wait()
+        engine.goes_on.set()
 
-    engine = Engine(seconds=0.02)
+    engine = Engine(is_held=True)
     run(engine, [leaves, turns("b0", "b1")])
     assert engine.calls == ["a0 b0", "b1"]
 

@@ -1,5 +1,6 @@
-"""Cases of test_videos.py, in a process with torchvision (or its replacement), which transformers needs for videos:
-generation equals that of transformers, and training uses the sampled tokens.
+"""Cases of test_images_videos.py, run in a process with torchvision or its replacement, which transformers needs.
+
+Promises of videos: generation equals that of transformers, and training uses the sampled tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rftdask.trainer import attention
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from tests.numerics import assert_same_logprobs
-from tests.unit.engines.test_images import GREEDY, engine_with, picture, png
+from tests.unit.data.images.test_images import GREEDY, engine_with, picture, png
 
 
 @pytest.fixture(scope="module")

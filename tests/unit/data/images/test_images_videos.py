@@ -17,17 +17,17 @@ from rftdask.data.images import ImageFolder, ImageProcessor, check_reads_videos,
 from rftdask.errors import DataError, UserError
 from rftdask.models.toy import build_toy_image_model, build_toy_model
 from rftdask.rollouts.policy.openai_api import BadRequestError, plain_message
-from tests.unit.engines.test_images import picture, png
+from tests.unit.data.images.test_images import picture, png
 from tests.versions import needs_newer_transformers
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @needs_newer_transformers
 def test_videos_are_processed_exactly_as_by_transformers() -> None:
     path = os.pathsep.join([str(ROOT / "tests" / "stand_ins"), str(ROOT)])
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/engines/video_cases.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/data/images/video_cases.py"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
