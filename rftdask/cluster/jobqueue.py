@@ -66,7 +66,7 @@ from rftdask.errors import RftError, RoleError, UserError, WaitTimeout
 from rftdask.processes.dask_cluster import DASK_CONFIG, METHOD, connect, start_dask
 from rftdask.processes.dask_task import workers_of
 from rftdask.processes.fork_server import start_fork_server
-from rftdask.processes.zygote import start_nursery, umask
+from rftdask.processes.zygote import umask
 from rftdask.storage import Storage
 
 _LOOK_S = 2.0
@@ -159,10 +159,9 @@ class RemoteWorkersCluster(Cluster):
 
     @classmethod
     def prepare(cls, config: Config, stages: list[Config]) -> None:
-        """Starts the fork server of the control worker, and a nursery for checks that need torch."""
+        """Starts the fork server of the control worker, and a zygote for checks that need torch."""
         if sys.platform == "linux":
-            start_fork_server(WORKER_IMPORTS)
-            start_nursery()
+            start_fork_server(WORKER_IMPORTS, [])
 
     @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:

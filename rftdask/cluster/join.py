@@ -4,7 +4,7 @@ It outlives a scheduler that is killed or that may return: the worker ends, and 
 scheduler answers again. It ends well with the run, which takes its address back, or when none answers for a while.
 
 It is the nanny of its workers. They, and the engines and ranks below them, are forks of one process that has imported
-what they need (nursery.py): so what follows a worker, an engine, a rank or a scheduler that was lost starts at once.
+what they need (zygote.py): so what follows a worker, an engine, a rank or a scheduler that was lost starts at once.
 The job's first worker waits for this module, which therefore loads neither Dask nor a configuration as it is imported.
 """
 
@@ -39,8 +39,7 @@ from rftdask.errors import RoleError
 from rftdask.processes.fork_server import start_fork_server
 from rftdask.processes.gpus import has_gpu_devices
 from rftdask.processes.poll import wait_for
-from rftdask.processes.zygote import ADDRESS as NURSERY_ADDRESS
-from rftdask.processes.zygote import TOKENIZERS, can_fork, start_nursery, umask
+from rftdask.processes.zygote import TOKENIZERS, ZYGOTE_ADDRESS, can_fork, start_zygote, umask
 from rftdask.storage.staging import stage_here, sweep
 
 if TYPE_CHECKING:
@@ -159,10 +158,13 @@ def _keep_worker(
         environment: dict[str, str] = {}
         if sys.platform == "linux":
             may_fork = can_fork(has_gpu_devices())
-            start_fork_server((*WORKER_IMPORTS, *(TOKENIZERS if may_fork else ())))
+            if may_fork:
+                start_fork_server((*WORKER_IMPORTS, *TOKENIZERS), imports)
+            else:
+                start_fork_server(WORKER_IMPORTS)
             environment = {UMASK_VARIABLE: str(umask())}
             if may_fork:
-                environment[NURSERY_ADDRESS] = start_nursery(imports)
+                environment[ZYGOTE_ADDRESS] = start_zygote(imports)
         return _keep_workers(folder, name, options, environment, patience_s)
 
 

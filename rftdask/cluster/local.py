@@ -38,7 +38,7 @@ from rftdask.errors import WaitTimeout
 from rftdask.processes.device_lock import shared_devices
 from rftdask.processes.fork_server import start_fork_server
 from rftdask.processes.gpus import visible_gpus
-from rftdask.processes.zygote import ADDRESS, can_fork, start_nursery, umask
+from rftdask.processes.zygote import ZYGOTE_ADDRESS, can_fork, start_zygote, umask
 from rftdask.storage import Storage
 from rftdask.synchronizer.node_cache import sweep
 
@@ -92,8 +92,7 @@ class LocalCluster(Cluster):
     def prepare(cls, config: Config, stages: list[Config]) -> None:
         """Starts what workers, engines and trainers are forked from, with what those of the stages import."""
         if can_fork(count_gpus(config) > 0):
-            start_nursery(imports_ahead(stages, ROLES))
-            start_fork_server(worker_imports(stages))
+            start_fork_server(worker_imports(stages), imports_ahead(stages, ROLES))
 
     @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
@@ -120,7 +119,7 @@ class LocalCluster(Cluster):
             start_fork_server(WORKER_IMPORTS)
             self._stack.enter_context(dask.config.set({METHOD: "forkserver"}))
             # The fork server has the environment and the mask of its start, which may be those of an earlier run.
-            own = {ADDRESS: start_nursery(), preloads.UMASK_VARIABLE: str(umask())}
+            own = {ZYGOTE_ADDRESS: start_zygote(), preloads.UMASK_VARIABLE: str(umask())}
             self._env = {**os.environ, **own}
         self._security = Security.temporary() if tls else None
         self._comm = {"host": "127.0.0.1", "protocol": "tls://" if tls else "tcp://"}

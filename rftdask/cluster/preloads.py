@@ -23,7 +23,7 @@ from typing import Any
 import setproctitle
 
 from rftdask.processes.usage import METER, Meter
-from rftdask.processes.zygote import SIGNALS, end_with, reseed
+from rftdask.processes.zygote import SIGNALS, die_with_parent, reseed_numpy
 
 MODULE = __name__
 """What Dask is given to load."""
@@ -56,13 +56,13 @@ def dask_setup(server: Any) -> None:
     if grace_s:
         signal.signal(signal.SIGTERM, lambda *_: _end_after(grace_s))
     if UMASK_VARIABLE in os.environ:
-        reseed()
+        reseed_numpy()
         gc.freeze()  # the collector would otherwise touch, and so copy, all that was imported for the forks
         os.umask(int(os.environ[UMASK_VARIABLE]))
         os.environ.pop("__DASK_PARENT_PID", None)  # by which Dask would know that it may give a title, with an address
         setproctitle.setproctitle(f"rftdask worker {server.name}")
         # Dask hears of the ends of its forks from the fork server, and takes them for dead when that one is.
-        end_with(os.getppid())
+        die_with_parent(os.getppid())
     gc.set_threshold(_NEW_OBJECTS, *gc.get_threshold()[1:])
     server.metrics[METER] = Meter()
     # Last: a signal that came during the imports is delivered here, to the handlers that are set by now.

@@ -43,7 +43,7 @@ from rftdask.errors import (
     WaitTimeout,
     lacks_training,
 )
-from rftdask.processes.zygote import ADDRESS, Forked, with_wait_policy
+from rftdask.processes.zygote import ZYGOTE_ADDRESS, ForkedProcess, with_wait_policy
 from rftdask.storage.safe_text import SafeFormatter, safe
 
 _MODULE = "rftdask.processes.child"  # also where this is __main__
@@ -75,17 +75,17 @@ def _start_process(
     *,
     may_fork: bool,
     needs: Sequence[str] | None,
-) -> subprocess.Popen[bytes] | Forked:
+) -> subprocess.Popen[bytes] | ForkedProcess:
     variables = dict.fromkeys(_THREAD_VARIABLES, str(threads))
     # Dask's nanny sets the math libraries to one thread; the child owns its cores and says so itself.
     environment = with_wait_policy({**os.environ, **variables, "TOKENIZERS_PARALLELISM": "false", **env})
     # Dask makes the allocator of its workers give memory back at once; in training that is a page fault for every
     # activation, and a third of the time.
     environment.pop("MALLOC_TRIM_THRESHOLD_", None)
-    address = environment.pop(ADDRESS, None)
+    address = environment.pop(ZYGOTE_ADDRESS, None)
     if address is not None and may_fork:
         with contextlib.suppress(OSError):  # it has ended; an interpreter of its own does the same, later
-            return Forked(address, f"{_MODULE}:main", (target,), stderr.fileno(), environment, needs=needs)
+            return ForkedProcess(address, f"{_MODULE}:main", (target,), stderr.fileno(), environment, needs=needs)
     return subprocess.Popen(
         [sys.executable, "-m", _MODULE, target],
         stdin=subprocess.PIPE,
@@ -115,7 +115,7 @@ class Child:
         """Run `target` ("module:function") in a process of its own, with `threads` for its math libraries.
 
         may_fork: from what has imported torch and transformers already; not if `env` is to reach their imports.
-        needs: modules that it imports, see `Forked`.
+        needs: modules that it imports, see `ForkedProcess`.
         """
         self.name = name
         self._own_folder = None if log_file else tempfile.TemporaryDirectory(prefix="rftdask-")

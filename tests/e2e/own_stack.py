@@ -18,7 +18,7 @@ _NO_CALLS = ("<module>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
 Call = tuple[str, str]
 """A function as docs/tour.md links to it: file below the package's parent, and name or Class.name."""
-_FORKS: Call = ("rftdask/processes/zygote.py", "_Nursery._fork")
+_FORKS: Call = ("rftdask/processes/zygote.py", "Zygote._fork")
 
 
 def own_calls() -> list[Call]:
@@ -27,7 +27,7 @@ def own_calls() -> list[Call]:
     own = [code for code in reversed(codes) if Path(code.co_filename).is_relative_to(_PACKAGE)]
     names = [(str(Path(code.co_filename).relative_to(_PACKAGE.parent)), code.co_qualname) for code in own]
     calls = [(file, name) for file, name in names if not name.endswith(_NO_CALLS)]
-    # A fork begins where the nursery was when it forked; its own way begins after that.
+    # The stack of a fork starts with that of the zygote; the calls of the fork follow.
     return calls[calls.index(_FORKS) + 1 :] if _FORKS in calls else calls
 
 

@@ -34,7 +34,7 @@ from typing import Any
 import msgpack
 
 from rftdask.config.plugins import load_plugin_folders, read_functions
-from rftdask.processes.zygote import end_with
+from rftdask.processes.zygote import die_with_parent
 from rftdask.rollouts.policy.answer_stream import Tell
 from rftdask.rollouts.policy.base import Method, PolicyHandle
 from rftdask.rollouts.rewards.registry import get_reward
@@ -65,7 +65,7 @@ def main(control_fd: int) -> None:
         _guard(server, control_fd)
     else:
         os.setsid()  # a signal to the group of one is none to the other's
-        end_with(guard)
+        die_with_parent(guard)
         _serve(control_fd)
 
 
@@ -200,7 +200,7 @@ class _ForkServer:
     def _become_fork(self, output_fd: int) -> None:
         # Take this process out of the fork server's hands: a group, signals, descriptors and limits of its own.
         os.setsid()
-        end_with(self._pid)
+        die_with_parent(self._pid)
         # Its orphans stay with it while it lives: an attempt may start what puts itself in the background.
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         signal.set_wakeup_fd(-1)

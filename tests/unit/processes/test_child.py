@@ -1,6 +1,6 @@
 """Promises of a child process: one answer per frame, typed errors, and no orphan whatever happens to its parent.
 
-All of it holds for a fork of a nursery as for an interpreter of its own.
+All of it holds for a fork of a zygote as for an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 import rftdask
 from rftdask.errors import FencedError, ProcessLostError, RoleError, UserError, WaitTimeout
 from rftdask.processes.child import Child
-from rftdask.processes.zygote import ADDRESS
+from rftdask.processes.zygote import ZYGOTE_ADDRESS
 from tests.living import wait_until_gone
 
 HERE = Path(__file__).parent
@@ -51,11 +51,11 @@ class Nursery:
 
 @pytest.fixture(params=["interpreter", "fork"])
 def start(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nursery]:
-    nursery = Nursery(tmp_path)
+    zygote = Nursery(tmp_path)
     if request.param == "fork":
-        monkeypatch.setenv(ADDRESS, request.getfixturevalue("address"))
-    yield nursery
-    for child in nursery.children:
+        monkeypatch.setenv(ZYGOTE_ADDRESS, request.getfixturevalue("address"))
+    yield zygote
+    for child in zygote.children:
         child.close()
         child.close()
 
