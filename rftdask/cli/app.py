@@ -498,12 +498,12 @@ def submit(
         return
     # Late: it reads datasets. What is wrong with them is better known before the job waits in the queue.
     from rftdask.driver.preflight import check_inputs
-    from rftdask.run.input_fingerprints import check_made_of
+    from rftdask.run.input_fingerprints import check_inputs_unchanged
 
     # Checked here, where the user sees it, and once more by the job, since files may change while it waits.
     stages = checked.stage_configs()
     inputs = check_inputs(stages, elsewhere=True)
-    made_of = check_made_of(stages, inputs, accept=accept_changes)
+    made_of = check_inputs_unchanged(stages, inputs, accept=accept_changes)
     if not offline and has_finished(checked, [each.sizes for each in inputs]):
         _say(f"{checked.checkpoint_job_dir} has finished, so nothing is submitted; trainer.total_steps gives it more")
         return

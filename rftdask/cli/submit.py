@@ -44,9 +44,8 @@ from rftdask.driver.memory_estimate import check_jobs
 from rftdask.driver.stage import plan_work
 from rftdask.errors import FencedError, NotInstalledError, RoleError, UserError
 from rftdask.processes.poll import wait_for
-from rftdask.run.input_fingerprints import MadeOf
+from rftdask.run.input_fingerprints import SOURCES_FOLDER, InputFingerprints, copy_for_jobs
 from rftdask.run.run_folder import check_run, read_end
-from rftdask.run.sources import SOURCES_FOLDER, copy_for_jobs
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.published import CHECKPOINT_POINTER, read_pointer
 
@@ -119,7 +118,7 @@ class Submission:
         except (NotInstalledError, RoleError) as error:  # also a limit that will be none when the job comes
             return " ".join(str(error).split())
 
-    def submit(self, made_of: Sequence[MadeOf] = (), after: str | None = None) -> list[JobRecord]:
+    def submit(self, made_of: Sequence[InputFingerprints] = (), after: str | None = None) -> list[JobRecord]:
         """Write the scripts and copies of the user's sources to the run's private folder and submit them.
 
         made_of: what each stage is made of; after: a job that must have ended, however it did, before any of these
@@ -134,7 +133,7 @@ class Submission:
             _check_not_submitted(self.storage)  # once more: somebody else may have done it since
             return self._submit(made_of, after)
 
-    def _submit(self, made_of: Sequence[MadeOf], after: str | None) -> list[JobRecord]:
+    def _submit(self, made_of: Sequence[InputFingerprints], after: str | None) -> list[JobRecord]:
         # Left by an earlier `rftdask cancel`; a driver that finds it ends at once.
         (self.folder.path / CANCELLED_FILE).unlink(missing_ok=True)
         (self.folder.path / _RESTARTS_FILE).unlink(missing_ok=True)

@@ -169,7 +169,7 @@ def submit_sweep(points: Sequence[Point], at_most: int, say: Callable[[str], Non
     """
     from rftdask.cli.submit import plan_submission  # late: it loads Dask
     from rftdask.driver.preflight import check_inputs
-    from rftdask.run.input_fingerprints import check_made_of
+    from rftdask.run.input_fingerprints import check_inputs_unchanged
 
     jobs: list[str] = []
     for point in points:
@@ -178,7 +178,7 @@ def submit_sweep(points: Sequence[Point], at_most: int, say: Callable[[str], Non
         submission = plan_submission(point.config)
         stages = point.config.stage_configs()
         # Each run by itself, since a value of an axis may be another model or taskset.
-        made_of = check_made_of(stages, check_inputs(stages, elsewhere=True))
+        made_of = check_inputs_unchanged(stages, check_inputs(stages, elsewhere=True))
         [job] = submission.submit(made_of, after=jobs[-at_most] if len(jobs) >= at_most else None)
         say(f"submitted {point.config.name} as job {job.job_id}")
         jobs.append(job.job_id)

@@ -32,8 +32,8 @@ from typing import Any
 from rftdask.errors import NotInstalledError, UserError
 
 SUBMITTED = "RFTDASK_SUBMITTED"
-"""Environment variable of a submitted run's processes: the folder with copies of the user's sources (run/sources.py),
-which are imported in place of those that may have changed since."""
+"""Environment variable of a submitted run's processes: folder with copies of the user's sources, which are imported
+instead of the originals."""
 PLUGINS, MODULES = "plugins", "modules"
 """What is there: the modules of plug-in folders, and those of elsewhere on sys.path."""
 if SUBMITTED in os.environ:

@@ -26,7 +26,7 @@ from rftdask.config.schema.model import ModelConfig
 from rftdask.data.hub import local_model
 from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
 from rftdask.processes.child import Channel
-from rftdask.processes.device_lock import DeviceTurn
+from rftdask.processes.device_lock import DeviceLock
 from rftdask.processes.gpus import out_of_memory, use_device
 from rftdask.processes.messages import Codec
 from rftdask.storage.staging import staged
@@ -175,10 +175,10 @@ FROM_SERVER: Codec[FromServer] = Codec(Ready, Generated, Scored, Loaded, HasTurn
 def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     """Entry of the child process. `spec` is what `EngineSpec.to_plain` gives."""
     device = _device(spec)  # first: where its GPUs are shared, it says so to this process
-    turn = DeviceTurn.of_this_process(alone=False)
-    # The policy's engine waits for a rank that wants the device; another model is asked in the course of its turn.
-    waits = {"timeout_s": spec["turn_timeout_s"], "beside": spec["section"]["model_path"] is not None}
-    engine = _make_engine(spec, device, None if turn is None else partial(turn.wait, **waits))
+    turn = DeviceLock.from_environment(exclusive=False)
+    # Only the policy's engine lets a waiting rank go first: other models are used while that engine has the device.
+    waits = {"timeout_s": spec["turn_timeout_s"], "skip_gate": spec["section"]["model_path"] is not None}
+    engine = _make_engine(spec, device, None if turn is None else partial(turn.acquire, **waits))
     client = _ClientOf(engine, spec, channel)
     client.send(Ready(engine.cache_tokens))
     again = _smoke_requests(spec, longest=False)
@@ -198,7 +198,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
                 break
             rests = False
             if turn is not None and not turn.held:
-                turn.wait(**waits)
+                turn.acquire(**waits)
                 with _telling_memory(spec, "the engine returns to its GPU"):
                     engine.return_to_device()
             if isinstance(message, Generate | Drop):
@@ -214,7 +214,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
         # Nothing came for a moment, or a unit has ended: also where the next one follows at once, the rank is next.
         if turn is not None and rests and turn.held and turn.is_wanted:
             engine.leave_device()
-            turn.leave()
+            turn.release()
 
 
 class _ClientOf:

@@ -5,8 +5,7 @@ A role emits an event as an object. Between processes it travels as a plain list
 topic--> driver. `CODEC` is at the two ends of that way, and nothing in between looks inside.
 
     emit(Step("trainer", 12, {"loss": 0.3}))
-    CODEC.encode(Published(12, "ab12")) == ["Published", 12, "ab12"]
-    CODEC.decode(["Published", 12, "ab12"]) == Published(12, "ab12")
+    CODEC.decode(CODEC.encode(Published(12, "ab12"))) == Published(12, "ab12")
 """
 
 from __future__ import annotations

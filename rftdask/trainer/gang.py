@@ -38,7 +38,7 @@ from rftdask.errors import (
 )
 from rftdask.monitor.events import CODEC, Ended
 from rftdask.processes.child import LOG_LEVEL, Child
-from rftdask.processes.dask_task import LEAVING_TOPIC, AsksScheduler, host_of, make_called_off, workers_of
+from rftdask.processes.dask_task import LEAVING_TOPIC, AsksScheduler, host_of, make_cancel_check, workers_of
 from rftdask.synchronizer.transports.dask_broadcast import serve_blocks
 from rftdask.trainer.flight_recorder import forget, left_behind, recording
 
@@ -154,7 +154,7 @@ def supervise(spec: RankSpec, address: str) -> Ended:
         # A strict restriction to a worker that died would wait for ever; a loose one may land elsewhere, which is told
         # here.
         raise ProcessLostError(f"rank {spec.rank} was meant for {address}, which is gone; this is {worker.address}")
-    called_off = make_called_off()
+    is_cancelled = make_cancel_check()
     serve_blocks(worker)  # of weights that the rank holds in the memory of this machine
     # gloo and NCCL know no keys, so they are kept on one interface; the user's own choice stays.
     interface = interface_of(host_of(address))
@@ -178,7 +178,7 @@ def supervise(spec: RankSpec, address: str) -> Ended:
             except WaitTimeout as silence:
                 if time.monotonic() - heard > _SILENCE_S:
                     raise ProcessLostError(f"it said nothing for {_SILENCE_S:.0f} s") from silence
-                if called_off():
+                if is_cancelled():
                     raise PeerLostError("it was called off") from None
                 continue
             heard = time.monotonic()

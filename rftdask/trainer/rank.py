@@ -39,7 +39,7 @@ from rftdask.monitor.events import CODEC, Alive, Event
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.child import Channel
 from rftdask.processes.dask_task import host_of
-from rftdask.processes.device_lock import DeviceTurn
+from rftdask.processes.device_lock import DeviceLock
 from rftdask.processes.gpus import out_of_memory, set_device, use_device
 from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import Storage, open_storage
@@ -95,7 +95,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
         def emit(event: Event) -> None:
             channel.send(CODEC.encode(event))
 
-        turn = DeviceTurn.of_this_process(alone=True)
+        turn = DeviceLock.from_environment(exclusive=True)
         if turn is not None:  # before a model is loaded onto the device
             take_turn(turn, all_ranks(), config.synchronizer.sync_timeout, lambda: emit(Alive()))
         with MetricsWriter(storage, "trainer") as metrics:

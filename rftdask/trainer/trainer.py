@@ -32,7 +32,7 @@ from rftdask.buffer.batches.source import BatchSource, NotYet
 from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.errors import StorageError
 from rftdask.monitor.events import Alive, CheckpointSaved, Ended, Event, Published, Started, Step
-from rftdask.processes.device_lock import DeviceTurn
+from rftdask.processes.device_lock import DeviceLock
 from rftdask.storage import Storage
 from rftdask.storage.base import Data
 from rftdask.synchronizer.fingerprint import Fingerprint
@@ -119,7 +119,7 @@ class Trainer:
     held_out: Sequence[TrainingBatch] = ()
     """Rows that are not trained, the same on all ranks: what the weights say of them is measured before the first step,
     every `eval_interval` steps and after the last."""
-    turn: DeviceTurn | None = None
+    turn: DeviceLock | None = None
     """The turn on a device that this rank shares with an engine, which it has when it is made; None: it shares none."""
     turn_timeout_s: float = 3600.0
     """Seconds to wait for it."""
@@ -249,7 +249,7 @@ class Trainer:
         """Let the engines that share the device have it. On all ranks."""
         if self.turn is not None and self.turn.held:
             self.engine.leave_device()
-            self.turn.leave()
+            self.turn.release()
 
     def _next_turn(self, step: int) -> Turn:
         """What comes after `step`. On rank 0; the entry of a batch is in the ledger when this returns it."""
@@ -528,12 +528,12 @@ def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[s
     return metrics
 
 
-def take_turn(turn: DeviceTurn, ranks: Ranks, timeout_s: float, tell_alive: Callable[[], None]) -> None:
+def take_turn(turn: DeviceLock, ranks: Ranks, timeout_s: float, tell_alive: Callable[[], None]) -> None:
     """Wait until every rank has its device. Called by all ranks. Raises: WaitTimeout: an engine does not leave one."""
     began = spoke = time.monotonic()
     # In short looks, which all ranks make together: one that waited alone would keep the others in a call of torch's,
     # whose deadline is of another kind. What a rank has it keeps.
-    while not all(ranks.all_gather(turn.try_take())):
+    while not all(ranks.all_gather(turn.try_acquire())):
         now = time.monotonic()
         if now - spoke > _SIGN_OF_LIFE_S:
             spoke = now

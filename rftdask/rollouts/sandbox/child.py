@@ -17,7 +17,6 @@ import gc
 import importlib
 import inspect
 import math
-import numbers
 import os
 import pickle
 import resource
@@ -413,16 +412,8 @@ class _RemoteModel(PolicyHandle):
 def _packed(message: messages.FromFork) -> bytes:
     """The message as bytes. Raises: ValueError: longer than MAX_FRAME_BYTES, or of values that are no plain data."""
 
-    def as_plain(value: Any) -> Any:
-        # Numbers of any kind as Python's; of anything else its looks, which the check of a reward will name.
-        if isinstance(value, numbers.Real):
-            return float(value)
-        with contextlib.suppress(Exception):
-            return value.item()
-        return {"not plain": repr(value)[:200]}
-
     try:
-        body: bytes = msgpack.packb(messages.FROM_FORK.encode(message), default=as_plain)
+        body: bytes = msgpack.packb(messages.FROM_FORK.encode(message))
     except (AttributeError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"only plain values can leave a sandbox: {error}") from error
     if len(body) > messages.MAX_FRAME_BYTES:

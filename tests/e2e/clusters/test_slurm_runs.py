@@ -367,7 +367,7 @@ def test_a_rank_and_an_engine_take_turns_in_one_job(tmp_path: Path) -> None:
     demo = Demo(tmp_path, ("cluster", "colocate", True))
     tree = yaml.safe_load(demo.config.read_text())
     # On a GPU they find each other by its name; here they are told.
-    tree["cluster"]["slurm"]["trainer"]["prologue"].append(f"export RFTDASK_TURNS={turns}:0")
+    tree["cluster"]["slurm"]["trainer"]["prologue"].append(f"export RFTDASK_DEVICE_LOCKS={turns}:0")
     tree["explorer"] = {**tree.get("explorer", {}), "max_workers": 1}
     demo.config.write_text(yaml.safe_dump(tree))
     try:
@@ -482,7 +482,7 @@ def test_one_allocation_comes_back_with_what_was_submitted_when_its_driver_is_ki
     assert assert_sound(demo.folder)["checkpoint"] > before
     assert set(Experiment.open(demo.folder).experiences()["reward"].dropna()) == {0.25}
     refused = call_cli(*submit)
-    assert refused.code == 2 and "source submitted_reward: another content" in refused.err, refused
+    assert refused.code == 2 and "source submitted_reward: content changed" in refused.err, refused
 
 
 @pytest.mark.long

@@ -72,7 +72,7 @@ def test_sft_on_a_table_takes_its_rows_and_a_changed_table_is_refused(tmp_path: 
         connection.exec_driver_sql("update shown set answer = '0' where id = 1")
     engine.dispose()
     again = call_cli("run", str(config), *SHORT[:1], *table, "trainer.total_steps=3")
-    assert again.code == 2 and "taskset dataset: other rows, or another order" in again.err
+    assert again.code == 2 and "taskset dataset: rows or their order changed" in again.err
 
 
 def test_a_table_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:

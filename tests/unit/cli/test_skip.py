@@ -170,7 +170,7 @@ def test_nonsense_is_refused_and_changes_nothing(storage: Storage, tmp_path: Pat
     refuse(BAD, "say why", because="\x1b[2J")
     refuse(BAD, "say why", because="x" * 300)
     with Lease(storage, "trainer"):
-        refuse(BAD, "is being worked on", kind=FencedError)
+        refuse(BAD, "is in use", kind=FencedError)
     storage.put("global_step_8/MANIFEST.json", b"torn")  # somebody may put it back
     refuse(BAD, "global_step_8 has it, damaged or not")
     storage.remove("global_step_8")

@@ -29,7 +29,7 @@ from rftdask.cluster.preloads import GRACE_VARIABLE, MODULE
 from rftdask.config import load_config
 from rftdask.engines.vllm_follower import Nodes, follow
 from rftdask.errors import UserError
-from rftdask.processes.device_lock import VARIABLE
+from rftdask.processes.device_lock import DEVICES_VARIABLE
 from rftdask.processes.poll import wait_for
 
 LAYOUT = Layout(
@@ -166,7 +166,7 @@ def test_dask_cuda_places_roles_that_share_gpus_and_engines_of_several() -> None
     made = placed(StandIn, shared, "/turns")(CUDA_VISIBLE_DEVICES=["5", "6"], n_workers=3)
     env = [spec["options"]["env"] for spec in made.worker_spec.values()]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in env] == ["5", "6", "5,6"]
-    assert [each[VARIABLE] for each in env] == ["/turns:0", "/turns:1", "/turns:0,1"]
+    assert [each[DEVICES_VARIABLE] for each in env] == ["/turns:0", "/turns:1", "/turns:0,1"]
     alone = Layout((WorkerPlan("explorer-0", ("explorer",), 1, gpu=0), WorkerPlan("control-0", ("control",), 1)))
     made = placed(StandIn, alone)(CUDA_VISIBLE_DEVICES=["5"], n_workers=2)
     assert [spec["options"]["env"]["CUDA_VISIBLE_DEVICES"] for spec in made.worker_spec.values()] == ["5", ""]

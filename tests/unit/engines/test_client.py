@@ -44,7 +44,7 @@ from rftdask.engines.server import (
 )
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import EngineError, ProcessLostError, RoleError, WaitTimeout
-from rftdask.processes.device_lock import DeviceTurn, shared_devices
+from rftdask.processes.device_lock import DeviceLock, shared_devices
 from tests.unit.engines.engine_contract import engine_spec
 from tests.unit.engines.plugins.broken_engine import CAUSE
 from tests.unit.engines.tiny_models import save_tiny_mixture
@@ -187,12 +187,12 @@ def test_an_engine_tells_its_experts_or_says_that_it_cannot(tmp_path: Path, monk
 class SharingEngine(FakeEngine):
     """Lets a rank have the device for a moment, when it leaves it."""
 
-    rank: ClassVar[DeviceTurn]
+    rank: ClassVar[DeviceLock]
     seen: ClassVar[list[str]] = []
 
     def leave_device(self) -> None:
-        self.seen.append("left" + " too early" * self.rank.try_take())
-        Timer(0.2, lambda: (self.rank.wait(9), self.seen.append("rank"), self.rank.leave())).start()
+        self.seen.append("left" + " too early" * self.rank.try_acquire())
+        Timer(0.2, lambda: (self.rank.acquire(9), self.seen.append("rank"), self.rank.release())).start()
 
     def return_to_device(self) -> None:
         self.seen.append("returned")
@@ -205,12 +205,12 @@ def test_an_engine_leaves_a_device_that_a_rank_wants_also_between_units_in_a_row
     for name, value in shared_devices(tmp_path, [0]).items():
         monkeypatch.setenv(name, value)
     spec = replace(engine_spec(f"{__name__}.SharingEngine"), turn_timeout_s=20.0)
-    SharingEngine.rank, _ = DeviceTurn(tmp_path, [0], alone=True), SharingEngine.seen.clear()
+    SharingEngine.rank, _ = DeviceLock(tmp_path, [0], exclusive=True), SharingEngine.seen.clear()
     parent = Parent(TakeTurn(1), asks(2), EndTurn(), TakeTurn(3), asks(4), EndTurn())
 
     def on_answer(answer: FromServer) -> None:
         if answer == HasTurn(1):
-            SharingEngine.rank.try_take()  # it stands at the door
+            SharingEngine.rank.try_acquire()  # it waits and has the gate
 
     parent.on_answer = on_answer
     with pytest.raises(EOFError):

@@ -15,7 +15,7 @@ from rftdask.cli.submit import controller_text
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.config import Config, load_config
 from rftdask.config.plugins import SUBMITTED
-from rftdask.run.sources import copy_for_jobs, find_sources, git_states
+from rftdask.run.input_fingerprints import copy_for_jobs, find_sources, git_states
 from rftdask.storage import open_storage
 from tests.integration.run_cases import write_config
 
@@ -80,14 +80,14 @@ def scores(world: World, **environment: str) -> float:
     return float(done.stdout)
 
 
-def test_what_is_imported_of_the_users_own_code_belongs_to_the_sources(world: World) -> None:
+def test_sources_include_imports_of_the_users_code(world: World) -> None:
     found = find_sources(world.config, ())
     parts = ("", "_pkg", "_pkg.deep", "_pkg.shared", "_scale")
     assert list(found) == [f"{world.name}{part}" for part in parts]
     assert found[f"{world.name}_pkg.shared"] == world.library / f"{world.name}_pkg" / "shared.py"
 
 
-def test_jobs_import_what_was_submitted(world: World, tmp_path: Path) -> None:
+def test_jobs_import_the_submitted_sources(world: World, tmp_path: Path) -> None:
     sources = find_sources(world.config, ())
     copies = tmp_path / "copies"
     copy_for_jobs(sources, world.config.explorer.plugin_dirs, copies)
@@ -109,7 +109,7 @@ def test_every_script_names_the_copies(tmp_path: Path) -> None:
     assert text.index(line) < next(number for number, said in enumerate(text) if "-m rftdask run" in said)
 
 
-def test_git_tells_the_commit_of_the_sources_and_whether_it_has_them(
+def test_git_states_have_the_commit_and_dirtiness(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,7 @@ from rftdask.processes.dask_cluster import connect
 from rftdask.processes.dask_task import workers_of
 
 
-def test_workers_are_told_while_the_client_asks_for_none_of_them() -> None:
+def test_workers_are_listed_while_the_client_polls() -> None:
     with (
         LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster) as client,
@@ -43,8 +43,8 @@ def test_workers_are_told_while_the_client_asks_for_none_of_them() -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_comes_back_late_is_not_given_up() -> None:
-    """15 s after a loss Dask gives up a worker that is not there, whether it starts slowly or was lost once more."""
+def test_a_worker_that_returns_late_is_kept() -> None:
+    """By default Dask gives up a worker 15 s after its loss, even one that starts slowly or was lost again."""
     with OurCluster(Layout((WorkerPlan("explorer-0", ("explorer",), 1),))) as cluster:
         (address,) = workers_of(cluster.client)
         pid, forks = cluster.client.run(os.getpid)[address], forkserver._forkserver._forkserver_pid
@@ -57,7 +57,7 @@ def test_a_worker_that_comes_back_late_is_not_given_up() -> None:
         assert cluster.client.submit(int, "7", workers=["explorer-0"]).result(timeout=60) == 7
 
 
-def test_a_client_whose_start_is_cancelled_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_with_a_cancelled_start_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     starts, start = list[str](), Client._start
     cancelled = 1
 
