@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple
 
 import psutil
 
-from rftdask.cluster import slurm
+from rftdask.cluster import slurm_commands as slurm
 from rftdask.cluster.jobs import JobRecord, read_jobs
 from rftdask.processes.zygote import requester_of
 from rftdask.run.run_folder import read_end

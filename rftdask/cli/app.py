@@ -115,7 +115,7 @@ def init(
 
     num_gpus, node = len(visible_gpus()), None
     if slurm and shutil.which("sinfo") is not None:
-        from rftdask.cluster.slurm import read_capacity  # late: it loads Dask
+        from rftdask.cluster.slurm_commands import read_capacity  # late: it loads Dask
 
         try:
             node = read_capacity(slurm)
@@ -474,8 +474,8 @@ def submit(
 ) -> None:
     """Submit a run to a batch system: a job that drives it and asks for the others, so nobody stays logged in."""
     from rftdask.cli.submit import has_finished, plan_submission
-    from rftdask.cluster.batch.slurm_script import NO_REQUEUE, TEMPLATE
     from rftdask.cluster.jobqueue import system_of
+    from rftdask.cluster.slurm_script import NO_REQUEUE, TEMPLATE
 
     if offline and single_allocation:
         raise UserError("--offline makes jobs of its own; leave out --single-allocation")
@@ -551,7 +551,7 @@ def join(
     """Work for a run whose cluster.type is joined, as one more worker, until it is over."""
     from rftdask.cluster.join import join as work
     from rftdask.cluster.layout import plan_machines
-    from rftdask.cluster.secrets_folder import PrivateFolder
+    from rftdask.cluster.secrets_dir import SecretsDir
     from rftdask.driver.memory_estimate import check_joined
     from rftdask.processes.gpus import free_host_bytes, visible_gpus
     from rftdask.storage import open_storage
@@ -570,7 +570,7 @@ def join(
         )
     if visible_gpus():
         check_joined(checked.stage_configs(), plan_machines(checked), role, free_host_bytes())
-    work(checked, PrivateFolder.of(checked, open_storage(checked.checkpoint_job_dir)), role, patience)
+    work(checked, SecretsDir.of(checked, open_storage(checked.checkpoint_job_dir)), role, patience)
 
 
 @app.command()

@@ -18,9 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rftdask.cluster import slurm
+from rftdask.cluster import slurm_commands
 from rftdask.cluster.base import find_cluster
-from rftdask.cluster.batch.slurm_script import (
+from rftdask.cluster.jobqueue import CONTROLLER, SUBMIT_S, OtherCluster, log_folder, states_of
+from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, SUBMITTED_FILE, JobRecord, read_jobs, write_jobs
+from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, Layout, plan_jobs
+from rftdask.cluster.secrets_dir import SecretsDir
+from rftdask.cluster.slurm import SlurmCluster, chain_shape, check_chain
+from rftdask.cluster.slurm_commands import JobShape
+from rftdask.cluster.slurm_script import (
     ONE_TASK,
     HostSystem,
     alike,
@@ -31,12 +37,6 @@ from rftdask.cluster.batch.slurm_script import (
     staging,
     step,
 )
-from rftdask.cluster.jobqueue import CONTROLLER, SUBMIT_S, OtherCluster, log_folder, states_of
-from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, SUBMITTED_FILE, JobRecord, read_jobs, write_jobs
-from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, Layout, plan_jobs
-from rftdask.cluster.secrets_folder import PrivateFolder
-from rftdask.cluster.slurm import JobShape
-from rftdask.cluster.slurm_cluster import SlurmCluster, chain_shape, check_chain
 from rftdask.config import Config, load_config, make_plan, replace
 from rftdask.config.plugins import SUBMITTED
 from rftdask.config.schema.cluster import JobConfig
@@ -82,7 +82,7 @@ class Submission:
 
     config: Config
     storage: Storage
-    folder: PrivateFolder
+    folder: SecretsDir
     scripts: tuple[Script, ...]
     worker_scripts: tuple[Script, ...] = ()
     """Scripts that the controller will submit; here only to be looked at."""
@@ -109,12 +109,12 @@ class Submission:
     def check(self) -> None:
         """Ask SLURM what it would do with each script. Raises: UserError: it would refuse one, with its words."""
         for script in (*self.scripts, *self.worker_scripts) if not self.driver else ():
-            if slurm.is_mistake(told := self._foresee(script)):
+            if slurm_commands.is_mistake(told := self._foresee(script)):
                 raise UserError(f"SLURM refuses the job of {script.role} (cluster.slurm.{script.role}): {told}")
 
     def _foresee(self, script: Script) -> str:
         try:
-            return slurm.foresee(script.text)
+            return slurm_commands.foresee(script.text)
         except (NotInstalledError, RoleError) as error:  # also a limit that will be none when the job comes
             return " ".join(str(error).split())
 
@@ -125,7 +125,7 @@ class Submission:
         starts. Raises: RoleError: SLURM refuses a script, the others of the submission are cancelled then;
         FencedError: it has been submitted meanwhile.
         """
-        slurm.forget_job()
+        slurm_commands.forget_job()
         if self.config.private:
             self.storage.make_private()
         self.folder.make()
@@ -155,11 +155,11 @@ class Submission:
                 if not options:
                     waits = [self.config.cluster.slurm.dependency, f"afterany:{after}" if after is not None else None]
                     options = [f"--dependency={','.join(filter(None, waits))}"] if any(waits) else []
-                job_id = slurm.submit(str(path), *options)
+                job_id = slurm_commands.submit(str(path), *options)
                 jobs[script.name] = JobRecord(script.role, script.name, job_id, SlurmCluster.cluster_type, time.time())
         # Half a chain would wait in the queue for jobs that never come.
         except BaseException:
-            slurm.cancel(job.job_id for job in jobs.values())
+            slurm_commands.cancel(job.job_id for job in jobs.values())
             raise
         # Last: killed before it, the jobs run all the same, and `status` sees the run by its own files.
         write_jobs(self.storage, list(jobs.values()), SUBMITTED_FILE)
@@ -182,7 +182,7 @@ def plan_submission(
 
     Raises: UserError: an impossible layout; FencedError: it runs or is queued.
     """
-    slurm.forget_job()  # what is submitted from within an allocation is not of it
+    slurm_commands.forget_job()  # what is submitted from within an allocation is not of it
     # What cannot be submitted is told first; then one of three: a chain of jobs, one allocation, or a controller that
     # submits the rest.
     if find_cluster(config.cluster.type).is_one_machine:
@@ -196,7 +196,7 @@ def plan_submission(
     storage = open_storage(config.checkpoint_job_dir)
     for number, stage in enumerate(stages):
         check_run(open_storage(stage.checkpoint_job_dir), stage, free=("model.model_path",) if number else ())
-    folder, unchecked = PrivateFolder.base_of(config, storage), ""
+    folder, unchecked = SecretsDir.base_of(config, storage), ""
     if issubclass(kind, OtherCluster):
         if offline or single_allocation:
             raise UserError(
@@ -233,7 +233,7 @@ def plan_submission(
         script = allocation_script(config, layout, folder, storage)
         return Submission(config, storage, folder, (script,), unchecked=unchecked)
     controller = Script(CONTROLLER, CONTROLLER, controller_text(config, folder, storage))
-    of_cluster, logs = PrivateFolder.of(config, storage), log_folder(storage, folder)
+    of_cluster, logs = SecretsDir.of(config, storage), log_folder(storage, folder)
     workers = []
     for role, count, shape in _jobs_of(config, layout):
         text = SlurmCluster.job_script(config, role, count, f"{role}-<number>", of_cluster, logs)
@@ -242,7 +242,7 @@ def plan_submission(
 
 
 def _elsewhere(
-    kind: type[OtherCluster], config: Config, stages: list[Config], folder: PrivateFolder, storage: Storage
+    kind: type[OtherCluster], config: Config, stages: list[Config], folder: SecretsDir, storage: Storage
 ) -> Submission:
     """The controller's job, and what it will submit, on another batch system than SLURM."""
     _check_not_submitted(storage)
@@ -259,7 +259,7 @@ def _elsewhere(
     run = f"{python} {shlex.join(['-m', 'rftdask', 'run', path, *_DRIVER_OPTIONS])}"
     driver = "\n".join(["#!/usr/bin/env bash", _takes_sources(folder), *driver_shell(folder, run, system=host), ""])
     script = kind.controller(config, folder, logs, _drive(folder)).job_script()
-    of_cluster, workers = PrivateFolder.of(config, storage), []
+    of_cluster, workers = SecretsDir.of(config, storage), []
     for role in ROLES:
         if count := layout.num_workers(role):
             text = kind.job_script(config, role, count, f"{role}-<number>", of_cluster, logs)
@@ -282,14 +282,14 @@ def warning(after_s: float) -> str:
     )
 
 
-def _drive(folder: PrivateFolder) -> str:
+def _drive(folder: SecretsDir) -> str:
     return f"exec bash {shlex.quote(str(folder.path / DRIVER_FILE))}"
 
 
 def _start_controller(config: Config, storage: Storage) -> JobRecord:
     """Submit the job that drives a run on another system than SLURM, and note it. Raises: RoleError: it is refused."""
     kind = find_cluster(config.cluster.type, config.explorer.plugin_dirs)
-    folder = PrivateFolder.base_of(config, storage)
+    folder = SecretsDir.base_of(config, storage)
     assert issubclass(kind, OtherCluster)
     job = kind.controller(config, folder, log_folder(storage, folder), _drive(folder))
     try:
@@ -344,7 +344,7 @@ def has_finished(config: Config, sizes: Sequence[Mapping[str, int]]) -> bool:
     return True
 
 
-def controller_text(config: Config, folder: PrivateFolder, storage: Storage) -> str:
+def controller_text(config: Config, folder: SecretsDir, storage: Storage) -> str:
     """The job that drives the run."""
     run = _rftdask(config, CONTROLLER, "run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
     shell = [_takes_sources(folder), *driver_shell(folder, run)]
@@ -352,7 +352,7 @@ def controller_text(config: Config, folder: PrivateFolder, storage: Storage) -> 
     return batch_script(config, CONTROLLER, CONTROLLER, job, logs, shell, _driver_asks(config))
 
 
-def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, storage: Storage) -> Script:
+def allocation_script(config: Config, layout: Layout, folder: SecretsDir, storage: Storage) -> Script:
     """All roles in one job, which SLURM grants at once, and no job submits another: a heterogeneous one, or where sites
     have none one whose nodes are all alike. Raises: UserError: the roles ask for different nodes.
     """
@@ -388,7 +388,7 @@ def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, sto
 
 
 def offline_scripts(
-    config: Config, folder: PrivateFolder, storage: Storage, rounds: int, explore_jobs: int
+    config: Config, folder: SecretsDir, storage: Storage, rounds: int, explore_jobs: int
 ) -> tuple[Script, ...]:
     """Explore and train in turns: an array of explore jobs, whose first drives and whose others join while it lasts,
     and a train job after it. Raises: UserError: it is not known how much there is to explore.
@@ -438,7 +438,7 @@ def offline_scripts(
     return tuple(scripts)
 
 
-def _takes_sources(folder: PrivateFolder) -> str:
+def _takes_sources(folder: SecretsDir) -> str:
     """Shell by which a job and what it starts import the sources that were submitted, whatever became of them since."""
     return f"export {SUBMITTED}={shlex.quote(str(folder.path / SOURCES_FOLDER))}"
 

@@ -136,7 +136,7 @@ def run_sweep(path: str, points: Sequence[Point], at_most: int, say: Callable[[s
     """Run what has not finished, `at_most` at a time, in order; how many runs failed. Ctrl-C ends those that run with a
     checkpoint. On SLURM they are submitted, and none has failed yet.
     """
-    from rftdask.cluster.slurm_cluster import SlurmCluster  # late: it loads Dask
+    from rftdask.cluster.slurm import SlurmCluster  # late: it loads Dask
 
     if points[0].config.cluster.type == SlurmCluster.cluster_type:
         submit_sweep(points, at_most, say)

@@ -9,6 +9,7 @@ dask-jobqueue's job, how a script names its job, and, where there is a command f
 from __future__ import annotations
 
 import dataclasses
+import getpass
 import hashlib
 import importlib
 import logging
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 from unittest import mock
@@ -28,11 +30,8 @@ import dask
 from distributed import Scheduler, SchedulerPlugin
 from distributed.utils import get_ip, get_ip_interface
 
-from rftdask.cluster import slurm
+from rftdask.cluster import slurm_commands
 from rftdask.cluster.base import Cluster, close_in_turn, find_cluster
-from rftdask.cluster.batch import queries
-from rftdask.cluster.batch.queries import Query
-from rftdask.cluster.batch.slurm_script import staging
 from rftdask.cluster.jobs import (
     JOB_PREFIX,
     MAX_FAILED_STARTS,
@@ -41,7 +40,7 @@ from rftdask.cluster.jobs import (
     JobRecord,
     jobs_file,
     note_workers,
-    plan_change,
+    plan_role,
     read_jobs,
     write_jobs,
 )
@@ -60,9 +59,10 @@ from rftdask.cluster.layout import (
 )
 from rftdask.cluster.local import worker_spec
 from rftdask.cluster.preloads import LEAVING, UMASK_VARIABLE
-from rftdask.cluster.secrets_folder import PrivateFolder
+from rftdask.cluster.secrets_dir import SecretsDir
+from rftdask.cluster.slurm_script import staging
 from rftdask.config import Config, fill_from_environment
-from rftdask.errors import RftError, RoleError, UserError, WaitTimeout
+from rftdask.errors import NotInstalledError, RftError, RoleError, UserError, WaitTimeout
 from rftdask.processes.dask_cluster import DASK_CONFIG, METHOD, connect, start_dask
 from rftdask.processes.dask_task import workers_of
 from rftdask.processes.fork_server import start_fork_server
@@ -107,7 +107,7 @@ def worker_options(config: Config, role: str) -> list[str]:
     return [*own, *(["--imports", imports] if imports else []), *LEAVING]
 
 
-class _GivenUp(RoleError):
+class JobLimitReached(RoleError):
     """No more jobs are submitted, and the run is to end."""
 
 
@@ -166,9 +166,9 @@ class RemoteWorkersCluster(Cluster):
     @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
         """Scheduler and control worker run when it returns; the others join when they are started."""
-        return cls(config, layout, PrivateFolder.of(config, storage))
+        return cls(config, layout, SecretsDir.of(config, storage))
 
-    def __init__(self, config: Config, layout: Layout, folder: PrivateFolder) -> None:
+    def __init__(self, config: Config, layout: Layout, folder: SecretsDir) -> None:
         cluster = config.cluster
         self.worker_deadline_s = cluster.max_queue_s
         self._layout = layout
@@ -238,7 +238,7 @@ class JobQueueCluster(RemoteWorkersCluster):
     @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
         """Cancels the jobs of an earlier start, then submits its own; returns before they run."""
-        return cls(config, layout, PrivateFolder.of(config, storage), storage)
+        return cls(config, layout, SecretsDir.of(config, storage), storage)
 
     @classmethod
     def states(cls, job_ids: Sequence[str]) -> dict[str, str] | None:
@@ -288,7 +288,7 @@ class JobQueueCluster(RemoteWorkersCluster):
     @classmethod
     def cancel(cls, job_id: str) -> None:
         """Idempotent. Raises: RoleError: the batch system fails."""
-        slurm.call(*cls.load_job_class().cancel_command.split(), job_id)
+        slurm_commands.call(*cls.load_job_class().cancel_command.split(), job_id)
 
     @classmethod
     def load_job_class(cls) -> type[BatchJob]:
@@ -306,9 +306,7 @@ class JobQueueCluster(RemoteWorkersCluster):
         return 1
 
     @classmethod
-    def job_script(
-        cls, config: Config, role: str, num_workers: int, name: str, folder: PrivateFolder, logs: Path
-    ) -> str:
+    def job_script(cls, config: Config, role: str, num_workers: int, name: str, folder: SecretsDir, logs: Path) -> str:
         """The script of a job with workers of a role, of which the run has `num_workers`."""
         return cls.load_job_class()(**cls.job_options(config, role, name, folder, logs)).job_script()
 
@@ -320,7 +318,7 @@ class JobQueueCluster(RemoteWorkersCluster):
         return str(job.job_id)
 
     @classmethod
-    def job_options(cls, config: Config, role: str, name: str, folder: PrivateFolder, log_path: Path) -> dict[str, Any]:
+    def job_options(cls, config: Config, role: str, name: str, folder: SecretsDir, log_path: Path) -> dict[str, Any]:
         """Arguments of dask-jobqueue's job class for one worker."""
         options = fill_from_environment(config.cluster.options)
         given = {key: value for key, value in options.items() if key not in (*ROLES, CONTROLLER)}
@@ -335,7 +333,7 @@ class JobQueueCluster(RemoteWorkersCluster):
         return made | {key: [*made.get(key, ()), *staging(config)]} if role in ROLES and staging(config) else made
 
     @classmethod
-    def common_options(cls, config: Config, role: str, folder: PrivateFolder) -> dict[str, Any]:
+    def common_options(cls, config: Config, role: str, folder: SecretsDir) -> dict[str, Any]:
         """Those arguments that are the same on all batch systems."""
         return {
             # Its command is what a shell reads.
@@ -353,7 +351,7 @@ class JobQueueCluster(RemoteWorkersCluster):
             "python": f"exec {shlex.quote(config.cluster.python or sys.executable)}",
         }
 
-    def __init__(self, config: Config, layout: Layout, folder: PrivateFolder, storage: Storage) -> None:
+    def __init__(self, config: Config, layout: Layout, folder: SecretsDir, storage: Storage) -> None:
         self._config = config
         self._storage = storage
         self._file = jobs_file(config.command_name)
@@ -380,7 +378,7 @@ class JobQueueCluster(RemoteWorkersCluster):
         self._pause_s = _LOOK_S
         self._wake = threading.Event()
         self._closed = threading.Event()
-        slurm.forget_job()
+        slurm_commands.forget_job()
         self._scripts = {role: self._script_hash(role) for role in ROLES}
         # Jobs of an earlier start, whose scheduler is no more: it was killed, or has left them for this one. Their
         # workers look for the scheduler of the run, whichever that is, so those that are as this start would submit
@@ -453,7 +451,7 @@ class JobQueueCluster(RemoteWorkersCluster):
         while not self._closed.is_set():
             try:
                 self._look()
-            except _GivenUp as error:
+            except JobLimitReached as error:
                 self._error = error
                 return
             except (RftError, OSError) as error:
@@ -503,7 +501,7 @@ class JobQueueCluster(RemoteWorkersCluster):
             failed, each = self._failed_starts[role], self._per_job[role]
             asked = self._asked[role] if role in needed else 0
             ending = frozenset(job_id for job_id, state in (states or {}).items() if self.is_ending(state))
-            change = plan_change(jobs, alive, asked, failed, taken, each, ending)
+            change = plan_role(jobs, alive, asked, failed, taken, each, ending)
             for job in change.lost:
                 log.warning("job %s (%s) ended: %s", job.job_id, job.name, reasons[job.job_id] or _NO_REASON)
             gone = {job.job_id for job in (*change.lost, *change.cancel)}
@@ -519,7 +517,7 @@ class JobQueueCluster(RemoteWorkersCluster):
                 # name-7.log and name-7.err are of SLURM and LSF, name.o7 and name.e7 of PBS and Grid Engine.
                 found = sorted([*self._logs.glob(f"*{last}.[el]*"), *self._logs.glob(f"*.[oe]{last}")])
                 tails = (path.read_text(errors="replace").splitlines()[-10:] for path in found)
-                raise _GivenUp(
+                raise JobLimitReached(
                     f"cluster: {change.num_failed_starts} {role} jobs in a row ended before their worker had joined; "
                     f"the last one, {last}, ended as {reasons[last] or 'nobody knows'} and wrote to {self._logs}:\n"
                     + "\n".join("\n".join(tail) for tail in tails)
@@ -533,7 +531,7 @@ class JobQueueCluster(RemoteWorkersCluster):
                 self._note()
 
     def _check_hopes(self, role: str, jobs: Sequence[JobRecord], states: Mapping[str, str]) -> None:
-        """Raises: _GivenUp: a job of a role that has no worker waits for what no wait brings."""
+        """Raises: JobLimitReached: a job of a role that has no worker waits for what no wait brings."""
         now = time.monotonic()
         for job in jobs:
             state = states.get(job.job_id, "")
@@ -546,7 +544,7 @@ class JobQueueCluster(RemoteWorkersCluster):
             if since == now:
                 log.warning("job %s (%s) cannot start: %s", job.job_id, job.name, state)
             if now - since > _HOPELESS_S and not any(other.joined for other in jobs):
-                raise _GivenUp(
+                raise JobLimitReached(
                     f"cluster: job {job.job_id} ({job.name}) can never start: {state}; change what "
                     f"cluster.slurm.{role} asks for (partition, walltime, cpus, memory, gres, account, directives)"
                 )
@@ -555,7 +553,7 @@ class JobQueueCluster(RemoteWorkersCluster):
         """Submit one more job of a role, and note it. False: the user may not have more of them at the moment, and the
         role can do without.
 
-        Raises: RoleError: it was refused, which is tried again; _GivenUp: too often.
+        Raises: RoleError: it was refused, which is tried again; JobLimitReached: too often.
         """
         # Explorers beyond the first are welcome, not needed.
         is_optional = role == EXPLORER_RESOURCE and bool(self._jobs[role])
@@ -573,7 +571,7 @@ class JobQueueCluster(RemoteWorkersCluster):
                 return False
             self._failed_submits += 1
             if self._failed_submits >= (MAX_FAILED_STARTS if self.is_mistake(str(error)) else MAX_FAILED_SUBMITS):
-                raise _GivenUp(f"cluster: the batch system refuses the job of {name}: {error}") from error
+                raise JobLimitReached(f"cluster: the batch system refuses the job of {name}: {error}") from error
             raise RoleError(f"the job of {name} could not be submitted: {error}") from error
         self._failed_submits = 0
         log.info("submitted job %s (%s)", job_id, name)
@@ -594,6 +592,54 @@ class JobQueueCluster(RemoteWorkersCluster):
 
     def _note(self) -> None:
         write_jobs(self._storage, [job for role in ROLES for job in self._jobs[role]], self._file)
+
+
+@dataclass(frozen=True)
+class Query:
+    """How a batch system is asked, and how it answers."""
+
+    command: tuple[str, ...]
+    row: str
+    """Pattern of the line of a job, with groups `id` and `state`."""
+    waiting: tuple[str, ...]
+    running: tuple[str, ...]
+    stuck: tuple[str, ...] = ()
+    """Of a job that nobody but its user gets going again."""
+    nothing: str = "\0"
+    """In what it says, and fails, where the user has no job."""
+
+    def states(self, job_ids: Sequence[str]) -> dict[str, str] | None:
+        """PENDING or RUNNING, of those that have not ended; None: there is no such command here.
+
+        Raises: RoleError: it fails, which says nothing of the jobs.
+        """
+        if not job_ids:
+            return {}
+        try:
+            told = slurm_commands.call(*(part.format(user=getpass.getuser()) for part in self.command))
+        except NotInstalledError:
+            return None
+        except RoleError as error:
+            if self.nothing not in str(error):
+                raise
+            told = ""
+        found = self.read(told)
+        return {job_id: found[job_id] for job_id in job_ids if job_id in found}
+
+    def read(self, told: str) -> dict[str, str]:
+        """State by number of job, from what the command printed."""
+        found = {}
+        for row in re.finditer(self.row, told, re.MULTILINE):
+            state = row["state"]
+            if state in self.running:
+                found[row["id"]] = "RUNNING"
+            elif state in (*self.waiting, *self.stuck):
+                found[row["id"]] = f"PENDING ({state})"
+        return found
+
+    def never_runs(self, state: str) -> bool:
+        """Whether a job in this state (`states`) waits until its user does something."""
+        return state in {f"PENDING ({stuck})" for stuck in self.stuck}
 
 
 class OtherCluster(JobQueueCluster):
@@ -623,7 +669,7 @@ class OtherCluster(JobQueueCluster):
                 raise
 
     @classmethod
-    def controller(cls, config: Config, folder: PrivateFolder, logs: Path, command: str) -> BatchJob:
+    def controller(cls, config: Config, folder: SecretsDir, logs: Path, command: str) -> BatchJob:
         """The job that drives a run, by a command of a shell; it asks for what `cluster.options.controller` says."""
         options = cls.job_options(config, CONTROLLER, CONTROLLER, folder, logs)
         job = cls.load_job_class()(**options)
@@ -648,7 +694,12 @@ class PbsCluster(OtherCluster):
     """PBS, OpenPBS and Torque."""
 
     cluster_type: ClassVar[str] = "pbs"
-    query = queries.PBS
+    query = Query(
+        ("qstat", "-u", "{user}"),
+        r"^(?P<id>\d+)\S*\s+\S+\s.*\s(?P<state>[A-Z])\s+\S+\s*$",
+        waiting=("Q", "H", "W", "T"),
+        running=("R", "E", "S", "B"),
+    )
     job_class: ClassVar[str] = "dask_jobqueue.pbs.PBSJob"
     job_number: ClassVar[str] = "${PBS_JOBID%%.*}"
 
@@ -657,7 +708,13 @@ class LsfCluster(OtherCluster):
     """IBM Spectrum LSF."""
 
     cluster_type: ClassVar[str] = "lsf"
-    query = queries.LSF
+    query = Query(
+        ("bjobs", "-noheader", "-o", "jobid stat"),
+        r"^(?P<id>\d+)\s+(?P<state>[A-Z]+)\s*$",
+        waiting=("PEND", "PSUSP", "WAIT", "PROV"),
+        running=("RUN", "SSUSP", "USUSP", "UNKWN"),
+        nothing="No unfinished job found",
+    )
     walltime_unit_s = 60.0
     job_class: ClassVar[str] = "dask_jobqueue.lsf.LSFJob"
     job_number: ClassVar[str] = "${LSB_JOBID}"
@@ -667,7 +724,13 @@ class SgeCluster(OtherCluster):
     """Grid Engine."""
 
     cluster_type: ClassVar[str] = "sge"
-    query = queries.SGE
+    query = Query(
+        ("qstat", "-u", "{user}"),
+        r"^\s*(?P<id>\d+)\s+[\d.]+\s+\S+\s+\S+\s+(?P<state>[A-Za-z]+)\s",
+        waiting=("qw", "hqw", "hRwq", "Rq"),
+        running=("r", "t", "Rr", "Rt", "s", "S", "T", "dr", "dt"),
+        stuck=("Eqw", "Ehqw"),
+    )
     job_class: ClassVar[str] = "dask_jobqueue.sge.SGEJob"
     job_number: ClassVar[str] = "${JOB_ID}"
 
@@ -676,12 +739,18 @@ class HTCondorCluster(OtherCluster):
     """HTCondor."""
 
     cluster_type: ClassVar[str] = "htcondor"
-    query = queries.HTCONDOR
+    query = Query(
+        ("condor_q", "-autoformat:j", "JobStatus"),
+        r"^(?P<id>\d+\.\d+)\s+(?P<state>\d)\s*$",
+        waiting=("1",),
+        running=("2", "6", "7"),
+        stuck=("5",),  # held: it has failed to start, or its user holds it
+    )
     job_class: ClassVar[str] = "dask_jobqueue.htcondor.HTCondorJob"
     job_number: ClassVar[str] = "$(ClusterId).$(ProcId)"  # of the submit file: a job finds no number in its environment
 
     @classmethod
-    def controller(cls, config: Config, folder: PrivateFolder, logs: Path, command: str) -> BatchJob:
+    def controller(cls, config: Config, folder: SecretsDir, logs: Path, command: str) -> BatchJob:
         """In the universe `local`, on the machine that submits, since jobs elsewhere may not submit jobs."""
         options = config.cluster.options
         own = options.get(CONTROLLER, {})
@@ -699,7 +768,12 @@ class OarCluster(OtherCluster):
     """OAR."""
 
     cluster_type: ClassVar[str] = "oar"
-    query = queries.OAR
+    query = Query(
+        ("oarstat", "-u", "{user}"),
+        r"^(?P<id>\d+)\s.*?\s(?P<state>[A-Zt])\s",
+        waiting=("W", "H", "t"),
+        running=("L", "R", "S", "F"),
+    )
     job_class: ClassVar[str] = "dask_jobqueue.oar.OARJob"
     job_number: ClassVar[str] = "${OAR_JOB_ID}"
 
@@ -719,6 +793,6 @@ def states_of(jobs: Sequence[JobRecord]) -> dict[str, str]:
     return alive
 
 
-def log_folder(storage: Storage, folder: PrivateFolder) -> Path:
+def log_folder(storage: Storage, folder: SecretsDir) -> Path:
     """Where jobs log: beside the other logs of the run, or in the private folder where that is no local path."""
     return folder.base / "log" if "://" in storage.url else Path(storage.url).absolute() / "log"

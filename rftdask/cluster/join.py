@@ -33,7 +33,7 @@ from rftdask.cluster.layout import (
     imports_ahead,
 )
 from rftdask.cluster.preloads import LEAVING, UMASK_VARIABLE
-from rftdask.cluster.secrets_folder import PrivateFolder
+from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.engines.vllm_follower import ADDRESS, NODES, Nodes, follow
 from rftdask.errors import RoleError
 from rftdask.processes.fork_server import start_fork_server
@@ -53,7 +53,7 @@ MAX_FAILURES = 3
 log = logging.getLogger(__name__)
 
 
-def join(config: Config, folder: PrivateFolder, role: str, patience_s: float) -> int:
+def join(config: Config, folder: SecretsDir, role: str, patience_s: float) -> int:
     """Work until the run is over; the number of workers that were started, one for each scheduler.
 
     Args: patience_s: how long to wait for a scheduler, at the start and after one was killed.
@@ -103,7 +103,7 @@ def main() -> None:
             beside = [sys.executable, "-m", "rftdask.cluster.join", "--name", f"{ours.name}-engine"]
             beside += ["--imports", ours.imports, *engine]
             with _beside(beside) if every and place % every == 0 else nullcontext():
-                _keep_worker(PrivateFolder(ours.scheduler_file.parent), name, options, imports, ours.death_timeout)
+                _keep_worker(SecretsDir(ours.scheduler_file.parent), name, options, imports, ours.death_timeout)
             return
         number, node = divmod(int(os.environ.get("SLURM_PROCID", "0")), ours.span)
         nodes = _share_engine(ours.scheduler_file.parent / f"engine-{ours.name}-{number}", ours.span, ours.interface)
@@ -111,7 +111,7 @@ def main() -> None:
             follow(nodes, node)
             return
         try:
-            folder = PrivateFolder(ours.scheduler_file.parent)
+            folder = SecretsDir(ours.scheduler_file.parent)
             _keep_worker(folder, f"{ours.name}-{number}", options, imports, ours.death_timeout)
         finally:
             nodes.end()
@@ -151,7 +151,7 @@ def _share_engine(folder: Path, count: int, interface: str | None) -> Nodes:
 
 
 def _keep_worker(
-    folder: PrivateFolder, name: str, options: Sequence[str], imports: Sequence[str], patience_s: float
+    folder: SecretsDir, name: str, options: Sequence[str], imports: Sequence[str], patience_s: float
 ) -> int:
     with ExitStack() as stack:
         stack.callback(sweep)
@@ -169,7 +169,7 @@ def _keep_worker(
 
 
 def _keep_workers(
-    folder: PrivateFolder, name: str, options: Sequence[str], environment: dict[str, str], patience_s: float
+    folder: SecretsDir, name: str, options: Sequence[str], environment: dict[str, str], patience_s: float
 ) -> int:
     started, failures = 0, 0
     while wait_for(lambda: _answers(folder.read_address()), patience_s, _LOOK_S):

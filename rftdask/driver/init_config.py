@@ -20,7 +20,7 @@ from rftdask.config.base import Section
 from rftdask.errors import DataError, UserError
 
 if TYPE_CHECKING:  # it loads Dask
-    from rftdask.cluster.slurm import Capacity
+    from rftdask.cluster.slurm_commands import Capacity
 
 SCHEMA_FILE = "rftdask.schema.json"
 GSM8K = "openai/gsm8k"
@@ -204,7 +204,7 @@ class FirstConfig:
         job, node = f"partition: {json.dumps(self.partition)}", self.node
         if node is None:
             return f'{job}, walltime: "08:00:00"', 'gres: "gpu:1", cpus: 4, memory: 32GB'
-        from rftdask.cluster.slurm import hours  # late: it loads Dask
+        from rftdask.cluster.slurm_commands import hours  # late: it loads Dask
 
         short = hours(node.time_limit) < 8
         # The part of a node that goes with a GPU, but for what the controller takes beside it.

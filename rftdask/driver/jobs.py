@@ -16,7 +16,7 @@ from socket import gethostname
 from time import sleep
 from typing import TYPE_CHECKING, Any
 
-from rftdask.cluster import slurm
+from rftdask.cluster import slurm_commands as slurm
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JOB_PREFIX, JobRecord, read_jobs, slurm_numbers
 from rftdask.config import Config, load_config
 from rftdask.errors import DataError, NotFoundError, RftError, UserError, WaitTimeout
@@ -141,7 +141,7 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
     Raises: DataError: there is no run; WaitTimeout: it did not end in time, and its jobs were cancelled; UserError: it
     runs on another machine without a batch system.
     """
-    from rftdask.cluster.secrets_folder import PrivateFolder  # late: it loads Dask
+    from rftdask.cluster.secrets_dir import SecretsDir  # late: it loads Dask
 
     storage = open_storage(url)
     records = read_jobs(storage)
@@ -161,7 +161,7 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
             told = ", ".join(str(pid) for _, pid in sorted(_processes_of(storage)))
             raise WaitTimeout(f"{storage.url} had not ended after {deadline_s:.0f} s: process {told} still runs")
         return
-    folder = PrivateFolder.base_of(_config_of(storage), storage)
+    folder = SecretsDir.base_of(_config_of(storage), storage)
     # Before anybody asks which jobs run: one that starts in between must find it.
     (folder.path / CANCELLED_FILE).touch(mode=0o600)  # a driver that is about to start looks for it
     from rftdask.cluster.jobqueue import states_of  # late: as in `_system_of`
@@ -239,7 +239,7 @@ def follow_logs(url: str, role: str, num_lines: int, look_s: float | None = None
 def _log_folders(url: str) -> Iterator[list[tuple[str, Path]]]:
     """(stage, where it logs): a run, "", and its stages; a copy for as long as the context, if remote."""
     from rftdask.cluster.jobqueue import log_folder  # late: it loads Dask
-    from rftdask.cluster.secrets_folder import PrivateFolder
+    from rftdask.cluster.secrets_dir import SecretsDir
 
     storage = open_storage(url)
     found = list[tuple[str, Path]]()
@@ -248,7 +248,7 @@ def _log_folders(url: str) -> Iterator[list[tuple[str, Path]]]:
             with contextlib.suppress(NotFoundError):  # it has not logged
                 found.append((stage, stack.enter_context(folder.local_copy("log"))))
         if "://" in storage.url:  # jobs of a batch system log beside their keys
-            found.append(("", log_folder(storage, PrivateFolder.base_of(_config_of(storage), storage))))
+            found.append(("", log_folder(storage, SecretsDir.base_of(_config_of(storage), storage))))
         yield found
 
 
@@ -269,10 +269,10 @@ def connect(url: str, timeout_s: float = 30.0) -> Client:
     """
     from distributed import Client  # late: the other commands load no Dask
 
-    from rftdask.cluster.secrets_folder import PrivateFolder  # late: it loads Dask
+    from rftdask.cluster.secrets_dir import SecretsDir  # late: it loads Dask
 
     storage = open_storage(url)
-    folder = PrivateFolder.of(_config_of(storage), storage)
+    folder = SecretsDir.of(_config_of(storage), storage)
     address = folder.read_address()
     if address is None:
         raise UserError(f"{storage.url} has no scheduler now; rftdask status {storage.url} tells where it stands")

@@ -19,14 +19,15 @@ Message = TypeVar("Message")
 
 def plain_value(value: Any) -> Any:
     """The value as its built-in base type, such as a float for a numpy.float64. Raises: TypeError: it has none."""
-    for kind in (int, float, str, dict, list, tuple):
+    kinds: tuple[type[Any], ...] = (int, float, str, dict, list, tuple)
+    for kind in kinds:
         if isinstance(value, kind):
             return kind(value)
     raise TypeError(f"a message cannot contain {type(value).__name__}")
 
 
 @cache  # made for the first message, since types of fields may be defined after the codec
-def _decoder(kind: type[Message]) -> msgspec.msgpack.Decoder[Message]:
+def _decoder(kind: Any) -> Any:
     return msgspec.msgpack.Decoder(kind)
 
 
@@ -37,9 +38,9 @@ class Codec(Generic[Message]):
         """enc_hook: converts values of types that msgspec does not know."""
         self._kinds, self._enc_hook = {kind.__name__: kind for kind in kinds}, enc_hook
 
-    def encode(self, message: Message) -> tuple[str, bytes]:
+    def encode(self, message: Message) -> list[Any]:
         """Name of the class, and its fields in msgpack."""
-        return type(message).__name__, msgspec.msgpack.encode(message, enc_hook=self._enc_hook)
+        return [type(message).__name__, msgspec.msgpack.encode(message, enc_hook=self._enc_hook)]
 
     def decode(self, encoded: Any) -> Message:
         """The message that was encoded. Raises: ValueError: not a message of this channel."""
@@ -47,7 +48,8 @@ class Codec(Generic[Message]):
         match encoded:
             case [str(name), bytes(fields)] if name in self._kinds:
                 try:
-                    return _decoder(self._kinds[name]).decode(fields)
+                    message: Message = _decoder(self._kinds[name]).decode(fields)
+                    return message
                 except msgspec.MsgspecError as error:
                     raise ValueError(f"not the fields of {name}: {error}") from error
         raise ValueError(f"not one of the messages {', '.join(self._kinds)}: {encoded!r:.100}")

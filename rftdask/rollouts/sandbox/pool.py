@@ -264,7 +264,8 @@ class SandboxPool:
         if isinstance(outcome, messages.Finished):
             for name, time_s in outcome.times.items():
                 model.times[name] = model.times.get(name, 0.0) + time_s
-            return outcome.reward
+            reward: Reward = outcome.reward
+            return reward
         if outcome.error == PromptTooLongError.__name__:
             raise PromptTooLongError(outcome.text)
         where = ""

@@ -42,7 +42,7 @@ import pytest
 import yaml
 
 from rftdask import Experiment
-from rftdask.cluster import slurm
+from rftdask.cluster import slurm_commands as slurm
 from rftdask.cluster.jobs import JobRecord, read_jobs
 from rftdask.errors import RftError
 from rftdask.run.lease import lease_holder

@@ -39,10 +39,7 @@ from rftdask.cli.submit import (
     warning,
 )
 from rftdask.cluster.base import find_cluster
-from rftdask.cluster.batch import queries
-from rftdask.cluster.batch.queries import Query
-from rftdask.cluster.batch.slurm_script import NO_REQUEUE, HostSystem, driver_shell
-from rftdask.cluster.batch.slurm_steps import allocation, read_allocation
+from rftdask.cluster.jobqueue import HTCondorCluster, LsfCluster, OarCluster, PbsCluster, Query, SgeCluster
 from rftdask.cluster.jobs import (
     CANCELLED_FILE,
     RETURNED,
@@ -50,13 +47,14 @@ from rftdask.cluster.jobs import (
     JobRecord,
     jobs_file,
     note_workers,
-    plan_change,
+    plan_role,
     read_jobs,
     write_jobs,
 )
 from rftdask.cluster.layout import plan_jobs
-from rftdask.cluster.secrets_folder import PrivateFolder
-from rftdask.cluster.slurm import (
+from rftdask.cluster.secrets_dir import SecretsDir
+from rftdask.cluster.slurm import SlurmCluster, SlurmStepsCluster, allocation, read_allocation
+from rftdask.cluster.slurm_commands import (
     Capacity,
     JobShape,
     check_fit,
@@ -71,7 +69,7 @@ from rftdask.cluster.slurm import (
     shape_of,
     submit,
 )
-from rftdask.cluster.slurm_cluster import SlurmCluster, SlurmStepsCluster
+from rftdask.cluster.slurm_script import NO_REQUEUE, HostSystem, driver_shell
 from rftdask.config import Config, load_config, replace
 from rftdask.config.schema.cluster import JobConfig, WorkerJobConfig, count_gres
 from rftdask.errors import ConfigError, FencedError, RoleError, UserError
@@ -96,8 +94,8 @@ def configured(folder: Path, *overrides: str) -> Config:
     return load_config(tree, overrides)
 
 
-def private(config: Config) -> PrivateFolder:
-    return PrivateFolder.of(config, open_storage(config.checkpoint_job_dir))
+def private(config: Config) -> SecretsDir:
+    return SecretsDir.of(config, open_storage(config.checkpoint_job_dir))
 
 
 # ---- which jobs come and go
@@ -105,37 +103,37 @@ def private(config: Config) -> PrivateFolder:
 
 def test_a_role_has_as_many_jobs_as_were_asked_for() -> None:
     jobs = [job(1, joined=True), job(2, joined=True), job(3)]
-    change = plan_change(jobs, frozenset({"1", "3"}), 4, 0)
+    change = plan_role(jobs, frozenset({"1", "3"}), 4, 0)
     assert (change.lost, change.cancel, change.num_new) == ((jobs[1],), (), 2)
-    fewer = plan_change(jobs, frozenset({"1", "2", "3"}), 1, 0)
+    fewer = plan_role(jobs, frozenset({"1", "2", "3"}), 1, 0)
     assert (fewer.lost, fewer.cancel, fewer.num_new) == ((), (jobs[1], jobs[2]), 0)
 
 
 @pytest.mark.parametrize(("asked", "num_jobs"), [(0, 0), (3, 1), (8, 1), (15, 1), (16, 2)])
 def test_jobs_of_several_workers_are_no_more_than_were_asked_for_but_for_the_first(asked: int, num_jobs: int) -> None:
     jobs = [job(number) for number in range(3)]
-    assert plan_change([], frozenset(), asked, 0, per_job=8).num_new == num_jobs
-    assert plan_change(jobs, frozenset("012"), asked, 0, per_job=8).cancel == tuple(jobs[num_jobs:])
+    assert plan_role([], frozenset(), asked, 0, per_job=8).num_new == num_jobs
+    assert plan_role(jobs, frozenset("012"), asked, 0, per_job=8).cancel == tuple(jobs[num_jobs:])
 
 
 def test_jobs_that_end_before_their_worker_joined_are_counted_until_one_joins() -> None:
-    assert plan_change([job(1)], frozenset(), 1, 2).num_failed_starts == 3
-    assert plan_change([job(1, joined=True)], frozenset(), 1, 2).num_failed_starts == 0
-    assert plan_change([job(1), job(2, joined=True)], frozenset({"2"}), 2, 2).num_failed_starts == 0
-    assert plan_change([job(1)], frozenset({"1"}), 1, 2).num_failed_starts == 2
+    assert plan_role([job(1)], frozenset(), 1, 2).num_failed_starts == 3
+    assert plan_role([job(1, joined=True)], frozenset(), 1, 2).num_failed_starts == 0
+    assert plan_role([job(1), job(2, joined=True)], frozenset({"2"}), 2, 2).num_failed_starts == 0
+    assert plan_role([job(1)], frozenset({"1"}), 1, 2).num_failed_starts == 2
 
 
 def test_jobs_that_the_batch_system_ended_say_nothing_of_whether_workers_can_start() -> None:
-    assert plan_change([job(1), job(2)], frozenset(), 2, 0, frozenset({"1"})).num_failed_starts == 1
+    assert plan_role([job(1), job(2)], frozenset(), 2, 0, frozenset({"1"})).num_failed_starts == 1
 
 
 def test_the_place_of_a_job_that_is_being_ended_is_filled_before_it_has_ended() -> None:
     jobs = [job(1, joined=True), job(2, joined=True), job(3)]
-    change = plan_change(jobs, frozenset("123"), 3, 0, ending=frozenset("1"))
+    change = plan_role(jobs, frozenset("123"), 3, 0, ending=frozenset("1"))
     assert (change.lost, change.cancel, change.num_new) == ((), (), 1)
     # One that has never joined may be one that fails by itself.
-    assert plan_change(jobs, frozenset("123"), 3, 0, ending=frozenset("3")).num_new == 0
-    assert plan_change(jobs, frozenset("123"), 2, 0, ending=frozenset("1")).cancel == ()
+    assert plan_role(jobs, frozenset("123"), 3, 0, ending=frozenset("3")).num_new == 0
+    assert plan_role(jobs, frozenset("123"), 2, 0, ending=frozenset("1")).cancel == ()
 
 
 @pytest.mark.parametrize(
@@ -524,37 +522,41 @@ Job id     Name           User           Submission Date     S Queue
 @pytest.mark.parametrize(
     ("query", "told", "states"),
     [
-        (queries.PBS, PBS_TABLE, {"4711": "RUNNING", "4712": "PENDING (Q)", "4713": "RUNNING"}),
-        (queries.LSF, "7001 RUN\n7002 PEND\n7003 DONE\n7004 EXIT\n", {"7001": "RUNNING", "7002": "PENDING (PEND)"}),
+        (PbsCluster.query, PBS_TABLE, {"4711": "RUNNING", "4712": "PENDING (Q)", "4713": "RUNNING"}),
         (
-            queries.SGE,
+            LsfCluster.query,
+            "7001 RUN\n7002 PEND\n7003 DONE\n7004 EXIT\n",
+            {"7001": "RUNNING", "7002": "PENDING (PEND)"},
+        ),
+        (
+            SgeCluster.query,
             SGE_TABLE,
             {"2": "RUNNING", "3": "RUNNING", "9": "RUNNING", "7": "PENDING (Eqw)", "8": "PENDING (hqw)"},
         ),
-        (queries.OAR, OAR_TABLE, {"5001": "RUNNING", "5002": "PENDING (W)"}),
-        (queries.OAR, OLD_OAR_TABLE, {"5001": "RUNNING", "5002": "PENDING (W)"}),
-        (queries.HTCONDOR, "12.0 2\n13.0 1\n14.0 5\n15.0 4\n", {"12.0": "RUNNING", "13.0": "PENDING (1)"}),
+        (OarCluster.query, OAR_TABLE, {"5001": "RUNNING", "5002": "PENDING (W)"}),
+        (OarCluster.query, OLD_OAR_TABLE, {"5001": "RUNNING", "5002": "PENDING (W)"}),
+        (HTCondorCluster.query, "12.0 2\n13.0 1\n14.0 5\n15.0 4\n", {"12.0": "RUNNING", "13.0": "PENDING (1)"}),
     ],
 )
 def test_what_other_batch_systems_say_of_jobs_is_read(query: Query, told: str, states: dict[str, str]) -> None:
     found = query.read(told)
     assert {job_id: state for job_id, state in found.items() if state != "PENDING (5)"} == states
     stuck = {job_id for job_id, state in found.items() if query.never_runs(state)}
-    assert stuck == ({"7"} if query is queries.SGE else {"14.0"} if query is queries.HTCONDOR else set())
+    assert stuck == ({"7"} if query is SgeCluster.query else {"14.0"} if query is HTCondorCluster.query else set())
 
 
 def test_a_batch_system_without_its_command_is_not_asked_and_one_without_jobs_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert queries.LSF.states(["1"]) is None and queries.LSF.states([]) == {}
+    assert LsfCluster.query.states(["1"]) is None and LsfCluster.query.states([]) == {}
     bjobs = tmp_path / "bjobs"
     bjobs.write_text("#!/bin/sh\necho 'No unfinished job found' >&2; exit 255\n")
     bjobs.chmod(0o755)
-    assert queries.LSF.states(["1"]) == {}
+    assert LsfCluster.query.states(["1"]) == {}
     bjobs.write_text("#!/bin/sh\necho 'LSF is down. Please wait ...' >&2; exit 255\n")
     with pytest.raises(RoleError, match="LSF is down"):
-        queries.LSF.states(["1"])
+        LsfCluster.query.states(["1"])
 
 
 ELSEWHERE = {
@@ -906,7 +908,7 @@ def test_a_controller_ends_with_its_driver_and_comes_back_when_it_should(
     path = of_slurm(tmp_path, f"JobId=7 Requeue={int(requeued)} Restarts={restarts} BatchFlag=1")
     (tmp_path / "driver.py").write_text(DRIVER)
     run = shlex.join([sys.executable, "-S", str(tmp_path / "driver.py"), str(tmp_path / "ready")])
-    script = "\n".join(driver_shell(PrivateFolder(tmp_path), run))
+    script = "\n".join(driver_shell(SecretsDir(tmp_path), run))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     env = {"PATH": path, "SLURM_JOB_ID": "7"}
     with subprocess.Popen(["bash", "-c", script], env=env, start_new_session=True, **pipes) as controller:
@@ -950,7 +952,7 @@ def test_a_driver_that_is_killed_is_started_again_in_its_job(
     path = of_slurm(tmp_path, "JobId=7 Requeue=1 Restarts=0 BatchFlag=1")
     (tmp_path / "sleep").unlink()
     run = f"bash -c {shlex.quote(f'echo >>starts; echo ${{{RETURNED}:-0}} >>returned; {driver}')}"
-    script = "\n".join(driver_shell(PrivateFolder(tmp_path), run))
+    script = "\n".join(driver_shell(SecretsDir(tmp_path), run))
     env = {"PATH": path, "SLURM_JOB_ID": "7"}
     done = subprocess.run(
         ["bash", "-c", script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
@@ -962,7 +964,7 @@ def test_a_driver_that_is_killed_is_started_again_in_its_job(
 
 
 def test_a_driver_of_a_job_that_was_queued_again_knows_that_it_is_not_the_first(tmp_path: Path) -> None:
-    script = "\n".join(driver_shell(PrivateFolder(tmp_path), f"echo returned ${{{RETURNED}:-0}}"))
+    script = "\n".join(driver_shell(SecretsDir(tmp_path), f"echo returned ${{{RETURNED}:-0}}"))
     for restarts, told in (("", 0), ("0", 0), ("2", 1)):
         env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts}
         done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60, check=True)
@@ -974,7 +976,7 @@ def test_who_warns_of_the_walltime_warns_the_driver_and_ends_with_its_script(tmp
     run = shlex.join([sys.executable, "-S", str(tmp_path / "driver.py"), str(tmp_path / "ready")])
     for after_s, command, code in ((1, run, 130), (700, "sleep 0.1", 0)):
         system = HostSystem(restarts="0", again=f"touch {tmp_path}/again", cancel="", first=warning(after_s))
-        script = "\n".join(driver_shell(PrivateFolder(tmp_path), command, system=system)).replace("sleep 60", ":")
+        script = "\n".join(driver_shell(SecretsDir(tmp_path), command, system=system)).replace("sleep 60", ":")
         with subprocess.Popen(["bash", "-c", script], start_new_session=True) as controller:
             assert controller.wait(60) == code
             left = [each for each in psutil.process_iter() if _session(each.pid) == controller.pid]
@@ -1010,7 +1012,7 @@ end_with(parent)
 
 def test_a_controller_that_was_cancelled_before_it_started_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / CANCELLED_FILE).touch()
-    script = "\n".join(driver_shell(PrivateFolder(tmp_path), f"touch {tmp_path}/ran"))
+    script = "\n".join(driver_shell(SecretsDir(tmp_path), f"touch {tmp_path}/ran"))
     assert subprocess.run(["bash", "-c", script], capture_output=True, check=False).returncode == 0
     assert not (tmp_path / "ran").exists()
 
@@ -1052,7 +1054,7 @@ def test_exploring_and_training_as_two_commands_have_a_scheduler_each(tmp_path: 
     storage = open_storage(config.checkpoint_job_dir)
     apart = [private(configured(tmp_path, f"mode={mode}")) for mode in ("explore", "train")]
     assert [folder.path for folder in apart] == [private(config).path / "explore", private(config).path / "train"]
-    assert PrivateFolder.base_of(config, storage).path == private(config).path
+    assert SecretsDir.base_of(config, storage).path == private(config).path
     apart[0].make()
     assert stat.S_IMODE(private(config).path.stat().st_mode) == 0o700
 

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from rftdask.cluster.base import close_in_turn, control_workers
-from rftdask.cluster.cuda import LocalCudaCluster, placed
+from rftdask.cluster.cuda import LocalCudaCluster, role_local_cuda_cluster
 from rftdask.cluster.existing import ExistingCluster, assign
 from rftdask.cluster.layout import Layout, WorkerPlan
 from rftdask.cluster.preloads import GRACE_VARIABLE, MODULE
@@ -78,7 +78,7 @@ def test_an_existing_cluster_is_named_in_one_way() -> None:
         "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl"}}},
         "cluster": {"type": "existing", "options": {"adress": "tcp://x"}},
     }
-    with pytest.raises(UserError, match="adress is not known; there are address, scheduler_file"):
+    with pytest.raises(UserError, match="adress is not an option; use address, scheduler_file"):
         ExistingCluster(load_config(tree), LAYOUT)
     with pytest.raises(UserError, match="needs either address or scheduler_file"):
         ExistingCluster(load_config({**tree, "cluster": {"type": "existing"}}), LAYOUT)
@@ -144,7 +144,7 @@ class StandIn:
 
 
 def test_dask_cuda_places_each_role_on_a_gpu_of_its_own() -> None:
-    made = placed(StandIn, LAYOUT)(CUDA_VISIBLE_DEVICES=["0", "1", "2"], n_workers=3)
+    made = role_local_cuda_cluster(StandIn, LAYOUT)(CUDA_VISIBLE_DEVICES=["0", "1", "2"], n_workers=3)
     options = [spec["options"] for spec in made.worker_spec.values()]
     assert [each["name"] for each in options] == ["trainer-0", "trainer-1", "explorer-0"]
     assert [each["resources"] for each in options] == [{"trainer": 1, "control": 1}, {"trainer": 1}, {"explorer": 1}]
@@ -163,18 +163,18 @@ def test_dask_cuda_places_roles_that_share_gpus_and_engines_of_several() -> None
             WorkerPlan("explorer-0", ("explorer",), 1, gpu=0, num_gpus=2, shares=(0, 1)),
         )
     )
-    made = placed(StandIn, shared, "/turns")(CUDA_VISIBLE_DEVICES=["5", "6"], n_workers=3)
+    made = role_local_cuda_cluster(StandIn, shared, "/turns")(CUDA_VISIBLE_DEVICES=["5", "6"], n_workers=3)
     env = [spec["options"]["env"] for spec in made.worker_spec.values()]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in env] == ["5", "6", "5,6"]
     assert [each[DEVICES_VARIABLE] for each in env] == ["/turns:0", "/turns:1", "/turns:0,1"]
     alone = Layout((WorkerPlan("explorer-0", ("explorer",), 1, gpu=0), WorkerPlan("control-0", ("control",), 1)))
-    made = placed(StandIn, alone)(CUDA_VISIBLE_DEVICES=["5"], n_workers=2)
+    made = role_local_cuda_cluster(StandIn, alone)(CUDA_VISIBLE_DEVICES=["5"], n_workers=2)
     assert [spec["options"]["env"]["CUDA_VISIBLE_DEVICES"] for spec in made.worker_spec.values()] == ["5", ""]
 
 
 def test_dask_cuda_without_gpus_is_refused() -> None:
     without = Layout((WorkerPlan("trainer-0", ("trainer", "control"), 1), WorkerPlan("explorer-0", ("explorer",), 1)))
-    with pytest.raises(UserError, match="local-cuda needs GPUs, and none can be seen here"):
+    with pytest.raises(UserError, match="local-cuda needs GPUs, and none is visible"):
         LocalCudaCluster(without, base=StandIn)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rftdask.cli.submit import controller_text
-from rftdask.cluster.secrets_folder import PrivateFolder
+from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.config import Config, load_config
 from rftdask.config.plugins import SUBMITTED
 from rftdask.run.input_fingerprints import copy_for_jobs, find_sources, git_states
@@ -103,7 +103,7 @@ def test_jobs_import_the_submitted_sources(world: World, tmp_path: Path) -> None
 def test_every_script_names_the_copies(tmp_path: Path) -> None:
     config: Config = load_config(write_config(tmp_path))
     storage = open_storage(config.checkpoint_job_dir)
-    folder = PrivateFolder.base_of(config, storage)
+    folder = SecretsDir.base_of(config, storage)
     line = f"export {SUBMITTED}={folder.path}/sources"
     text = controller_text(config, folder, storage).splitlines()
     assert text.index(line) < next(number for number, said in enumerate(text) if "-m rftdask run" in said)

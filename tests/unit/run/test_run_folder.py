@@ -209,9 +209,7 @@ def test_a_stage_of_a_moved_run_uses_its_model(tmp_path: Path) -> None:
 
 def test_a_worker_with_another_folder_refuses(storage: Storage) -> None:
     fingerprint = record_config(storage, config())
-    with pytest.raises(
-        DataError, match=f"config-{fingerprint}.json, which the driver wrote; check that this machine sees"
-    ):
+    with pytest.raises(DataError, match=f"config-{fingerprint}.json, which the driver wrote; check that this machine"):
         read_config(open_storage("memory://another-disk"), fingerprint)
 
 

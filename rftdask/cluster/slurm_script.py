@@ -16,10 +16,10 @@ from typing import Any
 
 import jinja2
 
-from rftdask.cluster import slurm
+from rftdask.cluster import slurm_commands
 from rftdask.cluster.jobs import CANCELLED_FILE, JOB_PREFIX, RETURNED, RETURNS_FILE
-from rftdask.cluster.secrets_folder import PrivateFolder
-from rftdask.cluster.slurm import JobShape
+from rftdask.cluster.secrets_dir import SecretsDir
+from rftdask.cluster.slurm_commands import JobShape
 from rftdask.config import Config
 from rftdask.config.schema.cluster import JobConfig
 from rftdask.errors import UserError
@@ -98,7 +98,7 @@ ON_SLURM = HostSystem(
 
 
 def driver_shell(
-    folder: PrivateFolder,
+    folder: SecretsDir,
     run: str,
     beside: Sequence[str] = (),
     at_end: Sequence[str] = (),
@@ -229,9 +229,9 @@ def asks_for(job: JobConfig, shape: JobShape) -> list[str]:
     """Return the directives with what a job of this shape asks for, each of whose tasks is a worker."""
     # By core and by task, because each task is a worker of its own. A whole node has all of its cores, and by core it
     # would have to have as much memory for each of them; 0 is what it has.
-    by_core = f"--mem-per-cpu={-(-slurm.megabytes(job.memory) // job.cpus)}M"
+    by_core = f"--mem-per-cpu={-(-slurm_commands.megabytes(job.memory) // job.cpus)}M"
     options = (*_places(shape), f"--cpus-per-task={job.cpus}", "--mem=0" if job.exclusive else by_core)
-    return [*options, *slurm.directives(job)]
+    return [*options, *slurm_commands.directives(job)]
 
 
 def alike(
@@ -250,7 +250,7 @@ def alike(
     one = next(iter(jobs.values()))
     tasks = {role: shape.tasks_per_node for role, shape in parts.items()}
     cpus = max(job.cpus * tasks[role] for role, job in jobs.items())
-    memory = max(slurm.megabytes(job.memory) * tasks[role] for role, job in jobs.items())
+    memory = max(slurm_commands.megabytes(job.memory) * tasks[role] for role, job in jobs.items())
     job = controller.model_copy(
         update={
             **{"cpus": cpus, "memory": f"{memory}MiB", "gres": one.gres, "gpus_per_node": one.gpus_per_node},
