@@ -65,7 +65,7 @@ class Cluster(ABC):
     @classmethod
     @abstractmethod
     def plan(cls, config: Config, stages: list[Config]) -> Layout:
-        """Plan the workers of a run, without starting anything. Raises: UserError: they do not fit, with the numbers."""
+        """Plan the workers of a run, without starting anything. Raises: UserError: they do not fit."""
 
     @classmethod
     def prepare(cls, config: Config, stages: list[Config]) -> None:

@@ -64,8 +64,8 @@ def role_local_cuda_cluster(base: Any, layout: Layout, lock_dir: str = "") -> An
 
         def new_worker_spec(self) -> dict[Any, Any]:
             """Spec of the next worker, with its name, resources and preload."""
-            # dask-cuda calls this once per worker and takes the first GPU without a worker. So `worker_spec` has workers
-            # on all GPUs but the planned one, which other workers may share.
+            # dask-cuda calls this once per worker and takes the first GPU without a worker. So `worker_spec` has
+            # workers on all GPUs but the planned one, which other workers may share.
             worker = layout.workers[self.num_placed]
             self.num_placed += 1
             gpus: list[Any] = list(self.cuda_visible_devices)

@@ -49,9 +49,7 @@ _START_DEADLINE_S = 120
 
 
 def grace(resources: Collection[str]) -> dict[str, str]:
-    """Environment of a worker that this process starts: its seconds from SIGTERM to its end (preloads.py), 0 for workers
-    of engines.
-    """
+    """Environment of a worker with its seconds from SIGTERM to its end (preloads.py), 0 for workers of engines."""
     ends = EXPLORER_RESOURCE in resources or AUXILIARY_RESOURCE in resources
     return {preloads.GRACE_VARIABLE: "0" if ends else str(preloads.GRACE_S)}
 

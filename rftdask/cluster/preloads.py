@@ -40,14 +40,14 @@ _JOINING_S = 1.0
 _REPORT_S = 3.0
 """Timeout of the report to the scheduler, on a machine that may be ending many processes."""
 _NEW_OBJECTS = 50_000
-"""Threshold of the garbage collector. A work unit creates as many objects and no cycles; with Python's default of 700 the
-collector takes a fifth of the worker's time."""
+"""Threshold of the garbage collector. A work unit creates as many objects and no cycles; with Python's default of 700
+the collector takes a fifth of the worker's time."""
 LEAVING = ("--preload", MODULE, "--preload-nanny", MODULE)
 """Options of `dask worker` in a batch job."""
 
 
 def dask_setup(server: Any) -> None:
-    """Set up the worker. Dask calls this in the main threads of workers and nannies; nannies handle signals themselves."""
+    """Set up the worker. Dask calls this in workers and nannies, which handle signals themselves."""
     if _is_nanny(server):
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -83,8 +83,7 @@ def _end_after(grace_s: float) -> None:
 
 
 async def dask_teardown(server: Any) -> None:
-    """Report that the worker leaves, then kill it. Dask calls this when a worker or nanny closes, for a signal or at the
-    end of the run.
+    """Report that the worker leaves, then kill it. Dask calls this when a worker or nanny closes.
 
     The nanny reports, because the worker may be busy. The worker may have the signal as well, and waits to be killed.
     """

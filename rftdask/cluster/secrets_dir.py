@@ -72,7 +72,7 @@ class SecretsDir:
         # Some file systems accept a chmod and ignore it.
         if stat.S_IMODE(self.path.stat().st_mode) & 0o077:
             raise UserError(
-                f"cluster.private_folder: other users may read {self.path}, whose file system ignores modes; use another"
+                f"cluster.private_folder: other users may read {self.path}, whose file system ignores modes"
             )
 
     def make_keys(self) -> Security:

@@ -1,6 +1,8 @@
-"""SLURM: a cluster whose workers are SLURM's jobs, each asking for what `cluster.slurm` says of its role.
+"""SLURM clusters: workers are jobs with the options in `cluster.slurm`, or steps of an existing allocation.
 
-It knows partitions, so a layout that they cannot hold is refused before anything starts.
+If `rftdask run` starts in an allocation (salloc, or a script of the user) that `rftdask submit` has not made, each
+worker job is an `srun` step on the nodes of the allocation, which waits while other steps use them. Layouts that do not
+fit into the partitions are refused before anything starts.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ from rftdask.errors import RoleError, UserError
 from rftdask.storage import Storage
 
 _ALLOCATION = "RFTDASK_ALLOCATION"
-"""Environment: its number, once SLURM's own variables are forgotten."""
+"""Environment variable with the id of the allocation, once SLURM's own variables are removed."""
 _END_S = 10.0
 
 _steps: dict[str, subprocess.Popen[bytes]] = {}
-"""Of this process, by id."""
+"""Steps that this process has started, by id."""
 
 
 class SlurmCluster(JobQueueCluster):
@@ -48,21 +50,20 @@ class SlurmCluster(JobQueueCluster):
 
     cluster_type: ClassVar[str] = "slurm"
     spans_nodes: ClassVar[bool] = True
-    takes_options: ClassVar[bool] = False  # what jobs ask for is in `cluster.slurm`
-    # Not dask-jobqueue, whose jobs are one task on one node; the keys of TLS are made by this one.
+    takes_options: ClassVar[bool] = False  # `cluster.slurm` has the options of jobs
+    # For the keys of TLS. Jobs of dask-jobqueue have only one task on one node.
     required_package: ClassVar[str | None] = "cryptography"
-    # By the words of squeue and sbatch.
     is_mistake = staticmethod(slurm_commands.is_mistake)
     is_at_limit = staticmethod(slurm_commands.is_at_limit)
 
     @classmethod
     def plan(cls, config: Config, stages: list[Config]) -> Layout:
-        """Asks SLURM for its partitions. Raises: UserError: they cannot hold the jobs, with the arithmetic."""
+        """Plan for the partitions of SLURM. Raises: UserError: the jobs do not fit."""
         section = config.cluster
         jobs = {role: getattr(section.slurm, role) for role in ROLES}
         limited = capacities(config)
         known = limited[TRAINER_RESOURCE].num_nodes * limited[TRAINER_RESOURCE].gpus
-        # What a whole partition has is nobody's to take; a number of nodes is.
+        # Without node_num the run does not take the whole partition.
         num_gpus = known if section.node_num and jobs[TRAINER_RESOURCE].num_gpus else None
         layout = plan_jobs(stages, {role: job.cpus for role, job in jobs.items()}, num_gpus)
         slurm_commands.check_fit(
@@ -72,21 +73,21 @@ class SlurmCluster(JobQueueCluster):
 
     @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
-        """In an allocation that is there already its workers are steps of it."""
+        """Start a cluster of jobs, or of steps if this process is in an allocation."""
         kind = SlurmStepsCluster if cls is SlurmCluster and allocation() is not None else cls
         return kind(config, layout, SecretsDir.of(config, storage), storage)
 
     @classmethod
     def shape(cls, config: Config, role: str, num_workers: int) -> slurm_commands.JobShape:
-        """The jobs of so many workers of a role. Raises: UserError: they leave GPUs or places of a job unused."""
+        """Jobs for `num_workers` workers of a role. Raises: UserError: jobs would have unused GPUs or tasks."""
         exploring = [stage for stage in config.stage_configs() if stage.has_explorer]
         job: WorkerJobConfig = getattr(config.cluster.slurm, role)
         of_engines = {TRAINER_RESOURCE: 1, AUXILIARY_RESOURCE: max(auxiliary_sizes(config.stage_configs()), default=1)}
         gpus_each = of_engines.get(role) or _gpus_of_engines(config)
         if role == AUXILIARY_RESOURCE and num_workers and 1 <= job.num_gpus < gpus_each:
             raise UserError(
-                f"cluster.slurm.auxiliary: a node has {job.num_gpus} GPUs, and an engine of an auxiliary model works "
-                f"on {gpus_each}; set gres to gpu:{gpus_each}, since only engines of the policy may have several nodes"
+                f"cluster.slurm.auxiliary: a node has {job.num_gpus} GPUs, and an engine of an auxiliary model uses "
+                f"{gpus_each}; set gres to gpu:{gpus_each}, since only engines of the policy may use several nodes"
             )
         shape = slurm_commands.shape_of(role, job, num_workers, gpus_each)
         if shape.span > 1:
@@ -96,108 +97,108 @@ class SlurmCluster(JobQueueCluster):
 
     @classmethod
     def workers_per_job(cls, config: Config, role: str, num_workers: int) -> int:
-        """All ranks of a trainer; as many engines as the GPUs of a job are for."""
+        """All ranks of a trainer, or the engines that the GPUs of a job allow."""
         return cls.shape(config, role, num_workers).num_workers
 
     @classmethod
     def states(cls, job_ids: Sequence[str]) -> dict[str, str]:
-        """By squeue; never None, so a job that has left the queue is lost at the next look."""
+        """States from squeue, never None."""
         return slurm_commands.states(job_ids)
 
     @classmethod
     def never_runs(cls, state: str) -> bool:
-        """By SLURM's reason."""
+        """Decided by SLURM's reason."""
         return slurm_commands.never_runs(state)
 
     @classmethod
     def is_ending(cls, state: str) -> bool:
-        """By squeue; epilogs and processes that do not end may keep it there for minutes."""
+        """True for COMPLETING jobs, which epilogs and hanging processes may keep for minutes."""
         return state == slurm_commands.ENDING
 
     @classmethod
     def expected_starts(cls, job_ids: Sequence[str]) -> dict[str, str]:
-        """By squeue."""
+        """Start times from squeue."""
         return slurm_commands.expected_starts(job_ids)
 
     @classmethod
     def is_requeued(cls, job_id: str) -> bool:
-        """By scontrol; a site may forbid it."""
+        """Answer of scontrol; a site may forbid requeueing."""
         return slurm_commands.is_requeued(job_id)
 
     @classmethod
     def interrupt(cls, job_id: str) -> bool:
-        """By SIGINT to its script."""
+        """Send SIGINT to the script."""
         slurm_commands.interrupt(job_id)
         return True
 
     @classmethod
     def reason(cls, job_id: str) -> str:
-        """By scontrol, which remembers a job for some minutes."""
+        """State from scontrol, which keeps ended jobs for some minutes."""
         return slurm_commands.reason(job_id)
 
     @classmethod
     def cancel(cls, job_id: str) -> None:
-        """By scancel."""
+        """Cancel with scancel."""
         slurm_commands.cancel([job_id])
 
     @classmethod
     def job_script(cls, config: Config, role: str, num_workers: int, name: str, folder: SecretsDir, logs: Path) -> str:
-        """From `cluster.slurm.<role>`; a job that is preempted is requeued under its number."""
+        """Script from `cluster.slurm.<role>`. A preempted job is requeued under its id."""
         job, shape = getattr(config.cluster.slurm, role), cls.shape(config, role, num_workers)
         worker = _worker(config, role, folder, shape.span)
-        # The shell completes these two. The job's number is in the name, because a name that is still known is refused;
-        # so is that of its start.
-        own = f'--name "{name}-${{SLURM_JOB_ID}}-${{SLURM_RESTART_COUNT:-0}}" --local-directory "${{TMPDIR:-/tmp}}"'
-        # A task that ends with an error ends the job: the others wait for it, and the next job may have a better node.
+        # Completed by the shell. Names have the numbers of the job and its start, since known names are refused.
+        number = "${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"
+        name_options = f'--name "{name}-{number}" --local-directory "${{TMPDIR:-/tmp}}"'
+        # A failing task ends the job, because the others wait for it, and the next job may get a better node.
         srun = step(job, shape, "--kill-on-bad-exit=1") if shape.num_tasks > 1 else ""
         submitted = os.environ.get(SUBMITTED, "")
         shell = [
             *staging(config),
-            # Said again, for sites that pass no environment on to jobs.
+            # For sites that do not pass the environment on to jobs.
             *([f"export {SUBMITTED}={shlex.quote(submitted)}"] * bool(submitted)),
-            # In the place of its script's shell, so that it is the worker whom the batch system tells to end.
-            "exec " + command_of(config, role, f"{worker} {own}", srun),
+            # Replaces the shell of the script, so that the worker receives signals of the batch system.
+            "exec " + command_of(config, role, f"{worker} {name_options}", srun),
         ]
         return batch_script(config, name, role, job, logs, shell, shape=shape)
 
     def start_job(self, role: str, name: str) -> str:
-        """By sbatch, which has read the file when it returns: one for each role is enough."""
+        """Submit with sbatch, which has read the script when it returns, so one file per role is enough."""
         return slurm_commands.submit(str(self._folder.write(f"{role}.sh", self.script(role, name))))
 
 
 class SlurmStepsCluster(SlurmCluster):
-    """x"""
+    """A cluster in an existing allocation, whose jobs are steps with ids `allocation.process`."""
 
     cluster_type: ClassVar[str] = ""
 
     @classmethod
     def job_script(cls, config: Config, role: str, num_workers: int, name: str, folder: SecretsDir, logs: Path) -> str:
-        """The shell of a step."""
+        """Shell of a step."""
         shape = cls.shape(config, role, num_workers)
         return step_script(config, role, shape, name, _worker(config, role, folder, shape.span), logs)
 
     def start_job(self, role: str, name: str) -> str:
-        """By srun."""
+        """Start an srun."""
         return start_step(self._folder.write(f"{name}.sh", self.script(role, name)))
 
     @classmethod
     def states(cls, job_ids: Sequence[str]) -> dict[str, str]:
-        """A step of a driver that is gone is known by its srun, on the same machine."""
+        """States of steps, also of an ended driver on this machine, from the process of srun."""
         return {job_id: "RUNNING" for job_id in job_ids if _process_of(job_id) is not None}
 
     @classmethod
     def reason(cls, job_id: str) -> str:
-        """By the exit code of srun, where this process has started it."""
+        """Exit code of srun, if this process has started it."""
         process = _steps.get(job_id)
         code = None if process is None else process.poll()
         return "" if code is None else "CANCELLED" if code < 0 else f"FAILED (exit {code})"
 
     @classmethod
     def cancel(cls, job_id: str) -> None:
-        """Idempotent; srun ends its tasks."""
+        """Terminate srun, which ends its tasks. Idempotent."""
         if (process := _process_of(job_id)) is not None:
             process.terminate()
-            # A second signal would be the end of srun without that of its tasks.
+            # A second signal would end srun without its tasks.
             if job_id in _steps:
                 try:
                     _steps[job_id].wait(_END_S)
@@ -206,25 +207,27 @@ class SlurmStepsCluster(SlurmCluster):
 
 
 def check_spans(stage: Config, job: WorkerJobConfig) -> None:
-    """Raises: UserError: an engine of the stage would be on several nodes, and cannot be."""
+    """Raises: UserError: an engine of the stage would need several nodes, and does not support them."""
     for path, engine in stage.explorer.engines():
         if engine.num_gpus <= job.num_gpus or (path != "explorer.rollout_model" and engine.is_apart):
             continue
-        told = f"{path} works on {engine.num_gpus} GPUs, and a node of cluster.slurm.explorer has {job.num_gpus}"
+        problem = f"{path} uses {engine.num_gpus} GPUs, and a node of cluster.slurm.explorer has {job.num_gpus}"
         if path != "explorer.rollout_model" or not engine.traits.spans_nodes:
-            raise UserError(f"{told}; of several nodes are only engines of the policy, of engine_type vllm")
+            raise UserError(f"{problem}; only engines of the policy with engine_type vllm may use several nodes")
         if engine.data_parallel_size > 1:
-            raise UserError(f"{told}; data_parallel_size is for one node, use engine_num for more engines")
+            raise UserError(f"{problem}; data_parallel_size is limited to one node, use engine_num for more engines")
         if "://" in stage.checkpoint_job_dir:
             raise UserError(
-                f"{told}; all of its nodes read the weights, so checkpoint_root_dir must be a folder that they see"
+                f"{problem}; all of its nodes read the weights, so checkpoint_root_dir must be a shared folder"
             )
-        # Both lie below /dev/shm or TMPDIR of the node of the worker, which is the first one.
-        first = "lie on the first of its nodes alone"
+        # In /dev/shm or TMPDIR of the worker's node.
+        first = "are only on the first of its nodes"
         if stage.sync_method != "checkpoint":
-            raise UserError(f"{told}; weights of synchronizer.sync_method {stage.sync_method} {first}, set checkpoint")
+            raise UserError(
+                f"{problem}; weights of synchronizer.sync_method {stage.sync_method} {first}, set checkpoint"
+            )
         if stage.synchronizer.whole_interval > 1:
-            raise UserError(f"{told}; weights made of deltas {first}, set synchronizer.whole_interval to 1")
+            raise UserError(f"{problem}; weights made of deltas {first}, set synchronizer.whole_interval to 1")
 
 
 def _gpus_of_engines(config: Config) -> int:
@@ -232,13 +235,13 @@ def _gpus_of_engines(config: Config) -> int:
 
 
 def _worker(config: Config, role: str, folder: SecretsDir, span: int) -> str:
-    """Arguments of Python for a worker, but for its name and its folder, which the shell of its job knows."""
-    turns = any(stage.cluster.colocate for stage in config.stage_configs())
+    """Arguments of Python for a worker, without its name and folder, which the shell of its job adds."""
+    colocates = any(stage.cluster.colocate for stage in config.stage_configs())
     return shlex.join(
         [
             *("-m", "rftdask.cluster.join"),
             *(("--span", str(span)) if span > 1 else ()),
-            *(("--engine-every", str(_gpus_of_engines(config))) if role == TRAINER_RESOURCE and turns else ()),
+            *(("--engine-every", str(_gpus_of_engines(config))) if role == TRAINER_RESOURCE and colocates else ()),
             *folder.worker_options(config.cluster.tls, config.cluster.interface),
             *(*worker_options(config, role), "--death-timeout", str(DEATH_TIMEOUT_S)),
         ]
@@ -246,91 +249,90 @@ def _worker(config: Config, role: str, folder: SecretsDir, span: int) -> str:
 
 
 def capacities(config: Config) -> dict[str, slurm_commands.Capacity]:
-    """What each role may use of its partition, or of the allocation that this process is in. Raises: UserError: the
-    config wants more than there is, or no SLURM.
+    """Nodes that each role may use of its partition, or of the allocation of this process.
+
+    Raises: UserError: the config requests more, or SLURM is not installed.
     """
     section = config.cluster
     if (job_id := allocation()) is not None:
         return dict.fromkeys(
             ROLES, slurm_commands.limit(read_allocation(job_id), section.node_num, section.gpu_per_node)
         )
-    there = {role: slurm_commands.read_capacity(getattr(section.slurm, role).partition) for role in ROLES}
-    return {role: slurm_commands.limit(found, section.node_num, section.gpu_per_node) for role, found in there.items()}
+    sizes = {role: slurm_commands.read_capacity(getattr(section.slurm, role).partition) for role in ROLES}
+    return {role: slurm_commands.limit(size, section.node_num, section.gpu_per_node) for role, size in sizes.items()}
 
 
 def check_chain(config: Config) -> None:
-    """Whether the jobs of an offline chain fit: one that explores, which others help if they can, or one that trains.
+    """Check that the jobs of an offline chain fit: one explore job, which others may help, or one train job.
 
-    Raises: UserError: one of them cannot run, with the arithmetic.
+    Raises: UserError: a job does not fit.
     """
     if any(stage.models_apart for stage in config.stage_configs()):
         raise UserError(
-            "explorer.auxiliary_models: a chain of --offline has no jobs for engine_num of auxiliary models; set it to "
-            "0, which loads them beside the policy"
+            "explorer.auxiliary_models: --offline has no jobs for auxiliary models; set engine_num to 0, which loads "
+            "them in the workers of the policy"
         )
-    jobs, there = {role: getattr(config.cluster.slurm, role) for role in ROLES}, capacities(config)
+    jobs, partitions = {role: getattr(config.cluster.slurm, role) for role in ROLES}, capacities(config)
     for role in (TRAINER_RESOURCE, EXPLORER_RESOURCE):
-        slurm_commands.check_fit({role: chain_shape(config, role)}, jobs, there)
+        slurm_commands.check_fit({role: chain_shape(config, role)}, jobs, partitions)
 
 
 def chain_shape(config: Config, role: str) -> slurm_commands.JobShape:
-    """A job of an offline chain: the engines of one job, or a trainer whose ranks are processes of one task.
+    """Job of an offline chain: the engines of one job, or a trainer whose ranks are processes of one task.
 
-    Raises: UserError: it leaves GPUs of a job unused, or trains on several nodes.
+    Raises: UserError: the job would have unused GPUs, or train on several nodes.
     """
     job: WorkerJobConfig = getattr(config.cluster.slurm, role)
     if role == TRAINER_RESOURCE:
         if (job.nodes or 1) > 1:
-            raise UserError("cluster.slurm.trainer.nodes: the train job of --offline is one node; leave it out")
+            raise UserError("cluster.slurm.trainer.nodes: the train job of --offline has one node; remove this key")
         return slurm_commands.JobShape(1, min(1, job.num_gpus), 1)
     each = max(stage.explorer.gpus_per_worker for stage in config.stage_configs())
     if 1 <= job.num_gpus < each:
         raise UserError(
-            f"cluster.slurm.explorer: an engine of {each} GPUs has several nodes of {job.num_gpus}, which is for "
+            f"cluster.slurm.explorer: an engine of {each} GPUs needs several nodes with {job.num_gpus} each; use "
             "rftdask submit without --offline"
         )
     return slurm_commands.shape_of(role, job, max(1, job.workers_per_node(each)) * (job.nodes or 1), each)
 
 
 def allocation() -> str | None:
-    """The number of the allocation that this process is in and may use; None: there is none, or it is a job of
-    `rftdask submit`, which has submitted others.
-    """
+    """Id of the allocation that this process may use. None: not in an allocation, or in a job of `rftdask submit`."""
     if SUBMITTED in os.environ:
         return None
-    found = os.environ.get(_ALLOCATION) or os.environ.get("SLURM_JOB_ID")
-    if found is not None:
-        os.environ[_ALLOCATION] = found
-    return found
+    job_id = os.environ.get(_ALLOCATION) or os.environ.get("SLURM_JOB_ID")
+    if job_id is not None:
+        os.environ[_ALLOCATION] = job_id
+    return job_id
 
 
 def read_allocation(job_id: str) -> slurm_commands.Capacity:
-    """What its nodes have. Raises: RoleError: SLURM does not know it."""
+    """Nodes of an allocation. Raises: RoleError: unknown to SLURM."""
     told: dict[str, str] = dict(
         re.findall(r"(\w+)=(\S+)", slurm_commands.call("scontrol", "--oneliner", "show", "job", job_id))
     )
     nodes = int(told.get("NumNodes", "1").partition("-")[0])
-    # Of a job that asked for whole nodes only what it got says how many GPUs there are.
+    # For jobs with whole nodes only AllocTRES has the number of GPUs.
     in_all = re.search(r"(?<![\w/])gres/gpu=(\d+)", told.get("AllocTRES") or told.get("TRES", ""))
     gpus = max(count_gres(told.get("TresPerNode")), int(in_all[1]) // nodes if in_all else 0)
     return slurm_commands.Capacity(f"of allocation {job_id}", nodes, int(told.get("NumCPUs", "1")) // nodes, gpus)
 
 
 def step_script(config: Config, role: str, shape: slurm_commands.JobShape, name: str, worker: str, logs: Path) -> str:
-    """Shell that becomes a step whose tasks are workers. worker: arguments of Python, without a name."""
+    """Shell of a step whose tasks are workers. worker: arguments of Python, without a name."""
     job_id, job = os.environ[_ALLOCATION], getattr(config.cluster.slurm, role)
     gpus = [option for option in slurm_commands.directives(job) if option.startswith(("--gres=", "--gpus-per-node="))]
-    # Exactly what it asks for, so that steps of other roles and runs have the rest; memory is the allocation's.
+    # --exact leaves the rest to steps of other roles and runs; memory is shared.
     options = (f"--jobid={job_id}", "--exact", "--mem=0", "--kill-on-bad-exit=1", *gpus)
-    # The shell becomes srun and keeps its number, which is that of the step to this package.
-    own = f'--name "{name}-{job_id}.$$-0" --local-directory "${{TMPDIR:-/tmp}}"'
-    command = command_of(config, role, f"{worker} {own}", step(job, shape, *options))
+    # `exec` keeps the process id of the shell, which is part of the id of the step.
+    name_options = f'--name "{name}-{job_id}.$$-0" --local-directory "${{TMPDIR:-/tmp}}"'
+    command = command_of(config, role, f"{worker} {name_options}", step(job, shape, *options))
     log = f'exec >>{shlex.quote(str(logs))}/"{name}-{job_id}.$$.log" 2>&1'
     return "\n".join([log, *job.prologue, *staging(config), f"exec {command}\n"])
 
 
 def start_step(script: Path) -> str:
-    """Start it; its id."""
+    """Start a step. Returns: its id."""
     process = subprocess.Popen(["bash", str(script)], stdin=subprocess.DEVNULL, start_new_session=True)
     job_id = f"{os.environ[_ALLOCATION]}.{process.pid}"
     _steps[job_id] = process
@@ -343,8 +345,8 @@ def _process_of(job_id: str) -> psutil.Process | None:
         return None
     try:
         process = psutil.Process(int(pid))
-        # Its number may be another's by now; before srun it is the shell of this module.
-        ours = f"--jobid={allocation_id}" in process.cmdline() or job_id in _steps
+        # Another process may have the number by now; a shell of this process becomes srun.
+        is_step = f"--jobid={allocation_id}" in process.cmdline() or job_id in _steps
     except (psutil.Error, ValueError):
         return None
-    return process if ours else None
+    return process if is_step else None

@@ -1,6 +1,4 @@
-"""SLURM's own commands: what jobs ask for, which jobs live, and what a partition could give. It knows no cluster and no
-script.
-"""
+"""SLURM's commands: states of jobs, capacity of partitions, usage, and the shapes of jobs that fit."""
 
 from __future__ import annotations
 
@@ -23,28 +21,28 @@ _NEVER = {
     *("InvalidAccount", "InvalidQOS", "AccountNotAllowed", "QOSNotAllowed"),
 }
 _NEVER_PER_JOB = re.compile(r"(QOS|Assoc)Max\w+Per(JobLimit|Job|Node)|QOSMin\w+")
-"""Reasons of waiting jobs (%r of squeue, job_reason_string in SLURM's source) that the job alone is the cause of."""
+"""Reasons of pending jobs (%r of squeue, job_reason_string in SLURM's source) that the job itself causes."""
 _WELL = {"COMPLETED", "CANCELLED", "RUNNING", "PENDING", "REQUEUED", "COMPLETING", "CONFIGURING", "RESIZING"}
-"""States in SLURM's books of which there is nothing to tell; a run cancels the jobs of its workers when it ends."""
-_MOST_FAILED = 5
-NO_BOOKS = "SLURM keeps no books here that sacct would read, so GPU hours, queue time and exit reasons are not known"
+"""States in SLURM's accounting that are not failures; a run cancels the jobs of its workers when it ends."""
+_MAX_FAILED_SHOWN = 5
+NO_BOOKS = "SLURM has no accounting here (sacct), so GPU hours, queue time and exit reasons are not known"
 ENDING = "COMPLETING"
 _COMMAND_S = 60.0
-"""For one command; while its controller restarts SLURM's clients try for some seconds by themselves."""
+"""Timeout of a command. SLURM's clients retry for some seconds while its controller restarts."""
 
 
 def call(*command: str, deadline_s: float = _COMMAND_S) -> str:
-    """Output of one of SLURM's commands. Raises: NotInstalledError: there is no SLURM here; RoleError: it failed."""
+    """Output of a command. Raises: NotInstalledError: not installed; RoleError: it failed."""
     return _call(command, "", deadline_s).stdout
 
 
-def _call(command: Sequence[str], given: str, deadline_s: float) -> subprocess.CompletedProcess[str]:
+def _call(command: Sequence[str], stdin: str, deadline_s: float) -> subprocess.CompletedProcess[str]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, input=given, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, input=stdin, check=False)
     except FileNotFoundError:
         raise NotInstalledError(
-            f"{command[0]} is not a command here: SLURM's commands are on a login node of the cluster; without SLURM, "
-            "rftdask run with cluster.type=local works on one machine"
+            f"{command[0]} is not installed: use a login node of the cluster, or rftdask run with cluster.type=local "
+            "on one machine"
         ) from None
     except subprocess.TimeoutExpired:
         raise RoleError(f"{' '.join(command)} did not answer in {deadline_s:.0f} s") from None
@@ -54,31 +52,31 @@ def _call(command: Sequence[str], given: str, deadline_s: float) -> subprocess.C
 
 
 def foresee(script: str) -> str:
-    """What SLURM would do with a script, which is not submitted: when and where it would start, in SLURM's words.
+    """SLURM's prediction of when and where a script would start, without submitting it.
 
-    Raises: RoleError: it would refuse it, or does not answer; NotInstalledError: there is no SLURM here.
+    Raises: RoleError: SLURM would refuse it, or does not answer; NotInstalledError.
     """
-    told = _call(("sbatch", "--test-only"), script, _COMMAND_S).stderr  # that is where it says it
-    lines = (line.strip().removeprefix("sbatch: ") for line in told.splitlines())
+    output = _call(("sbatch", "--test-only"), script, _COMMAND_S).stderr
+    lines = (line.strip().removeprefix("sbatch: ") for line in output.splitlines())
     return "; ".join(" ".join(line.split()) for line in lines if line)
 
 
 def is_requeued(job_id: str) -> bool:
-    """Whether SLURM would queue a job again, which a site may forbid (JobRequeue, --no-requeue)."""
+    """True if SLURM may requeue a job, which a site can forbid (JobRequeue, --no-requeue)."""
     return not re.search(r"\bRequeue=0\b", call("scontrol", "--oneliner", "show", "job", job_id))
 
 
 def expected_starts(ids: Sequence[str]) -> dict[str, str]:
-    """When SLURM expects those of the jobs to start that wait, where it has thought of it: "2026-11-24T08:00:00"."""
+    """Expected start times of pending jobs, as far as known: "2026-11-24T08:00:00"."""
     if not ids:
         return {}
-    told = call("squeue", "--noheader", "--me", "--states=PENDING", "--format=%A %S")
-    rows = (line.split() for line in told.splitlines())
+    output = call("squeue", "--noheader", "--me", "--states=PENDING", "--format=%A %S")
+    rows = (line.split() for line in output.splitlines())
     return {job_id: at for job_id, at in rows if job_id in ids and at != "N/A"}
 
 
 def directives(job: JobConfig) -> list[str]:
-    """The options of a job, in the form that both `#SBATCH` and srun read."""
+    """Options of a job, for both `#SBATCH` and srun."""
     options = [
         ("--partition", job.partition),
         ("--account", job.account),
@@ -89,8 +87,8 @@ def directives(job: JobConfig) -> list[str]:
         ("--constraint", job.constraint),
         ("--time", job.walltime),
     ]
-    told = [f"{name}={value}" for name, value in options if value is not None]
-    return [*told, *["--exclusive"] * job.exclusive, *job.directives]
+    named = [f"{name}={value}" for name, value in options if value is not None]
+    return [*named, *["--exclusive"] * job.exclusive, *job.directives]
 
 
 def megabytes(memory: str) -> int:
@@ -104,27 +102,26 @@ def megabytes(memory: str) -> int:
 
 
 def submit(script: str, *options: str) -> str:
-    """Submit a script file; the job id. Raises: RoleError: SLURM refuses it, with its words."""
-    told = call("sbatch", "--parsable", *options, script)
-    # The last line alone: a site's wrapper may have greeted before.
-    found = re.fullmatch(r"(\d+)(;.*)?", told.strip().rpartition("\n")[2])
-    if not found:
-        raise RoleError(f"sbatch {script} named no job; it said: {told.strip() or 'nothing'}")
-    return found[1]
+    """Submit a script file. Returns: the job id. Raises: RoleError: SLURM refused it."""
+    output = call("sbatch", "--parsable", *options, script)
+    # Only the last line, because a wrapper of the site may print others before.
+    match = re.fullmatch(r"(\d+)(;.*)?", output.strip().rpartition("\n")[2])
+    if not match:
+        raise RoleError(f"sbatch {script} printed no job id but {output.strip() or 'nothing'!r}")
+    return match[1]
 
 
 def cancel(ids: Iterable[str]) -> None:
-    """Idempotent: jobs that ended are left alone."""
+    """Cancel jobs. Idempotent."""
     if ids := list(ids):
         call("scancel", "--quiet", *ids)
 
 
 def forget_job() -> None:
-    """Drop what SLURM has told this process of its own job; to be called before jobs are submitted from inside one.
+    """Remove the variables of this process's own job, before jobs are submitted from it.
 
-    They inherit its environment: a memory limit of another kind than theirs makes each `srun` in them fatal, and a job
-    that was never restarted would take the restarts of the one around it for its own. Options of sbatch that a user has
-    set (SBATCH_ACCOUNT) stay.
+    Jobs inherit the environment: a memory limit of another kind makes each `srun` fail, and a job would take the
+    restarts of the outer job for its own. Options of sbatch that the user has set (SBATCH_ACCOUNT) stay.
     """
     kept = ("SLURM_CONF", "SLURM_CLUSTERS")
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name not in kept]:
@@ -132,62 +129,61 @@ def forget_job() -> None:
 
 
 def interrupt(job_id: str) -> None:
-    """SIGINT to the script of a job, which ends its run with a checkpoint; tasks of an array that wait are dropped."""
-    # First those that wait, else one of them would start when the one that runs has ended.
+    """Send SIGINT to the script of a job, which ends its run with a checkpoint. Cancels pending tasks of an array."""
+    # First, or one of them would start after the running one.
     call("scancel", "--quiet", "--state=PENDING", job_id)
     call("scancel", "--batch", "--signal=INT", job_id)
 
 
 def states(ids: Sequence[str]) -> dict[str, str]:
-    """State of those of the jobs that are still in the queue, such as "RUNNING" or, with SLURM's reason,
-    "PENDING (Resources)"; the others have ended. ENDING of one whose processes are being ended for good; REQUEUED, if
-    it comes back then.
+    """States of queued and running jobs, such as "RUNNING" or "PENDING (Resources)"; the others have ended. ENDING: its
+    processes are ending; REQUEUED: it starts again afterwards.
     """
     if not ids:
         return {}
-    # All of the user's: asking by number fails once SLURM has forgotten one of them.
+    # All jobs of the user, because a query by id fails once SLURM has forgotten one of them.
     lines = call("squeue", "--noheader", "--array", "--me", "--format=%A %F %T %M %r").splitlines()
-    # %F is the number of the array: it runs if one of its tasks does, so those are taken last.
+    # %F is the id of the array, which runs if one of its tasks does, so running tasks come last.
     rows = sorted((line.split(maxsplit=4) for line in lines), key=lambda row: row[2] == "RUNNING")
     found: dict[str, str] = {}
     for number, array, state, used, *why in rows:
-        # Of both SLURM says COMPLETING; one that is queued again has used no time of its next start.
+        # SLURM reports COMPLETING for both; a requeued job has used no time of its next start.
         if state == ENDING and used == "0:00":
             state = "REQUEUED"
-        is_told = state == "PENDING" and why and why[0].strip() != "None"
-        found[number] = found[array] = f"{state} ({why[0].strip()})" if is_told else state
+        has_reason = state == "PENDING" and why and why[0].strip() != "None"
+        found[number] = found[array] = f"{state} ({why[0].strip()})" if has_reason else state
     return {job_id: found[job_id] for job_id in ids if job_id in found}
 
 
 def never_runs(state: str) -> bool:
-    """Whether a job in this state (`states`) waits for what no wait brings, because of what it asks for."""
+    """True if a job in this state can never start because of its options."""
     reason = state.removeprefix("PENDING (").removesuffix(")")
     return reason in _NEVER or bool(_NEVER_PER_JOB.fullmatch(reason))
 
 
 def is_mistake(error: str) -> bool:
-    """Whether sbatch refused a job for what it asks for, as it would every time."""
+    """True if sbatch would always refuse the job."""
     return bool(re.search(r"(?i)\binvalid |configuration is not available|specification can not be satisfied", error))
 
 
 def is_at_limit(error: str) -> bool:
-    """Whether sbatch refused a job because of how many are submitted already, and will take it when some have ended."""
+    """True if sbatch refused the job because of a limit of submitted jobs."""
     return bool(re.search(r"SubmitJob|MaxJobCount|job submit limit|temporarily unable to accept job", error))
 
 
 def reason(job_id: str) -> str:
-    """How a job that has left the queue ended, as far as SLURM remembers: "TIMEOUT (exit 0:15)"; empty: not known."""
+    """How a job ended: "TIMEOUT (exit 0:15)"; empty: not known."""
     try:
-        told = call("scontrol", "--oneliner", "show", "job", job_id)
+        output = call("scontrol", "--oneliner", "show", "job", job_id)
     except RoleError:
         return ""
-    found = dict(re.findall(r"(\w+)=(\S+)", told))
-    return f"{found.get('JobState', '')} (exit {found.get('ExitCode', '?')})"
+    fields = dict(re.findall(r"(\w+)=(\S+)", output))
+    return f"{fields.get('JobState', '')} (exit {fields.get('ExitCode', '?')})"
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What the jobs of a run took, by SLURM's books; a job that was queued again counts each time.
+    """Usage of the jobs of a run in SLURM's accounting. A requeued job counts each time.
 
     Example: Usage(num_jobs=3, gpu_hours=16.5, queue_s=1800.0, ends={"COMPLETED": 2, "PREEMPTED": 1})
     """
@@ -195,23 +191,23 @@ class Usage:
     num_jobs: int
     gpu_hours: float
     queue_s: float
-    """The longest that one of them waited."""
+    """Longest wait of a job."""
     ends: dict[str, int]
-    """How many ended how, or are RUNNING or PENDING."""
+    """Number of jobs by state."""
     failed: tuple[str, ...] = ()
-    """Of each that did not end well: its number, how it ended, and why, as far as SLURM says it."""
+    """For each failed job: its id, state and reason."""
 
     def render(self) -> str:
-        """In a line, and one for each of the last that did not end well."""
+        """Format as a line, with further lines for the newest failed jobs."""
         ends = ", ".join(f"{count} {state}" for state, count in sorted(self.ends.items()))
-        told = (
+        line = (
             f"{self.num_jobs} jobs ({ends}), {self.gpu_hours:.2f} GPU hours, up to {self.queue_s / 60:.0f} min in queue"
         )
-        return "\n".join([told, *(f"  job {each}" for each in self.failed[-_MOST_FAILED:])])
+        return "\n".join([line, *(f"  job {job}" for job in self.failed[-_MAX_FAILED_SHOWN:])])
 
 
 def usage(ids: Sequence[str]) -> Usage | None:
-    """Of these jobs; None: SLURM keeps no books here, or does not answer."""
+    """Usage of these jobs. None: SLURM has no accounting, or does not answer."""
     fields = "State,ElapsedRaw,AllocTRES,Submit,Start,JobID,ExitCode,Reason"
     options = ("--allocations", "--duplicates", "--noheader", "--parsable2", f"--format={fields}")
     try:
@@ -227,9 +223,9 @@ def usage(ids: Sequence[str]) -> Usage | None:
         if state.split()[0] not in _WELL:
             failed.append(f"{job_id} {state} (exit {code}{f', {why}' if why not in ('', 'None') else ''})")
         ends[state.split()[0]] += 1  # "CANCELLED by 1000"
-        gpus = re.search(r"(?<![\w/])gres/gpu=(\d+)", tres)  # of all types
+        gpus = re.search(r"(?<![\w/])gres/gpu=(\d+)", tres)  # GPUs of all types
         gpu_s += int(elapsed or 0) * int(gpus[1] if gpus else 0)
-        with suppress(ValueError):  # "Unknown", of one that has not started
+        with suppress(ValueError):  # "Unknown": not started
             submit, start = map(datetime.fromisoformat, times)
             queue_s = max(queue_s, (start - submit).total_seconds())
     return Usage(len(rows), gpu_s / 3600, queue_s, dict(ends), tuple(failed))
@@ -237,28 +233,29 @@ def usage(ids: Sequence[str]) -> Usage | None:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a partition has, used or not."""
+    """Size of a partition, used or free."""
 
     partition: str
     num_nodes: int
     cpus: int
-    """Of each node."""
+    """Per node."""
     gpus: int
-    """Of each node."""
+    """Per node."""
     memory_mb: int = 0
-    """Of each node, in units of 2**20 bytes; 0: not asked."""
+    """Per node, in units of 2**20 bytes; 0: not known."""
     time_limit: str = "infinite"
-    """Longest time of a job, as SLURM writes it."""
+    """Time limit of jobs, in SLURM's format."""
 
 
 def read_capacity(partition: str | None) -> Capacity:
-    """Raises: UserError: there is no such partition, or no SLURM."""
-    told = call("sinfo", "--noheader", "--format=%P|%D|%c|%G|%m|%l", *(["--partition", partition] if partition else []))
-    rows = [line.strip().split("|") for line in told.splitlines() if line.strip()]
-    if not partition:  # the default partition is marked so; without one, whatever there is
+    """Read the size of a partition. None: the default one. Raises: UserError: no such partition, or no SLURM."""
+    options = ["--partition", partition] if partition else []
+    output = call("sinfo", "--noheader", "--format=%P|%D|%c|%G|%m|%l", *options)
+    rows = [line.strip().split("|") for line in output.splitlines() if line.strip()]
+    if not partition:  # an asterisk marks the default partition; without a default, take all
         rows = [row for row in rows if row[0].endswith("*")] or rows
     if not rows:
-        raise UserError(f"cluster.slurm: there is no partition {partition!r}; sinfo lists those that you may use")
+        raise UserError(f"cluster.slurm: there is no partition {partition!r}; sinfo lists the available ones")
     return Capacity(
         partition=rows[0][0].rstrip("*"),
         num_nodes=sum(int(row[1]) for row in rows),
@@ -270,47 +267,47 @@ def read_capacity(partition: str | None) -> Capacity:
 
 
 def hours(time_limit: str) -> float:
-    """ "1-12:00:00" -> 36.0, "30:00" -> 0.5; infinite where it is not a time."""
+    """Hours of a time limit: "1-12:00:00" -> 36.0, "30:00" -> 0.5; infinite if it is not a time."""
     if not re.fullmatch(r"(\d+-)?\d+(:\d+)*", time_limit):
         return math.inf
     days, _, clock = time_limit.rpartition("-")
     parts = [int(part) for part in clock.split(":")]
-    # From the right: seconds, minutes, hours; after days it is hours that stand first.
+    # Without days the last part is seconds; with days the first part is hours.
     parts = parts + [0] * (3 - len(parts)) if days else [0] * (3 - len(parts)) + parts
     return 24 * int(days or 0) + parts[0] + parts[1] / 60 + parts[2] / 3600
 
 
 @dataclass(frozen=True)
 class JobShape:
-    """The workers of a role as jobs, all alike.
+    """Equal jobs for the workers of a role.
 
     Example: 16 ranks on two nodes of 8 GPUs are JobShape(num_jobs=1, nodes=2, tasks_per_node=8).
     """
 
     num_jobs: int
     nodes: int
-    """Of each job; 0: as SLURM likes."""
+    """Nodes of each job; 0: SLURM decides."""
     tasks_per_node: int
-    """Workers on each node, or of the job where `nodes` is 0."""
+    """Workers on each node, or of the job if `nodes` is 0."""
     span: int = 1
-    """Nodes of each worker: a task on each, of which the first is the worker and the others follow its engine."""
+    """Nodes of each worker, with one task each; the first is the worker, the others follow its engine."""
 
     @property
     def num_tasks(self) -> int:
-        """Of each job."""
+        """Tasks of each job."""
         return self.tasks_per_node * (self.nodes or 1)
 
     @property
     def num_workers(self) -> int:
-        """Of each job."""
+        """Workers of each job."""
         return self.num_tasks // self.span
 
 
 def shape_of(role: str, job: WorkerJobConfig, num_workers: int, gpus_each: int) -> JobShape:
-    """How `num_workers` ranks, which are one job, or engines are jobs.
+    """Distribute workers of a role over jobs; ranks share one job.
 
-    Args: gpus_each: GPUs that each of them works on, where it has any.
-    Raises: UserError: a job would have GPUs or places that nobody uses, or too few.
+    Args: gpus_each: GPUs of each worker, if it has any.
+    Raises: UserError: jobs would have unused GPUs or tasks, or too few GPUs.
     """
     if not num_workers:
         return JobShape(0, 0, 1)
@@ -322,7 +319,7 @@ def shape_of(role: str, job: WorkerJobConfig, num_workers: int, gpus_each: int) 
     if not is_trainer and 1 <= job.num_gpus < gpus_each:
         return _over_nodes(job, num_workers, gpus_each, ask, gpus)
     each = job.workers_per_node(gpus_each)
-    # Where a site has no GRES, nodes are whole, and nobody knows here what they have.
+    # Sites without GRES give whole nodes, whose GPUs are not known here.
     if gpus_each > 1 and not job.num_gpus and not job.exclusive:
         raise UserError(
             f"{gpus}, and an engine works on {gpus_each} GPUs (tensor, pipeline and data_parallel_size of "
@@ -349,24 +346,24 @@ def shape_of(role: str, job: WorkerJobConfig, num_workers: int, gpus_each: int) 
 
 
 def _over_nodes(job: WorkerJobConfig, num_workers: int, gpus_each: int, ask: str, gpus: str) -> JobShape:
-    """Engines that have several nodes each, and all GPUs of those."""
+    """Jobs of engines that use all GPUs of several nodes."""
     span, rest = divmod(gpus_each, job.num_gpus)
-    told = (
+    problem = (
         f"{gpus}, and an engine works on {gpus_each} GPUs (tensor, pipeline and data_parallel_size of "
         "explorer.rollout_model)"
     )
     if rest or (job.tasks_per_node or 1) > 1:
-        raise UserError(f"{told}, which are no whole nodes; set gpu:{gpus_each}, or a number that divides {gpus_each}")
-    # Said, and not guessed: with fewer GPUs than an engine needs somebody may have forgotten the others.
+        raise UserError(f"{problem}, which is not a number of whole nodes; set gpu:{gpus_each}, or a divisor of it")
+    # Nodes must be explicit, because too few GPUs may be a mistake.
     if (job.nodes or 0) % span or not job.nodes:
         raise UserError(
-            f"{told}; set gpu:{gpus_each}, or for engines over {span} nodes {ask}.nodes: {span}, or a multiple of it"
+            f"{problem}; set gpu:{gpus_each}, or for engines over {span} nodes {ask}.nodes: {span}, or a multiple of it"
         )
     one = JobShape(1, job.nodes, 1, span)
     if num_workers % one.num_workers:
         raise UserError(
-            f"{told}, so {span} nodes, and a job of {job.nodes} nodes has {one.num_workers} of {num_workers} engines; "
-            f"set explorer.rollout_model.engine_num to {-(-num_workers // one.num_workers) * one.num_workers}"
+            f"{problem}, so {span} nodes, and a job of {job.nodes} nodes has {one.num_workers} of {num_workers} "
+            f"engines; set explorer.rollout_model.engine_num to {-(-num_workers // one.num_workers) * one.num_workers}"
         )
     return replace(one, num_jobs=num_workers // one.num_workers)
 
@@ -378,11 +375,11 @@ def _counted(number: int, what: str) -> str:
 def check_fit(
     shapes: Mapping[str, JobShape], jobs: Mapping[str, JobConfig], capacities: Mapping[str, Capacity]
 ) -> None:
-    """Whether the jobs of all roles could run at once on empty partitions.
+    """Check that the jobs of all roles fit on empty partitions at the same time.
 
-    Args: all by role. Raises: UserError: they could not, with the arithmetic.
+    Args: all by role. Raises: UserError: they do not fit, with the numbers.
     """
-    # Roles that share a partition share its nodes: their jobs are added up.
+    # Roles on the same partition share its nodes.
     shared: dict[str, list[str]] = {}
     for role, shape in shapes.items():
         there = capacities[role]
@@ -396,7 +393,7 @@ def check_fit(
             shared.setdefault(there.partition, []).append(role)
     for partition, roles in shared.items():
         there = capacities[roles[0]]
-        # What is asked for is asked for of a node, or of each worker where SLURM places them as it likes.
+        # Requests are per node, or per worker if SLURM places workers.
         counts = {role: shapes[role].num_jobs * (shapes[role].nodes or shapes[role].num_tasks) for role in roles}
         gpus = {role: jobs[role].num_gpus for role in roles}
         cores = {role: jobs[role].cpus * (shapes[role].tasks_per_node if shapes[role].nodes else 1) for role in roles}
@@ -410,7 +407,7 @@ def check_fit(
                 if jobs[role].exclusive:
                     asked[role] = each
             places = there.num_nodes * each
-            # Of empty nodes: what others use now they give back; what does not fit on empty ones never will.
+            # Jobs that do not fit on empty nodes can never start.
             needed = sum(counts[role] * asked[role] for role in roles)
             if needed > places:
                 sums = " + ".join(f"{counts[role]} {role} x {asked[role]}" for role in roles)
@@ -422,15 +419,15 @@ def check_fit(
 
 
 def limit(there: Capacity, num_nodes: int, gpus: int) -> Capacity:
-    """What may be used of it: `num_nodes` nodes with `gpus` GPUs each; 0: all there are. Raises: UserError: too few."""
+    """Limit a partition to `num_nodes` nodes with `gpus` GPUs each; 0: all. Raises: UserError: too few."""
     if num_nodes > there.num_nodes:
         raise UserError(
             f"cluster.node_num is {num_nodes}, and partition {there.partition} has {there.num_nodes} nodes; 0 takes "
-            "what there is"
+            "all of them"
         )
     if gpus > there.gpus:
         raise UserError(
             f"cluster.gpu_per_node is {gpus}, and the nodes of partition {there.partition} have {there.gpus} GPUs; 0 "
-            "takes what there is"
+            "takes all of them"
         )
     return replace(there, num_nodes=num_nodes or there.num_nodes, gpus=gpus or there.gpus)

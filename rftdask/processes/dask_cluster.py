@@ -90,8 +90,8 @@ def start_dask(
             last = error.__cause__ or error
             log.warning("the cluster did not start (%d of %d): %s", attempt + 1, _START_ATTEMPTS, last)
     raise RoleError(
-        f"the workers of this machine did not start in {_START_ATTEMPTS} attempts: {type(last).__name__}: {last}; check "
-        "the free memory and the log of the driver"
+        f"the workers of this machine did not start in {_START_ATTEMPTS} attempts: {type(last).__name__}: {last}; "
+        "check the free memory and the log of the driver"
     ) from last
 
 

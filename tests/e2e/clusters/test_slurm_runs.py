@@ -273,7 +273,7 @@ def test_a_limit_of_submitted_jobs_costs_explorers_and_not_the_run(tmp_path: Pat
         assert call_cli("submit", str(demo.config)).code == 0
         demo.wait_for_end()
         assert assert_sound(demo.folder)["step"] == tree["trainer"]["total_steps"], demo.log()
-        assert "2 explorer jobs are there, and one more is tried later: " in demo.log() and limit in demo.log()
+        assert "2 explorer jobs are submitted, another one follows later: " in demo.log() and limit in demo.log()
     finally:
         demo.cancel_all()
 
@@ -446,9 +446,9 @@ def test_where_no_job_is_queued_again_a_run_says_so_and_a_finished_one_asks_for_
     demo.config.write_text(yaml.safe_dump(tree))
     try:
         submitted = call_cli("submit", str(demo.config))
-        assert submitted.code == 0 and "warning: SLURM does not queue this job again" in submitted.err, submitted
+        assert submitted.code == 0 and "warning: SLURM does not requeue this job" in submitted.err, submitted
         demo.wait_for_end()
-        assert "SLURM does not queue this job again" in demo.log()
+        assert "SLURM does not requeue this job" in demo.log()
         again = call_cli("submit", str(demo.config))
         assert again.code == 0 and "has finished, so nothing is submitted" in again.out, again
         assert demo.alive() == {}

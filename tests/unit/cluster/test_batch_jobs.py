@@ -182,7 +182,7 @@ def test_the_number_of_a_job_is_found_below_what_a_site_says(tmp_path: Path, mon
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert submit("script.sh") == "4711"
     sbatch.write_text("#!/bin/sh\necho 'refused: your quota of 7 is used up'\n")
-    with pytest.raises(RoleError, match="named no job; it said: refused: your quota"):
+    with pytest.raises(RoleError, match="printed no job id but 'refused: your quota"):
         submit("script.sh")
 
 
@@ -306,7 +306,7 @@ def test_ranks_are_one_job_and_engines_as_many_as_their_gpus_make(
         ("explorer", {"gres": "gpu:8"}, 2, 3, "gres is gpu:8, and 2 engines with 3 GPUs each .* use 6 of a node"),
         ("explorer", {"gres": "gpu:1"}, 1, 4, r"works on 4 GPUs .*; set gpu:4, or .* over 4 nodes .*explorer.nodes: 4"),
         ("explorer", {"gres": "gpu:8", "nodes": 3}, 1, 16, "over 2 nodes cluster.slurm.explorer.nodes: 2, or a mult"),
-        ("explorer", {"gres": "gpu:8", "nodes": 2}, 1, 12, "which are no whole nodes; set gpu:12, or a number that di"),
+        ("explorer", {"gres": "gpu:8", "nodes": 2}, 1, 12, "which is not a number of whole nodes; set gpu:12, or a"),
         (
             "explorer",
             {"gres": "gpu:8", "nodes": 4},
@@ -431,9 +431,7 @@ def test_auxiliary_models_have_jobs_of_their_own_for_the_largest_of_them(tmp_pat
         config, "explorer", 1, "explorer-0", private(config), tmp_path
     )
     few = configured(tmp_path, "cluster.slurm.auxiliary={gres: 'gpu:2'}", models)
-    with pytest.raises(
-        UserError, match=r"cluster.slurm.auxiliary: a node has 2 GPUs, .* works on 4; set gres to gpu:4"
-    ):
+    with pytest.raises(UserError, match=r"cluster.slurm.auxiliary: a node has 2 GPUs, .* uses 4; set gres to gpu:4"):
         SlurmCluster.shape(few, "auxiliary", 4)
 
 
@@ -453,17 +451,17 @@ def test_an_engine_over_two_nodes_is_a_worker_and_one_that_follows(tmp_path: Pat
     beside = "explorer.auxiliary_models=[{engine_type: vllm, model_path: m, tensor_parallel_size: 16, %s}]"
     beside %= "gpu_memory_utilization: 0.05"
     for changes, told in (
-        ((engine, beside), "auxiliary_models.0. works on 16 GPUs, .* only engines of the policy, of engine_type vllm"),
-        ((wide,), "data_parallel_size is for one node"),
-        ((engine, "checkpoint_root_dir=s3://bucket/runs"), "must be a folder that they see"),
-        ((engine, "synchronizer.sync_method=memory"), "sync_method memory lie on the first of its nodes alone"),
-        ((engine, "synchronizer.sync_method=nccl"), "sync_method nccl lie on the first of its nodes alone"),
+        ((engine, beside), "auxiliary_models.0. uses 16 GPUs, .* only engines of the policy with engine_type vllm"),
+        ((wide,), "data_parallel_size is limited to one node"),
+        ((engine, "checkpoint_root_dir=s3://bucket/runs"), "must be a shared folder"),
+        ((engine, "synchronizer.sync_method=memory"), "sync_method memory are only on the first of its nodes"),
+        ((engine, "synchronizer.sync_method=nccl"), "sync_method nccl are only on the first of its nodes"),
         ((engine, "synchronizer.whole_interval=20"), "set synchronizer.whole_interval to 1"),
     ):
         with pytest.raises(UserError, match=told):
             SlurmCluster.shape(configured(tmp_path, *keys, *changes), "explorer", 3)
     layout, storage = plan_jobs([config], {"trainer": 1, "explorer": 1}), open_storage(config.checkpoint_job_dir)
-    with pytest.raises(UserError, match="an engine would have 2 nodes, which is for rftdask submit without --single"):
+    with pytest.raises(UserError, match="an engine would use 2 nodes; use rftdask submit without --single"):
         allocation_script(config, layout, private(config), storage)
 
 
@@ -691,9 +689,9 @@ def test_scripts_are_shown_where_there_is_no_slurm(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PATH", str(tmp_path))
     shown = call_cli("submit", str(file), "--dry-run")
     assert shown.code == 0 and shown.out.count("#!/usr/bin/env bash") == 3, shown
-    assert shown.out.startswith("# not checked against what SLURM has: sinfo is not a command here")
+    assert shown.out.startswith("# not checked against what SLURM has: sinfo is not installed")
     refused = call_cli("submit", str(file))
-    assert refused.code == 2 and "rftdask run with cluster.type=local works on one machine" in refused.err
+    assert refused.code == 2 and "or rftdask run with cluster.type=local on one machine" in refused.err
     folder = Path(load_config(file).checkpoint_job_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").touch()
@@ -812,7 +810,7 @@ def test_one_allocation_of_nodes_that_are_alike_gives_each_role_nodes_of_its_own
         cores = "6" if at == 0 else "4"
         assert f"--relative={at} " in line and f"--{options} --ntasks-per-node=4 --cpus-per-task={cores} " in line
     other = configured(tmp_path, *keys, "cluster.slurm.explorer.gres=gpu:h100:8", "explorer.rollout_model.engine_num=8")
-    with pytest.raises(UserError, match=r"nodes that are all alike .* and GPUs differ: .*gpu:h100:4.*gpu:h100:8"):
+    with pytest.raises(UserError, match=r"all nodes of a job .* and GPUs differ: .*gpu:h100:4.*gpu:h100:8"):
         allocation_script(other, plan_jobs([other], {"trainer": 6, "explorer": 4}), private(other), storage)
 
 
