@@ -3,7 +3,7 @@
 They use TLS, because access to a scheduler's port allows running code as its owner, and every user of a shared machine
 can reach 127.0.0.1. Keys are created at each start and sent through the pipe of a worker's nanny, never stored.
 
-Dask is imported when the cluster starts, so that the fork server starts before (processes/zygote.py).
+Dask is imported late, when the cluster starts, because the fork server starts before (processes/zygote.py).
 """
 
 from __future__ import annotations
