@@ -1,14 +1,14 @@
-# An image of the one tested set of versions (constraints.txt), for NVIDIA GPUs with a driver of CUDA 13, or for a CPU.
+# Image with the tested set of versions (constraints.txt), for NVIDIA GPUs with a driver for CUDA 13, or for a CPU.
 #
 #   docker build -t rftdask .
 #   docker build -t rftdask:cpu --build-arg EXTRAS=train,lora,sql .
 #   docker run --rm --gpus all --shm-size 16g -v "$PWD:/work" --user "$(id -u):$(id -g)" rftdask run run.yaml
 #
-# It is checked in the tests and not built there, which would take a network.
+# The tests check this file but do not build it, because that needs a network.
 FROM python:3.11-slim-bookworm
 
 ARG EXTRAS=gpu,vllm,lora,slurm,sql
-# Kernels are compiled while a run starts; bubblewrap keeps code of rollouts away from the rest.
+# g++ compiles kernels at the start of a run; bubblewrap isolates the code of rollouts.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends bubblewrap g++ git \
     && rm -rf /var/lib/apt/lists/*
@@ -21,7 +21,7 @@ COPY notebooks ./notebooks
 COPY rftdask ./rftdask
 RUN pip install --no-cache-dir -c constraints.txt ".[${EXTRAS}]"
 
-# Whoever starts it, as --user says, has a home: caches of models and kernels go there.
+# Home of the user selected by --user, for caches of models and kernels.
 ENV HOME=/work
 WORKDIR /work
 USER 1000:1000

@@ -1,34 +1,34 @@
-# Each target sets itself up: with Python 3.11 or newer on the machine, `make quickstart` or `make test` is all to type.
+# Each target installs what it needs; the machine needs only Python 3.11 or newer.
 #
 #   make quickstart   a whole run on the CPU, in minutes       make check    lint, types and test
 #   make test         the fast tests                           make slow     real runs, processes killed mid-write
 #   make lint types   ruff; mypy                               make extras   tests of more extras, and against peers
 #   make learning     every algorithm learns its toy         make test-oldest  the fast tests on the oldest PyTorch
-#   make guides       examples, notebooks, pages, the wheel   make site      the documentation as a site, in build/site
-#   make robustness   bad settings, files, runs and code       make gpu      what only a GPU shows, into docs/gpu.md
-#   make clean        remove .venv and caches                 make long     slow ones that take longest, not in CI
+#   make guides       examples, notebooks, pages, the wheel   make site      the documentation as web pages, in build/site
+#   make robustness   bad settings, files, runs and code       make gpu      GPU measurements, into docs/gpu.md
+#   make clean        remove .venv and caches                 make long     the longest tests, not in CI
 #
-# PYTHON=python3.12 picks the interpreter, VENV=path the environment, EXTRAS=dev,gpu what is installed with the package;
+# PYTHON=python3.12 selects the interpreter, VENV=path the environment, EXTRAS=dev,gpu the extras of the package;
 # EXTRAS= is the light installation of a login node, without torch.
 
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
 
-# The fast tests are dealt out by file, the slow ones one by one, to more processes than there are cores, in the order of
-# tests/conftest.py, since many wait for processes of their own. Memory bounds both.
+# Fast tests are distributed by file, slow ones individually, in the order of tests/conftest.py. Many wait for their own
+# processes, so there are more workers than cores; memory limits the number.
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-# Nothing waits here: as many processes as cores, each of which makes the toys once.
+# These tests do not wait, so there are as many workers as cores; each creates the toys once.
 LEARNING_PARALLEL ?= -n $(shell nproc)
-# Most of these are runs that follow each other in one process, which keep a core and a half busy.
+# Most of these are sequences of runs in one process, which use a core and a half.
 GUIDES_PARALLEL ?= -n $(shell expr 3 \* $$(nproc) / 2) --dist loadgroup --no-loadscope-reorder
 SLOW_PARALLEL ?= -n auto --maxprocesses 6 --dist loadgroup --no-loadscope-reorder
 
 BIN := $(VENV)/bin
-# With whatever torch, vLLM and dask-cuda are there: the machine's own environment, not one that is made for tests.
+# The machine's own environment with its torch, vLLM and dask-cuda.
 GPU_PYTHON ?= python
-# Named by content and place, not by time: a new clone, other pins, other extras or another checkout of the package install
-# anew; a touched file does not. Written last, so an interrupted installation is taken up again.
+# Named by content and path: new pins, extras or another checkout reinstall, a touched file does not. Written last, so
+# an interrupted installation is repeated.
 STAMP := $(VENV)/installed-$(shell (cat pyproject.toml constraints.txt; echo "$(EXTRAS) $(CURDIR)") | cksum | cut -d ' ' -f 1)
 
 .PHONY: agentscope gpu torchao site quickstart test test-oldest robustness learning guides slow long extras lint types check install clean
@@ -40,7 +40,7 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) --durations=10
 
-# By hand, where pip offers this torch: no build of it for CPUs is on PyPI. Beside its CUDA libraries it needs 8 GB of disk.
+# Manual, if pip offers this torch: PyPI has no CPU build of it. With its CUDA libraries it needs 8 GB of disk.
 OLDEST := torch==2.11.0 transformers==5.16.1
 test-oldest:
 	@$(PYTHON) -m venv $(VENV)-oldest
@@ -73,7 +73,7 @@ extras:
 	@$(MAKE) --no-print-directory agentscope EXTRAS=$(WIDE)
 	$(BIN)/python -m pytest -m extras --durations=10
 
-# Its mcp beside the environment, where verifiers needs another one.
+# Its mcp is installed outside of the environment, where verifiers needs another version.
 agentscope: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "agentscope<2" greenlet
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/mcp1 "mcp<2"
@@ -85,8 +85,8 @@ torchao:
 	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest -m "" -k "bits or narrow or bfloat16" \
 	  tests/unit/trainer/engines/test_optimizer.py tests/e2e/training/test_optimizers_over_ranks.py
 
-# On a machine with a GPU and the extras for it; PART="a b" runs some parts. The table of docs/gpu.md gets their rows. TINY=1
-# tries it out on a CPU, and measures nothing.
+# On a machine with a GPU and its extras; PART="a b" runs some parts. Appends rows to the table of docs/gpu.md. TINY=1
+# tests the script on a CPU without valid numbers.
 gpu:
 	$(GPU_PYTHON) benchmarks/gpu.py $(if $(TINY),--tiny,--append docs/gpu.md) $(if $(PART),--parts $(PART))
 
@@ -101,8 +101,8 @@ check: lint types test
 
 install: $(STAMP)
 
-# The older stamps go first, since only the last installation is in place. A venv without pip was left by an interruption.
-# Compiled here, as pip compiles what it copies: where Python may not write bytecode, each of a run's processes would do it.
+# Older stamps are removed first, since only the last installation is valid. A venv without pip comes from an
+# interruption. compileall: if Python cannot write bytecode later, each process of a run would compile the package.
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: rftdask needs Python 3.11 or newer, and '$(PYTHON)' is" \
@@ -110,7 +110,7 @@ $(STAMP):
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "error: '$(PYTHON)' lacks the venv module; install the system's package for it (Debian, Ubuntu: python3-venv)" >&2; \
 	  exit 1; }
-	@echo "installing into $(VENV): some minutes and 2 GB the first time"
+	@echo "installing into $(VENV): a few minutes and 2 GB the first time"
 	@rm -f $(VENV)/installed-*
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$(if $(EXTRAS),[$(EXTRAS)])"

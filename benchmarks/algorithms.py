@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/algorithms.py [--quick] [--json FILE]
 
-Three goals are measured: advantages of 100,000 experiences at 1,000,000 experiences/s or more; each loss, forward
-and backward over a [64, 1024] batch, within 1.5 times a minimal PPO loss written inline; and no more than three
-tensors of the logprobs' size kept for backward. Nothing is asserted, since a busy machine is not a bug.
+Three goals are measured: advantages of 100,000 experiences at 1,000,000 experiences/s or more; each loss, forward and
+backward over a [64, 1024] batch, within 1.5 times a minimal inline PPO loss; and at most three tensors of the logprobs'
+size kept for backward. Nothing is asserted, because a busy machine is not a bug.
 """
 
 import time
@@ -27,7 +27,7 @@ ROWS, WIDTH = 64, 1024
 
 
 def best_of(function: Callable[[], object], repeats: int) -> float:
-    """Shortest of `repeats` runs, in seconds: the others were disturbed."""
+    """Return the shortest of `repeats` runs, in seconds; other processes slowed the longer ones."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -37,14 +37,15 @@ def best_of(function: Callable[[], object], repeats: int) -> float:
 
 
 def best_of_both(first: Callable[[], object], second: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """The same for two functions in turn: what slows the machine down slows both."""
+    """Return the best times of two functions that alternate, so that load on the machine affects both."""
     times = [(best_of(first, 2), best_of(second, 2)) for _ in range(rounds)]
     return min(one for one, _ in times), min(other for _, other in times)
 
 
 def advantages(report: Report) -> None:
-    """Rates of the functions that need rewards alone; 512 tokens a row are the broadcast's cost, which is shown
-    apart."""
+    """Measure the rates of the functions that need only rewards; the broadcast to 512 tokens per row is a row of its
+    own.
+    """
     inputs = AdvantageInputs(
         rewards_N=torch.randn(NUM_EXPERIENCES),
         group_N=torch.arange(NUM_EXPERIENCES) // GROUP_SIZE,
@@ -58,7 +59,7 @@ def advantages(report: Report) -> None:
 
 
 def inline_ppo(logprobs: Tensor, batch: LossInputs, total: Tensor) -> None:
-    """The least a PPO loss can be: no mask of garbage, no checks, no metrics, no dual clip."""
+    """Minimal PPO loss: no mask of invalid values, no checks, no metrics, no dual clip."""
     assert batch.advantages_BT is not None
     ratio = torch.exp(logprobs - batch.rollout_logprobs_BT)
     clipped = torch.clamp(ratio, 0.8, 1.2)
@@ -67,23 +68,23 @@ def inline_ppo(logprobs: Tensor, batch: LossInputs, total: Tensor) -> None:
 
 
 def num_kept(compute: Callable[[], object], batch: LossInputs) -> float:
-    """Tensors of the logprobs' size that `compute` keeps for its backward pass, beside its inputs."""
-    given = {tensor.data_ptr() for tensor in vars(batch).values() if isinstance(tensor, Tensor)}
+    """Return how many tensors of the logprobs' size `compute` keeps for its backward pass, without its inputs."""
+    inputs = {tensor.data_ptr() for tensor in vars(batch).values() if isinstance(tensor, Tensor)}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in given:
+        if tensor.data_ptr() not in inputs:
             kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = compute()  # held, so that no two tensors have the same place
+        result = compute()  # kept alive, so that no two tensors have the same address
     del result
     return sum(kept.values()) / (batch.policy_logprobs_BT.numel() * batch.policy_logprobs_BT.element_size())
 
 
 def losses(report: Report, rounds: int) -> None:
-    """Time of each loss as the trainer calls it, against the inline one, and the tensors it keeps."""
+    """Measure the time of each loss as the trainer calls it, against the inline loss, and the tensors it keeps."""
     rollout = -torch.rand(ROWS, WIDTH) - 0.1
     mask = torch.arange(WIDTH)[None] < torch.randint(WIDTH // 2, WIDTH + 1, (ROWS, 1))
     logprobs = (rollout + 0.1 * torch.randn(ROWS, WIDTH)).requires_grad_()
@@ -95,13 +96,11 @@ def losses(report: Report, rounds: int) -> None:
         advantages_BT=torch.randn(ROWS, 1).expand(ROWS, WIDTH).contiguous(),
         ref_logprobs_BT=rollout,
         expert_mask_B=torch.arange(ROWS) % 8 == 0,
-        divergence_BT=torch.rand(
-            ROWS, WIDTH, requires_grad=True
-        ),  # what jsd is given; its own work is done beside the logits
+        divergence_BT=torch.rand(ROWS, WIDTH, requires_grad=True),  # input of jsd, which is computed with the logits
         rewards_B=torch.arange(ROWS) % 2.0,
         kl_baseline=0.0,
     )
-    # m2po has more to do where a sequence is over its threshold; with this one every sequence is.
+    # m2po does more work for sequences above its threshold; with this value every sequence is above it.
     cases: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in registered_parts("policy_loss_fn")]
     cases += [("m2po", {"scope": scope, "m2_threshold": 0.004}) for scope in ("sequence", "batch")]
     for name, arguments in cases:

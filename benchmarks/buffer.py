@@ -1,15 +1,15 @@
-"""The experience log: how fast it is written and read, how soon a rollout can be trained, what a long log costs.
+"""Speed of the experience log: writes, reads, delay until a rollout is trainable, and cost of a long log.
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/buffer.py [--folder DIR] [--reference] [--quick] [--json FILE]
 
-Rows are of 512 tokens (128 of prompt, ids uniform over 150,000, so that nothing compresses that would not in a run),
-with two texts and four metrics, in arrays, as the runner hands them over. Everything is durable: two fsyncs a shard.
-One thread writes or reads; rates are given by the wall and by the CPU seconds of the process, since fsync waits for
-the disk. Beside each rate stands the floor of the same run: for writing, Parquet by pyarrow of the same columns from
-ready arrays, once, with the same two fsyncs; for reading, a copy of the bytes and a checksum. On a machine that is slow
-today both are slow, so `x of the floor` is what to compare between days. `--reference` also runs the buffers of
-Trinity-RFT, by way of its actor, on rows of the same size, where it and ray are installed. DIR is on the disk to
-measure (default: where temporary files are).
+Rows have 512 tokens (128 of the prompt; ids uniform over 150,000, so that the data does not compress better than in a
+run), two texts and four metrics, in arrays as the runner passes them. Everything is durable: two fsyncs per shard. One
+thread writes or reads. Rates are per wall second and per CPU second of the process, because fsync waits for the disk.
+Each rate is printed with the floor of the same run: for writing, pyarrow writes the same columns from ready arrays
+once, with the same two fsyncs; for reading, the bytes are copied and checksummed. Compare `x of the floor` between
+days, since a slow machine slows both. `--reference` also measures the buffers of Trinity-RFT through their actor, on
+rows of the same size; this needs Trinity-RFT and ray. DIR is on the disk to measure (default: the folder of temporary
+files).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NUM_TOKENS, PROMPT_LENGTH, VOCAB_SIZE, GROUP_SIZE = 512, 128, 150_000, 8
 
 
 def make_group(random: np.random.Generator, task: int, explore_step: int = 1) -> list[Experience]:
-    """The rollouts of one task."""
+    """Return the rollouts of one task."""
     return [
         Experience(
             taskset="gsm8k",
@@ -85,7 +85,7 @@ def add_rates(
     floor_s: float = 0.0,
     goal: float | None = None,
 ) -> None:
-    """Add the medians over the runs, by the wall and by CPU time. floor_s: CPU seconds of the floor."""
+    """Add the medians over the runs, per wall second and per CPU second. floor_s: CPU seconds of the floor."""
     cpu = max(statistics.median(cpu_s), 1e-9)
     report.add(f"{work}, by the wall", num / statistics.median(wall_s), f"{unit}/s")
     other = num / floor_s if floor_s else None
@@ -93,7 +93,7 @@ def add_rates(
 
 
 def timed(call: Callable[[], object], repeats: int) -> tuple[list[float], list[float]]:
-    """(wall seconds, CPU seconds) of each run."""
+    """Return (wall seconds, CPU seconds) of the runs."""
     wall, cpu = [], []
     for _ in range(repeats):
         began, began_cpu = time.perf_counter(), time.process_time()
@@ -104,17 +104,17 @@ def timed(call: Callable[[], object], repeats: int) -> tuple[list[float], list[f
 
 
 def add_percentiles(report: Report, work: str, values_s: Sequence[float], goal_ms: float) -> None:
-    """goal_ms: of the 99th percentile."""
+    """Add median and 99th percentile. goal_ms: goal of the 99th percentile."""
     p50, p99 = np.percentile(values_s, [50, 99]) * 1e3
     report.add(f"{work}, median of {len(values_s)}", p50, "ms", less_is_better=True)
     report.add(f"{work}, 99th percentile", p99, "ms", less_is_better=True, goal=goal_ms)
 
 
-# ---- the machine alone
+# ---- the machine
 
 
 def measure_machine(report: Report, repeats: int) -> None:
-    """A loop of the interpreter, a copy and a checksum in memory: which of two days was the slower one."""
+    """Measure an interpreter loop, a copy and a checksum in memory, to compare the machine between days."""
 
     def loop() -> None:
         for _ in range(10_000_000):
@@ -147,7 +147,7 @@ def measure_disk(report: Report, folder: Path, repeats: int) -> None:
 def measure_log(
     report: Report, folder: Path, rows_per_shard: int, repeats: int, write_goal: float, read_goal: float | None
 ) -> None:
-    """Each write is timed in turn with its floor, each read with its own. Goals in experiences per CPU second."""
+    """Measure writes and reads, alternating with their floors. Goals are in experiences per CPU second."""
     storage = open_storage(str(folder / f"log-{rows_per_shard}"))
     log = ParquetLog(storage)
     rows = make_rows(rows_per_shard)
@@ -196,7 +196,9 @@ def measure_log(
 def in_turn(
     floor: Callable[[], object], call: Callable[[], object], repeats: int
 ) -> tuple[float, list[float], list[float]]:
-    """Median CPU seconds of the floor; wall and CPU seconds of each run of the other. One of each before, untimed."""
+    """Return the median CPU seconds of the floor, and wall and CPU seconds of the runs of `call`, after one untimed run
+    each.
+    """
     floor(), call()
     runs = [(timed(floor, 1), timed(call, 1)) for _ in range(repeats)]
     floor_cpu_s = statistics.median(cpu[0] for (_, cpu), _ in runs)
@@ -204,7 +206,7 @@ def in_turn(
 
 
 def measure_share(report: Report, folder: Path, num_ranks: int = 8) -> None:
-    """What one of several ranks reads of a batch of 64 shards of 64 rows."""
+    """Measure the part of a batch of 64 shards of 64 rows that one of several ranks reads."""
     counted = CountingStorage(open_storage(str(folder / "share")))
     log = ParquetLog(counted)
     random = np.random.default_rng(0)
@@ -229,7 +231,7 @@ def measure_share(report: Report, folder: Path, num_ranks: int = 8) -> None:
 
 
 class CountingStorage(Storage):
-    """Counts the bytes of shards that are read."""
+    """Storage that counts the bytes read from shards."""
 
     def __init__(self, inner: Storage) -> None:
         self.inner, self.url = inner, inner.url
@@ -260,7 +262,7 @@ class CountingStorage(Storage):
         return self.inner.local_copy(path)
 
 
-# ---- how soon
+# ---- delays
 
 
 def reader_of(storage: Storage, num_tasks: int) -> LogSource:
@@ -269,7 +271,9 @@ def reader_of(storage: Storage, num_tasks: int) -> LogSource:
 
 
 def commit_shards(url: str, num: int, pause_s: float, committed: Any) -> None:
-    """In a process of its own: shards of 64 rows, and when each commit returned (the clock is the machine's)."""
+    """Commit shards of 64 rows in a separate process and report when each commit returned; all processes share the
+    clock.
+    """
     log = ParquetLog(open_storage(url))
     rows = make_rows(64)
     random = np.random.default_rng(1)
@@ -280,7 +284,9 @@ def commit_shards(url: str, num: int, pause_s: float, committed: Any) -> None:
 
 
 def measure_visibility(report: Report, folder: Path, num: int) -> None:
-    """From the return of a commit to the end of the listing that shows it, at the pace a waiting trainer looks."""
+    """Measure from the return of a commit to the end of the listing that shows it, at the poll interval of a waiting
+    trainer.
+    """
     storage = open_storage(str(folder / "visibility"))
     context = multiprocessing.get_context("spawn")
     committed = context.Queue()
@@ -302,7 +308,7 @@ def measure_visibility(report: Report, folder: Path, num: int) -> None:
 
 
 class SeenLog(ParquetLog):
-    """Remembers when a listing first showed each step."""
+    """Log that remembers when a listing first showed each step."""
 
     def __init__(self, storage: Storage) -> None:
         super().__init__(storage)
@@ -317,7 +323,7 @@ class SeenLog(ParquetLog):
 
 
 def finish_groups(url: str, num_batches: int, num_tasks: int, flush_age_s: float, finished: Any) -> None:
-    """In a process of its own: work units whose groups end one after another, spread over some seconds."""
+    """Finish work units in a separate process; the ends of their groups are spread over some seconds."""
     log = ParquetLog(open_storage(url))
     random = np.random.default_rng(2)
     for step in range(1, num_batches + 1):
@@ -333,7 +339,7 @@ def finish_groups(url: str, num_batches: int, num_tasks: int, flush_age_s: float
 def measure_trainable(
     report: Report, folder: Path, num_batches: int, flush_age_s: float = 0.25, num_tasks: int = 64
 ) -> None:
-    """From the end of a group's last rollout until a batch with it is written down and its arrays are there."""
+    """Measure from the end of a group's last rollout until the ledger has a batch with it and its arrays are loaded."""
     storage = open_storage(str(folder / "trainable"))
     context = multiprocessing.get_context("spawn")
     finished = context.Queue()
@@ -359,9 +365,9 @@ def measure_trainable(
 
 
 class LongRun(Storage):
-    """A run of a million shards that nobody wrote: names are made when they are listed; what is put lies on top.
+    """A run of a million shards that nobody wrote: listings create the names, and writes are stored on top.
 
-    It adds up what the calls would have taken: `latency_s` each, and a page for every `page` names.
+    It adds up the time that the calls would take: `latency_s` per call, one call per `page` listed names.
     """
 
     def __init__(self, num_shards: int, latency_s: float, page: int, inner: Storage, batches: int = 16) -> None:
@@ -375,10 +381,10 @@ class LongRun(Storage):
         self.time_s += pages * self.latency_s
 
     def take(self) -> tuple[int, float]:
-        """Calls and seconds since the last time."""
-        found = self.num_calls, self.time_s
+        """Return calls and seconds since the last call."""
+        totals = self.num_calls, self.time_s
         self.num_calls, self.time_s = 0, 0.0
-        return found
+        return totals
 
     def _made_up(self, folder: str) -> list[str]:
         last_bucket = self.num_steps // STEPS_PER_BUCKET
@@ -428,7 +434,7 @@ class LongRun(Storage):
 def measure_long_log(
     report: Report, num_shards: int, place: str, latency_s: float, page: int, everything: bool
 ) -> None:
-    """Resuming, planning a batch and looking for new shards at the end of such a run."""
+    """Measure resuming, planning a batch and looking for new shards at the end of such a run."""
     storage = LongRun(num_shards, latency_s, page, open_storage(f"memory://long-{place}-{num_shards}"))
     last = storage.num_steps
     note_complete(storage, last // STEPS_PER_BUCKET * STEPS_PER_BUCKET)
@@ -464,8 +470,8 @@ def measure_long_log(
 
 
 def measure_reference(report: Report, folder: Path, num_rows: int) -> None:
-    """The queue and SQL buffers of Trinity-RFT through their actor, as they are, on rows of the same size."""
-    import ray  # late: only installed where its figures are wanted
+    """Measure the queue and SQL buffers of Trinity-RFT through their actor, unmodified, on rows of the same size."""
+    import ray  # late: installed only if its figures are wanted
     import torch
     from trinity.buffer.buffer import get_buffer_reader, get_buffer_writer
     from trinity.common.config import ExperienceBufferConfig
@@ -502,9 +508,9 @@ def measure_reference(report: Report, folder: Path, num_rows: int) -> None:
         began = time.perf_counter()
         await writer.write(rows)
         wrote = time.perf_counter()
-        found = await reader.read(batch_size=num_rows)
+        rows_read = await reader.read(batch_size=num_rows)
         ended = time.perf_counter()
-        assert len(found) == num_rows
+        assert len(rows_read) == num_rows
         return num_rows / (wrote - began), num_rows / (ended - wrote)
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="bench")
@@ -515,7 +521,7 @@ def measure_reference(report: Report, folder: Path, num_rows: int) -> None:
                 written, read = asyncio.run(run(kind))
                 report.add(f"{name}: writes", written, "experiences/s")
                 report.add(f"{name}: reads", read, "experiences/s")
-            except ImportError as error:  # its SQL needs greenlet, which it does not ask for
+            except ImportError as error:  # its SQL buffer needs greenlet but does not declare it
                 print(f"{name} is not measured: {str(error).partition('.')[0]}")
     finally:
         ray.shutdown()

@@ -1,23 +1,23 @@
-"""Chaos: a run whose processes are killed at random moments, and what it comes to.
+"""Chaos: kill processes of a run at random moments and check the result.
 
     python benchmarks/chaos.py [--slurm] [--kills 20] [--explorers 2] [--steps 300] [--every SECONDS] [--rollout-s 0.02]
                                [--ahead 1] [--seed 1] [--folder DIR] [--kinds KIND,...] [--model quickstart]
                                [--quick] [--json FILE]
 
-A run with a fake model and real processes, in style fixed, is made twice: undisturbed, and while something is killed
-with signal 9 again and again: an explorer worker, an engine, the trainer's rank, its worker (with the synchronizer), or
-the driver, which is also the scheduler; this script then starts the same command again, as a batch system would. With
-`--slurm` both runs are submitted to the SLURM of this machine, with explorers on its partition `spot`, and explorer
-jobs are preempted, requeued and cancelled, too, as are the jobs of trainer and controller; nobody starts them again.
-With `--model quickstart` nothing is fake: it is the GRPO stage of config/quickstart.yaml, from the model that its first
-stage makes; steps take seconds, so a few are enough (--steps 8 --kills 4).
-A kill comes each time that a share of the steps is done, so it does as much harm on a busy machine as on a quiet one;
-or, with `--every`, after about so many seconds.
+A run with a fake model and real processes, in style fixed, is executed twice: undisturbed, and while processes are
+killed repeatedly with signal 9. Victims are an explorer worker, an engine, the trainer's rank, its worker (with the
+synchronizer), and the driver, which is also the scheduler; this script restarts the driver with the same command, as a
+batch system would. With `--slurm`, both runs are submitted to the SLURM of this machine with explorers on its partition
+`spot`; explorer jobs are also preempted, requeued and cancelled, as are the jobs of trainer and controller, and this
+script restarts nothing. With `--model quickstart` nothing is fake: the run is the GRPO stage of config/quickstart.yaml,
+from the model of its first stage; steps take seconds, so use few of them (--steps 8 --kills 4). Kills happen after
+fixed shares of the steps, so they do the same harm on a busy machine, or, with `--every`, after about that many
+seconds.
 
-It must end with the same steps, the same ledger and the same bits of weights, the audit must find nothing lost and
-nothing twice, and after each death of a local driver its orphans must end by themselves. Goodput is the wall time of
-the undisturbed run divided by that of the disturbed one; with `--every`, also the steps that were done until the last
-kill divided by those of the undisturbed run in as many seconds. Exit code 1 if anything differs.
+The disturbed run must end with the same steps, the same ledger and the same bits of weights; the audit must find no
+lost and no duplicated row; and the orphans of a killed local driver must end without help. Goodput is the wall time of
+the undisturbed run divided by that of the disturbed run; with `--every`, also the number of steps until the last kill
+divided by the steps of the undisturbed run in the same time. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rftdask.storage import open_storage
 
 
 def draw(kinds: Sequence[str], kills: int, seed: int) -> list[str]:
-    """What to kill, in turn: each as often as the others, in an order of its own each time."""
+    """Yield the kinds to kill, equally often, in a new random order each round."""
     rng = random.Random(seed)
     return [kind for _ in range(kills) for kind in rng.sample(kinds, len(kinds))][:kills]
 
@@ -63,14 +63,14 @@ def run_undisturbed(start: type[Run], config: Path) -> tuple[float, Run]:
 def run_disturbed(
     start: type[Run], config: Path, steps: int, kinds: list[str], every_s: float | None, seed: int
 ) -> tuple[float, Run]:
-    """(wall seconds, the run with its strikes)."""
+    """Return (wall seconds, the run with its strikes)."""
     rng = random.Random(seed)
     began = time.monotonic()
     run = start(config)
     try:
         for number, kind in enumerate(kinds, start=1):
             if every_s is None:
-                # What is left after the last is longer than it takes to find its victim on a busy machine.
+                # The steps after the last kill take longer than finding its victim on a busy machine.
                 due = number * steps // (len(kinds) + 2)
                 wait_until(partial(_has_done, run, due), 10 * SILENCE_S, f"step {due}", run.look_s)
             time.sleep(rng.uniform(0.5, 1.5) * every_s if every_s is not None else rng.uniform(0.0, 0.1))
@@ -103,11 +103,11 @@ def _strike(run: Run, kind: str, rng: random.Random) -> bool:
     return run.strike(kind, rng)
 
 
-# ---- what a run came to
+# ---- results of a run
 
 
 def ledger_of(folder: Path) -> list[list[tuple[int, int, int, str]]]:
-    """Of each step, (explore step, work unit, row of the batch, reason) of every row, sorted."""
+    """Return (explore step, work unit, row of the batch, reason) of every row of each step, sorted."""
     ledger, steps = Ledger(open_storage(folder)), []
     for step in range(1, ledger.last_step() + 1):
         entry, rows = ledger.read(step), []
@@ -128,7 +128,7 @@ def weights_of(folder: Path) -> bytes:
 
 
 def check(folder: Path, undisturbed: Path, steps: int) -> list[str]:
-    """What is not as it should be."""
+    """Return the problems of the disturbed run."""
     done = subprocess.run(
         [sys.executable, "-m", "rftdask", "status", str(folder), "--json"], capture_output=True, text=True
     )
@@ -147,9 +147,9 @@ def check(folder: Path, undisturbed: Path, steps: int) -> list[str]:
     if lost := {row for step in others for row in step} - {row for step in mine for row in step}:
         problems.append(f"lost: {sorted(lost)[:5]}")
     if mine != others:
-        problems.append("the ledger is another one")
+        problems.append("the ledger differs")
     if weights_of(folder) != weights_of(undisturbed):
-        problems.append("the final weights are other ones")
+        problems.append("the final weights differ")
     return problems
 
 
@@ -162,7 +162,9 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=None, help="seconds between kills, on average")
     parser.add_argument("--explorers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rollout-s", type=float, default=0.02, help="of most rollouts; some take ten times as long")
+    parser.add_argument(
+        "--rollout-s", type=float, default=0.02, help="seconds of most rollouts; some take ten times as long"
+    )
     parser.add_argument("--ahead", type=int, default=1, help="steps that explorers may be ahead of the trainer")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=None)
@@ -171,7 +173,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     report = Report(args)
-    if args.quick:  # one kill of everything that a local run has
+    if args.quick:  # one kill of each kind that a local run has
         args.kills, args.steps, args.explorers = 5, 60, 1
     start: type[Run] = SlurmRun if args.slurm else LocalRun
     kinds = args.kinds.split(",") if args.kinds else start.victims
@@ -193,8 +195,10 @@ def main() -> None:
         )
         problems = check(run.folder, folder / "runs" / "chaos" / "undisturbed", args.steps)
         killed = Counter(strike.kind for strike in run.strikes)
-        told = ", ".join(f"{count} x {kind}" for kind, count in sorted(killed.items()))
-        print(f"seed {args.seed}: {sum(killed.values())} kills ({told}), one per {chaos_s / max(1, args.kills):.1f} s")
+        counts = ", ".join(f"{count} x {kind}" for kind, count in sorted(killed.items()))
+        print(
+            f"seed {args.seed}: {sum(killed.values())} kills ({counts}), one per {chaos_s / max(1, args.kills):.1f} s"
+        )
         if reference is start:
             goal = 0.85 if args.every and not args.quick else None
             report.add(
@@ -202,7 +206,7 @@ def main() -> None:
                 against="undisturbed", other=plain_s, goal=goal, goal_of="ratio",
             )  # fmt: skip
             window_s = run.strikes[-1].at - run.began_s
-            # At the pace of the undisturbed run, which may have ended earlier.
+            # The undisturbed run may have ended before this time.
             share = min(1.0, plain_s / window_s)
             report.add(
                 f"steps until the last kill, in {window_s:.0f} s", run.steps_within(window_s), "steps",

@@ -1,4 +1,4 @@
-"""The configs of the runs that benchmarks/chaos.py compares: a fake model, or the quickstart's with its GRPO stage."""
+"""Configurations of the runs that benchmarks/chaos.py compares: a fake model, or the GRPO stage of the quickstart."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Tree = dict[str, Any]
 
 
 def fake_tree(folder: Path, explorers: int, rollout_s: float) -> Tree:
-    """Rollouts that wait and an optimizer that counts; rollout_s: of seven rollouts in eight, the others take ten times
-    as long.
+    """Configuration whose rollouts sleep and whose optimizer counts. rollout_s: of seven rollouts in eight; the eighth
+    sleeps ten times as long.
     """
     (folder / "chaos_workflow.py").write_text(WORKFLOW.format(rollout_s=rollout_s, longest_s=10 * rollout_s))
     rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(64)]
@@ -50,7 +50,7 @@ def fake_tree(folder: Path, explorers: int, rollout_s: float) -> Tree:
 
 
 def quickstart_tree(folder: Path, explorers: int) -> Tree:
-    """The GRPO stage of config/quickstart.yaml, from the model that its first stage makes, which is run here."""
+    """Configuration of the GRPO stage of config/quickstart.yaml. Runs its first stage here to get the model."""
     sys.path.insert(0, str(EXAMPLES))
     import quickstart
 
@@ -68,14 +68,14 @@ def quickstart_tree(folder: Path, explorers: int) -> Tree:
     tasks = stage["buffer"]["explorer_input"]
     tasks["taskset"]["path"] = str(folder / "toy" / "train.jsonl")
     del tasks["eval_tasksets"], stage["stage_name"], stage["explorer"]["eval_interval"]
-    # Two work units for each explorer, so that a kill finds some of a step done and some not.
+    # Two work units per explorer, so that a kill finds a step partly done.
     stage["explorer"]["tasks_per_batch"] = max(1, stage["buffer"]["batch_size"] // (2 * explorers))
     stage["trainer"]["save_interval"] = 2
     return {**common, **stage, "model": {**tree["model"], "model_path": Experiment.from_yaml(warmup).model_path()}}
 
 
 def write_config(folder: Path, name: str, tree: Tree, steps: int, explorers: int, ahead: int, on_slurm: bool) -> Path:
-    """ahead: steps off policy."""
+    """Write the configuration and return its path. ahead: steps off policy."""
     sections = {section: dict(tree[section]) for section in ("buffer", "explorer", "trainer")}
     sections["buffer"]["total_epochs"] = 100_000
     sections["explorer"]["rollout_model"] = {**tree["explorer"].get("rollout_model", {}), "engine_num": explorers}
@@ -98,7 +98,7 @@ def write_config(folder: Path, name: str, tree: Tree, steps: int, explorers: int
 def slurm_section(folder: Path) -> Tree:
     path = shlex.quote(os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
     common = {"walltime": "01:00:00", "memory": "1GB", "prologue": [f"export OMP_NUM_THREADS=1 PYTHONPATH={path}"]}
-    # For chaos_runs.read_recoveries.
+    # chaos_runs.read_recoveries parses this line.
     began = 'echo "job $SLURM_JOB_ID begins at $(date +%s.%N)"'
     return {
         "type": "slurm",

@@ -1,7 +1,7 @@
-"""The runs that benchmarks/chaos.py disturbs: as one command on this machine, or as jobs of a SLURM on this machine.
+"""The runs that benchmarks/chaos.py disturbs: one command on this machine, or jobs of a SLURM on this machine.
 
-Both find the processes of a run by a mark in their environment, wherever they hang in the tree. Neither knows what a
-run is to come to.
+Both find the processes of a run by a mark in their environment, wherever they are in the process tree. Neither knows
+the expected result of a run.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from rftdask.storage import open_storage
 MARK = "RFTDASK_CHAOS_RUN"
 ENGINE, RANK, DRIVER = "rftdask.engines.server:serve", "rftdask.trainer.rank:serve", "-m rftdask run"
 TARGETS = {"explorer worker": ENGINE, "engine": ENGINE, "trainer": RANK, "trainer worker": RANK, "driver": DRIVER}
-"""What to kill -> what is in the command line of it or, for workers, of its child."""
+"""Target of a kill -> text in its command line or, for workers, in that of its child."""
 ORPHANS_S = 120.0
-"""In which the processes that a killed driver left behind must have ended."""
+"""Seconds within which the processes that a killed driver left behind must have ended."""
 SILENCE_S = 300.0
-"""A run that does nothing for so long has failed."""
+"""Seconds without activity after which a run has failed."""
 
 
 class Strike(NamedTuple):
@@ -45,16 +45,16 @@ class Strike(NamedTuple):
     at: float
     """Unix time."""
     job_id: str
-    """Of what was hit; empty without a batch system."""
+    """Job of the victim; empty without a batch system."""
 
 
 class Run(ABC):
-    """A run that was started, and everything that comes of it."""
+    """A started run and its processes."""
 
     victims: ClassVar[tuple[str, ...]]
-    """Kinds of `strike`."""
+    """Valid kinds of `strike`."""
     look_s: ClassVar[float]
-    """Between two looks at it."""
+    """Seconds between two polls."""
 
     def __init__(self, config: Path) -> None:
         self.config = config
@@ -65,22 +65,22 @@ class Run(ABC):
 
     @abstractmethod
     def ended(self) -> str | None:
-        """None while it lives; empty once it has ended well, else what it said."""
+        """Return None while the run lives, an empty text if it ended well, else the reason."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave nothing of it alive. Idempotent."""
+        """End all processes of the run. Idempotent."""
 
     @abstractmethod
     def recover(self, kind: str) -> None:
-        """Do what is left to whoever started the run after a strike of the kind."""
+        """Do what the user who started the run must do after a strike of this kind."""
 
     def strike(self, kind: str, rng: random.Random) -> bool:
-        """Kill one of the kind, chosen at random, with signal 9; False: there is none this moment."""
-        found = [process for process in self.living() if TARGETS[kind] in _command_line(process)]
-        if not found:
+        """Kill a random process of the kind with signal 9. Returns: False if none exists at this moment."""
+        candidates = [process for process in self.living() if TARGETS[kind] in _command_line(process)]
+        if not candidates:
             return False
-        victim = rng.choice(sorted(found, key=lambda process: process.pid))
+        victim = rng.choice(sorted(candidates, key=lambda process: process.pid))
         try:
             if kind.endswith("worker"):
                 victim = psutil.Process(requester_of(victim.cmdline()) or victim.ppid())
@@ -91,22 +91,22 @@ class Run(ABC):
         return True
 
     def living(self) -> list[psutil.Process]:
-        found = []
+        processes = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    processes.append(process)
             except psutil.Error:
                 continue
-        return found
+        return processes
 
     def steps_within(self, seconds: float) -> int:
-        """Steps that were trained, or at least written down, so long after its start."""
+        """Return the number of steps in the ledger after that many seconds."""
         files = (self.folder / "ledger" / "main").glob("*.json")
         return sum(file.stat().st_mtime < self.began_s + seconds for file in files)
 
     def last_words(self) -> str:
-        """The end of what the run said."""
+        """Return the last lines of the run's output."""
         path = self.config.with_suffix(".log")
         return "\n".join(path.read_text(errors="replace").splitlines()[-15:]) if path.exists() else ""
 
@@ -129,7 +129,7 @@ class Run(ABC):
 
 
 class LocalRun(Run):
-    """`rftdask run CONFIG`; whoever started it starts it again when its driver was killed."""
+    """`rftdask run CONFIG`, restarted after its driver was killed."""
 
     victims = ("explorer worker", "engine", "trainer", "trainer worker", "driver")
     look_s = 0.02
@@ -137,7 +137,7 @@ class LocalRun(Run):
     def __init__(self, config: Path) -> None:
         super().__init__(config)
         self.orphans_s = 0.0
-        """Longest life of what a killed driver left."""
+        """Longest lifetime of the processes that a killed driver left."""
         self._log = config.with_suffix(".log").open("ab")
         self._process = self._start()
 
@@ -148,7 +148,7 @@ class LocalRun(Run):
     def strike(self, kind: str, rng: random.Random) -> bool:
         if kind != "driver":
             return super().strike(kind, rng)
-        # The process that was started: where the variables of a Dask parent are inherited, Dask gives it another name.
+        # The started process: if the variables of a Dask parent are inherited, Dask gives it another name.
         self._note(kind)
         self._process.kill()
         return True
@@ -176,7 +176,7 @@ class LocalRun(Run):
 
 
 class SlurmRun(Run):
-    """`rftdask submit CONFIG`, once: what is killed SLURM and the run itself have to bring back."""
+    """`rftdask submit CONFIG`, once: SLURM and the run must replace whatever is killed."""
 
     victims = (
         "preemption",
@@ -189,14 +189,14 @@ class SlurmRun(Run):
         "driver",
         "controller requeue",
     )
-    """The first three are of an explorer's job."""
+    """Kinds of victims; the first three affect an explorer's job."""
     look_s = 0.25
 
     def __init__(self, config: Path) -> None:
         super().__init__(config)
         self._storage = open_storage(self.folder)
         self._urgent: list[str] = []
-        """Jobs that preempted one of the run's."""
+        """Jobs that preempted a job of the run."""
         done = subprocess.run(
             [sys.executable, "-m", "rftdask", "submit", str(config)],
             env=self.environment(),
@@ -240,7 +240,7 @@ class SlurmRun(Run):
     def close(self) -> None:
         slurm.cancel([*(job.job_id for job in self._jobs("controller")), *self._urgent])
         wait_until(lambda: not self._states("controller"), SILENCE_S, "the end of the controller", self.look_s)
-        slurm.cancel([job.job_id for job in self._jobs("")])  # of a driver that had no time to cancel them itself
+        slurm.cancel([job.job_id for job in self._jobs("")])  # jobs of a driver that had no time to cancel them
         self.kill_all()
 
     def _jobs(self, role: str) -> list[JobRecord]:
@@ -251,7 +251,7 @@ class SlurmRun(Run):
 
 
 def wait_until(condition: Callable[[], bool], deadline_s: float, what: str, look_s: float = 0.02) -> float:
-    """Seconds it took. Raises: SystemExit: it did not happen."""
+    """Return the seconds until the condition holds. Raises: SystemExit: it did not hold in time."""
     began = time.monotonic()
     while not condition():
         if time.monotonic() - began > deadline_s:
@@ -267,16 +267,16 @@ def _command_line(process: psutil.Process) -> str:
         return ""
 
 
-# ---- how long explorers were away, by the driver's log
+# ---- absence of explorers, from the driver's log
 
 
 class Away(NamedTuple):
-    """How long an explorer was not there, in seconds."""
+    """Seconds during which an explorer was absent."""
 
     total_s: float
-    """From the submission of its job, or from a strike at it, until its worker, or one in its place, had joined."""
+    """Seconds from the submission of its job, or from a strike at it, until its worker or a replacement had joined."""
     own_s: float
-    """Without what is SLURM's: from the submission of a job, or from its end, until its script began."""
+    """Seconds without SLURM's part: the time from the submission of a job, or from its end, until its script began."""
 
 
 class Recoveries(NamedTuple):
@@ -285,7 +285,7 @@ class Recoveries(NamedTuple):
 
 
 def read_recoveries(run: Run) -> Recoveries:
-    """Those that a strike at the controller did not interrupt."""
+    """Read the recoveries that a strike at the controller did not interrupt."""
     text = "".join(path.read_text() for path in sorted((run.folder / "log").glob("driver.log*"), reverse=True))
     jobs = "".join(path.read_text() for path in (run.folder / "log").glob("explorer-*.log"))
     began = sorted((float(at), job) for job, at in re.findall(r"^job (\d+) begins at ([\d.]+)$", jobs, re.MULTILINE))
@@ -307,7 +307,7 @@ def read_recoveries(run: Run) -> Recoveries:
         if end is not None and not any(
             strike.at < other.at < end and other.kind in ("driver", "controller requeue") for other in run.strikes
         ):
-            # From here on SLURM had it, until its script began; a worker that was killed starts again within its job.
+            # From here SLURM had the job until its script began; a killed worker restarts within its job.
             again_s = _last(began, job_id, slurms_s, end) or slurms_s
             by_kind.setdefault(strike.kind, []).append(Away(end - strike.at, end - strike.at - (again_s - slurms_s)))
     return Recoveries(starts, by_kind)
@@ -315,8 +315,8 @@ def read_recoveries(run: Run) -> Recoveries:
 
 def _events(text: str, pattern: str) -> Iterator[tuple[float, str]]:
     for line in text.splitlines():
-        if found := re.search(pattern, line):
-            yield datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp(), found.group(1)
+        if match := re.search(pattern, line):
+            yield datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp(), match.group(1)
 
 
 def _next(events: list[tuple[float, str]], job_id: str, after: float) -> float | None:
@@ -327,13 +327,13 @@ def _last(events: list[tuple[float, str]], job_id: str, after: float, before: fl
     return max((at for at, job in events if job == job_id and after < at < before), default=None)
 
 
-def render(found: Recoveries) -> str:
+def render(recoveries: Recoveries) -> str:
     lines = []
     for name, what in (("total_s", "in all"), ("own_s", "without SLURM's part")):
-        start_s = statistics.median(getattr(away, name) for away in found.starts)
-        told = [f"{what}: an explorer's job starts in {start_s:.1f} s ({len(found.starts)})"]
-        for kind, cases in sorted(found.by_kind.items()):
+        start_s = statistics.median(getattr(away, name) for away in recoveries.starts)
+        parts = [f"{what}: an explorer's job starts in {start_s:.1f} s ({len(recoveries.starts)})"]
+        for kind, cases in sorted(recoveries.by_kind.items()):
             back_s = statistics.median(getattr(away, name) for away in cases)
-            told.append(f"back from {kind} in {back_s:.1f} s ({back_s / start_s:.2f} of a start, {len(cases)})")
-        lines.append("; ".join(told))
+            parts.append(f"back from {kind} in {back_s:.1f} s ({back_s / start_s:.2f} of a start, {len(cases)})")
+        lines.append("; ".join(parts))
     return "\n".join(lines)

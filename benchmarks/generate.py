@@ -1,22 +1,23 @@
-"""Rollouts through rftdask against the bare engine's own batch call: tokens per second on the batch shape of GRPO.
+"""Tokens per second of rollouts through rftdask, compared with the engine's own batch call, on the batch shape of GRPO.
 
-    OMP_NUM_THREADS=1 python benchmarks/generate.py [--engine vllm] [--hidden 128] [--layers 4] [--quick] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/generate.py [--engine vllm] [--hidden 128] [--layers 4] [--quick] [--json
+    FILE]
 
-Ours is the whole way of a rollout: workflow, chat template and tokenizer (of bytes), runner, the engine in its own
-process, tokens with their logprobs, reward. Bare is `model.generate` of transformers, or `LLM.generate` of vLLM set as
-our engine sets it, on the token ids that ours asked for, with the same sampling and the same lengths.
-Responses are between 1 and --max-tokens long, which stands for ends of text; --even makes all of them that long.
+Ours is a complete rollout: workflow, chat template and tokenizer (of bytes), runner, engine in its own process, tokens
+with logprobs, reward. The bare call is `model.generate` of transformers, or `LLM.generate` of vLLM with our engine's
+settings, on the same token ids, with the same sampling and lengths. Responses have 1 to --max-tokens tokens, to
+simulate ends of text; --even gives all of them --max-tokens tokens.
 
-With --turns 4 something else: rollouts of several turns whose lengths have a long tail (--max-tokens at most, a fifth
-of that in the mean), as requests come (`StreamingQueue`) against one call at a time (`LockstepQueue`), on one engine. A
-call ends with its longest response, so a quick rollout waits in each turn for the slowest.
+With --turns 4 the benchmark compares rollouts of several turns with long-tailed lengths (at most --max-tokens, a fifth
+of it on average) on one engine: requests sent as they come (`StreamingQueue`) against one call at a time
+(`LockstepQueue`). A call ends with its longest response, so short rollouts wait for the slowest in each turn.
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py --turns 4 --prompts 16 --siblings 1 --max-tokens 128
 
-The runs alternate, so that a change of the machine's load meets both. Reported: medians, and the median of the ratios
-of each pair of runs; above 1 ours is quicker. Printed, too: the least and the largest. Both by the clock and by the CPU
-time of all processes, which is what to go by on a machine that does something else, too. vLLM is in an extra and, for
-CPUs, in the environment that tests/vllm_engine/install_vllm.sh makes.
+The runs alternate, so that load on the machine affects both. Reported are medians and the median of the ratios of the
+pairs of runs (above 1 ours is faster), with the smallest and largest ratio, both per second and per CPU second of all
+processes; use the latter on a busy machine. vLLM is an extra; for CPUs, tests/vllm_engine/install_vllm.sh creates an
+environment with it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from rftdask.synchronizer.published import Published
 
 VOCAB_SIZE = 128
 VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-"""What our engine sets on a CPU; given to the bare one, too."""
+"""Environment that our engine sets on a CPU, also given to the bare engine."""
 
 
 def write_model(folder: str, hidden: int = 128, layers: int = 4) -> None:
@@ -105,7 +106,7 @@ async def roll_out(
 
 
 class Ours:
-    """Rollouts of `tasks`; the i-th request is told to end after `lengths[i]` tokens."""
+    """Rollouts of `tasks`; the i-th request ends after `lengths[i]` tokens."""
 
     def __init__(self, engine: str, folder: str, tasks: Sequence[Task], lengths: Sequence[int]) -> None:
         self.requests: list[GenerateRequest] = []
@@ -173,7 +174,7 @@ def bare_vllm(folder: str, requests: Sequence[GenerateRequest]) -> Callable[[], 
 
 @workflow("benchmark_turns", in_process=True)
 async def take_turns(task: Task, model: PolicyModel) -> float:
-    """Turn by turn as many tokens as the truth says, each after all that was said before."""
+    """Generate the numbers of tokens listed in the truth, turn by turn, each after the whole text so far."""
     text = task.prompt
     for max_tokens in map(int, task.truth.split()):
         text += (await model.generate(text, max_tokens=max_tokens)).text
@@ -181,7 +182,7 @@ async def take_turns(task: Task, model: PolicyModel) -> float:
 
 
 def compare_desks(report: Report, arguments: argparse.Namespace, folder: str, tasks: Sequence[Task]) -> None:
-    """Tasks of several turns: as they come against one call at a time."""
+    """Compare requests sent as they come with one call at a time, on tasks of several turns."""
     drawn = random.Random(1)
     longest = arguments.max_tokens
     turns = [[max(4, round(longest * drawn.random() ** 4)) for _ in range(arguments.turns)] for _ in tasks]
@@ -200,7 +201,7 @@ def compare_desks(report: Report, arguments: argparse.Namespace, folder: str, ta
 
     come, call = queue(Streaming(client.submit, 600.0)), queue(one_call)
     try:
-        come(), call()  # warm
+        come(), call()  # warm up
         pairs = [(time_s(come), time_s(call)) for _ in range(arguments.runs)]
     finally:
         client.close()
@@ -208,14 +209,14 @@ def compare_desks(report: Report, arguments: argparse.Namespace, folder: str, ta
 
 
 def cpu_s() -> float:
-    """CPU seconds that this process and all processes below it have taken."""
+    """Return the CPU seconds of this process and its descendants."""
     here = psutil.Process()
     times = [process.cpu_times() for process in (here, *here.children(recursive=True))]
     return float(sum(each.user + each.system for each in times))
 
 
 def time_s(call: Callable[[], object]) -> tuple[float, float]:
-    """Seconds by the clock, and of CPU time."""
+    """Return (wall seconds, CPU seconds)."""
     began_s, began_cpu_s = time.perf_counter(), cpu_s()
     call()
     return time.perf_counter() - began_s, cpu_s() - began_cpu_s
@@ -244,7 +245,9 @@ def main() -> None:
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--siblings", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=24, help="of the longest; the shortest has half of them")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=24, help="tokens of the longest prompt; the shortest has half as many"
+    )
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--even", action="store_true")
     parser.add_argument("--turns", type=int, default=1)
@@ -276,7 +279,7 @@ def main() -> None:
             return
         ours = Ours(arguments.engine, folder, tasks, lengths)
         try:
-            ours()  # warm, and the requests are known
+            ours()  # warm up, and record the requests
             bare = (bare_transformers if arguments.engine == "transformers" else bare_vllm)(folder, ours.requests)
             bare()
             pairs = [(time_s(ours), time_s(bare)) for _ in range(arguments.runs)]

@@ -1,24 +1,26 @@
-"""What a GPU shows and a CPU cannot: parts a to j, each some minutes, as rows of one table in docs/gpu.md.
+"""Measurements that need a GPU: parts a to j, each a few minutes, as rows of one table in docs/gpu.md.
 
     python benchmarks/gpu.py [--parts a b ...] [--append FILE] [--json FILE]     on a GPU; `make gpu PART=a`
-    python benchmarks/gpu.py --tiny                                              anywhere: tiny shapes, nothing counts
+    python benchmarks/gpu.py --tiny                                              anywhere: tiny shapes, no valid numbers
 
     a  CUDA works, and a NCCL group of one rank (gloo on a CPU)
-    b  attention over packed rows in half precision against SDPA in float32: heads of 64 to 256, shared keys, windows
+    b  attention over packed rows in half precision against SDPA in float32: heads of 64 to 256, shared keys,
+    windows
     c  logprobs of the train engine on the GPU, by autocast and of fsdp2's weights in bfloat16, against those of the
        same weights in float32 on the CPU
     d  every algorithm makes two steps on the GPU, with finite losses
-    e  tokens/s, MFU and peak of a train step, full and LoRA, beside a bare loop and TRL (benchmarks/gpu_train.py)
+    e  tokens/s, MFU and peak of a train step, full and LoRA, against a bare loop and TRL (benchmarks/gpu_train.py)
     f  the peak against `rftdask estimate`: 0.6 billion weights, full and LoRA; LoRA on seven billion
-    g  seconds to publish weights, to load them into an engine and to prove that they are served: 0.6 and seven billion
-    h  a step that does not fit ends in one line that says what to change
-    i  rollouts of the engine against `generate` of transformers (benchmarks/generate.py), and vLLM's where it is
-    j  a run whose trainer and engine share the GPU by turns learns, is killed with -9, and goes on
+    g  seconds to publish weights, to load them into an engine and to prove that they are served: 0.6 and seven
+    billion
+    h  a step that does not fit ends in one line that names the keys to change
+    i  rollouts of the engine against `generate` of transformers (benchmarks/generate.py), and of vLLM if installed
+    j  a run whose trainer and engine alternate on the GPU learns, is killed with -9, and resumes
 
-Weights are random, of the shapes that are written out in gpu_train.py, so nothing is downloaded. A part that cannot run
-here is a row that says why; so is a package that is not there. A bound that is broken makes the exit code 1. Each part
-is a process of its own, which is ended after 8 minutes, with all that it started, and after 25 of all of them; what it
-found until then is in the table, beside a row that says so.
+Weights are random, with the shapes in gpu_train.py, so nothing is downloaded. A part that cannot run, or whose package
+is missing, is a row with the reason. A broken bound makes the exit code 1. Each part is a process, which is ended with
+its descendants after 8 minutes, or 25 minutes after the first part began; its rows up to then are in the table, with a
+row that reports the end.
 """
 
 from __future__ import annotations
@@ -71,51 +73,51 @@ HERE = Path(__file__).parent
 DATASETS = ("cpt", "dpo", "kto", "orpo", "reward_model", "sft", "simpo")
 """Algorithms that learn from a dataset."""
 MAX_DLOGP = 0.01
-"""Of part c, mean over tokens, in nats."""
+"""Bound of part c on the mean over tokens, in nats."""
 NUM_ROWS = 4
-"""Of part c, each of 1,024 tokens."""
+"""Number of rows of part c, each of 1,024 tokens."""
 PART_S, ALL_S = 480, 1500
 LARGE_BYTES = 70e9
-"""Of a GPU that seven billion weights are for."""
+"""Memory of a GPU that is large enough for seven billion weights."""
 CONTEXT = multiprocessing.get_context("forkserver")
-"""Of the parts: forks of a process that has imported what they use, and has not touched a GPU."""
+"""Parts are forks of a process that has imported their modules and has not touched a GPU."""
 CONTEXT.set_forkserver_preload(["gpu_train", "rftdask.engines.transformers", "rftdask.trainer.engines.torch_engine"])
 HEADER = "| part | what | found | bound |\n|---|---|---|---|\n"
 
 
 Row = tuple[str, str, str, str, bool | None]
-"""(part, what, found, bound, and whether it holds, None where there is none)."""
+"""(part, what, result, bound, True if the bound holds or None without a bound)."""
 
 
 @dataclass
 class Place:
-    """Where parts run, and where they put what they find."""
+    """Device and folder of the parts, and receiver of their rows."""
 
     device: str
     quick: bool
     folder: Path
-    tell: Callable[[Row], object]
-    """Takes each row as it is found."""
+    on_row: Callable[[Row], object]
+    """Receives each row as soon as it is measured."""
 
     def add(self, part: str, what: str, found: str, bound: str = "", holds: bool | None = None) -> None:
-        """Tell one row; holds: whether `found` keeps the bound, None where there is none."""
+        """Print and send one row. holds: True if `found` keeps the bound; None: there is no bound."""
         verdict = {True: "holds", False: "BROKEN", None: ""}[holds]
         print(f"{part}  {what:64} {found:>24}  {bound} {verdict}".rstrip(), flush=True)
-        self.tell((part, what, found, f"{bound} {verdict}".strip(), holds))
+        self.on_row((part, what, found, f"{bound} {verdict}".strip(), holds))
 
     @property
     def models(self) -> Path:
-        """Folder of the models that parts have in common."""
+        """Folder of the models that the parts share."""
         return self.folder / "models"
 
     @property
     def model(self) -> str:
-        """Folder of a model of 0.6 billion weights; a tiny one where it is quick."""
+        """Folder of a model of 0.6 billion weights; a tiny one if `quick`."""
         return model_folder(self.models, self.quick)
 
     @property
     def is_large(self) -> bool:
-        """Whether seven billion weights are tried."""
+        """True if seven billion weights are tried."""
         return self.quick or torch.cuda.get_device_properties(0).total_memory > LARGE_BYTES
 
 
@@ -132,7 +134,7 @@ def part_a(place: Place) -> None:
 
 @contextmanager
 def group_of_one(place: Place) -> Iterator[None]:
-    """A process group as a rank has it."""
+    """Process group as a rank has it."""
     backend = "cpu:gloo,cuda:nccl" if place.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -142,7 +144,7 @@ def group_of_one(place: Place) -> Iterator[None]:
 
 
 def part_b(place: Place) -> None:
-    # Rows that see themselves alone; then the same with what they begin with lying there once, as a trainer packs them.
+    # Rows that attend only to themselves; then rows that share a prefix stored once, as a trainer packs them.
     lengths, prompt = ((50, 7), 5) if place.quick else ((700, 512, 64, 48), 40)
     half = torch.bfloat16 if place.device == "cuda" else torch.float32
     for lean, (size, heads, keys, window) in product(
@@ -153,18 +155,18 @@ def part_b(place: Place) -> None:
         spans, places_S = rows.spans, torch.arange(len(rows.tokens_S), device=place.device)
         torch.manual_seed(0)
         shape = len(places_S), size
-        given = [torch.randn(1, n, *shape, device=place.device, dtype=half) for n in (heads, keys, keys)]
-        query, key, value = (each.clone().requires_grad_() for each in given)
+        inputs = [torch.randn(1, n, *shape, device=place.device, dtype=half) for n in (heads, keys, keys)]
+        query, key, value = (each.clone().requires_grad_() for each in inputs)
         module = torch.nn.Module().to(place.device)
         out, _ = packed_attention(module, query, key, value, None, spans=spans, sliding_window=window)
         out.sum().backward()
-        exact = [each.float().clone().requires_grad_() for each in given]
+        exact = [each.float().clone().requires_grad_() for each in inputs]
         pieces, seen_K = [], places_S if spans.seen_K is None else spans.seen_K
-        for own, seen in zip(places_S.split(list(spans.lengths)), seen_K.split(list(spans.seen)), strict=True):
+        for queries, seen in zip(places_S.split(list(spans.lengths)), seen_K.split(list(spans.seen)), strict=True):
             place_K = torch.arange(len(seen), device=place.device)
-            behind = place_K[len(seen) - len(own) :, None] - place_K
+            behind = place_K[len(seen) - len(queries) :, None] - place_K
             mask = (behind >= 0) & (behind < (window or len(seen)))
-            part = [each[:, :, places] for each, places in zip(exact, (own, seen, seen), strict=True)]
+            part = [each[:, :, places] for each, places in zip(exact, (queries, seen, seen), strict=True)]
             attended = scaled_dot_product_attention(*part, attn_mask=mask, enable_gqa=heads != keys)
             pieces.append(attended.transpose(1, 2))
         wanted = torch.cat(pieces, 1)
@@ -177,7 +179,7 @@ def part_b(place: Place) -> None:
 
 
 def _apart(one: Any, other: Any) -> float:
-    """Norm of the difference, relative to that of `other`."""
+    """Return the norm of the difference, relative to that of `other`."""
     one, other = one.detach(), other.detach()
     return float((one.float() - other.float()).norm() / other.float().norm().clamp(min=1e-12))
 
@@ -189,7 +191,7 @@ def part_c(place: Place) -> None:
     batch = supervised_batch(rows, [f"row {number}" for number in range(NUM_ROWS)])
 
     def logprobs(engine: TorchEngine) -> np.ndarray:
-        """[Q] of all response tokens, as a step of the trainer scores them."""
+        """Return the logprobs [Q] of all response tokens, as a train step computes them."""
         passes = engine._plan(batch, np.arange(len(batch)))
         with torch.no_grad(), torch.autocast(place.device, torch.bfloat16, enabled=engine._device.type == "cuda"):
             scored = passes.scored(engine._rows_of(batch), lambda **inputs: engine._policy(**inputs)[0])
@@ -215,7 +217,7 @@ def part_d(place: Place) -> None:
             "mode": "train", "model": {"model_path": folder, "max_model_len": 512}, "buffer": {"train_batch_size": 16},
             "algorithm": {"algorithm_type": name}, "trainer": {"max_token_len_per_gpu": 512}, "seed": 0,
         }  # fmt: skip
-        data = {"path": "rows.jsonl"}  # named and never read: the batch is made here
+        data = {"path": "rows.jsonl"}  # listed but never read: the batch is made here
         if name in ("mix", "mix_chord"):
             tree["buffer"]["trainer_input"] = {"auxiliary_buffers": {"sft": data}}
         elif name in ("on_policy_distill", "jsd"):
@@ -232,7 +234,7 @@ def part_d(place: Place) -> None:
 
 
 def _batch_for(name: str, seed: int) -> TrainingBatch:
-    """16 rows of 3 to 60 tokens: four groups of rollouts, pairs, or rows of a dataset."""
+    """Return 16 rows of 3 to 60 tokens: four groups of rollouts, pairs, or rows of a dataset."""
     random, size = (
         np.random.default_rng(seed),
         {"dpo": 2, "orpo": 2, "simpo": 2, "reward_model": 2, "kto": 1}.get(name, 4),
@@ -254,14 +256,14 @@ def _batch_for(name: str, seed: int) -> TrainingBatch:
 
 def part_e(place: Place) -> None:
     if not find_spec("trl"):
-        place.add("e", "TRL beside it", "skipped: it is not installed here (extra conformance)")
+        place.add("e", "TRL for comparison", "skipped: it is not installed here (extra conformance)")
     if not find_spec("peft"):
         place.add("e", "LoRA", f"skipped: {NO_PEFT}")
     for row in _other(place, "e", "gpu_train.py", "--models", str(place.models)):
-        found = f"{row['ours']:.4g} {row['unit']}"
+        result = f"{row['ours']:.4g} {row['unit']}"
         against = f"{row['ratio']:.2f} times as good as {row['against']}" if row["against"] else ""
         goal = f"aim {row['goal']:g}: {'reached' if row['ours'] >= row['goal'] else 'missed'}" if row["goal"] else ""
-        place.add("e", row["work"], found, against or goal)
+        place.add("e", row["work"], result, against or goal)
 
 
 def part_f(place: Place) -> None:
@@ -286,7 +288,7 @@ def part_g(place: Place) -> None:
 
 
 def _publish(place: Place, model: str, name: str) -> None:
-    """As the ranks publish, and as an explorer's worker has its engine, a process of its own, load what is there."""
+    """Publish as the ranks do, and load as an explorer's worker does, into an engine in its own process."""
     engine, storage = make_engine(make_config(model, False), place.device), open_storage(str(place.folder / "weights"))
     began = time.perf_counter()
     weights, fingerprint = engine.weights(), engine.fingerprint()
@@ -298,7 +300,7 @@ def _publish(place: Place, model: str, name: str) -> None:
     free()
     tree: dict[str, Any] = {
         "model": {"model_path": model, "max_prompt_tokens": 32, "max_response_tokens": 32},
-        "buffer": {"explorer_input": {"taskset": {"path": "tasks.jsonl"}}},  # named and never read
+        "buffer": {"explorer_input": {"taskset": {"path": "tasks.jsonl"}}},  # listed but never read
     }
     config = load_config(tree)
     client = EngineClient(engine_spec(config.explorer.rollout_model, config, torch.get_num_threads(), None))
@@ -311,7 +313,7 @@ def _publish(place: Place, model: str, name: str) -> None:
         proven = time.perf_counter()
     finally:
         client.close()
-    shutil.rmtree(storage.url)  # of the large one it is 15 GB
+    shutil.rmtree(storage.url)  # 15 GB for the large model
     place.add("g", f"{name}: {size:.2g} GB brought together, with a fingerprint", f"{gathered - began:.2f} s")
     place.add("g", f"{name}: written and made visible", f"{written - gathered:.2f} s")
     place.add("g", f"{name}: loaded into an engine and proven", f"{proven - loaded:.2f} s")
@@ -331,7 +333,7 @@ class Greedy(PolicyLoss):
 
 
 def part_h(place: Place) -> None:
-    # On a GPU one row that takes 2 MB a token; on a CPU, where it would take long, a loss that asks for too much.
+    # On a GPU one row that takes 2 MB a token; on a CPU, where it would take long, a loss that allocates too much.
     kind, length = ("GPU", 400_000) if place.device == "cuda" else ("host", 100)
     folder = place.folder / "long"
     folder.mkdir()
@@ -355,9 +357,9 @@ def part_h(place: Place) -> None:
     command = [sys.executable, "-m", "rftdask", "run", str(folder / "run.yaml"), "--progress", "none"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PART_S)
     wanted = f"out of {kind} memory while step 1 is trained"
-    said = next((line for line in done.stderr.splitlines() if wanted in line), done.stderr.strip()[-120:])
-    holds = wanted in said and done.returncode == 2
-    place.add("h", said[:120], f"exit code {done.returncode}", f"2, {wanted}", holds)
+    message = next((line for line in done.stderr.splitlines() if wanted in line), done.stderr.strip()[-120:])
+    holds = wanted in message and done.returncode == 2
+    place.add("h", message[:120], f"exit code {done.returncode}", f"2, {wanted}", holds)
 
 
 def part_i(place: Place) -> None:
@@ -365,8 +367,8 @@ def part_i(place: Place) -> None:
     for engine in engines:
         sizes = [] if place.quick else ["--hidden", "1024", "--layers", "12"]
         for row in _other(place, "i", "generate.py", "--engine", engine, *sizes):
-            found = f"{row['ours']:.4g} {row['unit']}" + (f", {row['ratio']:.2f} x" if row["ratio"] else "")
-            place.add("i", f"{engine}: {row['work']} against {row['against']}", found)
+            result = f"{row['ours']:.4g} {row['unit']}" + (f", {row['ratio']:.2f} x" if row["ratio"] else "")
+            place.add("i", f"{engine}: {row['work']} against {row['against']}", result)
     if len(engines) == 1:
         place.add("i", "vLLM", "skipped: it is not installed here")
 
@@ -398,9 +400,9 @@ def part_j(place: Place) -> None:
 
 
 def _other(place: Place, part: str, script: str, *options: str) -> list[dict[str, Any]]:
-    """The rows of another benchmark, which fails this part with what it said."""
+    """Return the rows of another benchmark. If it fails, its exit code becomes a row that fails this part."""
     file = place.folder / f"{script}.json"
-    # Those for GPUs have another name for it.
+    # GPU benchmarks name the option differently.
     quick = ["--tiny" if script.startswith("gpu") else "--quick"] if place.quick else []
     command = [sys.executable, str(HERE / script), "--json", str(file), *quick, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PART_S)
@@ -418,21 +420,21 @@ PARTS: dict[str, Callable[[Place], None]] = {
 
 
 def serve(part: str, place: Place, rows: Connection) -> None:
-    """Run a part in this process, which was made for it; None says that it has ended."""
+    """Run a part in this process, which was started for it. Sends None at the end."""
     try:
-        PARTS[part](replace(place, tell=rows.send))
-    except Exception as error:  # the other parts have their own to show
-        said = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-        replace(place, tell=rows.send).add(part, "the part itself", said, "ends", False)
+        PARTS[part](replace(place, on_row=rows.send))
+    except Exception as error:  # the other parts must still run
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        replace(place, on_row=rows.send).add(part, "the part itself", reason, "ends", False)
     rows.send(None)
 
 
 def run_part(part: str, place: Place, limit_s: float) -> None:
-    """Run a part in a process of its own, and end it after `limit_s`, with all that it has started."""
+    """Run a part in its own process, and end it with its descendants after `limit_s`."""
     deadline = time.monotonic() + limit_s
     mine, its = CONTEXT.Pipe(duplex=False)
-    # Connections and callbacks are not for another process to have.
-    process = CONTEXT.Process(target=serve, args=(part, replace(place, tell=print), its))
+    # Another process must not get connections and callbacks.
+    process = CONTEXT.Process(target=serve, args=(part, replace(place, on_row=print), its))
     process.start()
     its.close()
     ended = ""
@@ -440,32 +442,32 @@ def run_part(part: str, place: Place, limit_s: float) -> None:
         while mine.poll(max(0.0, deadline - time.monotonic())):
             if (row := mine.recv()) is None:
                 break
-            place.tell(row)
+            place.on_row(row)
         else:
             ended = f"ended after {limit_s:.0f} s"
     except EOFError:
         process.join(10)
         ended = f"its process died, exit code {process.exitcode}"
-    # What a run starts has sessions of its own, and no group has all of it.
+    # A run's processes have sessions of their own, so no process group contains all of them.
     with suppress(psutil.NoSuchProcess):
-        for each in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
+        for child in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
             with suppress(psutil.NoSuchProcess):
-                each.kill()
+                child.kill()
     process.join()
     if ended:
         place.add(part, "the part itself", ended, "ends", False)
 
 
 def begin_table(file: Path, place: Place, parts: Sequence[str]) -> None:
-    """Say at the end of a Markdown file, which begins with HEADER, where the rows that follow are from."""
+    """Append a heading with the origin of the rows to a Markdown file, which begins with HEADER."""
     here = torch.cuda.get_device_name() if place.device == "cuda" else "no GPU: tiny shapes on the CPU"
     packages = ("torch", "transformers", "vllm", "dask-cuda", "trl", "torchao")
-    told = ", ".join(f"{name} {version(name)}" for name in packages if find_spec(name.replace("-", "_")))
+    versions = ", ".join(f"{name} {version(name)}" for name in packages if find_spec(name.replace("-", "_")))
     command = f"python benchmarks/gpu.py --parts {' '.join(parts)}{' --tiny' if place.quick else ''}"
     if HEADER not in (file.read_text() if file.exists() else ""):
         with file.open("a") as table:
             table.write(HEADER)
-    append(file, ("", f"**{date.today()}: {here}**", told, f"`{command}`"))
+    append(file, ("", f"**{date.today()}: {here}**", versions, f"`{command}`"))
 
 
 def append(file: Path, cells: Sequence[str]) -> None:
@@ -482,12 +484,12 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not args.quick:
-        raise SystemExit("there is no GPU here; --tiny tries the script out on the CPU, and measures nothing")
+        raise SystemExit("no GPU found; --tiny tests the script on the CPU without valid numbers")
     report, started, rows = Report(args), time.perf_counter(), list[Row]()
 
     def tell(row: Row) -> None:
         rows.append(row)
-        if args.append is not None:  # at once: a GPU may be taken away at any moment
+        if args.append is not None:  # at once, because a GPU may be taken away at any moment
             append(args.append, row[:4])
 
     with tempfile.TemporaryDirectory(prefix="rftdask-gpu-", ignore_cleanup_errors=True) as name:

@@ -1,27 +1,27 @@
-"""Tokens per second, MFU and peak memory of a train step on one GPU, for a Qwen3-0.6B-shaped model, beside a bare loop
-and TRL.
+"""Tokens per second, MFU and peak memory of a train step on one GPU, for the shape of Qwen3-0.6B, compared with a bare
+loop and TRL.
 
     python benchmarks/gpu_train.py [--lengths 16384 65536] [--runs 3] [--json FILE]     on one GPU
-    python benchmarks/gpu_train.py --peak        memory alone, of the same and of LoRA on a Qwen2.5-7B-shaped model
+    python benchmarks/gpu_train.py --peak        only memory, of the same and of LoRA with the shape of Qwen2.5-7B
     python benchmarks/gpu_train.py --tiny [--peak]                                      anywhere: a tiny shape
 
 The weights are random; the configuration is written out below, so nothing is downloaded. A step is
 `TorchEngine.train_step` on one rollout of the given length (a prompt of 1,024 tokens): forward, PPO's clipped loss
-without a KL term, backward with activations computed again, AdamW; weights in float32, products in bfloat16. LoRA has
-rank 16 on all linear layers.
+without a KL term, backward with recomputed activations, AdamW; weights in float32, products in bfloat16. LoRA has rank
+16 on all linear layers.
 
-MFU counts what the model needs, not what is computed again: for each token 6 operations per weight that multiplies it
-(4 for LoRA, whose frozen weights have no gradient), and 12 * layers * heads * size of a head * length / 2 of attention.
-Sources: arXiv:2204.02311 appendix B, halved since attention is causal. The peak is the maker's dense bfloat16 figure.
+MFU counts the operations of the model without recomputation: per token, 6 operations per weight that multiplies it (4
+for LoRA, whose frozen weights have no gradient), and 12 * layers * heads * size of a head * length / 2 of attention.
+Source: arXiv:2204.02311 appendix B, halved because attention is causal. The peak is the maker's dense bfloat16 figure.
 
-Beside it, at each length and in the same run, in the same data types and with activations computed again, too: a bare
-loop, transformers' own loss on the same tokens with PyTorch's AdamW; and `GRPOTrainer.training_step` of TRL on the same
-rollout, prepared, with its own optimizer. Both make all logits at once; where that does not fit the GPU it is said. TRL
-is in the extra `conformance`; without it its rows are left out, which is said. First, logprobs alone: ours in chunks of
-logits, PyTorch's fused cross entropy (2.13) and Liger's, which says whether one of those is worth its rounding.
+Each length is also measured, in the same run, data types and with recomputed activations, for a bare loop
+(transformers' own loss on the same tokens with PyTorch's AdamW) and for `GRPOTrainer.training_step` of TRL on the same
+prepared rollout with its own optimizer. Both compute all logits at once; if these do not fit the GPU, a row reports it.
+TRL is in the extra `conformance`; without it, its rows are omitted with a message. Logprobs are measured first: ours in
+chunks of logits, PyTorch's fused cross entropy (2.13) and Liger's, to decide whether a fused one is worth its rounding.
 
-To be held against prime-rl's rows of 2026-02-01 for one H100 (benchmarks/results/BENCHMARKS.md there, recomputing
-activations too): full 11.90k tokens/s, 11.1 % at 16k and 10.15k, 26.8 % at 64k; LoRA 13.34k, 10.9 % and 9.97k, 25.2 %.
+Compare with prime-rl's rows of 2026-02-01 for one H100 (benchmarks/results/BENCHMARKS.md there, also with recomputed
+activations): full 11.90k tokens/s, 11.1 % at 16k and 10.15k, 26.8 % at 64k; LoRA 13.34k, 10.9 % and 9.97k, 25.2 %.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from rftdask.trainer.packing import pack_rows
 from rftdask.trainer.process_ranks import ProcessRanks
 
 PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12}
-"""Dense bfloat16 by the makers' data sheets; the first name that the device's name contains."""
+"""Dense bfloat16 FLOPS from the makers' data sheets; the first name whose words the device's name contains."""
 LORA_RANK = 16
 PRIME_RL = {(False, 16_384): 11_900, (False, 65_536): 10_150, (True, 16_384): 13_340, (True, 65_536): 9_970}
-"""(LoRA, length) -> tokens/s on one H100, of 2026-02-01."""
+"""(LoRA, length) -> tokens/s on one H100, measured on 2026-02-01."""
 MFU_AIM = 0.4
-"""At 16,384 tokens, all weights trained."""
+"""Aim for 16,384 tokens with all weights trained."""
 Step = Callable[[], object]
 
 
@@ -90,12 +90,14 @@ def write_model(folder: str, tiny: bool, large: bool = False) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     dtype = torch.bfloat16 if large else torch.float32
-    with torch.device("cuda" if large and torch.cuda.is_available() else "cpu"):  # seven billion numbers to draw
+    with torch.device(
+        "cuda" if large and torch.cuda.is_available() else "cpu"
+    ):  # draws seven billion numbers, which is faster on the GPU
         AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
 
 
 def model_folder(models: Path, tiny: bool, large: bool = False) -> str:
-    """Of the one of 0.6 billion weights, or of seven; made where it is not there."""
+    """Return the folder of the model of 0.6 or seven billion weights; create it if it is missing."""
     folder = models / ("7b" if large else "0.6b")
     if not folder.exists():
         write_model(str(folder), tiny, large)
@@ -111,7 +113,7 @@ def make_batch(length: int, prompt: int, vocab_size: int) -> TrainingBatch:
 
 
 def make_config(folder: str, lora: bool, length: int = 10**9) -> Config:
-    """A trainer of rollouts of at most `length` tokens."""
+    """Configuration of a trainer of rollouts of at most `length` tokens."""
     tree: dict[str, Any] = {
         "mode": "train",
         "model": {"model_path": folder, "max_model_len": length},
@@ -128,13 +130,15 @@ def make_config(folder: str, lora: bool, length: int = 10**9) -> Config:
 
 
 def make_engine(config: Config, device: str, *, sharded: bool = False) -> TorchEngine:
-    """sharded: by fsdp2, as the one rank of the process group that there is then."""
+    """Build the engine. sharded: by fsdp2, as the only rank of the existing process group."""
     strategy = FSDP2(ProcessRanks(), torch.device(device), config.trainer) if sharded else None
     return TorchEngine(config, build_algorithm(config), strategy, device=device)
 
 
 def flops_of_step(shape: ModelShape, length: int, lora: bool) -> float:
-    """Of forward and backward pass, as the head of this file says. Tied embeddings multiply once, as output layer."""
+    """Operations of forward and backward pass; the formula is in the module docstring. Tied embeddings count once, as
+    output layer.
+    """
     each = 4 if lora else 6
     return length * (each * shape.num_parameters + 12 * shape.num_layers * shape.query_size * length / 2)
 
@@ -147,9 +151,9 @@ def peak_flops(device: str) -> float | None:
 
 
 def step_seconds(step: Step, device: str, runs: int) -> tuple[float, float]:
-    """(median seconds of a step, GB at its peak on the GPU, 0 without one). Raises: torch.OutOfMemoryError."""
+    """Return (median seconds of a step, peak GB on the GPU or 0 without one). Raises: torch.OutOfMemoryError."""
     times = []
-    for _ in range(runs + 2):  # the first two make the optimizer's state and fill the allocator
+    for _ in range(runs + 2):  # the first two steps create the optimizer's state and fill the allocator
         if device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -167,11 +171,11 @@ def our_step(folder: str, device: str, batch: TrainingBatch, lora: bool) -> Step
 
 
 def bare_step(folder: str, device: str, batch: TrainingBatch, lora: bool) -> Step:
-    """transformers' model and loss, and PyTorch's optimizer, with nothing around them."""
-    # Frozen weights as they are in the file, as ours are.
+    """Step with transformers' model and loss and PyTorch's optimizer, without a framework."""
+    # Frozen weights keep the data type of the file, as in our trainer.
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto" if lora else torch.float32)
     if lora:
-        from peft import LoraConfig as PeftConfig  # late: an extra that full training does without
+        from peft import LoraConfig as PeftConfig  # late: an extra that full training does not need
 
         model.enable_input_require_grads()
         model.add_adapter(PeftConfig(r=LORA_RANK, target_modules="all-linear"))
@@ -190,7 +194,7 @@ def bare_step(folder: str, device: str, batch: TrainingBatch, lora: bool) -> Ste
 
 
 def trl_step(folder: str, device: str, batch: TrainingBatch, lora: bool) -> Step:
-    from datasets import Dataset  # late, as is trl: an extra that the others do without
+    from datasets import Dataset  # late, like trl: an extra that the other arms do not need
     from trl import GRPOConfig, GRPOTrainer
 
     adapters = None
@@ -237,7 +241,7 @@ PEERS: dict[str, Callable[[str, str, TrainingBatch, bool], Step]] = {"a bare loo
 
 
 def measure(report: Report, folder: str, device: str, length: int, prompt: int, lora: bool, runs: int) -> None:
-    """Speed of ours and of its peers, one after the other."""
+    """Measure the speed of our step and of its peers, one after the other."""
     shape = read_shape(folder)
     batch, work = make_batch(length, prompt, shape.vocab_size), f"{'LoRA' if lora else 'full'}, {length:,} tokens"
     seconds, held = step_seconds(our_step(folder, device, batch, lora), device, runs)
@@ -267,7 +271,7 @@ def measure(report: Report, folder: str, device: str, length: int, prompt: int, 
 
 
 def measure_heads(report: Report, device: str, length: int, tiny: bool, runs: int) -> None:
-    """Logprobs of all tokens and their gradient, ours in chunks of logits, and fused: PyTorch's and Liger's."""
+    """Measure logprobs of all tokens and their gradient: ours in chunks of logits, and fused, by PyTorch and Liger."""
     hidden_size, vocab_size = (64, 512) if tiny else (1024, 151_936)
     sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "num_hidden_layers": 0, "num_attention_heads": 8}
     with torch.device(device):
@@ -284,11 +288,11 @@ def measure_heads(report: Report, device: str, length: int, tiny: bool, runs: in
 
     def of_torch() -> torch.Tensor:
         options = torch.nn.LinearCrossEntropyOptions()
-        given: Any = states().to(half), model.lm_head.weight.to(half), rows.target_Q
-        return -torch.nn.functional.linear_cross_entropy(*given, reduction="none", options=options)
+        arguments: Any = states().to(half), model.lm_head.weight.to(half), rows.target_Q
+        return -torch.nn.functional.linear_cross_entropy(*arguments, reduction="none", options=options)
 
     def of_liger() -> torch.Tensor:
-        from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Fused  # late: of no extra of ours
+        from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Fused  # late: in none of our extras
 
         return -Fused.apply(states().to(half), model.lm_head.weight.to(half), rows.target_Q)
 
@@ -314,7 +318,7 @@ def measure_heads(report: Report, device: str, length: int, tiny: bool, runs: in
 
 
 def measure_peak(report: Report, folder: str, device: str, length: int, prompt: int, lora: bool, name: str) -> None:
-    """The peak of a step against what `rftdask estimate` says of its configuration; on a CPU that alone."""
+    """Measure the peak of a step against `rftdask estimate` of its configuration; on a CPU only the estimate."""
     batch = make_batch(length, prompt, read_shape(folder).vocab_size)
     _, held = step_seconds(our_step(folder, device, batch, lora), device, 1)
     expected = estimate(make_config(folder, lora, length))[0].total_bytes / GB
@@ -322,7 +326,7 @@ def measure_peak(report: Report, folder: str, device: str, length: int, prompt: 
     if device == "cuda":
         report.add(f"{work}: memory", held, "GB", less_is_better=True, against="`rftdask estimate`", other=expected)
     else:
-        report.add(f"{work}: the estimate, without a GPU to hold it against", expected, "GB", less_is_better=True)
+        report.add(f"{work}: only the estimate, no GPU", expected, "GB", less_is_better=True)
     free()
 
 
@@ -330,7 +334,7 @@ NO_PEFT = "peft is not installed here (extra lora)"
 
 
 def free() -> None:
-    """What a model before had is given back."""
+    """Release the memory of the model before."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -340,19 +344,21 @@ def main() -> None:
     parser = make_parser(__doc__, "--tiny")
     parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, 65_536])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--peak", action="store_true", help="the peak of memory alone, against the estimate")
-    parser.add_argument("--models", type=Path, default=None, metavar="FOLDER", help="where models are kept, or made")
+    parser.add_argument("--peak", action="store_true", help="only the peak of memory, against the estimate")
+    parser.add_argument(
+        "--models", type=Path, default=None, metavar="FOLDER", help="folder in which models are kept or created"
+    )
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not args.quick:
-        raise SystemExit("there is no GPU here; --tiny tries the script out on the CPU, and measures nothing")
+        raise SystemExit("no GPU found; --tiny tests the script on the CPU without valid numbers")
     lengths, prompt, runs = ([256], 32, 1) if args.quick else (args.lengths, 1024, args.runs)
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU: no GPU number exists, the script runs, no more"
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU: only tests that the script runs"
     print(f"{name}; torch {torch.__version__}{'; tiny shape' if args.quick else ''}")
     report, ways = Report(args), (False, True) if find_spec("peft") else (False,)
     if True not in ways:
         print(f"LoRA is left out: {NO_PEFT}")
-    warnings.simplefilter("ignore")  # of TRL
+    warnings.simplefilter("ignore")  # warnings of TRL
     with tempfile.TemporaryDirectory() as scratch:
         models = args.models or Path(scratch)
         if not args.peak:

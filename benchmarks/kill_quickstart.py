@@ -1,11 +1,11 @@
-"""Kill the quickstart with signal 9 at a random moment, its start included, and type the command again.
+"""Kill the quickstart with signal 9 at a random moment, also during its start, and repeat the command.
 
     python benchmarks/kill_quickstart.py [--kills 25] [--seed 0] [--folder DIR] [--quick] [--json FILE]
 
-`python examples/quickstart.py` is run undisturbed once; then, for each kill, anew in a folder of its own: all of its
-processes, or its driver alone, are killed at a moment that is drawn from the time that the undisturbed run took, and
-the same command is typed again. It must end well, with the same bits of weights as the undisturbed run, a sound audit,
-and no process left. Exit code 1 if one does not.
+`python examples/quickstart.py` runs undisturbed once. Then, for each kill, it runs in a new folder; all of its
+processes, or only its driver, are killed at a random moment within the duration of the undisturbed run, and the same
+command runs again. It must succeed with the same bits of weights as the undisturbed run, a clean audit, and no process
+left. The exit code is 1 if one does not.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.py"
 SHORT = ("stages[0].trainer.total_steps=8", "stages[1].trainer.total_steps=2", "stages[1].trainer.save_interval=1")
 DEADLINE_S = 900.0
 ORPHANS_S = 60.0
-"""Within which what a dead driver leaves must have ended."""
+"""Seconds within which the processes of a dead driver must have ended."""
 MARK = "RFTDASK_KILLED_QUICKSTART"
-"""Variable in the environment of every process of a run, so that all of them are found."""
+"""Variable in the environment of every process of a run, used to find them."""
 
 
 class Quickstart:
-    """The command, typed in a folder; again and again, if need be."""
+    """The command in a folder, which can be repeated."""
 
     def __init__(self, folder: Path, overrides: tuple[str, ...]) -> None:
         self.run = folder / "rftdask" / "quickstart"
@@ -53,16 +53,16 @@ class Quickstart:
             )
 
     def processes(self) -> list[psutil.Process]:
-        """Those of the run that live."""
-        found = []
+        """Return the living processes of the run."""
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def finish(self) -> float:
-        """Type the command and wait for a good end; the seconds it took."""
+        """Run the command until it succeeds and return the seconds. Raises: SystemExit: it failed."""
         began = time.monotonic()
         code = self.start().wait(DEADLINE_S)
         if code != 0:
@@ -70,28 +70,28 @@ class Quickstart:
         return time.monotonic() - began
 
     def weights(self) -> str:
-        """sha256 of the weights of each stage's newest checkpoint."""
-        found = hashlib.sha256()
+        """Return the sha256 of the weights of each stage's newest checkpoint."""
+        digest = hashlib.sha256()
         for stage in ("warmup", "grpo"):
             step = int((self.run / stage / "latest_checkpointed_iteration.txt").read_text())
-            found.update((self.run / stage / f"global_step_{step}" / "actor" / "model.safetensors").read_bytes())
-        return found.hexdigest()
+            digest.update((self.run / stage / f"global_step_{step}" / "actor" / "model.safetensors").read_bytes())
+        return digest.hexdigest()
 
     def problems(self) -> list[str]:
-        """What the audit finds, and processes that outlive the run."""
+        """Return the problems that the audit reports, and processes that outlive the run."""
         command = [sys.executable, "-m", "rftdask", "status", str(self.run), "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
         stages = json.loads(done.stdout)["stages"]
-        found = [f"the audit says of {stage['name']}: {text}" for stage in stages for text in stage["problems"]]
+        problems = [f"the audit says of {stage['name']}: {text}" for stage in stages for text in stage["problems"]]
         for stage in stages:
             counts = dict(stage["experiences"])
             if counts.pop("committed", 0) != sum(counts.values()):
-                found.append(f"experiences of {stage['name']} do not add up: {stage['experiences']}")
-        return found + [f"{process.pid} outlives the run: {process.cmdline()[:4]}" for process in self.processes()]
+                problems.append(f"experiences of {stage['name']} do not add up: {stage['experiences']}")
+        return problems + [f"{process.pid} outlives the run: {process.cmdline()[:4]}" for process in self.processes()]
 
 
 def kill(quickstart: Quickstart, at_s: float, is_driver_alone: bool) -> str:
-    """Type the command, kill it after `at_s` seconds; how far it had come."""
+    """Start the command, kill it after `at_s` seconds, and return how far it had come."""
     driver = quickstart.start()
     time.sleep(at_s)
     done = [step.name for step in sorted(quickstart.run.glob("*/ledger/main/*.json"))]
@@ -115,8 +115,8 @@ def kill(quickstart: Quickstart, at_s: float, is_driver_alone: bool) -> str:
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--kills", type=int, default=25)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--folder", type=Path, default=None, help="for the runs; it stays")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
+    parser.add_argument("--folder", type=Path, default=None, help="folder of the runs, which is kept")
     arguments = parser.parse_args()
     report, rng = Report(arguments), random.Random(arguments.seed)
     overrides, kills = (SHORT, 1) if arguments.quick else ((), arguments.kills)
@@ -134,14 +134,14 @@ def main() -> int:
             again_s.append(quickstart.finish())
             problems = quickstart.problems()
             if quickstart.weights() != weights:
-                problems.append("the weights are others")
+                problems.append("the weights differ")
             broken += [f"kill {number}: {problem}" for problem in problems]
             what = "driver" if is_driver_alone else "all"
             print(f"kill {number}: {what} at {at_s:.1f} s, {came_to}; {problems or 'the same bits'}", flush=True)
 
     report.add("quickstart, undisturbed", undisturbed_s, "s", less_is_better=True)
     mean_s = sum(again_s) / len(again_s)
-    report.add(f"after each of {kills} kills, typed again (mean)", mean_s, "s", less_is_better=True)
+    report.add(f"after each of {kills} kills, command repeated (mean)", mean_s, "s", less_is_better=True)
     report.add(
         "kills that lost, doubled or changed something", float(len(broken)), "kills", less_is_better=True, goal=0.0
     )

@@ -1,6 +1,6 @@
-"""What longtail.py runs: a workflow that asks for responses of given lengths, and engines that write down their use.
+"""Workflow and engines of longtail.py: responses of given lengths, and engines that record their use.
 
-An engine appends a line to a file of its own for each response: when it entered, when it left, its tokens.
+An engine appends a line to its own file for each response: entry time, exit time and number of tokens.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from rftdask.rollouts.workflows.base import PolicyModel, Task
 from rftdask.rollouts.workflows.registry import workflow
 
 TRACE = "LONGTAIL_TRACE"
-"""Environment: the folder of the engines' files."""
+"""Environment variable with the folder of the engines' files."""
 _asked: Counter[str] = Counter()
 
 
 def lengths(seed: tuple[int, ...], count: int, median: float, sigma: float, longest: int) -> list[int]:
-    """Lengths of responses, lognormal, cut off."""
+    """Return lengths of responses: lognormal, cut off."""
     drawn = np.random.default_rng(seed).lognormal(np.log(median), sigma, count)
     return [max(1, min(longest, round(length))) for length in drawn]
 
 
 @workflow("longtail", in_process=True)
 async def longtail(task: Task, model: PolicyModel) -> float:
-    """One response, as long as chance says. Of a task each rollout has another length, the same in every run."""
+    """Ask for one response of random length. Each rollout of a task has a different length, which is the same in every
+    run.
+    """
     row = task.row
     _asked[task.group_id] += 1
     length = lengths((task.epoch, task.index, _asked[task.group_id]), 1, row["median"], row["sigma"], row["longest"])[0]
@@ -42,24 +44,24 @@ async def longtail(task: Task, model: PolicyModel) -> float:
 
 
 class _Traced(Engine):
-    """Writes down what the engine below it answers."""
+    """Engine that records the answers of the engine below it."""
 
     def serve(self, take: Take, give: Give) -> None:
-        """As the engine, and a line for each response."""
+        """Serve like the engine and write a line for each response."""
         entered: dict[int, float] = {}
         with (Path(os.environ[TRACE]) / f"{os.getpid()}.txt").open("a", buffering=1) as file:
 
             def taken() -> list[tuple[int, GenerateRequest | None]]:
-                found = list(take())
+                requests = list(take())
                 now = time.time()
-                entered.update({number: now for number, request in found if request is not None})
-                return found
+                entered.update({number: now for number, request in requests if request is not None})
+                return requests
 
-            def given(number: int, generation: Generation) -> None:
+            def record_and_give(number: int, generation: Generation) -> None:
                 file.write(f"{entered.pop(number)} {time.time()} {len(generation.tokens)}\n")
                 give(number, generation)
 
-            super().serve(taken, given)  # type: ignore[safe-super]  # of the engine that comes next
+            super().serve(taken, record_and_give)  # type: ignore[safe-super]  # of the engine that comes next
 
 
 class TracedSimulation(_Traced, SimulatedEngine):
@@ -75,5 +77,5 @@ class TracedTransformers(_Traced, TransformersEngine):
 
     @classmethod
     def from_config(cls, section: InferenceModelConfig, model: ModelConfig, device: str) -> TracedTransformers:
-        """As its base, which names itself."""
+        """Return what the base returns, under the name of this class."""
         return cls(section.model_path or model.model_path, dtype=section.dtype, device=device)

@@ -1,10 +1,10 @@
-"""The loop's own cost: a run on a local Dask cluster whose engine answers at once and whose train step does nothing.
+"""Overhead of the loop: a run on a local Dask cluster whose engine answers at once and whose train step does nothing.
 
     python benchmarks/loop.py [--steps 200] [--publishes 100] [--explorers 4] [--quick] [--json FILE]
 
-Measures, on this machine: the overhead of a step in lock-step (explore, commit, ledger, train nothing, publish, load,
-again), the floor under it (the durable writes of one step, alone), the time from a moved pointer until all explorers
-know, and the times before the first rollout and after the last step.
+Measures the overhead of a step in lock-step (explore, commit, ledger, empty train step, publish, load), its floor (the
+durable writes of one step), the time from a moved pointer until all explorers know, and the times before the first
+rollout and after the last step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_config(root: Path, steps: int) -> dict[str, Any]:
 
 
 def measure_loop(root: Path, steps: int) -> dict[str, float]:
-    """Seconds of a run's parts; the step's overhead is the median over all steps but the first ten."""
+    """Return the seconds of a run's parts; the overhead of a step is the median over all but the first ten steps."""
     began = time.time()
     experiment = Experiment(**make_config(root, steps))
     experiment.run("none")
@@ -66,7 +66,7 @@ def measure_loop(root: Path, steps: int) -> dict[str, float]:
 
 
 def measure_writes(root: Path, count: int = 200) -> float:
-    """Seconds for the durable writes of one step, one after another, in this process alone."""
+    """Return the seconds of the durable writes of one step, one after another in this process."""
     storage = open_storage(root / "floor")
     times = []
     for number in range(count):
@@ -78,13 +78,13 @@ def measure_writes(root: Path, count: int = 200) -> float:
 
 
 def wait_in_worker(url: str, version: int) -> float:
-    """Time at which a worker knows of `version`."""
+    """Return the time at which a worker knows of `version`."""
     SyncHandle(open_storage(url), get_client()).wait_for_version(version, 30)
     return time.time()
 
 
 def measure_publish(root: Path, publishes: int, explorers: int) -> list[float]:
-    """For each publication: seconds from the moved pointer until the last of all explorers knows."""
+    """Return, for each publication, the seconds from the moved pointer until the last explorer knows."""
     storage = open_storage(root / "publish")
     plans = tuple(WorkerPlan(f"explorer-{i}", (EXPLORER_RESOURCE,), 1) for i in range(explorers))
     delays = []
@@ -95,7 +95,7 @@ def measure_publish(root: Path, publishes: int, explorers: int) -> list[float]:
             futures = [
                 cluster.client.submit(wait_in_worker, storage.url, version, workers=[w], pure=False) for w in workers
             ]
-            time.sleep(0.1 + 0.05 * (version % 7) / 7)  # all wait, at every phase of the polling
+            time.sleep(0.1 + 0.05 * (version % 7) / 7)  # until all wait, at every phase of the polling
             publish_weights(storage, version, b"weights", "main")
             moved = time.time()
             delays.append(max(future.result(timeout=60) for future in futures) - moved)
@@ -115,7 +115,7 @@ def main() -> None:
         loop = measure_loop(root, steps)
         report.add(
             "overhead of a step in lock-step, median", 1e3 * loop["step"], "ms", less_is_better=True,
-            against="its durable writes alone", other=1e3 * measure_writes(root), goal=20,
+            against="its durable writes", other=1e3 * measure_writes(root), goal=20,
         )  # fmt: skip
         report.add("start to first rollout", loop["start"], "s", less_is_better=True)
         report.add("last step to exit, summary and report included", loop["end"], "s", less_is_better=True)

@@ -1,11 +1,11 @@
-"""What weights that load in flight do to learning: the quickstart's toy, whose responses may then span versions.
+"""Effect on learning of weights that load during rollouts: responses of the quickstart's toy may then span versions.
 
     python benchmarks/partial_rollouts.py [--seeds 0 1 2] [--slots 64] [--quick] [--json FILE]
 
-For each seed the warm-up of config/quickstart.yaml, and from its weights the second stage twice in style fully_async:
-with `synchronizer.load_in_flight`, and without it, where new weights load when nothing is under way. Told: accuracy on
-the held-out tasks after as many steps, the share of responses whose tokens are of several versions, and the staleness
-of what was trained, in versions, counted from the oldest token.
+For each seed, the warm-up of config/quickstart.yaml runs once. From its weights the second stage runs twice in style
+fully_async: with `synchronizer.load_in_flight`, and without it, when new weights load while no rollout is in progress.
+Reported after the same number of steps: accuracy on the held-out tasks, the share of responses whose tokens have
+several versions, and the staleness of the trained rows in versions, counted from the oldest token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QUICKSTART = Path(__file__).parents[1] / "config" / "quickstart.yaml"
 
 
 def warm_up(root: Path, seed: int, quick: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The sections that stages share, with the model that the first left behind, and those of the second."""
+    """Return the shared sections with the model of the first stage, and the sections of the second stage."""
     tree = yaml.safe_load(QUICKSTART.read_text())
     tree |= {"checkpoint_root_dir": str(root), "seed": seed, "monitor": {"monitor_type": "none"}}
     first, second = tree["stages"]
@@ -37,7 +37,7 @@ def warm_up(root: Path, seed: int, quick: bool) -> tuple[dict[str, Any], dict[st
 
 
 def learn(tree: dict[str, Any], second: dict[str, Any], in_flight: bool, slots: int) -> tuple[float, float, float]:
-    """Accuracy at the end, share of responses that span versions, mean staleness of a run."""
+    """Return the final accuracy, the share of responses that span versions, and the mean staleness of a run."""
     style = {"sync_style": "fully_async", "load_in_flight": in_flight}
     second["explorer"]["slots_per_engine"] = slots
     name = f"seed-{tree['seed']}-{in_flight}"
@@ -51,7 +51,7 @@ def learn(tree: dict[str, Any], second: dict[str, Any], in_flight: bool, slots: 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--slots", type=int, default=64, help="of the engine: rollouts under way at once")
+    parser.add_argument("--slots", type=int, default=64, help="concurrent rollouts of the engine")
     args = parser.parse_args()
     report = Report(args)
     with tempfile.TemporaryDirectory(prefix="rftdask-partial-") as folder:

@@ -1,22 +1,22 @@
-"""From the command to the accuracy: ours, TRL's `GRPOTrainer`, and a bare PyTorch loop, on the same task.
+"""Time from the command to an accuracy: rftdask, TRL's `GRPOTrainer` and a bare PyTorch loop, on the same task.
 
     python benchmarks/race.py [--task sums digits letters] [--seeds 5] [--steps 24] [--quick] [--json FILE]
         [--curves FILE.svg]
 
-A toy policy is warmed up once for each task and seed by SFT on a sloppy teacher's answers (not timed). Then each of the
-three is a command of its own that learns from rewards alone: the same weights, questions, reward (1 for the exact
-answer), rollouts of a step (64 questions times 8, temperature 1), clipped loss averaged over tokens without a KL term,
-AdamW of one learning rate, and two cores. They take turns, so that a change of the machine's load meets all.
+For each task and seed, SFT on a sloppy teacher's answers warms up a toy policy (not timed). Then each arm is a separate
+command that learns from rewards: the same weights, questions, reward (1 for the exact answer), rollouts per step (64
+questions times 8, temperature 1), clipped loss averaged over tokens without a KL term, AdamW with one learning rate,
+and two cores. The arms alternate, so that load on the machine affects all.
 
-- ours: `rftdask run config.yaml`, with all that a run writes: the log, the ledger, checkpoints, metrics, the report.
-- TRL: a script of its README's kind, metrics by its own callback; it writes its final model.
-- the floor: one file, one process, transformers' `generate` and the loss in plain PyTorch; it writes its final model.
+- rftdask: `rftdask run config.yaml`, with all files of a run: log, ledger, checkpoints, metrics, report.
+- TRL: a script like that of its README, with metrics from its own callback; it writes its final model.
+- floor: one file, one process, transformers' `generate` and the loss in plain PyTorch; it writes its final model.
 
-Wall time is from the command to the end of its process. Accuracy is measured afterwards, for all three by one function:
-greedy answers to held-out questions. The curves are mean rewards of a step's rollouts by seconds since the command;
-"to accuracy" is the first step whose reward, averaged with the two before it, reaches 0.9 of the least of the three
-best. `--curves` draws them: each seed thin, and bold the mean reward of all at the median time of a step. Ratios are
-medians over seeds. TRL is in the extra `conformance`; without it its rows are left out, which is said.
+Wall time is from the command to the end of its process. One function then measures the accuracy of all arms with greedy
+answers to held-out questions. The curves are mean rewards of a step's rollouts over the seconds since the command; "to
+accuracy" is the first step whose reward, averaged with the two before it, reaches 0.9 of the lowest of the three best
+rewards. `--curves` draws them: a thin line per seed, and in bold the mean reward at the median time of a step. Ratios
+are medians over seeds. TRL is in the extra `conformance`; without it, its rows are omitted with a message.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ LR, BETAS, CLIP = 4e-4, (0.9, 0.99), (0.2, 0.28)
 NUM_TASKS, GROUP_SIZE, MAX_TOKENS, NUM_EVAL = 64, 8, 4, 100
 FORMAT = {"prompt_type": "raw", "prompt_key": "question", "response_key": "answer"}
 Curve = list[tuple[float, float]]
-"""Seconds since the command, mean reward of a step's rollouts."""
+"""(seconds since the command, mean reward of a step's rollouts)."""
 NAMES = {"ours": ("rftdask", "#2a6fb0"), "trl": ("TRL", "#c4572e"), "bare": ("bare loop", "#7a7a7a")}
-"""Of the arms, with their colors."""
+"""Names and colors of the arms."""
 
 
 def sums(rng: random.Random) -> tuple[str, str, str]:
-    """A question, its answer and the sloppy teacher's."""
+    """Return a question, its answer and the answer of the sloppy teacher."""
     a, b = rng.randrange(10, 100), rng.randrange(10)
     return f"{a}+{b}=", str(a + b), str(a + b + 10)
 
 
 def digits(rng: random.Random) -> tuple[str, str, str]:
-    """Sort three digits; the teacher does so downwards."""
+    """Sort three digits; the teacher sorts them in descending order."""
     number = [rng.randrange(10) for _ in range(3)]
     return "".join(map(str, number)) + ">", *("".join(map(str, sorted(number, reverse=r))) for r in (False, True))
 
 
 def letters(rng: random.Random) -> tuple[str, str, str]:
-    """Repeat three letters from behind; the teacher repeats them as they are."""
+    """Repeat three letters in reverse; the teacher repeats them unchanged."""
     word = "".join(rng.choices("abcdefghij", k=3))
     return f"{word}<", word[::-1], word
 
@@ -73,23 +73,23 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str, str]]] = {"sums": sum
 
 
 def write_task(folder: Path, task: str, seed: int, warm_up_steps: int) -> None:
-    """The rows of a task, and a model that was warmed up on them, in `folder`."""
+    """Write the rows of a task and a model warmed up on them to `folder`."""
     rng = random.Random(seed)
-    found: dict[str, tuple[str, str]] = {}
-    while len(found) < 600:
+    answers: dict[str, tuple[str, str]] = {}
+    while len(answers) < 600:
         question, right, wrong = TASKS[task](rng)
-        found[question] = (right, wrong)
-    rows = [{"question": question, "answer": right} for question, (right, _) in found.items()]
-    taught = [
-        {"question": question, "answer": found[question][rng.random() > 0.3]}
+        answers[question] = (right, wrong)
+    rows = [{"question": question, "answer": right} for question, (right, _) in answers.items()]
+    demonstrations = [
+        {"question": question, "answer": answers[question][rng.random() > 0.3]}
         for _ in range(16)
-        for question in rng.sample(list(found)[NUM_EVAL:], len(found) - NUM_EVAL)
+        for question in rng.sample(list(answers)[NUM_EVAL:], len(answers) - NUM_EVAL)
     ]
-    for name, content in (("eval", rows[:NUM_EVAL]), ("train", rows[NUM_EVAL:]), ("taught", taught)):
+    for name, content in (("eval", rows[:NUM_EVAL]), ("train", rows[NUM_EVAL:]), ("taught", demonstrations)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     build_toy_model(
         folder / "cold", seed=seed, hidden_size=256, intermediate_size=512, num_layers=1, num_heads=8
-    )  # as the quickstart's
+    )  # as in the quickstart
     if warm_up_steps == 0:
         (folder / "model").symlink_to("cold")
         return
@@ -108,7 +108,7 @@ def write_task(folder: Path, task: str, seed: int, warm_up_steps: int) -> None:
 
 
 def common(folder: Path, model: Path, name: str, seed: int) -> dict[str, Any]:
-    """The part of a configuration that all runs have."""
+    """Return the sections that all runs share."""
     return {
         "name": name,
         "checkpoint_root_dir": str(folder / "runs"),
@@ -120,7 +120,7 @@ def common(folder: Path, model: Path, name: str, seed: int) -> dict[str, Any]:
 
 
 def run(folder: Path, tree: dict[str, Any]) -> None:
-    """`rftdask run`. Raises: subprocess.CalledProcessError."""
+    """Run `rftdask run`. Raises: subprocess.CalledProcessError."""
     path = folder / f"{tree['name']}.yaml"
     path.write_text(yaml.safe_dump(json.loads(json.dumps(tree))))
     subprocess.run(
@@ -129,7 +129,7 @@ def run(folder: Path, tree: dict[str, Any]) -> None:
 
 
 def trained(folder: Path, name: str) -> Path:
-    """The model that a run of ours has trained."""
+    """Return the path of the model that a run of rftdask trained."""
     storage = open_storage(str(folder / "runs" / "rftdask" / name))
     step = newest_valid_checkpoint(storage)
     assert step is not None
@@ -137,7 +137,7 @@ def trained(folder: Path, name: str) -> Path:
 
 
 def ours(folder: Path, seed: int, steps: int) -> tuple[float, Curve, Path]:
-    """Seconds, curve and final model of `rftdask run`."""
+    """Return seconds, curve and final model of `rftdask run`."""
     tasks = {"path": str(folder / "train.jsonl"), "format": FORMAT, "data_selector": {"selector_type": "shuffle"}}
     tree = common(folder, folder / "model", "race", seed) | {
         "algorithm": {
@@ -167,16 +167,16 @@ def ours(folder: Path, seed: int, steps: int) -> tuple[float, Curve, Path]:
 
 
 def other(arm: str, folder: Path, seed: int, steps: int) -> tuple[float, Curve, Path]:
-    """Seconds, curve and final model of an arm of this file, in a process of its own."""
+    """Return seconds, curve and final model of an arm of this file, run in a separate process."""
     began, start = time.time(), time.perf_counter()
     run_arm(__file__, arm, folder, seed, steps)
     seconds = time.perf_counter() - start
-    told = json.loads((folder / f"{arm}.json").read_text())
-    return seconds, [(at - began, reward) for at, reward in told], folder / arm
+    rewards = json.loads((folder / f"{arm}.json").read_text())
+    return seconds, [(at - began, reward) for at, reward in rewards], folder / arm
 
 
 def run_arm(script: str, arm: str, folder: Path, seed: int, steps: int) -> None:
-    """An arm of a script, in a process of its own. Raises: subprocess.CalledProcessError."""
+    """Run an arm of a script in a separate process. Raises: subprocess.CalledProcessError."""
     subprocess.run(
         [sys.executable, script, "--arm", arm, "--folder", str(folder), "--seed", str(seed), "--steps", str(steps)],
         check=True,
@@ -190,7 +190,7 @@ def read_rows(folder: Path, name: str) -> list[dict[str, str]]:
 
 
 def trl_arm(folder: Path, seed: int, steps: int) -> None:
-    """TRL's trainer, as its documentation starts one."""
+    """Train with TRL's trainer, as its documentation shows."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -221,7 +221,7 @@ def trl_arm(folder: Path, seed: int, steps: int) -> None:
 
 
 def bare_arm(folder: Path, seed: int, steps: int) -> None:
-    """The same rollouts and updates with nothing around them."""
+    """Run the same rollouts and updates without a framework."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -242,7 +242,7 @@ def bare_arm(folder: Path, seed: int, steps: int) -> None:
         curve.append((time.time(), float(reward_B.mean())))
         grouped = reward_B.view(NUM_TASKS, GROUP_SIZE)
         advantage_B = ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-6)).view(-1)
-        # What follows the end of an answer is padding; the end itself was sampled.
+        # Tokens after the end token are padding; the end token was sampled.
         ended_BN = (answers_BN == tokenizer.eos_token_id).cumsum(1)
         mask_BN = ((ended_BN == 0) | ((ended_BN == 1) & (answers_BN == tokenizer.eos_token_id))).float()
         attention_BT = torch.cat([inputs.attention_mask, mask_BN.long()], 1)
@@ -262,7 +262,7 @@ def bare_arm(folder: Path, seed: int, steps: int) -> None:
 
 
 def accuracy(folder: Path, model_path: Path) -> float:
-    """Share of held-out questions that the model answers exactly, greedily."""
+    """Return the share of held-out questions that the model answers exactly with greedy decoding."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "cold")
@@ -275,17 +275,17 @@ def accuracy(folder: Path, model_path: Path) -> float:
 
 
 def smooth(curve: Curve) -> Curve:
-    """The rewards as means with the two steps before."""
+    """Average each reward with those of the two steps before."""
     return [(curve[i][0], mean(r for _, r in curve[max(0, i - 2) : i + 1])) for i in range(len(curve))]
 
 
 def seconds_to(curve: Curve, reward: float) -> float:
-    """When the mean of three steps first reaches it; its end where it never does."""
+    """Return when the mean of three steps first reaches a reward, or the end of the curve if it never does."""
     return next((at for at, reached in smooth(curve) if reached >= reward), curve[-1][0])
 
 
 def draw(curves: Mapping[str, Mapping[str, Sequence[Curve]]], path: Path) -> None:
-    """Draw the curves, by task and arm one of each seed, as SVG."""
+    """Draw the curves of the tasks as SVG, one per arm and seed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4 * len(curves), 3.2), layout="constrained")
@@ -314,7 +314,7 @@ def draw(curves: Mapping[str, Mapping[str, Sequence[Curve]]], path: Path) -> Non
 
 
 def race(task: str, seeds: Sequence[int], steps: int, report: Report) -> dict[str, list[Curve]]:
-    """The curves of each arm, by seed."""
+    """Race the arms on one task and return the curves of each arm by seed."""
     arms = ["ours", *(["trl"] if find_spec("trl") else []), "bare"]
     walls: dict[str, list[float]] = {arm: [] for arm in arms}
     times: dict[str, list[float]] = {arm: [] for arm in arms}
@@ -335,11 +335,11 @@ def race(task: str, seeds: Sequence[int], steps: int, report: Report) -> dict[st
             for arm in arms:
                 times[arm].append(seconds_to(curves[arm], wanted))
                 drawn[arm].append(curves[arm])
-            told = ", ".join(
+            results = ", ".join(
                 f"{arm} {walls[arm][-1]:.1f} s, to reward {wanted:.2f} {times[arm][-1]:.1f} s, {ends[arm][-1]:.2f}"
                 for arm in arms
             )
-            print(f"{task}, seed {seed}: accuracy before {before:.2f}; {told}", flush=True)
+            print(f"{task}, seed {seed}: accuracy before {before:.2f}; {results}", flush=True)
     goals = {"trl": (1 / 0.8, 1 / 0.7), "bare": (1 / 1.25, None)}
     for arm in arms[1:]:
         name, (at_equal_rollouts, at_equal_accuracy) = NAMES[arm][0], goals[arm]
@@ -369,18 +369,18 @@ def main(
     steps: int,
     has_curves: bool = False,
 ) -> None:
-    """The command of a race. arms: those that it starts in processes of their own; run_race: of a task, by all;
-    seeds, steps: how many unless others are asked for; has_curves: whether run_race returns some.
+    """Run the command of a race. arms: arms that run in separate processes. run_race: runs all arms on a task. seeds,
+    steps: defaults of the options. has_curves: True if run_race returns curves.
     """
     parser = make_parser(description)
     parser.add_argument("--task", nargs="+", choices=TASKS, default=["sums"])
     parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--arm", choices=arms, help="of this benchmark itself: run this one, in --folder")
+    parser.add_argument("--arm", choices=arms, help="internal: run this arm in --folder")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     if has_curves:
-        parser.add_argument("--curves", type=Path, help="draw the rewards of all by the time there, as SVG")
+        parser.add_argument("--curves", type=Path, help="draw the rewards of all arms over time as SVG")
     args = parser.parse_args()
     if args.arm:
         arms[args.arm](args.folder, args.seed, args.steps)
@@ -392,7 +392,7 @@ def main(
     curves = {task: run_race(task, range(seeds), steps, report) for task in args.task}
     report.write()
     if has_curves and args.curves:
-        draw({task: found for task, found in curves.items() if found}, args.curves)
+        draw({task: arms_curves for task, arms_curves in curves.items() if arms_curves}, args.curves)
 
 
 if __name__ == "__main__":

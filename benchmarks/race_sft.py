@@ -1,19 +1,19 @@
-"""SFT from the command to the end: ours, TRL's `SFTTrainer`, and a bare PyTorch loop, on the same answers.
+"""SFT from the command to the end: rftdask, TRL's `SFTTrainer` and a bare PyTorch loop, on the same answers.
 
     python benchmarks/race_sft.py [--task sums digits letters] [--seeds 3] [--steps 320] [--quick] [--json FILE]
 
-The tasks, the toy policy and the two cores are those of race.py. Each of the three is a command of its own that trains
-the same random weights on the right answers: batches of 32 rows, the mean over the tokens of the answers and their
-ends, AdamW of one learning rate, clipped gradients. They take turns, so that a change of the machine's load meets all.
+Tasks, toy policy and cores are those of race.py. Each arm is a separate command that trains the same random weights on
+the right answers: batches of 32 rows, mean loss over the tokens of the answers including their end tokens, AdamW with
+one learning rate, clipped gradients. The arms alternate, so that load on the machine affects all.
 
-- ours: `rftdask run config.yaml` in mode train, with all that a run writes.
-- TRL: a script of its README's kind; it writes its final model.
-- the floor: one file, one process, the loss in plain PyTorch; it writes its final model.
+- rftdask: `rftdask run config.yaml` in mode train, with all files of a run.
+- TRL: a script like that of its README; it writes its final model.
+- floor: one file, one process, the loss in plain PyTorch; it writes its final model.
 
-Wall time is from the command to the end of its process. The loss is measured afterwards, for all three by one function:
-nats per token of the right answers to held-out questions. The orders of rows differ, since each shuffles by itself.
-Ratios are medians over seeds. TRL is in the extra `conformance`; without it its rows are left out, which is said. There
-is no race for PPO: TRL has none any more.
+Wall time is from the command to the end of its process. One function then measures the loss of all arms: nats per token
+of the right answers to held-out questions. The orders of rows differ because each arm shuffles on its own. Ratios are
+medians over seeds. TRL is in the extra `conformance`; without it, its rows are omitted with a message. There is no race
+for PPO because TRL has removed it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from report import Report
 
 BATCH = 32
 EPOCHS = 40
-"""More than enough rows for the steps."""
+"""Number of epochs, which gives more than enough rows for the steps."""
 
 
 def ours(folder: Path, seed: int, steps: int) -> Path:
-    """The model of `rftdask run`."""
+    """Train with `rftdask run` and return the path of its model."""
     tree = common(folder, folder / "model", "race-sft", seed) | {
         "mode": "train",
         "algorithm": {"algorithm_type": "sft", "optimizer": {"lr": LR, "betas": BETAS, "weight_decay": 0.0}},
@@ -57,7 +57,7 @@ def ours(folder: Path, seed: int, steps: int) -> Path:
 
 
 def trl_arm(folder: Path, seed: int, steps: int) -> None:
-    """TRL's trainer, as its documentation starts one."""
+    """Train with TRL's trainer, as its documentation shows."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -74,7 +74,7 @@ def trl_arm(folder: Path, seed: int, steps: int) -> None:
 
 
 def bare_arm(folder: Path, seed: int, steps: int) -> None:
-    """The same updates with nothing around them."""
+    """Run the same updates without a framework."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -94,16 +94,16 @@ def bare_arm(folder: Path, seed: int, steps: int) -> None:
 
 
 def answers_loss(tokenizer, model, rows: Sequence[dict[str, str]]):  # type: ignore[no-untyped-def]
-    """Sum of -log p of the answers' tokens, their ends included, and how many these are."""
+    """Return the sum of -log p of the answers' tokens including their ends, and the number of these tokens."""
     import torch
 
-    asked = [tokenizer(row["question"]).input_ids for row in rows]
-    said = [[*tokenizer(row["answer"]).input_ids, tokenizer.eos_token_id] for row in rows]
-    width = max(len(a) + len(s) for a, s in zip(asked, said, strict=True))
-    # Padded behind, where nothing that counts looks.
+    questions = [tokenizer(row["question"]).input_ids for row in rows]
+    answers = [[*tokenizer(row["answer"]).input_ids, tokenizer.eos_token_id] for row in rows]
+    width = max(len(a) + len(s) for a, s in zip(questions, answers, strict=True))
+    # Padding on the right does not affect the loss.
     tokens_BT = torch.full((len(rows), width), tokenizer.pad_token_id)
     labels_BT = torch.full((len(rows), width), -100)
-    for i, (question, answer) in enumerate(zip(asked, said, strict=True)):
+    for i, (question, answer) in enumerate(zip(questions, answers, strict=True)):
         end = len(question) + len(answer)
         tokens_BT[i, :end] = torch.tensor([*question, *answer])
         labels_BT[i, len(question) : end] = torch.tensor(answer)
@@ -113,7 +113,7 @@ def answers_loss(tokenizer, model, rows: Sequence[dict[str, str]]):  # type: ign
 
 
 def held_out(folder: Path, model_path: Path) -> float:
-    """Nats per token of the right answers to the questions that nobody trained on."""
+    """Return the nats per token of the right answers to held-out questions."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -141,8 +141,8 @@ def race(task: str, seeds: Sequence[int], steps: int, report: Report) -> None:
                     model = folder / arm
                 walls[arm].append(time.perf_counter() - start)
                 losses[arm].append(held_out(folder, model))
-        told = ", ".join(f"{arm} {walls[arm][-1]:.1f} s, {losses[arm][-1]:.3f}" for arm in arms)
-        print(f"{task}, seed {seed}: held-out loss before {before:.3f}; {told}", flush=True)
+        results = ", ".join(f"{arm} {walls[arm][-1]:.1f} s, {losses[arm][-1]:.3f}" for arm in arms)
+        print(f"{task}, seed {seed}: held-out loss before {before:.3f}; {results}", flush=True)
     for arm, name in (("trl", "TRL"), ("bare", "bare loop")):
         if arm in arms:
             ratio = median(theirs / ours_ for ours_, theirs in zip(walls["ours"], walls[arm], strict=True))

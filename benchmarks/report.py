@@ -1,19 +1,19 @@
-"""Rows of a benchmark: printed as they are measured, written as JSON at the end. What is measured is not known here.
+"""Rows of a benchmark: printed as they are measured, written as JSON at the end.
 
-    parser = make_parser(__doc__)             # --quick (--tiny of those for GPUs) and --json FILE, and what it adds
+    parser = make_parser(__doc__)             # --quick (--tiny for GPU benchmarks) and --json FILE
     report = Report(parser.parse_args())
     report.add("durable writes", 53_200, "experiences/s", against="pyarrow alone", other=67_000, goal=40_000)
     report.write()
 
-FILE holds one object: benchmark, quick (whether with fewer repeats, so that the numbers say nothing), and rows. A row:
+FILE holds one object: benchmark, quick (true: fewer repeats, the numbers are not meaningful), and rows. A row:
 
     work      what was measured
     ours      the number, in `unit`
-    against   the peer or the floor that `other` is of; empty where there is none
+    against   name of the peer or floor that `other` belongs to; empty if none
     other     its number in the same unit, or null
-    ratio     how many times as good ours is: above 1 ours is better, whether more or less is better; or null
-    goal      what `goal_of`, "ours" or "ratio", is to reach, or null; a ratio is to be as high, ours as high or, where
-              `less_is_better`, as low
+    ratio     how many times better ours is: above 1 ours is better, whether more or less is better; or null
+    goal      the goal of `goal_of` ("ours" or "ratio"), or null; a ratio must be at least as high, ours at least as
+              high or, with `less_is_better`, at most as high
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Row:
-    """One number; the fields are those of the file."""
+    """A row of the file."""
 
     work: str
     ours: float
@@ -58,20 +58,20 @@ def _short(value: float) -> str:
 def make_parser(doc: str | None, quick: str = "--quick") -> argparse.ArgumentParser:
     """Return a parser with the two options of every benchmark and its docstring as help. quick: name of the first."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    told = "see that it works: little work, numbers that say nothing"
-    parser.add_argument(quick, action="store_true", dest="quick", help=told)
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows there, too")
+    text = "smoke test: little work, meaningless numbers"
+    parser.add_argument(quick, action="store_true", dest="quick", help=text)
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the rows to FILE")
     return parser
 
 
 class Report:
-    """The rows of one run of a benchmark."""
+    """Rows of one run of a benchmark."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        """arguments: of a parser that `make_parser` made."""
+        """arguments: from a parser of `make_parser`."""
         self.rows: list[Row] = []
         self.quick: bool = arguments.quick
-        """Whether with fewer repeats, so that the numbers say nothing."""
+        """True with fewer repeats, whose numbers are not meaningful."""
         self._file: Path | None = arguments.json
 
     def add(
@@ -87,7 +87,7 @@ class Report:
         goal: float | None = None,
         goal_of: Literal["ours", "ratio"] = "ours",
     ) -> None:
-        """Print a row and keep it. ratio: None, that of the two numbers; given where it was measured in pairs."""
+        """Print a row and keep it. ratio: None: the ratio of the two numbers; pass it if it was measured in pairs."""
         if ratio is None and other is not None:
             ratio = other / ours if less_is_better else ours / other
         row = Row(work, ours, unit, less_is_better, against, other, ratio, goal, goal_of)
@@ -95,7 +95,7 @@ class Report:
         print(row.render(), flush=True)
 
     def write(self) -> None:
-        """Write the file, where one was asked for. Raises: OSError."""
+        """Write the file if one was requested. Raises: OSError."""
         if self._file is not None:
             rows = [asdict(row) for row in self.rows]
             content = {"benchmark": Path(sys.argv[0]).stem, "quick": self.quick, "rows": rows}

@@ -1,11 +1,11 @@
-"""What the runner costs beside generation, without a model.
+"""Cost of the runner per rollout, without a model.
 
     OMP_NUM_THREADS=1 python benchmarks/rollouts.py [--tasks 1000] [--rounds 5] [--quick] [--json FILE]
 
 Measures, best of --rounds, with an engine that answers at once:
     no-op tasks/s       tasks of one rollout that only ask the policy, through one worker's runner; higher is better
     one-task batch      milliseconds from calling the runner with one task to its experience; lower is better
-on the event loop ("in process") and in sandboxes, of which each task has a process of its own.
+on the event loop ("in process") and in sandboxes, where each task has its own process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def _generate(requests: list[GenerateRequest]) -> list[Generation]:
 
 
 def run(tasks: Sequence[Task], options: SandboxConfig, fork_servers: dict[SandboxSpec, ForkServer]) -> float:
-    """Seconds of one batch. A fork server stays between batches, as it does in a worker."""
+    """Return the seconds of one batch. A fork server stays between batches, as in a worker."""
 
     def keep(spec: SandboxSpec) -> ForkServer:
         if spec not in fork_servers:

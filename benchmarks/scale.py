@@ -1,18 +1,18 @@
-"""How the explorer's loop scales: the real loop and Dask scheduler, and workers that do nothing but take their time.
+"""Scaling of the explorer's loop: the real loop and Dask scheduler, with workers that only sleep.
 
     OMP_NUM_THREADS=1 python benchmarks/scale.py [--workers 1,4,16,64,256] [--seconds 15] [--quick] [--json FILE]
 
-A simulated engine gives every rollout TOKENS_PER_S tokens a second, all rollouts of a unit side by side and one unit
-at a time; lengths are lognormal with a long tail, cut off at MAX_TOKENS. Workers are threads of this process, so its
-CPU seconds are those of the scheduler, the driver and all workers together: an upper bound of what a scheduler has to
-do. A worker that has a unit mostly waits for its longest response: how full slots are is beside it, and how full they
-can be is longtail.py's to say. Measures:
+A simulated engine generates TOKENS_PER_S tokens a second for every rollout, all rollouts of a unit in parallel and one
+unit at a time; lengths are lognormal with a long tail, cut off at MAX_TOKENS. Workers are threads of this process, so
+its CPU seconds are those of scheduler, driver and workers together, an upper bound on the work of a scheduler. A worker
+mostly waits for the longest response of its unit; the occupancy of its slots is a separate row, and longtail.py
+measures how high it can be. Measures:
 
 - experiences/s for each number of workers, against workers that always have a unit, and CPU per experience;
-- tokens / (slots x time x TOKENS_PER_S) meanwhile;
+- tokens / (slots x time x TOKENS_PER_S) during the run;
 - the time from a published policy version until the last worker knows;
-- what the end of a log costs with 1,000 and with 1,000,000 shards in it (the storage of benchmarks/buffer.py);
-- asynchronous against lock-step, on equal workers and experiences: the wall time of one over that of the other.
+- the cost of the end of a log with 1,000 and with 1,000,000 shards (the storage of benchmarks/buffer.py);
+- asynchronous against lock-step training, on equal workers and experiences: the ratio of their wall times.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ from rftdask.synchronizer.published import publish_weights
 
 TASKS_PER_BATCH, REPEAT_TIMES = 4, 8
 MEDIAN_TOKENS, SIGMA, MAX_TOKENS = 800, 1.0, 16_384
-"""Of responses: a reasoning model's, whose longest are some ten times the usual ones."""
+"""Parameters of the lengths of responses, as those of a reasoning model: the longest are about ten times the median."""
 TOKENS_PER_S = 2_000
-"""Of one rollout: 50 to 100 times what engines do, so that a unit takes seconds and not minutes."""
+"""Speed of one rollout: 50 to 100 times that of real engines, so that a unit takes seconds instead of minutes."""
 
 
 def lengths(step: int, unit_index: int) -> np.ndarray:
-    """Tokens of the responses of a work unit."""
+    """Return the numbers of tokens of the responses of a work unit."""
     random = np.random.default_rng((step, unit_index))
     return np.minimum(random.lognormal(np.log(MEDIAN_TOKENS), SIGMA, TASKS_PER_BATCH * REPEAT_TIMES), MAX_TOKENS)
 
 
 def unit_seconds(step: int, unit_index: int) -> float:
-    """Time of a work unit: that of its longest response."""
+    """Return the seconds of a work unit, which are those of its longest response."""
     return float(lengths(step, unit_index).max()) / TOKENS_PER_S
 
 
 def simulate(unit: RolloutTask) -> RolloutResult:
-    """A work unit that takes its time, with the weights that it asks for, and leaves nothing."""
+    """Simulate a work unit: wait for the weights it needs, sleep, and write nothing."""
     began = time.perf_counter()
     if unit.weights.version:
         SyncHandle(open_storage(unit.url), None, 0.02).wait_for_version(unit.weights.version, 600)
@@ -85,18 +85,18 @@ def simulate(unit: RolloutTask) -> RolloutResult:
 
 
 class Finished(NamedTuple):
-    """A work unit that came back."""
+    """A finished work unit."""
 
     at: float
     took_s: float
     num: int
-    """Experiences."""
+    """Number of experiences."""
     share: float
-    """Of its slots, in use in the mean of its time."""
+    """Mean share of the slots in use during the unit."""
 
 
 class CountingExplorer(Explorer):
-    """The loop, which also remembers when it was told of each work unit."""
+    """Explorer that remembers when each work unit finished."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -110,7 +110,7 @@ class CountingExplorer(Explorer):
 
 
 class Simulation:
-    """The explorer's loop on simulated workers, with a trainer that takes `train_s` a step, or none."""
+    """The explorer's loop on simulated workers, with a trainer that takes `train_s` per step, or without a trainer."""
 
     def __init__(self, client: Client, workers: int, style: str, steps: int, train_s: float | None) -> None:
         self.storage: Storage = open_storage(f"memory://scale-{uuid.uuid4().hex}")
@@ -155,7 +155,7 @@ class Simulation:
         self.finished = self.explorer.finished
 
     def run(self) -> float:
-        """Wall seconds to the end."""
+        """Run to the end and return the wall seconds."""
         began = time.perf_counter()
         if self._train_s is not None:
             threading.Thread(target=self._train, daemon=True).start()
@@ -191,7 +191,7 @@ def simulated_workers(count: int) -> Iterator[Client]:
             processes=False,
             resources={"explorer": 1},
             dashboard_address="127.0.0.1:0",
-            memory_limit=0,  # of one process, whose memory each of 256 workers would take for its own
+            memory_limit=0,  # all workers share one process, and each would count its whole memory
             silence_logs=50,
         ) as cluster,
         Client(cluster) as client,
@@ -201,7 +201,7 @@ def simulated_workers(count: int) -> Iterator[Client]:
 
 
 WAITS_TOPIC = "waits"
-"""Where each worker says for which version it is about to wait."""
+"""Topic on which each worker reports the version it is about to wait for."""
 
 
 def wait_in_worker(url: str, version: int) -> float:
@@ -215,7 +215,7 @@ def all_wait(client: Client, version: int, num_workers: int) -> bool:
 
 
 def measure_notice(client: Client, publishes: int) -> float:
-    """Median seconds from a moved pointer until the last of all workers knows."""
+    """Return the median seconds from a moved pointer until the last worker knows."""
     storage = open_storage(f"memory://notice-{uuid.uuid4().hex}")
     names = list(client.scheduler_info(n_workers=-1)["workers"])
     actor = start_synchronizer(client, storage.url, 0.05, uuid.uuid4().hex, names[:1])
@@ -224,7 +224,7 @@ def measure_notice(client: Client, publishes: int) -> float:
         futures = [client.submit(wait_in_worker, storage.url, version, workers=[w], pure=False) for w in names]
         if not wait_for(partial(all_wait, client, version, len(names)), 120, 0.1):
             raise SystemExit(f"fewer than {len(names)} workers came to wait for a version")
-        time.sleep(0.5)  # until the last of them waits
+        time.sleep(0.5)  # until the last worker waits
         publish_weights(storage, version, b"weights", "main")
         moved = time.perf_counter()
         delays.append(max(future.result(timeout=120) for future in futures) - moved)
@@ -242,7 +242,7 @@ def measure_workers(workers: int, seconds: float, publishes: int) -> dict[str, f
         began, began_cpu = time.perf_counter(), time.process_time()
         simulation.run()
         cpu_s = time.process_time() - began_cpu
-    # How busy the workers were in the middle of the run, when there was work for all of them.
+    # Utilization in the middle of the run, when there was work for all workers.
     first, last = began + 0.2 * seconds, began + 0.6 * seconds
     within = [max(0.0, min(each.at, last) - max(each.at - each.took_s, first)) for each in simulation.finished]
     slot_s = sum(busy_s * each.share for busy_s, each in zip(within, simulation.finished, strict=True))
@@ -258,7 +258,7 @@ def measure_workers(workers: int, seconds: float, publishes: int) -> dict[str, f
 
 
 def measure_async(workers: int, steps: int, train_s: float) -> tuple[float, float]:
-    """Wall seconds of lock-step and of asynchronous training, on the same units."""
+    """Return the wall seconds of lock-step and of asynchronous training on the same units."""
     times: list[float] = []
     for style in ("fixed", "fully_async"):
         with simulated_workers(workers) as client:
@@ -267,7 +267,7 @@ def measure_async(workers: int, steps: int, train_s: float) -> tuple[float, floa
 
 
 def best_times(workers: int, steps: int, train_s: float) -> tuple[float, float]:
-    """As `measure_async`, if nothing but the units and the train steps took any time."""
+    """Return the times of `measure_async` if only the units and the train steps took time."""
     lock_step = sum(
         max(unit_seconds(step, unit_index) for unit_index in range(workers)) + train_s for step in range(1, steps + 1)
     )
@@ -285,20 +285,20 @@ def best_times(workers: int, steps: int, train_s: float) -> tuple[float, float]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--workers", default="1,4,16,64,256")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of work for each number of workers")
+    parser.add_argument("--seconds", type=float, default=15.0, help="seconds of work for each number of workers")
     args = parser.parse_args()
     report = Report(args)
     counts = [1, 8] if args.quick else [int(text) for text in args.workers.split(",")]
     seconds = 3.0 if args.quick else args.seconds
     for workers in counts:
-        found = measure_workers(workers, seconds, 2 if args.quick else 10)
+        row = measure_workers(workers, seconds, 2 if args.quick else 10)
         report.add(
-            f"rollouts by {workers} workers", found["rate"], "experiences/s", against="workers that always have a unit",
-            ratio=found["efficiency"],
+            f"rollouts by {workers} workers", row["rate"], "experiences/s", against="workers that always have a unit",
+            ratio=row["efficiency"],
         )  # fmt: skip
-        report.add(f"slots in use of {workers} workers, a unit at a time", found["occupancy"], "occupancy")
-        report.add(f"CPU of {workers} workers", 1e3 * found["cpu_s"], "ms per experience", less_is_better=True)
-        notice_ms = 1e3 * found["notice_s"]
+        report.add(f"slots in use of {workers} workers, a unit at a time", row["occupancy"], "occupancy")
+        report.add(f"CPU of {workers} workers", 1e3 * row["cpu_s"], "ms per experience", less_is_better=True)
+        notice_ms = 1e3 * row["notice_s"]
         report.add(f"all of {workers} workers know a new version", notice_ms, "ms", less_is_better=True)
     for num_shards in (1_000, 1_000_000):
         measure_long_log(report, num_shards, "local", 0.001, 0, everything=False)

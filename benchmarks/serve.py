@@ -1,16 +1,15 @@
-"""What `rftdask serve` adds to an answer, with hundreds of agents at once.
+"""Overhead of `rftdask serve` per answer with hundreds of concurrent agents.
 
     OMP_NUM_THREADS=1 python benchmarks/serve.py [--sessions 512] [--turns 8] [--tokens 200] [--answer-s 8]
                                                  [--workers 0] [--quick] [--json FILE]
 
-Sessions side by side, each of some turns: what was said goes back with each turn, so a session is one conversation; at
-its end it is rewarded. The server is a process as a user starts it, with the simulated engine of simulated.py,
-which decodes an answer in so many seconds by the clock, however many are under way. Overhead is what a call takes
-beyond what the same request takes in the bare engine, asked in a process by itself with as many side by side.
-With --workers the engines are on so many Dask workers (`rftdask join`, TLS) instead of below the server: processes of
-the same machine, with the same two cores.
+Concurrent sessions of several turns: each turn sends the whole conversation, and each session ends with a reward. The
+server is a process started as a user starts it, with the engine of simulated.py, which needs the given seconds for an
+answer whatever its load. The overhead is the duration of a call minus that of the same request in the bare engine,
+measured in a separate process with the same concurrency. With --workers the engines run on that many Dask workers
+(`rftdask join`, TLS) instead of below the server; these processes share the two cores of the machine.
 
-All agents are one process on the same machine, whose own work is in the overhead too.
+All agents are one process on the same machine, whose own work is part of the overhead.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def write_config(root: Path, tokens: int, turns: int, workers: int) -> Path:
 
 
 def bare(sessions: int, turns: int, tokens: int) -> list[float]:
-    """Seconds of each answer of the engine itself, in which each session asks again once it is answered."""
+    """Return the seconds of each answer of the bare engine; a session sends its next request after an answer."""
     began: dict[int, float] = {}
     left, taken_s = {number: turns for number in range(sessions)}, []
     asking, numbers = list(range(sessions)), itertools.count()
@@ -84,7 +83,9 @@ def bare(sessions: int, turns: int, tokens: int) -> list[float]:
 
 
 async def play(url: str, sessions: int, turns: int, tokens: int, ramp_s: float) -> tuple[list[float], list[float], int]:
-    """Seconds of each answer and of each reward, and answers that said to come again."""
+    """Play the sessions. Returns the seconds of answers and of rewards, and the number of answers that asked for a
+    retry.
+    """
     answers_s: list[float] = []
     rewards_s: list[float] = []
     num_refused = 0
@@ -92,10 +93,10 @@ async def play(url: str, sessions: int, turns: int, tokens: int, ramp_s: float) 
 
     async def session(number: int) -> None:
         nonlocal num_refused
-        # Agents do not begin in the same moment.
+        # Agents do not start at the same moment.
         await asyncio.sleep(ramp_s * number / sessions)
         messages: list[dict[str, Any]] = []
-        # Each agent has a client of its own: in a pool of hundreds httpx looks through all of them for every request.
+        # One client per agent: httpx searches the whole pool for every request.
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=None, verify=False) as client:
             for turn in range(turns):
                 messages.append({"role": "user", "content": f"turn {turn}"})
@@ -111,8 +112,8 @@ async def play(url: str, sessions: int, turns: int, tokens: int, ramp_s: float) 
                 answers_s.append(time.perf_counter() - began)
                 messages.append(answer.json()["choices"][0]["message"])
             began = time.perf_counter()
-            told = {"session_id": f"s{number}", "reward": number % 2, "task_id": str(number // 8)}
-            answer = await client.post("/feedback", json=told)
+            feedback = {"session_id": f"s{number}", "reward": number % 2, "task_id": str(number // 8)}
+            answer = await client.post("/feedback", json=feedback)
             assert answer.status_code == 200 and answer.json()["num_rows"] >= 1, answer.text
             rewards_s.append(time.perf_counter() - began)
 
@@ -123,10 +124,13 @@ async def play(url: str, sessions: int, turns: int, tokens: int, ramp_s: float) 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--sessions", type=int, default=512, help="at once")
-    parser.add_argument("--turns", type=int, default=8, help="of each")
-    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
+    parser.add_argument("--turns", type=int, default=8, help="turns of each session")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of each answer")
     parser.add_argument(
-        "--workers", type=int, default=0, help="of Dask that have an engine each; 0: the server has one"
+        "--workers",
+        type=int,
+        default=0,
+        help="number of Dask workers with one engine each; 0: the server runs the engine",
     )
     parser.add_argument("--answer-s", type=float, default=8.0, help="seconds in which the engine decodes an answer")
     args = parser.parse_args()
@@ -169,9 +173,7 @@ def main() -> None:
     for share in (50, 99):
         report.add(f"{what}, a reward, p{share}", float(np.percentile(rewards_s, share)), "s", less_is_better=True)
     report.add(f"{what}, answers", len(answers_s) / wall_s, "1/s", against="the bare engine", other=sessions / floor)
-    print(
-        f"    the bare engine: p50 {floor:.3f} s, p99 {np.percentile(floor_s, 99):.3f} s; {num_refused} times refused"
-    )
+    print(f"    the bare engine: p50 {floor:.3f} s, p99 {np.percentile(floor_s, 99):.3f} s; {num_refused} refusals")
     report.write()
 
 

@@ -1,7 +1,7 @@
-"""An engine whose responses take their time by the clock.
+"""An engine whose responses take a given time by the clock.
 
-It decodes a token of all that is under way in `STEP_S` seconds, however many there are, as a GPU that is not full; it
-says how many tokens there are by the clock, so that a late wake-up costs no tokens.
+It decodes one token of all active requests in `STEP_S` seconds, whatever their number, like a GPU that is not full. It
+counts tokens by the clock, so a late wake-up costs no tokens.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from rftdask.engines.base import GenerateRequest, Give, Take
 from rftdask.engines.fake import FakeEngine
 
 STEP_S = "LONGTAIL_STEP_S"
-"""Environment: seconds of a decoding step."""
+"""Environment variable: seconds of a decoding step."""
 _TICK_S = 0.002
-"""Between two looks whether something came: four steps or more of what it simulates."""
+"""Seconds between two polls for new requests: at least four simulated steps."""
 
 
 class SimulatedEngine(FakeEngine):
-    """Decodes by the clock."""
+    """Engine that decodes by the clock."""
 
     def serve(self, take: Take, give: Give) -> None:
-        """As `FakeEngine`, with responses as long as they are asked for."""
+        """Serve like `FakeEngine`, with responses of the requested lengths."""
         step_s = float(os.environ[STEP_S])
         under_way: dict[int, tuple[float, GenerateRequest, int]] = {}
         while True:

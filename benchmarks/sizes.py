@@ -1,8 +1,8 @@
-"""What fits: common models on 1 to 64 GPUs, and `rftdask estimate` against published peaks; prints docs/sizes.md.
+"""Models that fit 1 to 64 GPUs, and `rftdask estimate` against published peaks; prints docs/sizes.md.
 
     python benchmarks/sizes.py [--json FILE] > docs/sizes.md
 
-Pure arithmetic: no GPU, no network, no torch. A test holds the page to what this prints.
+Pure arithmetic: no GPU, no network, no torch. A test compares the page with this output.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from rftdask.models.model_shape import read_shape
 GPU = "H100 80GB"
 GIB = 2**30
 HOST_BYTES = 1000 * GB
-"""Host memory of a machine, where it is to hold weights and optimizer state."""
+"""Host memory of a machine that must hold weights and optimizer state."""
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-32B", "meta-llama/Llama-3.3-70B", "Qwen/Qwen3-235B-A22B")
 MACHINES = ((1, 1), (1, 8), (4, 8), (8, 8))
-"""(machines, GPUs of each)."""
+"""(machines, GPUs per machine)."""
 WAYS = (
     ("all weights", ()),
     ("all weights, offloaded", ("trainer.offload_policy=true",)),
     ("LoRA 16", ("model.lora_configs=[{lora_rank: 16}]",)),
 )
 _PRIME = "https://github.com/PrimeIntellect-ai/prime-rl/tree/559b447/benchmarks/baselines"
-# (model, GPUs, rank of LoRA or 0, tokens a pass, published peak in GiB): one H100 or eight, FSDP2, activations computed
-# again, mode rl. Of a run of prime-rl it is max_memory_reserved.
+# (model, GPUs, rank of LoRA or 0, tokens of a pass, published peak in GiB): one or eight H100, FSDP2, recomputed
+# activations, mode rl. For a run of prime-rl the peak is max_memory_reserved.
 PEAKS = (
     ("Qwen/Qwen3-0.6B", 1, 0, 16_384, 12.53),
     ("Qwen/Qwen3-0.6B", 1, 0, 65_536, 19.56),
@@ -57,11 +57,11 @@ PEAKS = (
     ("Qwen/Qwen3-30B-A3B", 8, 0, 65_536, 105.35),
 )
 _TITAN = "https://github.com/pytorch/torchtitan/blob/31a17bf/benchmarks/llama3_h100_202412_torchtitan.md"
-# (model, GPUs, tokens a pass and rank, published peak in GiB): FSDP2, layers computed again and compiled, products of 8
-# bits, and all logits of a pass at once, in float32.
+# (model, GPUs, tokens of a pass and rank, published peak in GiB): FSDP2, layers recomputed and compiled, 8-bit
+# products, all logits of a pass at once in float32.
 WITH_ALL_LOGITS = (("meta-llama/Llama-3.1-8B", 8, 32_768, 83.9),)
 _VERL = "https://github.com/verl-project/verl/blob/a74fc52/docs/perf/device_tuning.rst"
-# (model, rank of LoRA or 0, GPUs of 80 GB of the smallest run that is published).
+# (model, rank of LoRA or 0, number of 80 GB GPUs of the smallest published run).
 SMALLEST = (
     ("Qwen/Qwen2.5-0.5B", 32, 1),
     ("Qwen/Qwen2.5-3B", 32, 1),
@@ -76,7 +76,7 @@ SMALLEST = (
 
 
 def make_config(model: str, machines: tuple[int, int], *settings: str) -> Config:
-    """GRPO without a reference model, prompts of 1,024 and responses of 8,192 tokens, on vLLM."""
+    """Configuration of GRPO without a reference model, prompts of 1,024 and responses of 8,192 tokens, on vLLM."""
     tree: dict[str, Any] = {
         "mode": "both",
         "model": {"model_path": model, "max_prompt_tokens": 1024, "max_response_tokens": 8192},
@@ -95,11 +95,11 @@ def make_config(model: str, machines: tuple[int, int], *settings: str) -> Config
 
 
 def plan(model: str, machines: tuple[int, int]) -> tuple[str, list[Estimate], str, float] | None:
-    """(what is trained, memory of trainer, engines and host, where they are, bytes to load) of the first that fits once
-    it is loaded; None: nothing.
+    """Return (what is trained, memory of trainer, engines and host, placement, bytes to load) of the first variant that
+    fits after loading; None: none fits.
     """
     num_gpus, usable = machines[0] * machines[1], USABLE * gpu_bytes(GPU)
-    # Half of the GPUs sample, or a quarter; else, on one machine, all train and sample by turns.
+    # Half or a quarter of the GPUs sample; on one machine, otherwise all GPUs train and sample alternately.
     splits = [(num_gpus // 2, False), (num_gpus // 4, False), *([(num_gpus, True)] if machines[0] == 1 else [])]
     tried = [(way, split, tensor) for way in WAYS for split in splits for tensor in (1, 2, 4, 8)]
     for (way, settings), (num_sampling, by_turns), tensor in tried:
@@ -115,14 +115,14 @@ def plan(model: str, machines: tuple[int, int]) -> tuple[str, list[Estimate], st
             *(["cluster.colocate=true"] if by_turns else []),
         )
         layout = plan_machines(config)
-        found = estimate(config, None, layout, gpu_bytes(GPU))
-        trainer, engines, host = found
+        estimates = estimate(config, None, layout, gpu_bytes(GPU))
+        trainer, engines, host = estimates
         lasting = host.total_bytes - part(host, "loading")
         if trainer.total_bytes <= usable and not trainer.problem and not engines.problem and lasting <= HOST_BYTES:
             at_once = f"{trainer.num_gpus} rank{'s' * (trainer.num_gpus > 1)}, {num_engines} x {tensor}"
             shape = read_shape(model)
             loading = load_bytes(shape, train_sizes(config, shape, layout))
-            return way, found, at_once + ", by turns" * by_turns, loading
+            return way, estimates, at_once + ", by turns" * by_turns, loading
     return None
 
 
@@ -138,11 +138,11 @@ def fits_table() -> list[str]:
     for model in MODELS:
         for machines in MACHINES:
             at = f"| {model} | {machines[0]} x {machines[1]} "
-            found = plan(model, machines)
-            if found is None:
+            fitting = plan(model, machines)
+            if fitting is None:
                 lines.append(f"{at}| does not fit | | | | | |")
                 continue
-            way, (trainer, engines, host), where, loading = found
+            way, (trainer, engines, host), where, loading = fitting
             lines.append(
                 f"{at}| {way} | {where} | {trainer.total_bytes / GB:.0f} | {loading / GB:.0f} | "
                 f"{part(engines, 'weights') / GB:.0f}, "
@@ -152,23 +152,23 @@ def fits_table() -> list[str]:
 
 
 def peak_bytes(model: str, num_gpus: int, lora_rank: int, tokens: int) -> float:
-    """What `rftdask estimate` says of one of PEAKS, with weights in float32 under LoRA, too, as theirs are."""
+    """Estimate of `rftdask estimate` for one of PEAKS, with float32 weights under LoRA, as in the published run."""
     shape = replace(read_shape(model), bytes_at_rest=4)
     trained = shape.lora_parameters(LoraConfig(lora_rank=lora_rank)) if lora_rank else None
-    # Theirs is sharded on one GPU, too.
+    # The published trainer also shards on one GPU.
     sizes = TrainSizes(tokens=tokens, num_ranks=num_gpus, sharded=True, checkpointing=True, trained=trained)
     return sum(each.num_bytes for each in train_parts(shape, sizes))
 
 
 def peak_with_all_logits(model: str, num_gpus: int, tokens: int) -> float:
-    """The same, were all logits of a pass made at once: as many bytes of each as we have of those of a chunk."""
+    """The same if all logits of a pass were computed at once, with as many bytes per logit as in our chunks."""
     shape = read_shape(model)
     more = 12.0 * tokens * shape.vocab_size - logit_bytes(shape, tokens)
     return peak_bytes(model, num_gpus, 0, tokens) + more
 
 
 def fewest_ranks(model: str, lora_rank: int, offloaded: bool) -> int:
-    """The fewest GPUs of 80 GB that a trainer with passes of 4,096 tokens fits, a power of two."""
+    """Fewest 80 GB GPUs, a power of two, that hold a trainer with passes of 4,096 tokens."""
     shape = read_shape(model)
     trained = shape.lora_parameters(LoraConfig(lora_rank=lora_rank)) if lora_rank else None
     num_ranks = 1
@@ -187,7 +187,10 @@ def fewest_ranks(model: str, lora_rank: int, offloaded: bool) -> int:
 
 
 def main() -> None:
-    from report import Report, make_parser  # late: beside this script, and not there for a test that imports it
+    from report import (
+        Report,
+        make_parser,
+    )  # late: report is importable only as a script, not for the test that imports this module
 
     args = make_parser(__doc__).parse_args()
     print_page()

@@ -1,19 +1,19 @@
-"""How far logprobs move by rounding alone, by data type, beside what they move by damage: for the bounds within which
-an engine proves that it serves the trainer's weights (rftdask/synchronizer/fingerprint.py).
+"""Effect of rounding on logprobs, by data type, compared with the effect of damage: the basis of the bounds of
+rftdask/synchronizer/fingerprint.py.
 
     python benchmarks/tolerances.py [--quick] [--json FILE] [--layers N] [--hidden N] [--seeds N] [--table]
 
-Each seed draws the weights of a Qwen3, whose logits have a spread of 3, as those of a trained model. The logprobs of
-the fixed sequences of a fingerprint are computed in float32, and then
+Each seed draws the weights of a Qwen3 whose logits have a standard deviation of 3, like those of a trained model. The
+logprobs of the fixed sequences of a fingerprint are computed in float32, and then
 
 - in float16 and bfloat16, by transformers in that data type, as an engine does;
-- in 8 bits (e4m3): weights and inputs of every linear layer but the output head rounded to them, with a scale for each
-  tensor, channel or token, or block of 128, and multiplied in bfloat16, which is what kernels of 8 bits give at best;
-- in float32 again, on one thread with attention spelled out: another order of the same sums;
-- with damage, in float32: the output head of other weights, and without the last layer.
+- in 8 bits (e4m3): weights and inputs of every linear layer except the output head are rounded, with a scale per
+  tensor, per channel or token, or per block of 128, and multiplied in bfloat16, the best case of 8-bit kernels;
+- in float32 on one thread with eager attention: the same sums in another order;
+- with damage, in float32: with another output head, and without the last layer.
 
-Layers add as much as they are given, so that rounding grows through all of them: a trained model is kinder. A bound
-holds where rounding stays below it by a margin and damage is above it. --table prints the rows of docs/engines.md.
+Layers add as much as they receive, so rounding grows through all of them; a trained model is less sensitive. A bound is
+valid if rounding stays below it by a margin and damage is above it. --table prints the rows of docs/engines.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def make_model(seed: int, layers: int, hidden: int, attention: str = "sdpa") -> 
         num_key_value_heads=max(1, hidden // 128),
         head_dim=64,
         max_position_embeddings=64,
-        initializer_range=hidden**-0.5,  # so that layers neither swell nor fade
+        initializer_range=hidden**-0.5,  # so that the activations neither grow nor shrink with depth
     )
     config._attn_implementation = attention
     model = Qwen3ForCausalLM(config).eval()
@@ -61,13 +61,13 @@ def logits_of(model: PreTrainedModel) -> Tensor:
 
 
 def logprobs_of(model: PreTrainedModel) -> Tensor:
-    """Of every token but the first; the softmax is float32, as that of engines and of the trainer."""
+    """Return the logprobs of every token but the first; the softmax is float32, as in engines and the trainer."""
     logprobs = logits_of(model)[:, :-1].float().log_softmax(-1)
     return logprobs.gather(-1, torch.tensor(fixed_sequences(VOCAB))[:, 1:, None]).squeeze(-1)
 
 
 def rounded(values: Tensor, block: int | None, dim: int | None) -> Tensor:
-    """As e4m3 has them, with a scale for the tensor, for all but `dim`, or for blocks of the last dimension."""
+    """Round to e4m3 with one scale per tensor, per slice along `dim`, or per block of the last dimension."""
     shaped = values.float()
     if block is not None and values.shape[-1] % block == 0:
         shaped, dim = shaped.unflatten(-1, (-1, block)), -1
@@ -77,7 +77,7 @@ def rounded(values: Tensor, block: int | None, dim: int | None) -> Tensor:
 
 
 def in_eight_bits(model: PreTrainedModel, block: int | None, dim: int | None) -> PreTrainedModel:
-    """The model with linear layers of 8 bits, but for its output head."""
+    """Return the model with 8-bit linear layers, except its output head."""
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear) and name != "lm_head":
             layer.weight.data = rounded(layer.weight.data, block, dim)
@@ -106,12 +106,12 @@ WAYS: dict[str, tuple[str, Callable[[PreTrainedModel], PreTrainedModel]]] = {
     "another output head": ("", with_other_head),
     "a layer less": ("", with_a_layer_less),
 }
-"""Way -> (its bound in TOLERANCES, "" of damage; what makes the model so)."""
+"""Way -> (its bound in TOLERANCES, "" for damage; function that changes the model)."""
 
 
 def measure(seeds: int, layers: int, hidden: int) -> dict[str, list[Gaps]]:
-    """Differences of each way, seed by seed."""
-    found: dict[str, list[Gaps]] = {way: [] for way in WAYS}
+    """Return the differences of each way, seed by seed."""
+    gaps_by_way: dict[str, list[Gaps]] = {way: [] for way in WAYS}
     for seed in range(seeds):
         exact = logprobs_of(make_model(seed, layers, hidden))
         for way, (bound, change) in WAYS.items():
@@ -120,15 +120,15 @@ def measure(seeds: int, layers: int, hidden: int) -> dict[str, list[Gaps]]:
             torch.set_num_threads(1 if other else threads)
             gaps = (logprobs_of(change(make_model(seed, layers, hidden, "eager" if other else "sdpa"))) - exact).abs()
             torch.set_num_threads(threads)
-            found[way].append((float(gaps.max()), float(gaps.mean())))
-    return found
+            gaps_by_way[way].append((float(gaps.max()), float(gaps.mean())))
+    return gaps_by_way
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     for name, usual in (("layers", 28), ("hidden", 256), ("seeds", 3)):
         parser.add_argument(f"--{name}", type=int, default=usual, metavar="N")
-    parser.add_argument("--table", action="store_true", help="print rows of Markdown, too")
+    parser.add_argument("--table", action="store_true", help="also print Markdown rows")
     args = parser.parse_args()
     if args.quick:
         args.layers, args.hidden, args.seeds = 2, 128, 1
@@ -138,7 +138,7 @@ def main() -> None:
         cells = []
         for number, what in enumerate(("largest", "mean")):
             each = [gap[number] for gap in gaps]
-            # Of rounding the worst seed has to be within the bound, of damage the mildest beyond it.
+            # The worst seed of rounding must be within the bound, the mildest damage beyond it.
             worst = min(each) if is_damage else max(each)
             goal = None if is_damage else bounds[number]
             report.add(f"{way}: {what} difference", worst, "nats", less_is_better=not is_damage, goal=goal)

@@ -1,18 +1,17 @@
-"""Samples per second of one train step: ours, TRL's `GRPOTrainer`, and a bare PyTorch loop.
+"""Samples per second of one train step: rftdask, TRL's `GRPOTrainer` and a bare PyTorch loop.
 
     python benchmarks/trainer.py [--runs 7] [--threads 2] [--quick] [--json FILE]
 
-The same in all three: a Qwen2 of 25 million weights (random, written out below) in float32, the same 16 rollouts (4
-groups of 4; prompts of 16 to 48 tokens, responses of 8 to 192, most of them short), given logprobs and rewards, the
-clipped loss of GRPO averaged over the tokens without a KL term, one AdamW step with clipping at 1.
+All three use a Qwen2 of 25 million random float32 weights (written out below), the same 16 rollouts (4 groups of 4;
+prompts of 16 to 48 tokens, responses of 8 to 192, most of them short), given logprobs and rewards, the clipped loss of
+GRPO averaged over the tokens without a KL term, and one AdamW step with clipping at 1.
 
 A step is everything from the rollouts in memory to the changed weights. Ours is `TorchEngine.train_step`: packing,
-advantages, loss, backward, optimizer and metrics. TRL's is `GRPOTrainer.training_step` on inputs that are prepared and
-padded already (loss, backward, entropy and metrics as it always computes them; gradient checkpointing, its default, is
-turned off), then clipping and its own optimizer. The bare loop does our arithmetic with nothing around it: the packed
-rows lie ready, the loss is written inline. The three take turns, so that a change of the machine's load meets all;
-ratios are of medians, of wall time and of the process's CPU time, which other processes disturb less. TRL is in the
-extra `conformance`; without it its rows are left out, which is said.
+advantages, loss, backward, optimizer and metrics. TRL's is `GRPOTrainer.training_step` on prepared and padded inputs
+(loss, backward, and entropy and metrics, which it always computes; without gradient checkpointing, its default), then
+clipping and its own optimizer. The bare loop does our arithmetic on packed rows with an inline loss. The three
+alternate, so that load on the machine affects all. Ratios are of medians, of wall time and of CPU time of the process,
+which other processes affect less. TRL is in the extra `conformance`; without it, its rows are omitted with a message.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ LR = 1e-6
 
 
 def pad(rows: list[np.ndarray], dtype: type) -> torch.Tensor:
-    """[rows, longest], zeros after the end of each, as the peer takes them."""
+    """Return [rows, longest], padded with zeros at the end of each row, as TRL expects."""
     padded: np.ndarray = np.zeros((len(rows), max(map(len, rows))), dtype)
     for number, row in enumerate(rows):
         padded[number, : len(row)] = row
@@ -123,7 +122,7 @@ def bare_step(folder: str, batch: TrainingBatch) -> Callable[[], object]:
 
 
 def trl_step(folder: str, batch: TrainingBatch, scratch: str) -> Callable[[], object]:
-    from datasets import Dataset  # late, as is trl: an extra that the other two do without
+    from datasets import Dataset  # late, like trl: an extra that the other two arms do not need
     from trl import GRPOConfig, GRPOTrainer
 
     num_rows = len(batch)
@@ -167,7 +166,7 @@ def trl_step(folder: str, batch: TrainingBatch, scratch: str) -> Callable[[], ob
 
 
 def time_s(call: Callable[[], object]) -> tuple[float, float]:
-    """Wall and CPU seconds."""
+    """Return (wall seconds, CPU seconds)."""
     start, cpu = time.perf_counter(), time.process_time()
     call()
     return time.perf_counter() - start, time.process_time() - cpu
@@ -194,7 +193,7 @@ def main() -> None:
             steps["TRL"] = trl_step(folder, batch, scratch)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
         for step in steps.values():
-            step()  # the optimizers make their state
+            step()  # create the optimizers' state
         for _ in range(runs):
             for name, step in steps.items():
                 times[name].append(time_s(step))

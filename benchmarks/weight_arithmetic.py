@@ -1,10 +1,10 @@
-"""What a new version of the weights takes at sizes that are not measured here; prints a table for docs/weights.md.
+"""Estimated cost of a new version of the weights at sizes that were not measured; prints a table for docs/weights.md.
 
     python benchmarks/weight_arithmetic.py
 
-Pure arithmetic, every rate of which is an assumption that stands below with its reason; put in your own. The models of
-time are those of the code: what is sequential is added, what goes side by side takes as long as its slowest. Half of
-the machines train and half generate; where there is one machine, it does both.
+Pure arithmetic. Each rate below is an assumption with its reason; replace it with your own. The model of time follows
+the code: sequential parts add up, and parallel parts take as long as the slowest. Half of the machines train and half
+generate; a single machine does both.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from dataclasses import dataclass
 GB = 1e9
 GPUS_PER_MACHINE = 8
 MODELS = {"7B": 7.6, "32B": 32.8, "70B": 70.6}
-"""Billions of parameters, of Qwen2.5-7B, Qwen2.5-32B and Llama-3.3-70B."""
+"""Billions of parameters of Qwen2.5-7B, Qwen2.5-32B and Llama-3.3-70B."""
 NUM_GPUS = (8, 64, 512)
 BYTES = 2
-"""Of a value: engines compute in bfloat16."""
+"""Bytes per value: engines compute in bfloat16."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """GB/s."""
+    """Transfer rates in GB/s."""
 
     off_device: float = 25.0
-    """Of one GPU into pinned memory: half of PCIe 5 x16, since eight GPUs share a host's memory."""
+    """Copy from one GPU into pinned memory: half of PCIe 5 x16, because eight GPUs share the memory of a host."""
     between_gpus: float = 300.0
-    """At which tensors are brought together over NVLink, per GPU."""
+    """Gathering tensors over NVLink, per GPU."""
     between_machines: float = 40.0
-    """The same over a network of 400 Gb/s a machine."""
+    """Gathering tensors over a network of 400 Gb/s per machine."""
     sockets: float = 5.0
-    """Of a machine that sends or gets blocks by gloo or Dask: TCP, some streams, no RDMA."""
+    """A machine that sends or receives blocks by gloo or Dask: TCP, several streams, no RDMA."""
     hash: float = 4.0
-    """Of the four threads of a process, sha256; a process of a rank, or the one reader of a machine."""
+    """sha256 by the four threads of a process, which is a rank or the only reader of a machine."""
     memory: float = 8.0
-    """Of a process that writes to /dev/shm."""
+    """A process that writes to /dev/shm."""
     disk_of_machine: float = 2.5
-    """At which a machine writes to shared storage, and reads from it twice as fast."""
+    """One machine that writes to shared storage; reading is twice as fast."""
     storage: float = 25.0
-    """At which all machines together write to shared storage, and read from it twice as fast."""
+    """All machines together that write to shared storage; reading is twice as fast."""
     load: float = 10.0
-    """At which an engine copies from mapped files to one of its GPUs, which takes only its own part."""
+    """An engine that copies from mapped files to one of its GPUs, which takes only its own part."""
 
 
 RATES = Rates()
@@ -50,48 +50,50 @@ RATES = Rates()
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, and bytes."""
+    """Estimated seconds and bytes."""
 
     blocking_s: float
     visible_s: float
-    """From the beginning of the publication."""
+    """Seconds from the start of the publication until the pointer names it."""
     served_s: float
-    """Until the last engine has loaded it."""
+    """Seconds from the start of the publication until the last engine has loaded it."""
     rank_bytes: float
-    """Host memory of a rank: the copy that it writes."""
+    """Host memory of a rank: the copy it writes."""
     machine_bytes: float
-    """Host memory of an engine's machine: what its engines map."""
+    """Host memory of an engine's machine: the files its engines map."""
     storage_bytes: float
-    """Written to and read from storage."""
+    """Bytes written to and read from storage."""
 
 
 def costs(billions: float, num_gpus: int, method: str, delta_share: float = 1.0, rates: Rates = RATES) -> Costs:
-    """method: checkpoint, or one of those that hold (memory, nccl). delta_share: of the bytes, for deltas."""
+    """Estimate the costs. method: checkpoint, memory or nccl; the last two hold the weights. delta_share: share of the
+    bytes in deltas.
+    """
     size = billions * BYTES  # GB
     machines = num_gpus // GPUS_PER_MACHINE
     trainers = engines = max(1, machines // 2)
     ranks = trainers * GPUS_PER_MACHINE
     part = size / ranks
-    # Every rank takes part in bringing each tensor together, and keeps its own.
+    # All ranks gather each tensor together, and each keeps its own part.
     gather = size / (rates.between_gpus if trainers == 1 else rates.between_machines)
     blocking = gather + part / rates.off_device
     per_machine = size / trainers
     if method == "checkpoint":
-        # A rank hashes while it writes. Of a delta both are of all its bytes, and the writing of those that changed.
+        # A rank hashes while it writes. With deltas it hashes all bytes and writes only those that changed.
         writing = delta_share * max(per_machine / rates.disk_of_machine, size / rates.storage)
         visible = blocking + max(part / rates.hash, writing)
         reading = delta_share * max(size / (2 * rates.disk_of_machine), engines * size / (2 * rates.storage))
-        if delta_share < 1:  # the whole is made of the version before, by one process, each block hashed once more
+        if delta_share < 1:  # one process builds the whole from the version before and hashes each block again
             reading += size / rates.hash
         arriving = max(reading, delta_share * size / rates.hash)
         stored = delta_share * size * (1 + engines)
     else:
         visible = blocking + part / rates.hash + GPUS_PER_MACHINE * part / (GPUS_PER_MACHINE * rates.memory)
-        # Blocks go down a tree while they come, so the time is that of one edge, of which a node has two.
+        # Blocks travel down a tree as they arrive, so the time is that of one edge; a node has two.
         arriving = 0.0 if machines == 1 else max(2 * size / rates.sockets, size / rates.hash)
         stored = 0.0
     served = visible + arriving + size / GPUS_PER_MACHINE / rates.load
-    # The rank's copy, with deltas also that of the version before; what is held lies in /dev/shm beside it.
+    # The rank holds its copy, with deltas also the version before; held weights are also in /dev/shm.
     rank = part * (2 if method != "checkpoint" or delta_share < 1 else 1)
     machine = size * (2 if method != "checkpoint" or delta_share < 1 else 1)
     return Costs(blocking, visible, served, rank * GB, machine * GB, stored * GB)
@@ -101,7 +103,7 @@ WAYS = (("checkpoint", 1.0), ("checkpoint, deltas of 2 %", 0.02), ("memory or nc
 
 
 def cases() -> Iterator[tuple[str, int, str, Costs]]:
-    """(model, number of GPUs, way, what it costs), in the order of the table."""
+    """Yield (model, number of GPUs, method, costs) in the order of the table."""
     for model, billions in MODELS.items():
         for num_gpus in NUM_GPUS:
             for way, share in WAYS:
@@ -109,15 +111,18 @@ def cases() -> Iterator[tuple[str, int, str, Costs]]:
 
 
 def main() -> None:
-    from report import Report, make_parser  # late: beside this script, and not there for a test that imports it
+    from report import (
+        Report,
+        make_parser,
+    )  # late: report is importable only as a script, not for the test that imports this module
 
     args = make_parser(__doc__).parse_args()
     print_table()
     if args.json is not None:
         report = Report(args)
-        for model, num_gpus, way, told in cases():
+        for model, num_gpus, way, estimate in cases():
             work = f"{model}, {num_gpus} GPUs, {way}: all serve it"
-            report.add(work, told.served_s, "s", less_is_better=True)
+            report.add(work, estimate.served_s, "s", less_is_better=True)
         report.write()
 
 
@@ -125,10 +130,12 @@ def print_table() -> None:
     """Print the table of docs/weights.md."""
     print("| model | GPUs | method | step waits | visible | all engines serve it | rank, machine | storage |")
     print("|---|---|---|---|---|---|---|---|")
-    for model, num_gpus, way, told in cases():
-        seconds = " | ".join(f"{_short(value)} s" for value in (told.blocking_s, told.visible_s, told.served_s))
-        memory = f"{_short(told.rank_bytes / GB)}, {_short(told.machine_bytes / GB)} GB"
-        print(f"| {model} | {num_gpus} | {way} | {seconds} | {memory} | {_short(told.storage_bytes / GB)} GB |")
+    for model, num_gpus, way, estimate in cases():
+        seconds = " | ".join(
+            f"{_short(value)} s" for value in (estimate.blocking_s, estimate.visible_s, estimate.served_s)
+        )
+        memory = f"{_short(estimate.rank_bytes / GB)}, {_short(estimate.machine_bytes / GB)} GB"
+        print(f"| {model} | {num_gpus} | {way} | {seconds} | {memory} | {_short(estimate.storage_bytes / GB)} GB |")
 
 
 def _short(value: float) -> str:

@@ -1,9 +1,9 @@
-"""The ways in which weights travel, one beside the other, for `weights.py`: method x engines, each in a process.
+"""Comparison of the transports of weights, for `weights.py`: method x engines, each engine in a process.
 
-Each engine is a process that waits for the pointer, brings the version to its machine as an explorer's worker does
-(`NodeCopy` with the transport of its method), and reads every byte of the mapped files once, as loading does, into
-memory that it uses again. Machines are folders of /dev/shm: engines of one share it, others have their own, so what
-goes from one to the other crosses sockets, on loopback.
+Each engine process waits for the pointer, fetches the version to its machine as an explorer's worker does (`NodeCache`
+with the transport of its method), and reads every byte of the mapped files once into reused memory, as loading does.
+Machines are folders of /dev/shm: engines of one machine share a folder, so data between machines crosses loopback
+sockets.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from report import Report
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import Data
 from rftdask.synchronizer.manifest import FileEntry, remove_folder
-from rftdask.synchronizer.node_cache import SHARED_MEMORY, NodeCopy, Transport
+from rftdask.synchronizer.node_cache import SHARED_MEMORY, NodeCache, Transport
 from rftdask.synchronizer.published import Published, latest_published, weights_folder
 from rftdask.synchronizer.publisher import Publisher
-from rftdask.synchronizer.transports.dask_broadcast import over_dask, serve_blocks
-from rftdask.synchronizer.transports.group_broadcast import Door, over_group
-from rftdask.synchronizer.transports.memory import Holder
+from rftdask.synchronizer.transports.dask_broadcast import dask_transport, serve_blocks
+from rftdask.synchronizer.transports.group_broadcast import RendezvousServer, group_transport
+from rftdask.synchronizer.transports.memory import InMemoryPublisher
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 300.0
@@ -38,12 +38,12 @@ _PIECE = 64 * 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """A method, and where its engines are."""
+    """A method and the placement of its engines."""
 
     method: str
     engines: int
     machines: int
-    """Of the engines, other than the trainer's; 0: all are on the trainer's."""
+    """Machines of the engines, other than the trainer's; 0: all engines are on the trainer's machine."""
 
     def __str__(self) -> str:
         where = "on the trainer's machine" if not self.machines else f"on {self.machines} other machines"
@@ -55,32 +55,36 @@ class Staged:
     """A copy of the weights."""
 
     blocking_s: float
-    """How long a step waits for it."""
+    """Seconds that a step waits for it."""
     floor_s: float
-    """Of one more copy into the same memory."""
+    """Seconds of one more copy into the same memory."""
     files: dict[str, Data]
 
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine's process tells."""
+    """Report of an engine's process."""
 
     end_s: float
-    """By the clock of the machine, when it had read every byte."""
+    """Time by the clock of the machine at which it had read every byte."""
     moved_bytes: int
-    """Read and written by calls of the system, and what came from another machine."""
+    """Bytes read and written by system calls, including those from another machine."""
     peak_bytes: int
-    """Of anonymous memory, above what it held before: mapped files belong to the machine."""
+    """Peak of anonymous memory above its level before; mapped files belong to the machine."""
 
 
 def cases(engines: Sequence[int], machines: int) -> list[Case]:
-    """Each method with each number of engines, on the trainer's machine and, where something travels, on others."""
-    found = [Case(method, count, 0) for method in ("checkpoint", "memory") for count in engines]
-    return found + [Case(method, count, min(count, machines)) for method in ("memory", "nccl") for count in engines]
+    """Return each method with each number of engines, on the trainer's machine and, if the method has a transport, on
+    others.
+    """
+    local_cases = [Case(method, count, 0) for method in ("checkpoint", "memory") for count in engines]
+    return local_cases + [
+        Case(method, count, min(count, machines)) for method in ("memory", "nccl") for count in engines
+    ]
 
 
 def run_methods(report: Report, folder: str, size: str, stage: Callable[[], Staged], work: list[Case]) -> None:
-    """stage: copies the weights off the trainer."""
+    """Measure the methods. stage: copies the weights off the trainer."""
     memories = Path(os.environ.get(SHARED_MEMORY) or "/dev/shm", f"rftdask-benchmark-{os.getpid()}")
     names = ["trainer", *(f"engine-{number}" for number in range(max(case.engines for case in work)))]
     spec = {
@@ -95,8 +99,8 @@ def run_methods(report: Report, folder: str, size: str, stage: Callable[[], Stag
     try:
         no_page = {"cls": "distributed.Scheduler", "options": {"dashboard": False}}
         with SpecCluster(spec, scheduler=no_page) as cluster, Client(cluster, set_as_default=False) as client:
-            told = client.scheduler_info(n_workers=-1)["workers"]
-            addresses = {str(worker["name"]): address for address, worker in told.items()}
+            workers = client.scheduler_info(n_workers=-1)["workers"]
+            addresses = {str(worker["name"]): address for address, worker in workers.items()}
             give = client.submit(_give, str(memories / "trainer"), workers=["trainer"], pure=False)
             give.result(timeout=TIMEOUT_S)
             for case in work:
@@ -122,8 +126,8 @@ def _run(
     version = 1 if last is None else last.version + 1
     holder = None
     if case.method != "checkpoint":
-        address = Door(storage, HOST).address if case.method == "nccl" else addresses["trainer"]
-        holder = Holder(storage, address)
+        address = RendezvousServer(storage, HOST).address if case.method == "nccl" else addresses["trainer"]
+        holder = InMemoryPublisher(storage, address)
     publisher = Publisher(storage, "main", holder=holder)
     peers = [address for name, address in addresses.items() if name != "trainer"][: case.engines]
     waiting = []
@@ -132,7 +136,7 @@ def _run(
         (memories / name).mkdir(exist_ok=True)
         serve = partial(_serve, url, version, case.method, str(memories / name), peers)
         waiting.append(client.submit(serve, workers=[f"engine-{number}"], pure=False))
-    time.sleep(1.0)  # all look at the pointer
+    time.sleep(1.0)  # all poll the pointer
     peak, before = Peak(), _moved()
     began = time.time()
     staged = stage()
@@ -149,7 +153,7 @@ def _run(
     if holder is not None:
         holder.release(version)
     what = f"{size}, {case}"
-    # In the same round: the same bytes once to where this method puts them.
+    # Floor of the same round: write the same bytes once to the place where the method puts them.
     ((_, data),) = staged.files.items()
     place = Path(url).parent / "plain" if holder is None else memories / "trainer" / "plain"
     write_s = _write_plainly(place, memoryview(data))
@@ -165,7 +169,7 @@ def _run(
 
 
 def _write_plainly(path: Path, data: memoryview) -> float:
-    """Seconds of a sequential write with an fsync at its end."""
+    """Return the seconds of a sequential write with an fsync at its end."""
     began = time.monotonic()
     with path.open("wb", buffering=0) as file:
         for start in range(0, len(data), _PIECE):
@@ -187,9 +191,9 @@ def _serve(url: str, version: int, method: str, memory: str, peers: list[str]) -
     transport: Transport | None = None
     if method == "memory":
         serve_blocks(get_worker())
-        transport = _counted(over_dask(storage, get_worker(), peers), fetched)
+        transport = _counted(dask_transport(storage, get_worker(), peers), fetched)
     elif method == "nccl":
-        transport = _counted(over_group(HOST), fetched)
+        transport = _counted(group_transport(HOST), fetched)
     peak, moved = Peak(), _moved()
     copy = _copy(storage, version, transport)
     piece = bytearray(_PIECE)
@@ -204,12 +208,12 @@ def _serve(url: str, version: int, method: str, memory: str, peers: list[str]) -
     return Served(end_s, _moved() - moved + fetched[0], peak.stop())
 
 
-def _copy(storage: Storage, version: int, transport: Transport | None) -> NodeCopy:
+def _copy(storage: Storage, version: int, transport: Transport | None) -> NodeCache:
     deadline = time.monotonic() + TIMEOUT_S
     while True:
         published = latest_published(storage)
         if published is not None and published.version >= version:
-            return NodeCopy(storage, published, TIMEOUT_S, transport)
+            return NodeCache(storage, published, TIMEOUT_S, transport)
         if time.monotonic() > deadline:
             raise TimeoutError(f"version {version} was not published")
         time.sleep(0.05)
@@ -235,7 +239,7 @@ def _moved() -> int:
 
 
 class Peak:
-    """The most anonymous memory of this process, above what it has now; looked at every 5 ms."""
+    """Peak of this process's anonymous memory above its current level, sampled every 5 ms."""
 
     def __init__(self) -> None:
         self._before = self._most = self._now()
@@ -252,7 +256,7 @@ class Peak:
         return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
 
     def stop(self) -> int:
-        """Bytes."""
+        """Stop sampling and return the peak in bytes."""
         self._ended.set()
         self._thread.join()
         return self._most - self._before

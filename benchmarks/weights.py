@@ -1,38 +1,38 @@
-"""What it costs to publish a version of the weights and to load it, against floors of the same disk and memory.
+"""Cost of publishing a version of the weights and of loading it, against floors of the same disk and memory.
 
     python benchmarks/weights.py [--size 1.5B] [--dtype float32] [--folder DIR] [--repeats 3] [--no-checkpoint]
                                  [--quick] [--json FILE]
 
-The policy has the shape of Qwen2.5 of that size and random weights in float32; it is published in --dtype, the data
-type of its engine. Rows:
+The policy has the shape of Qwen2.5 of that size and random float32 weights; it is published in --dtype, the data type
+of its engine. Rows:
 
-- blocking: how long a training step waits for a publication: `TorchEngine.weights`, the copy off the device in the
-  data type of the engine; first: into memory that has to be made, which happens once in a run, or twice with deltas.
-  Floor: one `copy_` of the same tensors into the same memory, once it is there.
-- visible: from the beginning of a publication until the pointer names it. Floor: one sequential write of as many bytes
-  with an fsync at its end, as `dd conv=fsync` makes it.
-- verify: what the first engine's worker on a machine reads of a version before the engine loads it, and the next
+- blocking: how long a training step waits for a publication: `TorchEngine.weights`, the copy off the device in the data
+  type of the engine. "first" copies into newly allocated memory, which happens once in a run, or twice with deltas.
+  Floor: one `copy_` of the same tensors into memory that is already allocated.
+- visible: from the start of a publication until the pointer names it. Floor: one sequential write of the same number of
+  bytes with an fsync at its end, like `dd conv=fsync`.
+- verify: the read of a version by the first engine's worker on a machine before the engine loads it, and by the next
   worker. Floor: a read of the file.
-- load: the version mapped and copied into the model of an engine, from the disk. Floor: the same read.
-- delta, at two learning rates: every value has moved by the rate times a normal number, about the most that Adam moves
-  it. Its bytes; visible; made: the whole as a machine makes it of the version before; in place: an engine that serves
-  the version before. Bytes and calls to storage, of the trainer and of one machine, are counted at a storage in memory,
-  which gets the calls that an object store would.
-- checkpoint: the copy of the weights in float32 and of the two moments of AdamW that a step waits for, and how long its
-  writing takes. Floors: one more copy of the same tensors, and a write of as many bytes at the speed of that above.
-- methods (weight_methods.py): each way in which weights travel, with 1, 4 and 16 simulated engines: blocking, visible,
-  until all engines have read every byte, bytes that all processes moved, host peaks of an engine's and of the trainer's
-  process. Floors, in the same round: one more copy, and one write of the bytes to where the method puts them.
+- load: the version mapped and copied from the disk into the model of an engine. Floor: the same read.
+- delta, at two learning rates: every value has moved by the rate times a normal number, about the largest movement of
+  Adam. Rows are its bytes; visible; made: a machine builds the whole from the version before; in place: an engine that
+  serves the version before. Bytes and calls to storage of the trainer and of one machine are counted on a memory
+  storage, which gets the same calls as an object store.
+- checkpoint: the copy of the float32 weights and of the two moments of AdamW that a step waits for, and the time of its
+  write. Floors: one more copy of the same tensors, and a write of the same number of bytes at the speed of the floor
+  above.
+- methods (weight_methods.py): each transport of weights with 1, 4 and 16 simulated engines: blocking, visible, until
+  all engines have read every byte, bytes that all processes moved, host peaks of an engine's and of the trainer's
+  process. Floors of the same round: one more copy, and one write of the bytes to where the method puts them.
 
-7B does not fit the memory of a small machine: its float32 weights alone are 30 GB. There the values of one layer stand
-for those of all, and four ranks of one machine write their parts one after the other, so that the memory is that of
-one; times are sums over the ranks. Methods are left out there, since what is held would have to fit /dev/shm.
+7B does not fit the memory of a small machine: its float32 weights take 30 GB. For 7B, the values of one layer stand for
+those of all, and four ranks of one machine write their parts one after the other, so that the memory is that of one
+rank; times are sums over the ranks. Methods are omitted, because /dev/shm could not hold the weights.
 
-Bytes are what the process asked of the system to read and write (rchar and wchar of /proc/self/io); host peaks are of
-this process (VmHWM), above what it held before. All floors are measured in the same round as what they are compared
-with, and ratios are of medians. It needs some 16 GB of memory for 0.5B, 13 GB for 1.5B without checkpoints and methods
-(there without changes in place and counted calls), 8 GB for 7B, whose files take 31 GB of the disk for a while, and
-cleans up.
+Bytes are those that the process asked the system to read and write (rchar and wchar of /proc/self/io); host peaks are
+of this process (VmHWM), above its level before. Each floor is measured in the same round as its row, and ratios are of
+medians. The benchmark needs about 16 GB of memory for 0.5B, 13 GB for 1.5B (without checkpoints, methods, changes in
+place and counted calls), and 8 GB for 7B, whose files temporarily take 31 GB of the disk. It cleans up.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from rftdask.models.toy import build_toy_model
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import Data
 from rftdask.synchronizer.manifest import FileEntry, Manifest, commit_folder, put_files
-from rftdask.synchronizer.node_cache import NodeCopy
+from rftdask.synchronizer.node_cache import NodeCache
 from rftdask.synchronizer.published import model_file, published_as, read_published, weights_folder
 from rftdask.synchronizer.publisher import Publisher
 from rftdask.synchronizer.tensor_heads import read_head
@@ -80,7 +80,7 @@ SHAPES = {
 }
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 _PARTS = 4
-"""Ranks of 7B."""
+"""Number of ranks of 7B."""
 _PIECE = 64 * 2**20
 TIMEOUT_S = 600.0
 
@@ -90,7 +90,7 @@ class Used:
 
     def __enter__(self) -> Used:
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
         self._io, self._held = _io(), _status("VmRSS")
         self._began = time.perf_counter()
         return self
@@ -134,7 +134,7 @@ def make_engine(folder: str, dtype: str) -> TorchEngine:
 
 
 def drop_caches(path: Path) -> None:
-    """Let the system forget the pages of a file, so that it is read from the disk."""
+    """Drop the pages of a file from the system's cache, so that it is read from the disk."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -165,7 +165,7 @@ def measure(work: Callable[[], Any]) -> tuple[Used, Any]:
 
 
 class Times:
-    """What each part took, round by round."""
+    """Durations of each part, by round."""
 
     def __init__(self) -> None:
         self.took: dict[str, list[Used]] = {}
@@ -183,13 +183,19 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--size", choices=sorted(SHAPES), default="0.5B")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--folder", default=None, help="where the disk is that is measured")
+    parser.add_argument("--folder", default=None, help="folder on the disk to measure")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--no-checkpoint", action="store_true", help="leave out what takes the most memory")
+    parser.add_argument("--no-checkpoint", action="store_true", help="omit the parts that need the most memory")
     parser.add_argument(
-        "--engines", type=int, nargs="*", default=[1, 4, 16], help="of the methods; none: leave them out"
+        "--engines",
+        type=int,
+        nargs="*",
+        default=[1, 4, 16],
+        help="engine counts of the methods; without numbers, omit the methods",
     )
-    parser.add_argument("--machines", type=int, default=2, help="beside the trainer's, each with a copy in /dev/shm")
+    parser.add_argument(
+        "--machines", type=int, default=2, help="machines in addition to the trainer's, each with a copy in /dev/shm"
+    )
     parser.add_argument("--only-methods", action="store_true")
     arguments = parser.parse_args()
     report, size = Report(arguments), "tiny" if arguments.quick else arguments.size
@@ -205,14 +211,14 @@ def main() -> None:
                 run(report, trainer, folder, size, arguments.dtype, repeats, checkpoints=not arguments.no_checkpoint)
             engines = arguments.engines[:1] if arguments.quick else arguments.engines
             if engines:
-                trainer.reuse(trainer.weights())  # new memory costs the first publication of a run alone
+                trainer.reuse(trainer.weights())  # only the first publication of a run allocates new memory
 
                 tensors = distinct_state(trainer._model)
 
                 def stage() -> Staged:
                     used, files = measure(trainer.weights)
                     floor, _ = measure(partial(copy_all, tensors, views(next(iter(files.values())))))
-                    trainer.reuse(files)  # for the next case; this one has read it by then
+                    trainer.reuse(files)  # for the next case; this case has read it
                     return Staged(used.wall_s, floor.wall_s, dict(files))
 
                 run_methods(report, folder, size, stage, cases(engines, arguments.machines))
@@ -226,13 +232,13 @@ TOLD_WHOLE = (
     "first copy", "blocking", "written", "verify", "load", "checkpoint copy", "checkpoint",
     *(f"delta {what} {lr}" for lr in LEARNING_RATES for what in ("written", "made", "in place")),
 )  # fmt: skip
-"""Of which bytes and host peaks are told, too."""
+"""Parts whose bytes and host peaks are also reported."""
 
 
 def run_in_parts(report: Report, folder: str, shape: Mapping[str, int], repeats: int) -> None:
-    """Publish and verify a model whose ranks come one after the other."""
+    """Publish and verify a model whose ranks run one after the other."""
     width, between = shape["hidden_size"], shape["intermediate_size"]
-    heads = 128 * 4  # of keys and of values
+    heads = 128 * 4  # keys and values
     layer = {
         "self_attn.q_proj.weight": (width, width), "self_attn.q_proj.bias": (width,),
         "self_attn.k_proj.weight": (heads, width), "self_attn.k_proj.bias": (heads,),
@@ -241,7 +247,7 @@ def run_in_parts(report: Report, folder: str, shape: Mapping[str, int], repeats:
         "mlp.up_proj.weight": (between, width), "mlp.down_proj.weight": (width, between),
         "input_layernorm.weight": (width,), "post_attention_layernorm.weight": (width,),
     }  # fmt: skip
-    # Filled with something: memory that was never written is one page of zeros.
+    # Not zeros: memory that was never written is one shared page of zeros.
     values = {name: torch.full(sizes, 0.02) for name, sizes in layer.items()}
     tensors = {
         f"model.layers.{number}.{name}": value
@@ -251,12 +257,12 @@ def run_in_parts(report: Report, folder: str, shape: Mapping[str, int], repeats:
     tensors["model.embed_tokens.weight"] = tensors["lm_head.weight"] = torch.full((152_064, width), 0.02)
     storage, times = open_storage(f"{folder}/run"), Times()
     plain, note, num_bytes = Path(folder, "plain"), times.note, 0
-    for round_number in range(repeats + 1):  # the first only makes memory
+    for round_number in range(repeats + 1):  # the first round only allocates memory
         entries: dict[str, FileEntry] = {}
         for rank in range(_PARTS):
             ranks = Ranks()
             ranks.rank, ranks.size = rank, _PARTS
-            file = stage_tensors(tensors, ranks, torch.bfloat16, shared=True)  # makes the memory of this rank
+            file = stage_tensors(tensors, ranks, torch.bfloat16, shared=True)  # allocates the memory of this rank
             file = note("blocking", partial(stage_tensors, tensors, ranks, torch.bfloat16, shared=True, spare=file))
             into = views(file)
 
@@ -273,7 +279,7 @@ def run_in_parts(report: Report, folder: str, shape: Mapping[str, int], repeats:
         published = published_as(manifest, weights_folder(1))
         for name in entries:
             drop_caches(Path(storage.url, weights_folder(1), name))
-        note("verify", partial(NodeCopy, storage, published, TIMEOUT_S)).close()
+        note("verify", partial(NodeCache, storage, published, TIMEOUT_S)).close()
         storage.remove(weights_folder(1))
         if round_number == 0:
             times.took.clear()
@@ -290,7 +296,7 @@ def run_in_parts(report: Report, folder: str, shape: Mapping[str, int], repeats:
 
 
 def views(file: Data) -> dict[str, torch.Tensor]:
-    """The tensors in a file, but for those of integers."""
+    """Return the tensors in a file, except those of integers."""
     head, start = read_head(lambda begin, end: file[begin:end])
     memory, found = torch.frombuffer(file, dtype=torch.uint8), {}
     for name, told in head.items():
@@ -301,7 +307,7 @@ def views(file: Data) -> dict[str, torch.Tensor]:
 
 
 def optimizer_state(trainer: TorchEngine) -> dict[str, torch.Tensor]:
-    """The tensors of AdamW, as after the first step, by their names in a checkpoint."""
+    """Return the tensors of AdamW after the first step, by their names in a checkpoint."""
     optimizer = trainer._optimizer
     for weight in optimizer._trained.values():
         weight.grad = torch.zeros_like(weight)
@@ -332,7 +338,7 @@ def run(
     for version in range(1, repeats + 1):
         trainer.reuse(publisher.take_spare())
         weights = note("blocking", trainer.weights)
-        # Into the same memory, of which nobody has to make a page.
+        # Into the same memory, which is already allocated.
         note("copy floor", partial(copy_all, tensors, views(next(iter(weights.values())))))
         published = note("written", partial(publisher.publish, version, weights))
         ((name, data),) = weights.items()
@@ -344,8 +350,8 @@ def run(
         note("read floor", partial(read_floor, plain))
         plain.unlink()
         drop_caches(file)
-        served = note("verify", partial(NodeCopy, storage, published, TIMEOUT_S))
-        note("verify again", partial(NodeCopy, storage, published, TIMEOUT_S)).close()
+        served = note("verify", partial(NodeCache, storage, published, TIMEOUT_S))
+        note("verify again", partial(NodeCache, storage, published, TIMEOUT_S)).close()
         served.close()
         drop_caches(file)
         note("load", partial(engine.load_weights, version, [file]))
@@ -392,7 +398,8 @@ def run(
             other=took["write floor"] * share,
         )
     if dtype != "float32":
-        # Two copies of a version, beside the model that is trained: with the engine's, 1.5B would not fit.
+        # Deltas need two copies of a version in addition to the trained model; with the engine's copy, 1.5B would not
+        # fit.
         served = None if size == "1.5B" else engine
         del engine
         run_deltas(report, trainer, served, storage, times, size, repeats)
@@ -427,13 +434,13 @@ def run_deltas(
             weights = times.note("delta copy", trainer.weights)
             num_bytes = sum(map(len, weights.values()))
             published = times.note(f"delta written {lr}", partial(publisher.publish, version, weights))
-            assert published.delta is not None, "it is no delta"
+            assert published.delta is not None, "the publication is not a delta"
             delta_bytes = sum(entry.size_bytes for _, entry in published.delta.files)
-            served = NodeCopy(storage, base, TIMEOUT_S)
-            made = times.note(f"delta made {lr}", partial(NodeCopy, storage, published, TIMEOUT_S))
+            served = NodeCache(storage, base, TIMEOUT_S)
+            made = times.note(f"delta made {lr}", partial(NodeCache, storage, published, TIMEOUT_S))
             if engine is not None:
                 engine.load_weights(base.version, served.files)
-                changes = NodeCopy(storage, published.changes, TIMEOUT_S)
+                changes = NodeCache(storage, published.changes, TIMEOUT_S)
                 change = partial(engine.try_load_changes, version, changes.files, None)
                 assert times.note(f"delta in place {lr}", change)
                 changes.close()
@@ -464,12 +471,14 @@ def move(tensors: Mapping[str, torch.Tensor], lr: float) -> None:
 
 
 def count_calls(trainer: TorchEngine, tensors: Mapping[str, torch.Tensor], lr: float) -> dict[str, tuple[int, int]]:
-    """(calls, bytes) of the trainer's publication and of a machine that serves the version before, whole and delta."""
+    """Return (calls, bytes) of the trainer's publication and of a machine that serves the version before, whole and
+    delta.
+    """
     inner, counts, lock = open_storage("memory://weights-benchmark"), [0, 0], threading.Lock()
 
     class Counted(FaultyStorage):
         def count(self, data: Data) -> None:
-            with lock:  # blocks are read by several threads
+            with lock:  # several threads read blocks
                 counts[0], counts[1] = counts[0] + 1, counts[1] + len(data)
 
         def put(self, path: str, data: Data) -> None:
@@ -495,7 +504,7 @@ def count_calls(trainer: TorchEngine, tensors: Mapping[str, torch.Tensor], lr: f
         published = publisher.publish(version, weights)
         found[f"{kind} published"] = counts[0], counts[1]
         counts[:] = 0, 0
-        copy = NodeCopy(storage, read_published(storage, version) or published, TIMEOUT_S)
+        copy = NodeCache(storage, read_published(storage, version) or published, TIMEOUT_S)
         found[f"{kind} fetched by a machine"] = counts[0], counts[1]
         if held is not None:
             held.close()

@@ -1,8 +1,9 @@
-"""A model that learns on a laptop, in a minute: makes a toy model and its tasks, then runs config/quickstart.yaml.
+"""Train a model that learns on a laptop in a minute: creates a toy model and its tasks, then runs
+config/quickstart.yaml.
 
     python examples/quickstart.py [KEY=VALUE]...
 
-Everything after the first two calls is what any run does; `rftdask run config/quickstart.yaml` continues or repeats it.
+After the first two calls this is an ordinary run: `rftdask run config/quickstart.yaml` resumes or repeats it.
 """
 
 import sys
@@ -19,13 +20,15 @@ CONFIG = Path(__file__).parent.parent / "config" / "quickstart.yaml"
 
 
 def make_toy(assets: Path) -> None:
-    """The model and its tasks, unless they are there."""
-    if not (assets / "model" / "model.safetensors").exists():  # the last file that is written
+    """Create the model and its tasks if they do not exist."""
+    if not (assets / "model" / "model.safetensors").exists():  # the last file to be written
         write_toy_tasks(assets)
-        # One wide layer of many heads learns these sums in fewer steps than deeper models of as many weights. vLLM on a
-        # CPU takes heads of 32, and no smaller ones.
+        # One wide layer with many heads learns these sums in fewer steps than deeper models of the same size. vLLM on a
+        # CPU requires heads of at least 32.
         sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 1, "num_heads": 8}
-        call(partial(build_toy_model, assets / "model", **sizes))  # in one of the run's processes, which have torch
+        call(
+            partial(build_toy_model, assets / "model", **sizes)
+        )  # run by one of the run's processes, which have imported torch
 
 
 def main(overrides: list[str]) -> None:

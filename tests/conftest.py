@@ -1,16 +1,16 @@
-"""What every test run needs before the first import: few threads, no network, a quiet Dask, and tiers by folder.
+"""Set-up of every test run before the first import: few threads, no network, quiet Dask, and markers by folder.
 
     tests/unit           pure rules, milliseconds
-    tests/crash          a run killed, unplugged and damaged; the quick sample in seconds, the short forms marked slow
+    tests/crash          a run killed, cut off and damaged; a quick sample in seconds, the short forms marked slow
     tests/integration    a real Dask cluster in this process or on this machine, seconds
-    tests/e2e            real runs and processes killed mid-write; marked slow below, so that none is forgotten
-    tests/e2e/guides     what a user walks through: examples, notebooks, pages, the wheel; marked guides instead
-    tests/robustness     bad settings, files, folders, code and words; marked robustness below, a tier of its own
-    tests/learning       every algorithm learns its toy, in one process; marked learning below, a tier of its own
+    tests/e2e            real runs and processes killed mid-write; marked slow below
+    tests/e2e/guides     examples, notebooks, pages and the wheel as users run them; marked guides instead
+    tests/robustness     bad settings, files, folders, code and words; marked robustness below
+    tests/learning       every algorithm learns its toy, in one process; marked learning below
     tests/vllm_engine    vLLM on the CPU, minutes, in an environment of its own; marked vllm below
-    tests/gpu            what only a GPU shows, minutes; marked gpu below
+    tests/gpu            parts of `make gpu`, minutes; marked gpu below
 
-The variables are set in the environment, not in the libraries: the processes that tests start must see them too.
+The variables are set in the environment, not in the libraries, because the processes that tests start must see them.
 """
 
 import gc
@@ -24,37 +24,37 @@ import pytest
 from _pytest.mark.expression import Expression
 from hypothesis import settings
 
-# One thread each: several workers share two cores. Numeric tests hold for any number; see CONTRIBUTING.
+# One thread each, because several workers share two cores. Numeric tests hold for any number; see CONTRIBUTING.
 THREADS = os.environ.get("RFTDASK_TEST_THREADS", "1")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": THREADS,
     "MKL_NUM_THREADS": THREADS,
     "OPENBLAS_NUM_THREADS": THREADS,
     "TOKENIZERS_PARALLELISM": "false",
-    # A test that would download something fails at once, with the name of what it wanted.
+    # A test that tries to download something fails at once with the name of the file.
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
     "WANDB_MODE": "offline",
     "MPLBACKEND": "agg",
-    # The periodic self-observation of in-process workers costs more CPU than the tests.
+    # The periodic self-monitoring of in-process workers costs more CPU than the tests.
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
     "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__INTERVAL": "1h",
     "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__GIL__ENABLED": "False",
     "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "1s",
 }
 os.environ.update(ENVIRONMENT)
-# Where it is set, as in many containers, each of the hundreds of processes that tests start compiles the package anew.
+# If it is set, as in many containers, each of the hundreds of processes that tests start compiles the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Tests write thousands of small files, each synced before it has its name: on a disk they wait for that much of their
-# time. A kill takes nothing from memory either, and power losses are simulated (tests/crash).
+# Tests write thousands of small files with fsync, which takes most of their time on a disk. A kill does not lose files
+# in memory, and power losses are simulated (tests/crash).
 MEMORY = Path("/dev/shm")
-# Some tests write programs, which a file system may not let run.
+# Some tests write programs, which the file system must allow to run.
 runs_programs = not (MEMORY.is_dir() and os.statvfs(MEMORY).f_flag & os.ST_NOEXEC)
 if os.access(MEMORY, os.W_OK) and runs_programs and shutil.disk_usage(MEMORY).free >= 8 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
-# Ignored where tests run in the background of a script or under nohup, and then by every process that they start.
+# A script or nohup may have ignored the signal, and every process that the tests start would inherit that.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
@@ -76,7 +76,7 @@ LONGEST_FIRST = (
     "test_notebooks.py",
     "test_real_data.py",
 )
-"""The slow files that take longest; a long test that begins last leaves the other cores idle."""
+"""Slow files that take longest; starting a long test last leaves the other cores idle."""
 TIERS = {
     "e2e/guides": "guides",
     "e2e": "slow",
@@ -85,27 +85,28 @@ TIERS = {
     "learning": "learning",
     "gpu": "gpu",
 }
-"""The marker that every test in a folder has; the first folder that a file is in counts."""
+"""Marker of every test in a folder; the first matching folder counts."""
 SLOW_TIMEOUT_S = 1500
-"""Of a test of real runs, whose every wait has its own deadline: some minutes, on a machine that does much else."""
+"""Timeout of tests with real runs, whose waits have their own deadlines: a few minutes on a busy machine."""
 
-# No deadline: a slow machine is not a wrong result. In CI the examples are the same in every run.
+# No deadline, because a slow machine is not a wrong result. In CI the examples are the same in every run.
 settings.register_profile("rftdask", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("rftdask")
 
 
-@pytest.hookimpl(optionalhook=True)  # the environment of vLLM has no xdist
+@pytest.hookimpl(optionalhook=True)  # vLLM's environment has no xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For two cores three processes, and five in the slow tier: a real run waits for its own processes a third of its
-    time, a slow one more than half of it. A fourth gains nothing in the fast one: what it waits less, it imports.
+    """For two cores use three processes, and five in the slow tier: a real run waits for its own processes a third of
+    its time, a slow one more than half. A fourth process gains nothing in the fast tier, because imports use the
+    time it saves.
     """
     cores = len(os.sched_getaffinity(0))
     return max(1, 5 * cores // 2 if config.getoption("dist") == "loadgroup" else 3 * cores // 2)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out the files in which -m can choose nothing, whose imports take each process half a minute in all: no
-    subset of the markers that are written in one, with that of its folder, fits.
+    """Skip files from which -m can select nothing; their imports cost each process half a minute in total. A file is
+    skipped if no subset of the markers in its text, with that of its folder, matches the expression.
     """
     if collection_path.suffix != ".py" or not config.option.markexpr:
         return None
@@ -119,19 +120,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if any(fits) else True
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m decides what runs, and before xdist looks at the groups
+@pytest.hookimpl(tryfirst=True)  # before -m selects tests, and before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     leaves_out_extras = "extras" not in config.option.markexpr
     for item in items:
         if leaves_out_extras and item.get_closest_marker("extras"):
-            # Skipped, not deselected, so that the summary counts them; also where the packages happen to be there.
+            # Skipped, not deselected, so that the summary counts them, even if the packages are installed.
             item.add_marker(pytest.mark.skip(reason="needs more than the default extras; `make extras` runs it"))
         if tier := tier_of(item.path):
             item.add_marker(tier)
         if item.get_closest_marker("slow") or item.get_closest_marker("guides"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
     if getattr(config.option, "loadgroup", False):
-        # Tests that share a fixture of their module stay together; all others are dealt out one by one.
+        # Tests that share a module fixture stay together; all others are distributed individually.
         for item in items:
             if isinstance(item, pytest.Function) and shares_a_fixture(item):
                 item.add_marker(pytest.mark.xdist_group(item.path.name))
@@ -143,19 +144,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any(item.path.is_relative_to(TESTS / "e2e") for item in session.items):
-        # Whichever run in this process is the first, theirs need all of it.
+        # The first one to run in this process needs all of this.
         from rftdask.cluster.layout import WORKER_IMPORTS  # late: libraries read the variables above
         from rftdask.processes.fork_server import start_fork_server  # late: as above
         from rftdask.processes.zygote import TOKENIZERS  # late: as above
 
         start_fork_server((*WORKER_IMPORTS, *TOKENIZERS))
-    # What was imported stays: without this each full collection looks at all of torch again, 5 % of the fast tests.
+    # Freeze imported objects: otherwise each full collection scans all of torch, 5 % of the time of the fast tests.
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else DuckDB takes what is left at the end of the process for leaks, and prints them
+    gc.unfreeze()  # otherwise DuckDB reports the remaining objects as leaks at the end of the process
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -171,9 +172,8 @@ def tier_of(path: Path) -> str | None:
 
 
 def deal(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The files by turns: one whose tests wait for real runs, then one whose tests compute, each the largest first.
-
-    So they keep the cores busy together. By themselves the few tests of the runs would come last, and the cores idle.
+    """Order the files so that those whose tests wait for real runs alternate with those whose tests compute, largest
+    first, which keeps the cores busy. Otherwise the few tests with runs would come last while cores idle.
     """
     waiting, computing = list[list[pytest.Item]](), list[list[pytest.Item]]()
     for path, tests in itertools.groupby(items, key=lambda item: item.path):

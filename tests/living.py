@@ -1,4 +1,4 @@
-"""Processes in tests, which may go at any moment, also between two questions about them."""
+"""Checks of processes that may end at any moment, also between two checks."""
 
 import contextlib
 import time
@@ -7,7 +7,7 @@ import psutil
 
 
 def lives(process: psutil.Process | int) -> bool:
-    """Whether a process, or that of a number, runs: it is there, and no zombie that nobody has waited for."""
+    """Return True if a process, given as object or pid, runs and is not a zombie."""
     with contextlib.suppress(psutil.NoSuchProcess):
         found = psutil.Process(process) if isinstance(process, int) else process
         return bool(found.is_running() and found.status() != psutil.STATUS_ZOMBIE)
@@ -15,7 +15,7 @@ def lives(process: psutil.Process | int) -> bool:
 
 
 def wait_until_gone(pid: int, deadline_s: float = 60.0) -> None:
-    """Until it lives no more. Raises: AssertionError: it does after `deadline_s`."""
+    """Wait until a process has ended. Raises: AssertionError: it still lives after `deadline_s`."""
     deadline = time.monotonic() + deadline_s
     while lives(pid):
         assert time.monotonic() < deadline, f"process {pid} lives"

@@ -1,8 +1,8 @@
-"""Numbers in tests: the seeds they draw from, and how far two computations of one result may be apart.
+"""Seeds of tests, and tolerances for two computations of one result.
 
 A floating-point result depends on the order of its sums, and so on the processor, its vector width and the number of
-threads. A bound is therefore no absolute number that one machine happened to keep, but a multiple of the dtype's
-rounding and of the size of what is compared.
+threads. A bound is therefore a multiple of the dtype's rounding and of the magnitude of the operands, not an absolute
+number that one machine happened to meet.
 """
 
 import os
@@ -16,7 +16,7 @@ SEED_OFFSET = int(os.environ.get("RFTDASK_TEST_SEED", "0"))
 
 
 def shifted_seed(number: int) -> int:
-    """Return the seed to draw with: `number`, plus RFTDASK_TEST_SEED. Tests of recorded values do not ask for it."""
+    """Return `number` plus RFTDASK_TEST_SEED. Tests of recorded values must not use it."""
     return number + SEED_OFFSET
 
 
@@ -25,7 +25,9 @@ LOGIT_SIZE = 10.0
 
 
 def assert_same_logprobs(actual: Tensor | Sequence[float], expected: Tensor | Sequence[float]) -> None:
-    """Assert that logprobs, or entropies, differ by rounding alone; even one near 0 is a difference of large logits."""
+    """Assert that logprobs or entropies differ only by rounding; even a value near 0 is a difference of large
+    logits.
+    """
     assert_close(actual, expected, roundings=16, size=LOGIT_SIZE)
 
 
@@ -36,13 +38,14 @@ def assert_close(
     roundings: float = 128,
     size: float | None = None,
 ) -> None:
-    """Assert that two results differ by rounding alone: each element by at most `roundings` * eps * `size`.
+    """Assert that two results differ only by rounding: each element by at most `roundings` * eps * `size`.
 
     Args:
-        actual, expected: of one shape; plain numbers count as float32, since they come from tensors of that.
-        roundings: how many may add up, each eps of the coarser dtype.
-        size: magnitude of the numbers that were added up; None, the largest in `expected`.
-    Raises: AssertionError: with the error, in roundings, too.
+        actual, expected: same shape; plain numbers count as float32, since they come from float32 tensors.
+        roundings: how many roundings may add up, each eps of the coarser dtype.
+        size: magnitude of the summands; None: the largest in `expected`.
+
+    Raises: AssertionError: with the error, also in roundings.
     """
     one, other = (value if isinstance(value, Tensor) else torch.as_tensor(value) for value in (actual, expected))
     if not (isinstance(actual, Tensor) or isinstance(expected, Tensor)):

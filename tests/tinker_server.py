@@ -1,8 +1,8 @@
-"""A small server that speaks the protocol of the Tinker service (tinker 0.38), over a toy model on the CPU.
+"""A small server for the protocol of the Tinker service (tinker 0.38), with a toy model on the CPU.
 
-It trains all weights of the model in place of an adapter, samples token by token, and answers a request when it is
-asked for the result the second time, as a busy service does. What it saves it names by its content, so that equal paths
-mean equal weights. Everything is in memory and in one thread, in the order of the requests.
+It trains all weights of the model instead of an adapter, samples token by token, and returns a result only when it is
+requested for the second time, like a busy service. Saved states are named by their content, so equal paths mean equal
+weights. Everything is in memory and in one thread, in the order of the requests.
 
     with served() as server:
         ServiceClient(base_url=server.url, api_key="tml-test")
@@ -56,14 +56,14 @@ class Trained:
 
 
 class TinkerServer:
-    """url: where it is; requests: (route, body) of what was asked; saved: what lies there, by path."""
+    """url: its address; requests: (route, body) of all requests; saved: saved states by path."""
 
     def __init__(self) -> None:
         self.url = ""
         self.requests: list[tuple[str, Any]] = []
         self.saved: dict[str, Trained] = {}
         self.is_stuck = False
-        """It takes requests and gives no results."""
+        """If true, it accepts requests and returns no results."""
         self.refuses_deletes = False
         self._bases: dict[str, Trained] = {}
         self._training: dict[str, Trained] = {}
@@ -73,7 +73,7 @@ class TinkerServer:
         self._numbers = itertools.count(1)
 
     def asked(self, route: str) -> list[Any]:
-        """Bodies of the requests to a route, in their order."""
+        """Return the bodies of the requests to a route, in order."""
         return [body for each, body in self.requests if each == route]
 
     def app(self) -> Starlette:
@@ -89,7 +89,7 @@ class TinkerServer:
                 return await self._retrieve(body)
             try:
                 return JSONResponse(posts[name](body))
-            except Exception as error:  # a fault of this server is told at once: 500 would be asked again for minutes
+            except Exception as error:  # report errors of this server at once: clients would retry a 500 for minutes
                 return JSONResponse({"detail": f"{name}: {type(error).__name__}: {error}"}, 422)
 
         async def sampler(request: Request) -> Response:
@@ -207,7 +207,7 @@ class TinkerServer:
         own.optimizer.zero_grad()
         return self._promise({})
 
-    # ---- what is saved
+    # ---- saved states
 
     def _save(self, body: Any, kind: str, own: Trained) -> dict[str, Any]:
         path = f"tinker://{own.digest(with_optimizer=kind == 'weights')}/{kind}/{body['path']}"
@@ -273,7 +273,7 @@ def _logprobs(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tenso
 
 @contextmanager
 def served() -> Iterator[TinkerServer]:
-    """A server in a thread of this process, on a free port of loopback."""
+    """Run a server in a thread of this process, on a free loopback port."""
     server = TinkerServer()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server.url = f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""What transformers of today has and the oldest that may be installed has not (`make test-oldest`)."""
+"""Differences between the newest transformers and the oldest supported one (`make test-oldest`)."""
 
 import pytest
 import transformers

@@ -1,11 +1,10 @@
-"""An agent learns to use its tool, in about a minute on a laptop: makes a toy policy, then runs tool_loop.yaml.
+"""An agent learns to use its tool in about a minute on a laptop: creates a toy policy, then runs tool_loop.yaml.
 
     python examples/agents/learn.py [KEY=VALUE]...                     the package openai: with_openai/tool_loop.py
     python examples/agents/learn.py langgraph_agent [KEY=VALUE]...     with_langgraph/langgraph_agent.py
-    python examples/agents/learn.py program_agent [KEY=VALUE]...       a program of its own: with_a_program/ask.py
+    python examples/agents/learn.py program_agent [KEY=VALUE]...       an external program: with_a_program/ask.py
 
-The toy knows how to call the tool and how to read what it says (`sft.jsonl`), and guesses seven times in ten. The
-rewards alone teach it to call.
+The toy can call the tool and read its result (`sft.jsonl`), but guesses in 70 % of the cases. Rewards teach it to call.
 """
 
 import json
@@ -21,10 +20,10 @@ from rftdask.processes.zygote import call
 
 HERE = Path(__file__).parent
 FEWER = {"program_agent": ("stages[1].buffer.batch_size=4",)}
-"""Tasks in a step, of an agent that starts a process for each rollout."""
+"""Tasks per step of an agent that starts a process for each rollout."""
 LETTERS = "abcdefgh"
 NUMBERS = range(10, 100)
-"""Of two digits: of one, a guess is right often enough to be learned from a few dozen rollouts."""
+"""Two digits: with one digit, a few dozen rollouts would reward guessing too often."""
 CALL = '<tool_call>{"name": "look"}</tool_call>'
 CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
@@ -33,27 +32,31 @@ CHAT_TEMPLATE = (
     f"{{% elif message.role == 'assistant' %}}{{{{ message.content }}}}{EOS}"
     "{% else %}{{ message.content }}{% endif %}{% endfor %}"
 )
-"""What the policy reads: [look]a: and, after a call of its own, >7= for what the tool said."""
+"""Prompt of the policy: [look]a: and, after a tool call, >7= with the result."""
 
 
 def make_toy(assets: Path) -> None:
-    """The model and its tasks, unless they are there."""
-    if (assets / "model" / "model.safetensors").exists():  # the last file that is written
+    """Create the model and its tasks if they do not exist."""
+    if (assets / "model" / "model.safetensors").exists():  # the last file to be written
         return
     draw = random.Random(0)
-    asked, shown = [], []
+    tasks, demonstrations = [], []
     for letter in LETTERS:
         prompt = f"[look]{letter}:"
-        shown += [{"prompt": prompt, "response": str(draw.choice(NUMBERS))} for _ in range(14)]
-        shown += [{"prompt": prompt, "response": CALL}] * 6
-        shown += [{"prompt": f"{prompt}{CALL}{EOS}>{n}=", "response": str(n)} for n in draw.sample(NUMBERS, 30)]
-        asked += [{"question": f"{letter}:", "answer": str(draw.choice(NUMBERS))} for _ in range(8)]
+        demonstrations += [{"prompt": prompt, "response": str(draw.choice(NUMBERS))} for _ in range(14)]
+        demonstrations += [{"prompt": prompt, "response": CALL}] * 6
+        demonstrations += [
+            {"prompt": f"{prompt}{CALL}{EOS}>{n}=", "response": str(n)} for n in draw.sample(NUMBERS, 30)
+        ]
+        tasks += [{"question": f"{letter}:", "answer": str(draw.choice(NUMBERS))} for _ in range(8)]
     assets.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("train", asked), ("eval", asked[::2]), ("sft", shown)):
+    for name, rows in (("train", tasks), ("eval", tasks[::2]), ("sft", demonstrations)):
         (assets / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (assets / "template.jinja").write_text(CHAT_TEMPLATE)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4}
-    call(partial(build_toy_model, assets / "model", **sizes))  # in one of the run's processes, which have torch
+    call(
+        partial(build_toy_model, assets / "model", **sizes)
+    )  # run by one of the run's processes, which have imported torch
 
 
 def main(arguments: list[str]) -> None:

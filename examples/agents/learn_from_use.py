@@ -1,11 +1,11 @@
-"""A policy learns from being used by a command-line agent as it is, in about a minute on a laptop.
+"""A policy learns from its use by an unmodified command-line agent, in about a minute on a laptop.
 
     python examples/agents/learn_from_use.py
 
-`rftdask serve` puts the policy behind OpenAI's API and records what it is asked, a trainer learns beside it, and the
-agent is `llm` (https://llm.datasette.io, in the extra `agents`), each time as somebody would type it. Its policy is the
-toy of learn.py: asked for the number behind a letter, it guesses seven times in ten, and calls the tool that knows it
-three times. Who uses it says by POST /feedback whether the answer was right.
+`rftdask serve` serves the policy through OpenAI's API and records the requests, and a trainer learns at the same time.
+The agent is `llm` (https://llm.datasette.io, in the extra `agents`), started as a user would type it. The policy is the
+toy of learn.py: asked for the number behind a letter, it guesses in 70 % of the cases and calls the tool in 30 %. The
+user reports with POST /feedback whether the answer was right.
 """
 
 import contextlib
@@ -33,16 +33,16 @@ SERVED = HERE / "served.yaml"
 TOOL = HERE / "with_llm" / "look.py"
 ALONE = "import sys; sys.modules['pandas'] = None; from llm.cli import cli; cli()"
 LLM = (sys.executable, "-c", ALONE, "prompt", "--no-log")
-"""llm as it is in an environment of its own (pipx, uv): it imports pandas where it finds it, and has no use for it."""
+"""llm as in its own environment (pipx, uv): it would import pandas if installed, without needing it."""
 AT_ONCE = 3
-"""Uses side by side: each is a process of its own that computes for most of its time."""
-NUM_TOLD = 8
-"""Uses before it has learned anything, and of the policy that the trainer leaves, whose mean reward is told."""
+"""Concurrent uses; each is a process that computes for most of its time."""
+NUM_REPORTED = 8
+"""Number of uses whose mean reward is printed: the first ones, and the same number with the final policy."""
 DEADLINE_S = 120.0
 
 
 def warm_up() -> None:
-    """The policy that is served at first: the first stage of tool_loop.yaml, as a run of its own."""
+    """Create the policy that is served first, by running the first stage of tool_loop.yaml."""
     tree = yaml.safe_load((HERE / "tool_loop.yaml").read_text())
     experiment = Experiment(**{**tree, "name": "served_first", "stages": tree["stages"][:1]})
     experiment.prepare()
@@ -51,9 +51,9 @@ def warm_up() -> None:
 
 
 @contextlib.contextmanager
-def command(*arguments: str, **more: Any) -> Iterator[subprocess.Popen[str]]:
-    """A command of rftdask while the block runs."""
-    with subprocess.Popen([sys.executable, "-m", "rftdask", *arguments], text=True, **more) as process:
+def command(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Run a command of rftdask while the block runs."""
+    with subprocess.Popen([sys.executable, "-m", "rftdask", *arguments], text=True, **options) as process:
         try:
             yield process
         finally:
@@ -64,12 +64,12 @@ def command(*arguments: str, **more: Any) -> Iterator[subprocess.Popen[str]]:
 def post(url: str, key: str, **body: Any) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120) as reply:
-        told: dict[str, Any] = json.load(reply)
-    return told
+        answer: dict[str, Any] = json.load(reply)
+    return answer
 
 
 def wait_for(server: str, version: int) -> None:
-    """Until the server serves a version. Raises: TimeoutError."""
+    """Wait until the server serves a version. Raises: TimeoutError."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         with urllib.request.urlopen(f"{server}/health", timeout=DEADLINE_S) as reply:
@@ -80,15 +80,15 @@ def wait_for(server: str, version: int) -> None:
 
 
 def use(server: str, key: str, task: str) -> float:
-    """Ask llm for the number behind a letter, and tell the server what the answer was worth: 1 if it was right."""
+    """Ask llm for the number behind a letter and send the server the reward: 1 if the answer is right."""
     letter, number = random.choice(LETTERS), str(random.choice(NUMBERS))
     session = post(f"{server}/sessions", key, task_id=task)
     with tempfile.TemporaryDirectory() as folder:
-        # All that llm is told: where its model is, and by the key, whose session it is.
+        # llm needs only the address of its model; the key identifies the session
         model = {"model_id": "policy", "model_name": "policy", "api_base": f"{server}/v1", "api_key_name": "policy"}
         Path(folder, "extra-openai-models.yaml").write_text(yaml.safe_dump([{**model, "supports_tools": True}]))
         Path(folder, "number.txt").write_text(number)
-        said = subprocess.run(
+        done = subprocess.run(
             [*LLM, "--model", "policy", "--key", session["api_key"], "--functions", str(TOOL), f"{letter}:"],
             cwd=folder,
             env={**os.environ, "LLM_USER_PATH": folder},
@@ -97,7 +97,7 @@ def use(server: str, key: str, task: str) -> float:
             text=True,
             timeout=DEADLINE_S,
         )
-    reward = float(said.stdout.strip() == number)
+    reward = float(done.stdout.strip() == number)
     post(f"{server}/feedback", key, session_id=session["session_id"], reward=reward)
     return reward
 
@@ -115,15 +115,15 @@ def main(overrides: list[str]) -> None:
     ):
         assert server.stdout is not None
         if not (line := server.stdout.readline()):
-            sys.exit("rftdask serve did not start; what it said is above")
+            sys.exit("rftdask serve did not start; its output is above")
         _, address, *_, key = line.split(";")[0].split()
         url = address.removesuffix("/v1")
         rewards = list(pool.map(lambda task: use(url, key, task), tasks))
         if trainer.wait(DEADLINE_S):
             sys.exit(f"the trainer failed with code {trainer.returncode}")
         wait_for(url, version=config.trainer.total_steps)
-        rewards += pool.map(lambda _: use(url, key, "after"), range(NUM_TOLD))
-    before, after = (sum(part) / NUM_TOLD for part in (rewards[:NUM_TOLD], rewards[-NUM_TOLD:]))
+        rewards += pool.map(lambda _: use(url, key, "after"), range(NUM_REPORTED))
+    before, after = (sum(part) / NUM_REPORTED for part in (rewards[:NUM_REPORTED], rewards[-NUM_REPORTED:]))
     print(
         f"llm: reward {before:.2f} -> {after:.2f} in {time.monotonic() - began:.0f} s, run: {config.checkpoint_job_dir}"
     )

@@ -1,6 +1,7 @@
-"""An environment of verifiers: sums to be done in one turn. An installed one is named in the same way, without a file.
+"""An environment of verifiers: sums that take one turn. An installed environment is named in the same way, without a
+file.
 
-What plays is a harness that runs in process; those that come with verifiers install a program of their own first.
+The harness runs in process; those that come with verifiers first install a program.
 """
 
 import httpx
@@ -8,7 +9,7 @@ import verifiers.v1 as vf
 
 
 class SumData(vf.TaskData):
-    """The row of a task, beside its prompt."""
+    """Row of a task, in addition to its prompt."""
 
     answer: str
 
@@ -18,7 +19,7 @@ class SumTask(vf.Task[SumData, vf.State]):
 
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:
-        """Whether the last reply is the answer."""
+        """Return 1 if the last reply is the answer."""
         return float(trace.last_reply.strip() == self.data.answer)
 
 
@@ -26,19 +27,19 @@ class Sums(vf.Taskset[SumTask, vf.TasksetConfig]):
     """Sixty-four sums."""
 
     def load(self) -> list[SumTask]:
-        """All of them, in the same order every time."""
+        """Return all sums, always in the same order."""
         pairs = [(10 + 7 * i % 90, i % 10) for i in range(64)]
         return [SumTask(SumData(prompt=f"{a}+{b}=", answer=str(a + b)), self.config.task) for a, b in pairs]
 
 
 class Ask(vf.Harness[vf.HarnessConfig]):
-    """Asks the policy once, as any client of OpenAI's API does."""
+    """Harness that asks the policy once, like any client of OpenAI's API."""
 
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
-        """One call; what it says is in the trace."""
+        """Make one call; the trace records the reply."""
         body = {"model": ctx.model, "messages": [{"role": "user", "content": data.prompt}]}
         async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {secret}"}) as client:
             answer = await client.post(f"{endpoint}/chat/completions", json=body)

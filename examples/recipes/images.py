@@ -1,4 +1,6 @@
-"""The toy of images.yaml: a small model that reads images, with random weights, and pictures of one color each."""
+"""Create the toy of images.yaml: a small model that reads images, with random weights, and pictures of one color
+each.
+"""
 
 import json
 import random
@@ -14,7 +16,7 @@ QUESTION = "color?"
 
 
 def paint(color: str, draw: random.Random) -> Image.Image:
-    """28 x 28 pixels, about as bright as each other."""
+    """Return a picture of 28 x 28 pixels, with small random changes of the color."""
     return Image.new("RGB", (28, 28), tuple(max(0, min(255, c + draw.randint(-20, 20))) for c in COLORS[color]))
 
 

@@ -1,4 +1,4 @@
-"""GRPO with a loss of one's own, which counts a token the less the further its probability has moved."""
+"""GRPO with a custom loss that gives a token less weight the more its probability has changed."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,7 +22,7 @@ class SoftLoss(PolicyLoss):
 
 
 class Gentle(AlgorithmType):
-    """Groups of eight, rewards less their mean, the loss above, no reference model."""
+    """GRPO with groups of eight, mean-centered rewards, the loss above, and no reference model."""
 
     repeat_times = 8
     advantage_fn = "grpo"

@@ -1,4 +1,4 @@
-"""No reward is more than a bound: what a batch looks like before the algorithm sees it."""
+"""An operator that limits rewards: it changes a batch before the algorithm sees it."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ from rftdask.algorithm.operators import ExperienceTable, Operator
 
 @dataclass(frozen=True)
 class CapReward(Operator):
-    """Rewards of at most `most`; how many were more is a metric."""
+    """Cap rewards at `most`; the metric `capped` counts the rewards above it."""
 
     most: float = 1.0
 

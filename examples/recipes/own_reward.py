@@ -1,10 +1,10 @@
-"""A reward with parts: near is worth something, right is worth more."""
+"""A reward with parts: a close answer earns something, the right answer more."""
 
 from rftdask.rollouts.workflows.base import Reward
 
 
 def close(response: str, truth: str, task: object) -> Reward:
-    """1 for the right sum, less a tenth for each ten that it is away, and 0 for what is no number."""
+    """Return 1 for the right sum, minus 0.1 per ten of difference, and 0 if the response is not a number."""
     try:
         away = abs(int(response) - int(truth))
     except ValueError:

@@ -1,10 +1,10 @@
-"""A workflow of two turns: the policy answers, sees its answer, and answers again; the second answer counts."""
+"""A workflow of two turns: the policy answers, sees its answer, and answers again. Only the second answer counts."""
 
 from rftdask.rollouts.workflows.base import PolicyModel, Reward, Task
 
 
 async def second_thought(task: Task, model: PolicyModel) -> Reward:
-    """1 for a second answer that is right, and a half for a first one that was thrown away."""
+    """Return 1 if the second answer is right, and 0.5 if only the first one was."""
     first = (await model.generate(task.prompt)).text
     second = (await model.generate(f"{task.prompt}{first}? {task.prompt}")).text
     if second == task.truth:

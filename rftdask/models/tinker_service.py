@@ -92,7 +92,7 @@ def result_of(
     try:
         return answer.result(timeout_s)
     except TimeoutError as error:
-        raise lost(f"the Tinker service gave no answer for {timeout_s:.0f} s while {doing}") from error
+        raise lost(f"the Tinker service did not respond for {timeout_s:.0f} s while {doing}") from error
     except (tinker.APIStatusError, tinker.RequestFailedError) as error:
         refused = (
             error.category is tinker.types.RequestErrorCategory.User

@@ -49,7 +49,7 @@ from rftdask.synchronizer.published import (
     read_published,
 )
 from rftdask.synchronizer.styles import WeightRequirement
-from rftdask.synchronizer.transports.dask_broadcast import over_dask, serve_blocks
+from rftdask.synchronizer.transports.dask_broadcast import dask_transport, serve_blocks
 
 EXPLORER_RESOURCE = "explorer"
 BEGAN_TOPIC = "rftdask-began"
@@ -282,14 +282,14 @@ def _transport(storage: Storage, config: Config) -> Transport | None:
     worker = get_worker()
     if config.sync_method == "nccl":
         from rftdask.synchronizer.transports.group_broadcast import (
-            over_group,  # late: torch, which no other method needs here
+            group_transport,  # late: torch, which no other method needs here
         )
 
-        return over_group(host_of(worker.address))
+        return group_transport(host_of(worker.address))
     serve_blocks(worker)
     workers = workers_of(get_client())
     peers = [address for address, told in workers.items() if told["resources"].get(EXPLORER_RESOURCE)]
-    return over_dask(storage, worker, peers)
+    return dask_transport(storage, worker, peers)
 
 
 def units_overlap(config: Config, spec: EngineSpec) -> bool:

@@ -1,10 +1,10 @@
-"""Synchronizer: a Dask actor that watches the pointer and answers who waits for a version.
+"""Synchronizer: a Dask actor that watches the weights pointer and wakes waiting explorers.
 
-Consumes: the pointer on storage, looked at every `synchronizer.poll_interval_s` and at every hint. Produces: answers to
-`wait_for_version`. What unblocks who waits: a version that is new enough, or the deadline, which every wait has.
+Consumes: the pointer on storage, polled every `synchronizer.poll_interval_s` and at every hint. Produces: results of
+`wait_for_version`. A wait ends with a version that is new enough, or at its deadline.
 
-It keeps nothing that is not on storage, so a new one is as good as the old. It shortens waits and is never needed: the
-handle falls back to reading the pointer itself. It knows neither the sync styles nor what the weights are for.
+The actor holds no state beyond storage, so it can be replaced at any time. It only shortens waits: without it, handles
+read the pointer themselves. It knows neither the sync styles nor what the weights are used for.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from rftdask.synchronizer.published import Published, latest_published
 log = logging.getLogger(__name__)
 
 ACTOR_NAME = "rftdask-synchronizer"
-"""Name of the Dask dataset that is the actor of the newest generation."""
+"""Name of the Dask dataset that holds the newest generation's actor."""
 _LONGEST_CALL_S = 20.0
-"""Longest wait inside one call of the actor."""
-_LOOK_S = 0.001
-"""Shortest pause between two looks at a pointer that is near."""
+"""Longest wait in one actor call, in seconds."""
+_MIN_PAUSE_S = 0.001
+"""Shortest pause in seconds between two reads of a pointer on a local disk."""
 _SLICE_S = 1.0
-"""A handle's wait is cut into slices: between two it looks whether it was called off, and whether the actor missed the
-pointer."""
+"""Seconds per actor call of a handle's wait. Between calls the handle checks for cancellation and reads the pointer."""
 _ANSWER_GRACE_S = 5.0
-"""Time beyond a call's own deadline, for the actor to be found and for the answer to travel."""
+"""Seconds beyond a call's own timeout, to find the actor and to transfer the result."""
 
 
 class Synchronizer:
-    """The actor. All methods are coroutines and run on the event loop of its worker; storage is read in a thread."""
+    """The actor. Methods are coroutines on the event loop of its worker; storage is read in a thread."""
 
     def __init__(self, url: str, poll_interval_s: float) -> None:
         self._storage, self._poll_interval_s = open_storage(url), poll_interval_s
@@ -48,7 +47,7 @@ class Synchronizer:
         self._closed = False
 
     async def wait_for_version(self, version: int, timeout_s: float) -> Published | None:
-        """The newest version once it is `version` or newer, or None after `timeout_s` (bounded by 20 s)."""
+        """Newest version once it is at least `version`; None after `timeout_s` (at most 20 s)."""
         await self._start()
 
         def reached() -> bool:
@@ -56,14 +55,14 @@ class Synchronizer:
 
         async with self._changed:
             try:
-                # Bounded whatever the caller asks, so that calls of handles that died do not pile up here.
+                # Bounded, so that calls of dead handles do not pile up here.
                 await asyncio.wait_for(self._changed.wait_for(reached), min(timeout_s, _LONGEST_CALL_S))
             except TimeoutError:
                 return None
         return self._published
 
     async def hint(self) -> None:
-        """Look now: somebody says that the pointer moved."""
+        """Read the pointer now, because it has moved."""
         await self._start()
         self._nudge.set()
 
@@ -74,8 +73,8 @@ class Synchronizer:
             self._task.cancel()
 
     async def _start(self) -> None:
-        # Not in __init__, which runs in a thread without an event loop. The lock: several may be the first to call, and
-        # there must not be two watchers.
+        # Not in __init__, which runs in a thread without an event loop. The lock keeps concurrent first calls from
+        # starting two watchers.
         async with self._starting:
             if self._task is None and not self._closed:
                 await self._look()
@@ -84,20 +83,20 @@ class Synchronizer:
     async def _watch(self) -> None:
         while not self._closed:
             with contextlib.suppress(TimeoutError):
-                # Hint or timer, whichever is first: hints make it quick, the timer makes it sure.
+                # Whichever comes first: a hint shortens the wait, the timer guarantees it ends.
                 await asyncio.wait_for(self._nudge.wait(), self._poll_interval_s)
             self._nudge.clear()
             try:
                 await self._look()
-            except Exception:  # a watcher that ends would leave all who wait to their deadlines
-                log.exception("the synchronizer cannot read %s; it tries again", self._storage.url)
+            except Exception:  # if the watcher ended, every waiting call would run into its deadline
+                log.exception("the synchronizer cannot read %s; retrying", self._storage.url)
 
     async def _look(self) -> None:
         try:
             published = await asyncio.to_thread(latest_published, self._storage)
         except StorageError:
-            return  # no news; who waits has a deadline of its own
-        # By content and not by number: a version that was replaced after damage is news as well.
+            return  # unchanged; every waiting call has a deadline
+        # Compared by content, not by number, so that a version replaced after damage counts as a change.
         if published is not None and published != self._published:
             async with self._changed:
                 self._published = published
@@ -108,17 +107,17 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Pending(Protocol[Result]):
-    """What `distributed.Future` and `ActorFuture` have in common."""
+    """Common part of `distributed.Future` and `ActorFuture`."""
 
     def result(self, timeout: float) -> Result:
-        """Raises: TimeoutError: it has none in `timeout` seconds."""
+        """Raises: TimeoutError: no result within `timeout` seconds."""
 
 
 class ActorProxy(Protocol):
     """The actor as other processes see it."""
 
     def hint(self) -> object:
-        """See Synchronizer.hint; the answer need not be waited for."""
+        """See Synchronizer.hint; callers need not wait for the result."""
 
     def wait_for_version(self, version: int, timeout_s: float) -> Pending[Published | None]:
         """See Synchronizer.wait_for_version."""
@@ -128,11 +127,11 @@ class DatasetClient(Protocol):
     """The part of a distributed.Client that a handle uses."""
 
     def get_dataset(self, name: str, /) -> Pending[ActorProxy]:
-        """What was published under that name. Raises: KeyError: nothing was."""
+        """Dataset published as `name`. Raises: KeyError: there is none."""
 
 
 class SyncHandle:
-    """A role's way to ask for versions: through the actor while there is one, else by reading the pointer.
+    """Waits for versions on behalf of a role: through the actor if it answers, else by reading the pointer.
 
     Example: SyncHandle(storage, client).wait_for_version(12, deadline_s=3600)
     """
@@ -147,65 +146,65 @@ class SyncHandle:
     ) -> None:
         """
         Args:
-            client: None: the pointer is read, and no actor asked.
-            is_near: the storage is a disk of this machine, where a look takes less than a question to the actor: the
-                pointer is read whenever another twentieth of the wait has passed, until that is `poll_interval_s`.
+            client: Dask client to find the actor with. None: only read the pointer.
+            is_near: True if the storage is a local disk, where reading the pointer is cheaper than an actor call.
+                The pause between reads is 1/20 of the time waited so far, until it reaches `poll_interval_s`.
         """
         self._storage, self._is_near = storage, is_near
         self._client = client
         self._poll_interval_s = poll_interval_s
         self._actor: ActorProxy | None = None
-        """The actor that answered last; None: not found yet, or it failed the last call."""
+        """Actor of the last successful call. None: not looked up yet, or the last call failed."""
 
     def latest(self) -> Published | None:
-        """The newest published version, read from storage."""
+        """Newest published version, read from storage."""
         return latest_published(self._storage)
 
     def wait_for_version(
-        self, version: int, deadline_s: float, called_off: Callable[[], bool] = lambda: False
+        self, version: int, deadline_s: float, is_cancelled: Callable[[], bool] = lambda: False
     ) -> Published:
-        """Wait until `version` or a newer one is published; the newest.
+        """Wait until `version` or a newer one is published, and return the newest.
 
-        Raises: WaitTimeout: not in `deadline_s`; RoleError: `called_off` said meanwhile that nobody wants it any more.
+        Raises: WaitTimeout: none within `deadline_s` seconds. RoleError: `is_cancelled` returned True.
         """
         began = time.monotonic()
-        deadline, pause_s = began + deadline_s, _LOOK_S
+        deadline, pause_s = began + deadline_s, _MIN_PAUSE_S
         newest = self.latest()
         while newest is None or newest.version < version:
             left_s = deadline - time.monotonic()
-            if called_off():
-                raise RoleError(f"the wait for policy version {version} was called off")
+            if is_cancelled():
+                raise RoleError(f"the wait for policy version {version} was cancelled")
             if left_s <= 0:
-                there = "none yet" if newest is None else str(newest.version)
+                latest = "none yet" if newest is None else str(newest.version)
                 raise WaitTimeout(
-                    f"policy version {version} was not published in {deadline_s:.0f} s; newest: {there}. "
-                    "Is the trainer alive? (synchronizer.sync_timeout)"
+                    f"policy version {version} was not published within {deadline_s:.0f} s; newest: {latest}. "
+                    "Check that the trainer is alive, or raise synchronizer.sync_timeout"
                 )
             if self._is_near and pause_s < self._poll_interval_s:
                 time.sleep(min(pause_s, left_s))
-                pause_s = max(_LOOK_S, (time.monotonic() - began) / 20)
+                pause_s = max(_MIN_PAUSE_S, (time.monotonic() - began) / 20)
                 newest = self.latest()
                 continue
-            # The actor may have missed a move of the pointer, or be of an older generation: storage has the last word.
+            # The actor may be of an older generation or have missed a move; storage is authoritative.
             newest = self._ask_actor(version, left_s) or self.latest()
         return newest
 
     def hint(self) -> None:
-        """Tell the actor that the pointer moved; lost hints cost one poll interval."""
+        """Notify the actor that the pointer moved. A lost hint costs one poll interval."""
         try:
             self._find_actor().hint()
         except Exception:  # see _ask_actor
             self._actor = None
 
     def _ask_actor(self, version: int, left_s: float) -> Published | None:
-        """One slice of a wait; None: the version is not there yet, or the actor cannot be asked."""
+        """One slice of a wait. None: the version is not published yet, or the actor does not answer."""
         try:
             timeout_s = min(left_s, _SLICE_S)
             answer = self._find_actor().wait_for_version(version, timeout_s)
             return answer.result(timeout=timeout_s + _ANSWER_GRACE_S)
         except Exception:
-            # The decision: whatever ails the actor (lost worker, new generation, closed client), storage has the
-            # answer. The pause keeps a handle without an actor from reading the pointer without end.
+            # Whatever failed (lost worker, new generation, closed client), storage has the result. The pause keeps a
+            # handle without an actor from reading the pointer in a tight loop.
             self._actor = None
             time.sleep(min(self._poll_interval_s, left_s))
             return None
@@ -213,8 +212,8 @@ class SyncHandle:
     def _find_actor(self) -> ActorProxy:
         if self._actor is None:
             if self._client is None:
-                raise RuntimeError("no Dask client: the pointer is read directly")
-            # By name each time it was lost: by then another generation may have it.
+                raise RuntimeError("no Dask client; reading the pointer instead")
+            # Looked up again after each failure, since a new generation may own the name by then.
             self._actor = self._client.get_dataset(ACTOR_NAME).result(timeout=_ANSWER_GRACE_S)
         return self._actor
 
@@ -222,10 +221,12 @@ class SyncHandle:
 def start_synchronizer(
     client: Client, url: str, poll_interval_s: float, generation: str, workers: list[str]
 ) -> Future[Synchronizer]:
-    """Start the actor of this generation and publish it by name; the future, whose status tells of its death.
+    """Start the actor of this generation, publish it by name, and return its future, whose status shows its death.
 
-    generation: makes the Dask key a new one, since a lost actor's must not be used again; workers: addresses of those
-    that it should run on. Raises: WaitTimeout: no worker took it in a minute.
+    Args:
+        generation: part of the Dask key, since the key of a lost actor must not be reused.
+        workers: preferred worker addresses.
+    Raises: WaitTimeout: no worker started it within a minute.
     """
     future = client.submit(
         Synchronizer,
@@ -239,10 +240,9 @@ def start_synchronizer(
     try:
         future.result(timeout=60)
     except KilledWorker:
-        log.info(
-            "the worker of the synchronizer was lost as it started"
-        )  # the future's status tells, and nobody needs it
+        # The status of the future shows the loss, and no role depends on the actor.
+        log.info("the worker of the synchronizer was lost during its start")
     except TimeoutError as error:
-        raise WaitTimeout("the synchronizer did not start in 60 s: no worker took it") from error
+        raise WaitTimeout("the synchronizer did not start within 60 s: no worker accepted it") from error
     client.publish_dataset(future, name=ACTOR_NAME, override=True)
     return future

@@ -1,4 +1,4 @@
-"""Weights: what the trainer publishes and the explorers load, and the pointer that names the newest.
+"""Published weights: versions that the trainer publishes and explorers load, and the pointer to the newest.
 
 `weights/<N>/` holds the state dict of policy version N. `latest_state_dict_iteration.txt` holds N and moves after the
 manifest is written. A version may be stored as a delta from an earlier version (delta.py); its manifest still lists the
@@ -28,99 +28,98 @@ REQUEST_FILE = "control/requested_version.txt"
 WHOLE_FILE = "control/whole_version.txt"
 MODEL_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-"""Where several ranks wrote: the file of each tensor, as Hugging Face's readers want it. Engines need none."""
+"""Index from tensor to file, for Hugging Face readers, if several ranks wrote. Engines do not need it."""
 CHECKPOINT_FOLDER = "actor"
-"""In a checkpoint, of the policy and its optimizer."""
+"""Folder of the policy and its optimizer in a checkpoint."""
 CHECKPOINT_MODEL_FILE = f"{CHECKPOINT_FOLDER}/{MODEL_FILE}"
-"""Where one rank wrote; several wrote files with the names of `model_file`."""
+"""Weights in a checkpoint written by one rank; several ranks use the names of `model_file`."""
 CHECKPOINT_ADAPTER_FOLDER = "actor/lora_adapter"
-"""In the place of the model's files, where adapters alone are trained."""
+"""Replaces the model's files in a checkpoint if only adapters are trained."""
 _ADAPTERS = f"{CHECKPOINT_ADAPTER_FOLDER}/"
 _MODEL_FILES = re.compile(rf"{CHECKPOINT_FOLDER}/model(-\d+-of-\d+)?\.safetensors")
 _DELTA = "delta"
-"""In the manifest of a version that is there as what has changed: `Delta` and the files of the whole."""
+"""Manifest key of a version stored as a delta: `Delta` and the entries of the complete files."""
 _HELD = "held"
-"""In the manifest of a version whose files are not there: `Held`."""
+"""Manifest key of a version whose files are not on storage: `InMemoryWeights`."""
 WEIGHTS_HASH = "weights_hash"
-"""In the manifest of a checkpoint: the content hash of the same weights as they were published."""
+"""Manifest key of a checkpoint: content hash of the same weights as published."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """How a version is made of another one."""
+    """Difference between a version and an earlier one, its base."""
 
     base: int
-    """The version of which it is made,"""
+    """Version that the delta applies to."""
     base_hash: str
-    """and the content hash of that."""
+    """Content hash of the base."""
     whole: int
-    """The version at the end of the chain, which is there as a whole."""
+    """Version at the end of the chain of bases, stored completely."""
     files: tuple[tuple[str, FileEntry], ...]
-    """What is there in place of the files of the whole, and in their order: for `a`, `a.delta`."""
+    """Stored delta files, `a.delta` for file `a`, in the order of the complete files."""
 
 
 @dataclass(frozen=True)
-class Held:
+class InMemoryWeights:
     """Location of a version's files that are not on storage: in the memory of the ranks that published it.
 
     The version exists as long as these ranks do, unless it is written to storage before (transports/memory.py).
     """
 
     addresses: tuple[tuple[str, str], ...] = ()
-    """For each file where other machines get it: tcp://host:port or tls://host:port, a Dask worker on the machine of
-    its rank (dask_tree.py), or host:port, where that takes who wants it into a process group (process_group.py). None:
-    nowhere, since all engines are on the machine of the trainer."""
+    """(file, address) where other machines fetch the file: tcp://host:port or tls://host:port of a Dask worker
+    (dask_broadcast.py), or host:port of the rank's rendezvous server (group_broadcast.py). Empty: all engines run on
+    the trainer's machine."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A version that explorers can load. Version 0, the initial weights, is never published: it is the model folder."""
+    """A version that explorers can load. Version 0, the initial weights, is the model folder and is never published."""
 
     version: int
     lineage: str
     content_hash: str
     folder: str = ""
-    """Where its files are."""
+    """Folder of the files, below the run's."""
     files: tuple[tuple[str, FileEntry], ...] = ()
-    """Name below the folder, and what it must be; their union is the whole state dict. Of a delta they are not there,
-    but have to be made."""
+    """(name below the folder, entry); together they hold the complete state dict. For a delta they must be rebuilt."""
     fingerprint: Fingerprint | None = None
-    """What an engine that loaded it must compute; None: the trainer has no model to say so."""
+    """Logprobs that an engine must reproduce. None: the trainer has no model to compute them."""
     delta: Delta | None = field(default=None, compare=False)
-    """None: it is there as a whole. The same weights either way."""
-    held: Held | None = field(default=None, compare=False)
-    """None: its files are on storage. The same weights either way."""
+    """How to rebuild the files from another version. None: stored completely. Ignored in comparisons."""
+    held: InMemoryWeights | None = field(default=None, compare=False)
+    """Location in memory. None: the files are on storage. Ignored in comparisons."""
 
     @property
     def changes(self) -> Published:
-        """The files of the delta, as if they were a version of their own."""
+        """Delta files, as a version that can be fetched."""
         assert self.delta is not None
         content_hash = Manifest("", 0, dict(self.delta.files)).content_hash
         return replace(self, content_hash=content_hash, files=self.delta.files, delta=None)
 
     def part(self, name: str) -> Published:
-        """One of the files, as if it were a version of its own."""
-        files = tuple((each, entry) for each, entry in self.files if each == name)
+        """A single file, as a version that can be fetched."""
+        files = tuple((file, entry) for file, entry in self.files if file == name)
         return replace(self, content_hash=Manifest("", 0, dict(files)).content_hash, files=files)
 
 
 def model_file(rank: int, num_ranks: int) -> str:
-    """The name of the file that a rank publishes, as Hugging Face's readers know it."""
+    """Name of the file that a rank publishes, in the Hugging Face convention."""
     return MODEL_FILE if num_ranks == 1 else f"model-{rank + 1:05}-of-{num_ranks:05}.safetensors"
 
 
 def model_files(names: Iterable[str]) -> list[str]:
-    """Of the names of a checkpoint's files those of the policy's weights, whoever wrote them; their union is all."""
+    """Names of the policy's weight files among the files of a checkpoint; together they hold all tensors."""
     return [name for name in names if _MODEL_FILES.fullmatch(name)]
 
 
 def weights_folder(version: int) -> str:
-    """The folder of a policy version, below the run's."""
+    """Folder of a policy version, below the run's."""
     return f"weights/{version}"
 
 
 def read_pointer(storage: Storage, pointer: str) -> int | None:
-    """The number a pointer file holds; None if it is missing, empty or not a number, all of which mean "no news"."""
+    """Number in a pointer file. None: missing, empty or not a number, all of which mean "unchanged"."""
     try:
         numbers = numbers_in([storage.get(pointer).decode(errors="replace").strip()])
     except NotFoundError:
@@ -129,17 +128,16 @@ def read_pointer(storage: Storage, pointer: str) -> int | None:
 
 
 def move_pointer(storage: Storage, pointer: str, number: int) -> bool:
-    """Point to `number`, unless the pointer is there or beyond already; whether it moved. Only the lineage's trainer
-    may.
+    """Move the pointer forward to `number`; True if it moved. Only the lineage's trainer may call this.
 
-    A pointer beyond to what is not there is damaged, and is not believed: one flipped bit makes 90 of 10.
+    A larger pointer whose target does not exist is damaged and is overwritten: one flipped bit turns 10 into 90.
     """
     now = read_pointer(storage, pointer)
     if now == number:
         return False
     if now is not None and now > number:
         folder = weights_folder(now) if pointer == WEIGHTS_POINTER else f"global_step_{now}"
-        # It names what is there, so it is no damage: a resumed trainer repeats steps that were published before.
+        # The target exists: a resumed trainer repeats steps that were published before.
         if _try_manifest(storage, folder) is not None:
             return False
     storage.put(pointer, f"{number}\n".encode())
@@ -147,8 +145,9 @@ def move_pointer(storage: Storage, pointer: str, number: int) -> bool:
 
 
 def restore_pointer(storage: Storage, version: int) -> bool:
-    """Point to `version`, which was published, if the pointer is lost or behind. False: its weights are not there any
-    more, or damaged. Reads all of them.
+    """Move a lost or outdated pointer to `version`, which was published before. Reads all of its files.
+
+    Returns: False if the weights are gone or damaged.
     """
     if not is_loadable(storage, version):
         return False
@@ -166,76 +165,72 @@ def publish_weights(
     """Make `data` the weights of `version`, then move the pointer.
 
     Args:
-        data: the state dict in safetensors format, or files by name.
-        fingerprint: of these weights; it goes into the manifest, which is checked as a whole.
+        data: state dict in safetensors format, or a mapping of file name to bytes.
+        fingerprint: fingerprint of these weights, stored in the manifest.
 
-    A version that is there already stays as it is: explorers may be reading it, and a resumed trainer that repeats the
-    step has made the same weights again.
+    An existing intact version is kept: explorers may be reading it, and a resumed trainer that repeats the step has
+    computed the same weights.
     """
     published = read_published(storage, version)
-    # Written again if a file of it is damaged: the same step gives the same bytes.
+    # Written again if a file is damaged: the same step gives the same bytes.
     if published is None or not is_loadable(storage, version):
         files = data if isinstance(data, Mapping) else {MODEL_FILE: data}
         extra = fingerprint_extra(fingerprint)
         manifest = write_folder(storage, weights_folder(version), files, lineage=lineage, version=version, extra=extra)
         published = published_as(manifest, weights_folder(version))
-    # Last: a kill before it leaves a folder that nobody names, which the resumed trainer finds valid and keeps.
+    # Last: a kill before this line leaves a valid folder without a pointer, which the resumed trainer keeps.
     move_pointer(storage, WEIGHTS_POINTER, version)
     return published
 
 
 def delta_extra(delta: Delta, whole: Mapping[str, FileEntry]) -> dict[str, Any]:
-    """The `extra` of the manifest of a version that is there as a delta. whole: the files that it makes."""
-    told = {"base": delta.base, "base_hash": delta.base_hash, "whole": delta.whole}
-    return {_DELTA: {**told, "files": {name: entry.to_json() for name, entry in whole.items()}}}
+    """Manifest `extra` of a version stored as a delta. whole: entries of the complete files."""
+    origin = {"base": delta.base, "base_hash": delta.base_hash, "whole": delta.whole}
+    return {_DELTA: {**origin, "files": {name: entry.to_json() for name, entry in whole.items()}}}
 
 
-def held_extra(held: Held) -> dict[str, Any]:
-    """The `extra` of the manifest of a version whose files are not there."""
+def held_extra(held: InMemoryWeights) -> dict[str, Any]:
+    """Manifest `extra` of a version whose files are in memory."""
     return {_HELD: {"addresses": dict(held.addresses)}}
 
 
 def bases_of(storage: Storage, published: Published) -> Iterator[Published]:
-    """The version that this one is made of, the one that that is made of, and so on to the one that is there as a
-    whole; nothing if this one is. Raises: DamagedError: one of them is not there, or is another one by now.
+    """Chain of bases of a delta, nearest first, ending with a completely stored version; empty if `published` is one.
+
+    Raises: DamagedError: a base is missing or was replaced.
     """
     while published.delta is not None:
         base = read_published(storage, published.delta.base)
         if base is None or base.content_hash != published.delta.base_hash:
             raise DamagedError(
-                f"{published.folder} says what has changed since version {published.delta.base}, which is not there "
-                "any more as it was"
+                f"{published.folder} is a delta from version {published.delta.base}, which was removed or replaced"
             )
         yield base
         published = base
 
 
 def is_loadable(storage: Storage, version: int) -> bool:
-    """True if the files of a version are there, and all that it is made of; reads every byte."""
+    """True if the files of a version and of all its bases are on storage and intact. Reads every byte."""
     try:
         published = read_published(storage, version)
-        # Of one that is held some files may have been written already.
-        return (
-            published is not None
-            and published.held is None
-            and all(is_valid(storage, each.folder, each.version) for each in (published, *bases_of(storage, published)))
-        )
+        # Some files of a version in memory may already be written.
+        if published is None or published.held is not None:
+            return False
+        return all(is_valid(storage, p.folder, p.version) for p in (published, *bases_of(storage, published)))
     except DamagedError:
         return False
 
 
 def read_published(storage: Storage, version: int) -> Published | None:
-    """Read what is published as `version`; None if it is not there or not readable (yet)."""
+    """Read the publication of `version`. None: missing or not readable (yet)."""
     folder = weights_folder(version)
     manifest = _try_manifest(storage, folder)
-    # A folder that was copied or renamed by hand is not the version that its name says.
+    # A folder copied or renamed by hand does not hold the version in its name.
     return None if manifest is None or manifest.version != version else published_as(manifest, folder)
 
 
 def read_checkpoint_weights(storage: Storage, folder: str) -> Published | None:
-    """The policy's weights in a checkpoint folder, to be loaded as if they were published; None if it is not valid
-    (yet).
-    """
+    """Policy weights in a checkpoint folder, in the form of a publication. None: the checkpoint is not valid (yet)."""
     manifest = _try_manifest(storage, folder)
     if manifest is None:
         return None
@@ -247,16 +242,14 @@ def read_checkpoint_weights(storage: Storage, folder: str) -> Published | None:
 
 
 def hash_as_published(checkpoint: Manifest) -> str:
-    """The content hash of a checkpoint's policy as it is published, by which experiences name the weights wherever an
-    engine took them from.
-    """
-    # Published in another data type, they are other bytes: only who published them knows their hash.
+    """Content hash of a checkpoint's policy as published. Experiences record it, wherever the engine loaded from."""
+    # Weights published in another data type are other bytes, so the publisher records their hash.
     return str(checkpoint.extra.get(WEIGHTS_HASH) or as_published(checkpoint).content_hash)
 
 
 def as_published(checkpoint: Manifest) -> Manifest:
-    """The manifest of a checkpoint with only its policy, under the names that publishing gives it."""
-    # The content hash is over names and hashes, so the folders of a checkpoint must not be in the names.
+    """Manifest of a checkpoint's policy, with the file names used for publishing."""
+    # The content hash covers names, so the folders of a checkpoint are removed from them.
     files = {name.rpartition("/")[2]: entry for name, entry in _weight_files(checkpoint).items()}
     return replace(checkpoint, files=files)
 
@@ -267,38 +260,38 @@ def _weight_files(checkpoint: Manifest) -> dict[str, FileEntry]:
 
 
 def hash_of_weights(manifest: Manifest) -> str:
-    """The content hash of published weights: of the whole, however they are there. Raises: DamagedError."""
+    """Content hash of the complete published weights, also for deltas. Raises: DamagedError."""
     return published_as(manifest, "").content_hash
 
 
 def published_as(manifest: Manifest, folder: str) -> Published:
-    """What a folder with this manifest is to who loads weights. Raises: DamagedError: it cannot be read."""
+    """Publication described by the manifest of `folder`. Raises: DamagedError: its `extra` cannot be read."""
     files, delta = tuple((name, entry) for name, entry in sorted(manifest.files.items()) if name != INDEX_FILE), None
     if _DELTA in manifest.extra:
         try:
-            told = manifest.extra[_DELTA]
-            delta = Delta(int(told["base"]), str(told["base_hash"]), int(told["whole"]), files)
-            files = tuple((name, FileEntry.from_json(entry)) for name, entry in sorted(told["files"].items()))
+            tree = manifest.extra[_DELTA]
+            delta = Delta(int(tree["base"]), str(tree["base_hash"]), int(tree["whole"]), files)
+            files = tuple((name, FileEntry.from_json(entry)) for name, entry in sorted(tree["files"].items()))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"the delta of version {manifest.version} is damaged: {error!r}") from error
     held = None
     if _HELD in manifest.extra:
         try:
-            held = Held(tuple(sorted(manifest.extra[_HELD]["addresses"].items())))
+            held = InMemoryWeights(tuple(sorted(manifest.extra[_HELD]["addresses"].items())))
         except (AttributeError, KeyError, TypeError) as error:
-            raise DamagedError(f"who holds version {manifest.version} cannot be read: {error!r}") from error
+            raise DamagedError(f"the addresses of version {manifest.version} are damaged: {error!r}") from error
     content_hash = replace(manifest, files=dict(files)).content_hash
     fingerprint = fingerprint_of(manifest)
     return Published(manifest.version, manifest.lineage, content_hash, folder, files, fingerprint, delta, held)
 
 
 def fingerprint_extra(fingerprint: Fingerprint | None) -> dict[str, Any]:
-    """The `extra` of a manifest that carries the fingerprint."""
+    """Manifest `extra` with the fingerprint."""
     return {} if fingerprint is None else {"fingerprint": asdict(fingerprint)}
 
 
 def fingerprint_of(manifest: Manifest) -> Fingerprint | None:
-    """The fingerprint that a manifest carries; None: it carries none. Raises: DamagedError: it cannot be read."""
+    """Fingerprint in a manifest, or None. Raises: DamagedError: it cannot be read."""
     if "fingerprint" not in manifest.extra:
         return None
     try:
@@ -308,77 +301,76 @@ def fingerprint_of(manifest: Manifest) -> Fingerprint | None:
 
 
 def latest_published(storage: Storage) -> Published | None:
-    """The version the pointer names; None while nothing was published."""
+    """Version that the pointer names. None: nothing is published."""
     version = read_pointer(storage, WEIGHTS_POINTER)
     return None if version is None else read_published(storage, version)
 
 
 def request_version(storage: Storage, version: int) -> None:
-    """Ask the trainer for weights of `version` or newer (explorer_driven)."""
+    """Request weights of `version` or newer from the trainer (explorer_driven)."""
     storage.put(REQUEST_FILE, f"{version}\n".encode())
 
 
 def read_requested_version(storage: Storage) -> int:
-    """The version asked for; 0 if none."""
-    # Damaged or half written it is no request; the explorer's next one replaces it.
+    """Requested version. 0: no request."""
+    # A damaged request is ignored; the explorer's next request replaces it.
     return read_pointer(storage, REQUEST_FILE) or 0
 
 
 def request_whole(storage: Storage, version: int) -> None:
-    """Ask the trainer to write `version` as a whole: what it is made of is not there any more, or damaged, or who
-    asks cannot get it from those who hold it.
-    """
+    """Request the complete files of `version` from the trainer: its base or its in-memory copies are out of reach."""
     storage.put(WHOLE_FILE, f"{version}\n".encode())
 
 
 def read_requested_whole(storage: Storage) -> int:
-    """The version that somebody wants as a whole; 0 if none."""
+    """Version whose complete files are requested. 0: no request."""
     return read_pointer(storage, WHOLE_FILE) or 0
 
 
 def published_versions(storage: Storage) -> list[int]:
-    """Numbers of the folders below `weights/`, sorted; a folder may still be incomplete."""
+    """Versions with a folder below `weights/`, ascending. A folder may still be incomplete."""
     return numbers_in(storage.list("weights"), suffix="/")
 
 
 def held_versions(storage: Storage, after: int) -> list[int]:
-    """Versions beyond `after` that are not there but in the memory of ranks, or were."""
-    found = []
+    """Versions newer than `after` whose files are, or were, only in the memory of ranks."""
+    versions = []
     for version in published_versions(storage):
         with suppress(DamagedError):
             published = read_published(storage, version) if version > after else None
             if published is not None and published.held is not None:
-                found.append(version)
-    return found
+                versions.append(version)
+    return versions
 
 
 def latest_written(storage: Storage) -> Published | None:
-    """The newest version whose files are on storage; None: there is none."""
+    """Newest version whose files are on storage, or None."""
     newest = latest_published(storage)
     if newest is None or newest.held is None:
         return newest
     older = (read_published(storage, version) for version in reversed(published_versions(storage)))
-    return next((each for each in older if each is not None and each.held is None), None)
+    return next((version for version in older if version is not None and version.held is None), None)
 
 
 def remove_weights_below(storage: Storage, version: int) -> None:
-    """Remove published weights older than `version`, unless newer ones are made of them; the newest always stays.
-    Without a pointer nothing is removed.
+    """Remove published weights older than `version`, except bases of kept deltas and the newest version.
+
+    Does nothing if there is no pointer.
     """
     newest = read_pointer(storage, WEIGHTS_POINTER)
     if newest is None:
         return
     versions = published_versions(storage)
-    # An explorer that starts now reads the pointer first, so the version it names must be there.
+    # An explorer that starts now reads the pointer first, so the version it names must exist.
     first = min(version, newest)
     if not versions or versions[0] >= first:
         return
     for number in [number for number in versions if number >= first]:
-        with suppress(DamagedError):  # what nobody can load is made of nothing
+        with suppress(DamagedError):  # an unreadable version has no base to keep
             kept = read_published(storage, number)
             if kept is not None and kept.delta is not None:
                 first = min(first, kept.delta.whole)
-    # The newest first: what is made of another one goes before it.
+    # Newest first, so that a delta is removed before its base.
     for number in reversed(versions):
         if number < first:
             remove_folder(storage, weights_folder(number))

@@ -1,9 +1,8 @@
-"""Publisher: the versions that one trainer publishes in its life, most of them as what has changed since the one
-before.
+"""Publisher: publishes the versions of one trainer, completely or as deltas from the previous version.
 
-Invariants: files, then the manifest, then the pointer; a version is named by its whole, so whoever asks for its hash
-gets the same however it was published; a delta is of nothing but the version that these processes wrote before, bit by
-bit. It knows neither how weights are trained nor who loads them.
+Invariants: files are written first, then the manifest, then the pointer; the content hash covers the complete files,
+however a version is stored; the base of a delta is the version that these same processes wrote before, bit by bit. It
+knows neither how weights are trained nor which engines load them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rftdask.synchronizer.published import (
     INDEX_FILE,
     WEIGHTS_POINTER,
     Delta,
-    Held,
+    InMemoryWeights,
     Published,
     delta_extra,
     fingerprint_extra,
@@ -37,25 +36,25 @@ from rftdask.synchronizer.published import (
     weights_folder,
 )
 from rftdask.synchronizer.tensor_heads import read_head
-from rftdask.synchronizer.transports.memory import Holder
+from rftdask.synchronizer.transports.memory import InMemoryPublisher
 
 log = logging.getLogger(__name__)
 
 
 class Writers(Protocol):
-    """Those who publish together, as `trainer.ranks.Ranks`."""
+    """Ranks that publish together, such as `trainer.ranks.Ranks`."""
 
     rank: int
     size: int
 
     def broadcast(self, message: Any) -> Any:
-        """The message of rank 0. JSON types."""
+        """Message of rank 0, on every rank. JSON types only."""
 
     def all_gather(self, message: Any) -> list[Any]:
-        """What every rank gives, in their order. JSON types."""
+        """Messages of all ranks, in rank order. JSON types only."""
 
 
-class _Alone:
+class _SingleWriter:
     rank, size = 0, 1
 
     def broadcast(self, message: Any) -> Any:
@@ -67,21 +66,21 @@ class _Alone:
 
 @dataclass(frozen=True)
 class _Written:
-    """The version that was written last, whose bytes are still here."""
+    """Version that was written last, with its bytes."""
 
     published: Published
     files: Mapping[str, Data]
-    """Those of this rank."""
+    """Files of this rank."""
     num_deltas: int
-    """From the whole that it is made of; 0: it is one."""
+    """Deltas since the last complete version. 0: this version is complete."""
 
 
 class Publisher:
     """Example, on each rank:
 
     publisher = Publisher(storage, "main", whole_interval=10)
-    publisher.publish(1, engine.weights(), engine.fingerprint())   # as a whole
-    publisher.publish(2, engine.weights(), engine.fingerprint())   # as what has changed since 1
+    publisher.publish(1, engine.weights(), engine.fingerprint())   # complete
+    publisher.publish(2, engine.weights(), engine.fingerprint())   # as a delta from version 1
     """
 
     def __init__(
@@ -90,76 +89,78 @@ class Publisher:
         lineage: str,
         whole_interval: int = 1,
         writers: Writers | None = None,
-        holder: Holder | None = None,
+        holder: InMemoryPublisher | None = None,
     ) -> None:
         """
         Args:
-            whole_interval: versions from one that is published as a whole to the next; 1: each is. If more, the bytes
-                of the last one are kept.
-            writers: all ranks, which make every call together; None: this one is alone.
-            holder: takes the files of this rank, which are written no sooner than `write_held`; None: they are written.
+            whole_interval: publish every n-th version completely. 1: every version; larger: the bytes of the last
+                version stay in memory.
+            writers: all ranks, which make every call together. None: a single rank.
+            holder: keeps the files of this rank in memory until `write_held`. None: write them at once.
         """
         self._storage, self._lineage, self._interval = storage, lineage, whole_interval
-        self._writers: Writers = writers or _Alone()
+        self._writers: Writers = writers or _SingleWriter()
         self._holder = holder
         self._last: _Written | None = None
         self._spare: Mapping[str, Data] = {}
 
     def take_spare(self) -> Mapping[str, Data]:
-        """What was given to `publish` and is needed no more; once. No `publish` is under way."""
+        """Buffers passed to `publish` that are free for reuse; returned once. Not during a `publish`."""
         spare, self._spare = self._spare, {}
         return spare
 
     def publish(self, version: int, files: Mapping[str, Data], fingerprint: Fingerprint | None = None) -> Published:
-        """Make the `files` of all ranks, which nobody changes any more, the weights of `version`, then move the
-        pointer. A file that several have is written by the lowest of them.
+        """Make the `files` of all ranks the weights of `version`, then move the pointer.
 
-        A version that is there already, with all that it is made of, stays as it is; what follows is a whole.
-        Raises: StorageError: on all ranks, if one of them cannot write.
+        The caller must not change `files` afterwards. A file that several ranks pass is written by the lowest one.
+        An existing loadable version is kept, and the next version is then published completely.
+        Raises: StorageError: on all ranks, if one rank cannot write.
         """
         last, self._last = self._last, None
-        is_there = self._writers.rank == 0 and is_loadable(self._storage, version)
-        if self._writers.broadcast(is_there):
-            # Perhaps not the bytes that are here: where steps do not repeat their bits, they are another life's.
-            there = read_published(self._storage, version)
-            if there is None:
-                raise StorageError(f"{weights_folder(version)} lost its manifest while it was read")
+        exists = self._writers.rank == 0 and is_loadable(self._storage, version)
+        if self._writers.broadcast(exists):
+            # Its bytes may differ from `files` if steps are not bit-repeatable, so it cannot be the base of a delta.
+            existing = read_published(self._storage, version)
+            if existing is None:
+                raise StorageError(f"the manifest of {weights_folder(version)} vanished while it was read")
             if self._writers.rank == 0:
                 move_pointer(self._storage, WEIGHTS_POINTER, version)
             self._spare = files
-            return there
+            return existing
         names = self._writers.all_gather(list(files))
-        taken = {name for lower in names[: self._writers.rank] for name in lower}
-        own = {name: data for name, data in files.items() if name not in taken}
+        lower_names = {name for lower in names[: self._writers.rank] for name in lower}
+        part = {name: data for name, data in files.items() if name not in lower_names}
         if self._holder is not None:
-            held = self._hold(self._holder, version, own, fingerprint)
+            held = self._hold(self._holder, version, part, fingerprint)
             self._spare = files
-            return held or self._write(version, own, {}, fingerprint, None)
+            return held or self._write(version, part, {}, fingerprint, None)
         deltas: dict[str, bytes] | None = None
         if last is not None and last.num_deltas + 1 < self._interval:
-            deltas = _compute_deltas(last.files, own)
-        # All or none: a version is made of one other, or of none.
+            deltas = _compute_deltas(last.files, part)
+        # All ranks or none: a version has one base, or none.
         if last is None or not all(self._writers.all_gather(deltas is not None)):
-            published = self._write(version, own, {}, fingerprint, None)
+            published = self._write(version, part, {}, fingerprint, None)
         else:
-            published = self._write(version, own, deltas or {}, fingerprint, last.published)
+            published = self._write(version, part, deltas or {}, fingerprint, last.published)
         self._spare = files
         if self._interval > 1:
             self._spare = {} if last is None else last.files
-            self._last = _Written(published, own, 0 if published.delta is None or last is None else last.num_deltas + 1)
+            self._last = _Written(
+                published, part, 0 if published.delta is None or last is None else last.num_deltas + 1
+            )
         return published
 
     def write_whole(self, version: int) -> None:
-        """Write a version as a whole, too, if it is the last one and is not there as one. Raises: as `publish`."""
+        """Write the complete files of the last version if it was published as a delta. Raises: as `publish`."""
         last = self._last
         if last is None or not last.num_deltas or last.published.version != version:
             return
-        # In one step from the one to the other; who reads the delta meanwhile finds it still.
+        # The manifest is replaced atomically, and the delta files stay readable.
         self._write(version, last.files, {}, last.published.fingerprint, None)
         self._last = replace(last, published=replace(last.published, delta=None), num_deltas=0)
 
     def write_held(self) -> None:
-        """Write what is held, and what somebody may still load, as files; it is held no more. Raises: as `publish`."""
+        """Write all in-memory versions that are still listed to storage, then release them. Raises: as `publish`."""
         if self._holder is None:
             return
         self._holder.keep(self._writers.broadcast(published_versions(self._storage)))
@@ -168,31 +169,31 @@ class Publisher:
             self._holder.release(version)
 
     def _hold(
-        self, holder: Holder, version: int, files: Mapping[str, Data], fingerprint: Fingerprint | None
+        self, holder: InMemoryPublisher, version: int, files: Mapping[str, Data], fingerprint: Fingerprint | None
     ) -> Published | None:
-        """Hold what this rank has, and on rank 0 write the manifest, which says so; None: a rank has no room for it."""
+        """Keep the files of this rank in memory; rank 0 writes the manifest. None: a rank lacks memory."""
         try:
             entries = holder.hold(version, files, fingerprint)
             report = {"stored": _to_json(entries), "address": holder.address}
         except StorageError as error:
-            log.warning("version %d goes through files: %s", version, error)
+            log.warning("version %d is written to storage instead of memory: %s", version, error)
             report = failure(error)
         reports = self._writers.all_gather(report)
-        if any("error" in told for told in reports):
+        if any("error" in report for report in reports):
             holder.release(version)
             return None
-        addresses = {name: told["address"] for told in reports for name in told["stored"] if told["address"]}
+        addresses = {name: report["address"] for report in reports for name in report["stored"] if report["address"]}
         manifest = Manifest(
             self._lineage,
             version,
-            _from_json([told["stored"] for told in reports]),
-            fingerprint_extra(fingerprint) | held_extra(Held(tuple(addresses.items()))),
+            _from_json([report["stored"] for report in reports]),
+            fingerprint_extra(fingerprint) | held_extra(InMemoryWeights(tuple(addresses.items()))),
         )
         if self._writers.rank == 0:
-            # Before anybody can load it: what its hash and its fingerprint are outlives those who hold it.
+            # Hash and fingerprint go to storage before any engine loads the version, and outlive the ranks.
             commit_folder(self._storage, weights_folder(version), manifest)
             move_pointer(self._storage, WEIGHTS_POINTER, version)
-        # What the explorer has collected meanwhile nobody asks for.
+        # Versions that the explorer has removed meanwhile are no longer needed.
         holder.keep(self._writers.broadcast(published_versions(self._storage)))
         return published_as(manifest, weights_folder(version))
 
@@ -204,11 +205,10 @@ class Publisher:
         fingerprint: Fingerprint | None,
         base: Published | None,
     ) -> Published:
-        """Write what this rank has, and on rank 0 the manifest when all have written; the deltas if there is a base."""
+        """Write the files of this rank, or `deltas` if there is a base; rank 0 writes the manifest after all ranks."""
         folder = weights_folder(version)
         report: dict[str, Any] = {}
         try:
-            # Without a manifest they are not there yet for anybody.
             stored = put_files(self._storage, folder, files if base is None else deltas)
             whole = stored if base is None else {name: FileEntry.of(data) for name, data in files.items()}
             report = {"stored": _to_json(stored), "whole": _to_json(whole)}
@@ -218,30 +218,30 @@ class Publisher:
             if self._writers.size == 1:
                 raise
             report = failure(error)
-        # Also the sign that all have written: the manifest below names files of every rank.
+        # Also a barrier: the manifest below lists files of every rank.
         reports = self._writers.all_gather(report)
         check_reports(reports, f"version {version}")
-        entries, made = (_from_json([told[key] for told in reports]) for key in ("stored", "whole"))
+        entries, complete = (_from_json([report[key] for report in reports]) for key in ("stored", "whole"))
         extra = fingerprint_extra(fingerprint)
         if base is not None:
             end = base.version if base.delta is None else base.delta.whole
-            extra |= delta_extra(Delta(base.version, base.content_hash, end, ()), made)
-        elif sum(bool(told["whole"]) for told in reports) > 1:  # of one rank's files, such as adapters, none is a part
-            index = _index(reports, made)
-            # The same bytes on all ranks, of which rank 0 writes them.
+            extra |= delta_extra(Delta(base.version, base.content_hash, end, ()), complete)
+        elif sum(bool(report["whole"]) for report in reports) > 1:  # files of one rank, such as adapters, need no index
+            index = _index(reports, complete)
+            # All ranks compute the same bytes, and rank 0 writes them.
             entries[INDEX_FILE] = FileEntry.of(index)
             if self._writers.rank == 0:
                 put_files(self._storage, folder, {INDEX_FILE: index})
         manifest = Manifest(self._lineage, version, entries, extra)
         if self._writers.rank == 0:
             commit_folder(self._storage, folder, manifest)
-            # Last: a kill before it leaves a folder that nobody names, which the resumed trainer finds and keeps.
+            # Last: a kill before this line leaves a valid folder without a pointer, which the resumed trainer keeps.
             move_pointer(self._storage, WEIGHTS_POINTER, version)
         return published_as(manifest, folder)
 
 
 def _compute_deltas(old: Mapping[str, Data], new: Mapping[str, Data]) -> dict[str, bytes] | None:
-    """A delta of each file; None: they are not the same files, or it would save too little."""
+    """Deltas of all files. None: the files differ in name, or a delta is not worth it."""
     if old.keys() != new.keys():
         return None
     deltas = {}
@@ -262,7 +262,7 @@ def _from_json(parts: Sequence[Mapping[str, Any]]) -> dict[str, FileEntry]:
 
 
 def _tensors_in(file: Data) -> list[str]:
-    """Names of the tensors of a safetensors file; [] if it is none."""
+    """Tensor names of a safetensors file; empty for any other file."""
     try:
         head, _ = read_head(lambda begin, end: file[begin:end])
     except ValueError:
@@ -271,8 +271,8 @@ def _tensors_in(file: Data) -> list[str]:
 
 
 def _index(reports: Sequence[Mapping[str, Any]], files: Mapping[str, FileEntry]) -> bytes:
-    """The index of the tensors of all files, in the form of Hugging Face."""
-    places = {tensor: name for told in reports for name, names in told["tensors"].items() for tensor in names}
+    """Index from tensor to file in the Hugging Face format."""
+    places = {tensor: name for report in reports for name, names in report["tensors"].items() for tensor in names}
     total = sum(entry.size_bytes for entry in files.values())
     tree = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
     return json.dumps(tree, indent=1).encode()

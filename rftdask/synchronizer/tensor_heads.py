@@ -1,4 +1,4 @@
-"""Heads of safetensors files: what they say of each tensor, and where the bytes of the tensors begin."""
+"""Headers of safetensors files: the description of each tensor, and the offset of the first tensor byte."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any, TypeAlias
 from rftdask.storage.base import Data
 
 Head: TypeAlias = tuple[dict[str, Any], int]
-"""What a file says by the names of its tensors, "__metadata__" among them, and the place of their first byte."""
+"""(header, offset): the header maps tensor names and "__metadata__" to their entries; the offset is in bytes."""
 
 
 def head_bytes(beginning: Data) -> int:
-    """Where the bytes of the tensors begin, by 8 bytes of a file at least."""
-    # 8 bytes of the length of the head, then the head as JSON.
+    """Offset of the first tensor byte. beginning: at least the first 8 bytes of a file."""
+    # 8 bytes with the length of the header, then the header as JSON.
     return 8 + int.from_bytes(beginning[:8], "little")
 
 
 def read_head(part: Callable[[int, int], Data]) -> Head:
-    """The head of a file of which `part` gives the bytes from one place up to another, asked in the order of the file.
+    """Read the header of a file. part(begin, end): returns these bytes; calls are in file order.
 
-    Raises: ValueError: it is no safetensors file.
+    Raises: ValueError: not a safetensors file.
     """
     start = head_bytes(part(0, 8))
     return json.loads(bytes(part(8, start))), start
 
 
 def read_file_head(file: Path) -> Head:
-    """As `read_head`, of a file on this machine. Raises: OSError."""
+    """Like `read_head`, for a local file. Raises: OSError."""
     with file.open("rb") as opened:
         return read_head(lambda begin, end: opened.read(end - begin))

@@ -1,4 +1,4 @@
-"""Tests that users run, and stand-ins for seams: crash test, conformance, faults, ranks as threads.
+"""Tests that users can run, and fakes for seams: crash test, conformance, storage faults, ranks as threads.
 
-Only tests and the commands `rftdask crashtest` and `rftdask conformance` import from here; nothing here trains a run.
+Imported only by tests and by the commands `rftdask crashtest` and `rftdask conformance`.
 """

@@ -1,7 +1,7 @@
-"""Fake Dask: a client on whose workers every unit has the outcome that a test gives it, at once or when the test says.
+"""Fake Dask client whose units have the outcomes that a test specifies, at once or on request.
 
-It stands for `explorer.DaskClient`, the calls of a distributed.Client that the explorer's loop makes. Nothing runs, and
-what a worker would report is reported by the outcome.
+It replaces `cluster.dask_client.DaskClient`, the calls of a distributed.Client that the explorer makes. Nothing runs;
+outcomes report what a worker would report.
 
     client = FakeClient(died, died)                    # then all else ends well
     explorer = Explorer(client, ...)
@@ -27,11 +27,11 @@ from rftdask.rollouts.work_units import RolloutResult, RolloutTask
 
 WORKER = "tcp://10.0.0.7:4711"
 Outcome = Callable[["FakeClient", str, RolloutTask], RolloutResult | Exception | None]
-"""(client, key of the Dask task, unit) -> what the unit came to; None: it stays under way, see `FakeClient.pending`."""
+"""(client, key of the Dask task, unit) -> result or error. None: keeps running, see `FakeClient.pending`."""
 
 
 class FakeFuture:
-    """A future that is done when a test ends it."""
+    """Future that a test completes."""
 
     def __init__(self, key: str, unit: RolloutTask) -> None:
         self.key = key
@@ -41,26 +41,26 @@ class FakeFuture:
         self._callbacks: list[Callable[[UnitFuture], None]] = []
 
     def end(self, outcome: RolloutResult | Exception) -> None:
-        """Let the Dask task come to this."""
+        """Complete the Dask task with this outcome."""
         self._outcome = outcome
-        # A lost result is no error of the task: it had ended.
+        # A lost result is not an error of the task, which had ended.
         failed = isinstance(outcome, Exception) and not isinstance(outcome, CancelledError)
         self.status = "error" if failed else "finished"
         for callback in self._callbacks:
             callback(self)
 
     def add_done_callback(self, callback: Callable[[UnitFuture], None], /) -> None:
-        """Called at once for a future that is done, as Dask does."""
+        """Add a callback; called at once if the future is done, as in Dask."""
         self._callbacks.append(callback)
         if self.status != "pending":
             callback(self)
 
     def exception(self) -> BaseException | None:
-        """The error of the task; None while it is under way."""
+        """Error of the task. None: still running."""
         return self._outcome if isinstance(self._outcome, Exception) else None
 
     def result(self, timeout: float) -> RolloutResult:
-        """Raises: the error of the task; TimeoutError, at once, while it is under way."""
+        """Result of the task. Raises: its error; TimeoutError at once if it is still running."""
         if isinstance(self._outcome, Exception):
             raise self._outcome
         if self._outcome is None:
@@ -69,39 +69,39 @@ class FakeFuture:
 
 
 class FakeClient:
-    """One worker, on which units have the outcomes that a test gives, in turn, and then all the same."""
+    """Client with one worker, on which units have the given outcomes in turn, then a default outcome."""
 
     def __init__(self, *outcomes: Outcome, then: Outcome | None = None, num_engines: int = 1) -> None:
-        """then: what units come to after `outcomes`; None: they end well."""
+        """then: outcome of units after `outcomes`. None: success."""
         self.outcomes = list(outcomes)
         self.then = then or ended_well
         self.num_engines = num_engines
         self.submitted: list[RolloutTask] = []
         self.pending: list[FakeFuture] = []
-        """Futures of units under way, the first submitted first; a test ends them."""
+        """Futures of running units in the order of submission; a test completes them."""
         self.warming: dict[str, FakeFuture] = {}
-        """Futures of warm-ups, by their keys."""
+        """Key -> future of a warm-up."""
         self.topics: dict[str, Callable[[tuple[float, Any]], None]] = {}
 
     def end_first(self) -> None:
-        """Let the unit that is under way for longest end well."""
+        """Complete the oldest running unit successfully."""
         future = self.pending.pop(0)
         future.end(RolloutResult(future.unit.key, ("shard",), 0, WORKER))
 
     def scheduler_info(self, n_workers: int) -> Mapping[str, Any]:
-        """One worker, with as many explorer resources as it has engines."""
+        """Scheduler info with one worker, which has one explorer resource per engine."""
         return {"workers": {WORKER: {"name": WORKER, "resources": {EXPLORER_RESOURCE: self.num_engines}}}}
 
     def submit(
         self, func: Callable[[Any], Any], unit: RolloutTask | WarmUp, /, *, key: str, **options: object
     ) -> FakeFuture:
-        """The next outcome, at once; what would run is not called. A warm-up stays under way until the test ends it."""
+        """Take the next outcome without calling the function. A warm-up runs until the test completes it."""
         if isinstance(unit, WarmUp):
             self.warming[key] = FakeFuture(key, cast(RolloutTask, unit))
             return self.warming[key]
         self.submitted.append(unit)
         future = FakeFuture(key, unit)
-        # Ended before the caller has the future, as a quick task may be: its callback must not be missed.
+        # Done before the caller has the future, as a quick task may be; its callback must still be called.
         outcome = (self.outcomes.pop(0) if self.outcomes else self.then)(self, key, unit)
         if outcome is None:
             self.pending.append(future)
@@ -110,43 +110,43 @@ class FakeClient:
         return future
 
     def report(self, topic: str, message: Any) -> None:
-        """Report on a topic of Dask's, as a worker does."""
+        """Publish a message on a Dask topic, as a worker does."""
         self.topics[topic]((0.0, message))
 
     def subscribe_topic(self, topic: str, handler: Callable[[tuple[float, Any]], None], /) -> None:
-        """One handler for each topic."""
+        """Subscribe one handler per topic."""
         self.topics[topic] = handler
 
     def unsubscribe_topic(self, topic: str, /) -> None:
-        """Raises: KeyError: nobody subscribed."""
+        """Remove the handler. Raises: KeyError: there is none."""
         del self.topics[topic]
 
     def cancel(self, futures: list[UnitFuture], /, *, force: bool) -> None:
-        """Nothing: what is under way stays so until the test ends it."""
+        """Do nothing; running units stay so until the test completes them."""
         return
 
 
 def under_way(client: FakeClient, key: str, unit: RolloutTask) -> None:
-    """The unit runs until the test ends it."""
+    """Outcome: the unit runs until the test completes it."""
 
 
 def ended_well(client: FakeClient, key: str, unit: RolloutTask) -> RolloutResult:
-    """The unit has committed one shard, named "shard"."""
+    """Outcome: the unit has committed one shard, named "shard"."""
     return RolloutResult(unit.key, ("shard",), 0, WORKER)
 
 
 def lost_with_the_result(client: FakeClient, key: str, unit: RolloutTask) -> Exception:
-    """The worker was lost after the unit had ended, before its result was fetched."""
+    """Outcome: the worker was lost after the unit had ended, before its result was fetched."""
     return CancelledError()
 
 
 def told_to_end(client: FakeClient, key: str, unit: RolloutTask) -> Exception:
-    """The worker reported that it was told to end, such as preempted, and was lost."""
+    """Outcome: the worker reported a request to end, such as a preemption, and was lost."""
     client.report(LEAVING_TOPIC, WORKER)
     return died(client, key, unit)
 
 
 def died(client: FakeClient, key: str, unit: RolloutTask) -> Exception:
-    """The worker began the unit and was lost without a word."""
+    """Outcome: the worker began the unit and was lost without a report."""
     client.report(BEGAN_TOPIC, (WORKER, key))
     return KilledWorker(key, cast(WorkerState, SimpleNamespace(address=WORKER)), 0)

@@ -1,7 +1,7 @@
-"""Seams for faults: what crash tests put in the place of the real storage, and of the system calls below it.
+"""Fault injection: wrappers of a storage, and of the system calls below local storage, that call a hook.
 
-They do not know what a fault is; the hook raises, sleeps, kills the process, or only counts.
-Invariant: with a hook that returns, they behave exactly as what is inside.
+The hook raises, sleeps, kills the process or counts. Invariant: with a hook that returns, a wrapper behaves exactly
+like the wrapped object.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from rftdask.storage.local import Posix
 
 Stage = Literal["before", "after"]
 Hook = Callable[[str, str, Stage], None]
-"""Called with the verb, the path and the stage. Raising at "after" is the reply lost after the work was done."""
+"""Called with (verb, path, stage). Raising at "after" simulates a lost reply."""
 Step = Callable[[str, str], None]
-"""Called with the name of a system call and its path, before the call."""
+"""Called with (system call, path) before the call."""
 
 _TMP_NAME = re.compile(re.escape(TMP_PREFIX) + r"[^/]*")
 
 
 class PlaceCounter:
-    """Names the places that a run passes, and calls `act` at one of them.
+    """Records the places that a run passes, and calls `act` at one of them. Safe to use from threads.
 
-    A place is an operation, its path and its count, such as "before get ledger/main/00000001.json (2)". It is not a
-    number: threads that read ahead pass their places in any order, and a number would mean another place in each run.
-    Names leave out `root` and the random part of temporary names. Safe to use from threads.
+    A place is an operation, its path and its count, such as "before get ledger/main/00000001.json (2)". Names are used
+    instead of running numbers because threads that read ahead pass places in any order. Names omit `root` and the
+    random part of temporary files.
 
     Example:
         counted = PlaceCounter(folder)
@@ -40,7 +40,7 @@ class PlaceCounter:
     """
 
     def __init__(self, root: str | Path = "", place: str = "", act: Callable[[], None] = lambda: None) -> None:
-        """root: folder that paths of system calls are given below; place: where `act` is called, once ("": nowhere)."""
+        """root: prefix to strip from paths of system calls. place: place at which `act` is called once; "": nowhere."""
         self.places: list[str] = []
         self.has_acted = False
         self._root = str(root)
@@ -50,11 +50,11 @@ class PlaceCounter:
         self._lock = threading.Lock()
 
     def at_verb(self, verb: str, path: str, stage: Stage) -> None:
-        """A hook of FaultyStorage."""
+        """Hook for FaultyStorage."""
         self._pass(f"{stage} {verb} {path}")
 
     def at_call(self, call: str, path: str) -> None:
-        """A step of SteppedPosix."""
+        """Step for SteppedPosix."""
         inside = path.removeprefix(self._root).strip("/") if self._root else path
         self._pass(f"before {call} {_TMP_NAME.sub(TMP_PREFIX + '*', inside)}")
 
@@ -63,15 +63,15 @@ class PlaceCounter:
             self._counts[operation] += 1
             place = f"{operation} ({self._counts[operation]})"
             self.places.append(place)
-            # Decided under the lock, so that of two threads that pass the same operation only one acts.
+            # Decided under the lock, so that only one of two threads at the same operation acts.
             acts_here = place == self._place
             self.has_acted |= acts_here
         if acts_here:
-            self._act()  # without the lock: it may pass places of its own
+            self._act()  # without the lock, since `act` may pass other places
 
 
 class FaultyStorage(Storage):
-    """Every verb of `inner`, with `hook` before and after. Pickles if the hook does.
+    """Storage that calls `hook` before and after every verb of `inner`. Pickles if the hook does.
 
     Example:
         def die(verb: str, path: str, stage: Stage) -> None:
@@ -84,14 +84,14 @@ class FaultyStorage(Storage):
     def __init__(self, inner: Storage, hook: Hook) -> None:
         self.inner = inner
         self.hook = hook
-        self.url = inner.url  # opens the tree without the faults
+        self.url = inner.url  # opens the folder without the faults
         self.has_create_only = inner.has_create_only
 
     @contextmanager
     def _around(self, verb: str, path: str) -> Iterator[None]:
         self.hook(verb, path, "before")
         yield
-        self.hook(verb, path, "after")  # not where the verb has raised: nothing was done then
+        self.hook(verb, path, "after")  # skipped if the verb raised, since nothing was done
 
     def put(self, path: str, data: Data) -> None:
         with self._around("put", path):
@@ -131,7 +131,7 @@ class FaultyStorage(Storage):
 
 
 class SteppedPosix(Posix):
-    """The real system calls, with `step` before each that changes the disk, and in the middle of every write.
+    """Real system calls, with `step` before each one that changes the disk and in the middle of every write.
 
     Example: store = LocalStorage(folder, SteppedPosix(lambda call, path: print(call, path)))
     """
@@ -141,14 +141,14 @@ class SteppedPosix(Posix):
         self._paths: dict[int, str] = {}
 
     def create(self, path: str) -> int:
-        """A step before it; the path is remembered for the calls that know the descriptor alone."""
+        """Create a file after a step. The path is kept for calls that get only the descriptor."""
         self.step("create", path)
         descriptor = super().create(path)
         self._paths[descriptor] = path
         return descriptor
 
     def write(self, descriptor: int, data: Data) -> None:
-        """In two halves, with a step before each: a kill in between leaves a torn file."""
+        """Write in two halves with a step before each, so that a kill in between leaves a torn file."""
         half = len(data) // 2
         self.step("write", self._paths[descriptor])
         super().write(descriptor, data[:half])
@@ -156,14 +156,14 @@ class SteppedPosix(Posix):
         super().write(descriptor, data[half:])
 
     def sync(self, descriptor: int) -> None:
-        """A step before it."""
+        """Sync after a step."""
         self.step("sync", self._paths[descriptor])
         super().sync(descriptor)
 
     @staticmethod
     def _stepped(call: Callable[..., Any]) -> Callable[..., Any]:
         def stepped(self: SteppedPosix, *paths: str) -> Any:
-            self.step(call.__name__.replace("_", " "), paths[-1])  # of two paths the one that is made
+            self.step(call.__name__.replace("_", " "), paths[-1])  # of two paths, the one that is created
             return call(self, *paths)
 
         return stepped

@@ -1,4 +1,4 @@
-"""The fake at the seam of ranks: threads of one process that exchange in memory what processes send each other."""
+"""Fake ranks: threads of one process that exchange messages in memory instead of between processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rftdask.trainer.ranks import Ranks
 
 
 class ThreadRanks(Ranks):
-    """One thread's view of its gang."""
+    """Rank of one thread in its gang."""
 
     def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
         super().__init__()
@@ -24,46 +24,46 @@ class ThreadRanks(Ranks):
         self._barrier = barrier
 
     def broadcast(self, message: Any) -> Any:
-        """Through JSON, as between processes: what would not travel fails here too."""
+        """Broadcast through JSON, as between processes, so that values JSON cannot encode fail here as well."""
         return json.loads(self._all(json.dumps(message))[0])
 
     def all_gather(self, message: Any) -> list[Any]:
-        """Through JSON, in the order of the ranks."""
+        """Gather through JSON, in rank order."""
         return [json.loads(data) for data in self._all(json.dumps(message))]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """In the order of the ranks; they may differ in length."""
+        """Gather bytes of any length, in rank order."""
         return self._all(data)
 
     def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
-        """In the order of the ranks; they may differ in length."""
+        """Exchange bytes of any length; results are in rank order."""
         return [of_rank[self.rank] for of_rank in self._all(list(parts))]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum in place; each rank adds all parts by itself, in one order, and gets the same bits."""
-        # A clone: the tensor itself is overwritten while slower ranks may still read it.
+        """Sum in place. Each rank adds all parts in the same order, so all get the same bits."""
+        # A clone, since the tensor is overwritten while slower ranks may still read it.
         parts = self._all(tensor.clone())
         return tensor.copy_(torch.stack(parts).sum(0))
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Raises: AssertionError: the numbers of rows do not fit those of the other ranks."""
+        """Exchange rows. Raises: AssertionError: the row counts do not match those of the other ranks."""
         assert [len(rows), sum(receive)] == [sum(send), sum(receive)]
         found = [parts[self.rank] for parts in self._all(rows.clone().split(list(send)))]
         assert [len(part) for part in found] == list(receive)
         return torch.cat(found)
 
     def _all(self, value: Any) -> list[Any]:
-        self._board[self.rank] = value  # each rank its own place: no lock is needed
+        self._board[self.rank] = value  # each rank has its own slot, so no lock is needed
         self._barrier.wait()
         found = list(self._board)
-        self._barrier.wait()  # nobody writes the next before all have read this
+        self._barrier.wait()  # no rank writes the next value before all have read this one
         return found
 
 
 def in_threads(size: int, target: Callable[..., Any], num_groups: int = 1, deadline_s: float = 30.0) -> list[Any]:
-    """Call `target` once for each rank and return what each gives; called with `num_groups` gangs of the same ranks.
+    """Call `target` once per rank, with `num_groups` gangs of the same ranks, and return the results in rank order.
 
-    Raises: the error of the first rank that has one of its own; a rank that others wait for in vain breaks their wait.
+    Raises: the error of the first rank that failed; the waits of the other ranks are then broken.
     """
     barriers = [threading.Barrier(size, timeout=deadline_s) for _ in range(num_groups)]
     boards: list[list[Any]] = [[None] * size for _ in barriers]
@@ -73,7 +73,7 @@ def in_threads(size: int, target: Callable[..., Any], num_groups: int = 1, deadl
             return target(*(ThreadRanks(rank, *pair) for pair in zip(boards, barriers, strict=True)))
         except BaseException:
             for barrier in barriers:
-                barrier.abort()  # else the other ranks would wait for this one until their deadline
+                barrier.abort()  # otherwise the other ranks would wait for this one until their deadline
             raise
 
     with ThreadPoolExecutor(size) as pool:

@@ -77,7 +77,7 @@ class AlgorithmFilter(BatchFilter):
     def _advantage_drops(self, table: pa.Table, step: int) -> list[int]:
         advantage = self._algorithm.advantage_fn
         # Most drop nothing, and then no advantage is computed just to find that out.
-        if advantage is None or advantage.without_drops() == advantage:
+        if advantage is None or advantage.without_filtering() == advantage:
             return [DropReason.KEPT] * len(table)
         # With the rewards that are trained: a flat group may not be flat any more once they were shaped, or the
         # reverse.

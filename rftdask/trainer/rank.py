@@ -45,8 +45,8 @@ from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.published import read_requested_version, read_requested_whole
 from rftdask.synchronizer.styles import SyncStyle, make_sync_rules
-from rftdask.synchronizer.transports.group_broadcast import Door
-from rftdask.synchronizer.transports.memory import Holder
+from rftdask.synchronizer.transports.group_broadcast import RendezvousServer
+from rftdask.synchronizer.transports.memory import InMemoryPublisher
 from rftdask.trainer.batch_filters import AlgorithmFilter
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.process_ranks import ProcessRanks, all_ranks, lost_peer
@@ -232,11 +232,13 @@ def build_trainer(
     )
 
 
-def build_holder(config: Config, storage: Storage, address: str) -> Holder:
+def build_holder(config: Config, storage: Storage, address: str) -> InMemoryPublisher:
     """Who holds what this rank publishes, for engines on its machine and, by `synchronizer.sync_method`, on others."""
     if config.cluster.is_one_machine:
-        return Holder(storage)
-    return Holder(storage, Door(storage, host_of(address)).address if config.sync_method == "nccl" else address)
+        return InMemoryPublisher(storage)
+    return InMemoryPublisher(
+        storage, RendezvousServer(storage, host_of(address)).address if config.sync_method == "nccl" else address
+    )
 
 
 def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> BatchSource:

@@ -46,7 +46,7 @@ from rftdask.synchronizer.published import (
 )
 from rftdask.synchronizer.published import Published as PublishedWeights
 from rftdask.synchronizer.publisher import Publisher
-from rftdask.synchronizer.transports.memory import Holder
+from rftdask.synchronizer.transports.memory import InMemoryPublisher
 from rftdask.trainer.background import Background
 from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints, checkpoint_steps
 from rftdask.trainer.engines.base import TrainEngine
@@ -106,7 +106,7 @@ class Trainer:
     whole_asked: Callable[[int], bool] = lambda version: False
     """(last published step) -> whether somebody asks for all of these weights, who cannot make them of what they are
     made of: once. Asked by rank 0 before every batch, and while it waits."""
-    holder: Holder | None = None
+    holder: InMemoryPublisher | None = None
     """Takes what is published, in place of files; None: it is written."""
     max_weights_to_keep: int = 0
     """Published versions that stay, for a trainer without an explorer beside it; 0: the explorer removes them."""

@@ -1,5 +1,6 @@
-"""Promise: each of our functions agrees with the peers' or differs as the table says. The peers are what
-install_peers.sh installs; without it their tests fail, and `make test` leaves them out with the other extras."""
+"""Promise: each of our functions agrees with the peers' or differs as the table documents. install_peers.sh installs
+the peers; without them these tests fail, and `make test` skips them with the other extras.
+"""
 
 import re
 from concurrent.futures import ProcessPoolExecutor
@@ -21,24 +22,24 @@ from rftdask.testing.conformance.run import PEERS, Row, failures, format_table, 
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    # In a process of its own: the names of one of the peers are those of rftdask.compat.trinity in others.
+    # Separate process: it uses the module names of a peer that rftdask.compat.trinity also provides.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
         return processes.submit(run_conformance, num_seeds=2).result()
 
 
 @pytest.mark.extras
-@pytest.mark.filterwarnings("ignore")  # what the peers' imports warn of is theirs
+@pytest.mark.filterwarnings("ignore")  # warnings from the peers' imports
 @pytest.mark.parametrize("name", [peer.name for peer in PEERS])
-def test_every_function_agrees_or_differs_as_the_table_says(name: str, rows: list[Row]) -> None:
+def test_every_function_agrees_or_differs_as_documented(name: str, rows: list[Row]) -> None:
     mine = [row for row in rows if row.peer == name]
     assert [row.note for row in mine if row.status == "skipped"] == []
     assert failures(mine) == []
 
 
 ELSEWHERE = {"bradley_terry": "reward model loss", "jsd": "generalized_jsd_loss of GKD"}
-"""Rows that call a part by its peer's word."""
+"""Rows that name a part by its peer's name."""
 NOTHING_TO_ASK = {"reinforce", "none"}
-"""The reward itself, and no KL."""
+"""Rows of the reward itself, without KL."""
 
 
 @pytest.mark.parametrize("kind", ["policy_loss_fn", "advantage_fn", "kl_loss_fn"])
@@ -47,9 +48,9 @@ def test_every_part_has_an_outside_oracle_in_the_table(kind: str) -> None:
     compared = [line.split("|")[2].strip() for line in page.splitlines() if line.endswith("|") and "| agree |" in line]
     word = {"policy_loss_fn": "loss", "advantage_fn": "advantage", "kl_loss_fn": "(estimate|penalty)"}[kind]
     for name in registered_parts(kind).keys() - NOTHING_TO_ASK:
-        told = "GAE" if (kind, name) == ("advantage_fn", "ppo") else rf"\b{name} {word}|gradient of {name}"
-        told = ELSEWHERE.get(name, told)
-        assert any(re.search(told, row) for row in compared), f"{kind} {name}: no row that agrees"
+        pattern = "GAE" if (kind, name) == ("advantage_fn", "ppo") else rf"\b{name} {word}|gradient of {name}"
+        pattern = ELSEWHERE.get(name, pattern)
+        assert any(re.search(pattern, row) for row in compared), f"{kind} {name}: no row that agrees"
 
 
 def test_our_losses_are_formulas_written_down_once_more() -> None:
@@ -79,7 +80,7 @@ def test_an_absent_peer_is_a_counted_skip(monkeypatch: pytest.MonkeyPatch) -> No
     assert format_table(rows).endswith("0 agree, 0 differs, 0 FAILED, 1 skipped")
 
 
-def test_the_command_prints_the_table_and_fails_if_a_row_is_not_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_fails_if_a_row_is_not_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Case("ppo", loss_of(), loss_of())
     peer = Peer("Torch", "torch", lambda: [right])
     monkeypatch.setattr(runner, "PEERS", (peer,))
@@ -92,7 +93,7 @@ def test_the_command_prints_the_table_and_fails_if_a_row_is_not_as_documented(mo
 
 
 @pytest.mark.parametrize("kind", ["padded", "holes", "short", "empty", "extreme"])
-def test_batches_are_what_their_kind_says(kind: str) -> None:
+def test_batches_have_the_properties_of_their_kind(kind: str) -> None:
     batch = sample_batch(0, torch.float32, kind=kind)
     lengths = batch.mask.sum(-1)
     assert (lengths == 0).any() == (kind == "empty")

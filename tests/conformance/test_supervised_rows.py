@@ -1,4 +1,4 @@
-"""Promise: rows of sft and dpo have the ids and the border of prompt and response that TRL's own trainers give them."""
+"""Promise: rows of sft and dpo have the ids, and the border between prompt and response, of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rftdask.data.datasets import RowsDataset
 from rftdask.data.supervised import PreferenceRows, SftRows
 from tests.unit.data.test_supervised_ids import KINDS, chat, learned
 
-pytestmark = [pytest.mark.extras, pytest.mark.filterwarnings("ignore")]  # what TRL's imports warn of is theirs
+pytestmark = [pytest.mark.extras, pytest.mark.filterwarnings("ignore")]  # warnings from TRL's imports
 
 PROMPT = chat([("system", "be kind"), ("user", "1+1=?")])
 GOOD, BAD = chat([("assistant", "2 a")]), chat([("assistant", "lo")])
@@ -25,7 +25,7 @@ PAIRS = [
 
 
 def prepared(trainer: Any, row: dict[str, Any], tokenizer: Any, **attributes: Any) -> dict[str, Any]:
-    """A row as the trainer of TRL prepares it, without the models that it trains."""
+    """Return a row as TRL's trainer prepares it, without the models that it trains."""
     from datasets import Dataset
 
     me = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, **attributes)

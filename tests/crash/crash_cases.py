@@ -1,4 +1,4 @@
-"""The crash test as users run it: a process of its own, since it forks."""
+"""Run the crash test as users do, in a separate process because it forks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEADLINE_S = 560.0
 
 
 def run_crash_test(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """(exit code, what it printed) of `rftdask crashtest FOLDER --json ARGUMENTS`."""
+    """Return (exit code, output) of `rftdask crashtest FOLDER --json ARGUMENTS`."""
     command = [sys.executable, "-m", "rftdask", "crashtest", str(folder), "--json", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=DEADLINE_S)
@@ -24,5 +24,5 @@ def run_crash_test(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def part(report: dict[str, Any], name: str) -> dict[str, Any]:
-    (found,) = (figures for figures in report["parts"] if figures["part"] == name)
-    return dict(found)
+    (matching,) = (figures for figures in report["parts"] if figures["part"] == name)
+    return dict(matching)

@@ -1,7 +1,7 @@
-"""A thin sample of the crash test, for every change. Promises, for each way a run can be disturbed:
+"""A small sample of the crash test, for every change. Promises, for each kind of disturbance:
 
-- every committed experience is trained exactly once, or dropped for a recorded reason; none is lost, none twice;
-- the batches and the final weights are, bit for bit, those of an undisturbed run.
+- every committed experience is trained exactly once or dropped for a recorded reason; none is lost or duplicated;
+- the batches and the final weights equal those of an undisturbed run bit for bit.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def test_a_process_killed_at_a_storage_operation_loses_nothing(tmp_path: Path) -
     assert figures["num_trained_again"] > 0
 
 
-def test_the_last_place_of_a_run_is_there_when_a_process_is_to_be_killed_at_it(tmp_path: Path) -> None:
+def test_a_run_reaches_its_last_place_before_a_kill_there(tmp_path: Path) -> None:
     code, report = run_crash_test(tmp_path, "--only", "stops", "--seed", "11", "--every", "100000")
     figures = part(report, "stops")
     assert (code, report["failures"]) == (0, [])
     assert figures["num_kills"] == figures["num_tried"] == 2, "the first place and the last"
 
 
-def test_every_run_of_a_seed_passes_the_same_places_wherever_it_lies(tmp_path: Path) -> None:
+def test_runs_of_one_seed_pass_the_same_places_in_any_folder(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     folders = (tmp_path / "there", tmp_path / "not" / "yet", tmp_path / "another")
     first, *others = (sorted(list_places(folder, Plan(), seed=11)) for folder in folders)
@@ -73,7 +73,7 @@ def test_a_power_loss_loses_nothing(ordered: bool) -> None:
 
 
 @pytest.mark.parametrize("where", ["before put_new ledger/.*", "before put latest_.*", "before put weights/.*"])
-def test_a_trainer_that_is_overtaken_trains_nothing_twice_and_leaves_no_pointer_behind(where: str) -> None:
+def test_an_overtaken_trainer_repeats_no_row_and_no_pointer_move(where: str) -> None:
     figures = meet_rivals(Plan(ordered=False), range(1), where=where, every=2)
     assert figures.problems == []
     assert figures.num_tried >= 2
@@ -113,7 +113,7 @@ def test_a_sound_run_has_no_problem(plan: Plan) -> None:
         ("ledger/main/00000002.json", b"{}", "DamagedError: ledger/main/00000002.json is damaged"),
     ],
 )
-def test_an_unsound_end_is_told(plan: Plan, path: str, data: bytes, problem: str) -> None:
+def test_an_unsound_end_is_reported(plan: Plan, path: str, data: bytes, problem: str) -> None:
     storage, witness = finished(plan)
     storage.put(path, data)
     ending = check_ending(storage, plan, witness)
@@ -134,7 +134,7 @@ def test_an_acknowledged_shard_that_is_gone_is_counted(plan: Plan) -> None:
     assert ending.num_lost == plan.tasks_per_unit * plan.repeat_times
 
 
-def test_a_step_trained_with_two_batches_is_told(plan: Plan) -> None:
+def test_a_step_trained_with_two_batches_is_reported(plan: Plan) -> None:
     storage, witness = finished(plan)
     witness.trained(2, "another")
     ending = check_ending(storage, plan, witness)
@@ -152,13 +152,13 @@ def test_a_step_trained_with_two_batches_is_told(plan: Plan) -> None:
     ],
     ids=["fsync of files", "fsync of folders", "create-only", "checksums", "ledger first"],
 )
-def test_taking_a_protection_away_changes_nothing_in_an_undisturbed_run(storage: Storage, parts: Parts) -> None:
+def test_removing_a_protection_changes_no_undisturbed_run(storage: Storage, parts: Parts) -> None:
     plan, witness = Plan(6), Witness()
     run_all(lambda: storage, plan, parts, witness, seed=0)
     assert check_ending(storage, plan, witness).problems == []
 
 
-def test_a_test_that_finds_nothing_without_a_protection_is_a_failure() -> None:
+def test_a_test_that_detects_no_missing_protection_fails() -> None:
     report = CrashReport(0, [Figures("power", "", num_tried=1)], [ProtectionFigures("fsync of files", 3, 0, "")])
     assert report.failures == [
         "without fsync of files nothing broke in 3 tries: this test proves nothing of it",

@@ -1,8 +1,9 @@
-"""The short form of the crash test, as `rftdask crashtest` runs it: what docs/reliability.md gives the long figures of.
+"""The short form of the crash test, as `rftdask crashtest` runs it; docs/reliability.md has the figures of the long
+form.
 
-Promises: 100 processes killed at random, a kill at every twentieth place around a storage operation, a power loss at
-every twentieth system call, and damage to every twentieth file lose nothing and repeat nothing; and without any one of
-the protections the same tests find something broken.
+Promises: 100 random kills, a kill at every twentieth place around a storage operation, a power loss at every twentieth
+system call, and damage to every twentieth file lose and repeat nothing; without any one of the protections, the same
+tests find an error.
 """
 
 from __future__ import annotations

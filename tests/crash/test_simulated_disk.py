@@ -1,5 +1,5 @@
-"""The simulated disk. Promises: what was synced survives a power loss, what was not may be lost or torn, a rename or a
-link is kept or lost as a whole, and while the power is on it is a disk like any other.
+"""The simulated disk. Promises: synced data survives a power loss, unsynced data may be lost or torn, a rename or link
+is kept or lost as a whole, and without a power loss the disk behaves like any other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DATA = bytes(range(1, 101))
 
 
 class PowerLoss(BaseException):
-    """Nothing is written after it."""
+    """The simulated power loss, after which nothing is written."""
 
 
 def content(disk: SimulatedDisk, path: str) -> bytes | None:
@@ -32,7 +32,7 @@ def found_after_loss(disk: SimulatedDisk, path: str) -> set[bytes | None]:
 
 
 def cut_before(call: str, disk: SimulatedDisk) -> SimulatedDisk:
-    """The disk, losing its power before the first such call."""
+    """Return a disk that loses its power before the first such call."""
 
     def watch(name: str, path: str) -> None:
         if name == call:
@@ -101,8 +101,8 @@ def test_a_removed_folder_is_whole_or_gone() -> None:
 def test_without_fsync_of_files_bytes_are_torn() -> None:
     disk = SimulatedDisk(sync_files=False)
     LocalStorage("/run", disk).put("a", DATA)
-    found = found_after_loss(disk, "a")
-    assert {DATA, b""} < found and any(data and data != DATA and data[0] == 1 for data in found if data)
+    contents = found_after_loss(disk, "a")
+    assert {DATA, b""} < contents and any(data and data != DATA and data[0] == 1 for data in contents if data)
 
 
 def test_without_fsync_of_folders_names_are_lost() -> None:
@@ -111,7 +111,7 @@ def test_without_fsync_of_folders_names_are_lost() -> None:
     assert found_after_loss(disk, "a") == {None, DATA}
 
 
-def test_it_says_what_is_wrong_as_a_real_disk_does() -> None:
+def test_errors_are_those_of_a_real_disk() -> None:
     store = LocalStorage("/run", SimulatedDisk())
     store.put("folder/file", DATA)
     assert not store.put_new("folder/file", b"x")

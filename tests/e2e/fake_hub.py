@@ -1,4 +1,4 @@
-"""A Hugging Face Hub of one process: it makes models, takes commits whose files come in them, and keeps all it got."""
+"""A Hugging Face Hub in this process: it creates models, accepts commits with inline files, and keeps all uploads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class FakeHub:
-    """What was uploaded: `models` by name, `private` says which were made so, `commits` their messages."""
+    """Uploads: `models` by name, `private` for models created as private, `commits` for their messages."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -27,16 +27,17 @@ class FakeHub:
         if words == ["api", "validate-yaml"]:  # the head of a card
             return 200, {"errors": [], "warnings": []}
         if words == ["api", "repos", "create"]:
-            given = json.loads(body)
-            name = f"{given['organization']}/{given['name']}" if given.get("organization") else given["name"]
+            request = json.loads(body)
+            name = f"{request['organization']}/{request['name']}" if request.get("organization") else request["name"]
             is_new = name not in self.models
             self.models.setdefault(name, {})
             if is_new:
-                self.private[name] = given.get("visibility") == "private" or bool(given.get("private"))
+                self.private[name] = request.get("visibility") == "private" or bool(request.get("private"))
             return (200 if is_new else 409), {"url": f"{self.url}/{name}", "name": name}
         if words[:2] == ["api", "models"] and (name := "/".join(words[2:4])) in self.models:
             if words[4:5] == ["preupload"]:
-                # Every file comes within the commit, as small ones do; large ones would go to an object store first.
+                # All files arrive inline in the commit, like small files; large files would go to an object store
+                # first.
                 files = [{**file, "uploadMode": "regular"} for file in json.loads(body)["files"]]
                 return 200, {"files": [{**file, "shouldIgnore": False, "oid": None} for file in files]}
             if words[4:5] == ["commit"]:
@@ -53,7 +54,7 @@ class FakeHub:
 
 @contextmanager
 def fake_hub() -> Iterator[FakeHub]:
-    """A hub at work on loopback."""
+    """Run a hub on loopback."""
     hub = FakeHub()
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,6 +1,6 @@
-"""Real ranks: processes that meet over gloo, each with a part of what a test wants to know, and what they found.
+"""Real ranks: processes that connect over gloo, each with a part of a test, and their results.
 
-The processes are forked from one that has loaded torch and transformers, so that four cost hardly more than one.
+The processes are forked from one that has loaded torch and transformers, so four cost little more than one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ DEADLINE_S = 900.0
 
 
 def run_ranks(size: int, folder: Path, target: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `target(gangs, *arguments)` returns in each of `size` processes, in the order of their ranks.
+    """Return the results of `target(gangs, *arguments)` in each of `size` processes, in the order of their ranks.
 
-    gangs: the ranks of a process by size of the gang: 1, 2, 4 and so on up to `size`. Both targets and results are
-    pickled, so they are importable and plain.
+    gangs: the ranks of a process by size of the gang: 1, 2, 4 and so on up to `size`. Targets and results are pickled,
+    so they must be importable and plain.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rftdask.trainer.engines.torch_engine"])
@@ -38,14 +38,14 @@ def run_ranks(size: int, folder: Path, target: Callable[..., Any], *arguments: A
     for process in processes:
         process.start()
     try:
-        found = dict(results.get(timeout=DEADLINE_S) for _ in processes)
+        values = dict(results.get(timeout=DEADLINE_S) for _ in processes)
     finally:
         for process in processes:
             process.join(10)
             process.kill()
-    failed = [value for value in found.values() if isinstance(value, str)]
+    failed = [value for value in values.values() if isinstance(value, str)]
     assert not failed, "\n".join(failed)
-    return [found[rank][0] for rank in range(size)]
+    return [values[rank][0] for rank in range(size)]
 
 
 def _serve(rank: int, size: int, meeting: str, results: Any, target: Callable[..., Any], arguments: Any) -> None:
@@ -57,7 +57,7 @@ def _serve(rank: int, size: int, meeting: str, results: Any, target: Callable[..
         )
         results.put((rank, (target(_gangs(rank, size), *arguments),)))
         dist.barrier()
-    except BaseException:  # told to the process that runs the test
+    except BaseException:  # reported to the process that runs the test
         import traceback
 
         results.put((rank, f"rank {rank}: {traceback.format_exc()}"))
@@ -67,7 +67,7 @@ def _serve(rank: int, size: int, meeting: str, results: Any, target: Callable[..
 
 
 def _gangs(rank: int, size: int) -> dict[int, Ranks]:
-    """By size, the gang that a process belongs to; all processes make all groups, in the same order."""
+    """Return the gangs of a process by size; all processes create all groups, in the same order."""
     gangs: dict[int, Ranks] = {}
     part = 1
     while part <= size:

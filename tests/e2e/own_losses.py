@@ -1,4 +1,6 @@
-"""Policy losses of a user, given to runs by their dotted paths. Each call is a line of the file that STACKS names."""
+"""Policy losses of a user, given to runs by their dotted paths. Each call appends a line to the file that STACKS
+names.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _calls = count(1)
 
 @dataclass(frozen=True)
 class KilledPpo(Ppo):
-    """PPO's; the call that KILL_AT names kills its process, unless the file is there, which it leaves."""
+    """PPO's loss; the call that KILL_AT names creates the file and kills its process, unless the file exists."""
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         number, _, mark = os.environ.get(KILL_AT, "0").partition(" ")
@@ -34,7 +36,7 @@ class KilledPpo(Ppo):
 
 @dataclass(frozen=True)
 class RecordedLoss(PolicyLoss):
-    """-A log p; it tells by which functions it was reached."""
+    """-A log p; records the functions on its call stack."""
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         write_own_calls("loss")
@@ -43,7 +45,7 @@ class RecordedLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class BrokenLoss(PolicyLoss):
-    """Raises whenever it is called."""
+    """A loss that raises on every call."""
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         write_own_calls("loss")
@@ -52,7 +54,7 @@ class BrokenLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class StuckLoss(PolicyLoss):
-    """Does not come back."""
+    """A loss that never returns."""
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         write_own_calls("loss")
@@ -62,7 +64,7 @@ class StuckLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class GreedyLoss(PolicyLoss):
-    """Says of a GPU that is not there that its memory is out, as torch says it."""
+    """A loss that raises torch's out-of-memory error without a GPU."""
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         write_own_calls("loss")

@@ -1,4 +1,4 @@
-"""The way that led to a line of code: the package's own functions on the stack, written to a file that a test reads."""
+"""The path to a line of code: the package's own functions on the stack, written to a file that a test reads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import rftdask
 
 STACKS = "RFTDASK_TEST_STACKS"
-"""Environment variable: the file."""
+"""Environment variable with the file."""
 _PACKAGE = Path(rftdask.__file__).parent
 _NO_CALLS = ("<module>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
-"""Frames in which a module or a function is itself; comprehensions have none from Python 3.12 on."""
+"""Names of frames that are not calls: modules, and comprehensions, which have no frame since Python 3.12."""
 
 Call = tuple[str, str]
 """A function as docs/tour.md links to it: file below the package's parent, and name or Class.name."""
@@ -22,22 +22,22 @@ _FORKS: Call = ("rftdask/processes/zygote.py", "Zygote._fork")
 
 
 def own_calls() -> list[Call]:
-    """The package's functions that this thread is in, outermost first."""
+    """Return the package's functions on the stack of this thread, outermost first."""
     codes = [frame.f_code for frame, _ in traceback.walk_stack(None)]
-    own = [code for code in reversed(codes) if Path(code.co_filename).is_relative_to(_PACKAGE)]
-    names = [(str(Path(code.co_filename).relative_to(_PACKAGE.parent)), code.co_qualname) for code in own]
+    package_codes = [code for code in reversed(codes) if Path(code.co_filename).is_relative_to(_PACKAGE)]
+    names = [(str(Path(code.co_filename).relative_to(_PACKAGE.parent)), code.co_qualname) for code in package_codes]
     calls = [(file, name) for file, name in names if not name.endswith(_NO_CALLS)]
-    # The stack of a fork starts with that of the zygote; the calls of the fork follow.
+    # The stack of a fork starts with that of the fork server, which is not part of its path.
     return calls[calls.index(_FORKS) + 1 :] if _FORKS in calls else calls
 
 
 def write_own_calls(place: str) -> None:
-    """Append a line to the file: where this is, and the way to it."""
+    """Append a line with the place and the path to it."""
     with open(os.environ[STACKS], "a") as file:
         file.write(json.dumps([place, own_calls()]) + "\n")
 
 
 def read_own_calls(path: Path) -> list[tuple[str, list[Call]]]:
-    """What was written, in the order of writing."""
+    """Return the recorded lines in order."""
     lines: list[Any] = [json.loads(line) for line in path.read_text().splitlines()]
     return [(place, [(file, name) for file, name in calls]) for place, calls in lines]

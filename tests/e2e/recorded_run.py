@@ -1,8 +1,7 @@
-"""The command line, whose processes tell by which functions of the package they hand work on.
+"""The command line, whose processes record the functions of the package through which they hand over work.
 
-Work changes its thread or process in these functions: an executor's and a Dask client's `submit`, and a fork.
-These write down the way to them, then do what they always do; the package runs as it is. Workers import this module,
-too, as one of their preloads.
+Work changes its thread or process in `submit` of an executor, in `submit` of a Dask client, and in a fork. These record
+the path to them and then do their normal work. Workers import this module as one of their preloads.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tests.e2e.own_stack import write_own_calls
 
 
 def record(owner: type, method: str, place: Callable[..., str | None]) -> None:
-    """Let a method write down the way to it, under the name that `place` makes of its arguments; None: nothing."""
+    """Make a method record the path to it, under the name that `place` returns for its arguments; None: no record."""
     original = getattr(owner, method)
 
     @wraps(original)

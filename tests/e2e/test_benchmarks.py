@@ -1,6 +1,6 @@
-"""Promises of every script in benchmarks/ that can be run: --quick (--tiny of those for GPUs) ends well, with what CI
-installs, and --json writes the rows that benchmarks/report.py describes. How fast anything was is not looked at. Those
-whose quick form takes minutes are marked long.
+"""Promises of every script in benchmarks/: --quick (--tiny of GPU scripts) succeeds with the packages of CI, and --json
+writes the rows that benchmarks/report.py describes. Speed is not checked. Scripts whose quick form takes minutes are
+marked long.
 """
 
 import json
@@ -18,10 +18,10 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 PARTS_OF_GPU = {"gpu_train"}
-"""What gpu.py runs."""
+"""Modules that gpu.py runs."""
 NAMES = sorted({path.stem for path in FOLDER.glob("*.py") if "\nif __name__ ==" in path.read_text()} - PARTS_OF_GPU)
 SHORT = ("chaos", "gpu", "rollouts", "serve", "sizes", "tolerances", "weight_arithmetic")
-"""Those whose quick form is short, or is promised to run in CI."""
+"""Scripts whose quick form is short or is promised to run in CI."""
 PARTS = "abcdefghij"
 DEADLINE_S = 900.0
 NUMBERS, TEXTS = ("ours", "other", "ratio", "goal"), ("work", "unit", "against")
@@ -34,23 +34,23 @@ def test_a_quick_run_ends_well_and_writes_its_rows(name: str, tmp_path: Path) ->
     file = tmp_path / "rows.json"
     quick = "--tiny" if name.startswith("gpu") else "--quick"
     command = [sys.executable, str(FOLDER / f"{name}.py"), quick, "--json", str(file)]
-    if name == "gpu":  # its table is built up by several commands
+    if name == "gpu":  # several commands append to its table
         command += ["--append", str(tmp_path / "gpu.md"), "--parts", *PARTS]
     if name == "race":
         command += ["--curves", str(tmp_path / "curves.svg")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path)
     assert done.returncode == 0, (done.stdout[-4000:], done.stderr[-4000:])
-    found = json.loads(file.read_text())
-    assert (found["benchmark"], found["quick"]) == (name, True)
-    assert found["rows"]
-    for row in found["rows"]:
+    written = json.loads(file.read_text())
+    assert (written["benchmark"], written["quick"]) == (name, True)
+    assert written["rows"]
+    for row in written["rows"]:
         assert row.keys() == {*NUMBERS, *TEXTS, "less_is_better", "goal_of"}
         assert row["work"] and row["unit"] and all(isinstance(row[key], str) for key in TEXTS)
         assert isinstance(row["ours"], int | float) and isinstance(row["less_is_better"], bool)
         assert all(row[key] is None or math.isfinite(row[key]) for key in NUMBERS)
         assert (row["ratio"] is not None) == bool(row["against"])
         assert row["goal_of"] in ("ours", "ratio")
-    assert len({(row["work"], row["unit"], row["against"]) for row in found["rows"]}) == len(found["rows"])
+    assert len({(row["work"], row["unit"], row["against"]) for row in written["rows"]}) == len(written["rows"])
     if name == "gpu":
         table = (tmp_path / "gpu.md").read_text().splitlines()
         assert {line[2] for line in table if line[2] in PARTS} == set(PARTS)
@@ -58,13 +58,13 @@ def test_a_quick_run_ends_well_and_writes_its_rows(name: str, tmp_path: Path) ->
         assert all(line.count("|") == 5 for line in table)
     if name == "race":
         assert "bare loop" in (tmp_path / "curves.svg").read_text()
-    if name == "chaos":  # the short form of what docs/reliability.md promises of a run whose every role is killed
+    if name == "chaos":  # the short form of the promise of docs/reliability.md about a run with kills of every role
         assert "5 kills (1 x driver, 1 x engine, 1 x explorer worker, 1 x trainer, 1 x trainer worker)" in done.stdout
         assert "0 lost, 0 twice, the same ledger, the same bits of weights" in done.stdout
 
 
-def test_a_part_of_a_gpu_that_hangs_is_ended_and_reported_and_the_next_one_runs(tmp_path: Path) -> None:
-    """Part j is a run, which takes longer than the limit, and has processes of its own."""
+def test_a_hanging_gpu_part_is_ended_and_the_next_one_runs(tmp_path: Path) -> None:
+    """Part j is a run that takes longer than the limit and has child processes."""
     mark = {**os.environ, "RFTDASK_TEST_MARK": str(tmp_path)}
     command = [
         sys.executable,
@@ -92,12 +92,12 @@ def test_a_part_of_a_gpu_that_hangs_is_ended_and_reported_and_the_next_one_runs(
     assert [process.cmdline() for process in alive] == []
 
 
-def test_what_parts_of_a_gpu_have_found_is_in_the_table_when_the_machine_is_taken_away(tmp_path: Path) -> None:
+def test_gpu_rows_are_in_the_table_when_the_machine_is_lost(tmp_path: Path) -> None:
     table = tmp_path / "gpu.md"
     command = [sys.executable, str(FOLDER / "gpu.py"), "--tiny", "--append", str(table), "--parts", "a", "j"]
     deadline = time.monotonic() + DEADLINE_S
     with (
-        # What is killed leaves its folders behind; a short name, for the sockets of Python's fork server.
+        # Killed processes leave their folders behind; a short name, for the sockets of Python's fork server.
         tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as left,
         subprocess.Popen(
             command, stdout=subprocess.DEVNULL, cwd=tmp_path, env={**os.environ, "TMPDIR": left}
@@ -109,14 +109,14 @@ def test_what_parts_of_a_gpu_have_found_is_in_the_table_when_the_machine_is_take
                 time.sleep(0.1)
         finally:
             all_of_it: list[psutil.Process] = []
-            with suppress(psutil.NoSuchProcess):  # it has ended by itself, which is told above
+            with suppress(psutil.NoSuchProcess):  # it has ended, which the assertion above reports
                 all_of_it = [*psutil.Process(script.pid).children(recursive=True), psutil.Process(script.pid)]
             for process in all_of_it:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
 
 
-def test_without_peft_the_parts_of_a_gpu_say_what_they_leave_out(tmp_path: Path) -> None:
+def test_gpu_parts_report_what_they_omit_without_peft(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['peft'] = None\n")
     paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, str(FOLDER / "gpu.py"), "--tiny", "--append", "gpu.md", "--parts", "a", "f"]

@@ -1,16 +1,18 @@
-"""A reward that an untrained model does not always miss, and a conversation, given to runs by their dotted paths."""
+"""Rewards that an untrained model sometimes gets, and a conversation, given to runs by their dotted paths."""
 
 from rftdask.data.task import Task
 from rftdask.rollouts.workflows.base import PolicyModel
 
 
 def varied_reward(response: str, truth: str, task: Task) -> float:
-    """The sum of the response's character codes, folded into 0 to 1: siblings differ, so there is an advantage."""
+    """Return the sum of the response's character codes, folded into 0 to 1: siblings differ, so advantages are
+    not 0.
+    """
     return sum(map(ord, response)) % 8 / 7
 
 
 async def two_turns(task: Task, model: PolicyModel) -> float:
-    """A conversation: the policy is asked, told of a tool's answer, and asked again."""
+    """A conversation: ask the policy, send it a tool's answer, and ask again."""
     messages = [{"role": "user", "content": task.prompt}]
     first = await model.chat(messages)
     messages += [{"role": "assistant", "content": first.text}, {"role": "tool", "content": " so: "}]
@@ -19,10 +21,10 @@ async def two_turns(task: Task, model: PolicyModel) -> float:
 
 
 def even_reward(response: str, truth: str, task: Task) -> float:
-    """1 for an even digit at the beginning: some answers have one and some have not, whatever the policy knows."""
+    """Return 1 for an even first digit, which some answers have whatever the policy has learned."""
     return float(response[:1] in {"0", "2", "4", "6", "8"})
 
 
 def even_codes(response: str, truth: str, task: Task) -> float:
-    """The share of even character codes: about a half before training, and 1 soon after."""
+    """Return the share of even character codes: about a half before training, and soon 1."""
     return sum(ord(letter) % 2 == 0 for letter in response) / max(1, len(response))

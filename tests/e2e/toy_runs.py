@@ -1,4 +1,4 @@
-"""Runs with real engines that a CPU finishes in seconds: a toy model of some thousand weights, and tasks for it."""
+"""Runs with real engines that a CPU finishes in seconds: a toy model with a few thousand weights, and its tasks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ DEADLINE_S = 400.0
 
 
 def build_tiny_model(folder: Path) -> Path:
-    """The smallest policy: one layer of width 32."""
+    """Write the smallest policy: one layer of width 32."""
     build_toy_model(folder, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2)
     return folder
 
 
 def write_grpo_config(folder: Path, **sections: dict[str, Any]) -> Path:
-    """`config.yaml` of a GRPO run with the transformers engine and the PyTorch trainer; `run_folder` tells where."""
+    """Write `config.yaml` of a GRPO run with the transformers engine and the PyTorch trainer; `run_folder` returns its
+    folder.
+    """
     write_toy_tasks(folder / "toy")
     columns = {"prompt_type": "raw", "prompt_key": "question", "response_key": "answer"}
     tree: dict[str, Any] = {

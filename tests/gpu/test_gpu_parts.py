@@ -1,6 +1,6 @@
-"""Promises of what only a GPU shows: every part of `make gpu` keeps its bounds on the GPU that is here.
+"""Promise: every part of `make gpu` keeps its bounds on this machine's GPU.
 
-The same whole, tiny and on a CPU, is a test of tests/e2e/test_benchmarks.py.
+tests/e2e/test_benchmarks.py runs the same parts in tiny form on a CPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""qsub, qstat and qdel in the place of PBS's, whose forms they keep: what qsub reads of a script and prints, the table
-of `qstat -u`, what a job finds in its environment. Jobs are processes of this machine, and all of them run at once.
+"""Stand-ins for PBS's qsub, qstat and qdel with the same formats: the directives that qsub reads and its output, the
+table of `qstat -u`, and the environment of a job. Jobs are processes of this machine and all run at once.
 
     python fake_pbs.py COMMAND SPOOL ARGUMENT...
 """
@@ -29,7 +29,7 @@ Job ID          Username Queue    Jobname    SessID NDS TSK Memory Time  S Time
 
 
 def install(folder: Path) -> Path:
-    """Make the three commands in a folder; where their jobs are noted."""
+    """Create the three commands in a folder; return the folder that records their jobs."""
     folder.mkdir()
     for name in ("qsub", "qstat", "qdel"):
         (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} {name} {folder}/spool "$@"\n')
@@ -39,23 +39,23 @@ def install(folder: Path) -> Path:
 
 def qsub(spool: Path, script: str) -> None:
     text = Path(script).read_text()
-    told: dict[str, list[str]] = {}
+    options: dict[str, list[str]] = {}
     for line in text.splitlines():
         if line.startswith("#PBS"):
-            found = DIRECTIVES.fullmatch(line)
-            if not found:
+            match = DIRECTIVES.fullmatch(line)
+            if not match:
                 sys.exit(f"qsub: directive error: {line}")
-            told.setdefault(found["option"], []).append(found["value"])
-    if not all(SELECT.fullmatch(value) for value in told["l"]):
-        sys.exit(f"qsub: Illegal attribute or resource value Resource_List: {told['l']}")
+            options.setdefault(match["option"], []).append(match["value"])
+    if not all(SELECT.fullmatch(value) for value in options["l"]):
+        sys.exit(f"qsub: Illegal attribute or resource value Resource_List: {options['l']}")
     spool.mkdir(exist_ok=True)
     number = 100 + len(list(spool.glob("*.json")))
     copy = spool / f"{number}.SC"
     copy.write_text(text)
-    # A job has the variables that PBS gives it, and no others of who submitted it.
+    # A job has the variables of PBS and none of the user's environment.
     env = {key: os.environ[key] for key in ("HOME", "PATH", "LANG", "USER") if key in os.environ}
-    env |= {"PBS_JOBID": f"{number}.fake", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_QUEUE": told.get("q", ["workq"])[0]}
-    with Path(told["o"][0], f"{told['N'][0]}.o{number}").open("ab") as out:
+    env |= {"PBS_JOBID": f"{number}.fake", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_QUEUE": options.get("q", ["workq"])[0]}
+    with Path(options["o"][0], f"{options['N'][0]}.o{number}").open("ab") as out:
         job = subprocess.Popen(
             ["bash", str(copy)],
             env=env,
@@ -65,7 +65,7 @@ def qsub(spool: Path, script: str) -> None:
             stderr=out,
             start_new_session=True,
         )
-    (spool / f"{number}.json").write_text(json.dumps({"pid": job.pid, "name": told["N"][0], "asked": told}))
+    (spool / f"{number}.json").write_text(json.dumps({"pid": job.pid, "name": options["N"][0], "asked": options}))
     print(f"{number}.fake")
 
 

@@ -1,7 +1,7 @@
-"""Small runs for tests: a config with a fake engine and a fake trainer, runs as processes, and what a run folder says.
+"""Small runs for tests: a config with a fake engine and a fake trainer, runs as processes, and readers of run folders.
 
-A run is started as a process group of its own, whose every process carries a mark in its environment: so a test can
-kill all of it, and see whether anything outlives it. Every wait has a deadline, and is for an event, not for a time.
+A run is a process group of its own, whose processes carry a mark in their environment, so a test can kill all of it and
+check that nothing outlives it. Every wait has a deadline and waits for an event, not for a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rftdask.processes.zygote import requester_of
 from rftdask.storage import open_storage
 
 DEADLINE_S = 300.0
-"""Of one run, on a machine that does much else: many times what it takes alone."""
+"""Seconds for one run on a busy machine: many times its duration on an idle one."""
 MARK = "RFTDASK_TEST_RUN"
 ENGINE = "rftdask.engines.server:serve"
 TRAINER = "rftdask.trainer.rank:serve"
@@ -43,7 +43,9 @@ NUM_EVAL_TASKS = 3
 
 
 def write_config(folder: Path, num_tasks: int = 16) -> Path:
-    """`config.yaml` of a GRPO run with fakes, and its tasks; the run folder will be `<folder>/runs/rftdask/fake`."""
+    """Write `config.yaml` of a GRPO run with fakes, and its tasks; the run folder will be
+    `<folder>/runs/rftdask/fake`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, count in (("tasks", num_tasks), ("held_out", NUM_EVAL_TASKS)):
         rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(count)]
@@ -64,7 +66,7 @@ def write_config(folder: Path, num_tasks: int = 16) -> Path:
                 "default_reward_fn_type": "exact_reward",
             },
         },
-        # Two work units a step, so that steps end out of order.
+        # Two work units per step, so that steps end out of order.
         "explorer": {"tasks_per_batch": 2, "eval_interval": 5, "rollout_model": {"engine_type": "fake"}},
         "trainer": {"trainer_type": "fake", "total_steps": 10, "save_interval": 4},
         "synchronizer": {"sync_offset": 1},
@@ -76,7 +78,7 @@ def write_config(folder: Path, num_tasks: int = 16) -> Path:
 
 
 def run_folder(config: Path) -> Path:
-    """Where the run of a `write_config` is."""
+    """Return the run folder of a `write_config`."""
     return config.parent / "runs" / "rftdask" / "fake"
 
 
@@ -85,7 +87,7 @@ def run_folder(config: Path) -> Path:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a command left."""
+    """Result of a command."""
 
     code: int
     out: str
@@ -93,7 +95,7 @@ class Ended:
 
 
 def call_cli(*arguments: str) -> Ended:
-    """A command in this process, as its entry point runs it."""
+    """Run a command in this process, like its entry point."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", ["rftdask", *arguments])
@@ -117,7 +119,7 @@ class RunProcess:
     def __init__(
         self, *arguments: str, env: dict[str, str] | None = None, program: tuple[str, ...] | None = None
     ) -> None:
-        """program: what to run in place of the command line, for example a script."""
+        """program: program to run instead of the command line, for example a script."""
         self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
             [sys.executable, *(program or ("-m", "rftdask")), *arguments],
@@ -140,7 +142,7 @@ class RunProcess:
             pipe.close()
 
     def wait_until(self, condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
-        """Until it holds, while the run lives."""
+        """Wait until the condition holds, while the run lives."""
         for _ in _ticks(deadline_s):
             if condition():
                 return
@@ -149,7 +151,7 @@ class RunProcess:
         pytest.fail(f"what was waited for did not happen in {deadline_s} s: {self.kill_and_read()}")
 
     def end(self, deadline_s: float = DEADLINE_S) -> Ended:
-        """Wait for its end."""
+        """Wait for the end of the run."""
         try:
             out, err = self.process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
@@ -157,24 +159,24 @@ class RunProcess:
         return Ended(self.process.returncode, out, err)
 
     def interrupt(self) -> None:
-        """SIGINT to all processes of the group, as Ctrl-C in a terminal does."""
+        """Send SIGINT to all processes of the group, as Ctrl-C in a terminal does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def terminate(self) -> None:
-        """SIGTERM to every process of the run, wherever it hangs in the tree, as SLURM does to a job that it ends."""
+        """Send SIGTERM to every process of the run, anywhere in the process tree, as SLURM does."""
         for process in self.survivors():
             with contextlib.suppress(psutil.Error):
                 process.terminate()
 
     def pause(self) -> None:
-        """Nothing in the process group runs on; engines and ranks are groups of their own and wait for it."""
+        """Stop all processes of the group; engines and ranks are in other groups and wait for it."""
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
         os.killpg(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """kill -9 of the whole process group."""
+        """Send SIGKILL to the whole process group."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(DEADLINE_S)
 
@@ -183,15 +185,15 @@ class RunProcess:
         return self.end()
 
     def children(self, target: str) -> list[psutil.Process]:
-        """Its living child processes that serve `target`, ENGINE or TRAINER."""
+        """Return its living child processes that serve `target`, ENGINE or TRAINER."""
         return [p for p in self.survivors() if target in _command_line(p)]
 
     def survivors(self) -> list[psutil.Process]:
-        """Every living process of this run, wherever it hangs in the tree."""
+        """Return every living process of this run, anywhere in the process tree."""
         return [p for p in psutil.process_iter() if self._is_ours(p)]
 
     def wait_for_no_survivors(self, deadline_s: float = 120.0) -> None:
-        """Raises: AssertionError: a process outlived the run."""
+        """Wait for the end of all its processes. Raises: AssertionError: a process outlived the run."""
         left: list[psutil.Process] = []
         for _ in _ticks(deadline_s, every_s=0.1):
             if not (left := self.survivors()):
@@ -206,7 +208,7 @@ class RunProcess:
 
 
 def worker_of(process: psutil.Process) -> psutil.Process:
-    """The worker that a rank or an engine belongs to."""
+    """Return the worker that a rank or an engine belongs to."""
     return psutil.Process(requester_of(process.cmdline()) or process.ppid())
 
 
@@ -225,14 +227,14 @@ def _ticks(deadline_s: float, every_s: float = 0.01) -> Iterator[None]:
 
 
 def finish(config: Path | str, *overrides: str) -> Ended:
-    """Run to the end in this process, whose fork server all such runs share; it must succeed."""
+    """Run to the end in this process, whose fork server all such runs share. The run must succeed."""
     ended = call_cli("run", str(config), *overrides, "--progress", "plain")
     assert ended.code == 0, ended
     return ended
 
 
 def finish_alone(config: Path, *overrides: str) -> Ended:
-    """Run to the end in a process of its own, with this one's environment of now; it must succeed."""
+    """Run to the end in a separate process with the current environment. The run must succeed."""
     with RunProcess("run", str(config), *overrides, "--progress", "plain") as run:
         ended = run.end()
         assert ended.code == 0, ended
@@ -240,11 +242,11 @@ def finish_alone(config: Path, *overrides: str) -> Ended:
     return ended
 
 
-# ---- what a run folder says
+# ---- contents of run folders
 
 
 def num_steps(folder: Path) -> int:
-    """Optimizer steps written down so far."""
+    """Return the number of optimizer steps in the ledger."""
     return Ledger(open_storage(folder), MAIN_LINEAGE).last_step() if folder.exists() else 0
 
 
@@ -257,7 +259,7 @@ def read_number(path: Path) -> int:
 
 
 def final_weights(folder: Path) -> bytes:
-    """Of the newest checkpoint, the files of all ranks."""
+    """Return the files of all ranks in the newest checkpoint."""
     step = read_number(folder / "latest_checkpointed_iteration.txt")
     files = sorted((folder / f"global_step_{step}" / "actor").glob("model*.safetensors"))
     assert files
@@ -265,10 +267,10 @@ def final_weights(folder: Path) -> bytes:
 
 
 def ledger_of(folder: Path) -> list[list[tuple[int, int, int, str]]]:
-    """For each step, the rows used and dropped: (explore step, work unit, row of the batch, reason), sorted.
+    """Return, for each step, the rows used and dropped: (explore step, work unit, row of the batch, reason), sorted.
 
-    Rows are named by their place in the whole work unit: who wrote a shard differs from run to run, and so does, on
-    a busy machine, whether a batch was committed whole or in parts.
+    Rows are named by their place in the whole work unit, because the writer of a shard differs between runs, and, on a
+    busy machine, also whether a batch was committed whole or in parts.
     """
     ledger = Ledger(open_storage(folder), MAIN_LINEAGE)
     steps = []
@@ -285,7 +287,7 @@ def ledger_of(folder: Path) -> list[list[tuple[int, int, int, str]]]:
 
 
 def row_of_batch(name: ShardName, row: int) -> int:
-    """The place in its work unit of a row of a shard; every group has the same number of rows."""
+    """Return the place in its work unit of a row of a shard; every group has the same number of rows."""
     if name.part is None:
         return row
     group_size = name.num_rows // len(name.part.slots)
@@ -293,7 +295,7 @@ def row_of_batch(name: ShardName, row: int) -> int:
 
 
 def status_of(folder: Path) -> dict[str, Any]:
-    """`rftdask status --json` of a run without stages."""
+    """Return `rftdask status --json` of a run without stages."""
     ended = call_cli("status", str(folder), "--json")
     assert ended.code == 0, ended
     (stage,) = json.loads(ended.out)["stages"]
@@ -301,10 +303,27 @@ def status_of(folder: Path) -> dict[str, Any]:
 
 
 def assert_sound(folder: Path) -> dict[str, Any]:
-    """The audit finds no problem and every experience in one state; the status."""
+    """Assert that the audit finds no problem and each experience is in one state. Returns the status."""
     status = status_of(folder)
     counts = dict(status["experiences"])
     committed = counts.pop("committed")
     assert status["problems"] == []
     assert committed == sum(counts.values()), status["experiences"]
     return status
+
+
+def assert_same_run(folder: Path, expected: Path) -> dict[str, Any]:
+    """Assert that a run is sound and has the ledger and the weights of another run. Returns the status."""
+    status = assert_sound(folder)
+    assert ledger_of(folder) == ledger_of(expected)
+    assert final_weights(folder) == final_weights(expected)
+    return status
+
+
+def interrupt_when(condition: Callable[[], bool], config: Path, *overrides: str) -> None:
+    """Run until the condition holds, then press Ctrl-C. The run must end with a checkpoint and exit code 130."""
+    with RunProcess("run", str(config), *overrides) as run:
+        run.wait_until(condition)
+        run.interrupt()
+        ended = run.end()
+    assert ended.code == 130, ended

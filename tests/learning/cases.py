@@ -1,7 +1,7 @@
-"""What every algorithm type is shown to learn: one row each, and a second one for what more it promises.
+"""Learning cases: one per algorithm type, and further ones for its other promises.
 
-To add a type: add a `Case` to CASES. Bounds hold for seeds 0 to 2, and a sign, a mask, a baseline or a clip that is
-wrong crosses one of them. `python -m tests.learning NAME... [--all]` prints what is measured.
+To add a type, add a `Case` to CASES. Bounds hold for seeds 0 to 2, and a wrong sign, mask, baseline or clip violates
+one of them. `python -m tests.learning NAME... [--all]` prints the measurements.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Bounds = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Case:
-    """A run of a toy. `bounds`: metric -> (least, most) after the run; the first is the one that the type is for."""
+    """A run of a toy. `bounds`: metric -> (least, most) after the run; the first metric is the purpose of the type."""
 
     algorithm_type: str
     bounds: Bounds = field(default_factory=lambda: {"accuracy": (0.9, 1.0)})
     toy: str = "gifts"
-    """Tasks of the rollouts, and of the evaluation."""
+    """Tasks of the rollouts and of the evaluation."""
     dataset: str = ""
-    """In place of rollouts, or shown beside them."""
+    """Dataset instead of rollouts, or in addition to them."""
     steps: int = 40
     lr: float = 3e-3
     model: str = "model"
-    """The policy; "experts" is a mixture."""
+    """The policy; "experts" is a mixture of experts."""
     settings: tuple[str, ...] = ()
-    """More of the configuration, as on a command line: KEY=VALUE."""
+    """Further settings, as on a command line: KEY=VALUE."""
     shows: str = ""
-    """What a second case of a type shows."""
+    """Purpose of a further case of a type."""
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run learned: metrics before and after; `steps` has those of the trainer's steps."""
+    """Metrics before and after a run; `steps` has those of the trainer's steps."""
 
     before: Mapping[str, float]
     after: Mapping[str, float]
@@ -73,7 +73,7 @@ CASES = (
     *(Case(name) for name in ("asymre", "bnpo", "cispo", "dapo", "decoupled_ppo", "dr_grpo", "drpo", "opmd", "rec")),
     *(Case(name) for name in ("rloo", "sapo")),
     Case("remax", steps=60, settings=("buffer.batch_size=32",)),
-    # Of the many updates by rollouts of the same weights, those that lead too far away from them give no gradient.
+    # Many updates from rollouts of the same weights: those that leave the trust region have no gradient.
     *(Case(name, NEAR, steps=48, settings=MANY_UPDATES) for name in ("dppo", "grpo", "gspo", "m2po", "sppo", "vespo")),
     # Rollouts without such a baseline.
     Case(
@@ -85,12 +85,12 @@ CASES = (
     Case("topr", {"accuracy": (0.85, 1), "drift": (0, 1.7)}, toy="debts", steps=48, settings=MANY_UPDATES),
     Case("raft"),
     *(Case("grpo", settings=(f"algorithm.advantage_fn={name}",), shows=name) for name in ("clipb", "clipv")),
-    # The policy stays near where it began, however much it is paid to leave.
+    # The policy stays near its start although leaving it is rewarded.
     *(
         Case("grpo", {"kl": (0, 0.2)}, toy="echo", settings=_anchored(name), shows=name)
         for name in ("k2", "k3", "low_var_kl", "abs", "corrected_k3")
     ),
-    # The same by rewards: of a rollout, whose reward pays for all of its tokens, and of tokens.
+    # Credit: for a rollout, whose reward applies to all of its tokens, and for tokens.
     *(
         Case(name, {"strayed": (0, 0.3), "earned_last": (0.4, 1)}, toy="echo", settings=settings, shows="k1")
         for name, settings in {
@@ -113,7 +113,7 @@ CASES = (
         settings=("algorithm.enable_router_replay=true",),
         shows="experts",
     ),
-    # Schedules: from easy to hard; from hot to cold; from held to free.
+    # Schedules: from easy to hard; from hot to cold; from a strong to a weak KL term.
     Case(
         "grpo",
         {"accuracy": (0.93, 1), "earned": (0.5, 1)},
@@ -140,7 +140,7 @@ CASES = (
     Case("remax", toy="corridor", steps=60, settings=("buffer.batch_size=32",), shows="turns"),
     Case("gigpo", toy="corridor"),
     Case("multi_step_grpo", toy="corridor"),
-    # Demonstrations beside rollouts, and a teacher.
+    # Demonstrations in addition to rollouts, and a teacher.
     Case("mix", toy="unheard", dataset="unheard", lr=1e-2),
     Case("mix_chord", toy="unpaid", dataset="echo"),
     Case("on_policy_distill"),
@@ -185,17 +185,17 @@ LONG = Case(
     toy="echo",
     steps=2000,
     lr=1e-3,
-    # An entropy term of next to nothing, so that the entropy is measured.
+    # A tiny entropy coefficient, so that the entropy is measured.
     settings=("algorithm.kl_loss_fn_args.kl_coef=0.01", "algorithm.entropy_loss_fn_args.entropy_coef=1e-4"),
     shows="long",
 )
-"""Not a test: what happens when a run goes on long after it has learned all there is. docs/algorithms.md has it."""
+"""Not a test: what happens when a run continues long after it has converged; see docs/algorithms.md."""
 
 
 def config_of(case: Case, seed: int, toys: Path, workflows: str = "") -> dict[str, Any]:
-    """The configuration of a case's run.
+    """Return the configuration of a case's run.
 
-    workflows: the module of the workflows and a dot, for processes that have not imported it.
+    workflows: module of the workflows followed by a dot, for processes that have not imported it.
     """
     columns = {"prompt_type": "raw", "prompt_key": "prompt", "response_key": "response"}
     workflow = workflows + (case.toy if case.toy in ("corridor", "stairs", "tool") else "echo")
@@ -235,7 +235,7 @@ def config_of(case: Case, seed: int, toys: Path, workflows: str = "") -> dict[st
             "trainer_input": trainer_input,
         },
         "explorer": explorer,
-        # Every fourth step weights are handed over, so that three steps of four train rollouts of older weights.
+        # Weights are published every fourth step, so three of four steps train rollouts of older weights.
         "synchronizer": {"sync_interval": 4},
         "trainer": {"total_steps": case.steps, "save_interval": 1_000_000},
         "monitor": {"monitor_type": "none"},
@@ -244,7 +244,7 @@ def config_of(case: Case, seed: int, toys: Path, workflows: str = "") -> dict[st
 
 @cache
 def toys_of(seed: int) -> Path:
-    """A folder with the datasets, the policy and the teacher of a seed, made once in a process."""
+    """Return a folder with the datasets, the policy and the teacher of a seed, created once per process."""
     folder = Path(tempfile.mkdtemp(prefix="rftdask-learning-"))
     write_tables(folder)
     build_policy(folder / "model", seed)
@@ -254,7 +254,7 @@ def toys_of(seed: int) -> Path:
 
 @cache
 def mixture_of(seed: int) -> Path:
-    """The policy of a seed that is a mixture of experts, beside the others."""
+    """Return the mixture-of-experts policy of a seed, stored next to the other one."""
     build_policy(folder := toys_of(seed) / "experts", seed, experts=True)
     return folder
 
@@ -274,11 +274,11 @@ def learn(case: Case, seed: int) -> Result:
 
 
 def look_at(run: Run) -> dict[str, float]:
-    """Metrics of the policy as it is.
+    """Return metrics of the current policy.
 
-    accuracy: share of rollouts that are right. length: characters (or turns) of a rollout that is right.
-    preference: share of echo's right answers that are likelier than the next letter. told: probability of "?" after a
-    right answer, which is what the user of a chat says there.
+    accuracy: share of right rollouts. length: characters (or turns) of a right rollout. preference: share of echo's
+    right answers that are more likely than the next letter. told: probability of "?" after a right answer, which is the
+    user's part of a chat.
     """
     ends = {(row.group_id, row.rollout): row.metrics for row in run.rollouts()}
     accuracy = np.array([metrics["accuracy"] for metrics in ends.values()])
@@ -290,26 +290,28 @@ def look_at(run: Run) -> dict[str, float]:
 
 
 def first_letters(run: Run) -> np.ndarray:
-    """[8, 9] probabilities of the letters as the first one of echo's answers, and of all else, question by question."""
+    """Return [8, 9] probabilities of each letter as the first letter of echo's answers, and of all other tokens, by
+    question.
+    """
     asked = [(f"{letter}:", said) for letter in LETTERS for said in LETTERS]
     letters = np.exp([run.logprob(*each) for each in asked]).reshape(len(LETTERS), len(LETTERS))
     return np.column_stack([letters, np.maximum(1.0 - letters.sum(1), 1e-12)])
 
 
 def strayed(before: np.ndarray, after: np.ndarray) -> float:
-    """Mean KL of what is said after a run from what was said before it, nats."""
+    """Return the mean KL of the policy after a run from the policy before it, in nats."""
     return float((after * np.log(np.maximum(after, 1e-12) / before)).sum(1).mean())
 
 
 def look_back(steps: pd.DataFrame) -> dict[str, float]:
-    """Metrics of a whole run.
+    """Return metrics of a whole run.
 
-    drift: largest KL from the weights that sampled a batch to those that train it, nats per token: what clips bound.
-    ranked: share of the pairs whose better response has the higher reward, in the last five steps.
-    agreement: where experts are replayed, the share of the engine's that the trainer would choose, the least of a step.
-    kl_first: of the first ten steps, as kl of the last five. earned: mean reward of the rollouts of all steps;
-    earned_first, earned_last: of the first four, of the last five.
-    explained: share of the variance of the returns that the critic explains, in the last five steps.
+    drift: largest KL from the weights that sampled a batch to those that train it, in nats per token, which clips
+    bound. ranked: share of the pairs whose better response has the higher reward, in the last five steps. agreement:
+    with replayed experts, the share of the engine's experts that the trainer would choose, minimum over the steps.
+    kl_first: KL of the first ten steps; kl is that of the last five. earned: mean reward of the rollouts of all steps;
+    earned_first, earned_last: of the first four, of the last five. explained: share of the variance of the returns that
+    the critic explains, in the last five steps.
     """
     found = {name: float(steps[name].iloc[-5:].mean()) for name in ("kl", "entropy") if name in steps}
     if "kl" in steps:
@@ -329,7 +331,7 @@ def look_back(steps: pd.DataFrame) -> dict[str, float]:
 
 
 def crossed(case: Case, after: Mapping[str, float]) -> list[str]:
-    """A sentence for each bound of the case that the metrics cross."""
+    """Return a sentence for each bound of the case that the metrics violate."""
     return [
         f"{case.name}: {name} is {after[name]:.3f}, not within [{least:g}, {most:g}]"
         for name, (least, most) in case.bounds.items()

@@ -1,10 +1,11 @@
-"""What a difference to a peer does to learning: the same run with our formula and with theirs in its place.
+"""Effect on learning of each difference from a peer: the same run with our formula and with the peer's.
 
     python -m tests.learning.differences [NAME...] [--seeds 0,1,2]
 
-A line for each: the number with ours, and with theirs, of each seed. Where learning shows less than the formula does,
-the number is of a policy of eight words (exact.py). Every row of `rftdask conformance` that says "differs" has one,
-whoever of the two it speaks for; docs/algorithms.md says why ours is as it is. Some of them are tests, with seed 0.
+Prints one line per difference: the number with ours and with the peer's, for each seed. If learning shows less than the
+formula, the number comes from a policy of eight words (exact.py). Every row of `rftdask conformance` that says
+"differs" has a line, whichever formula it favors; docs/algorithms.md explains our choice. Some of them are tests, with
+seed 0.
 """
 
 from __future__ import annotations
@@ -73,12 +74,12 @@ def _turns_told_nothing(inputs: Any) -> Any:
 
 
 def _no_turn_rewards() -> AbstractContextManager[Any]:
-    """A workflow that tells its states, and of its turns no rewards."""
+    """Workflow that reports its states but no rewards of turns."""
     return _gigpo(lambda function, inputs: (function, _turns_told_nothing(inputs)))
 
 
 def _turns_alone() -> AbstractContextManager[Any]:
-    """Trinity-RFT's: what a rollout's reward is beyond its turns' is dropped."""
+    """Trinity-RFT's: the part of a rollout's reward that exceeds the sum of its turns' is dropped."""
 
     def theirs(function: turns.Gigpo, inputs: Any) -> tuple[turns.Gigpo, Any]:
         given = _turns_told_nothing(inputs)
@@ -98,7 +99,7 @@ def _cap() -> AbstractContextManager[Any]:
 
 
 def _all_rows_count(rate: float = 1.0) -> AbstractContextManager[Any]:
-    """TRL's: the mean is over all rows, with a token to train or without. rate: of learning, times that of ours."""
+    """TRL's: the mean is over all rows, with or without a token to train. rate: learning rate, relative to ours."""
     ours = aggregation.row_weights
 
     def theirs(counts_B: Tensor, mode: str, **more: Any) -> Tensor:
@@ -108,7 +109,7 @@ def _all_rows_count(rate: float = 1.0) -> AbstractContextManager[Any]:
 
 
 def _ratio_of_two() -> AbstractContextManager[Any]:
-    """Trinity-RFT's: the ratio that corrects is 2 at most."""
+    """Trinity-RFT's: the correcting ratio is at most 2."""
 
     def theirs(self: kl.CorrectedK3, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
         ratio = (policy_logprobs - old_logprobs).exp().clamp(max=2.0)
@@ -118,7 +119,7 @@ def _ratio_of_two() -> AbstractContextManager[Any]:
 
 
 def _sft_by_token() -> AbstractContextManager[Any]:
-    """TRL's, but for its prompts: SFT's part is a mean over the tokens of all chosen responses."""
+    """TRL's, except for its prompts: the SFT part is a mean over the tokens of all chosen responses."""
     ours = orpo.Orpo.__call__
 
     def theirs(self: orpo.Orpo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -132,7 +133,7 @@ def _sft_by_token() -> AbstractContextManager[Any]:
 
 
 def _sums_over_tokens() -> AbstractContextManager[Any]:
-    """OpenRLHF's: the margin of IPO is of whole responses; beta is 0.1."""
+    """OpenRLHF's: the margin of IPO is over whole responses; beta is 0.1."""
     ours = dpo.Dpo.__call__
 
     def theirs(self: dpo.Dpo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -142,7 +143,9 @@ def _sums_over_tokens() -> AbstractContextManager[Any]:
 
 
 def _sum_of_a_pass() -> AbstractContextManager[Any]:
-    """Trinity-RFT's: a pass is its sum over the width, and weighs as it has rows; so a row weighs as its pass has."""
+    """Trinity-RFT's: a pass is its sum over the width, weighted by its number of rows, so the weight of a row depends
+    on its pass.
+    """
     ours = Algorithm.compute_loss
 
     def theirs(self: Algorithm, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -153,7 +156,7 @@ def _sum_of_a_pass() -> AbstractContextManager[Any]:
 
 
 def _tools_enter() -> AbstractContextManager[Any]:
-    """Trinity-RFT's: what a tool said, between what the policy did, is a step like any other."""
+    """Trinity-RFT's: a tool's output between two actions of the policy is a step like any other."""
     ours = tokens.Gae.compute
 
     def theirs(self: tokens.Gae, inputs: Any) -> Any:
@@ -185,7 +188,7 @@ class Run:
     ours: Both = nullcontext
 
     def measure(self, seed: int) -> tuple[float, float]:
-        """The metric with ours, and with theirs."""
+        """Return the metric with ours and with the peer's formula."""
         found = []
         for formula in (self.ours, self.theirs):
             with formula():
@@ -231,7 +234,7 @@ EMPTY = Run(
 DIFFERENCES: Mapping[str, Run | Exact] = {
     "cispo: 0.28 is the largest weight": Run(
         "cispo loss, epsilon_high 0.28 as a distance",
-        # By plain gradients: Adam divides by their scale.
+        # Plain gradients, because Adam divides by their scale.
         replace(_case("cispo"), lr=0.05, settings=SGD),
         "accuracy",
         _cap,

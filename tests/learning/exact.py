@@ -1,7 +1,8 @@
-"""What a difference to a peer does to a policy of eight words, whose expectations are sums: exact numbers, no samples.
+"""Effect of differences from peers on a policy of eight words, whose expectations are sums: exact numbers without
+sampling.
 
-Float64. The loss of a batch is its expectation over the words, so an estimate's bias is a number and not a guess; what
-samples add is its variance, which is a sum, too. Each function gives (ours, theirs) for a seed.
+Float64. The loss of a batch is its expectation over the words, so the bias of an estimate is exact; the noise of
+sampling is its variance, which is also a sum. Each function returns (ours, the peer's) for a seed.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from rftdask.algorithm import aggregation, kl
 
 WORDS = 8
 FAR = 2.0
-"""Standard deviations, of the logits' own, from what samples to the policy."""
+"""Distance of the sampling policy from the policy, in standard deviations of the logits."""
 Estimate = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""[V] log p of the policy, of what samples, of the reference -> [V] what a token of each word adds to the loss."""
+"""[V] log p of the policy, of the sampling policy and of the reference -> [V] loss of a token of each word."""
 
 
 def corrected_k3(policy_V: Tensor, old_V: Tensor, ref_V: Tensor) -> Tensor:
@@ -26,7 +27,7 @@ def corrected_k3(policy_V: Tensor, old_V: Tensor, ref_V: Tensor) -> Tensor:
 
 
 def bounded_k3(policy_V: Tensor, old_V: Tensor, ref_V: Tensor) -> Tensor:
-    """Trinity-RFT's, whose ratio is 2 at most."""
+    """Trinity-RFT's, whose ratio is at most 2."""
     return (policy_V - old_V).exp().clamp(max=2.0) * kl.K3().per_token(policy_V, ref_V)
 
 
@@ -36,19 +37,19 @@ def kl_of(policy_V: Tensor, ref_V: Tensor) -> Tensor:
 
 
 def kl_of_logits(policy_V: Tensor, ref_V: Tensor) -> Tensor:
-    """The same from logits."""
+    """KL(policy, reference), from logits."""
     return kl_of(policy_V.log_softmax(-1), ref_V.log_softmax(-1))
 
 
 def draw_logits(seed: int, distance: float) -> tuple[Tensor, Tensor, Tensor]:
-    """[V] logits of a policy, of what sampled for it at a distance, and of the reference."""
+    """Draw [V] logits of a policy, of a sampling policy at a distance, and of the reference."""
     draw = torch.Generator().manual_seed(seed)
     ref_V, old_V, step_V = (torch.randn(WORDS, generator=draw, dtype=torch.float64) for _ in range(3))
     return (old_V + distance * step_V).requires_grad_(), old_V, ref_V
 
 
 def bias_and_deviation(estimate: Estimate, seed: int, distance: float) -> tuple[float, float]:
-    """Bias of the gradient by one token, and its standard deviation; both over the norm of the KL's gradient."""
+    """Bias of the gradient of one token, and its standard deviation, both relative to the norm of the KL's gradient."""
     logits_V, old_V, ref_V = draw_logits(seed, distance)
     policy_V, old_V, ref_V = (each_V.log_softmax(-1) for each_V in (logits_V, old_V, ref_V))
     wanted_V = torch.autograd.grad(kl_of(policy_V, ref_V), logits_V, retain_graph=True)[0]
@@ -60,18 +61,19 @@ def bias_and_deviation(estimate: Estimate, seed: int, distance: float) -> tuple[
 
 
 def bias_of_corrected_k3(seed: int) -> tuple[float, float]:
-    """Of the gradient, far away."""
+    """Bias of the gradient at a large distance."""
     return bias_and_deviation(corrected_k3, seed, FAR)[0], bias_and_deviation(bounded_k3, seed, FAR)[0]
 
 
 def deviation_of_corrected_k3(seed: int) -> tuple[float, float]:
-    """Of the gradient by one token, as far away; that of n tokens is less by the root of n."""
+    """Standard deviation of the gradient of one token at that distance; for n tokens, divide it by the root of n."""
     return bias_and_deviation(corrected_k3, seed, FAR)[1], bias_and_deviation(bounded_k3, seed, FAR)[1]
 
 
 def way_back(estimate: kl.KlFn, certainty: float) -> float:
-    """KL from a uniform reference after 100 steps of descent of the expected estimate, each as long as half the clip
-    of the gradient allows; before them one word's logit is above the others' by `certainty`."""
+    """KL from a uniform reference after 100 descent steps on the expected estimate, each as long as half the gradient
+    clip allows. Initially one word's logit exceeds the others by `certainty`.
+    """
     logits_V = torch.zeros(WORDS, dtype=torch.float64)
     logits_V[0] = certainty
     ref_V = torch.zeros(WORDS, dtype=torch.float64).log_softmax(-1)
@@ -84,12 +86,14 @@ def way_back(estimate: kl.KlFn, certainty: float) -> float:
 
 
 def back_from_certainty(seed: int) -> tuple[float, float]:
-    """A word of nearly all the probability: 8 nats above the others, a little more with each seed."""
+    """The same from a policy with nearly all probability on one word: 8 nats above the others, a little more with each
+    seed.
+    """
     return tuple(way_back(each, 8.0 + seed / 2) for each in (kl.K3(), kl.LowVarKl()))  # type: ignore[return-value]
 
 
 def step_of_the_masked(seed: int) -> tuple[float, float]:
-    """Weight of what is trained of a batch of 64 rows of which some are masked, over that of a batch without these."""
+    """Weight of the trained rows of a batch of 64 rows with masked rows, relative to a batch without masked rows."""
     draw = torch.Generator().manual_seed(seed)
     counts_B = torch.randint(1, 9, (64,), generator=draw) * (torch.rand(64, generator=draw) < 0.5)
     weight = {

@@ -1,13 +1,13 @@
-"""A whole run in one process: the package's engine, workflows, batch forming and trainer, without Dask and without a
-process of their own, so that a run of a toy takes seconds and shows what an algorithm learns.
+"""A complete run in one process, with the package's engine, workflows, batches and trainer but without Dask, so that a
+toy run takes seconds and shows what an algorithm learns.
 
     run = Run(tree, (), folder)     # a configuration, as of any run
-    before = run.rollouts()         # of the policy as it is
+    before = run.rollouts()         # of the current policy
     steps = run.train()             # to the last step: the metrics of all steps
     after = run.rollouts()
 
-What the driver does in a run, `Run.explore` does here: before a batch is asked for, the explore steps that it is formed
-from are rolled out with the weights that the sync rules name. Everything else is the code that runs use.
+`Run.explore` replaces the driver: before a batch is requested, it rolls out the explore steps of the batch with the
+weights that the synchronization rules select. Everything else is the code of real runs.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from rftdask.synchronizer.styles import make_sync_rules
 from rftdask.trainer.rank import build_trainer
 
 _PUBLISHED_S = 60.0
-"""Until weights that the trainer has begun to write are there."""
+"""Seconds to wait for weights that the trainer has started to write."""
 
 
 class Run:
-    """A run whose folder lies below `folder`. `engine` is the policy that rolls out, `tokenizer` its tokenizer."""
+    """A run in a subfolder of `folder`. `engine` is the policy that rolls out, `tokenizer` its tokenizer."""
 
     def __init__(self, tree: dict[str, Any], settings: Sequence[str], folder: Path) -> None:
-        """settings: KEY=VALUE, over those of the tree."""
+        """settings: KEY=VALUE, which override those of the tree."""
         torch.set_num_threads(1)
         self.config = config = load_config({**tree, "checkpoint_root_dir": str(folder)}, settings)
         self.storage = open_storage(config.checkpoint_job_dir)
@@ -76,7 +76,7 @@ class Run:
             self._order = make_task_order(self.storage, self._log, config, sizes)
 
     def train(self) -> pd.DataFrame:
-        """Train to `trainer.total_steps`: a line for each step. The engine then has the last weights."""
+        """Train to `trainer.total_steps`. Returns the metrics of each step. The engine then has the last weights."""
         try:
             with MetricsWriter(self.storage, "trainer") as metrics:
                 trainer = build_trainer(
@@ -87,22 +87,22 @@ class Run:
                 ended = trainer.run()
         finally:
             torch.use_deterministic_algorithms(False)
-        if not build_algorithm(self.config).policy_loss_fn.scores_sequences:  # a reward model says nothing
+        if not build_algorithm(self.config).policy_loss_fn.scores_sequences:  # a reward model generates nothing
             self._serve(ended.step)
         return read_metrics(self.storage, "trainer").sort_values("step", ignore_index=True)
 
     def rollouts(self, repeat_times: int = 16) -> list[Experience]:
-        """Rollouts of the evaluation's tasks by the policy as it is; they go into no log."""
+        """Roll out the tasks of the evaluation with the current policy, without logging them."""
         tasks = [self._tasksets[name].task(0, i) for name in self._eval_names for i in range(len(self._tasksets[name]))]
         return self._roll_out(tasks, repeat_times, explore_step=0)
 
     def logprob(self, prompt: str, response: str) -> float:
-        """Log-probability that the policy as it is says all of `response` after `prompt`."""
+        """Return the log-probability under the current policy of the whole `response` after `prompt`."""
         asked, said = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in (prompt, response))
         return sum(self.engine.logprobs([(asked, said)])[0])
 
     def explore(self, step: int) -> None:
-        """Commit the explore steps that the batch of optimizer step `step` is formed from, if they are not there."""
+        """Commit the explore steps of the batch of optimizer step `step` unless they exist."""
         size = self.config.tasks_per_unit
         while self._explored < self._rules.explore_steps_for(step):
             self._explored += 1
@@ -134,16 +134,16 @@ class Run:
             sampling={each.name: sampling_params(each, self.config, max(1, explore_step)) for each in self._sections},
             weights=self._weights,
         )
-        # Not asyncio.run, which takes SIGINT over for each unit, and on the way spells out all that the unit gave.
+        # Not asyncio.run, which takes over SIGINT for each unit and formats everything that the unit returned.
         with closing(asyncio.new_event_loop()) as loop:
             return loop.run_until_complete(unit).experiences
 
     def _serve(self, version: int) -> None:
-        """Load the weights that the trainer published, or saved where it publishes none."""
+        """Load the weights that the trainer published, or saved if it publishes none."""
         if version == self._weights.version:
             return
         published, deadline = None, time.monotonic() + _PUBLISHED_S
-        while published is None and time.monotonic() < deadline:  # the trainer writes them beside its next steps
+        while published is None and time.monotonic() < deadline:  # the trainer writes them during its next steps
             published = read_published(self.storage, version)
             published = published or read_checkpoint_weights(self.storage, f"global_step_{version}")
             time.sleep(0.0 if published is not None else 0.01)
@@ -156,7 +156,7 @@ class Run:
 
 
 class _Exploring(BatchSource):
-    """The trainer's source; whoever asks for an entry has the rollouts for it made first."""
+    """The trainer's source, which rolls out the rollouts of an entry before it returns the entry."""
 
     def __init__(self, source: BatchSource, explore: Callable[[int], None]) -> None:
         self._source, self._explore = source, explore

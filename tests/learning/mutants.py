@@ -1,16 +1,16 @@
-"""Break each loss and advantage in one place, at run time, and see its case cross a bound.
+"""Break each loss and advantage in one place, at run time, and check that its case violates a bound.
 
     python -m tests.learning.mutants [NAME...] [--seed 0]
 
-A line for each mutant: what was broken, in which case, and the metric that shows it. Exit code 1 if one survives: then
-nothing asks whether that part does what it says. What the mutants do is below; no file changes.
+Prints one line per mutant: the broken part, the case, and the metric that shows it. The exit code is 1 if a mutant
+survives, because then no test checks that part. No file changes. The mutations:
 
 - sign: the loss, or every advantage, times -1.
-- baseline: what is taken off the rewards (the mean of the task, the greedy rollout, the critic's value) is 0.
+- baseline: the baseline of the rewards (the mean of the task, the greedy rollout, the critic's value) is 0.
 - coefficient: the KL costs nothing.
-- clip: the bound on how far the policy moves from what sampled is taken away.
-- schedule: its beginning or its end holds all along; the hard tasks come first.
-- mask: what is not to be trained is trained.
+- clip: no bound on the distance of the policy from the sampling policy.
+- schedule: its start or its end value throughout, or hard tasks first.
+- mask: masked tokens are trained.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from rftdask.algorithm import entropy, kl, selectors
 from rftdask.algorithm.advantages import group, tokens, turns
-from rftdask.algorithm.losses.imitation import jsd, mix, mix_chord, sft, sft_is, sft_phi
+from rftdask.algorithm.losses.imitation import jsd, mix, mix_chord, sft, sft_is
 from rftdask.algorithm.losses.preference import bradley_terry, dpo, kto, orpo, simpo
 from rftdask.algorithm.losses.ratio import decoupled_ppo, dppo, gspo, importance_sampling, m2po, ppo, sapo
 from rftdask.algorithm.losses.reinforce import cispo, opmd, rec, sppo, topr, vespo
@@ -36,8 +36,8 @@ from tests.learning.cases import CASES, crossed, learn
 
 FREE = {"clip_range": 1.0, "clip_range_low": 1.0, "clip_range_high": 1e9}
 
-# Class -> its case, and the arguments that take its clip away: none where the bound is soft (sapo, cispo), or does not
-# act in the one update of a batch (decoupled_ppo).
+# Class -> its case, and the arguments that remove its clip: None if the bound is soft (sapo, cispo) or has no effect on
+# the only update of a batch (decoupled_ppo).
 LOSSES: Mapping[type, tuple[str, Mapping[str, Any]]] = {
     ppo.Ppo: ("grpo", FREE | {"clip_ratio_c": None}),
     gspo.Gspo: ("gspo", FREE),
@@ -57,7 +57,7 @@ LOSSES: Mapping[type, tuple[str, Mapping[str, Any]]] = {
     mix_chord.MixChord: ("mix_chord", {}),
     sft.Sft: ("sft", {}),
     sft_is.SftIs: ("sft-sft_is", {}),
-    sft_phi.SftPhi: ("sft-sft_phi", {}),
+    sft_is.SftPhi: ("sft-sft_phi", {}),
     dpo.Dpo: ("dpo", {}),
     kto.Kto: ("kto", {}),
     orpo.Orpo: ("orpo", {}),
@@ -65,7 +65,7 @@ LOSSES: Mapping[type, tuple[str, Mapping[str, Any]]] = {
     bradley_terry.BradleyTerry: ("reward_model", {}),
 }
 
-# Class -> its case, and the module whose baseline it takes.
+# Class -> its case, and the module of the baseline that is removed.
 ADVANTAGES: Mapping[type, tuple[str, Any]] = {
     group.Grpo: ("grpo", group),
     group.Rloo: ("rloo", group),
@@ -87,7 +87,7 @@ ADVANTAGES: Mapping[type, tuple[str, Any]] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One broken place; `broken` is in effect within its context."""
+    """A mutation; `broken` applies it within its context."""
 
     name: str
     case: str
@@ -195,7 +195,7 @@ def _one_coefficient(name: str) -> AbstractContextManager[Any]:
 
 
 def mutants() -> Iterator[Mutant]:
-    """All of them."""
+    """Return all mutants."""
     for cls, (case, loose) in LOSSES.items():
         yield Mutant(f"{cls.__name__}: sign", case, lambda cls=cls: _sign_of_loss(cls))
         if loose:
@@ -226,12 +226,12 @@ def mutants() -> Iterator[Mutant]:
 
 
 def killed_by(mutant: Mutant, seed: int) -> list[str]:
-    """The bounds that the mutant crosses in its case; [] if it survives."""
+    """Return the bounds that the mutant violates in its case; [] if it survives."""
     case = next(case for case in CASES if case.name == mutant.case)
     with mutant.broken():
         try:
             return crossed(case, learn(case, seed).after)
-        except Exception as error:  # training broke down, which nobody overlooks
+        except Exception as error:  # training failed, which is always noticed
             return [f"{case.name}: {type(error).__name__}: {str(error).splitlines()[0][:80]}"]
 
 

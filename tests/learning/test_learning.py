@@ -1,8 +1,8 @@
-"""Every algorithm type learns what it is for: a toy, through engine, workflows, batches and trainer, in this process.
+"""Promise: every algorithm type learns its toy through engine, workflows, batches and trainer, in this process.
 
-A bound that is crossed names the metric; `python -m tests.learning NAME` prints what was measured. That the bounds see
-what is broken is shown by mutants: some of them here, all of them by `python -m tests.learning.mutants`.
-RFTDASK_LEARNING_SEEDS ("0") names the seeds, such as "0,1,2".
+A violated bound names the metric; `python -m tests.learning NAME` prints the measurements. Mutants show that the bounds
+detect errors: some of them here, all of them in `python -m tests.learning.mutants`. RFTDASK_LEARNING_SEEDS ("0") names
+the seeds, such as "0,1,2".
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_a_mutant_crosses_a_bound(mutant: Mutant) -> None:
     assert killed_by(mutant, seed=0) != []
 
 
-def test_every_row_that_differs_from_a_peer_has_a_number_that_shows_it() -> None:
+def test_every_difference_from_a_peer_has_a_number() -> None:
     rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| differs \|", PAGE, re.MULTILINE)
     assert len(rows) > 10
     assert set(rows) == {difference.row for difference in DIFFERENCES.values()}
@@ -67,25 +67,25 @@ def test_the_weight_of_a_row_does_not_depend_on_masked_ones() -> None:
     assert theirs < 0.6
 
 
-def test_a_kl_estimate_without_a_bound_is_unbiased_and_the_bounded_one_has_less_variance() -> None:
+def test_an_unbounded_kl_is_unbiased_and_a_bounded_one_steadier() -> None:
     (exactly, biased), (more, less) = exact.bias_of_corrected_k3(0), exact.deviation_of_corrected_k3(0)
     assert exactly == pytest.approx(0.0, abs=1e-12)
     assert biased > 0.1
     assert less < more
 
 
-def test_the_gradient_that_estimates_are_compared_with_is_that_of_finite_differences() -> None:
+def test_the_reference_gradient_equals_finite_differences() -> None:
     assert torch.autograd.gradcheck(exact.kl_of_logits, exact.draw_logits(0, exact.FAR)[::2])
 
 
-def test_an_estimate_that_is_bounded_does_not_bring_a_far_policy_back() -> None:
+def test_a_bounded_estimate_does_not_recover_a_far_policy() -> None:
     ours, theirs = exact.back_from_certainty(seed=0)
     assert ours < 1e-3
     assert theirs > 1.0
 
 
 @pytest.mark.parametrize("num_rows", (64, 8))
-def test_what_is_learned_does_not_depend_on_the_cut_into_passes(num_rows: int) -> None:
+def test_learning_does_not_depend_on_the_division_into_passes(num_rows: int) -> None:
     ours, theirs = DIFFERENCES[f"token-sum-norm: passes of {num_rows} rows"].measure(0)
     assert ours > 0.9
     assert theirs < 0.5

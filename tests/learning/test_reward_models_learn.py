@@ -1,4 +1,4 @@
-"""A reward model tells apart what it has not seen, and what it says is learned."""
+"""Promises: a reward model ranks unseen pairs, and a policy learns from its scores."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def words_in_order(dice: random.Random, words: list[str], count: int) -> list[tu
     return list(itertools.islice(((x, y) for x, y in pairs if x.count("a") != y.count("a")), count))
 
 
-def test_a_reward_model_tells_responses_apart_that_it_has_not_seen(tmp_path: Path) -> None:
-    """Of two words of a and b the one with more a is preferred; words of the held-out pairs are in no other."""
+def test_a_reward_model_ranks_unseen_responses(tmp_path: Path) -> None:
+    """The word with more a is preferred; the words of the held-out pairs are in no other pair."""
     words = ["".join(letters) for letters in itertools.product("ab", repeat=7)]
     random.Random(0).shuffle(words)
     train, held_out = (words_in_order(random.Random(1), part, 64) for part in (words[:96], words[96:]))
@@ -51,7 +51,7 @@ def test_a_reward_model_tells_responses_apart_that_it_has_not_seen(tmp_path: Pat
     assert sum(right) > 0.9 * len(right)
 
 
-def test_what_a_reward_model_says_is_learned(tmp_path: Path) -> None:
+def test_a_policy_learns_from_a_reward_model(tmp_path: Path) -> None:
     _, model = trained(tmp_path, toys_of(0) / "pairs.jsonl", steps=60)
     tree = config_of(Case("grpo", toy="echo"), 0, toys_of(0))
     scored = {"default_workflow_type": "simple_workflow", "default_reward_fn_type": "reward_model"}

@@ -1,21 +1,22 @@
-"""The toys: tasks that a person solves at a glance, and a policy of some thousand weights with bad habits.
+"""The toys: tasks that a person solves at a glance, and a policy with a few thousand weights and bad habits.
 
-- echo       "c:" is to be answered with "c" first of all. The policy knows, and says the next letter more often; it
-             repeats what it says, up to four times.
-- gifts      echo, and every second task pays 4 more whatever is said: what its rollouts share teaches nothing.
+- echo       Answer "c:" with "c" first. The policy can, but prefers the next letter; it repeats its answer up to
+             four times.
+- gifts      echo, and every second task pays 4 more for any answer: the common part of the rewards teaches nothing.
 - debts      echo, and every task costs a half: the reward of a wrong answer is negative.
-- unpaid     echo, and nobody pays: no reward tells what is right.
-- unheard    "C:" is to be answered with "#", which the policy never says: no rollout of it is worth anything.
-- corridor   "x2>" is cell 2 of the cells 1 to 3 of corridor x, which has its exit at one end. A walk begins in the
-             middle and has five turns; the policy says l or r in each, the wrong one more often. Two corridors pay 16
-             more however the walk ends.
-- stairs     "x4>" is stair 4 of six, by the name of a corridor with its exit to the right: r leads one stair down, and
-             whoever says something else falls. Only the ground pays, and tasks begin on every stair: from high up next
-             to nobody gets there before the step is known. `low` is the larger the lower.
-- tool       "x2>" of the corridor is to be answered with its right step, r or l; then a tool talks for eleven letters,
-             in the same row, and the policy may say one letter more, which nobody looks at.
+- unpaid     echo without rewards.
+- unheard    Answer "C:" with "#", which the policy never samples: no rollout has a reward.
+- corridor   "x2>" is cell 2 of the cells 1 to 3 of corridor x, which has its exit at one end. A walk starts in the
+             middle and has five turns; the policy samples l or r in each, the wrong one more often. Two corridors pay
+             16 more for any walk.
+- stairs     "x4>" is stair 4 of six, with the name of a corridor whose exit is on the right: r leads one stair down,
+             and anything else is a fall. Only the ground pays, and tasks start on every stair: from a high stair the
+             policy never arrives before it knows the step. `low` is larger for lower stairs.
+- tool       Answer "x2>" of the corridor with its right step, r or l; then a tool adds eleven letters to the same
+             row, and the policy may sample one more letter, which does not count.
 
-What is shown (sft), compared (dpo) or read (cpt) are echo's right answers. The teacher is a policy that knows them.
+Demonstrations (sft), comparisons (dpo) and texts (cpt) are echo's right answers. The teacher is a policy that knows
+them.
 """
 
 from __future__ import annotations
@@ -43,26 +44,26 @@ EXITS = {"w": 1, "x": 3, "y": 1, "z": 3}
 GIFT = 4.0
 STAIRS = 6
 TALK = "." * 10 + ":"
-"""What a tool says."""
+"""Output of the tool."""
 CLIMBS = 16
-"""Times that a task comes in a run, all of which is one epoch."""
+"""Times that a task occurs in a run, all in one epoch."""
 LONG = 12
 """Letters of a long answer."""
 NOISE = ("mkqs", "tnvy", "pzow", "jiul", "yknt", "suqm", "owzp", "lvij")
-"""What stands before the question of a long one."""
+"""Text before the question of a long answer."""
 CORRECT_SHARE = {"echo": 0.3, "unheard": 0.3, "corridor": 0.3}
-"""Of what the policy says before it learns."""
+"""Probabilities of the policy before it learns."""
 WARM_UP_STEPS = 200
 
 
 def after(letter: str) -> str:
-    """The next letter, which the policy confuses it with."""
+    """Return the next letter, which the policy confuses with this one."""
     return LETTERS[(LETTERS.index(letter) + 1) % len(LETTERS)]
 
 
 @workflow("echo", in_process=True)
 async def echo(task: Task, model: PolicyModel) -> Reward:
-    """1 for the right first letter, and what the task pays in any case."""
+    """Return 1 for the right first letter, plus the task's fixed payment."""
     said = (await model.generate(task.prompt)).text
     right = float(said[:1] == task.truth)
     return Reward(right * task.row.get("pay", 1.0) + task.row["gift"], {"accuracy": right, "length": float(len(said))})
@@ -70,7 +71,7 @@ async def echo(task: Task, model: PolicyModel) -> Reward:
 
 @workflow("corridor", in_process=True)
 async def corridor(task: Task, model: PolicyModel) -> Reward:
-    """1 at the exit, less a tenth for each turn, and what the task pays in any case."""
+    """Return 1 at the exit, minus a tenth per turn, plus the task's fixed payment."""
     at, steps, out = 2, [], int(task.truth)
     while at != out and len(steps) < 5:
         said = (await model.generate(f"{task.prompt}{at}>")).text[:1]
@@ -83,7 +84,7 @@ async def corridor(task: Task, model: PolicyModel) -> Reward:
 
 @workflow("stairs", in_process=True)
 async def stairs(task: Task, model: PolicyModel) -> Reward:
-    """1 for who gets to the ground."""
+    """Return 1 on the ground."""
     at = task.row["start"]
     while at and (await model.generate(f"{task.prompt}{at}>")).text[:1] == "r":
         at -= 1
@@ -92,7 +93,7 @@ async def stairs(task: Task, model: PolicyModel) -> Reward:
 
 @workflow("tool", in_process=True)
 async def tool(task: Task, model: PolicyModel) -> Reward:
-    """1 for the right first letter, after which a tool talks and the policy may say one letter more."""
+    """Return 1 for the right first letter, after which a tool adds text and the policy may sample one more letter."""
     asked = f"{task.prompt}2>"
     said = (await model.generate(asked, max_tokens=1)).text[:1]
     right = float(said == ("r" if task.truth == "3" else "l"))
@@ -101,7 +102,7 @@ async def tool(task: Task, model: PolicyModel) -> Reward:
 
 
 def write_tables(folder: Path) -> None:
-    """Every dataset of the toys as NAME.jsonl."""
+    """Write every dataset of the toys as NAME.jsonl."""
     right = [(f"{letter}:", letter) for letter in LETTERS]
     starts = [
         {"prompt": name, "response": "", "start": start, "low": STAIRS - start}
@@ -124,7 +125,7 @@ def write_tables(folder: Path) -> None:
         "pairs": [
             {"prompt": asked, "chosen": said, "rejected": after(said)} for asked, said in right
         ],
-        # Every second pair is a long one: sixteen times its letter, or the next one, after four letters of noise.
+        # Every second pair is long: sixteen times its letter, or the next one, after four letters of noise.
         "lengths": [
             {"prompt": asked, "chosen": said, "rejected": after(said)} for asked, said in right
         ] + [
@@ -132,7 +133,7 @@ def write_tables(folder: Path) -> None:
             for (asked, said), noise in zip(right, NOISE, strict=True)
         ],
         "text": [{"prompt": asked + said} for asked, said in right],
-        # Two questions in one chat. The user begins the second one with "?", which is not the policy's to say.
+        # Two questions in one chat. The user starts the second one with "?", which the policy must not learn.
         "chats": [
             {
                 "messages": [
@@ -151,7 +152,7 @@ def write_tables(folder: Path) -> None:
 
 
 def say(dice: random.Random, knows: bool) -> tuple[str, str]:
-    """A prompt of one of the toys and what the policy says to it before it learns, or one that `knows`."""
+    """Return a prompt of a toy and the policy's answer before it learns, or that of a policy that `knows`."""
     toy = dice.choice(["echo", "echo", "unheard", "corridor"])
     right = knows or dice.random() < CORRECT_SHARE[toy]
     if toy == "corridor":
@@ -166,7 +167,9 @@ def say(dice: random.Random, knows: bool) -> tuple[str, str]:
 
 
 def build_policy(folder: Path, seed: int, *, knows: bool = False, experts: bool = False) -> None:
-    """Write a tiny model that speaks as `say`; a second or two. experts: a mixture, two of eight a token."""
+    """Write a tiny model that answers as `say`; takes a second or two. experts: a mixture, two of eight experts per
+    token.
+    """
     if experts:
         save_tiny_mixture(folder, seed)
     else:

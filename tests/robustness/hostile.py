@@ -1,7 +1,7 @@
-"""What every command owes whoever mistypes, and the tables of mistakes that tests/robustness tries.
+"""Rules for every command on invalid input, and the tables of mistakes that tests/robustness tries.
 
-A mistake that the user can mend is exit code 2 and one message that begins with "error: ", names the key, file or
-option, and shows no traceback and no raw control character. Nothing is explored or trained, no file changes.
+A mistake that the user can fix gives exit code 2 and one message that begins with "error: ", names the key, file or
+option, and contains no traceback and no raw control character. Nothing is explored or trained, and no file changes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 from tests.integration.run_cases import Ended, call_cli, num_shards, num_steps, run_folder
 
 LONGEST_MESSAGE = 6_000
-"""Characters: what a person still reads. A message does not repeat a value of megabytes."""
+"""Maximum characters of a readable message. A message must not repeat a value of megabytes."""
 
 
 def assert_mendable(ended: Ended, *words: str) -> str:
-    """The message of a command that was to refuse; each of `words` stands in it."""
+    """Return the message of a command that had to refuse; it must contain each of `words`."""
     assert ended.code == 2, ended
     text = ended.err
     assert re.search(r"(?mi)^error: |^[│╭] ?Error|^Usage: ", text), text
@@ -29,7 +29,7 @@ def assert_mendable(ended: Ended, *words: str) -> str:
 
 
 def refused_run(config: Path, *overrides: str, words: tuple[str, ...] = ()) -> str:
-    """The message of `rftdask run`, which must refuse before anything starts."""
+    """Return the message of `rftdask run`, which must refuse before anything starts."""
     before = {path: path.read_bytes() for path in config.parent.iterdir() if path.is_file()}
     text = assert_mendable(call_cli("run", str(config), *overrides), *words)
     assert num_shards(run_folder(config)) == num_steps(run_folder(config)) == 0

@@ -1,4 +1,6 @@
-"""A command that is mistyped, or given a run that is none or is damaged, says so in one message with the right code."""
+"""Promise: a mistyped command, or one given a folder that is not a run or is damaged, reports it in one message with
+the right exit code.
+"""
 
 import json
 import os
@@ -81,12 +83,16 @@ NO_RUNS: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("command", READERS)
 @pytest.mark.parametrize("make", NO_RUNS.values(), ids=NO_RUNS.keys())
 @pytest.mark.timeout(120)
-def test_what_is_no_run_is_refused_by_its_name(command: str, make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused_by_its_name(
+    command: str, make: Callable[[Path], None], tmp_path: Path
+) -> None:
     make(tmp_path / "no_run")
     before = sorted(tmp_path.rglob("*"))
     ended = ask(command, tmp_path / "no_run", tmp_path)
-    if (tmp_path / "no_run" / "run.json").exists():  # then it is damage, which is a failure and nobody's mistake
-        assert ended.code in (1, 2), ended  # `logs` of a local folder reads no run.json, and finds no log
+    if (
+        tmp_path / "no_run" / "run.json"
+    ).exists():  # otherwise the file is damaged, which is a failure rather than a user error
+        assert ended.code in (1, 2), ended  # `logs` of a local folder does not read run.json, and finds no log
         ended = replace(ended, code=2)
     assert_mendable(ended, "no_run")
     assert sorted(tmp_path.rglob("*")) == before, "a command that refuses leaves nothing behind"
@@ -143,7 +149,7 @@ MISTYPED = {
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a run that ended."""
+    """The configuration of a run that has ended."""
     config = write_config(tmp_path_factory.mktemp("finished"))
     finish(config)
     return config
@@ -239,7 +245,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 @pytest.mark.timeout(120)
-def test_a_damaged_run_is_told_and_never_a_traceback(
+def test_a_damaged_run_is_reported_without_a_traceback(
     damage: Callable[[Path], None], finished: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(run_folder(finished), tmp_path / "run", symlinks=True)

@@ -1,5 +1,6 @@
-"""A disk that is full, read-only or of another user: one line says what, where and what to do, nothing is half visible;
-once that is mended the same command goes on to the same bits. The disks are real: small file systems in memory.
+"""A disk that is full, read-only or owned by another user. Promises: one line reports what, where and what to do; no
+file is partly visible; after a fix the same command resumes to the same bits. The disks are real: small file systems
+in memory.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ NOBODY = 65534
 
 
 class Disk:
-    """A file system of its own in a folder."""
+    """A file system mounted in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.filler = folder / ".tmp-filler"  # hidden, as an unfinished write is
+        self.filler = folder / ".tmp-filler"  # hidden, like an unfinished write
 
     def fill(self) -> None:
         with self.filler.open("wb", buffering=0) as file:
@@ -69,7 +70,7 @@ class Disk:
 
 @pytest.fixture
 def make_disk() -> Iterator[Callable[..., Disk]]:
-    """Mounts a disk of so many KiB at a folder; it is gone when the test ends."""
+    """Mount a disk of the given KiB at a folder; it is unmounted after the test."""
     made: list[Path] = []
 
     def make(folder: Path, kib: int, *, full: bool = True) -> Disk:
@@ -98,10 +99,12 @@ def files_in(folder: Path) -> set[Path]:
 
 
 @pytest.mark.parametrize("place", ["ledger/main", "weights/3", "global_step_4", "global_step_4/actor", ""])
-def test_a_trainer_whose_disk_is_full_says_so_and_goes_on_to_the_same_bits(
+def test_a_trainer_on_a_full_disk_reports_it_and_resumes(
     place: str, make_disk: Callable[..., Disk], tmp_path: Path
 ) -> None:
-    """Ledger, weights, checkpoint and its files, and the pointer, which is in the folder itself."""
+    """The full disk holds the ledger, weights, checkpoint and its files, or the pointer, which is in the folder
+    itself.
+    """
     plain, run = open_storage(tmp_path / "plain"), open_storage(tmp_path / "run")
     fill_log(plain, 5)
     make_trainer(plain).run()
@@ -158,9 +161,7 @@ def test_logs_that_do_not_fit_end_nothing_and_fill_no_terminal(
     assert capsys.readouterr().err == "WARNING driver: a thing to know\n"
 
 
-def test_what_a_process_raises_arrives_also_when_its_log_does_not_fit(
-    make_disk: Callable[..., Disk], tmp_path: Path
-) -> None:
+def test_an_error_arrives_even_if_its_log_does_not_fit(make_disk: Callable[..., Disk], tmp_path: Path) -> None:
     disk = make_disk(tmp_path / "log", 4)
     log = disk.folder / "refused.log"
     child = Child(
@@ -176,9 +177,7 @@ def test_what_a_process_raises_arrives_also_when_its_log_does_not_fit(
         child.close()
 
 
-def test_a_lease_whose_disk_is_full_is_given_back_when_its_process_ends(
-    make_disk: Callable[..., Disk], tmp_path: Path
-) -> None:
+def test_a_lease_on_a_full_disk_ends_with_its_process(make_disk: Callable[..., Disk], tmp_path: Path) -> None:
     disk = make_disk(tmp_path / "run", 64, full=False)
     lease = Lease(open_storage(disk.folder), "trainer")
     disk.fill()
@@ -186,9 +185,7 @@ def test_a_lease_whose_disk_is_full_is_given_back_when_its_process_ends(
 
 
 @pytest.mark.slow
-def test_a_run_whose_disk_fills_up_ends_with_one_line_and_goes_on_to_the_same_bits(
-    make_disk: Callable[..., Disk], tmp_path: Path
-) -> None:
+def test_a_run_on_a_full_disk_ends_with_one_line_and_resumes(make_disk: Callable[..., Disk], tmp_path: Path) -> None:
     settings = ("explorer.eval_interval=100",)
     plain, config = write_config(tmp_path / "plain"), write_config(tmp_path / "full")
     finish(plain, *settings)
@@ -203,7 +200,8 @@ def test_a_run_whose_disk_fills_up_ends_with_one_line_and_goes_on_to_the_same_bi
     assert str(folder) in ended.err and FULL in ended.err, ended
     assert "restarts" not in ended.out and "runs again" not in ended.out, "no try could have helped"
     again = call_cli("run", str(config), *settings)
-    # What is written first does not fit; or the last that the run removed has left room for that, not for weights.
+    # Either the first write does not fit, or the files that the run removed last freed space for it but not for
+    # weights.
     assert again.code == 2 and again.err.count("\n") == 1 and "free some space" in again.err, again
     disk.free()
     finish(config, *settings)
@@ -211,7 +209,7 @@ def test_a_run_whose_disk_fills_up_ends_with_one_line_and_goes_on_to_the_same_bi
     assert final_weights(folder) == final_weights(run_folder(plain))
 
 
-# ---- read-only, or another user's
+# ---- read-only, or owned by another user
 
 
 @pytest.fixture
@@ -227,7 +225,7 @@ def shared() -> Iterator[Path]:
 
 
 def call_as_another(*arguments: str) -> Ended:
-    """`rftdask` as a user who owns none of the files: nobody where tests run as root, else who runs them."""
+    """Run `rftdask` as a user who owns none of the files: nobody if tests run as root, otherwise the current user."""
     if os.geteuid() != 0:
         return call_cli(*arguments)
     groups = os.getgroups()
@@ -266,7 +264,7 @@ LOCKED: dict[str, tuple[str, int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("place", "mode", "words"), LOCKED.values(), ids=LOCKED.keys())
-def test_what_this_user_may_not_read_or_write_is_told_before_anything_starts(
+def test_files_without_permission_are_reported_at_the_start(
     place: str, mode: int, words: tuple[str, ...], shared: Path, toy_model: Path
 ) -> None:
     settings = []
@@ -278,7 +276,7 @@ def test_what_this_user_may_not_read_or_write_is_told_before_anything_starts(
         settings += ["explorer.rollout_model.engine_type=transformers"]
     if place.startswith("plugins"):
         settings = [f"explorer.plugin_dirs=[{shared}/plugins]"]
-    sound = call_cli("validate", str(shared / "config.yaml"), *settings, "--data")  # imports what root alone may read
+    sound = call_cli("validate", str(shared / "config.yaml"), *settings, "--data")  # imports that only root can read
     assert rftdask.driver.experiment and sound.code == (2 if place.startswith("plugins") else 0), sound
     shutil.rmtree(shared / "runs" / "rftdask")
     lock(shared / place, mode)

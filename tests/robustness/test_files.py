@@ -1,4 +1,4 @@
-"""A file that is torn, strange, or not what its name says is refused by its name, before anything starts."""
+"""Promise: a torn, unusual or misnamed file is refused by its name before anything starts."""
 
 import gzip
 import json

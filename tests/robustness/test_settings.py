@@ -1,4 +1,4 @@
-"""A setting that makes no sense is refused by its name, before anything starts."""
+"""Promise: an invalid setting is refused by its name before anything starts."""
 
 from pathlib import Path
 
@@ -230,13 +230,15 @@ def test_a_word_that_means_nothing_is_refused(config: Path, setting: str, word: 
     assert_mendable(call_cli("run", str(config), setting), word)
 
 
-def test_every_mistake_is_told_at_once(config: Path) -> None:
+def test_every_mistake_is_reported_at_once(config: Path) -> None:
     settings = ("seed=-1", "trainer.total_steps=0", "algorithm.policy_loss_fn=ppoo", "model.top_p=2")
     assert_mendable(call_cli("run", str(config), *settings), *(setting.split("=")[0] for setting in settings))
 
 
 @pytest.mark.parametrize("command", ["validate", "run"])
-def test_bubblewrap_is_refused_where_there_is_none(config: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bubblewrap_is_refused_if_it_is_not_installed(
+    config: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(config.parent))
     ended = call_cli(command, str(config), "explorer.sandbox.bubblewrap=true")
     assert_mendable(ended, "explorer.sandbox.bubblewrap: there is no bwrap here", "install the package bubblewrap")

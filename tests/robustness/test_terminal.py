@@ -1,4 +1,4 @@
-"""Whatever tasks, models, names and files say, a terminal obeys none of it, and is shown no secret."""
+"""Promise: no text from tasks, models, names or files controls the terminal, and no secret is displayed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECRET = "hf_abcdefghijklmnopqrstuvwxyz"
 
 
 def assert_shown_safely(text: str, *words: str) -> None:
-    """No raw control character, but for those that end lines; markup and the plain parts are there as they were."""
+    """Assert that only line ends remain as control characters, and that markup and the plain parts are unchanged."""
     raw = re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]", text)
     assert not raw, (raw, text)
     assert SECRET not in text
@@ -57,7 +57,7 @@ def test_progress_and_notes_are_text(capsys: pytest.CaptureFixture[str], monkeyp
     assert_shown_safely(out.getvalue(), "\\x1b[2J", "[bold red]b[/]")
     terminal = TerminalView(safe_console())
     terminal.note(f"{HOSTILE} {SECRET}")
-    terminal._console.print(HOSTILE, markup=False)  # whoever forgets is caught by the console
+    terminal._console.print(HOSTILE, markup=False)  # the console also escapes text that a caller did not escape
     assert_shown_safely(capsys.readouterr().out, "\\x1b[2J", "[bold red]b[/]")
 
 
@@ -95,7 +95,7 @@ MISTYPED = {
 
 @pytest.mark.parametrize("words", MISTYPED.values(), ids=MISTYPED.keys())
 @pytest.mark.timeout(120)
-def test_a_mistake_is_told_without_being_obeyed(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_control_characters_in_mistakes_are_not_obeyed(words: tuple[str, ...], tmp_path: Path) -> None:
     config = str(write_config(tmp_path))
     ended = call_cli(*(word.replace("CONFIG", config) for word in words))
     assert ended.code in (1, 2), ended
@@ -105,7 +105,7 @@ def test_a_mistake_is_told_without_being_obeyed(words: tuple[str, ...], tmp_path
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run whose names, tasks and answers are hostile, and what `rftdask run` printed beside it."""
+    """The folder of a run whose names, tasks and answers are hostile, and the output of `rftdask run`."""
     folder = tmp_path_factory.mktemp("hostile")
     config = write_config(folder)
     tree = yaml.safe_load(config.read_text())
@@ -143,7 +143,7 @@ READERS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_no_command_obeys_what_a_run_says(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_in_a_run_are_not_obeyed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run.parents[2]
     assert_shown_safely((folder / "printed").read_text())
     with (run / "log" / "driver.log").open("a") as log:
@@ -160,7 +160,7 @@ def test_no_command_obeys_what_a_run_says(run: Path, tmp_path: Path, monkeypatch
         ended = call_cli(*(places.get(word, word) for word in words))
         assert ended.code in (0, 1, 2) and "Traceback" not in ended.err, (name, ended)
         assert_shown_safely(ended.out + ended.err)
-    # For programs nothing is changed.
+    # Output for programs is unchanged.
     assert "\x1b[2J" in call_cli("experiences", str(run), "--csv", "--sql", "select * from experiences").out
     assert os.listdir(tmp_path)
 
@@ -194,9 +194,9 @@ __main__.main()
 """
 
 
-# Of the first, shells say 130, too.
+# After the first signal, shells report 130 as well.
 @pytest.mark.parametrize(("program", "code"), [(SLOW_IMPORT, -signal.SIGINT), (SLOW_COMMANDS, 130)])
-def test_ctrl_c_while_the_command_is_imported_or_made_is_no_traceback(program: str, code: int) -> None:
+def test_ctrl_c_during_import_prints_no_traceback(program: str, code: int) -> None:
     with RunProcess(program=("-c", program)) as command:
         assert command.process.stdout is not None
         command.process.stdout.readline()

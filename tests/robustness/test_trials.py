@@ -1,6 +1,8 @@
-"""A workflow or reward that cannot work is told in one message before anything starts: it is tried on the first row.
+"""Promise: a workflow or reward that cannot work is reported in one message before anything starts, by a trial on the
+first row.
 
-What may be the fault of the answer alone is a warning, and what is not installed on a login node is said there.
+An error that may only be caused by the trial's answer is a warning. On a login node, parts that are not installed are
+reported as unchecked.
 """
 
 import json
@@ -76,10 +78,10 @@ def config(tmp_path: Path) -> Path:
 
 
 def own(config: Path, key: str, source: str) -> tuple[str, ...]:
-    """Settings that name the function `scored` of a plug-in folder."""
+    """Return settings that name the function `scored` in a plug-in folder."""
     folder = config.parent / "plugins"
     folder.mkdir()
-    name = f"plugin_{abs(hash((config, source)))}"  # a module is imported once in a process
+    name = f"plugin_{abs(hash((config, source)))}"  # a process imports a module only once
     (folder / f"{name}.py").write_text(HEAD + source + "\n")
     return f"explorer.plugin_dirs=[{folder}]", f"{TASKSET}.{key}={name}.scored"
 
@@ -139,7 +141,7 @@ def test_what_may_be_the_answers_fault_is_a_warning(
     assert warning.levelno == logging.WARNING and "scored: tried on row 0 of taskset_0" in warning.message
 
 
-def test_what_is_not_on_a_login_node_is_said_to_be_unchecked(config: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_missing_on_a_login_node_are_unchecked(config: Path, caplog: pytest.LogCaptureFixture) -> None:
     for source in ("import no_such_package", "def scored(response, truth, task):\n    import no_such_package"):
         caplog.clear()
         shutil.rmtree(config.parent / "plugins", ignore_errors=True)
@@ -158,9 +160,7 @@ def test_each_of_the_rows_ways_is_tried(config: Path) -> None:
     refused_run(config, *ways, words=("tried on row 2 of taskset_0",))
 
 
-def test_what_a_script_defines_is_refused_also_if_it_says_that_it_runs_in_process(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_functions_of_a_script_cannot_run_in_process(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def scored(response: str, truth: str, task: Task) -> float:
         return 1.0
 
@@ -204,7 +204,7 @@ def test_a_trial_that_never_ends_is_broken_off(config: Path, mode: str, caplog: 
 
 
 @pytest.mark.parametrize("missing", ["a loss", "an engine"])
-def test_a_part_that_is_not_on_a_login_node_is_said_to_be_unchecked(
+def test_plugins_missing_on_a_login_node_are_unchecked(
     config: Path, missing: str, toy_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = config.parent / "plugins"
@@ -226,12 +226,12 @@ def test_a_part_that_is_not_on_a_login_node_is_said_to_be_unchecked(
     assert "not checked here" in caplog.text and word in caplog.text
 
 
-def test_validate_on_a_login_node_says_what_it_has_not_checked(config: Path) -> None:
+def test_validate_on_a_login_node_lists_unchecked_parts(config: Path) -> None:
     settings = own(config, "default_reward_fn_type", "import no_such_package")
     for more in ((), ("--data",)):
         ended = call_cli("validate", str(config), *settings, *more)
         assert ended.code == 2 and "no_such_package" in ended.err
         ended = call_cli("validate", str(config), *settings, "cluster.type=slurm", *more)
         assert ended.code == 0, ended
-        if not more:  # the other is logged, which pytest has taken
+        if not more:  # the other message is logged, and pytest has captured it
             assert ended.err.count("not checked here, and checked where the run starts:") == 1

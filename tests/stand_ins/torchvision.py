@@ -1,6 +1,6 @@
-"""Stands in for torchvision, which has no build for the CPU build of torch: what processors of images take from it.
+"""Stand-in for torchvision, which has no build for the CPU build of torch: the parts that image processors use.
 
-Its folder is on the PYTHONPATH of processes that load models which vLLM and transformers load with torchvision alone.
+Its folder is on the PYTHONPATH of processes with models that vLLM and transformers load only with torchvision.
 """
 
 import sys
@@ -15,7 +15,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 __version__ = "0.28.0"
-__path__: list[str] = []  # a package, whose modules are all here
+__path__: list[str] = []  # mark this module as a package that contains all submodules
 
 
 class InterpolationMode(Enum):

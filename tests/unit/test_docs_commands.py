@@ -46,7 +46,7 @@ _KEYS = {
     "tensor_parallel_size": "explorer.rollout_model.tensor_parallel_size",
 }
 _FILES = {path.name: str(path.relative_to(ROOT)) for path in CONFIGS}
-IN_REPOSITORY = {"README.md": "in this folder is all that a run needs", "docs/zh/index.md": "在仓库目录里"}
+IN_REPOSITORY = {"README.md": "in this folder installs everything a run needs", "docs/zh/index.md": "在仓库目录里"}
 """Pages whose reader has the repository's folder before him, and where they say so."""
 _COMMAND = re.compile(r"rftdask ((?:run|validate|estimate|submit) [^\n`|&;]*\.yaml[^\n`|&;]*)")
 _OWN = "init {file} --tasks tasks.jsonl --model toy/model --yes"

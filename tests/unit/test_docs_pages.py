@@ -44,9 +44,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "README.md": {
         "make quickstart": ".ci/run",
         "make test": ".ci/run",
-        "rftdask run config/gsm8k-grpo.yaml": HUB,
-        "rftdask debug config/gsm8k.yaml": HUB,
-        "rftdask studio": SERVES,
     },
     "docs/algorithms.md": {
         "python examples/quickstart.py": LEARNS,

@@ -1,9 +1,11 @@
-"""Promises of the vLLM engine, on real vLLM on a CPU: it does what every engine does; its logprobs are the trainer's;
-what it loads it computes with, also where vLLM's own reload does not; its answers have the forms that are asked for, as
-with the transformers engine, and are recorded with the same logprobs; images are seen as it sees them; a run with it is
-as sound as with any engine, and learns; where vLLM cannot compute with a model, the run ends with vLLM's reason.
+"""Promises of the vLLM engine, on real vLLM on a CPU.
 
-One engine, of tied embeddings, serves most tests: starting it takes a minute.
+It fulfills the contract of engines. Its logprobs are the trainer's. It computes with the weights it loads, even where
+vLLM's own reload fails. Guided answers have the requested form, as with the transformers engine, and the same recorded
+logprobs. Images are processed as by the transformers engine. A run with it is as sound as with any engine, and learns.
+If vLLM cannot compute with a model, the run ends with vLLM's reason.
+
+One engine with tied embeddings serves most tests, because starting it takes a minute.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from rftdask.models.toy import build_toy_model
 from rftdask.rollouts.policy.answer_parsers import AnswerParser, ToolCall
 from rftdask.storage import open_storage
 from rftdask.synchronizer.fingerprint import Fingerprint, fixed_sequences
-from rftdask.synchronizer.node_cache import NodeCopy
+from rftdask.synchronizer.node_cache import NodeCache
 from rftdask.synchronizer.published import read_published
 from rftdask.synchronizer.publisher import Publisher
 from rftdask.trainer.engines.torch_engine import TorchEngine
@@ -68,12 +70,12 @@ NUM_EVAL = 4
 NUM_GRPO = 8
 LAST_LINE = re.compile(r"quickstart: accuracy (\d\.\d\d) -> (\d\.\d\d) in ")
 UNSPLIT = "of an image that Idefics3 does not split it counts no part, and fails on its pixels"
-# vLLM's imports warn of what they will change.
+# vLLM's imports warn of future changes.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1000)]
 
 
 def test_vllm_has_what_a_shared_gpu_takes() -> None:
-    # On a CPU nothing sleeps; what the engine would call there is as it calls it.
+    # A CPU has no sleep mode; the test records the calls that the engine would make.
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -91,7 +93,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @pytest.fixture(scope="module")
 def others(folders: dict[int, Path]) -> dict[int, TransformersEngine]:
-    """What these weights compute, by an engine without surprises."""
+    """Outputs of these weights, computed by the transformers engine."""
     return {version: TransformersEngine(str(folder)) for version, folder in folders.items()}
 
 
@@ -112,7 +114,7 @@ def engine(folders: dict[int, Path]) -> Iterator[VllmEngine]:
 
 
 def skip_before(release: str, fault: str) -> None:
-    """Ends the test where vLLM is older than the release in which it became what the test is of."""
+    """Skip the test if vLLM is older than the release that introduced the tested behavior."""
     from vllm import __version__
 
     if Version(__version__) < Version(release):
@@ -153,10 +155,10 @@ REQUESTS = [
 FOLLOW = "import sys, pathlib, rftdask.engines.vllm_follower as f; f.follow(f.Nodes(2, pathlib.Path(sys.argv[1])), 1)"
 
 
-def test_an_engine_over_two_nodes_computes_and_loads_as_one_and_leaves_nothing(
+def test_an_engine_over_two_nodes_works_like_one_and_ends(
     folders: dict[int, Path], others: dict[int, TransformersEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Both nodes are this machine; each has processes of its own, which meet over the network.
+    # Both nodes are this machine, each with its own processes, which connect over the network.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv(ADDRESS, "127.0.0.1")
     monkeypatch.setenv(NODES, f"2:{tmp_path}")
@@ -181,7 +183,7 @@ def test_an_engine_over_two_nodes_computes_and_loads_as_one_and_leaves_nothing(
 
 
 class TestContract:
-    """What every engine promises, but for what costs an engine of its own."""
+    """The contract of engines, except for tests that need a separate engine."""
 
     test_nothing = EngineContract.test_no_requests_no_generations
     test_order = EngineContract.test_one_generation_for_each_request_in_their_order
@@ -228,14 +230,14 @@ def trainer_logprobs(model: torch.nn.Module, answers: Sequence[Generation]) -> l
     return [row[: len(answer.tokens)].tolist() for row, answer in zip(scored_BT, answers, strict=True)]
 
 
-def test_prompts_that_do_not_fit_into_one_pass_together_are_all_answered(engine: VllmEngine) -> None:
-    prompts = [(3 + number, *range(20, 120)) for number in range(90)]  # 9,000 tokens; no two begin alike
+def test_prompts_that_exceed_one_pass_are_all_answered(engine: VllmEngine) -> None:
+    prompts = [(3 + number, *range(20, 120)) for number in range(90)]  # 9,000 tokens, with no common prefixes
     answers = engine.generate([GenerateRequest(prompt, SamplingParams(2), prompt[0]) for prompt in prompts])
     assert all(1 <= len(answer.tokens) <= 2 for answer in answers) and len(answers) == 90
 
 
 @pytest.mark.parametrize("sampler", ["vllm", "transformers"])
-def test_both_engines_record_the_logprobs_that_the_trainer_computes(
+def test_both_engines_record_the_logprobs_of_the_trainer(
     sampler: str, engine: VllmEngine, others: dict[int, TransformersEngine]
 ) -> None:
     answers = (engine if sampler == "vllm" else others[0]).generate(REQUESTS)
@@ -252,7 +254,7 @@ FORM = """start: %json {"enum": [{"yes": true, "n": 1}, {"yes": true, "n": 23}, 
 "x-guidance": {"whitespace_flexible": false}}"""
 
 
-def test_guided_answers_are_those_of_the_transformers_engine_beside_others_and_with_their_logprobs(
+def test_guided_answers_equal_those_of_the_transformers_engine(
     engine: VllmEngine, others: dict[int, TransformersEngine]
 ) -> None:
     forms = (FORM, "", 'start: /[a-c]{3,5}/ "!"', FORM, FORM)  # in the order of REQUESTS, the last of which is greedy
@@ -274,7 +276,7 @@ def test_guided_answers_are_those_of_the_transformers_engine_beside_others_and_w
     assert max(map(abs, gaps)) < 1e-4
 
 
-def test_what_must_not_come_does_not_come_and_an_answer_that_can_be_nothing_else_ends(
+def test_forbidden_words_never_occur_and_forced_answers_end(
     engine: VllmEngine, others: dict[int, TransformersEngine]
 ) -> None:
     greedy = SamplingParams(12, temperature=0.0)
@@ -295,8 +297,8 @@ test_tools_are_called_where_that_is_required = guided.test_a_tool_is_called_wher
 test_a_form_that_is_none_costs_no_engine = guided.test_a_form_that_is_none_is_refused_by_name_and_the_engine_lives
 
 
-def test_the_second_model_runner_has_tempered_logprobs_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sampler as of vLLM 0.26 and 0.32, whose kernels need a GPU: what they would return is made up here."""
+def test_the_second_model_runner_also_tempers_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the samplers of vLLM 0.26 and 0.32, whose kernels need a GPU: their return values are simulated."""
     from rftdask.engines.vllm_worker import KernelSampler, TemperedKernelSampler, WeightWorker
 
     asked = []
@@ -320,7 +322,7 @@ def test_the_second_model_runner_has_tempered_logprobs_too(monkeypatch: pytest.M
     assert tokens.tolist() == [1, 0, 1]
     assert tempered.tolist() == [[2.0, 6.0], [2.0, 1.0], [4.0, 8.0]]
     assert asked == [(("positions",), False)], "so that it may use its fused sampler"
-    # A grammar that leaves nothing: the logprobs are of what was there before it.
+    # If a grammar allows no token, the logprobs are those before the grammar.
     masked = logits.clone()
     masks.apply_grammar_bitmask(masked, "requests", "bits")
     assert masked.isneginf().all()
@@ -336,7 +338,7 @@ def test_seeds_are_what_both_model_runners_take() -> None:
     assert len({seed % 2**32 for seed in seeds}) == len(seeds)
 
 
-def test_loaded_weights_are_proven_and_no_cached_prefix_outlives_them(
+def test_loaded_weights_are_verified_and_reset_the_prefix_cache(
     engine: VllmEngine, folders: dict[int, Path], others: dict[int, TransformersEngine]
 ) -> None:
     prompt = tuple(range(3, 100))  # several blocks of vLLM's cache
@@ -351,7 +353,7 @@ def test_loaded_weights_are_proven_and_no_cached_prefix_outlives_them(
     assert engine._llm is served_by, "loaded in place, tied embeddings and all, not started again"
 
 
-def test_who_returns_to_its_gpu_has_room_for_a_cache_once_its_new_weights_are_there(
+def test_a_cache_fits_after_returning_to_the_gpu_and_loading(
     folders: dict[int, Path], engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
@@ -361,7 +363,7 @@ def test_who_returns_to_its_gpu_has_room_for_a_cache_once_its_new_weights_are_th
 
         async def call(llm: Any, *given: Any, **named: Any) -> Any:
             calls.append(f"{name} {named}" if name == "wake_up" else name)
-            # On a CPU nothing sleeps.
+            # A CPU has no sleep mode.
             return None if name in ("sleep", "wake_up") else await usual(llm, *given, **named)
 
         monkeypatch.setattr(type(engine._llm), name, call)
@@ -400,14 +402,14 @@ def test_a_response_under_way_goes_on_with_new_weights(
     engine.serve(take, answers.__setitem__)
     versions = {number: (each.min_policy_version, each.max_policy_version) for number, each in answers.items()}
     assert versions == {0: (30, 31), 1: (30, 30), 2: (31, 31)}
-    # Each token has the logprob with which it was sampled; after the change what came before is computed anew.
+    # Each token has the logprob with which it was sampled; after the change, the cache of earlier tokens is recomputed.
     pair = (long.prompt_tokens, answers[0].tokens)
     old, new = (np.array(others[version].logprobs([pair])[0]) for version in (0, 1))
     said = np.array(answers[0].logprobs)
     of_old = np.abs(said - old) < 1e-3
     changed = int(np.argmin(of_old))
     assert 0 < changed < len(said), "loaded before its first or after its last token"
-    # vLLM tells which version sampled which token since 0.32; before, that both did, and no more.
+    # Since 0.32 vLLM reports which version sampled each token; before, only that both did.
     is_told = "weight_versions" in {field.name for field in dataclasses.fields(CompletionOutput)}
     assert answers[0].version_starts == (((0, 30), (changed, 31)) if is_told else ())
     assert np.abs(said - new)[changed:].max() < 1e-3
@@ -416,7 +418,9 @@ def test_a_response_under_way_goes_on_with_new_weights(
 def test_a_delta_becomes_the_whole_that_is_loaded(
     tmp_path: Path, engine: VllmEngine, folders: dict[int, Path], others: dict[int, TransformersEngine]
 ) -> None:
-    """vLLM changes nothing in place: its machine makes the file. Some values of version 0 are those of version 1."""
+    """vLLM does not change weights in place: the machine builds the whole file. Some values of version 0 equal those of
+    version 1.
+    """
     storage = open_storage(str(tmp_path / "run"))
     publisher = Publisher(storage, "main", whole_interval=2)
     tensors = load_file(weights_of(folders[0])[0])
@@ -431,7 +435,7 @@ def test_a_delta_becomes_the_whole_that_is_loaded(
     assert storage.list("weights/2") == ["MANIFEST.json", "model.safetensors.delta"]
     other = TransformersEngine(str(folders[0]))
     for each in published:
-        copy = NodeCopy(storage, each, 60.0)
+        copy = NodeCache(storage, each, 60.0)
         assert not engine.try_load_changes(each.version, copy.files, None)
         other.load_weights(each.version, copy.files)
         engine.load_verified(each.version, copy.files, fingerprint_of(other))
@@ -441,7 +445,7 @@ def test_a_delta_becomes_the_whole_that_is_loaded(
 
 
 class VllmsOwnReload(Engine):
-    """The engine, but for the way it loads: as vLLM documents it."""
+    """The engine, but it loads weights as vLLM documents it."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
@@ -466,10 +470,12 @@ class VllmsOwnReload(Engine):
         self.engine.load_anew(version, files)
 
 
-def test_a_stale_output_head_is_noticed_and_the_engine_started_again(
+def test_a_stale_output_head_is_noticed_and_restarts_the_engine(
     engine: VllmEngine, folders: dict[int, Path], others: dict[int, TransformersEngine]
 ) -> None:
-    """vLLM since 0.28 on a CPU, tied embeddings. Where it is not so, `load_published` can do without its last lines."""
+    """vLLM since 0.28 on a CPU, with tied embeddings. If this test fails, `load_published` may no longer need its last
+    lines.
+    """
     engine.load_verified(20, weights_of(folders[1]), fingerprint_of(others[1]))
     trusting = VllmsOwnReload(engine)
     trusting.load_weights(21, weights_of(folders[0]))
@@ -479,12 +485,12 @@ def test_a_stale_output_head_is_noticed_and_the_engine_started_again(
     trusting.load_verified(21, weights_of(folders[0]), fingerprint_of(others[0]))
     assert trusting.num_anew == 1
     assert largest_gap(engine, others[0]) < 1e-4
-    engine.load_verified(22, weights_of(folders[1]), fingerprint_of(others[1]))  # and it can be loaded into as before
+    engine.load_verified(22, weights_of(folders[1]), fingerprint_of(others[1]))  # and later loads work as before
     assert largest_gap(engine, others[1]) < 1e-4
 
 
 def moved_trainer(folder: Path, lora: LoraConfig) -> Iterator[TorchEngine]:
-    """A trainer of adapters, again and again after the weights have moved; the tokenizer is not asked for anything."""
+    """Return a trainer of adapters whose weights have moved repeatedly; its tokenizer is unused."""
     build_toy_model(folder, hidden_size=128, intermediate_size=128, num_layers=2, num_heads=2)
     trainer = TorchEngine(engine_config(folder, lora, deterministic=False), make_algorithm("grpo"))
     while True:
@@ -493,8 +499,8 @@ def moved_trainer(folder: Path, lora: LoraConfig) -> Iterator[TorchEngine]:
         yield trainer
 
 
-def test_adapters_are_loaded_beside_the_frozen_weights(tmp_path: Path, engine: VllmEngine) -> None:
-    """An engine of its own, with `engine` closed to make room: vLLM must know of adapters from the start."""
+def test_adapters_are_loaded_next_to_the_frozen_weights(tmp_path: Path, engine: VllmEngine) -> None:
+    """Uses its own engine, with `engine` closed to free memory: vLLM must know of adapters from the start."""
     engine.close()
     trainers = moved_trainer(tmp_path / "model", LoraConfig(lora_rank=4))
     first = next(trainers)
@@ -522,13 +528,14 @@ def picture(seed: int, size: tuple[int, int] = (56, 28)) -> bytes:
 
 
 def check_images(models: Sequence[Path], folder: Path, then: Callable[[VllmEngine, ImageProcessor], None]) -> None:
-    """An engine of its own answers about images as the transformers engine does, with the trainer's logprobs, before
-    and after it loads new weights. then: what else is asked of it."""
+    """A separate engine answers about images as the transformers engine does, with the trainer's logprobs, before and
+    after it loads new weights. then: further checks.
+    """
     images = ImageProcessor(str(models[0]), folder=ImageFolder(folder))
     encode, names = images.own.tokenizer.encode, [images.folder.put(picture(seed)) for seed in range(3)]
     names[1] = images.folder.put(picture(1, (84, 140)))
     greedy = SamplingParams(8, temperature=0.0, ignore_eos=True, bad_tokens=((images.placeholder_id,),))
-    # None, one, two, and the same tokens with others: what is cached of one must not be taken for the other's.
+    # No image, one, two, and the same tokens with other images: caches must not be confused.
     requests = []
     for shown in ((), (names[0],), (names[0], names[1]), (names[1], names[0]), (names[2],)):
         tokens = encode("see ") + [token for name in shown for token in (*images.tokens(name), *encode("and"))]
@@ -558,7 +565,7 @@ def check_images(models: Sequence[Path], folder: Path, then: Callable[[VllmEngin
                 scored_BT, _ = token_logprobs(load_policy(str(models[version]), "float32", "cpu")[0], rows)
             for scored, answer in zip(scored_BT.tolist(), answers, strict=True):
                 assert answer.logprobs == pytest.approx(scored[: len(answer.tokens)], abs=1e-4)
-        # One that is under way while weights are loaded sees its image anew.
+        # A response in progress while weights load processes its image again.
         told: list[tuple[int, ...]] = []
         long = dataclasses.replace(
             requests[3], sampling=SamplingParams(100, ignore_eos=True), on_tokens=lambda tokens: told.append(tokens)
@@ -579,10 +586,8 @@ def check_images(models: Sequence[Path], folder: Path, then: Callable[[VllmEngin
 
 
 @needs_newer_transformers
-def test_images_are_those_of_the_transformers_engine_and_of_the_trainer_also_with_new_weights(
-    tmp_path: Path, engine: VllmEngine
-) -> None:
-    """An engine of its own, with `engine` closed to make room."""
+def test_images_match_transformers_and_trainer_after_loading(tmp_path: Path, engine: VllmEngine) -> None:
+    """Uses its own engine, with `engine` closed to free memory."""
     skip_before("0.31", UNSPLIT)
     engine.close()
     models = [save_idefics3(tmp_path / str(version), seed=version) for version in (0, 1)]
@@ -599,10 +604,8 @@ def test_images_are_those_of_the_transformers_engine_and_of_the_trainer_also_wit
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl"])
-def test_images_of_models_that_need_torchvision_are_those_of_the_trainer(
-    tmp_path: Path, engine: VllmEngine, model_type: str
-) -> None:
-    """In a process of its own: what of transformers needs torchvision is decided as it is imported."""
+def test_images_of_torchvision_models_match_the_trainer(tmp_path: Path, engine: VllmEngine, model_type: str) -> None:
+    """Runs in a separate process, because transformers decides at import time which classes need torchvision."""
     engine.close()
     for version in (0, 1):
         save_qwen_vl(tmp_path / str(version), version, model_type)
@@ -662,7 +665,7 @@ def test_a_run_with_images_trains_what_vllm_sampled(tmp_path: Path, engine: Vllm
 
 
 def test_the_gsm8k_config_completes_three_steps_with_vllm(tmp_path: Path, engine: VllmEngine) -> None:
-    """Untied embeddings; from here on `engine` is closed, to make room."""
+    """Untied embeddings; `engine` stays closed from here on to free memory."""
     engine.close()
     data = os.environ.get("RFTDASK_GSM8K")
     if not data:
@@ -703,7 +706,7 @@ def test_the_gsm8k_config_completes_three_steps_with_vllm(tmp_path: Path, engine
 
 
 def test_the_quickstart_learns_with_vllm(tmp_path: Path, engine: VllmEngine) -> None:
-    """Half of its steps of GRPO, which is where it learns most."""
+    """Runs half of the GRPO steps, in which it learns most."""
     engine.close()
     arguments = ("explorer.rollout_model.engine_type=vllm", f"stages[1].trainer.total_steps={NUM_GRPO}")
     script = (str(ROOT / "examples" / "quickstart.py"),)
@@ -750,9 +753,7 @@ def test_parsers_of_vllm_see_marks_that_are_special_tokens(parser: str, said: st
     assert AnswerParser(tokenizer, parser, "none").parse("4", [*map(ord, "4")], "", tools).content == "4"
 
 
-def test_a_model_that_vllm_loads_and_cannot_compute_ends_the_run_with_the_reason(
-    tmp_path: Path, engine: VllmEngine
-) -> None:
+def test_a_model_that_vllm_cannot_compute_ends_with_the_reason(tmp_path: Path, engine: VllmEngine) -> None:
     engine.close()
     build_toy_model(tmp_path / "model", hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2)
     config = write_config(tmp_path)

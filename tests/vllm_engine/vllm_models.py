@@ -1,4 +1,6 @@
-"""A tiny Qwen2 of a shape that vLLM takes: its attention on a CPU wants heads of 64. It writes ASCII, a token each."""
+"""A tiny Qwen2 whose shape vLLM accepts: its attention on a CPU needs heads of 64. It writes ASCII, one token per
+character.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,10 @@ def save_qwen2(folder: Path, seed: int, tied: bool) -> Path:
         eos_token_id=list(END_IDS),
         bos_token_id=None,
         pad_token_id=0,
-        initializer_range=0.1,  # logits that differ from token to token
+        initializer_range=0.1,  # logits that differ between tokens
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
-    # Of the 256 characters that stand for bytes the first are those of ASCII that are seen.
+    # The first of the 256 byte characters are the visible ASCII characters.
     tokens = ["<|pad|>", "<|eos|>", "<|end|>", "\u0120", "\u010a", *sorted(ByteLevel.alphabet())[: 128 - 5]]
     special = {"pad_token": tokens[0], "eos_token": tokens[1], "unk_token": tokens[0]}
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -62,12 +64,13 @@ _TEXT = {
     "max_position_embeddings": 1024,
     "initializer_range": 0.1,
 }
-"""Of the language model of one that reads images."""
+"""Sizes of the language model in a model that reads images."""
 
 
 def save_idefics3(folder: Path, seed: int) -> Path:
-    """An Idefics3 with that tokenizer, which sees an image as 56 x 56 pixels and four tokens, between others. Models of
-    this kind vLLM loads without torchvision, whose builds want a torch for GPUs."""
+    """Save an Idefics3 with that tokenizer, which encodes an image as 56 x 56 pixels and four tokens between others.
+    vLLM loads models of this kind without torchvision, whose builds require a torch for GPUs.
+    """
     save_qwen2(folder, seed, tied=False)
     tokenizer = Qwen2Tokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", *IMAGE_TOKENS]})
@@ -106,8 +109,9 @@ def save_idefics3(folder: Path, seed: int) -> Path:
 
 
 def save_qwen_vl(folder: Path, seed: int, model_type: str) -> Path:
-    """A Qwen2-VL or Qwen2.5-VL with that tokenizer, which sees 28 x 28 pixels as a token. vLLM loads it where there is
-    a torchvision. How pixels are normalized is told by the class of its processor alone, and by none of its files."""
+    """Save a Qwen2-VL or Qwen2.5-VL with that tokenizer, which encodes 28 x 28 pixels as one token. vLLM loads it if
+    torchvision is available. Only the class of its processor defines the normalization of pixels, none of its files.
+    """
     save_qwen2(folder, seed, tied=False)
     tokenizer = Qwen2Tokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", *QWEN_TOKENS]})

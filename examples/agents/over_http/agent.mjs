@@ -1,4 +1,4 @@
-// The same in JavaScript: node's own fetch, no packages, all sessions side by side.
+// The same in JavaScript: node's built-in fetch, no packages, all sessions in parallel.
 //
 //     URL=http://127.0.0.1:8000 KEY=... node examples/agents/over_http/agent.mjs [QUESTION] [SESSIONS]
 
@@ -12,7 +12,7 @@ async function post(path, body, key = process.env.KEY) {
       body: JSON.stringify(body),
     });
     if (answer.ok) return answer.json();
-    // The engines are full, or one has just been lost: the server says when to come again.
+    // The engines are full or one was lost; the server returns when to retry.
     const seconds = Number(answer.headers.get("Retry-After"));
     if (!seconds) throw new Error(`${path}: ${answer.status} ${await answer.text()}`);
     await new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
@@ -21,13 +21,13 @@ async function post(path, body, key = process.env.KEY) {
 
 async function play() {
   const session = await post("/sessions", { task_id: question });
-  const asked = { model: "policy", messages: [{ role: "user", content: question }] };
-  const answer = await post(`${session.base_path}/chat/completions`, asked, session.api_key);
-  const said = answer.choices[0].message.content;
-  // What the policy is to learn: lower-case letters, and nothing else.
-  const reward = (said.match(/[a-z]/g) ?? []).length / Math.max(1, said.length);
-  const told = await post("/feedback", { reward }, session.api_key);
-  console.log(JSON.stringify({ ...told, reward }));
+  const request = { model: "policy", messages: [{ role: "user", content: question }] };
+  const answer = await post(`${session.base_path}/chat/completions`, request, session.api_key);
+  const text = answer.choices[0].message.content;
+  // The reward is the share of lower-case letters.
+  const reward = (text.match(/[a-z]/g) ?? []).length / Math.max(1, text.length);
+  const receipt = await post("/feedback", { reward }, session.api_key);
+  console.log(JSON.stringify({ ...receipt, reward }));
 }
 
 await Promise.all(Array.from({ length: Number(sessions) }, play));

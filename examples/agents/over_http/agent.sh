@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# An agent of curl and jq alone: it asks a served policy, and says what the answer was worth, session after session.
-# With a trainer beside the server the policy learns from it.
+# An agent of only curl and jq: in each session it asks a served policy and reports a reward for the answer. With a
+# trainer running, the policy learns from the rewards.
 #
-#     rftdask serve run.yaml                        # says the address and the key
-#     rftdask run run.yaml mode=train               # beside it
+#     rftdask serve run.yaml                        # prints the address and the key
+#     rftdask run run.yaml mode=train               # at the same time
 #     URL=http://127.0.0.1:8000 KEY=... examples/agents/over_http/agent.sh [QUESTION] [SESSIONS]
 #
-# Sessions of one task are compared with each other: as many as algorithm.repeat_times, or a multiple of it.
+# Sessions of one task are compared with each other; their number is a multiple of algorithm.repeat_times.
 set -euo pipefail
 question=${1:-"7:"} sessions=${2:-8}
 
-# post PATH BODY [KEY]: the answer. curl comes again by itself where it is told to (429 and 503, with Retry-After).
+# post PATH BODY [KEY] prints the answer. curl retries on 429 and 503 and honors Retry-After.
 post() {
     curl --silent --show-error --fail-with-body --retry 20 --max-time 600 \
         --header "Authorization: Bearer ${3:-$KEY}" --header "Content-Type: application/json" --data "$2" "$URL$1"
@@ -19,10 +19,10 @@ post() {
 for _ in $(seq "$sessions"); do
     session=$(post /sessions "$(jq -n --arg task "$question" '{task_id: $task}')")
     key=$(jq -r .api_key <<<"$session")
-    body=$(jq -n --arg said "$question" '{model: "policy", messages: [{role: "user", content: $said}]}')
-    said=$(post "$(jq -r .base_path <<<"$session")/chat/completions" "$body" "$key" | jq -r '.choices[0].message.content')
-    # What the policy is to learn: lower-case letters, and nothing else.
-    letters=$(LC_ALL=C tr -cd 'a-z' <<<"$said" | wc -c) length=$(LC_ALL=C tr -d '\n' <<<"$said" | wc -c)
+    body=$(jq -n --arg prompt "$question" '{model: "policy", messages: [{role: "user", content: $prompt}]}')
+    text=$(post "$(jq -r .base_path <<<"$session")/chat/completions" "$body" "$key" | jq -r '.choices[0].message.content')
+    # The reward is the share of lower-case letters.
+    letters=$(LC_ALL=C tr -cd 'a-z' <<<"$text" | wc -c) length=$(LC_ALL=C tr -d '\n' <<<"$text" | wc -c)
     reward=$(jq -n --argjson letters "$letters" --argjson length "$length" '$letters / ([$length, 1] | max)')
     post /feedback "$(jq -n --argjson reward "$reward" '{reward: $reward}')" "$key" | jq -c --argjson r "$reward" '. + {reward: $r}'
 done

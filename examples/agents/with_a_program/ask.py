@@ -1,5 +1,5 @@
-"""A command-line agent in the standard library alone: `ask.py QUESTION` prints the answer of the model that
-OPENAI_BASE_URL and OPENAI_API_KEY name. Its one tool reads number.txt in the folder where it is started.
+"""Command-line agent that uses only the standard library. `ask.py QUESTION` prints the answer of the model at
+OPENAI_BASE_URL, with the key OPENAI_API_KEY. Its only tool reads number.txt in the working directory.
 """
 
 import json
@@ -14,7 +14,7 @@ MAX_TURNS = 3
 
 
 def complete(messages: list[Any]) -> dict[str, Any]:
-    """The model's next message, by POST /chat/completions."""
+    """Return the model's next message, from POST /chat/completions."""
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"].rstrip("/") + "/chat/completions",
         json.dumps({"model": "policy", "messages": messages, "tools": [LOOK]}).encode(),
@@ -30,8 +30,8 @@ def main(question: str) -> None:
     for _ in range(MAX_TURNS):
         messages.append(message := complete(messages))
         for call in message.get("tool_calls") or ():
-            found = Path("number.txt").read_text() if call["function"]["name"] == "look" else "?"
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": found})
+            result = Path("number.txt").read_text() if call["function"]["name"] == "look" else "?"
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
         if not message.get("tool_calls"):
             break
     print(messages[-1]["content"])

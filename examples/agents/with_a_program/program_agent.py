@@ -1,7 +1,7 @@
-"""An agent that is a program: started as somebody would type it, in a folder of its own, and told by two variables of
-its environment where its model is. See ../learn.py, which trains it.
+"""An agent that is an external program. It runs in its own folder, and two environment variables hold the address and
+the key of its model. ../learn.py trains it.
 
-Put another command in PROGRAM, in any language; its policy learns in the same way.
+Replace PROGRAM with another command, in any language, to train its policy in the same way.
 """
 
 import asyncio
@@ -18,17 +18,19 @@ PROGRAM = (sys.executable, "-S", str(Path(__file__).with_name("ask.py")))
 
 @workflow("program_agent", in_process=True)
 async def program_agent(task: Task, model: PolicyModel) -> float:
-    """Have the program asked for the number behind a letter, which a file of its folder has: 1 for the right one."""
+    """Ask the program for the number behind a letter; a file in its folder holds the number. Reward 1 if the answer is
+    right.
+    """
     client = model.openai_client()
-    where = {"OPENAI_BASE_URL": str(client.base_url), "OPENAI_API_KEY": client.api_key}
+    endpoint = {"OPENAI_BASE_URL": str(client.base_url), "OPENAI_API_KEY": client.api_key}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "number.txt").write_text(str(task.truth))
         program = await asyncio.create_subprocess_exec(
-            *PROGRAM, str(task.prompt), cwd=folder, env={**os.environ, **where}, stdout=asyncio.subprocess.PIPE
+            *PROGRAM, str(task.prompt), cwd=folder, env={**os.environ, **endpoint}, stdout=asyncio.subprocess.PIPE
         )
         try:
-            said, _ = await program.communicate()
-        finally:  # an attempt that takes too long is cancelled, and so is what it has started
+            output, _ = await program.communicate()
+        finally:  # a cancelled attempt (timeout) must also end its program
             if program.returncode is None:
                 program.kill()
-    return float(said.decode().strip() == task.truth)
+    return float(output.decode().strip() == task.truth)

@@ -1,4 +1,6 @@
-"""The agent of tool_loop.py in LangGraph, unchanged but for the address that its model is asked at. See ../learn.py."""
+"""The agent of tool_loop.py in LangGraph; only the address of the model differs from ordinary use. ../learn.py trains
+it.
+"""
 
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -8,12 +10,12 @@ from rftdask.rollouts.workflows.base import PolicyModel, Reward, Task
 from rftdask.rollouts.workflows.registry import workflow
 
 MAX_STEPS = 6
-"""Of the graph: an answer of the policy is one, what it calls another."""
+"""Maximum steps of the graph; an answer of the policy and a tool call are one step each."""
 
 
 @workflow("langgraph_agent", in_process=True)
 async def langgraph_agent(task: Task, model: PolicyModel) -> Reward:
-    """Ask the graph for the number behind a letter: 1 for the right one."""
+    """Ask the graph for the number behind a letter. Reward 1 if the answer is right."""
     num_calls = 0
 
     @tool
@@ -28,11 +30,11 @@ async def langgraph_agent(task: Task, model: PolicyModel) -> Reward:
         model="policy", base_url=str(client.base_url), api_key=client.api_key, http_async_client=client._client
     )
     graph = create_react_agent(chat, [look])
-    said = ""
+    answer = ""
     async for state in graph.astream(
         {"messages": [("user", task.prompt)]}, {"recursion_limit": MAX_STEPS + 1}, stream_mode="values"
     ):
-        said = str(state["messages"][-1].content)
+        answer = str(state["messages"][-1].content)
         if len(state["messages"]) > MAX_STEPS:
             break
-    return Reward(float(said == task.truth), {"num_tool_calls": float(num_calls)})
+    return Reward(float(answer == task.truth), {"num_tool_calls": float(num_calls)})

@@ -1,6 +1,6 @@
-"""The tool that `llm --functions` is given: it reads number.txt in the folder where llm is started."""
+"""Tool for `llm --functions`: reads number.txt in the working directory of llm."""
 
-import pathlib  # as a module: of what has a name here, llm takes all that can be called for a tool
+import pathlib  # import the module: llm treats every imported callable as a tool
 
 
 def look() -> str:

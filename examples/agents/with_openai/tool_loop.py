@@ -1,7 +1,6 @@
-"""An agent as it would be written for any service: the package openai, a tool, a loop. See ../learn.py, which
-trains it.
+"""An agent written as for any service: the package openai, a tool and a loop. ../learn.py trains it.
 
-The policy is asked for the number behind a letter. The number is another in each task, so it can only be looked up.
+The policy is asked for the number behind a letter. The number differs in each task, so the policy must look it up.
 """
 
 from rftdask.rollouts.workflows.base import PolicyModel, Reward, Task
@@ -13,7 +12,7 @@ MAX_TURNS = 3
 
 @workflow("tool_loop", in_process=True)
 async def tool_loop(task: Task, model: PolicyModel) -> Reward:
-    """Ask, and run what the policy calls, until it answers: 1 for the right number."""
+    """Ask the policy and run its tool calls until it answers. Reward 1 if the number is right."""
     client, messages = model.openai_client(), [{"role": "user", "content": task.prompt}]
     num_calls = 0
     for _ in range(MAX_TURNS):
@@ -26,6 +25,6 @@ async def tool_loop(task: Task, model: PolicyModel) -> Reward:
             break
         for call in message.tool_calls:
             num_calls += 1
-            found = task.truth if call.function.name == "look" else "?"
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+            result = task.truth if call.function.name == "look" else "?"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return Reward(float(message.content == task.truth), {"num_tool_calls": float(num_calls)})

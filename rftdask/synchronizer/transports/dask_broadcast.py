@@ -1,12 +1,11 @@
-"""Dask tree: held versions on their way between machines, block by block, from one Dask worker's memory to the next.
+"""Broadcast over Dask: in-memory versions travel between machines block by block, from one Dask worker to the next.
 
-The machines of the explorers are a tree below the one that holds a file: each asks the one above it, which gives a
-block as soon as it has it, or is asked to wait for it. So the holder gives a version twice, however many there are. It
-is the one exception to "weights never travel over Dask", and takes the keys and the interface that Dask has.
+The explorers' machines form a binary tree below the machine that holds a file. Each machine fetches blocks from its
+parent, which returns a block as soon as it has it. So the holder sends a version at most twice, whatever the number of
+machines. This is the one exception to "weights never travel over Dask"; it uses Dask's keys and interface.
 
-Invariants: every block is verified by who gets it; whoever is above may die, hang or know nothing of the version: then
-the next one above is asked, and the holder last; no wait is without a deadline. What is left of a lost holder's
-version is not asked for: who cannot get it asks for files (engines/client.py).
+Invariants: the receiver verifies every block; if a parent dies, hangs or lacks the version, the next ancestor is asked,
+and the holder last; every wait has a deadline. If the holder is lost, the engine requests files (engines/client.py).
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ from rftdask.synchronizer.published import Published
 
 _OPERATION = "rftdask_weights_block"
 _COMING_S = 2.0
-"""For a block that the machine above is about to get; after that the next one above is asked."""
-_LOOK_S = 0.02
+"""Seconds to wait for a block that the parent is fetching, before the next ancestor is asked."""
+_POLL_INTERVAL_S = 0.02
 _ANSWER_S = 60.0
-"""For an answer, which is 64 MiB at most; longer says that the other hangs."""
+"""Seconds to wait for a response of at most 64 MiB. After that the other worker counts as hung."""
 
 
 def serve_blocks(worker: Worker) -> None:
-    """Give blocks that are on this machine to other workers, from here on. Idempotent."""
+    """Serve blocks in this machine's memory to other workers. Idempotent."""
     worker.handlers[_OPERATION] = _answer
 
 
-def over_dask(storage: Storage, worker: Worker, peers: Sequence[str]) -> Transport:
-    """The transport of a worker. peers: addresses of all workers of explorers, this one's among them."""
+def dask_transport(storage: Storage, worker: Worker, peers: Sequence[str]) -> Transport:
+    """Transport of a worker. peers: addresses of all explorer workers, including this one."""
 
     def transport(published: Published, name: str, entry: FileEntry) -> Callable[[int], Data]:
         holder = dict(published.held.addresses).get(name) if published.held is not None else None
         if holder is None:
-            raise NotFoundError(f"{published.folder}/{name} is held by nobody that Dask's workers could ask")
+            raise NotFoundError(f"no Dask worker serves {published.folder}/{name}")
         copies = [copy_name(storage, whole) for whole in (published, published.part(name))]
         ask = partial(_ask, worker, copies=copies, file=name, asker=place())
         return partial(_take, ask, [*above(worker.address, peers), holder], f"{published.folder}/{name}", entry)
@@ -57,16 +56,16 @@ def over_dask(storage: Storage, worker: Worker, peers: Sequence[str]) -> Transpo
 
 
 def above(address: str, peers: Sequence[str]) -> list[str]:
-    """The peers above one of them in a binary tree in the order of their addresses, the nearest first.
+    """Ancestors of `address` in a binary tree of the sorted peers, nearest first.
 
     Example: above("f", ["a", "b", "c", "d", "e", "f"]) == ["c", "a"]
     """
     order = sorted({*peers, address})
-    number, found = order.index(address), []
+    number, ancestors = order.index(address), []
     while number:
         number = (number - 1) // 2
-        found.append(order[number])
-    return found
+        ancestors.append(order[number])
+    return ancestors
 
 
 def _take(ask: Callable[..., bytes | None], sources: list[str], path: str, entry: FileEntry, number: int) -> Data:
@@ -77,31 +76,31 @@ def _take(ask: Callable[..., bytes | None], sources: list[str], path: str, entry
             if data is not None:
                 check_block(path, data, entry, number)
                 return data
-        except (OSError, TimeoutError, RftError):  # of OSError Dask's broken connections are kinds
-            with suppress(ValueError):  # another thread has found it out, too
+        except (OSError, TimeoutError, RftError):  # OSError includes Dask's broken connections
+            with suppress(ValueError):  # another thread may have removed it already
                 sources.remove(source)
-    raise NotFoundError(f"block {number} of {path} is in the memory of no worker that could be asked: {sources}")
+    raise NotFoundError(f"no reachable worker holds block {number} of {path}; still reachable: {sources}")
 
 
 def _ask(worker: Worker, source: str, *, copies: list[str], file: str, number: int, asker: str) -> bytes | None:
-    """What a worker has of a block; None: nothing. Raises: OSError, TimeoutError: it does not answer."""
+    """Block from another worker's memory. None: it has none. Raises: OSError, TimeoutError: no response."""
 
     async def ask() -> Mapping[str, Any] | None:
         call = getattr(worker.rpc(source), _OPERATION)
         return await asyncio.wait_for(call(copies=copies, file=file, number=number, asker=asker), _ANSWER_S)
 
-    # None of a worker that does not know the call: it has not begun to serve.
+    # A worker without the handler returns None: it does not serve yet.
     answer: Mapping[str, Any] | None = sync(worker.loop, ask, callback_timeout=2 * _ANSWER_S)
     return None if answer is None else answer["block"]
 
 
 async def _answer(copies: list[str], file: str, number: int, asker: str) -> dict[str, Any]:
     deadline = time.monotonic() + _COMING_S
-    while asker != await asyncio.to_thread(place):  # on its own machine it is the one who brings the version there
-        found = await asyncio.to_thread(held_block, copies, file, number)
-        if isinstance(found, bytes):
-            return {"block": to_serialize(found)}
-        if not found or time.monotonic() > deadline:
+    while asker != await asyncio.to_thread(place):  # a worker of the asking machine is itself the one that fetches
+        block = await asyncio.to_thread(held_block, copies, file, number)
+        if isinstance(block, bytes):
+            return {"block": to_serialize(block)}
+        if not block or time.monotonic() > deadline:
             break
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_INTERVAL_S)
     return {"block": None}

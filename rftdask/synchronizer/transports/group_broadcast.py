@@ -1,13 +1,12 @@
-"""Process group: held versions on their way between machines, by a broadcast of the rank that holds a file.
+"""Group broadcast: the rank that holds a file broadcasts it to other machines in a torch.distributed process group.
 
-A group lives for one broadcast. Machines that want a file knock at the door of its rank; those that come within a
-moment are one group, in which the rank is the first member, and who comes later is in the next one. So there is nothing
-that a lost member could leave half set up: the others of its group get an error at once, or at the deadline if it
-hangs, and knock again. It is torch.distributed's gloo, from host memory to host memory, also where ranks have GPUs:
-what a machine gets its engines map.
+A group lives for one broadcast. Machines send join requests to the rendezvous server of the rank; requests that arrive
+within a moment form one group with the rank as member 0, and later requests form the next group. A lost member leaves
+no state behind: the other members of its group get an error at once, or at the deadline if it hangs, and join again.
+The backend is gloo, from host memory to host memory, also if ranks use GPUs, since engines map the received files.
 
-Invariants: no collective without a deadline; every block is verified by who gets it. Sockets stay on the interface of
-the Dask worker; like all of torch's they know no keys.
+Invariants: every collective has a deadline; the receiver verifies every block. Sockets stay on the interface of the
+Dask worker; like all sockets of torch they have no authentication.
 """
 
 from __future__ import annotations
@@ -32,120 +31,120 @@ from rftdask.errors import NotFoundError, RftError, WaitTimeout
 from rftdask.storage import Storage
 from rftdask.storage.base import Data
 from rftdask.synchronizer.manifest import BLOCK_BYTES, FileEntry, block_numbers, check_block
-from rftdask.synchronizer.node_cache import NodeCopy, Transport
+from rftdask.synchronizer.node_cache import NodeCache, Transport
 from rftdask.synchronizer.published import Published, read_published
 
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
-"""For a member to take part in what the others wait for: a block is 64 MiB, which takes less on any network."""
+"""Seconds to wait for a member in a collective. A block of 64 MiB takes less on any network."""
 _TRY_S = 1.0
-"""For one try to reach a rank, after which it is looked whether it still listens."""
+"""Seconds per attempt to reach a rank, after which it is checked whether the rank still listens."""
 _GATHER_S = 0.1
-"""In which machines that knock are one group: they all look at one pointer, so they come together."""
-_LOOK_S = 0.05
-_KNOCKS = "knocks"
+"""Seconds to collect join requests for one group. All machines follow one pointer, so they arrive together."""
+_POLL_INTERVAL_S = 0.05
+_JOIN_REQUESTS = "join-requests"
 
-# torch exports its stores at run time, and says so to no type checker.
+# torch exports its stores at run time only, so type checkers do not see them.
 _dist: Any = dist
 
 
-class Door:
-    """Where a rank takes who wants a file that is held on its machine. Threads of its own do the rest.
+class RendezvousServer:
+    """Accepts join requests for files in the memory of this rank's machine, and broadcasts them from its own threads.
 
-    Example: Holder(storage, Door(storage, "10.0.0.7").address)
+    Example: InMemoryPublisher(storage, RendezvousServer(storage, "10.0.0.7").address)
     """
 
     def __init__(self, storage: Storage, host: str) -> None:
-        """host: address of the interface on which others come."""
-        own = socket.create_server((host, 0), family=socket.getaddrinfo(host, None)[0][0])
-        port = own.getsockname()[1]
+        """host: address of the interface to listen on."""
+        listener = socket.create_server((host, 0), family=socket.getaddrinfo(host, None)[0][0])
+        port = listener.getsockname()[1]
         self.address = f"{host}:{port}"
         self._storage, self._host, self._num_groups = storage, host, 0
-        self._store = _store(self.address, is_master=True, master_listen_fd=own.detach())
-        # Daemon, like those of the groups: a process that must end ends, and who waits for it notices.
-        threading.Thread(target=self._watch, name="weights-door", daemon=True).start()
+        self._store = _store(self.address, is_master=True, master_listen_fd=listener.detach())
+        # Daemon threads do not keep the process alive; waiting members notice its end.
+        threading.Thread(target=self._watch, name="weights-rendezvous", daemon=True).start()
 
     def _watch(self) -> None:
         while True:
-            if not self._store.queue_len(_KNOCKS):
-                time.sleep(_LOOK_S)
+            if not self._store.queue_len(_JOIN_REQUESTS):
+                time.sleep(_POLL_INTERVAL_S)
                 continue
             time.sleep(_GATHER_S)
             groups: dict[tuple[int, str, str], list[str]] = {}
-            while self._store.queue_len(_KNOCKS):
+            while self._store.queue_len(_JOIN_REQUESTS):
                 try:
-                    version, content_hash, file, seat = json.loads(self._store.queue_pop(_KNOCKS))
-                except ValueError:  # no machine of this run
+                    version, content_hash, file, reply_key = json.loads(self._store.queue_pop(_JOIN_REQUESTS))
+                except ValueError:  # not a machine of this run
                     continue
-                groups.setdefault((version, content_hash, file), []).append(seat)
-            for wanted, seats in groups.items():
+                groups.setdefault((version, content_hash, file), []).append(reply_key)
+            for request, reply_keys in groups.items():
                 self._num_groups += 1
-                arguments = (f"group-{self._num_groups}", *wanted, seats)
-                threading.Thread(target=self._give, args=arguments, name="weights-group", daemon=True).start()
+                arguments = (f"group-{self._num_groups}", *request, reply_keys)
+                threading.Thread(target=self._broadcast, args=arguments, name="weights-group", daemon=True).start()
 
-    def _give(self, name: str, version: int, content_hash: str, file: str, seats: Sequence[str]) -> None:
+    def _broadcast(self, name: str, version: int, content_hash: str, file: str, reply_keys: Sequence[str]) -> None:
         try:
             published = read_published(self._storage, version)
             if published is None or published.held is None or published.content_hash != content_hash:
-                raise NotFoundError(f"version {version} is held no more")
-            copy = NodeCopy.find(self._storage, published.part(file))
+                raise NotFoundError(f"version {version} is no longer in memory")
+            copy = NodeCache.find(self._storage, published.part(file))
             if copy is None:
                 raise NotFoundError(f"{file} of version {version} is not on the machine of its rank")
         except RftError as error:
-            for seat in seats:
-                self._store.set(seat, json.dumps(["", 0, 0, str(error)]))
+            for reply_key in reply_keys:
+                self._store.set(reply_key, json.dumps(["", 0, 0, str(error)]))
             return
         try:
-            # Of its own: a call on one that waits for a member holds Python's lock, and with it the whole rank.
+            # A separate connection: a call that waits for a member holds the GIL, and would stop the whole rank.
             store = _store(self.address, is_master=False)
-            for rank, seat in enumerate(seats, 1):
-                store.set(seat, json.dumps([name, rank, 1 + len(seats), ""]))
-            group = _group(name, store, 0, 1 + len(seats), self._host)
+            for rank, reply_key in enumerate(reply_keys, 1):
+                store.set(reply_key, json.dumps([name, rank, 1 + len(reply_keys), ""]))
+            group = _group(name, store, 0, 1 + len(reply_keys), self._host)
             entry = dict(published.files)[file]
             with copy.files[0].open("rb") as opened:
-                # Private, since torch wants memory that could be written; nobody writes it.
+                # A private mapping, since torch requires writable memory; nothing writes to it.
                 mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
             for number in block_numbers(entry):
                 start, size = number * BLOCK_BYTES, _size(entry, number)
                 _broadcast(group, torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=size))
-        except RuntimeError as error:  # torch's, for a member that was lost or hangs; each has it, and comes again
-            log.warning("version %d did not reach all of %d machines: %s", version, len(seats), error)
+        except RuntimeError as error:  # from torch: a member was lost or hangs; all members get it and join again
+            log.warning("version %d did not reach all of %d machines: %s", version, len(reply_keys), error)
         finally:
             copy.close()
 
 
-def over_group(host: str) -> Transport:
-    """The transport of a process that joins the groups of ranks. host: address of its interface to them."""
+def group_transport(host: str) -> Transport:
+    """Transport that joins the groups of ranks. host: address of this machine's interface."""
 
     def transport(published: Published, name: str, entry: FileEntry) -> Callable[[int], Data]:
         address = dict(published.held.addresses).get(name) if published.held is not None else None
         if address is None:
-            raise NotFoundError(f"{published.folder}/{name} is held by no rank that takes others into a group")
-        return _Member(address, host, published, name, entry).take
+            raise NotFoundError(f"no rank broadcasts {published.folder}/{name}")
+        return BroadcastPeer(address, host, published, name, entry).take
 
     return transport
 
 
-class _Member:
-    """One who wants a file. It joins when the first block is asked for: a broadcast waits for all."""
+class BroadcastPeer:
+    """Receives one file. Joins a group at the first block, since a broadcast waits for all members."""
 
     def __init__(self, address: str, host: str, published: Published, name: str, entry: FileEntry) -> None:
         self._address, self._host, self._published = address, host, published
         self._name, self._entry = name, entry
-        self._turn = threading.Condition()
+        self._ready = threading.Condition()
         self._next = 0
-        """The block that the rank broadcasts next; below 0: the group is lost."""
+        """Next block that the rank broadcasts. Negative: the group is lost."""
         self._group: Any = None
 
     def take(self, number: int) -> Data:
-        """Raises: NotFoundError: nobody takes it into a group; WaitTimeout: a member was lost, or hangs."""
-        with self._turn:
-            # Several threads ask, in the order of the blocks, in which they come.
-            if not self._turn.wait_for(lambda: self._next < 0 or self._next == number, 2 * _ANSWER_S):
-                raise WaitTimeout(f"block {number} of {self._path} did not come in {2 * _ANSWER_S:.0f} s")
+        """Receive and verify a block. Raises: NotFoundError: no rank sends it; WaitTimeout: a member is lost."""
+        with self._ready:
+            # Several threads call this; blocks arrive in order.
+            if not self._ready.wait_for(lambda: self._next < 0 or self._next == number, 2 * _ANSWER_S):
+                raise WaitTimeout(f"block {number} of {self._path} did not arrive within {2 * _ANSWER_S:.0f} s")
             if self._next < 0:
-                raise WaitTimeout(f"{self._path} did not come: the group was lost")
+                raise WaitTimeout(f"{self._path} did not arrive: the group was lost")
             try:
                 if self._group is None:
                     self._group = self._join()
@@ -154,12 +153,12 @@ class _Member:
                 self._next += 1
             except BaseException as error:
                 self._next, self._group = -1, None
-                if isinstance(error, RuntimeError | OSError):  # torch's
-                    text = f"{self._path} did not come from {self._address}: {str(error).partition('. ')[0]}"
+                if isinstance(error, RuntimeError | OSError):  # from torch
+                    text = f"{self._path} did not arrive from {self._address}: {str(error).partition('. ')[0]}"
                     raise WaitTimeout(text) from error
                 raise
             finally:
-                self._turn.notify_all()
+                self._ready.notify_all()
         data: memoryview = block.numpy().data
         check_block(self._path, data, self._entry, number)
         return data
@@ -172,25 +171,25 @@ class _Member:
         try:
             store = _store_of_another(self._address)
         except OSError as error:
-            raise NotFoundError(f"{self._path} is not to be had from {self._address}: {error}") from error
-        seat = secrets.token_hex(16)
-        knock = [self._published.version, self._published.content_hash, self._name, seat]
-        store.queue_push(_KNOCKS, json.dumps(knock))
-        store.wait([seat], timedelta(seconds=_ANSWER_S))
-        name, rank, size, refusal = json.loads(store.get(seat))
+            raise NotFoundError(f"cannot fetch {self._path} from {self._address}: {error}") from error
+        reply_key = secrets.token_hex(16)
+        request = [self._published.version, self._published.content_hash, self._name, reply_key]
+        store.queue_push(_JOIN_REQUESTS, json.dumps(request))
+        store.wait([reply_key], timedelta(seconds=_ANSWER_S))
+        name, rank, size, refusal = json.loads(store.get(reply_key))
         with suppress(RuntimeError):
-            store.delete_key(seat)
+            store.delete_key(reply_key)
         if refusal:
-            raise NotFoundError(f"{self._path} is not to be had from {self._address}: {refusal}")
+            raise NotFoundError(f"cannot fetch {self._path} from {self._address}: {refusal}")
         return _group(name, store, rank, size, self._host)
 
 
 def _store_of_another(address: str) -> Any:
-    """Raises: OSError: nobody listens there any more; RuntimeError: who listens does not answer."""
+    """Connect to a rank's store. Raises: OSError: nothing listens at `address`; RuntimeError: no response."""
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + _ANSWER_S
     while True:
-        # Looked at between short tries: torch's would go on for longer than a minute where nobody is any more.
+        # Checked before each short attempt: torch keeps trying for over a minute if nothing listens.
         socket.create_connection((host, int(port)), _ANSWER_S).close()
         try:
             store = _store(address, _TRY_S, is_master=False)
@@ -216,7 +215,7 @@ def _group(name: str, store: Any, rank: int, size: int, host: str) -> Any:
 
 
 def _broadcast(group: Any, block: Tensor) -> None:
-    """From the first member to all. Raises: RuntimeError: one was lost, or did not answer in time."""
+    """Broadcast from member 0 to all. Raises: RuntimeError: a member was lost or missed the deadline."""
     group.broadcast([block], _dist.BroadcastOptions()).wait()  # rootRank is 0
 
 

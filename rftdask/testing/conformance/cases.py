@@ -1,7 +1,7 @@
-"""What is compared: random batches, and a case that pairs one of our functions with a peer's.
+"""Random batches, and cases that pair one of our functions with a function of a peer.
 
-Knows no peer. Invariant: both sides of a case see the same numbers, in the same dtype, and neither sees the other's
-result.
+Independent of any peer. Invariant: both sides of a case get the same numbers in the same dtype, and neither sees the
+result of the other.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,31 +17,31 @@ from rftdask.algorithm.losses.base import LossInputs
 from rftdask.trainer.engines.critic import value_loss
 
 NOT_EXTREME = ("padded", "holes", "short", "empty")
-"""Kinds of batches on which peers that do not bound log-ratios agree with us."""
+"""Kinds of batches for peers that do not bound log-ratios."""
 STEP = 3
 """Training step of every batch."""
 MAX_TOKENS = 12
-"""Width of the batches, and the longest response."""
+"""Width of the batches, which is the longest response."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Tensors of one comparison; all [B, T] but where said. `policy` requires grad."""
+    """Tensors of one comparison, [B, T] unless stated otherwise. `policy` requires grad."""
 
     policy: Tensor
     old: Tensor
-    """Of the trainer before the update."""
+    """Logprobs of the trainer before the update."""
     sampler: Tensor
-    """Of the inference engine."""
+    """Logprobs of the inference engine."""
     ref: Tensor
     mask: Tensor
     """bool."""
     advantages: Tensor
-    """Equal along a row."""
+    """Advantages, constant along a row."""
     rewards: Tensor
     """[B]"""
     groups: Tensor
-    """[B] int64, each at least two rows."""
+    """[B] int64 group of each row; every group has at least two rows."""
     values: Tensor
 
     @property
@@ -51,60 +51,60 @@ class Batch:
 
     @property
     def mismatched(self) -> tuple[Tensor, Tensor]:
-        """[B] logprobs of responses to other prompts, of the policy and of the reference; without gradient."""
+        """[B] policy and reference logprobs of responses to other prompts, without gradient."""
         policy, ref = ((logprobs * self.mask).sum(-1) for logprobs in (self.sampler, self.ref))
         return policy, ref
 
     @property
     def entropy_change(self) -> Tensor:
-        """Of either sign."""
+        """Change of the entropy, of either sign."""
         return self.values.flip(0)
 
     @property
     def policy_logits(self) -> Tensor:
-        """[B, T, MAX_TOKENS] over a vocabulary of so many words; each moves with another number of `policy`, whose
-        gradient so tells the words apart."""
+        """[B, T, MAX_TOKENS] logits. Each vocabulary entry depends on another number of `policy`, so that the gradient
+        distinguishes the entries."""
         return torch.stack([self.policy.roll(word, dims=1) for word in range(MAX_TOKENS)], dim=-1)
 
     @property
     def teacher_logits(self) -> Tensor:
-        """The same of `ref`."""
+        """Like `policy_logits`, computed from `ref`."""
         return torch.stack([self.ref.roll(word, dims=1) for word in range(MAX_TOKENS)], dim=-1)
 
     @property
     def experts(self) -> Tensor:
-        """[B] bool, the two rows of a group, as demonstrations of a mixture."""
+        """[B] bool, True for the two rows of a group that are the demonstrations of a mixture."""
         return self.groups == 1
 
     @property
     def rollouts(self) -> Tensor:
-        """[B] int64: two rollouts in each group, two of all six with two turns, which come in their order."""
+        """[B] int64 rollout of each row: two per group; two of the six have two turns, in order."""
         return torch.tensor([0, 1, 0, 2, 3, 3, 4, 5])
 
     @property
     def turns(self) -> Tensor:
-        """[B] int64, place of the row in its rollout."""
+        """[B] int64, turn of the row in its rollout."""
         return torch.tensor([0, 0, 1, 0, 0, 1, 0, 0])
 
     @property
     def states(self) -> Tensor:
-        """[B] int64: some in one group, some in two, and one that nobody told."""
+        """[B] int64 state of each row: some occur in one group, some in two, and one is unknown."""
         return torch.tensor([0, 0, 1, -1, 2, 1, 2, 0])
 
     @property
     def turn_rewards(self) -> Tensor:
-        """[B] whole numbers, no two alike: peers divide by a spread in float32, and that of two rewards which nearly
-        agree is mostly rounding."""
+        """[B] distinct integers. Peers divide by a spread in float32, which for nearly equal rewards is mostly
+        rounding."""
         return self.values[:, 0].argsort().argsort().to(self.rewards.dtype)
 
     @property
     def float_mask(self) -> Tensor:
-        """The mask in the dtype of the numbers, as most peers want it."""
+        """Mask in the dtype of the numbers, as most peers require."""
         return self.mask.to(self.policy.dtype)
 
 
 def sample_batch(seed: int, dtype: torch.dtype, *, kind: str) -> Batch:
-    """A batch of 8 rows. kind: "padded" (right padding), "holes" (tool output within), "short" (single-token rows),
+    """Random batch of 8 rows. kind: "padded" (right padding), "holes" (tool output within), "short" (one-token rows),
     "empty" (two rows without a trained token), "extreme" (log-ratios up to +-15)."""
     generator = torch.Generator().manual_seed(seed)
     shape = (8, MAX_TOKENS)
@@ -140,7 +140,7 @@ def sample_batch(seed: int, dtype: torch.dtype, *, kind: str) -> Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """One of our functions against one of a peer's. Both give a tensor: a loss (then gradients are compared, too) or
+    """One of our functions and one of a peer. Both return a tensor: a loss, whose gradients are compared as well, or
     advantages."""
 
     what: str
@@ -148,19 +148,17 @@ class Case:
     theirs: Callable[[Batch], Tensor]
     kinds: tuple[str, ...] = (*NOT_EXTREME, "extreme")
     differs: str = ""
-    """How the peer differs; empty: the two must agree."""
+    """How the peer differs. Empty: both must agree."""
     tolerance_64: float = 1e-10
-    """Absolute and relative, in float64; in float32 it is 1e-6. A peer that adds 1e-8 to denominators cannot do
-    better."""
+    """Absolute and relative tolerance in float64 (float32: 1e-6). Peers that add 1e-8 to denominators need more."""
     float32_only: bool = False
-    """The peer computes in float32 whatever it is given."""
+    """True if the peer always computes in float32."""
     compare_value: bool = True
-    """False where only the gradients are meant to agree."""
+    """False if only the gradients should agree."""
 
 
 def loss_of(algorithm_type: str = "grpo", *, correct: bool = False, **parts: Any) -> Callable[[Batch], Tensor]:
-    """Our loss of a batch: an algorithm without KL and entropy unless given; `correct`: the sampler's logprobs are
-    recorded."""
+    """Our loss of a batch, without KL and entropy terms by default. correct: use the recorded rollout logprobs."""
     algorithm = make_algorithm(algorithm_type, **{"kl_loss_fn": "none", **parts})
 
     def ours(batch: Batch) -> Tensor:
@@ -193,14 +191,14 @@ def loss_of(algorithm_type: str = "grpo", *, correct: bool = False, **parts: Any
 
 
 def kl_term(name: str) -> Callable[[Batch], Tensor]:
-    """Our KL term of a batch alone, the mean of an estimate over its tokens."""
+    """Our KL term of a batch: mean of an estimate over its tokens."""
     ours = loss_of("sft", kl_loss_fn=name, kl_loss_fn_args={"kl_coef": 1.0})
     plain = loss_of("sft")
     return lambda batch: ours(batch) - plain(batch)
 
 
 def value_loss_of(clip: float) -> Callable[[Batch], Tensor]:
-    """Our loss of a critic: `policy` as its values, `old` as those before the batch, `ref` as the returns."""
+    """Our critic loss, with `policy` as values, `old` as values before the update, and `ref` as returns."""
 
     def ours(batch: Batch) -> Tensor:
         loss_BT = value_loss(batch.policy, batch.old, batch.ref, clip)
@@ -212,7 +210,7 @@ def value_loss_of(clip: float) -> Callable[[Batch], Tensor]:
 def advantages_of(
     name: str, args: Mapping[str, Any] | None = None, *, turns: bool = False
 ) -> Callable[[Batch], Tensor]:
-    """Our advantages of a batch, [B, T]; `turns`: some rows are turns of one rollout, else each is a rollout."""
+    """Our advantages of a batch, [B, T]. turns: True if some rows are turns of one rollout."""
     function = make_part("advantage_fn", name, args)
 
     def ours(batch: Batch) -> Tensor:
@@ -220,7 +218,7 @@ def advantages_of(
             rewards_N=batch.rewards,
             group_N=batch.groups,
             lengths_N=batch.mask.sum(-1),
-            # Padding is tokens that are not trained.
+            # Padding tokens are not trained.
             tokens_N=torch.full_like(batch.groups, batch.mask.shape[1]),
             loss_mask_Q=batch.mask.flatten(),
             values_Q=batch.values.flatten(),
@@ -251,8 +249,8 @@ def token_rewards(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Peer:
-    """An installed framework: its distribution's name ("": none has to be installed) and a function that imports it and
-    lists the cases."""
+    """Installed framework: name of its distribution ("": none required), and a function that imports it and returns its
+    cases."""
 
     name: str
     distribution: str

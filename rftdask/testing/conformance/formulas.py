@@ -1,4 +1,4 @@
-"""What no installed peer has, written down once more: one token after the other, in float64, from the papers alone."""
+"""Formulas without an installed peer: an independent implementation from the papers, token by token, in float64."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from rftdask.testing.conformance.cases import Batch, Case, advantages_of, loss_o
 
 
 def cases() -> list[Case]:
-    """Nothing has to be installed."""
+    """Cases that need no installed peer."""
     bounds = {"sequence": 0.04, "batch": 0.3}
     return [
         Case(
@@ -32,8 +32,10 @@ def cases() -> list[Case]:
 
 
 def drpo(temperature: float) -> Callable[[Batch], Tensor]:
-    """r less the mean of its task, times exp(-l / (lambda L)) over the mean of that among the task's correct rollouts,
-    of which L is the longest; of a rollout that is not correct (r <= 0) times 1. arXiv:2510.04474, section 4.
+    """Reward minus the mean of its task, times a length weight. arXiv:2510.04474, section 4.
+
+    The weight of a correct rollout is exp(-l / (lambda L)) divided by its mean over the task's correct rollouts, where
+    L is the longest of them. The weight of an incorrect rollout (r <= 0) is 1.
     """
 
     def formula(batch: Batch) -> Tensor:
@@ -61,7 +63,7 @@ def best_of_n(batch: Batch) -> Tensor:
 
 
 def solved(batch: Batch) -> Tensor:
-    """[B] rewards of 0 and 1; one task is solved by all of its rollouts, another by none."""
+    """[B] rewards of 0 and 1. One task is solved by all of its rollouts, another by none."""
     rewards = (batch.rewards > 0).double()
     return torch.where(batch.groups == 0, 1.0, torch.where(batch.groups == 1, 0.0, rewards))
 
@@ -83,15 +85,16 @@ def kept_by_operator(batch: Batch) -> Tensor:
 
 
 def kept_by_threshold(batch: Batch) -> Tensor:
-    """What the advantage function of `dapo` drops."""
+    """Rollouts kept by the advantage function of `dapo`."""
     function = make_part("advantage_fn", "grpo", {"std_threshold": 0.0})
     drops_N: Tensor = function(AdvantageInputs(solved(batch), batch.groups)).drops_N
     return (drops_N == DropReason.KEPT).double()
 
 
 def m2po(scope: str, bound: float) -> Callable[[Batch], Tensor]:
-    """Mean over the tokens of -A r, without those that algorithm 1 of arXiv:2510.01161 masks: while the mean of
-    (log r)^2 over the tokens that PPO could clip is above the bound, the largest of them goes.
+    """Mean of -A r over the tokens that algorithm 1 of arXiv:2510.01161 does not mask.
+
+    While the mean of (log r)^2 over the tokens that PPO could clip is above the bound, the largest one is masked.
     """
 
     def formula(batch: Batch) -> Tensor:

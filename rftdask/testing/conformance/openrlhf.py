@@ -1,7 +1,7 @@
 """OpenRLHF: the modules of openrlhf.models.loss.
 
-The package around that file imports deepspeed and flash-attn, which the losses never call; where they are missing,
-empty modules stand in for them during the import, and the package's __init__ is not run.
+Its package imports deepspeed and flash-attn, which the losses never call. If they are missing, empty modules replace
+them during the import, and the __init__ of the package does not run.
 """
 
 import importlib

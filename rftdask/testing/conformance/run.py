@@ -1,4 +1,4 @@
-"""Run the cases of every peer and say what came out. A skip, a difference and a failure are three different things."""
+"""Run the cases of every peer and collect the results: agreement, documented difference, skip or failure."""
 
 import importlib.metadata
 from dataclasses import dataclass
@@ -21,27 +21,27 @@ TOLERANCE_32 = 1e-6
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """Row of the result table."""
 
     peer: str
     version: str
     what: str
     status: str
-    """agree, differs (as documented), skipped, or FAILED."""
+    """One of: agree, differs (as documented), skipped, FAILED."""
     error: float
     """Largest difference of value or gradient in float32, relative to max(1, |theirs|)."""
     note: str
 
 
 def run_conformance(num_seeds: int = 4) -> list[Row]:
-    """All cases of all peers, each over `num_seeds` batches of every kind in float32 and float64."""
+    """Run all cases of all peers over `num_seeds` batches of every kind, in float32 and float64."""
     rows = []
     for peer in PEERS:
         try:
             version = importlib.metadata.version(peer.distribution) if peer.distribution else ""
             cases = peer.cases()
         except (ImportError, AttributeError, RuntimeError, OSError) as error:
-            # A peer's import may fail in many ways that are not ours to mend; the row keeps the reason.
+            # The import of a peer may fail in many ways; the row keeps the reason.
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             rows.append(Row(peer.name, "", "everything", "skipped", 0.0, reason))
             continue
@@ -62,7 +62,7 @@ def _compare(peer: str, version: str, case: Case, num_seeds: int) -> Row:
                     excess, _difference(case, sample_batch(seed, torch.float64, kind=kind)) / case.tolerance_64
                 )
     if case.differs:
-        # A documented difference that has vanished means that the table is wrong.
+        # A documented difference that no longer exists means that the table is wrong.
         return Row(peer, version, case.what, "differs" if excess > 1.0 else "FAILED", worst_32, case.differs)
     return Row(peer, version, case.what, "agree" if excess <= 1.0 else "FAILED", worst_32, "")
 
@@ -70,7 +70,7 @@ def _compare(peer: str, version: str, case: Case, num_seeds: int) -> Row:
 def _difference(case: Case, batch: Batch) -> float:
     ours, theirs = case.ours(batch), case.theirs(batch)
     errors = [_relative(ours, theirs)] if case.compare_value else []
-    # Two losses may agree in value and pull in different directions.
+    # Two losses may agree in value but not in gradient.
     if theirs.requires_grad:
         gradients = [torch.autograd.grad(side, batch.policy)[0] * batch.mask for side in (ours, theirs)]
         errors.append(_relative(*gradients))
@@ -79,19 +79,19 @@ def _difference(case: Case, batch: Batch) -> float:
 
 def _relative(ours: Tensor, theirs: Tensor) -> float:
     ours, theirs = ours.detach().double(), theirs.detach().double()
-    # Relative to the largest, and to 1 at least: of values near 0 a relative error says nothing.
+    # Relative to the largest value, and at least to 1, since relative errors near 0 are meaningless.
     scale = torch.clamp(theirs.abs().max(), min=1.0)
-    # NaN compares as not larger, and would pass for agreement.
+    # NaN does not compare as larger and would pass as agreement.
     return float(((ours - theirs).abs() / scale).max().nan_to_num(nan=torch.inf))
 
 
 def failures(rows: list[Row]) -> list[Row]:
-    """The rows that are not as documented."""
+    """Rows that are not as documented."""
     return [row for row in rows if row.status == "FAILED"]
 
 
 def format_table(rows: list[Row]) -> str:
-    """The rows as a Markdown table, and a line that counts them."""
+    """Rows as a Markdown table, followed by a line of counts."""
     lines = ["| Peer | Function | Result | Largest error (float32) | Note |", "|---|---|---|---|---|"]
     for row in rows:
         error = f"{row.error:.1e}" if row.status in ("agree", "FAILED") else ""

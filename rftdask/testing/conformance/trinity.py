@@ -1,4 +1,4 @@
-"""Trinity-RFT: its policy loss classes and trainer-side advantage functions. Imported late: it may not be there."""
+"""Trinity-RFT: policy loss classes and trainer-side advantage functions. Imported late, since it may be missing."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +25,7 @@ def cases() -> list[Case]:
     from trinity.algorithm.policy_loss_fn import POLICY_LOSS_FN  # heavy and optional
 
     def case(what: str, name: str, kinds: tuple[str, ...] = NOT_EXTREME, differs: str = "", **args: Any) -> Case:
-        """The loss of this name here and there, with the same arguments."""
+        """Compare the losses of this name with the same arguments."""
         cls = POLICY_LOSS_FN.get(name)
         module = cls(**{**cls.default_args(), **args})
 
@@ -36,7 +36,7 @@ def cases() -> list[Case]:
 
         kind = "sft" if name.startswith("sft") else name if name in ("gspo", "dpo") else "grpo"
         ours = loss_of(kind, policy_loss_fn=name, policy_loss_fn_args=args)
-        # Its means add 1e-8 to the denominator. Where it differs, it does so by far more.
+        # Its means add 1e-8 to the denominator. Real differences are far larger.
         return Case(what, ours, theirs, kinds, differs=differs, tolerance_64=1e-10 if differs else 1e-7)
 
     def rec(clip: str, weight: str, regularizer: str) -> Case:
@@ -49,7 +49,7 @@ def cases() -> list[Case]:
         return case(f"rec loss, {clip} clip, weight {weight}, {regularizer}", "rec", **args)
 
     def mixture(what: str, name: str, **args: Any) -> Case:
-        # Sizes by hand, so that its weights of the parts are 1: a batch is one micro-batch.
+        # Sizes that make its weights of the parts 1: a batch is one micro-batch.
         sizes = {"ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 8}
         sizes |= {"train_batch_size_usual": 6, "train_batch_size_expert": 2}
         module = POLICY_LOSS_FN.get(name)(**{"clip_range": 0.2, **args, **sizes})
@@ -101,7 +101,7 @@ def _kl_cases() -> list[Case]:
         return loss
 
     def apart(side: Callable[[Batch], Tensor], least: float, most: float) -> Callable[[Batch], Tensor]:
-        """The same of a batch with all logarithms of ratios from `least` to `most`."""
+        """The same comparison for a batch whose log-ratios are between `least` and `most`."""
 
         def of_apart(b: Batch) -> Tensor:
             old = b.policy.detach() + (b.old - b.policy.detach()).clamp(-most, -least)
@@ -144,7 +144,7 @@ def _advantage_cases() -> list[Case]:
             }
             rows = SimpleNamespace(batch=batch, non_tensor_batch={"uid": b.groups.tolist()})
             after = function(rows)[0].batch
-            advantages_BT: Tensor = after["advantages"] * after["response_mask"]  # which some take tokens out of
+            advantages_BT: Tensor = after["advantages"] * after["response_mask"]  # some of them exclude tokens
             return advantages_BT
 
         return Case(what, advantages_of(name, args), theirs, kinds, differs=differs, float32_only=True)
@@ -166,14 +166,14 @@ def _advantage_cases() -> list[Case]:
 
 
 def _group_cases() -> list[Case]:
-    """Advantages that it makes in its explorer, of lists of experiences."""
+    """Advantages that its explorer computes from lists of experiences."""
     from trinity.algorithm.advantage_fn.asymre_advantage import ASYMREGroupAdvantage
     from trinity.algorithm.advantage_fn.gigpo_advantage import GiGPOAdvantageFn
     from trinity.algorithm.advantage_fn.multi_step_grpo_advantage import StepWiseGRPOAdvantageFn
     from trinity.algorithm.advantage_fn.opmd_advantage import OPMDGroupAdvantage
     from trinity.algorithm.advantage_fn.rec_advantage import RECGroupedAdvantage
 
-    def told(batch: Batch, row: int) -> dict[str, Any]:
+    def info_of(batch: Batch, row: int) -> dict[str, Any]:
         state = {} if batch.states[row] < 0 else {"env_state_hash": int(batch.states[row])}
         return {**state, "step_reward": float(batch.turn_rewards[row])}
 
@@ -195,7 +195,7 @@ def _group_cases() -> list[Case]:
                         step=int(b.turns[row]) if turns else 0,
                     ),
                     reward=float(b.rewards[row]),
-                    info=told(b, row) if turns else {},
+                    info=info_of(b, row) if turns else {},
                     action_mask=b.float_mask[row],
                 )
                 for row in range(len(b.rewards))
@@ -207,7 +207,7 @@ def _group_cases() -> list[Case]:
         return Case(what, mine, theirs, ("padded", "holes", "short"), differs=differs, float32_only=True)
 
     def with_rewards(case: Case, rewards: Callable[[Batch], Tensor]) -> Case:
-        """The same with other rewards on both sides."""
+        """The same comparison with other rewards on both sides."""
         ours, theirs = (lambda b, side=side: side(replace(b, rewards=rewards(b))) for side in (case.ours, case.theirs))
         return replace(case, ours=ours, theirs=theirs)
 

@@ -1,5 +1,5 @@
-"""TRL: GRPOTrainer._compute_loss, called with a stand-in for the trainer whose forward pass returns the batch's
-logprobs; and the loss of GKDTrainer."""
+"""TRL: GRPOTrainer._compute_loss with a fake trainer whose forward pass returns the logprobs of the batch, and the loss
+of GKDTrainer."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -88,7 +88,7 @@ def cases() -> list[Case]:
             "corrected_k3 penalty in the loss",
             loss_of("bnpo", **no_dual, **corrected_k3),
             trl("bnpo", beta=0.1, use_bias_correction_kl=True),
-            NOT_EXTREME,  # far away both subtract large numbers, whose rounding is more than the bound
+            NOT_EXTREME,  # for extreme values both subtract large numbers, whose rounding exceeds the tolerance
         ),
         *(gkd(*args) for args in ((0.0,), (0.1,), (0.5,), (0.9, 2.5), (1.0,))),
         *trl_preferences.cases(),
@@ -105,7 +105,7 @@ def _trainer(
     level: str = "token",
     **settings: Any,
 ) -> Any:
-    """What `_compute_loss` reads of its trainer."""
+    """Fake trainer with the attributes that `_compute_loss` reads."""
     alone = {name: lambda value, *_, **__: value for name in ("gather", "gather_for_metrics", "reduce")}
     accelerator = SimpleNamespace(num_processes=1, sync_gradients=True, **alone)
     return SimpleNamespace(

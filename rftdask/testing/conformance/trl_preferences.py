@@ -1,4 +1,4 @@
-"""TRL: the losses of preferences, called with a stand-in for their trainer that says what a model would."""
+"""TRL: preference losses, called with a fake trainer that returns the outputs of a model."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 from rftdask.testing.conformance.cases import Batch, Case, loss_of
 
 _KINDS = ("padded", "holes", "short", "extreme")
-"""A row without a trained token has no mean logprob in TRL."""
+"""Kinds of batches without empty rows, whose mean logprob is undefined in TRL."""
 
 
 def cases() -> list[Case]:
@@ -106,14 +106,14 @@ def cases() -> list[Case]:
 
 
 def _model(batch: Batch, order: Any = slice(None)) -> Callable[..., Any]:
-    """What a model of TRL's fused head would say of a batch's rows."""
+    """Output of a model with TRL's fused head for the rows of a batch."""
     said = {name: batch.entropy[order] for name in ("entropy", "mean_logits")}
     said |= {"log_probs": (batch.policy * batch.mask)[order], "is_top1": batch.mask[order]}
     return lambda **_: SimpleNamespace(**said)
 
 
 def _inputs(batch: Batch, order: Any = slice(None), **more: Any) -> dict[str, Any]:
-    """One prompt token, and after it what is scored."""
+    """Inputs with one prompt token followed by the scored tokens."""
     prompted = torch.nn.functional.pad(batch.mask[order].long(), (1, 0))
     names = ("input_ids", "attention_mask", "completion_mask")
     return {**dict.fromkeys(names, prompted), **more}
@@ -138,7 +138,7 @@ def _sft_by_token(batch: Batch) -> Tensor:
 
 
 def _trainer(**settings: Any) -> Any:
-    """What the losses read of their trainer."""
+    """Fake trainer with the attributes that the losses read."""
     accelerator = SimpleNamespace(
         device="cpu", **{name: lambda value, *_: value for name in ("gather", "gather_for_metrics")}
     )

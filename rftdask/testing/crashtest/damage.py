@@ -1,9 +1,9 @@
 """Damage: every file of a run is truncated, emptied, flipped in one bit, swapped with another of its kind or removed,
-and the run goes on. Folders of checkpoints and of weights are swapped, too.
+and the run continues. Folders of checkpoints and of weights are swapped as well.
 
-Two outcomes are right. Healed: the run ends as if nothing had happened. Told: a typed error, or the audit, names the
-file; allowed only where nobody can know what was there, which are ledger entries, shards whose rows the ledger names,
-and the seal; and the file put back, the run must end well, so nothing else was lost meanwhile.
+Two outcomes are correct. Healed: the run ends as if nothing had happened. Reported: a typed error or the audit names
+the file. That is allowed only if the content cannot be known: ledger entries, shards with rows in the ledger, and the
+seal. After the file is restored the run must end well, so nothing else was lost meanwhile.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _KINDS = {
     "pointer": r"[^/]*\.txt",
 }
 _NEXT_SEED = 1_000_003
-"""Seed of the life after the damage: none that a run was made with."""
+"""Seed of the process after the damage; differs from the seed of every run."""
 _FOLDERS = r"(global_step_|weights/)\d+"
 
 Tree = dict[str, bytes]
 
 
 class _Case(NamedTuple):
-    """A damaged run folder; `paths` are the files or folders that were damaged."""
+    """Damaged run folder. paths: damaged files or folders."""
 
     what: str
     tree: Tree
@@ -49,21 +49,20 @@ class _Case(NamedTuple):
 
 
 class _Killed(BaseException):
-    """The process is gone here."""
+    """Raised where the process dies."""
 
 
 def damage_files(
     plan: Plan, seed: int, *, num_flips: int = 3, kinds: str = ".*", parts: Parts | None = None, every: int = 1
 ) -> Figures:
-    """Damage all files of `kinds` (a pattern) of a run that was killed in its middle, and of one that has ended.
+    """Damage all files of `kinds` (a pattern) of a run killed half-way, and of a finished run.
 
-    num_flips: bits flipped in each file, one at a time. parts: a protection can be taken away there.
+    num_flips: bits flipped per file, one at a time. parts: replacement parts without a protection.
     """
     figures = Figures("damage", "files truncated, emptied, flipped in a bit, swapped, removed; folders swapped")
     rng = random.Random(seed)
     outcomes: Counter[str] = Counter()
-    # Killed when the entry after the next checkpoint's was written: one step to replay, one not yet trained, and shards
-    # that were not used at all.
+    # Killed after the entry that follows the next checkpoint: one step to replay, one not trained, and unused shards.
     last = f"ledger/main/{plan.num_steps // plan.save_interval // 2 * plan.save_interval + 2:08d}.json"
     for state, last_entry in (("killed", last), ("ended", "")):
         storage, witness = _run_until(last_entry, plan, seed)
@@ -81,7 +80,7 @@ def damage_files(
 
 
 def _run_until(last_entry: str, plan: Plan, seed: int) -> tuple[Storage, Witness]:
-    """Run until this entry of the ledger was written, "" for to the end: its storage, and what it has trained."""
+    """Run until this ledger entry is written ("": to the end). Returns its storage and the trained batches."""
     storage, witness = new_memory(), Witness()
 
     def kill(verb: str, path: str, stage: str) -> None:
@@ -93,13 +92,13 @@ def _run_until(last_entry: str, plan: Plan, seed: int) -> tuple[Storage, Witness
         assert not last_entry, f"{last_entry} was never written"
     except _Killed:
         pass
-    # A shard removed by us was not lost by the run: only what was trained is asked of the witness.
+    # A shard removed by the test was not lost by the run, so the witness keeps only trained batches.
     return storage, Witness(None, [line for line in witness.lines if line.startswith("trained")])
 
 
 def _cases(tree: Tree, rng: random.Random, num_flips: int) -> Iterator[_Case]:
-    """Damage each file in every way, alone or with one other, then swap folders."""
-    # Without its newest entry a ledger is that of an earlier moment: only the counts of the audit can tell.
+    """Damage each file in every way, swap it with one other file, then swap folders."""
+    # A ledger without its newest entry is a valid earlier ledger, so that entry is not removed.
     newest_entry = max(path for path in tree if path.startswith("ledger/"))
     for path, data in tree.items():
         kind, name = _kind(path)
@@ -113,7 +112,7 @@ def _cases(tree: Tree, rng: random.Random, num_flips: int) -> Iterator[_Case]:
             yield _Case(f"{what}: {path}", {**tree, path: damaged}, (path,), kind)
         if path != newest_entry:
             yield _Case(f"removed: {path}", {p: d for p, d in tree.items() if p != path}, (path,), kind)
-        # With one other is enough: what refuses it, a checksum or a version, would refuse the next.
+        # One swap is enough: the checksum or version that rejects it would reject any other.
         others = [p for p in tree if _kind(p) == (kind, name) and tree[p] != data and p > path]
         for other in others[:1]:
             swapped = {**tree, path: tree[other], other: data}
@@ -130,19 +129,19 @@ def _cases(tree: Tree, rng: random.Random, num_flips: int) -> Iterator[_Case]:
 
 
 def _kind(path: str) -> tuple[str, str]:
-    """(kind, which file of its kind: only files that stand for the same may be swapped)."""
+    """(kind, name within the kind); only files with the same pair are swapped."""
     for kind, pattern in _KINDS.items():
         if match := re.fullmatch(pattern, path):
             return kind, match.groupdict().get("name", "")
-    raise AssertionError(f"{path} is of no kind")
+    raise AssertionError(f"{path} matches no pattern in _KINDS")
 
 
 def _go_on(
     case: _Case, sound: Tree, in_ledger: set[str], plan: Plan, witness: Witness, parts: Parts | None
 ) -> tuple[str, Ending]:
-    """Go on with the damaged run: (healed, told or broken; what is wrong).
+    """Continue the damaged run. Returns ("healed", "reported" or "broken", its ending).
 
-    Args: sound: the files before the damage; in_ledger: names of shards that the ledger names.
+    Args: sound: files before the damage. in_ledger: shards with rows in the ledger.
     """
     storage = new_memory()
     for path, data in case.tree.items():
@@ -151,13 +150,14 @@ def _go_on(
     ending = go_on(lambda: storage, plan, witness, _NEXT_SEED, parts)
     if not ending.problems:
         return "healed", ending
-    # Telling is right only where nobody can know what was there, and only if the file is named.
-    may_be_told = case.kind in ("ledger entry", "seal") or (case.kind == "shard" and not in_ledger.isdisjoint(names))
-    if not may_be_told or not any(name in problem for problem in ending.problems for name in names):
+    # A report is correct only if the content cannot be known, and only if it names the file.
+    is_trained_shard = case.kind == "shard" and not in_ledger.isdisjoint(names)
+    may_be_reported = case.kind in ("ledger entry", "seal") or is_trained_shard
+    if not may_be_reported or not any(name in problem for problem in ending.problems for name in names):
         return "broken", ending
     for path in case.paths:
         storage.put(path, sound[path])
     ending = go_on(lambda: storage, plan, witness, _NEXT_SEED, parts)
     if ending.problems:
-        return "broken", Ending([f"put back, and yet: {p}" for p in ending.problems], ending.num_lost)
-    return "told", Ending()
+        return "broken", Ending([f"after restoring the file: {p}" for p in ending.problems], ending.num_lost)
+    return "reported", Ending()

@@ -1,8 +1,8 @@
-"""Disk: a simulated disk below local storage that keeps, over a power loss, only what was synced.
+"""Disk: a simulated disk below local storage that keeps only synced data over a power loss.
 
-What was not is kept, lost or torn, as a seed decides: a file's bytes if `sync` was not called after the last write, a
-name if its folder was not synced after it changed. Each change of a folder is kept or lost as a whole and on its own,
-so they may survive in another order than they were made; that is less than real file systems promise.
+A seed decides whether unsynced data is kept, lost or torn: the bytes of a file if `sync` was not called after the last
+write, a name if its folder was not synced after the change. Each change of a folder is kept or lost atomically and
+independently, so changes may survive out of order. Real file systems promise more than that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rftdask.storage.local import Posix
 Call = ParamSpec("Call")
 Result = TypeVar("Result")
 _NUMBERS = itertools.count(1)
-"""Inodes of folders and descriptors of files: never used twice, so nothing is taken for what was there before it."""
+"""Inodes of folders and descriptors of files. Numbers are never reused, so no object is mistaken for an older one."""
 
 
 @dataclass(eq=False)
@@ -40,10 +40,10 @@ class _Folder:
     names: dict[str, _Node] = field(default_factory=dict)
     synced: dict[str, _Node] = field(default_factory=dict)
     unsynced: list[dict[str, _Node | None]] = field(default_factory=list)
-    """Changes since, in order; None removes the name."""
+    """Changes since the last sync, in order. None: the name is removed."""
 
     def change(self, names: dict[str, _Node | None]) -> None:
-        """Change several names at once; a power loss keeps all of the change or none."""
+        """Change several names atomically; a power loss keeps all of the change or none."""
         _apply(self.names, names)
         self.unsynced.append(names)
 
@@ -62,7 +62,7 @@ def _apply(names: dict[str, _Node], change: dict[str, _Node | None]) -> None:
 def _alone(
     call: Callable[Concatenate[SimulatedDisk, Call], Result],
 ) -> Callable[Concatenate[SimulatedDisk, Call], Result]:
-    """One thread at a time: also while `before_change` looks at the disk, which shows it between two calls."""
+    """Serialize calls, including the time in which `before_change` inspects the disk between two calls."""
 
     @wraps(call)
     def alone(disk: SimulatedDisk, /, *args: Call.args, **kwargs: Call.kwargs) -> Result:
@@ -73,30 +73,31 @@ def _alone(
 
 
 class SimulatedDisk(Posix):
-    """`LocalStorage("/run", SimulatedDisk())`; `sync_files`, `sync_folders`: False makes the calls do nothing. It is
-    used from threads.
+    """Simulated disk for `LocalStorage("/run", SimulatedDisk())`. Safe to use from threads.
+
+    sync_files, sync_folders: False turns the sync calls into no-ops.
     """
 
     def __init__(self, *, sync_files: bool = True, sync_folders: bool = True) -> None:
         self.sync_files = sync_files
         self.sync_folders = sync_folders
         self.before_change: Callable[[str, str], None] = lambda call, path: None
-        """Called with the name of a call and its path before it changes anything; may raise."""
+        """Called with (call, path) before each change. May raise."""
         self.lock = threading.RLock()
         self._root = _Folder()
         self._open: dict[int, _File] = {}
 
     def copy(self) -> SimulatedDisk:
-        """The disk as it is, without the files that are open."""
+        """Copy of the disk, without open files."""
         disk = SimulatedDisk(sync_files=self.sync_files, sync_folders=self.sync_folders)
-        # What is open is not copied: a power loss closes everything.
-        disk._root = deepcopy(self._root)  # a file with two names stays one file
+        # Open files are not copied, since a power loss closes them.
+        disk._root = deepcopy(self._root)  # a file with two names remains one file
         return disk
 
     def after_power_loss(self, seed: int) -> SimulatedDisk:
-        """The disk that is found when the power is back; this one stays as it is."""
+        """Disk after the power is back. This disk does not change."""
         rng = random.Random(seed)
-        share_kept = rng.choice((0.0, 0.5, 0.5, 1.0))  # also the extremes, which a coin would hardly ever show
+        share_kept = rng.choice((0.0, 0.5, 0.5, 1.0))  # include the extremes, which independent draws hardly ever reach
         found: set[int] = set()
 
         def settle(node: _Node) -> None:
@@ -106,12 +107,12 @@ class SimulatedDisk(Posix):
             if isinstance(node, _File):
                 if node.data != node.synced and rng.random() >= share_kept:
                     cut = rng.randrange(len(node.data) + 1)
-                    # A file system may have grown the file before it wrote the blocks.
+                    # A file system may grow a file before it writes the blocks.
                     whole_length_but_zeros = node.data[:cut] + bytes(len(node.data) - cut)
                     node.data = rng.choice((node.synced, node.data[:cut], whole_length_but_zeros))
                 node.synced = node.data
                 return
-            # Changes of names are kept or lost one by one, in no order: journals may write them in any.
+            # Name changes are kept or lost independently, since a journal may write them in any order.
             for change in node.unsynced:
                 if rng.random() < share_kept:
                     _apply(node.synced, change)
@@ -123,11 +124,11 @@ class SimulatedDisk(Posix):
         settle(disk._root)
         return disk
 
-    # ---- the calls that change it
+    # ---- calls that change the disk
 
     @_alone
     def create(self, path: str) -> int:
-        """The name is visible at once, and durable after `sync_folder`."""
+        """Create a file. The name is visible at once and durable after `sync_folder`."""
         self.before_change("create", path)
         folder, name = self._place(path)
         if name in folder.names:
@@ -139,25 +140,25 @@ class SimulatedDisk(Posix):
 
     @_alone
     def write(self, descriptor: int, data: Data) -> None:
-        """Appends; readers see it at once."""
+        """Append bytes. Readers see them at once."""
         self.before_change("write", "")
-        self._open[descriptor].data += data  # visible to readers at once, durable only after `sync`
+        self._open[descriptor].data += data  # durable only after `sync`
 
     @_alone
     def sync(self, descriptor: int) -> None:
-        """From now on a power loss leaves these bytes, under whatever name survives."""
+        """Make the bytes durable, under whatever name survives."""
         self.before_change("sync", "")
         if self.sync_files:
             self._open[descriptor].synced = self._open[descriptor].data
 
     @_alone
     def close(self, descriptor: int) -> None:
-        """Forgets the descriptor; makes nothing durable."""
+        """Drop the descriptor. Makes nothing durable."""
         del self._open[descriptor]
 
     @_alone
     def rename(self, source: str, target: str) -> None:
-        """One change of both names: after a power loss both are as before or both as after."""
+        """Rename atomically: a power loss leaves both names as before or both as after."""
         self.before_change("rename", target)
         folder, name = self._place(source)
         if name not in folder.names:
@@ -165,12 +166,12 @@ class SimulatedDisk(Posix):
         if isinstance(folder.names.get(os.path.basename(target)), _Folder):
             raise _error(errno.EISDIR, target)
         assert os.path.dirname(source) == os.path.dirname(target), "storage renames within a folder only"
-        # In one change, as rename(2) promises: no crash leaves both names or none.
+        # One change, as rename(2) promises: no crash leaves both names or none.
         folder.change({name: None, os.path.basename(target): folder.names[name]})
 
     @_alone
     def link(self, source: str, target: str) -> None:
-        """Two names of one file, which share its bytes and their durability."""
+        """Add a second name for a file. Both share the bytes and their durability."""
         self.before_change("link", target)
         folder, name = self._place(target)
         if name in folder.names:
@@ -179,7 +180,7 @@ class SimulatedDisk(Posix):
 
     @_alone
     def unlink(self, path: str) -> None:
-        """Raises: FileNotFoundError: there is no file of that name."""
+        """Remove a name. Raises: FileNotFoundError."""
         self.before_change("unlink", path)
         folder, name = self._place(path)
         if not isinstance(folder.names.get(name), _File):
@@ -188,7 +189,7 @@ class SimulatedDisk(Posix):
 
     @_alone
     def make_folder(self, path: str) -> None:
-        """Raises: FileExistsError; FileNotFoundError: its parent is not there."""
+        """Create a folder. Raises: FileExistsError; FileNotFoundError: its parent does not exist."""
         self.before_change("make folder", path)
         folder, name = self._place(path)
         if name in folder.names:
@@ -197,7 +198,7 @@ class SimulatedDisk(Posix):
 
     @_alone
     def remove_tree(self, path: str) -> None:
-        """The deepest first, each a change of its own: a power loss may leave any part."""
+        """Remove a tree, deepest entries first, one change each; a power loss may leave any part."""
         node = self._node(path)
         for name in [*node.names] if isinstance(node, _Folder) else ():
             self.remove_tree(f"{path}/{name}")
@@ -207,18 +208,18 @@ class SimulatedDisk(Posix):
 
     @_alone
     def sync_folder(self, path: str) -> int:
-        """Makes all names in it durable; returns the number of the folder, which stands for its inode."""
+        """Make all names in the folder durable. Returns the number of the folder, in place of an inode."""
         self.before_change("sync folder", path)
         folder = self._folder(path)
         if self.sync_folders:
-            # Names alone: the bytes of a file in it need a sync of their own.
+            # Only the names; the bytes of each file need `sync`.
             folder.synced, folder.unsynced = dict(folder.names), []
         return folder.number
 
-    # ---- the calls that look
+    # ---- calls that read the disk
 
     def read(self, path: str) -> bytes:
-        """What was written, synced or not. Raises: IsADirectoryError, FileNotFoundError."""
+        """Written bytes, synced or not. Raises: IsADirectoryError, FileNotFoundError."""
         node = self._node(path)
         if isinstance(node, _Folder):
             raise _error(errno.EISDIR, path)
@@ -230,17 +231,17 @@ class SimulatedDisk(Posix):
 
     @_alone
     def scan(self, path: str) -> list[tuple[str, bool]]:
-        """Sorted by nobody, as by the system."""
+        """Names in a folder, unsorted, as from the system."""
         return [(name, isinstance(node, _Folder)) for name, node in self._folder(path).names.items()]
 
     def is_folder(self, path: str) -> bool:
-        """False for what is not there."""
+        """True if the path is a folder. False if it does not exist."""
         with suppress(OSError):
             return isinstance(self._node(path), _Folder)
         return False
 
     def is_same_file(self, path: str, other: str) -> bool:
-        """False if one of them is not there."""
+        """True if both names refer to one file. False if one does not exist."""
         with suppress(OSError):
             return self._node(path) is self._node(other)
         return False
@@ -266,4 +267,4 @@ class SimulatedDisk(Posix):
 
 
 def _error(number: int, path: str) -> OSError:
-    return OSError(number, os.strerror(number), path)  # Python makes it FileNotFoundError and its kin
+    return OSError(number, os.strerror(number), path)  # Python maps it to FileNotFoundError and its siblings

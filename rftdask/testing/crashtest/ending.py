@@ -1,7 +1,7 @@
-"""Ending: what must hold of a run when it has ended, whatever was done to it.
+"""Ending: the promises that must hold when a run has ended, whatever happened to it.
 
-It asks the audit, and counts again on its own, by the uids that the plan says there are: an audit that is wrong would
-otherwise prove itself. It does not know what happened to the run.
+It runs the audit and counts again by the uids of the plan, since a wrong audit would confirm itself. It does not know
+what happened to the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rftdask.errors import NotFoundError, RftError
 from rftdask.storage import Storage
 from rftdask.storage.memory import MemoryStorage
 from rftdask.synchronizer.manifest import is_valid, read_file, read_manifest
-from rftdask.synchronizer.node_cache import NodeCopy
+from rftdask.synchronizer.node_cache import NodeCache
 from rftdask.synchronizer.published import (
     CHECKPOINT_MODEL_FILE,
     CHECKPOINT_POINTER,
@@ -39,20 +39,20 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Ending:
-    """`problems` is empty if every promise holds."""
+    """Result of checking a run. `problems` is empty if every promise holds."""
 
     problems: list[str] = field(default_factory=list)
     num_lost: int = 0
-    """Experiences that are nowhere, acknowledged or planned."""
+    """Acknowledged or planned experiences that are missing."""
     num_twice: int = 0
-    """Experiences that were trained or dropped more than once."""
+    """Experiences trained or dropped more than once."""
 
 
 @functools.cache
 def run_undisturbed(plan: Plan) -> tuple[bytes, dict[int, str]]:
-    """Run the plan in memory, once in a process; forks of the process inherit the result.
+    """Run the plan in memory, once per process; forks inherit the result.
 
-    Returns: the last weights, and the digest of the batch of each optimizer step.
+    Returns: (last weights, digest of the batch of each optimizer step).
     """
     storage, witness = new_memory(), Witness()
     run_all(lambda: storage, plan, Parts(), witness, seed=0)
@@ -62,7 +62,7 @@ def run_undisturbed(plan: Plan) -> tuple[bytes, dict[int, str]]:
 def go_on(
     storages: Callable[[], Storage], plan: Plan, witness: Witness, seed: int, parts: Parts | None = None
 ) -> Ending:
-    """Take a run from whatever is on storage to its end, and check it there. An error outside our tree is a bug."""
+    """Continue a run from storage to its end and check it. An error outside the package's error tree is a bug."""
     try:
         run_all(storages, plan, parts or Parts(), witness, seed)
     except RftError as error:
@@ -73,7 +73,7 @@ def go_on(
 
 
 def check_ending(storage: Storage, plan: Plan, witness: Witness) -> Ending:
-    """Read everything, and compare. The product's own parts do it, also where the run went without some of them."""
+    """Read everything and compare it, with the complete parts even if the run lacked some of them."""
     try:
         ledger = Ledger(storage)
         audit = audit_log(ParquetLog(storage), ledger, plan.tasks_per_unit)
@@ -81,7 +81,7 @@ def check_ending(storage: Storage, plan: Plan, witness: Witness) -> Ending:
         if audit.waiting:
             problems.append(f"audit: {audit.waiting} experiences still wait")
 
-        # Every experience of the plan is to be named by the ledger once, and for the reason that the plan knows.
+        # The ledger must name every planned experience once, with the reason that the plan expects.
         units = plan.units(plan.num_explore_steps)
         planned = {experience.uid: experience for unit in units for experience in plan.experiences(*unit)}
         named: Counter[str] = Counter()
@@ -89,7 +89,7 @@ def check_ending(storage: Storage, plan: Plan, witness: Witness) -> Ending:
         for rows in (rows for entry in entries for rows in (*entry.use, *entry.drop)):
             name = ShardName.try_parse(rows.source)
             if name is None:
-                continue  # the audit has said so
+                continue  # already reported by the audit
             experiences = plan.experiences(name.explore_step, name.unit)
             for uid in (experiences[row].uid for row in rows.rows):
                 named[uid] += 1
@@ -100,7 +100,7 @@ def check_ending(storage: Storage, plan: Plan, witness: Witness) -> Ending:
         repeated = [uid for uid, count in named.items() if count > 1]
         problems += [f"lost: {uid}" for uid in missing] + [f"twice: {uid}" for uid in repeated]
 
-        # A commit had returned for these, and they are neither in the log nor in quarantine.
+        # Their commits had returned, but they are neither in the log nor in quarantine.
         aside = set(storage.list("experiences/quarantine"))
         acknowledged = [path for path in witness.shards_acknowledged() if path.rpartition("/")[2] not in aside]
         gone = [path for path in acknowledged if not storage.exists(path)]
@@ -112,19 +112,19 @@ def check_ending(storage: Storage, plan: Plan, witness: Witness) -> Ending:
 
 
 def _compare(storage: Storage, plan: Plan, witness: Witness) -> list[str]:
-    """List differences from the undisturbed run in batches, final weights and pointers."""
+    """Differences from the undisturbed run in batches, final weights and pointers."""
     expected, usual = run_undisturbed(plan)
     last, problems = plan.num_steps, []
     batches: dict[int, str] = {}
     for step, digest in witness.steps_trained():
-        # A killed trainer makes its last steps again, each with the batch that the ledger has for it.
+        # A killed trainer repeats its last steps with the batches in the ledger.
         if batches.setdefault(step, digest) != digest:
             problems.append(f"step {step} was trained with two different batches")
     if plan.ordered and batches != usual:
         differing = sorted(step for step, digest in usual.items() if batches.get(step) != digest)
         problems.append(f"steps {differing} were trained with other batches than without a crash")
     if not plan.ordered:
-        # The order of arrival has decided the batches, so the weights are those of training what the ledger says.
+        # The order of arrival decides the batches, so the expected weights come from training the ledger's batches.
         replay = new_memory()
         for path, data in read_tree(storage).items():
             if path.startswith(("experiences/", "ledger/")):
@@ -147,11 +147,11 @@ def _compare(storage: Storage, plan: Plan, witness: Witness) -> list[str]:
 
 
 def read_weights(storage: Storage, version: int) -> bytes:
-    """The weights of a published version, as an engine gets them."""
+    """Weights of a published version, as an engine reads them."""
     published = read_published(storage, version)
     if published is None:
         raise NotFoundError(f"{weights_folder(version)} is not there")
-    copy = NodeCopy(_NoFolder(storage, lambda verb, path, stage: None), published, _TIMEOUT_S)
+    copy = NodeCache(_NoFolder(storage, lambda verb, path, stage: None), published, _TIMEOUT_S)
     try:
         return copy.files[0].read_bytes()
     finally:
@@ -159,15 +159,15 @@ def read_weights(storage: Storage, version: int) -> bytes:
 
 
 class _NoFolder(FaultyStorage):
-    """A storage of which no file is a file of this machine, as those of a simulated disk are not."""
+    """Storage without local files, such as a simulated disk."""
 
     def local_file(self, path: str) -> None:
-        """There is none."""
+        """None: there are no local files."""
         return None
 
 
 def num_rows(path: str) -> int:
-    """Experiences in the shard at a path, by its name."""
+    """Number of experiences in a shard, read from its name."""
     name = ShardName.try_parse(path.rpartition("/")[2])
     return name.num_rows if name else 0
 
@@ -177,7 +177,7 @@ def new_memory() -> MemoryStorage:
 
 
 def read_tree(storage: Storage, folder: str = "") -> dict[str, bytes]:
-    """Path -> bytes of every file."""
+    """All files: path -> bytes."""
     found = {}
     for name in storage.list(folder):
         path = f"{folder}/{name}" if folder else name

@@ -1,4 +1,4 @@
-"""Figures: what a part of the crash test counted, and the table of all of them."""
+"""Figures: counts of each part of the crash test, and their table."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _COUNTS = {
 
 @dataclass
 class Figures:
-    """One part. `problems` is empty if every promise held every time."""
+    """Counts of one part. `problems` is empty if every promise held every time."""
 
     part: str
     what: str
-    """The unit of `num_tried`, in words."""
+    """Unit of `num_tried`, in words."""
     num_tried: int = 0
     num_kills: int = 0
     num_operations: int = 0
-    """Storage operations, or system calls, of the undisturbed run that crashes were placed around."""
+    """Storage operations or system calls of the undisturbed run at which crashes were placed."""
     num_lost: int = 0
     num_twice: int = 0
     num_trained_again: int = 0
@@ -40,7 +40,7 @@ class Figures:
     duration_s: float = 0.0
 
     def add(self, where: str, ending: Ending, witness: Witness | None = None) -> None:
-        """Count one try. witness: of the run, to count the batches that it trained again."""
+        """Count one try. witness: witness of the run, for the number of batches trained again."""
         self.num_tried += 1
         self.num_lost += ending.num_lost
         self.num_twice += ending.num_twice
@@ -52,7 +52,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class ProtectionFigures:
-    """Findings of the same test with one protection taken away; there must be some."""
+    """Findings of the same test without one protection. There must be some."""
 
     protection: str
     num_tried: int
@@ -62,7 +62,7 @@ class ProtectionFigures:
 
 @dataclass(frozen=True)
 class CrashReport:
-    """The figures of all parts, for people (`render`) and for programs (`to_json`)."""
+    """Figures of all parts, as text (`render`) and as data (`to_json`)."""
 
     seed: int
     parts: Sequence[Figures]
@@ -70,7 +70,7 @@ class CrashReport:
 
     @property
     def failures(self) -> list[str]:
-        """One line for every promise that was broken, and for every test that could not have found it."""
+        """One line per broken promise, and per test that found nothing without its protection."""
         lines = [f"{part.part}: {problem}" for part in self.parts for problem in part.problems]
         return lines + [
             f"without {p.protection} nothing broke in {p.num_tried} tries: this test proves nothing of it"
@@ -79,11 +79,11 @@ class CrashReport:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """For the file of results."""
+        """JSON for the result file."""
         return {**asdict(self), "failures": self.failures}
 
     def render(self) -> str:
-        """The table, then what broke."""
+        """The table, then the failures."""
         lines = [f"crash test, seed {self.seed}"]
         if self.parts:
             rows = [["part", *_COUNTS.values(), "s", "what was tried"]]
@@ -94,7 +94,7 @@ class CrashReport:
                 lines.append(f"  {name:<12}{''.join(f'{cell:>11}' for cell in cells)}   {what}".rstrip())
             lines += [f"  {part.part}: {note}" for part in self.parts for note in part.notes]
         if self.protections:
-            lines.append("with one protection taken away, the same test finds:")
+            lines.append("with one protection disabled, the same test finds:")
         for p in self.protections:
             example = p.example if len(p.example) <= _MAX_EXAMPLE else f"{p.example[: _MAX_EXAMPLE - 3]}..."
             lines.append(f"  without {p.protection:<32} broken in {p.num_broken:>4} of {p.num_tried:>4}   {example}")

@@ -1,8 +1,8 @@
-"""Rivals: a trainer is held at each of its storage operations, another one starts and trains to the end, and the first
-goes on. It is what a long pause of a process, or two starts of one run, come to.
+"""Rivals: a trainer is paused at each of its storage operations, another one trains to the end, and the first
+continues. This happens after a long pause of a process or two starts of one run.
 
-The first may only agree, or stop with a typed error; whatever it does, a third life must find a run in which nothing
-was trained twice. Runs in memory, in one process: who runs when is decided, not raced for.
+The first trainer may only agree or stop with a typed error. In either case a third process must find a run in which
+nothing was trained twice. Runs in memory, in one process, in a fixed order.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Wrap = Callable[[Storage], Storage]
 def meet_rivals(
     plan: Plan, seeds: range, *, every: int = 1, where: str = ".*", wrap: Wrap = lambda storage: storage
 ) -> Figures:
-    """Hold a trainer at every `every`-th operation among those like `where`, while another one trains to the end.
+    """Pause a trainer at every `every`-th operation that matches `where`, while another one trains to the end.
 
-    where: a pattern for "before put weights/1/MANIFEST.json (1)". wrap: what stands between the first trainer and its
-    storage; a protection can be taken away there.
+    where: pattern for places such as "before put weights/1/MANIFEST.json (1)". wrap: wrapper of the first trainer's
+    storage, to disable a protection.
     """
-    figures = Figures("rivals", "trainers held at each operation while another one trained to the end")
+    figures = Figures("rivals", "trainers paused at each operation while another one trained to the end")
     num_fenced = 0
     for seed in seeds:
         places = _list_places(plan, seed, wrap)
@@ -38,7 +38,7 @@ def meet_rivals(
             witness = Witness()
             was_fenced, ending = _meet(plan, place, seed, wrap, witness)
             num_fenced += was_fenced
-            figures.add(f"held {place}, seed {seed}", ending, witness)
+            figures.add(f"paused {place}, seed {seed}", ending, witness)
     figures.notes.append(f"{num_fenced} of {figures.num_tried} stopped because they were fenced, the others agreed")
     return figures
 
@@ -51,17 +51,17 @@ def _list_places(plan: Plan, seed: int, wrap: Wrap) -> list[str]:
 
 
 def _meet(plan: Plan, place: str, seed: int, wrap: Wrap, witness: Witness) -> tuple[bool, Ending]:
-    """Hold the first trainer at `place`: (whether it was fenced, what came of the run)."""
+    """Pause the first trainer at `place`. Returns (True if it was fenced, ending of the run)."""
     memory, parts = new_memory(), Parts()
 
     def rival() -> None:
         writer = Writer(memory, plan, parts, witness, random.Random(seed))
         for _ in range(2):
-            writer.work()  # so that the rival finds more than the first did
+            writer.work()  # so that the rival sees more than the first trainer
         run_all(lambda: memory, plan, parts, witness, seed + 1)
 
     counter = PlaceCounter("", place, rival)
-    # Both work on one memory; the first sees it through the counter, which lets the rival run at the place.
+    # Both use one memory; the counter of the first trainer runs the rival at the place.
     held = wrap(FaultyStorage(memory, counter.at_verb))
     was_fenced = False
     try:
@@ -69,8 +69,8 @@ def _meet(plan: Plan, place: str, seed: int, wrap: Wrap, witness: Witness) -> tu
     except FencedError:
         was_fenced = True
     except NotFoundError:
-        pass  # what it was about to read is gone: the other one has tidied up
+        pass  # the rival has removed the file that it was about to read
     if not counter.has_acted:
-        return was_fenced, Ending(["the first trainer never came to this place"])
-    # Whoever came last, the run must end as if it had been alone.
+        return was_fenced, Ending(["the first trainer never reached this place"])
+    # The run must end as if there had been one trainer.
     return was_fenced, go_on(lambda: memory, plan, witness, seed + 2)

@@ -1,9 +1,8 @@
-"""Suite: the parts of the crash test in their order, in a folder of the user's own file system; then what keeps the
-promises is taken away, one protection at a time, and the same tests must find something broken: a test that finds
-nothing would prove nothing.
+"""Suite: runs the parts of the crash test in order, in a folder of the user's file system. Then it disables one
+protection at a time, and the same tests must find a broken promise: a test that finds nothing proves nothing.
 
-Protections are taken away by what stands in their place at a seam: another disk, storage, log or ledger. Invariant: in
-a run that nothing disturbs, what stands there changes nothing; else a test would find itself.
+A protection is disabled by a replacement at a seam: another disk, storage, log or ledger. Invariant: in an undisturbed
+run the replacement changes nothing; otherwise the test would find its own change.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ PARTS = ("stops", "kills", "power", "rivals", "damage", "protections")
 _WITHOUT = Plan(6, ordered=False)
 _SHORT = (Plan(3), Plan(3, ordered=False))
 _LONG = Plan(30, save_interval=4)
-"""40 optimizer steps, of which a killed trainer trains up to 3 again."""
+"""40 optimizer steps; a killed trainer repeats up to 3 of them."""
 _NUM_POWER_SEEDS = 3
 
 
 class CheckThenWrite(FaultyStorage):
-    """`put_new` as one would write it without create-only: look whether it is there, then write."""
+    """`put_new` without create-only writes: check that the file is missing, then write."""
 
     def put_new(self, path: str, data: bytes) -> bool:
         if self.inner.exists(path):
@@ -52,7 +51,7 @@ class CheckThenWrite(FaultyStorage):
 
 
 class TrustingLog(ParquetLog):
-    """Reads what is there, whatever its checksum says."""
+    """Reads shards without checking their checksums."""
 
     def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:
         try:
@@ -63,7 +62,7 @@ class TrustingLog(ParquetLog):
 
 
 class LateLedger(Ledger):
-    """Writes the entry of a step when it was trained, and not before."""
+    """Writes the entry of a step after it was trained instead of before."""
 
     _late: LedgerEntry | None = None
 
@@ -73,7 +72,7 @@ class LateLedger(Ledger):
             self.write_late()  # nothing will be trained
 
     def write_late(self) -> None:
-        """Called after every optimizer step."""
+        """Write the entries of finished steps. Called after every optimizer step."""
         if self._late is not None:
             super().write(self._late)
             self._late = None
@@ -96,7 +95,7 @@ PROTECTIONS: dict[str, Callable[[int], Figures]] = {
         _WITHOUT, range(3), where="create .*/ledger/.*", parts=Parts(ledger=LateLedger)
     ),
 }
-"""Name -> the test without it, trying every n-th place; where only few places matter, these, and less thinly."""
+"""Protection -> test without it, at every n-th place, or at all places if only few matter."""
 
 
 def run_crash_test(
@@ -107,13 +106,13 @@ def run_crash_test(
     every: int = 1,
     say: Callable[[str], None] = lambda line: None,
 ) -> CrashReport:
-    """Run the parts. What fails is in the report. Forks: call it from a process without threads.
+    """Run the parts and report failures. Forks, so call it from a process without threads.
 
     Args:
-        url: a folder on the file system to be tested, in which a folder is made and removed; None: a temporary one.
-        num_kills: of the part "kills", at least.
-        every: try every n-th place only, in the parts that have places.
-    Raises: UserError: `url` is no folder of a file system, there is no such part, or a number is below 1.
+        url: folder on the file system to test, in which a folder is created and removed. None: a temporary folder.
+        num_kills: minimum number of kills in part "kills".
+        every: try only every n-th place, in parts that have places.
+    Raises: UserError: `url` is not a folder of a file system, a part does not exist, or a number is below 1.
     """
     if unknown := sorted({*parts} - {*PARTS}):
         raise UserError(f"crash test parts {unknown} do not exist; they are {', '.join(PARTS)}")
@@ -140,7 +139,7 @@ def run_crash_test(
                 say(f"  {part}: {figures.num_tried} tried, {len(figures.problems)} broken, {figures.duration_s:.0f} s")
         without = []
         for name in PROTECTIONS if "protections" in parts else ():
-            # Thinly: one broken place is enough to show that the test can find it.
+            # Few places: one broken place shows that the test can find it.
             found = PROTECTIONS[name](max(6, every))
             num_broken, example = len(found.problems), next(iter(found.problems), "")
             without.append(ProtectionFigures(name, found.num_tried, num_broken, example))

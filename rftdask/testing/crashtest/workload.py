@@ -1,8 +1,8 @@
-"""Workload: the short run that crash tests disturb. Real log, ledger, checkpoints, weights and trainer loop; what is
-left out are Dask, rollouts and gradients.
+"""Workload: the short run that crash tests disturb, with the real log, ledger, checkpoints, weights and trainer loop,
+but without Dask, rollouts and gradients.
 
-Every experience is a pure function of its place, so a work unit may run any number of times, by anybody. Some rollouts
-fail and some groups are too stale, so that rows are dropped, too. It knows nothing of crashes.
+Every experience is a pure function of its position, so any process may run a work unit any number of times. Some
+rollouts fail and some groups are too stale, so that some rows are dropped. It does not know about crashes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from rftdask.trainer.trainer import Trainer
 MAX_STALENESS = 1
 _MAX_READ_TIMEOUT_S = 30.0
 _LEAD = 3
-"""Explore steps that writers may be ahead of the trainer."""
+"""Maximum explore steps that writers are ahead of the trainer."""
 _REPEAT_SHARE = 0.15
-"""Share of the work units a writer runs although they are done."""
+"""Share of finished work units that a writer runs again."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The size of a run, and what each of its experiences is.
+    """Size of a run and content of each experience.
 
     Example: Plan(num_explore_steps=6) has 12 work units of 2 groups of 2 rollouts, and 8 optimizer steps of 3
     groups: a shard is used by several steps, and a step uses several shards.
@@ -63,16 +63,16 @@ class Plan:
         return self.num_explore_steps * self.tasks_per_step // self.groups_per_batch
 
     def units(self, last_explore_step: int) -> list[tuple[int, int]]:
-        """List (explore step, unit) of all work units up to a step, in order."""
+        """(explore step, unit) of all work units up to a step, in order."""
         per_step = self.tasks_per_step // self.tasks_per_unit
         return [(step, unit) for step in range(1, last_explore_step + 1) for unit in range(per_step)]
 
     def experiences(self, explore_step: int, unit: int) -> list[Experience]:
-        """The rows of a work unit, the same whoever runs it: a pure function of their place."""
+        """Rows of a work unit: a pure function of their position."""
         first = (explore_step - 1) * self.tasks_per_step + unit * self.tasks_per_unit
         made = []
         for task, rollout in itertools.product(range(first, first + self.tasks_per_unit), range(self.repeat_times)):
-            # Every fifth group is sampled by the first weights, so that some are stale when their turn comes.
+            # Every fifth group is sampled by the first weights, so that some are too stale when trained.
             version = 0 if task % 5 == 4 else task // self.groups_per_batch
             make = functools.partial(
                 Experience,
@@ -83,11 +83,11 @@ class Plan:
                 explore_step=explore_step,
                 min_policy_version=version,
             )
-            # Primes without a common factor, so that failed and stale groups meet in every combination.
+            # Coprime periods, so that failed and stale groups meet in every combination.
             if (task * self.repeat_times + rollout) % 7 == 3 or task % 11 == 10:
                 made.append(make(status=Status.FAILED, error="planned"))
                 continue
-            # The content follows from the place, so that any copy of a row is known to be right or wrong.
+            # The content follows from the position, so that any copy of a row can be checked.
             digest = hashlib.sha256(f"{task}/{rollout}".encode()).digest()
             made.append(
                 make(
@@ -101,7 +101,7 @@ class Plan:
         return made
 
     def fate(self, experience: Experience) -> str | None:
-        """Why it is dropped, "" if it is trained; None where it depends on the order of arrival."""
+        """Reason why the row is dropped; "" if it is trained. None: depends on the order of arrival."""
         if not experience.status.trainable:
             return experience.status
         if not self.ordered:
@@ -112,7 +112,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Parts:
-    """The product's parts, at the seam where a crash test can take a protection away."""
+    """Parts of the product that a crash test can replace to disable a protection."""
 
     log: Callable[[Storage], FileLog] = ParquetLog
     ledger: Callable[[Storage], Ledger] = Ledger
@@ -120,30 +120,30 @@ class Parts:
 
 @dataclass
 class Witness:
-    """Record of what the lives of a run have seen, out of reach of a crash: in memory, or in a file beside the run."""
+    """Record of a run's events that survives crashes: in memory, or in a file outside the run."""
 
     file: Path | None = None
     lines: list[str] = field(default_factory=list)
 
     def trained(self, step: int, digest: str) -> None:
-        """An optimizer step was taken with the batch of this digest."""
+        """Record an optimizer step and the digest of its batch."""
         self._note(f"trained {step} {digest} {os.getpid()}")
 
     def acknowledged(self, path: str) -> None:
-        """A commit has returned: from now on this shard may not be lost."""
+        """Record that a commit has returned: the shard must not be lost from now on."""
         self._note(f"acknowledged {path}")
 
     def steps_trained(self, process: int | None = None) -> list[tuple[int, str]]:
-        """(step, digest of its batch) each time one was trained, by all lives or by one process."""
+        """(step, digest of its batch) of every training, in all processes or in one."""
         words = [line.split() for line in self._read() if line.startswith("trained")]
         return [(int(step), digest) for _, step, digest, pid in words if process in (None, int(pid))]
 
     def shards_acknowledged(self) -> list[str]:
-        """Paths, in the order of their commits."""
+        """Paths of acknowledged shards, in the order of their commits."""
         return [line.split()[1] for line in self._read() if line.startswith("acknowledged")]
 
     def num_trained_again(self) -> int:
-        """Batches that were trained more than once, because a crash came before their checkpoint."""
+        """Number of batches trained again because of a crash before their checkpoint."""
         steps = [step for step, _ in self.steps_trained()]
         return len(steps) - len(set(steps))
 
@@ -155,7 +155,7 @@ class Witness:
             self.lines.append(line)
             return
         with self.file.open("ab", buffering=0) as file:
-            file.write(f"{line}\n".encode())  # one call: no line of another process comes between
+            file.write(f"{line}\n".encode())  # one call, so that lines of processes do not mix
 
     def _read(self) -> list[str]:
         if self.file is None:
@@ -164,7 +164,7 @@ class Witness:
 
 
 class WitnessedEngine(FakeTrainEngine):
-    """The fake engine, telling the witness of every batch it has trained."""
+    """Fake engine that records every trained batch in the witness."""
 
     def __init__(self, witness: Witness, after_step: Callable[[], None] = lambda: None) -> None:
         super().__init__()
@@ -180,28 +180,28 @@ class WitnessedEngine(FakeTrainEngine):
 
 
 class Writer:
-    """Runs work units and commits them; several may race for the same ones."""
+    """Runs and commits work units. Several writers may race for the same units."""
 
     def __init__(
         self, storage: Storage, plan: Plan, parts: Parts, witness: Witness, rng: random.Random, name: str = ""
     ) -> None:
-        """name: hexadecimal; by default a random one, as every process has that is really another one."""
+        """name: hexadecimal. None: random, as in separate processes."""
         self._plan = plan
         self._log = parts.log(storage)
-        self._log.writer = name or self._log.writer  # a given name makes the same shard names in every run
+        self._log.writer = name or self._log.writer  # a fixed name gives the same shard names in every run
         self._ledger = parts.ledger(storage)
         self._witness = witness
         self._rng = rng
         self._sealed = False
 
     def work(self) -> bool:
-        """Commit one work unit that is not done, or now and then one that is; seal the log when all are done.
+        """Commit an unfinished work unit, or sometimes a finished one; seal the log when all are done.
 
-        Returns: False: there was nothing to do.
+        Returns: False if there was nothing to do.
         """
         plan = self._plan
         done = {(name.explore_step, name.unit) for name in self._log.shards()}
-        # Writers keep some steps ahead of the trainer, so that crashes find shards that are not used yet.
+        # Writers stay some steps ahead of the trainer, so that crashes find unused shards.
         explored = self._ledger.last_step() * plan.groups_per_batch // plan.tasks_per_step
         waiting = [b for b in plan.units(min(explored + _LEAD, plan.num_explore_steps)) if b not in done]
         if not waiting:
@@ -210,7 +210,7 @@ class Writer:
                 self._sealed = True
             return False
         chosen = self._rng.choice(waiting[:3])
-        # As after a lost acknowledgment: a unit runs again although its shard is there.
+        # A unit whose shard exists runs again, as after a lost acknowledgment.
         if done and self._rng.random() < _REPEAT_SHARE:
             chosen = self._rng.choice(sorted(done))
         name = self._log.commit(plan.experiences(*chosen), explore_step=chosen[0], unit=chosen[1])
@@ -220,15 +220,13 @@ class Writer:
 
 class _NoMetrics:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics say nothing of exactness."""
+        """Drop metrics, which do not affect exactness."""
 
     def flush(self) -> None: ...
 
 
 class _OneLook(LogSource):
-    """A source that looks at the log once each time it is asked: how often it could in a while depends on the machine,
-    and so would the places that a run passes.
-    """
+    """Source that reads the log once per call. With polling, the places of a run would depend on the machine."""
 
     def entry(self, step: int, patience_s: float = 0.0) -> LedgerEntry | None:
         return super().entry(step, 0.0)
@@ -242,7 +240,7 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     source: type[LogSource] = LogSource,
 ) -> None:
-    """One life of the trainer, from the newest checkpoint to the end of the log."""
+    """Run a trainer from the newest checkpoint to the end of the log."""
     rule = SampleRule(plan.groups_per_batch, plan.tasks_per_step, plan.ordered, MAX_STALENESS)
     ledger = parts.ledger(storage)
     trainer = Trainer(
@@ -255,7 +253,7 @@ def train(
             max_read_timeout_s=_MAX_READ_TIMEOUT_S,
             poll_interval_s=0.005,
         ),
-        # Few, so that every run also removes some.
+        # Few checkpoints, so that every run also removes some.
         Checkpoints(storage, MAIN_LINEAGE, max_to_keep=2),
         storage,
         _NoMetrics(),
@@ -264,7 +262,7 @@ def train(
         lineage=MAIN_LINEAGE,
         max_weights_to_keep=3,
         whole_interval=3,
-        # After each step: publishing is one more place to be killed at.
+        # After each step: publishing adds places to be killed at.
         publish_due=lambda step, published: True,
         should_stop=should_stop,
         emit=lambda event: None,
@@ -273,12 +271,12 @@ def train(
 
 
 def run_all(storages: Callable[[], Storage], plan: Plan, parts: Parts, witness: Witness, seed: int) -> None:
-    """The rest of a run, all roles in turn in this process: from whatever is on storage to the end.
+    """Run all roles in turn in this process, from the state on storage to the end.
 
-    The same seed on the same storage makes the same calls. Another life needs another seed, lest it reuse names of
-    shards.
+    The same seed on the same storage makes the same calls. Another process needs another seed, so that it does not
+    reuse shard names.
     """
-    # One source of randomness for all roles: who works next, and on what, is the same in every run of a seed.
+    # One random generator for all roles, so that the order of work is the same in every run of a seed.
     rng = random.Random(seed)
     writers = [Writer(storages(), plan, parts, witness, rng, f"{rng.getrandbits(48):012x}") for _ in range(2)]
 

@@ -111,7 +111,7 @@ class TinkerTrainEngine(TrainEngine):
         check_algorithm(config, algorithm)
         self._config, self._section, self._timeout_s = config, config.model.tinker, timeout_s
         # What an advantage function drops was dropped when the batch was formed, and is in the ledger.
-        self._algorithm = algorithm.without_drops()
+        self._algorithm = algorithm.without_filtering()
         per_step = config.trainer.ppo_epochs * config.num_mini_batches
         self._optimizer = config.algorithm.optimizer
         self._rate = learning_rate(self._optimizer, None if total_steps is None else total_steps * per_step)

@@ -166,7 +166,7 @@ class TorchEngine(TrainEngine):
         # Then an operation without a form that repeats its bits is an error, and no silent difference.
         torch.use_deterministic_algorithms(device == "cpu" if config.deterministic is None else config.deterministic)
         # What an advantage function drops was dropped when the batch was formed, and is in the ledger.
-        self._algorithm = algorithm.without_drops()
+        self._algorithm = algorithm.without_filtering()
         advantage = self._algorithm.advantage_fn
         self._needs = () if advantage is None else advantage.needs
         # A pair (chosen, rejected) is one term of the loss: both rows must be in the same pass.

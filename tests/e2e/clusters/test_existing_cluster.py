@@ -1,4 +1,4 @@
-"""A run on a Dask cluster that somebody else started: its workers get the roles, the run trains, the cluster stays."""
+"""Promise: a run on an existing Dask cluster assigns roles to its workers, trains, and leaves the cluster running."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from distributed import Client, LocalCluster
 from tests.integration.run_cases import assert_sound, finish_alone, run_folder, write_config
 
 
-def test_a_run_uses_the_workers_of_an_existing_cluster_and_leaves_it_running(tmp_path: Path) -> None:
+def test_a_run_uses_an_existing_cluster_and_leaves_it_running(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
         finish_alone(config, "cluster.type=existing", f"cluster.options={{address: '{cluster.scheduler_address}'}}")
@@ -16,7 +16,7 @@ def test_a_run_uses_the_workers_of_an_existing_cluster_and_leaves_it_running(tmp
             assert client.submit(lambda: 1).result(timeout=60) == 1
 
 
-def test_where_all_workers_are_explorers_the_control_role_is_on_none_of_them(tmp_path: Path) -> None:
+def test_the_control_role_never_runs_on_an_explorer(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     address = "cluster.options={{address: '{}'}}"
     with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster:

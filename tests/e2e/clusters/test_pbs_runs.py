@@ -1,8 +1,8 @@
-"""A run on PBS, whose commands are stand-ins that keep their forms (tests/integration/fake_pbs.py). Promises:
+"""A run on PBS, whose commands are stand-ins with the same formats (tests/integration/fake_pbs.py). Promises:
 
-- a job drives the run and asks for the others, also near its walltime, when it submits the next one and leaves it the
-  jobs of the workers;
-- `status` sees its jobs, and `cancel` ends it with a checkpoint and leaves none.
+- a job drives the run and requests the others; near its walltime it submits its successor, which takes over the jobs of
+  the workers;
+- `status` lists its jobs, and `cancel` ends it with a checkpoint and leaves no job.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.2)
 
 
-def test_a_run_on_pbs_drives_itself_from_job_to_job_until_it_is_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_pbs_continues_job_by_job_until_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = tmp_path / "bin"
     spool = fake_pbs.install(commands)
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
@@ -70,7 +68,7 @@ def test_a_run_on_pbs_drives_itself_from_job_to_job_until_it_is_cancelled(
         assert "job 100      controller     RUNNING" in call_cli("status", str(folder)).out
         workers = {*ids("trainer"), *ids("explorer")}
         assert len(workers) == 2
-        # As its own clock does near its walltime.
+        # The process does this itself near its walltime.
         os.kill(json.loads((spool / "100.json").read_text())["pid"], signal.SIGUSR1)
         wait_until(lambda: ids("controller") not in ([], ["100"]), "the next controller")
         steps = num_steps(folder)

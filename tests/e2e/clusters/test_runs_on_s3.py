@@ -1,12 +1,12 @@
-"""Whole runs whose folder is on s3://, on a service that fails for about one request in 25: errors 503 and 500, replies
-lost after the work was done, replies too late for the client, slow listings. Promises:
+"""Whole runs on s3://, on a service that fails for about one request in 25: errors 503 and 500, replies lost after the
+work was done, replies too late for the client, slow listings. Promises:
 
-- a run killed with signal 9 and started again ends with the weights, bit for bit, of a local run that nobody disturbed;
-- exploring and training as two commands beside each other trains everything once;
-- real engines publish, load and checkpoint there;
-- whoever looks at such a run, or at such a storage, sees the same as on a disk.
+- a run killed with signal 9 and restarted ends with the weights of an undisturbed local run, bit for bit;
+- exploring and training as two concurrent commands train everything once;
+- real engines publish, load and checkpoint on it;
+- commands that inspect such a run or storage show the same as on a disk.
 
-The service is a process of its own that speaks the real protocol; nothing inside the storage is replaced.
+The service is a separate process that implements the real protocol; nothing inside the storage code is replaced.
 """
 
 import json
@@ -35,7 +35,7 @@ SETTINGS = (f"trainer.total_steps={STEPS}", "trainer.save_interval=3", "explorer
 
 @pytest.fixture(scope="module", autouse=True)
 def s3() -> Iterator[S3Process]:
-    """The service; the environment names it to every process of these tests."""
+    """The service, whose address all processes of these tests find in the environment."""
     service = S3Process(every=25, seed=1)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in service.env.items():
@@ -48,12 +48,12 @@ def s3() -> Iterator[S3Process]:
 
 
 def on_s3(name: str) -> tuple[str, str]:
-    """The override that puts a run there, and its URL."""
+    """Return the override that puts a run on the service, and its URL."""
     return f"checkpoint_root_dir=s3://bucket/{name}", f"s3://bucket/{name}/rftdask/fake"
 
 
 def assert_all_is_accounted_for(storage: Storage) -> int:
-    """The audit finds nothing wrong; how many experiences are waiting."""
+    """Assert that the audit reports no problem. Returns the number of waiting experiences."""
     config = load_config(read_run(storage)["config"])
     audit = audit_log(open_log(storage, config), Ledger(storage), config.tasks_per_unit)
     assert audit.problems == () and audit.committed == audit.trained + audit.waiting + sum(audit.dropped.values())
@@ -62,7 +62,7 @@ def assert_all_is_accounted_for(storage: Storage) -> int:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory, s3: S3Process) -> str:
-    """The URL of a run that was killed in its middle, and finished by a second start."""
+    """URL of a run that was killed halfway and finished by a second start."""
     place, url = on_s3("killed")
     config = write_config(tmp_path_factory.mktemp("killed"))
     storage = open_storage(url)
@@ -86,7 +86,7 @@ def test_a_run_killed_on_s3_ends_with_the_weights_of_a_local_one(killed: str, tm
     assert "report.html" in storage.list()
 
 
-def test_who_looks_at_a_run_on_s3_sees_what_a_disk_would_show(killed: str) -> None:
+def test_readers_of_a_run_on_s3_see_the_same_as_on_a_disk(killed: str) -> None:
     ended = call_cli("status", killed, "--json")
     (status,) = json.loads(ended.out)["stages"]
     assert (status["step"], status["state"], status["problems"]) == (STEPS, "not running", [])
@@ -97,12 +97,12 @@ def test_who_looks_at_a_run_on_s3_sees_what_a_disk_would_show(killed: str) -> No
     uid = experiment.experiences()["uid"][0]
     ended = call_cli("trace", killed, uid)
     assert ended.code == 0 and "trained" in ended.out, ended
-    # Rows of what the machine has in use are there if the run was long enough for a heartbeat.
+    # Rows of machine usage exist only if the run was long enough for a heartbeat.
     assert set(experiment.metrics()["role"]) - {MACHINE} == {"trainer", "explorer", "eval"}
     assert call_cli("report", killed).code == 0
 
 
-def test_exploring_and_training_on_s3_as_two_commands_train_everything_once(tmp_path: Path) -> None:
+def test_two_commands_on_s3_explore_and_train_everything_once(tmp_path: Path) -> None:
     place, url = on_s3("apart")
     config = write_config(tmp_path)
     settings = ("buffer.total_steps=4", "trainer.total_steps=null", "synchronizer.sync_style=fully_async", place)

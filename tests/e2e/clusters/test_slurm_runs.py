@@ -1,26 +1,26 @@
 """Runs on a real SLURM, with fake models. Promises:
 
-- the five commands of docs/slurm.md, as they stand there, submit, inspect, end, continue and report a run;
-- who has a partition and some tasks has a running job after three commands, with what a node there has;
-- an explorer job that is lost is replaced, also while SLURM still ends its processes, if it is not to come back;
-- in one allocation a run goes on where it was when its driver is killed with -9, with the reward that was submitted;
-- a run whose jobs are preempted and requeued, the controller's, too, and whose trainer is killed with -9 ends as one
-  that nobody disturbed, and each job's worker is told from the one before by its name;
-- a controller that SLURM ends is told so, ends its run with a checkpoint, and comes back if SLURM queues it again;
-- a chain of jobs explores and trains over one log, in rounds, also when SLURM queues a job of either kind again that
-  was in the middle of it;
-- what cannot fit is refused before anything is submitted, and a dry run leaves nothing behind;
-- a run whose trainer cannot start, or waits for what no wait brings, ends with the reason and leaves no job;
-- a limit of submitted jobs costs a run the explorers beyond it, not its life;
-- near its walltime a controller leaves the jobs of its workers to the next, which takes them over, also the one job of
-  a trainer on two nodes; when one of its tasks is lost the job is, and the gang goes on in the next; what it runs is
-  run in a container;
-- a rank and an engine that take turns on what they compute on are in one job;
-- several runs share an allocation that is there; one job of nodes that are alike has a whole run;
-- a node that goes down costs a run its job, and jobs of another user are not its business;
-- where no job is queued again a run says so, and one that has finished asks for none.
+- the five commands of docs/slurm.md, as printed, submit, inspect, end, continue and report a run;
+- a user with a partition and tasks has a running job after three commands, with the resources of a node;
+- a lost explorer job is replaced, also while SLURM still ends its processes, unless it will come back;
+- in one allocation, a run resumes after its driver is killed with -9, with the submitted reward;
+- a run whose jobs are preempted and requeued, including the controller's, and whose trainer is killed with -9, ends
+  like an undisturbed run, and the name of each job's worker distinguishes it from its predecessor;
+- a controller that SLURM ends is notified, ends its run with a checkpoint, and returns if SLURM requeues it;
+- a chain of jobs explores and trains over one log, in rounds, also if SLURM requeues a job of either kind during its
+  work;
+- a request that cannot fit is refused before anything is submitted, and a dry run leaves no files;
+- a run whose trainer cannot start, or waits without hope, ends with the reason and leaves no job;
+- a limit on submitted jobs reduces the number of explorers but does not end the run;
+- near its walltime a controller leaves the jobs of its workers to its successor, including the one job of a trainer on
+  two nodes; if one task of that job is lost, the whole job is, and the gang continues in the next; its processes run in
+  a container;
+- a rank and an engine that share a device are in one job;
+- several runs share an existing allocation; one job of equal nodes contains a whole run;
+- a failed node costs a run only its job, and jobs of other users are neither seen nor touched;
+- without requeueing, a run reports it, and a finished run requests no job.
 
-Skipped where SLURM does not answer (`sinfo -h`).
+Skipped if SLURM does not answer (`sinfo -h`).
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ def has_slurm() -> bool:
 
 pytestmark = [
     pytest.mark.skipif(not has_slurm(), reason="no SLURM answers here (sinfo -h)"),
-    # One after the other: side by side each may hold nodes while it waits for those that another one holds.
+    # One after the other: concurrent runs could each hold nodes while waiting for those of the others.
     pytest.mark.xdist_group("slurm"),
 ]
 
 
 def block(language: str) -> str:
-    found = re.search(rf"## A run in five commands\n.*?```{language}\n(.*?)```", GUIDE, re.DOTALL)
-    assert found
-    return found.group(1)
+    match = re.search(rf"## A run in five commands\n.*?```{language}\n(.*?)```", GUIDE, re.DOTALL)
+    assert match
+    return match.group(1)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -82,7 +82,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 class Demo:
-    """A run in a folder of its own, with the cluster section of the guide."""
+    """A run in its own folder, with the cluster section of the guide."""
 
     def __init__(self, folder: Path, *overrides: tuple[str, str, object]) -> None:
         folder.mkdir(exist_ok=True)
@@ -128,7 +128,7 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
 
 
 def shell(command: str, folder: Path) -> str:
-    """A line of the guide, as a person types it in the folder of its configuration."""
+    """Run a line of the guide in the folder of the configuration, as a user types it."""
     done = subprocess.run(
         ["bash", "-c", f'rftdask() {{ {sys.executable} -m rftdask "$@"; }}; {command}'],
         cwd=folder,
@@ -142,10 +142,10 @@ def shell(command: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_five_commands_of_the_guide_submit_inspect_end_continue_and_report(tmp_path: Path, demo: Demo) -> None:
+def test_the_five_commands_of_the_guide_work_as_printed(tmp_path: Path, demo: Demo) -> None:
     submit, status, cancel, again, report = block("bash").splitlines()
     assert "submitted controller as job" in shell(submit, tmp_path)
-    assert call_cli("submit", str(demo.config)).code == 2  # it is queued already
+    assert call_cli("submit", str(demo.config)).code == 2  # the job is already queued
     wait_until(lambda: num_steps(demo.folder) >= 2, "two steps")
 
     told = shell(status, tmp_path)
@@ -173,7 +173,7 @@ def test_the_five_commands_of_the_guide_submit_inspect_end_continue_and_report(t
     shell(again, tmp_path)
     wait_until(lambda: num_steps(demo.folder) > stopped_at, "a step of the third life")
     lost = demo.job_ids("explorer")
-    slurm.cancel(lost)  # its partition wants it back
+    slurm.cancel(lost)  # its partition requests it again
     demo.wait_for_end()
     shell(report, tmp_path)
     assert (demo.folder / "report.html").exists()
@@ -183,7 +183,7 @@ def test_the_five_commands_of_the_guide_submit_inspect_end_continue_and_report(t
     assert f"job {lost[0]} (explorer-" in logs and "ended: CANCELLED" in logs
 
 
-def test_a_new_user_with_a_partition_has_a_running_job_after_three_commands(tmp_path: Path) -> None:
+def test_a_new_user_has_a_running_job_after_three_commands(tmp_path: Path) -> None:
     demo = Demo(tmp_path)  # for its tasks
     demo.config.unlink()
     fake = "explorer.rollout_model.engine_type=fake trainer.trainer_type=fake monitor.monitor_type=none"
@@ -212,13 +212,13 @@ def test_a_dry_run_shows_the_scripts_and_leaves_nothing(tmp_path: Path) -> None:
     assert not demo.folder.exists()
 
 
-def test_a_job_that_is_being_ended_is_told_from_one_that_comes_back(tmp_path: Path) -> None:
+def test_an_ending_job_is_distinguished_from_a_returning_one(tmp_path: Path) -> None:
     script = tmp_path / "slow.sh"
     script.write_text(f"#!/bin/bash\ntrap 'sleep 3; exit 0' TERM\ntouch {tmp_path}/$SLURM_JOB_ID\nsleep 100 & wait\n")
     jobs = [slurm.submit(str(script), "--requeue", "--output=/dev/null", "--time=1") for _ in range(2)]
     try:
         wait_until(lambda: all((tmp_path / job_id).exists() for job_id in jobs), "the traps")
-        # It has used no time of its next start: what tells one from the other is told in seconds.
+        # It has used no time since its restart; the two states differ only by seconds.
         wait_until(lambda: "0:00" not in slurm.call("squeue", "--me", "--format=%M", "-h").split(), "a second")
         slurm.cancel(jobs[:1])
         slurm.call("scontrol", "requeue", jobs[1])
@@ -257,8 +257,8 @@ def test_a_run_whose_trainer_cannot_start_ends_with_the_reason(
     assert slurm.reason(demo.job_ids("controller")[0]).startswith("FAILED")
 
 
-def test_a_limit_of_submitted_jobs_costs_explorers_and_not_the_run(tmp_path: Path) -> None:
-    # SLURM needs a database for such limits, so this sbatch has one of its own: three jobs of this run.
+def test_a_limit_of_submitted_jobs_reduces_only_the_explorers(tmp_path: Path) -> None:
+    # SLURM needs a database for such limits, so this sbatch enforces one: three jobs of this run.
     real, shim = shutil.which("sbatch"), tmp_path / "bin" / "sbatch"
     shim.parent.mkdir()
     limit = "sbatch: error: QOSMaxSubmitJobPerUserLimit"
@@ -301,10 +301,10 @@ shift 3
 echo "$SLURM_JOB_ID $SLURM_PROCID $@" >>{log}
 exec "$@"
 """
-"""In the place of a container's runner."""
+"""Stand-in for a container's runner."""
 
 
-def test_a_trainer_on_two_nodes_is_one_job_that_outlives_its_controller(tmp_path: Path, demo: Demo) -> None:
+def test_a_trainer_on_two_nodes_is_one_job_over_two_controllers(tmp_path: Path, demo: Demo) -> None:
     tree = yaml.safe_load(demo.config.read_text())
     runner, wrapped = tmp_path / "apptainer", tmp_path / "wrapped"
     runner.write_text(CONTAINER.format(log=wrapped))
@@ -313,7 +313,7 @@ def test_a_trainer_on_two_nodes_is_one_job_that_outlives_its_controller(tmp_path
         f"{{% extends 'job.sh' %}}{{% block command %}}{{{{ srun }}}} "
         f"{{{{ '{runner} exec --nv image.sif' if role != 'controller' }}}} {{{{ command }}}}{{% endblock %}}"
     )
-    # Five nodes of a GPU each, and there are four: one job waits.
+    # Five nodes of one GPU are needed and four exist, so one job waits.
     tree["trainer"]["num_ranks"] = 2
     tree["explorer"]["rollout_model"]["engine_num"] = 3
     tree["cluster"]["slurm"]["explorer"]["exclusive"] = True
@@ -338,7 +338,10 @@ def test_a_trainer_on_two_nodes_is_one_job_that_outlives_its_controller(tmp_path
         if (process.info["cmdline"] or ())[1:3] == ["-m", "rftdask.cluster.join"]
         and process.environ().items() >= {("SLURM_JOB_ID", trainer), ("SLURM_PROCID", "1")}
     ]
-    for process in (*second.children(recursive=True), second):  # SLURM waits a minute for who still has its output
+    for process in (
+        *second.children(recursive=True),
+        second,
+    ):  # SLURM waits a minute for processes that still hold its output
         process.kill()
     wait_until(lambda: demo.job_ids("trainer") not in ([], [trainer]), "another trainer job")
     steps = num_steps(demo.folder)
@@ -366,7 +369,7 @@ def test_a_rank_and_an_engine_take_turns_in_one_job(tmp_path: Path) -> None:
     turns.mkdir()
     demo = Demo(tmp_path, ("cluster", "colocate", True))
     tree = yaml.safe_load(demo.config.read_text())
-    # On a GPU they find each other by its name; here they are told.
+    # On a GPU they recognize each other by its name; here the test names the device.
     tree["cluster"]["slurm"]["trainer"]["prologue"].append(f"export RFTDASK_DEVICE_LOCKS={turns}:0")
     tree["explorer"] = {**tree.get("explorer", {}), "max_workers": 1}
     demo.config.write_text(yaml.safe_dump(tree))
@@ -438,7 +441,7 @@ def test_jobs_of_another_user_are_neither_seen_nor_touched(tmp_path: Path) -> No
         slurm.cancel([theirs])
 
 
-def test_where_no_job_is_queued_again_a_run_says_so_and_a_finished_one_asks_for_none(tmp_path: Path) -> None:
+def test_a_run_without_requeue_reports_it_and_ends(tmp_path: Path) -> None:
     demo = Demo(tmp_path)
     tree = yaml.safe_load(demo.config.read_text())
     for role in tree["cluster"]["slurm"].values():
@@ -457,9 +460,7 @@ def test_where_no_job_is_queued_again_a_run_says_so_and_a_finished_one_asks_for_
 
 
 @pytest.mark.long
-def test_one_allocation_comes_back_with_what_was_submitted_when_its_driver_is_killed(
-    tmp_path: Path, demo: Demo
-) -> None:
+def test_an_allocation_resumes_a_killed_driver_as_submitted(tmp_path: Path, demo: Demo) -> None:
     reward = tmp_path / "plugins" / "submitted_reward.py"
     reward.parent.mkdir()
     reward.write_text("def scored(response, truth, task):\n    return 0.25\n")
@@ -475,7 +476,7 @@ def test_one_allocation_comes_back_with_what_was_submitted_when_its_driver_is_ki
     os.kill(driver["pid"], signal.SIGKILL)
     wait_until(lambda: "started again after it was killed (exit code 137)" in demo.log(), "the next start")
     before = num_steps(demo.folder)
-    # Two: the next entry may still be of the first life, whose rank ends a moment after its driver.
+    # Two: the next entry may still be written by the first life, whose rank ends shortly after its driver.
     wait_until(lambda: num_steps(demo.folder) >= before + 2, "a step of the second life")
     assert call_cli("cancel", str(demo.folder)).code == 0
     assert demo.alive() == {}
@@ -486,7 +487,7 @@ def test_one_allocation_comes_back_with_what_was_submitted_when_its_driver_is_ki
 
 
 @pytest.mark.long
-def test_a_chain_of_jobs_explores_and_trains_in_rounds_whichever_is_queued_again(tmp_path: Path) -> None:
+def test_a_chain_of_jobs_survives_requeues_of_either_kind(tmp_path: Path) -> None:
     demo = Demo(
         tmp_path,
         ("buffer", "total_steps", 40),
@@ -499,7 +500,7 @@ def test_a_chain_of_jobs_explores_and_trains_in_rounds_whichever_is_queued_again
         assert ended.code == 0, ended
         (explore,), (train,) = ([j.job_id for j in demo.jobs() if j.name == name] for name in ("explore-1", "train-1"))
         wait_until(lambda: num_shards(demo.folder) >= 1, "a shard")
-        slurm.call("scontrol", "requeue", f"{explore}_0")  # that drives
+        slurm.call("scontrol", "requeue", f"{explore}_0")  # the job that drives
         wait_until((demo.folder / "latest_checkpointed_iteration.txt").exists, "a checkpoint")
         slurm.call("scontrol", "requeue", train)
         demo.wait_for_end()
@@ -510,7 +511,7 @@ def test_a_chain_of_jobs_explores_and_trains_in_rounds_whichever_is_queued_again
 
 
 @pytest.mark.long
-def test_a_run_that_slurm_disturbs_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_a_run_disturbed_by_slurm_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
     # A kill comes with every fifth of the steps; the seed gives the order: controller, preemption, trainer.
     command = [sys.executable, str(CHAOS), "--slurm", "--explorers", "1", "--local-reference", "--seed", "6"]
     command += ["--kinds", "preemption,trainer job,controller requeue", "--kills", "3", "--steps", "16"]
@@ -522,8 +523,8 @@ def test_a_run_that_slurm_disturbs_ends_as_if_nothing_had_happened(tmp_path: Pat
     said = "".join(path.read_text() for path in logs.glob("controller-*"))
     assert "SIGTERM: the run ends with a checkpoint" in said
     assert "losses in a row" not in said, "what a preempted explorer ran is no suspect"
-    # SLURM lets jobs inherit how often the job that submits them was restarted; their own count begins at 0. Of the
-    # trainers, since an explorer may be preempted before it has joined.
+    # SLURM lets jobs inherit the restart count of the job that submits them, while their own count starts at 0. Checked
+    # on trainers, since an explorer may be preempted before it has joined.
     joined = re.findall(r"worker trainer-\d+-(\d+)-(\d+)-\d+-\d+ .* joined", (logs / "driver.log").read_text())
     first = {job: number for job, number in reversed(joined)}
     assert len(first) >= 2 and set(first.values()) == {"0"}, joined

@@ -1,9 +1,9 @@
-"""A real browser for tests of pages: headless Chromium, told what to do by its DevTools protocol.
+"""A real browser for tests of pages: headless Chromium, controlled through its DevTools protocol.
 
     with Chromium() as browser:
         browser.open(url); browser.wait_for("document.querySelectorAll('canvas').length > 3"); browser.evaluate("...")
 
-It needs chromium on the PATH, and tornado, which comes with Dask, for the one web socket.
+It needs chromium on the PATH, and tornado, which comes with Dask, for the web socket.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from tornado.httpclient import AsyncHTTPClient
 from tornado.websocket import websocket_connect
 
 DEADLINE_S = 90.0
-"""Of one thing that a page is to do, on a machine that does much else."""
+"""Seconds for one action of a page, on a busy machine."""
 LAPTOP, PHONE = (1280, 860), (390, 844)
 
 
 def require_chromium() -> str:
-    """The program; the test is skipped where there is none."""
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
+    """Return the path of Chromium; skip the test if it is not installed."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
         pytest.skip("NO BROWSER: install chromium to see whether the studio's pages work in one")
-    return found
+    return program
 
 
 class Chromium:
-    """One tab. `requests` are the URLs that it asked for, `errors` what its scripts failed with."""
+    """One tab. `requests` are the requested URLs, `errors` the errors of its scripts."""
 
     def __init__(self, program: str | None = None) -> None:
         self._profile = tempfile.TemporaryDirectory(prefix="rftdask-chromium-", ignore_cleanup_errors=True)
@@ -66,19 +66,19 @@ class Chromium:
             raise
 
     async def _connect(self) -> None:
-        told = Path(self._profile.name) / "DevToolsActivePort"
+        port_file = Path(self._profile.name) / "DevToolsActivePort"
         deadline = time.monotonic() + DEADLINE_S
-        while not (told.exists() and told.read_text().strip()):
+        while not (port_file.exists() and port_file.read_text().strip()):
             assert self._process.poll() is None, "chromium ended by itself"
             assert time.monotonic() < deadline, "chromium did not begin to listen"
             await asyncio.sleep(0.05)
-        port = told.read_text().split()[0]
+        port = port_file.read_text().split()[0]
         listed = await AsyncHTTPClient().fetch(f"http://127.0.0.1:{port}/json/list")
         tab = next(target for target in json.loads(listed.body) if target["type"] == "page")
         self._socket = await websocket_connect(tab["webSocketDebuggerUrl"], max_message_size=1 << 28)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the protocol and its result."""
+        """Run one command of the protocol and return its result."""
         return self._loop.run_until_complete(asyncio.wait_for(self._call(method, params), DEADLINE_S))
 
     async def _call(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -95,17 +95,17 @@ class Chromium:
             self._note(message)
 
     def _note(self, message: dict[str, Any]) -> None:
-        told = message.get("params", {})
+        params = message.get("params", {})
         match message.get("method"):
             case "Network.requestWillBeSent":
-                self.requests.append(told["request"]["url"])
+                self.requests.append(params["request"]["url"])
             case "Runtime.exceptionThrown":
-                self.errors.append(json.dumps(told["exceptionDetails"])[:2000])
-            case "Log.entryAdded" if told["entry"]["level"] == "error":
-                self.errors.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
+                self.errors.append(json.dumps(params["exceptionDetails"])[:2000])
+            case "Log.entryAdded" if params["entry"]["level"] == "error":
+                self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
     def resize(self, width: int, height: int, *, dark: bool = False) -> None:
-        """As a laptop or a phone, light or dark."""
+        """Resize to a laptop or a phone, light or dark."""
         is_phone = width < 600
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=is_phone
@@ -114,28 +114,28 @@ class Chromium:
         self.call("Emulation.setEmulatedMedia", features=[theme])
 
     def open(self, url: str) -> None:
-        """Go to a page, and wait until it is there and its scripts have begun."""
+        """Go to a page and wait until it is loaded and its scripts have started."""
         self.evaluate("window.isOld = true")
         assert "errorText" not in self.call("Page.navigate", url=url)
         self.wait_for("!window.isOld && document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of JavaScript on the page."""
+        """Return the value of a JavaScript expression on the page."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def wait_for(self, condition: str, deadline_s: float = DEADLINE_S) -> None:
-        """Until it is true on the page; while a page goes and the next one comes nothing is."""
+        """Wait until an expression is true on the page; during navigation no expression is true."""
         deadline = time.monotonic() + deadline_s
-        # Not yet there is not yet true.
-        asked = f"(() => {{ try {{ return Boolean({condition}); }} catch {{ return false; }} }})()"
-        while not self.evaluate(asked):
+        # A missing value counts as false.
+        expression = f"(() => {{ try {{ return Boolean({condition}); }} catch {{ return false; }} }})()"
+        while not self.evaluate(expression):
             assert time.monotonic() < deadline, f"never true: {condition}; errors: {self.errors}"
             self._loop.run_until_complete(asyncio.sleep(0.05))
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        """A PNG of what is seen, or of the whole page."""
+        """Return a PNG of the visible part or of the whole page."""
         data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
         path.write_bytes(base64.b64decode(data))
 

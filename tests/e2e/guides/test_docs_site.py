@@ -1,5 +1,5 @@
-"""Promises of the documentation as a site: it is built without a warning and without a network, every link of a page
-leads to a page and an anchor that are there, nothing is fetched from elsewhere, and the reference is the code's.
+"""Promises of the documentation as a site: it builds without warnings and without a network, every link leads to an
+existing page and anchor, nothing is fetched from other hosts, and the reference matches the code.
 """
 
 import subprocess
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Page(HTMLParser):
-    """The anchors of a page, what its links lead to, and what a browser loads with it."""
+    """The anchors of a page, the targets of its links, and the resources that a browser loads."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -28,18 +28,21 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self.anchors |= {value for key in ("id", "name") if (value := given.get(key))}
-        if tag == "a" and (target := given.get("href")):
+        attributes = dict(attrs)
+        self.anchors |= {value for key in ("id", "name") if (value := attributes.get(key))}
+        if tag == "a" and (target := attributes.get("href")):
             self.links.append(target)
-        elif (target := given.get("src") or given.get("href")) and given.get("rel") not in ("canonical", "index"):
+        elif (target := attributes.get("src") or attributes.get("href")) and attributes.get("rel") not in (
+            "canonical",
+            "index",
+        ):
             self.loads.append(target)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    # Without a network: whoever asks a proxy that is not there gets an error.
+    # Without a network: the proxy does not exist, so requests fail.
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "http_proxy": "http://127.0.0.1:9"}
     env["https_proxy"] = env["http_proxy"]
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(folder / "trees")]
@@ -51,23 +54,23 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pages(site: Path) -> Iterator[tuple[Path, Page]]:
-    # What Sphinx writes of itself: sources, search and an index by letters.
+    # Pages that Sphinx generates: sources, search and an alphabetical index.
     for path in sorted(site.rglob("*.html")):
         if "_static" not in path.parts:
             yield path, Page(path.read_text())
 
 
 def test_every_link_leads_to_a_page_and_an_anchor_that_are_there(site: Path) -> None:
-    found = dict(pages(site))
-    assert len(found) > 40
+    by_path = dict(pages(site))
+    assert len(by_path) > 40
     broken = []
-    for path, page in found.items():
+    for path, page in by_path.items():
         for link in {*page.links, *page.loads}:
             parts = urlsplit(link)
             if parts.scheme or link.startswith("//"):
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            anchors = found[target].anchors if target in found else {unquote(parts.fragment)}
+            anchors = by_path[target].anchors if target in by_path else {unquote(parts.fragment)}
             if not target.exists() or unquote(parts.fragment) not in anchors:
                 broken.append((path.name, link))
     assert broken == []

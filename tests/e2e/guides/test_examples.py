@@ -1,6 +1,6 @@
-"""Promises of examples/agents: an agent on openai's client, one of LangGraph and one that is a program of its own learn
-to use their tool, from rewards alone, and a served policy learns from being used by the command line llm; and of
-examples/environments: each file is valid as it is, and runs but for its model and its size, without a network.
+"""Promises of examples/agents: agents on openai's client, on LangGraph and as an external program learn to use their
+tool, guided only by rewards, and a served policy learns from its use by the command line llm. Promise of
+examples/environments: each file is valid and, with another model and size, runs without a network.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from tests.integration.run_cases import RunProcess, call_cli, finish
 ROOT = Path(__file__).parents[3]
 AGENTS = ROOT / "examples/agents"
 ENVIRONMENTS = ROOT / "examples/environments"
-ADDITION = ROOT / "tests/unit/rollouts/workflows"  # where the environment of verifiers.yaml is
+ADDITION = ROOT / "tests/unit/rollouts/workflows"  # the folder of the environment of verifiers.yaml
 DEADLINE_S = 400.0
 LAST_LINE = re.compile(r"[\w ]+: reward (\d\.\d\d) -> (\d\.\d\d) in (\d+) s.*")
 
@@ -49,7 +49,7 @@ def test_an_agent_learns_to_call_its_tool(program: tuple[str, ...], tmp_path: Pa
 
 
 @pytest.mark.extras
-def test_a_served_policy_learns_from_being_used_by_a_command_line_agent(tmp_path: Path) -> None:
+def test_a_served_policy_learns_from_a_command_line_agent(tmp_path: Path) -> None:
     pytest.importorskip("llm")
     with RunProcess(program=(str(AGENTS / "learn_from_use.py"),), env={"RFTDASK_RUNS": str(tmp_path)}) as run:
         ended = run.end(DEADLINE_S)
@@ -60,12 +60,12 @@ def test_a_served_policy_learns_from_being_used_by_a_command_line_agent(tmp_path
     print(last[0])
     served, warmed_up = tmp_path / "rftdask/served", tmp_path / "rftdask/served_first/warmup"
     rows = Experiment.open(served).experiences()
-    # One use is one rollout and one row, whose answers are the policy's; the uses of what was learned may be there.
+    # One use is one rollout and one row, whose answers are the policy's; uses of the final policy may be included.
     assert len(rows) == len(os.listdir(served / "serve/done")) and len(rows) in (3 * 8, 4 * 8)
     assert set(rows["reward"]) == {0.0, 1.0}
     assert rows["max_policy_version"].max() >= 2, "it was not served what was learned"
     assert {row.partition("]")[0] for row in rows["prompt_text"]} == {"[look"}, "llm has one tool"
-    # What the mean of a few uses tells with noise is exact here.
+    # The share is exact, while the mean of a few uses is noisy.
     before, after = (share_of_calls(path / "actor/huggingface") for path in (
         warmed_up / "global_step_200", served / "global_step_3"
     ))  # fmt: skip
@@ -74,7 +74,7 @@ def test_a_served_policy_learns_from_being_used_by_a_command_line_agent(tmp_path
 
 
 def share_of_calls(model: Path) -> float:
-    """How likely a policy begins its answer with a call of the tool, in the mean of the letters."""
+    """Return the probability that the policy starts its answer with a call of the tool, averaged over the letters."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # late: heavy
 
     tokenizer, policy = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
@@ -91,7 +91,7 @@ def test_every_environment_is_tried_and_valid_as_it_is() -> None:
         "textarena",
         "reasoning_gym",
         "verifiers",
-        "alfworld",  # not run: its games are no package's; the choice among them: test_text_worlds.py
+        "alfworld",  # not run: its games come with no package; test_text_worlds.py tests the choice among them
     }
     for file in ENVIRONMENTS.glob("*.yaml"):
         assert len(file.read_text().splitlines()) <= 10
@@ -126,5 +126,5 @@ def test_an_environment_runs_as_it_is(name: str, package: str, tmp_path: Path, m
             assert server.stdout is not None
             url = f"http://127.0.0.1:{server.stdout.readline().strip()}"
             small += (f"buffer.explorer_input.taskset.workflow_args.base_url={url}",)
-        told = finish(ENVIRONMENTS / f"{name}.yaml", *small).out
-    assert "failed" not in told.lower() or "failed 0" in told.lower(), told
+        output = finish(ENVIRONMENTS / f"{name}.yaml", *small).out
+    assert "failed" not in output.lower() or "failed 0" in output.lower(), output

@@ -1,5 +1,5 @@
-"""What a run leaves is a Hugging Face model: transformers loads it, and it is the policy of the last checkpoint; pushed
-to a hub it comes with a card, in one commit.
+"""Promises of the exported model: transformers loads it as the policy of the last checkpoint; pushed to a hub, it has a
+card and one commit.
 """
 
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_the_exported_weights_are_those_of_the_checkpoint(experiment: Experiment
         assert torch.equal(exported[name], tensor), name
 
 
-def test_the_exported_model_gives_the_logprobs_that_the_engine_recorded(tmp_path: Path, experiment: Experiment) -> None:
+def test_the_exported_model_reproduces_the_recorded_logprobs(tmp_path: Path, experiment: Experiment) -> None:
     """Benching the last checkpoint samples with it; plain transformers must agree on every sampled token."""
     held_out = Path(experiment.config.model.model_path).parent / "toy" / "eval.jsonl"
     few = tmp_path / "few.jsonl"

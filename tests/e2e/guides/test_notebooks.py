@@ -1,5 +1,5 @@
-"""The notebooks run as they are, cell by cell, with few steps, also where nothing but the notebook is: one after the
-other in one kernel, which forgets all names in between and has its imports behind it.
+"""Promise: the notebooks run unchanged, cell by cell, with few steps, also in a folder with no other files. They run
+one after the other in one kernel, which forgets all names in between but keeps its imports.
 """
 
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).parents[3] / "notebooks"
 CELL_DEADLINE_S = 240
 SHOWN = {"steer_a_run.ipynb": "application/vnd.jupyter.widget-view+json"}
-"""What one shows beside curves, if no tables."""
+"""Outputs in addition to curves, if not tables."""
 FEW_STEPS = {
     "RFTDASK_NOTEBOOK_WARMUP_STEPS": "3",
     "RFTDASK_NOTEBOOK_GRPO_STEPS": "2",
     "PYTHONPATH": str(NOTEBOOKS.parent),
 }
 
-# Of the Jupyter client, about its own paths and loops.
+# Warnings of the Jupyter client about its own paths and loops.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
@@ -29,7 +29,7 @@ def kernel() -> Iterator[KernelManager]:
     with pytest.MonkeyPatch.context() as patch:
         for key, value in FEW_STEPS.items():
             patch.setenv(key, value)
-        patch.delenv("MPLBACKEND", raising=False)  # the kernel brings its own
+        patch.delenv("MPLBACKEND", raising=False)  # the kernel sets its own
         manager, client = start_new_kernel()
     client.stop_channels()
     yield manager
@@ -42,7 +42,7 @@ def test_a_notebook_runs_from_top_to_bottom(
 ) -> None:
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "committed without outputs"
-    folder = str(tmp_path_factory.mktemp("empty"))  # which stays, as the kernel does
+    folder = str(tmp_path_factory.mktemp("empty"))  # the process stays, like the kernel
     here = f"%reset -f\nimport os\nos.environ['RFTDASK_RUNS'] = {folder!r}\nos.chdir({folder!r})\ndel os"
     notebook.cells.insert(0, nbformat.v4.new_code_cell(here))
     client = NotebookClient(notebook, timeout=CELL_DEADLINE_S, km=kernel)

@@ -1,7 +1,7 @@
-"""What the README promises of the quickstart: the script as it is, its last line, and what the model has learned.
+"""Promises of the README about the quickstart: the unchanged script, its last line, and what the model learns.
 
-Where RFTDASK_QUICKSTART names a folder, `make quickstart` has run already: its output is quickstart.out there, and its
-run is below runs/.
+If RFTDASK_QUICKSTART names a folder, `make quickstart` has already run: its output is quickstart.out there, and its run
+is in runs/.
 """
 
 import os
@@ -16,7 +16,7 @@ DEADLINE_S = 900.0
 LAST_LINE = re.compile(r"quickstart: accuracy (\d\.\d\d) -> (\d\.\d\d) in (\d+) s, run: (\S+)")
 
 
-def test_the_quickstart_learns_what_it_says(tmp_path: Path) -> None:
+def test_the_quickstart_learns_as_promised(tmp_path: Path) -> None:
     if done := os.environ.get("RFTDASK_QUICKSTART"):
         out, runs = (Path(done) / "quickstart.out").read_text(), Path(done) / "runs"
     else:
@@ -42,7 +42,7 @@ def test_the_quickstart_learns_what_it_says(tmp_path: Path) -> None:
 
 
 def status_of_stages(folder: Path) -> dict[str, list[str]]:
-    """The problems of each stage; none has any."""
+    """Return the problems of each stage."""
     from rftdask.reports.status import read_status
 
     return {stage.name: list(stage.problems) for stage in read_status(str(folder))}

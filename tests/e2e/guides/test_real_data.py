@@ -30,7 +30,7 @@ def gsm8k() -> Path:
     return Path(folder)
 
 
-def test_the_gsm8k_config_completes_three_steps_on_the_real_files(tmp_path: Path, model: Path, gsm8k: Path) -> None:
+def test_the_gsm8k_config_completes_three_steps_on_real_files(tmp_path: Path, model: Path, gsm8k: Path) -> None:
     held_out = tmp_path / "test.jsonl"
     held_out.write_text("".join((gsm8k / "test.jsonl").read_text().splitlines(keepends=True)[:NUM_EVAL]))
     source = "buffer.explorer_input"

@@ -1,4 +1,4 @@
-"""Promise of examples/recipes: copied into an empty folder, each does on the toy what its first lines say."""
+"""Promise of examples/recipes: copied into an empty folder, each runs on the toy as its first lines describe."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ FEW = "trainer.total_steps=2"
 
 
 def copy(name: str, folder: Path) -> Path:
-    """Copies a recipe into an empty folder, and makes a toy that is not warm: what is to be seen is that the recipe
-    runs. Returns the folder of its run.
+    """Copy a recipe into an empty folder and create an untrained toy, since the tests only check that the recipe runs.
+    Returns the folder of its run.
     """
     copy_bundled(name, folder)
     write_toy_tasks(folder / "toy")
@@ -41,7 +41,7 @@ def copy(name: str, folder: Path) -> Path:
 
 @pytest.fixture
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """`copy` into this test's folder, and goes there."""
+    """`copy` into this test's folder, which becomes the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RFTDASK_RUNS", raising=False)
     return partial(copy, folder=tmp_path)
@@ -87,12 +87,12 @@ def test_stages_of_one_run(copied: Callable[[str], Path]) -> None:
 def test_a_toy_learns_to_look_at_its_images(copied: Callable[[str], Path]) -> None:
     run = copied("images")
     subprocess.run([sys.executable, "images.py"], check=True, timeout=120)
-    told = finish("images.yaml").out
-    found = re.search(r" grpo +both +grpo +40 +\S+ +([\d.]+)% +([\d.]+)%", told)
-    assert found is not None, told[-2000:]
-    before, after = float(found[1]), float(found[2])
-    assert after >= 70 and after >= before + 40, found[0]
-    # What it was shown is in its folder, and what is trained of it, too: the next run can show it more.
+    output = finish("images.yaml").out
+    row = re.search(r" grpo +both +grpo +40 +\S+ +([\d.]+)% +([\d.]+)%", output)
+    assert row is not None, output[-2000:]
+    before, after = float(row[1]), float(row[2])
+    assert after >= 70 and after >= before + 40, row[0]
+    # The run folder contains the images of all rollouts, and those that were trained.
     assert len(list((run / "grpo" / "media").iterdir())) == 96
     assert (run / "grpo" / "global_step_40/actor/huggingface/preprocessor_config.json").is_file()
 
@@ -104,11 +104,11 @@ def test_explore_first_train_afterwards(copied: Callable[[str], Path]) -> None:
     assert steps(run) == 2
 
 
-@pytest.mark.long  # tests/unit/cli/test_sweep.py has one, too
+@pytest.mark.long  # tests/unit/cli/test_sweep.py also has one
 def test_a_sweep_ends_with_a_table(copied: Callable[[str], Path]) -> None:
     copied("sweep")
-    told = call("sweep", "sweep.yaml", "algorithm.optimizer.lr=2e-4,4e-4", "trainer.total_steps=1", "--at-most", "2")
-    assert "2e-4" in told and "4e-4" in told, told
+    output = call("sweep", "sweep.yaml", "algorithm.optimizer.lr=2e-4,4e-4", "trainer.total_steps=1", "--at-most", "2")
+    assert "2e-4" in output and "4e-4" in output, output
 
 
 def test_a_run_in_a_bucket(copied: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +118,10 @@ def test_a_run_in_a_bucket(copied: Callable[[str], Path], monkeypatch: pytest.Mo
         for key, value in {**service.env, "RFTDASK_BUCKET": "s3://bucket/runs"}.items():
             monkeypatch.setenv(key, value)
         finish("s3.yaml", FEW)
-        told = call("status", "s3://bucket/runs/recipes/s3")
+        output = call("status", "s3://bucket/runs/recipes/s3")
     finally:
         service.close()
-    assert "2" in told, told
+    assert "2" in output, output
 
 
 def test_scripts_for_slurm(copied: Callable[[str], Path]) -> None:
@@ -132,8 +132,8 @@ def test_scripts_for_slurm(copied: Callable[[str], Path]) -> None:
         assert "trainer" in call("validate", "slurm.yaml")
 
 
-def test_every_recipe_says_how_it_is_started_and_what_it_takes_to_scale() -> None:
+def test_every_recipe_explains_how_to_start_and_to_scale_it() -> None:
     for name in RECIPES:
-        said = bundled()[f"examples/recipes/{name}.yaml"].read_text().partition("\nproject:")[0]
-        assert f"rftdask examples copy {name} " in said and "To scale:" in re.sub(r"\n# ", " ", said), name
-        assert len(said.splitlines()[0]) > 20
+        head = bundled()[f"examples/recipes/{name}.yaml"].read_text().partition("\nproject:")[0]
+        assert f"rftdask examples copy {name} " in head and "To scale:" in re.sub(r"\n# ", " ", head), name
+        assert len(head.splitlines()[0]) > 20

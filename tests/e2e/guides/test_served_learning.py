@@ -1,5 +1,5 @@
-"""Promise: a policy that is served learns from being used: a program that knows HTTP alone asks it and rewards it, a
-trainer trains beside it, and the rewards rise while newer and newer weights are served.
+"""Promise: a served policy learns from its use: a program that knows only HTTP sends requests and rewards, a trainer
+trains at the same time, and the rewards rise while newer weights are served.
 """
 
 import itertools
@@ -20,8 +20,8 @@ LOWER = frozenset("abcdefghijklmnopqrstuvwxyz")
 def post(url: str, **body: Any) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {TOKEN}"}
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120) as answer:
-        told: dict[str, Any] = json.loads(answer.read())
-    return told
+        response: dict[str, Any] = json.loads(answer.read())
+    return response
 
 
 def version(url: str) -> int:
@@ -49,15 +49,15 @@ def test_a_served_policy_learns_what_it_is_rewarded_for(tmp_path: Path) -> None:
             rewards = []
             for task, _ in itertools.product(range(4), range(8)):
                 session = f"s{next(names)}"
-                asked = [{"role": "user", "content": f"{task}:"}]
-                answer = post(f"{url}/sessions/{session}/v1/chat/completions", model="p", messages=asked)
-                said = answer["choices"][0]["message"]["content"]
-                rewards.append(sum(each in LOWER for each in said) / max(1, len(said)))
+                messages = [{"role": "user", "content": f"{task}:"}]
+                answer = post(f"{url}/sessions/{session}/v1/chat/completions", model="p", messages=messages)
+                text = answer["choices"][0]["message"]["content"]
+                rewards.append(sum(each in LOWER for each in text) / max(1, len(text)))
                 task_id = f"{number}/{task}"
                 post(f"{url}/feedback", session_id=session, reward=rewards[-1], task_id=task_id)
             means.append(sum(rewards) / len(rewards))
-            if number + 1 < NUM_ROUNDS:  # the next round is asked of what this one taught
-                trainer.wait_until(lambda: version(url) > number)  # noqa: B023 -- asked in this round alone
+            if number + 1 < NUM_ROUNDS:  # the next round uses the weights that this one trained
+                trainer.wait_until(lambda: version(url) > number)  # noqa: B023 -- used only in this round
         ended = trainer.end()
         assert ended.code == 0, ended
         server.process.terminate()

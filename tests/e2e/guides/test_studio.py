@@ -1,7 +1,6 @@
-"""The studio in a real browser, beside a run that lives: its pages say what the run does, and renew themselves.
-
-Promises: curves are drawn and grow while the run goes on; controls change them; filter, comparison, samples and SQL
-work by clicks; no page asks any other host, and no script fails.
+"""The studio in a real browser, during a run. Promises: pages show the current state and update themselves; curves are
+drawn and grow; controls change them; filter, comparison, samples and SQL work by clicks; no page requests another
+host, and no script fails.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from tests.integration.run_cases import RunProcess, run_folder, write_config
 
 DEADLINE_S = 150.0
 NUM_STEPS = 150
-"""Of the run that lives: enough of them to be stopped in the middle."""
+"""Steps of the running run: enough to stop it halfway."""
 NUM_POINTS = "(window.curves.data.runs[0].stages[0].x.trainer?.step.length ?? 0)"
-"""Of the trainer, which has no row yet when the page of a run that has just begun is drawn."""
+"""Number of points of the trainer's curves; no point exists when the page of a new run is drawn."""
 
 
 @contextmanager
 def studio(folder: Path, *arguments: str) -> Iterator[str]:
-    """`rftdask studio` as it is typed; the URL that it prints."""
+    """Run `rftdask studio` as typed and return the URL that it prints."""
     command = [sys.executable, "-m", "rftdask", *(arguments or ("studio", str(folder))), "--no-browser"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            said = process.stdout.readline()
-            found = re.match(r"(http://127\.0\.0\.1:\d+/\S*token=\S+)", said)
-            assert found, said
-            yield found[1]
+            line = process.stdout.readline()
+            match = re.match(r"(http://127\.0\.0\.1:\d+/\S*token=\S+)", line)
+            assert match, line
+            yield match[1]
         finally:
             process.terminate()
             process.wait(30)
@@ -45,24 +44,24 @@ def studio(folder: Path, *arguments: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, RunProcess]]:
-    """A folder with a run that lives, and the same with another learning rate and two seeds that have ended."""
+    """Folder with a running run, and the same with another learning rate and two seeds that have ended."""
     require_chromium()
     config = write_config(tmp_path_factory.mktemp("studio"), num_tasks=64)
     folder = config.parent / "runs"
     with RunProcess("run", str(config), "--progress", "none") as ended:
         assert ended.end(DEADLINE_S).code == 0
     for seed in (1, 2):
-        # The same numbers under another seed: what is to be seen is that two runs become one curve.
+        # The same numbers under another seed: the test checks that two runs become one curve.
         copy = folder / "rftdask" / f"seed-{seed}"
         shutil.copytree(run_folder(config), copy)
-        told = (copy / "run.json").read_text().replace('"seed": 42', f'"seed": {seed}')
-        (copy / "run.json").write_text(told.replace('"lr": 1e-06', '"lr": 0.5'))
+        record = (copy / "run.json").read_text().replace('"seed": 42', f'"seed": {seed}')
+        (copy / "run.json").write_text(record.replace('"lr": 1e-06', '"lr": 0.5'))
     with RunProcess("run", str(config), "name=alive", f"trainer.total_steps={NUM_STEPS}", "--progress", "none") as run:
         yield folder, run
 
 
 def choose(browser: Chromium, control: str, value: str) -> None:
-    """Give a control of the page a value, as a hand would."""
+    """Set the value of a control of the page, as a user would."""
     browser.evaluate(
         f"var control = document.getElementById('{control}'); control.value = '{value}'; "
         "control.dispatchEvent(new Event('input'))"
@@ -73,7 +72,7 @@ def test_a_run_is_watched_compared_and_searched(runs: tuple[Path, RunProcess]) -
     folder, run = runs
     with studio(folder) as url, Chromium() as browser:
         browser.open(url)
-        # The list finds the run when it has begun, by itself.
+        # The list shows the run when it has started, without reloading.
         browser.wait_for("document.querySelector('tbody').textContent.includes('rftdask/alive')", DEADLINE_S)
         assert browser.evaluate("document.querySelectorAll('#runs tbody tr').length") == 4
         choose(browser, "filter", "seed")
@@ -81,13 +80,13 @@ def test_a_run_is_watched_compared_and_searched(runs: tuple[Path, RunProcess]) -
         assert sorted(browser.evaluate(shown)) == ["rftdask/seed-1", "rftdask/seed-2"]
         assert browser.evaluate("compare.disabled") is True
 
-        # One run, while it lives.
+        # One run, while it runs.
         browser.evaluate("[...document.querySelectorAll('a')].find((a) => a.textContent.includes('alive')).click()")
         browser.wait_for("document.body.dataset.drawn > 5")
         state = "document.querySelector('[data-live=state]').textContent"
         points = browser.evaluate(NUM_POINTS)
         browser.evaluate("window.isSame = true")
-        # Stopped with a checkpoint and continued, by its buttons.
+        # Stop with a checkpoint and continue, with its buttons.
         browser.wait_for(f"{NUM_POINTS} > 3", DEADLINE_S)
         browser.wait_for("document.querySelector('[data-do=stop]')")
         browser.evaluate("document.querySelector('[data-do=stop]').click()")
@@ -100,7 +99,7 @@ def test_a_run_is_watched_compared_and_searched(runs: tuple[Path, RunProcess]) -
         assert points <= NUM_STEPS and browser.evaluate("window.isSame"), "the page was not left"
         assert str(NUM_STEPS) in browser.evaluate("document.querySelector('[data-live=told]').textContent")
 
-        # Its controls.
+        # The controls of the page.
         look = "document.querySelector('[data-chart=\"trainer.reward\"] canvas').toDataURL()"
         before = browser.evaluate(look)
         choose(browser, "smooth", "0.9")
@@ -114,7 +113,7 @@ def test_a_run_is_watched_compared_and_searched(runs: tuple[Path, RunProcess]) -
             "trainer.reward_std"
         ]
 
-        # What it answered.
+        # The answers.
         for page in ("Samples", "Distributions", "Experiences", "SQL", "Cluster", "Logs", "About"):
             browser.evaluate(f"[...document.querySelectorAll('nav a')].find((a) => a.textContent === '{page}').click()")
             browser.wait_for(
@@ -137,7 +136,7 @@ def test_a_run_is_watched_compared_and_searched(runs: tuple[Path, RunProcess]) -
             if page == "Logs":
                 assert "trainer-rank-0.log" in browser.evaluate("document.body.textContent")
 
-        # Two seeds are one curve with a band, beside the run of the other setting.
+        # Two seeds are one curve with a band, next to the run with the other setting.
         browser.open(url)
         browser.evaluate(
             "for (const box of document.querySelectorAll('#runs input')) if (!box.value.includes('alive')) box.click()"
@@ -154,10 +153,10 @@ def test_a_run_is_watched_compared_and_searched(runs: tuple[Path, RunProcess]) -
 
         assert browser.errors == []
         root = url.partition("/?")[0]
-        assert [asked for asked in browser.requests if not asked.startswith(root)] == []
+        assert [request for request in browser.requests if not request.startswith(root)] == []
 
 
-def test_the_report_is_the_same_pages_in_one_file_and_asks_nobody(runs: tuple[Path, RunProcess]) -> None:
+def test_the_report_is_one_file_that_requests_no_host(runs: tuple[Path, RunProcess]) -> None:
     report = (runs[0] / "rftdask" / "fake" / "report.html").as_uri()
     with Chromium() as browser:
         browser.open(report)
@@ -172,7 +171,7 @@ def test_the_report_is_the_same_pages_in_one_file_and_asks_nobody(runs: tuple[Pa
         assert (browser.requests, browser.errors) == ([report], [])
 
 
-def test_no_page_is_wider_than_a_phone_and_one_run_is_viewed_alone(runs: tuple[Path, RunProcess]) -> None:
+def test_pages_fit_a_phone_and_a_single_run_can_be_viewed(runs: tuple[Path, RunProcess]) -> None:
     folder, _ = runs
     run = (
         Path(os.environ["RFTDASK_QUICKSTART"]) / "runs/rftdask/quickstart"

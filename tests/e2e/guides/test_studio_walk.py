@@ -1,6 +1,6 @@
-"""A person's way through the studio, from an empty folder to a job on SLURM, in a real browser and by clicks and keys
-alone but for the reward, which is a file: configure a run on own tasks with an own reward, see why it does not learn,
-mend the reward, see that it learns, compare both, submit the better one.
+"""A user's path through the studio, from an empty folder to a job on SLURM, in a real browser with clicks and keys;
+only the reward is written as a file. The user configures a run with custom tasks and a custom reward, sees why it
+does not learn, fixes the reward, sees that it learns, compares both runs, and submits the better one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.e2e.toy_runs import build_tiny_model
 
 DEADLINE_S = 240.0
 STATE = "document.querySelector('#started .chip')?.textContent"
-"""Of the command that was started last."""
+"""JavaScript for the command that was started last."""
 ALWAYS_WRONG = '''
 def plain(response, truth, task):
     """1 for an answer in plain letters."""
@@ -35,7 +35,7 @@ def plain(response, truth, task):
 
 
 def click(browser: Chromium, text: str, among: str = "a, button") -> None:
-    """A click on the first thing that says so, and the next page if it leads to one."""
+    """Click the first element with this text, and wait for the next page if it is a link."""
     browser.wait_for(f"[...document.querySelectorAll('{among}')].find((each) => each.textContent.trim() === '{text}')")
     browser.evaluate(
         f"[...document.querySelectorAll('{among}')].find((each) => each.textContent.trim() === '{text}').click()"
@@ -52,12 +52,12 @@ def fill(browser: Chromium, **texts: str) -> None:
 
 
 def looked(browser: Chromium, condition: str = "document.getElementById('problem').textContent === ''") -> None:
-    """Until the server has said what the form comes to."""
+    """Wait until the server has checked the form."""
     browser.wait_for(f"document.body.dataset.looked > 0 && ({condition})")
 
 
 def ended(browser: Chromium, what: str, of: str) -> tuple[str, str]:
-    """How the command that was started last has ended, when it has, and what it printed."""
+    """Return how the command that was started last ended, once it has ended, and its output."""
     summary = "document.querySelector('#started summary').textContent.split(/\\s+/)"
     browser.wait_for(f"{summary}.includes('{what}') && {summary}.includes('{of}') && {STATE} !== 'running'", DEADLINE_S)
     return browser.evaluate(STATE), browser.evaluate("document.querySelector('#started pre').textContent")
@@ -69,7 +69,7 @@ def open_run(browser: Chromium, run: str) -> None:
 
 
 def configure_the_first(browser: Chromium) -> None:
-    """What is wrong stands at its key, and nothing can be started; then it is mended, and started."""
+    """Errors are shown at their keys and nothing can be started; after a fix the run starts."""
     click(browser, "New run")
     looked(browser, "document.querySelectorAll('.key.wrong').length >= 2")
     fill(
@@ -117,7 +117,7 @@ def see_why_it_does_not_learn(browser: Chromium) -> None:
 
 
 def compare_both(browser: Chromium) -> None:
-    """What differs is the code of the reward, and one of both learns."""
+    """The comparison shows that the code of the reward differs, and that only one of the runs learns."""
     browser.open(browser.evaluate("location.origin"))
     browser.evaluate("for (const box of document.querySelectorAll('#runs input')) box.click()")
     browser.evaluate("compare.click()")
@@ -132,7 +132,7 @@ def compare_both(browser: Chromium) -> None:
 
 
 def submit(browser: Chromium, python_path: str) -> tuple[str, str]:
-    """The scripts first; then how submitting them ended."""
+    """Show the scripts first, then the result of submitting them."""
     roles = {
         f"cluster__slurm__{role}__{key}": text
         for role in ("controller", "trainer", "explorer")
@@ -146,15 +146,15 @@ def submit(browser: Chromium, python_path: str) -> tuple[str, str]:
     looked(browser)
     browser.evaluate("document.getElementById('save-as').value = 'cluster'")
     click(browser, "Save and show scripts")
-    state, said = ended(browser, "dry-run", "cluster")
-    assert state == "finished" and "#SBATCH --partition=main" in said, said
+    state, output = ended(browser, "dry-run", "cluster")
+    assert state == "finished" and "#SBATCH --partition=main" in output, output
     click(browser, "Save and submit")
     return ended(browser, "submit", "cluster")
 
 
 def test_from_an_empty_folder_to_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
-    monkeypatch.chdir(tmp_path)  # where paths of a configuration count from
+    monkeypatch.chdir(tmp_path)  # base folder of the paths of a configuration
     build_tiny_model(tmp_path / "model")
     rows = [{"question": f"say {word}:", "answer": word} for word in ("red", "blue", "green", "white")]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -162,31 +162,31 @@ def test_from_an_empty_folder_to_a_job(tmp_path: Path, monkeypatch: pytest.Monke
     with studio(tmp_path / "runs") as url, Chromium() as browser:
         browser.open(url)
         configure_the_first(browser)
-        state, said = ended(browser, "start", "first")
-        assert state == "finished" and "first finished" in said, said
+        state, output = ended(browser, "start", "first")
+        assert state == "finished" and "first finished" in output, output
         assert (tmp_path / "runs/configs/first.yaml").exists()
         see_why_it_does_not_learn(browser)
 
-        # The reward wants a full stop that no answer has. Mended, in a run of its own.
+        # The reward expects a full stop that no answer has. Fix it, in a new run.
         (tmp_path / "my_rewards.py").write_text(MENDED)
         open_run(browser, "rftdask/first")
         click(browser, "New run from this one")
         looked(browser)
         assert browser.evaluate("document.getElementById('k-name').value") == "first-2"
         click(browser, "Save and start here")
-        state, said = ended(browser, "start", "first-2")
-        assert state == "finished" and "first-2 finished" in said, said
+        state, output = ended(browser, "start", "first-2")
+        assert state == "finished" and "first-2 finished" in output, output
         compare_both(browser)
 
         open_run(browser, "rftdask/first-2")
         click(browser, "New run from this one")
         looked(browser)
-        state, said = submit(browser, f"{os.environ['PYTHONPATH']}:{tmp_path}")
+        state, output = submit(browser, f"{os.environ['PYTHONPATH']}:{tmp_path}")
         if has_slurm():
-            assert state == "finished" and "submitted controller as job" in said
+            assert state == "finished" and "submitted controller as job" in output
             jobs = read_jobs(open_storage(tmp_path / "runs/rftdask/cluster"))
             assert jobs
             slurm.cancel(job.job_id for job in jobs)
-        else:  # then that is what it says
-            assert state == "failed" and "sinfo" in said, said
+        else:  # then the page reports that
+            assert state == "failed" and "sinfo" in output, output
         assert browser.errors == []

@@ -1,8 +1,8 @@
-"""Promises of docs/tour.md, held by a run whose loss is a user's: the two ways in it are those that the code goes,
-function for function, and each is at most six of the package's own calls.
+"""Promises of docs/tour.md, checked by a run with a user's loss: the two paths in it are those of the code, function by
+function, and each has at most six of the package's own calls.
 
-A stack ends where its thread does. The way from the command crosses two threads and a process, so it is put together
-of the stacks at which the work is handed on; see `recorded_run`.
+A stack ends with its thread. The path from the command crosses two threads and a process, so it is composed of the
+stacks at which work is handed over; see `recorded_run`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ TOUR = (Path(__file__).parents[3] / "docs/tour.md").read_text()
 
 
 def way_in_the_tour(title: str) -> list[Call]:
-    """The functions in the table below a heading."""
+    """Return the functions in the table below a heading."""
     section = TOUR.split(f"## {title}\n")[1].split("\n## ")[0]
     return [(file, name) for name, file in re.findall(r"^\| \[`([\w.]+)`\]\(\.\./([\w/.]+)\)", section, flags=re.M)]
 
 
 @pytest.fixture(scope="module")
 def stacks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, list[Call]]]:
-    """What a run of two steps and one rank wrote down: places, and the way to each."""
+    """Places that a run of two steps and one rank recorded, and the path to each."""
     folder = tmp_path_factory.mktemp("recorded")
     config = write_grpo_config(
         folder,
@@ -44,11 +44,11 @@ def stacks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, list[Cal
     return read_own_calls(folder / "stacks.jsonl")
 
 
-def test_the_command_reaches_the_start_of_a_rank_by_the_way_in_the_tour(
+def test_the_command_reaches_a_rank_as_the_tour_describes(
     stacks: list[tuple[str, list[Call]]],
 ) -> None:
     ways = dict(stacks)
-    # `supervise` is what runs for one rank; from there on it is how any child process starts.
+    # `supervise` is what runs for one rank; the rest is how any child process starts.
     (supervisor, *child) = ways["process of a rank"]
     assert {file for file, _ in child} == {"rftdask/processes/child.py"}
     way = [*ways["Gang.run"], *ways["supervise"], supervisor]
@@ -58,7 +58,7 @@ def test_the_command_reaches_the_start_of_a_rank_by_the_way_in_the_tour(
 
 def test_a_rank_reaches_the_loss_by_the_way_in_the_tour(stacks: list[tuple[str, list[Call]]]) -> None:
     ways = [way for place, way in stacks if place == "loss"]
-    assert len(ways) >= 2  # one for each step, at least
+    assert len(ways) >= 2  # at least one per step
     for way in ways:
         assert way == way_in_the_tour("From a rank to the loss")
         assert len(way) + len(["the loss"]) <= MOST_CALLS

@@ -1,5 +1,5 @@
-"""Promise: files in the form of Trinity-RFT's examples (GRPO on math, SFT, an explorer and a trainer as two commands)
-run to their end with --from trinity, plug-ins in its style included; on the toy model, without a GPU.
+"""Promise: files like Trinity-RFT's examples (GRPO on math, SFT, an explorer and a trainer as two commands) run to
+their end with --from trinity, including plug-ins in its style, on the toy model without a GPU.
 """
 
 import json
@@ -113,7 +113,7 @@ ON_A_CPU = (
     "monitor.monitor_type=none",
     "cluster.num_cpus=2",
 )
-"""What such a file is told on a machine without a GPU."""
+"""Warnings for such a file on a machine without a GPU."""
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(toy: Path, text: str, *overrides: str) -> Path:
-    """The folder of the run, which has ended well."""
+    """Run to the end and return the folder of the run."""
     tree = yaml.safe_load(text)
     path = toy / f"{tree['name']}.yaml"
     path.write_text(text)
@@ -140,7 +140,7 @@ def run(toy: Path, text: str, *overrides: str) -> Path:
 
 
 @pytest.mark.timeout(600)
-def test_grpo_with_a_workflow_a_reward_and_an_advantage_of_its_style(toy: Path) -> None:
+def test_grpo_with_trinity_style_workflow_reward_and_advantage(toy: Path) -> None:
     tasks = f"buffer.explorer_input.taskset.path={toy / 'tasks.jsonl'}"
     folder = run(toy, GRPO, tasks, "buffer.total_steps=2", f"explorer.plugin_dirs=[{toy / 'plugins'}]")
     rows = pa.concat_tables([pq.read_table(file) for file in (folder / "experiences").rglob("*.parquet")])

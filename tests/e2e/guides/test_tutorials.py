@@ -1,5 +1,5 @@
-"""Promise of the tutorials: typed in an empty folder, they do what they say. A block with file=NAME is that file, a
-bash block is typed, and the lines of a text block after one are among what it printed ("..." stands for anything).
+"""Promise of the tutorials: typed in an empty folder, they do what they describe. A block with file=NAME is that file,
+a bash block is executed, and the lines of a following text block are in its output ("..." matches anything).
 """
 
 import os
@@ -16,18 +16,18 @@ from tests.integration.run_cases import call_cli
 
 DOCS = Path(__file__).parents[3] / "docs"
 WALKS = (
-    ("tutorials/your-data.md", "tutorials/your-reward.md"),  # the second goes on where the first ended
+    ("tutorials/your-data.md", "tutorials/your-reward.md"),  # the second continues in the folder of the first
     ("tutorials/your-agent.md",),
     ("tutorials/your-cluster.md",),
     ("zh/quickstart.md",),
 )
 SAME_AGAIN = {("zh/quickstart.md",)}
-"""What does what others do, in another language."""
+"""Pages that repeat others in another language."""
 DEADLINE_S = 400
 
 
 def blocks(page: str) -> list[tuple[str, str, str]]:
-    """(language, file, text) of each block of a page."""
+    """Return (language, file, text) of each block of a page."""
     return re.findall(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
@@ -43,10 +43,10 @@ def test_every_tutorial_is_walked() -> None:
         for walk in WALKS
     ],
 )
-def test_a_tutorial_does_what_it_says(walk: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tutorial_works_as_printed(walk: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = tmp_path / "bin"
     commands.mkdir()
-    # Nothing else, so that this machine's SLURM, if it has one, is not asked.
+    # Nothing else, so that a SLURM on this machine is not used.
     for name in ("head", "bash"):
         (commands / name).symlink_to(str(shutil.which(name)))
     (commands / "python").write_text(f'#!/bin/bash\nexec "{sys.executable}" "$@"\n')
@@ -57,24 +57,24 @@ def test_a_tutorial_does_what_it_says(walk: tuple[str, ...], tmp_path: Path, mon
     folder.mkdir()
     monkeypatch.chdir(folder)
     for page in walk:
-        said = ""
+        output = ""
         for language, file, text in blocks(page):
             if file:
                 (folder / file).parent.mkdir(exist_ok=True)
                 (folder / file).write_text(text)
             elif language == "bash":
-                said = "".join(typed(line) for line in text.replace("\\\n", "").splitlines())
+                output = "".join(typed(line) for line in text.replace("\\\n", "").splitlines())
             elif language == "text":
                 for line in text.splitlines():
                     expected = ".*".join(re.escape(part) for part in line.split("..."))
-                    assert re.search(f"^{expected}", said, re.MULTILINE), (line, said)
+                    assert re.search(f"^{expected}", output, re.MULTILINE), (line, output)
             elif language == "python" and text.startswith(("from ", "import ")):
                 exec(text, {"__name__": "__main__"})
 
 
 def typed(line: str) -> str:
-    """What a line prints. Commands of ours run in this process, which has its imports behind it, one after the other:
-    none has modules of the user that an earlier one imported.
+    """Return the output of a line. Commands of rftdask run one after the other in this process, which has imported the
+    package; none sees user modules that an earlier one imported.
     """
     if not line.startswith("rftdask "):
         done = subprocess.run(

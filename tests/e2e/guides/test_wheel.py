@@ -1,6 +1,7 @@
-"""The wheel, installed outside the checkout, has all that the first steps need.
+"""Promise: the wheel, installed outside of the checkout, contains everything for the first steps.
 
-pip builds it in an environment of its own, for which it fetches hatchling; where it cannot, this test fails with that.
+pip builds it in a separate environment, for which it downloads hatchling; without a network this test fails with pip's
+error.
 """
 
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_wheel_alone_has_configurations_examples_and_the_schema(tmp_path: Path) -> None:
+def test_the_wheel_contains_configurations_examples_and_schema(tmp_path: Path) -> None:
     def call(*command: str) -> str:
         env = {"PATH": "/usr/bin:/bin"}
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False, env=env)
@@ -24,8 +25,8 @@ def test_the_wheel_alone_has_configurations_examples_and_the_schema(tmp_path: Pa
     call(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv"))
     python = str(tmp_path / "venv" / "bin" / "python")
     call(*pip, "--python", python, "install", "--no-deps", str(wheel))
-    # What it needs is not fetched again: it is found behind its own packages, without the checkout, whose path file is
-    # read only in the environment that has it.
+    # Dependencies are not downloaded again: they are found after the wheel's own packages, without the checkout, whose
+    # path file is read only in its environment.
     site = Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (site / "behind.pth").write_text(sysconfig.get_path("purelib") + "\n")
     rftdask = str(tmp_path / "venv" / "bin" / "rftdask")
@@ -37,7 +38,7 @@ def test_the_wheel_alone_has_configurations_examples_and_the_schema(tmp_path: Pa
     call(rftdask, "init", "--yes", "--slurm", "main")
     assert (tmp_path / "run.yaml").exists() and (tmp_path / "rftdask.schema.json").exists()
     call(rftdask, "validate", "run.yaml")
-    # Pages and their scripts are files beside the code.
+    # Pages and their scripts are files next to the code.
     report = "from rftdask.studio import printed; print(printed.__file__)"
     assert str(site) in call(python, "-c", report)
     for file in ("templates/files/printed.html.j2", "templates/parts/base.html.j2", "static/configure.js"):

@@ -1,6 +1,6 @@
-"""A real run on the CPU, style fixed, of one or two ranks, killed at random moments, ends with the very bits of a run
-of as many ranks that nobody disturbed: killed as a whole and started again, or a rank alone, which the run mends, also
-between two updates from one batch.
+"""Promise: a real run on the CPU, style fixed, of one or two ranks, killed at random moments, ends with the bits of an
+undisturbed run with the same number of ranks. Either the whole run is killed and restarted, or one rank, which the
+run replaces, also between two updates from one batch.
 """
 
 import random
@@ -19,16 +19,16 @@ STEPS = 20
 
 def write_config(folder: Path, num_ranks: int) -> Path:
     trainer = {"total_steps": STEPS, "save_interval": 3, "num_ranks": num_ranks, "save_hf_checkpoint": "never"}
-    # Sixteen experiences make two updates, and each is seen twice.
+    # Sixteen experiences make two updates, and each is trained twice.
     trainer |= {"ppo_epochs": 2, "ppo_mini_batch_size": 8}
     algorithm = {"policy_loss_fn": "tests.e2e.own_losses.KilledPpo"}
     return write_grpo_config(folder, trainer=trainer, algorithm=algorithm, cluster={"num_cpus": 1 + num_ranks})
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path, num_ranks: int) -> None:
+def test_a_killed_run_ends_with_undisturbed_weights(tmp_path: Path, num_ranks: int) -> None:
     undisturbed = write_config(tmp_path / "undisturbed", num_ranks)
-    # In this process, which has loaded what a driver loads.
+    # In this process, which has loaded the modules of a driver.
     assert Experiment.from_yaml(undisturbed).run(progress="none").status == "finished"
     initial = (tmp_path / "undisturbed" / "model" / "model.safetensors").read_bytes()
     assert final_weights(run_folder(undisturbed)) != initial
@@ -45,7 +45,7 @@ def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path
         run.kill()
         run.wait_for_no_survivors()
     with RunProcess("run", str(config)) as run:
-        # Whom to kill is known before they train, so that nothing that takes time is between the step and the kill.
+        # Choose the victims before they train, so that nothing slow happens between the step and the kill.
         run.wait_until(lambda: len(run.children(TRAINER)) == num_ranks, DEADLINE_S)
         rank = dice.choice(run.children(TRAINER))
         run.wait_until(lambda: num_steps(folder) >= second, DEADLINE_S)
@@ -60,7 +60,7 @@ def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path
 
 
 def state_of(folder: Path) -> dict[str, bytes]:
-    """Every weight and all of the optimizer's state after the last step."""
+    """Return every weight and the complete state of the optimizer after the last step."""
     last = folder / f"global_step_{STEPS}" / "actor"
     state = {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
     assert any(path.startswith("model") for path in state)

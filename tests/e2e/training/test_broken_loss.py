@@ -1,11 +1,11 @@
-"""A user's loss that raises, or never comes back. Promises:
+"""A user's loss that raises or hangs, and devices that cannot be used. Promises:
 
-- a loss that raises ends the run by itself with exit code 1; the run says what was raised and where, in the rank's own
-  traceback, and in one line what to do; no rank starts again, since it would meet the same error;
-- a GPU that is planned and cannot be used ends it, with the reason;
+- a loss that raises ends the run with exit code 1; the run reports the error with the rank's own traceback, and in one
+  line what to do; no rank restarts, since it would fail again;
+- a planned GPU that cannot be used ends the run with the reason;
 - a GPU with too little memory for weights, gradients and optimizer state is refused before anything starts;
-- a lack of memory ends it, too, with exit code 2: what was done, and which keys to change;
-- a loss that hangs does not keep a second Ctrl-C from ending the run.
+- running out of memory also ends the run, with exit code 2: the phase, and the keys to change;
+- a loss that hangs does not prevent a second Ctrl-C from ending the run.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ from tests.integration.run_cases import RunProcess, assert_sound, call_cli, num_
 ADVICE = "a restart would meet this error again: mend its cause, then run the same command again"
 
 
-def test_a_loss_that_raises_ends_the_run_with_its_traceback_and_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_raising_loss_ends_the_run_with_traceback_and_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_grpo_config(tmp_path, algorithm={"policy_loss_fn": "tests.e2e.own_losses.BrokenLoss"})
     monkeypatch.setenv(STACKS, str(tmp_path / "stacks.jsonl"))
     ended = call_cli("run", str(config), "--progress", "plain")
     assert ended.code == 1, ended
 
-    # What was raised and where, down to the user's own line; and, as the last line of all, what to do.
+    # The error and its place, down to the user's own line; and, as the last line, what to do.
     assert "error: rank 0 on worker" in ended.err, ended
     assert re.search(r'own_losses\.py", line \d+, in __call__\n +raise ValueError', ended.err), ended
     assert "ValueError: the slope of this loss must not be 7\nwhile training step 1; if" in ended.err, ended
@@ -44,7 +42,7 @@ def test_a_loss_that_raises_ends_the_run_with_its_traceback_and_what_to_do(
     assert ended.err.count(ADVICE) == 1, ended
     assert ended.err.splitlines()[-1] == ADVICE, ended
 
-    # One generation of ranks: it was tried once, though `trainer.max_restarts` would allow more.
+    # One generation of ranks: no restart, although `trainer.max_restarts` allows more.
     assert [place for place, _ in read_own_calls(tmp_path / "stacks.jsonl")] == ["loss"]
     assert "restarts from its newest checkpoint" not in ended.out + ended.err, ended
     folder = run_folder(config)
@@ -59,9 +57,13 @@ def test_a_lack_of_memory_ends_the_run_with_what_to_change(tmp_path: Path, monke
     monkeypatch.setenv(STACKS, str(stacks))
     ended = call_cli("run", str(config), "--progress", "plain")
     assert ended.code == 2, ended
-    told = " ".join(ended.err.split())
-    assert "out of GPU memory while step 1 is trained: CUDA out of memory. Tried to allocate 2.00 GiB." in told, ended
-    assert "To change: trainer.max_token_len_per_gpu below 16384, trainer.gradient_checkpointing: true," in told, ended
+    message = " ".join(ended.err.split())
+    assert "out of GPU memory while step 1 is trained: CUDA out of memory. Tried to allocate 2.00 GiB." in message, (
+        ended
+    )
+    assert "To change: trainer.max_token_len_per_gpu below 16384, trainer.gradient_checkpointing: true," in message, (
+        ended
+    )
     assert [place for place, _ in read_own_calls(stacks)] == ["loss"]
     assert "restarts from its newest checkpoint" not in ended.out + ended.err, ended
 
@@ -73,13 +75,13 @@ def test_a_planned_gpu_that_torch_cannot_use_ends_the_run(tmp_path: Path) -> Non
     with RunProcess("run", str(config), "--progress", "plain", env={"CUDA_VISIBLE_DEVICES": "0"}) as run:
         ended = run.end(DEADLINE_S)
         run.wait_for_no_survivors()
-    assert ended.code == 2, ended  # it was 0: the run went on on the CPU
-    told = " ".join(ended.err.split())
-    assert "GPU 0 is planned for this process (CUDA_VISIBLE_DEVICES), and torch" in told, ended
-    assert "is built without CUDA" in told and "hide the GPUs: CUDA_VISIBLE_DEVICES=" in told, ended
+    assert ended.code == 2, ended  # before, the exit code was 0, because the run continued on the CPU
+    message = " ".join(ended.err.split())
+    assert "GPU 0 is planned for this process (CUDA_VISIBLE_DEVICES), and torch" in message, ended
+    assert "is built without CUDA" in message and "hide the GPUs: CUDA_VISIBLE_DEVICES=" in message, ended
 
 
-def test_a_gpu_that_is_certainly_too_small_is_refused_and_one_that_may_be_is_warned_of(
+def test_a_gpu_that_is_too_small_is_refused_or_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = write_grpo_config(tmp_path, trainer={"total_steps": 1})
@@ -87,10 +89,12 @@ def test_a_gpu_that_is_certainly_too_small_is_refused_and_one_that_may_be_is_war
     monkeypatch.setattr("rftdask.driver.experiment.gpu_memory", lambda: 10**5)
     ended = call_cli("run", str(config), "--progress", "plain")
     assert ended.code == 2, ended
-    told = " ".join(ended.err.split())
-    assert told.startswith("error: GPU memory: stage tiny, trainer: needs at least 0.0 GB on each GPU (weights"), ended
+    message = " ".join(ended.err.split())
+    assert message.startswith("error: GPU memory: stage tiny, trainer: needs at least 0.0 GB on each GPU (weights"), (
+        ended
+    )
     assert not (run_folder(config) / "run.json").exists()
-    monkeypatch.setattr("rftdask.driver.experiment.gpu_memory", lambda: 10**6)  # of 2.3; 0.4 are certain
+    monkeypatch.setattr("rftdask.driver.experiment.gpu_memory", lambda: 10**6)  # of 2.3 GB; 0.4 GB are certain
     checked = load_config(config)
     assert plan_run(checked, checked.stage_configs()).trains_on_gpus
     warned = "this is an estimate, and the run starts: GPU memory: stage tiny, trainer: needs about"
@@ -105,7 +109,7 @@ def test_a_second_ctrl_c_waits_for_no_role(tmp_path: Path) -> None:
         run.interrupt()
         run.wait_until(lambda: (run_folder(config) / STOP_FILE).exists(), DEADLINE_S)
         run.interrupt()
-        ended = run.end(120.0)  # a fraction of every deadline in which a role would be waited for
+        ended = run.end(120.0)  # a fraction of every deadline of a role
         run.wait_for_no_survivors()
     assert ended.code == 130, ended
     assert "ended at once" in ended.err, ended

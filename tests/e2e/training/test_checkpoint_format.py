@@ -1,5 +1,5 @@
-"""A checkpoint of several ranks is one of `torch.distributed.checkpoint`: PyTorch's own reader, in one process and
-without us, finds in its folder every weight and every moment of AdamW, to the bit.
+"""Promise: a checkpoint of several ranks is one of `torch.distributed.checkpoint`: PyTorch's own reader, in one process
+without rftdask, finds every weight and every moment of AdamW in its folder, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEP = 2
 
 
 def train_and_save(gangs: dict[int, Ranks], model: str, folder: str) -> bytes:
-    """What two ranks hold together after some steps, and have saved."""
+    """Return what two ranks hold together after some steps, and save it."""
     ranks = gangs[2]
     made = engine(model, "grpo", strategy_of("fsdp2", ranks))
     for step in range(1, STEP + 1):
@@ -44,8 +44,8 @@ def train_and_save(gangs: dict[int, Ranks], model: str, folder: str) -> bytes:
 def test_pytorch_reads_a_checkpoint_of_two_ranks(tmp_path: Path) -> None:
     build_toy_model(tmp_path / "model", hidden_size=18, intermediate_size=33, num_layers=1, num_heads=3)
     run = str(tmp_path / "run")
-    found = run_ranks(2, tmp_path, train_and_save, str(tmp_path / "model"), run)
-    expected = load(found[0])
+    files = run_ranks(2, tmp_path, train_and_save, str(tmp_path / "model"), run)
+    expected = load(files[0])
     folder = tmp_path / "run" / f"global_step_{STEP}"
     assert is_valid(open_storage(run), folder.name, version=STEP)
     assert {path.name for path in (folder / "actor").iterdir()} == {

@@ -1,9 +1,9 @@
-"""Runs whose trainer and engines take turns on what they compute on (mode colocate). Promises:
+"""Runs whose trainer and engines alternate on a device (mode colocate). Promises:
 
-- style fixed ends with the very bits of a run that shares nothing, also where an engine, a rank and all of it are
-  killed with -9 in the course of it: who computed out of its turn would compute with NaNs;
-- ranks that left their device go on to the bit, whatever holds their weights, and nothing of theirs stays there;
-- several ranks and engines, and the styles that do not go in lock-step, end sound.
+- style fixed ends with the bits of a run that shares nothing, also if an engine, a rank and the whole run are killed
+  with -9; a role that computes without the device lock would compute with NaNs;
+- ranks that left their device continue bit for bit, whatever holds their weights, and leave nothing on it;
+- several ranks and engines, and the styles without lock-step, end sound.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from tests.integration.run_cases import (
     ENGINE,
     TRAINER,
     RunProcess,
+    assert_same_run,
     assert_sound,
-    final_weights,
     finish_alone,
-    ledger_of,
     num_steps,
 )
 
@@ -37,17 +36,18 @@ pytestmark = pytest.mark.slow
 
 
 def trained(gangs: dict[int, Ranks], model: str, strategy: str, away: bool) -> tuple[str, int]:
-    """A digest of what a rank of ppo, with critic and reference, holds after three steps; numbers that stayed while it
-    was away from its device."""
+    """Return a digest of the state of a PPO rank, with critic and reference, after three steps, and the numbers that
+    stayed on the device while it was away.
+    """
     ranks, stayed = gangs[2], 0
     trainer = engine(model, "ppo", strategy_of(strategy, ranks), algorithm__kl_loss_fn="k2")
     for step in (1, 2, 3):
         trainer.train_step(batch_for("ppo", step), step)
-        trainer.fingerprint()  # its pass leaves weights together that a step would part again
+        trainer.fingerprint()  # its pass leaves weights gathered that a step would shard again
         if away:
             trainer.leave_device()
             stayed += sum(int(local(each).isfinite().sum()) for each in trainer._tensors() if each.is_floating_point())
-            if strategy == "fsdp2":  # what ranks brought together for a pass is put apart again
+            if strategy == "fsdp2":  # weights that ranks gathered for a pass are sharded again
                 stayed += sum(not isinstance(each, DTensor) for each in trainer._model.parameters())
             trainer.return_to_device()
     files = trainer.state_files()
@@ -65,43 +65,41 @@ def test_ranks_that_left_their_device_go_on_to_the_bit(tmp_path: Path, strategy:
     assert [stayed for _, stayed in away] == [0, 0]
 
 
-# One thread each, as the runs that are compared have.
+# One thread each, as in the compared runs.
 ALONE, TOGETHER = "cluster.num_cpus=2", "cluster.num_cpus=1"
 
 
-def test_turns_change_no_bit_whoever_is_killed(tmp_path: Path) -> None:
-    own = {"total_steps": 5, "save_interval": 2, "save_hf_checkpoint": "never"}
-    # Every other turn begins with weights that were there before, so none are loaded over what came back.
+def test_alternating_on_a_device_changes_no_bit_despite_kills(tmp_path: Path) -> None:
+    trainer_settings = {"total_steps": 5, "save_interval": 2, "save_hf_checkpoint": "never"}
+    # Every other turn starts with the weights of the turn before, so none are loaded over the returned ones.
     sync = {"sync_offset": 0, "sync_interval": 2}
-    undisturbed = write_grpo_config(tmp_path / "both", trainer=own, synchronizer=sync)
+    undisturbed = write_grpo_config(tmp_path / "both", trainer=trainer_settings, synchronizer=sync)
     finish_alone(undisturbed, ALONE)
-    config = write_grpo_config(tmp_path / "colocate", trainer=own, synchronizer=sync)
+    config = write_grpo_config(tmp_path / "colocate", trainer=trainer_settings, synchronizer=sync)
     folder = run_folder(config)
     command = ("run", str(config), TOGETHER, "mode=colocate", "--progress", "plain")
     with RunProcess(*command) as run:
         run.wait_until(lambda: num_steps(folder) >= 1, DEADLINE_S)
         run.children(ENGINE)[0].kill()
         run.wait_until(lambda: num_steps(folder) >= 2, DEADLINE_S)
-        run.kill()  # the driver and its workers; whoever had the turn ends with them
+        run.kill()  # the driver and its workers; the holder of the device lock ends with them
         run.wait_for_no_survivors()
     with RunProcess(*command) as run:
-        # The run that was killed may have come that far itself.
+        # The killed run may itself have come that far.
         run.wait_until(lambda: num_steps(folder) >= 3 and bool(run.children(TRAINER)), DEADLINE_S)
         run.children(TRAINER)[0].kill()
         ended = run.end(DEADLINE_S)
         run.wait_for_no_survivors()
     assert ended.code == 0, ended
     assert "they take turns on what each machine has (colocate)" in ended.out + ended.err
-    # Who has NaNs for weights says so and ends, and another one would do its work.
+    # An engine with NaN weights reports it and ends, and another one would replace it.
     logs = "".join(file.read_text() for file in (folder / "log").rglob("engine.log"))
     assert "not numbers" not in logs
     assert "up to nan" not in logs
     written = json.loads((folder / "run.json").read_text())
     assert written["placement"] == "1 rank, 1 engine; they take turns on what each machine has (colocate)"
     assert (written["config"]["mode"], written["config"]["cluster"]["colocate"]) == ("both", True)
-    assert assert_sound(folder)["step"] == 5
-    assert ledger_of(folder) == ledger_of(run_folder(undisturbed))
-    assert final_weights(folder) == final_weights(run_folder(undisturbed))
+    assert assert_same_run(folder, run_folder(undisturbed))["step"] == 5
 
 
 def test_two_ranks_and_two_engines_share_two_places(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""`trainer.torch_compile` changes rounding and nothing else: two steps with compiled layers give the metrics and the
-weights of two steps without, in float32 on a CPU. It needs the C++ compiler that PyTorch calls.
+"""Promise: `trainer.torch_compile` changes only rounding: two steps with compiled layers give the metrics and weights
+of two steps without, in float32 on a CPU. The test needs the C++ compiler that PyTorch calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.e2e.training.test_ranks_agree import TOLERANCE, metric_difference, tr
 
 
 def compare_compiled(gangs: dict[int, Ranks], model: str) -> tuple[float, float, bool]:
-    """Differences of metrics and weights, and whether there was something to tell compiled layers by."""
+    """Return differences of metrics and weights, and whether layers were in fact compiled."""
     plain, _, expected = trained(model, "grpo", Strategy(gangs[1]))
     compiled, _, weights = trained(model, "grpo", Strategy(gangs[1]), trainer__torch_compile=True)
     same_bits = all(weights[name].equal(expected[name]) for name in expected)

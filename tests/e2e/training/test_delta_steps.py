@@ -1,6 +1,6 @@
-"""Promise of deltas over a real training: an engine that changed its weights in place 200 times, and the files that a
-machine made of deltas, have the bits of the whole that the trainer holds, tensor by tensor, and say what the trainer's
-fingerprint says. In the mean a delta is no more than 5 % of the whole at the learning rates of reinforcement learning.
+"""Promise of deltas during training: an engine that changed its weights in place 200 times, and the files that a
+machine built from deltas, have the bits of the trainer's weights, tensor by tensor, and reproduce the trainer's
+fingerprint. On average a delta has at most 5 % of the bytes at the learning rates of reinforcement learning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rftdask.algorithm.compose import make_algorithm
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import open_storage
-from rftdask.synchronizer.node_cache import NodeCopy
+from rftdask.synchronizer.node_cache import NodeCache
 from rftdask.synchronizer.publisher import Publisher
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from tests.unit.trainer.engines.test_torch_engine import rollouts
@@ -26,7 +26,7 @@ NUM_STEPS, INTERVAL, TIMEOUT_S = 200, 25, 60.0
 
 
 def hashes(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """By name; of tied tensors one name only is in a file."""
+    """Return hashes by name; a file contains only one name of tied tensors."""
     words = {name: tensor.detach().contiguous().view(torch.int16).numpy() for name, tensor in tensors.items()}
     return {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in words.items()}
 
@@ -42,20 +42,20 @@ def test_200_steps_of_deltas_have_the_bits_of_the_whole(tmp_path: Path, lr: floa
     storage = open_storage(f"memory://delta-steps-{lr:g}")
     publisher = Publisher(storage, "main", INTERVAL)
     served = TransformersEngine(str(tmp_path / "model"), dtype="bfloat16")
-    held: list[NodeCopy] = []
+    held: list[NodeCache] = []
     shares = []
     for step in range(1, NUM_STEPS + 1):
         trainer.train_step(rollouts(seed=step), step)
         files, fingerprint = trainer.weights(), trainer.fingerprint()
         published = publisher.publish(step, files, fingerprint)
         whole = bytes(files["model.safetensors"])
-        copy = NodeCopy(storage, published, TIMEOUT_S)
+        copy = NodeCache(storage, published, TIMEOUT_S)
         held.append(copy)
         assert copy.files[0].read_bytes() == whole
         if published.delta is None:
             served.load_verified(step, copy.files, fingerprint)
         else:
-            changes = NodeCopy(storage, published.changes, TIMEOUT_S)
+            changes = NodeCache(storage, published.changes, TIMEOUT_S)
             assert served.try_load_changes(step, changes.files, fingerprint)
             shares.append(sum(entry.size_bytes for _, entry in published.delta.files) / len(whole))
             changes.close()

@@ -1,6 +1,5 @@
-"""What tests/learning shows in one process holds for whole runs: one on rollouts, with a teacher, and one on a dataset.
-
-The same toys and bounds, by the command's own way: processes of engines and ranks, storage between them.
+"""Promise: the results of tests/learning in one process also hold for whole runs: one on rollouts with a teacher, and
+one on a dataset. Same toys and bounds, through the command: processes of engines and ranks, storage between them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def finished(case: Case, folder: Path, **sections: object) -> Experiment:
-    """The run of the case, in processes of its own, which find the workflow by its dotted path."""
+    """Run the case in separate processes, which find the workflow by its dotted path."""
     tree = config_of(case, 0, toys_of(0), workflows="tests.learning.toys.")
     if case.dataset:
         held_out = tree["buffer"]["trainer_input"]["experience_buffer"]
@@ -34,7 +33,7 @@ def finished(case: Case, folder: Path, **sections: object) -> Experiment:
 
 
 @pytest.mark.long
-def test_a_student_of_experts_that_are_replayed_learns_what_its_teacher_knows(tmp_path: Path) -> None:
+def test_a_student_with_replayed_experts_learns_from_its_teacher(tmp_path: Path) -> None:
     mixture_of(0)
     case = Case("jsd", toy="echo", steps=16, model="experts")
     section = config_of(case, 0, toys_of(0))["algorithm"] | {"enable_router_replay": True}
@@ -46,7 +45,7 @@ def test_a_student_of_experts_that_are_replayed_learns_what_its_teacher_knows(tm
     assert 0.5 < agreement.min() < 1.0
 
 
-def test_pairs_teach_what_is_preferred_and_tasks_are_evaluated_meanwhile(tmp_path: Path) -> None:
+def test_preference_pairs_teach_while_tasks_are_evaluated(tmp_path: Path) -> None:
     case = Case("dpo", toy="echo", dataset="pairs", steps=20)
     run = finished(case, tmp_path, trainer={"total_steps": 20, "eval_interval": 8})
     evals = run.metrics("eval")

@@ -1,14 +1,14 @@
-"""Promises of loading onto ranks that hold parts of the weights (fsdp2), seen in the memory of real processes:
+"""Promises of loading onto ranks that hold parts of the weights (fsdp2), measured in the memory of real processes:
 
-- until the weights are there a rank never holds more than 1.2 times its part of them and one tensor, and it reads its
-  part of the files alone, also where pairs of ranks cut layers (tensor_parallel_size);
-- nor does one that resumes, of weights and optimizer, also where each rank holds all of them;
-- ranks that resume read each byte of a checkpoint twice over all of them, to verify it and to load it, as it was saved
-  by as many or by another number, and give each other what they need of it; of what they save each holds a share; a
-  file that changes after it was verified ends all of them;
-- what it holds is, to the bit, what it would hold of a model that was read whole: tied and untied weights, adapters,
-  the head of a reward model, a critic, widths that the ranks do not divide, experts of which a rank has none, old files
-  of pickles.
+- while loading, a rank never holds more than 1.2 times its part of the weights plus one tensor, and it reads only its
+  part of the files, also with tensor parallelism (tensor_parallel_size);
+- the same holds for a resuming rank, for weights and optimizer, also if each rank holds all of them;
+- resuming ranks together read each byte of a checkpoint twice, to verify it and to load it, whatever the number of
+  ranks that saved it, and exchange what they need; each of them saves a share; a file that changes after it was
+  verified ends all of them;
+- the loaded state equals, bit for bit, that of a model that is read whole: tied and untied weights, adapters, the head
+  of a reward model, a critic, widths that the ranks do not divide, experts of which a rank has none, and old pickle
+  files.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def free_at_once() -> None:
-    """From now on memory that is freed goes back to the system."""
+    """Make freed memory return to the system at once from now on."""
     ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
 
 
 @contextmanager
 def watched() -> Iterator[list[int]]:
-    """The process' own memory, in bytes beyond that of the beginning, looked at hundreds of times a second."""
+    """Measure the process's memory, in bytes above its start, hundreds of times a second."""
     free_at_once()
 
     def own_bytes() -> int:
@@ -75,24 +75,24 @@ def watched() -> Iterator[list[int]]:
         return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
     ended, before = threading.Event(), own_bytes()
-    found: list[int] = []
+    samples: list[int] = []
 
     def look() -> None:
         while not ended.is_set():
-            found.append(own_bytes() - before)
+            samples.append(own_bytes() - before)
             time.sleep(0.003)
 
     thread = threading.Thread(target=look)
     thread.start()
     try:
-        yield found
+        yield samples
     finally:
         ended.set()
         thread.join()
 
 
 class CountedSlice:
-    """A tensor of a file, of which what is read is counted."""
+    """Slice of a tensor in a file that counts the bytes read."""
 
     num_bytes = 0
 
@@ -109,7 +109,7 @@ class CountedSlice:
 
 
 class CountedFile:
-    """A safetensors file, of which what is read is counted."""
+    """Safetensors file that counts the bytes read."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._inner = safe_open(*arguments, **options)
@@ -139,26 +139,27 @@ def engine(path: str, algorithm: str, ranks: Ranks, cut: TensorParallel | None =
 
 
 def load_large(gangs: dict[int, Ranks], small: str, large: str) -> dict[tuple[int, bool], tuple[int, int, int]]:
-    """By number of ranks, and whether pairs of them cut layers: bytes at the peak of own memory until the weights are
-    there, and until the engine is; and bytes that were read of the files."""
-    found = {}
+    """Return, by number of ranks and tensor parallelism: peak bytes of memory until the weights are loaded, and until
+    the engine is ready; and bytes read from the files.
+    """
+    sizes = {}
     torch_engine.load_policy = noted = Noted(torch_engine.load_policy)
     model.safe_open = CountedFile  # type: ignore[assignment,misc]
     cut = TensorParallel(gangs[4], gangs[2], gangs[4].across(2), torch.device("cpu"))
     for size, pairs in ((2, None), (4, None), (4, cut)):
-        engine(small, "sft", gangs[size], pairs)  # what is imported and made once
+        engine(small, "sft", gangs[size], pairs)  # imports and other one-time allocations
         CountedSlice.num_bytes = 0
         with watched() as seen:
             noted.seen = seen
             made = engine(large, "sft", gangs[size], pairs)
-        found[size, pairs is not None] = max(seen[: noted.num_seen]), max(seen), CountedSlice.num_bytes
+        sizes[size, pairs is not None] = max(seen[: noted.num_seen]), max(seen), CountedSlice.num_bytes
         del made
         gc.collect()
-    return found
+    return sizes
 
 
 class Noted:
-    """`load_policy`, whose end is noted."""
+    """`load_policy`, whose end is recorded."""
 
     def __init__(self, usual: Callable[..., Any]) -> None:
         self._usual = usual
@@ -172,8 +173,10 @@ class Noted:
 
 
 def resume(gangs: dict[int, Ranks], folder: str, path: str) -> tuple[list[int], dict[str, list[int]], bool, str]:
-    """Of ranks that resume what four saved: bytes that each of the four saved; bytes that each read, by how it
-    resumed; whether the four hold what they had; and what a rank says of a file that changes after it was verified."""
+    """Resume ranks from what four ranks saved. Returns the bytes that each of the four saved; the bytes that each read,
+    by the way it resumed; whether the four hold the same state as before; and the error of a rank about a file that
+    changes after it was verified.
+    """
     ranks, storage = gangs[4], CountingStorage(folder)
     made = engine(path, "sft", ranks)
     made.train_step(supervised_batch([([1, 2, 3, 4], 2, None)] * 4, [f"t/0/0/{i}/0" for i in range(4)], 1), 1)
@@ -189,29 +192,30 @@ def resume(gangs: dict[int, Ranks], folder: str, path: str) -> tuple[list[int], 
     for way, (gang, strategy) in ways.items():
         again = TorchEngine(engine_config(path, seed=5), make_algorithm("sft"), strategy)
         storage.num_bytes = 0
-        found = Checkpoints(storage, "main", ranks=gang).load_newest()
-        assert found is not None
-        again.load_state_files(found[2])
+        newest = Checkpoints(storage, "main", ranks=gang).load_newest()
+        assert newest is not None
+        again.load_state_files(newest[2])
         read[way] = gang.all_gather(storage.num_bytes)
-    same, told = again.state_files() == files, ""
-    found = Checkpoints(storage, "main", ranks=ranks).load_newest()
-    assert found is not None
+    same, error_text = again.state_files() == files, ""
+    newest = Checkpoints(storage, "main", ranks=ranks).load_newest()
+    assert newest is not None
     if ranks.all_gather(None) and ranks.is_rank0:
         damaged = Path(folder, "global_step_1/actor/optim-2.safetensors")
         data = damaged.read_bytes()
         damaged.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
     ranks.all_gather(None)
     try:
-        again.load_state_files(found[2])
+        again.load_state_files(newest[2])
     except DamagedError as error:
-        told = str(error)
-    return saved, read, same, told
+        error_text = str(error)
+    return saved, read, same, error_text
 
 
 def resume_large(gangs: dict[int, Ranks], small: str, large: str, folder: str) -> dict[str, tuple[int, int, int]]:
-    """By how ranks resume what four saved: bytes of weights and optimizer that this one then holds; at the peak of its
-    own memory, from before its model is there; and that it read of the checkpoint. A rank that was not one of them has
-    none."""
+    """Return, by the way in which ranks resume from what four saved: bytes of weights and optimizer that this rank then
+    holds; its peak of memory, measured before its model is created; and bytes it read of the checkpoint. A rank that
+    did not take part has no entry.
+    """
     free_at_once()
     ranks, storage = gangs[4], CountingStorage(folder)
     batch = supervised_batch([([1, 2, 3, 4], 2, None)] * 4, [f"t/0/0/{i}/0" for i in range(4)], 1)
@@ -223,7 +227,7 @@ def resume_large(gangs: dict[int, Ranks], small: str, large: str, folder: str) -
         again.load_state_files(loaded[2])
         return again
 
-    # Of the small one for what is imported and made once.
+    # From the small model, for imports and other one-time allocations.
     once = LocalStorage(f"{folder}-once")
     for files, path in ((once, small), (storage, large)):
         first = engine(path, "sft", ranks)
@@ -236,7 +240,7 @@ def resume_large(gangs: dict[int, Ranks], small: str, large: str, folder: str) -
         "two": (gangs[2], strategy_of),
         "two, each all of it": (gangs[2], DDP),
     }
-    found = {}
+    sizes = {}
     for way, (gang, strategy) in ways.items():
         gc.collect()
         ranks.all_gather(None)
@@ -245,14 +249,14 @@ def resume_large(gangs: dict[int, Ranks], small: str, large: str, folder: str) -
         storage.num_bytes = 0
         with watched() as seen:
             again = resumed(storage, large, gang, strategy(gang))
-        found[way] = sum(local(tensor).nbytes for tensor in again._tensors()), max(seen), storage.num_bytes
+        sizes[way] = sum(local(tensor).nbytes for tensor in again._tensors()), max(seen), storage.num_bytes
         del again
     ranks.all_gather(None)
-    return found
+    return sizes
 
 
 class CountingStorage(LocalStorage):
-    """Of which what is read is counted."""
+    """Storage that counts the bytes read."""
 
     num_bytes = 0
 
@@ -268,7 +272,7 @@ class CountingStorage(LocalStorage):
 
 
 def load_cases(gangs: dict[int, Ranks], folder: str) -> dict[str, bool]:
-    """Whether four ranks hold what one rank holds, by case."""
+    """Return, by case, whether four ranks hold what one rank holds."""
     same: dict[str, bool] = {}
     for case, (name, algorithm, options) in CASES.items():
         alone, found = (engine(f"{folder}/{name}", algorithm, gangs[size], **options) for size in (1, 4))
@@ -279,7 +283,7 @@ def load_cases(gangs: dict[int, Ranks], folder: str) -> dict[str, bool]:
 
 
 def _weights_in(files: Mapping[str, Data]) -> dict[str, torch.Tensor]:
-    """By folder and name."""
+    """Return the weights by folder and name."""
     return {
         f"{file.partition('/')[0]} {name}": tensor
         for file, data in files.items()
@@ -308,13 +312,13 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_a_rank_loads_its_part_of_the_weights_alone(small: str, large: str, tmp_path: Path) -> None:
+def test_a_rank_loads_only_its_part_of_the_weights(small: str, large: str, tmp_path: Path) -> None:
     tensor, layer = 4 * HIDDEN * INNER, 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
     for found in run_ranks(4, tmp_path, load_large, small, large):
         for (size, cut), (loaded, peak, read) in found.items():
             part = (layer * LAYERS + 4 * 258 * HIDDEN * (2 if cut else 1)) / size
             assert loaded <= 1.2 * part + tensor, f"{size} ranks, {loaded / MIB:.0f} MiB"
-            # A first pass, by which the model is looked at, brings layers together, as those of training do.
+            # A first pass, which inspects the model, gathers layers as training does.
             assert peak <= 1.2 * part + 4 * layer, f"{size} ranks, {peak / MIB:.0f} MiB"
             # The files are bfloat16, the weights float32.
             assert read <= 1.01 * part / 2, f"{size} ranks, {read / MIB:.0f} MiB"
@@ -325,11 +329,11 @@ def test_ranks_that_resume_read_each_byte_twice_over_all_of_them(tmp_path: Path)
     found = run_ranks(4, tmp_path, resume, str(tmp_path / "run"), str(tmp_path / "model"))
     assert all(same for _, _, same, _ in found)
     saved, read, _, told = found[0]
-    # One rank has read it, and none goes on.
+    # One rank has read it, and none continues.
     assert [each for *_, each in found] == [told] * 4
     assert "actor/optim-2.safetensors" in told and "do not match the manifest" in told
     assert max(saved) <= 1.2 * sum(saved) / 4, saved
-    # More than the files: of a rank the manifest, and files of some bytes that all ranks look into.
+    # In addition to the files: the manifest of a rank, and small files that all ranks read.
     assert {way: sum(each) < 2.1 * sum(saved) for way, each in read.items()} == dict.fromkeys(read, True), (saved, read)
 
 
@@ -361,7 +365,7 @@ def test_a_rank_holds_what_it_would_hold_of_the_whole_model(tmp_path: Path) -> N
         **{
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "num_experts": 6,  # in twos: the last rank has none
+            "num_experts": 6,  # with two-row units, the last rank has none
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 8,
         },

@@ -1,7 +1,7 @@
-"""The vocabulary of a large model fits at any length: 4,096 response tokens by 151,936 words would be 2.5 GB of logits
-in float32, and three times that on the way back; the process stays below 2.2 GB, its libraries included. More tokens
-add nothing by the vocabulary, only time, which is why the test has no more: 16,384 tokens, whose logits would be 10 GB,
-took 1.50 GB in place of 1.48, and 71 CPU seconds in place of 19.
+"""Promise: the vocabulary of a large model fits at any length. 4,096 response tokens by 151,936 words would take 2.5 GB
+of float32 logits, and three times that in the backward pass; the process stays below 2.2 GB, including its
+libraries. More tokens add only time, so the test uses no more: 16,384 tokens, whose logits would take 10 GB, took
+1.50 GB instead of 1.48, and 71 CPU seconds instead of 19.
 """
 
 import subprocess

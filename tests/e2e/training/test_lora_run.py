@@ -1,5 +1,5 @@
-"""A run that trains adapters alone, on two ranks that share the weights: explorers sample with the published adapters,
-and the checkpoint becomes a model.
+"""Promise: in a run that trains only adapters, on two ranks that share the weights, explorers sample with the published
+adapters, and the checkpoint can be converted to a model.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_explorers_sample_with_adapters_that_two_ranks_train(tmp_path: Path) -> 
     published = sorted(path.name for path in (run / "weights" / "3").iterdir())
     assert published == ["MANIFEST.json", "adapter_config.json", "adapter_model.safetensors"]
     for name, tensor in load_file(run / "weights" / "3" / "adapter_model.safetensors").items():
-        assert tensor.abs().max() > 0, name  # what multiplies the input begins at random, what follows it at 0
+        assert tensor.abs().max() > 0, name  # the input matrix starts at random, the output matrix at 0
 
     converted = convert(str(run), tmp_path / "converted")
     assert converted.step == 3
@@ -32,7 +32,7 @@ def test_explorers_sample_with_adapters_that_two_ranks_train(tmp_path: Path) -> 
     for name, tensor in exported.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
 
-    # Ratios to the rollouts' logprobs would not be 1 if engine and trainer had different adapters.
+    # With different adapters in engine and trainer, the ratios to the rollouts' logprobs would not be 1.
     metrics = read_metrics(open_storage(str(run)), "trainer")
     assert list(metrics["step"]) == [1, 2, 3]
     assert metrics["ppo_kl"].abs().max() < 1e-5

@@ -1,8 +1,8 @@
-"""Promises of optimizers under fsdp2, whose state is spread as the weights are: weights are those of one rank up to
-rounding, and what two ranks saved, one rank loads to the bit.
+"""Promises of optimizers under fsdp2, whose state is sharded like the weights: weights equal those of one rank up to
+rounding, and one rank loads what two ranks saved, bit for bit.
 
-So it is of weights in bfloat16 with moments of 8 bits (trainer.master_weights), and two ranks that resume go on to the
-same bits.
+The same holds for bfloat16 weights with 8-bit moments (trainer.master_weights), and two resuming ranks continue with
+the same bits.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from tests.e2e.gloo_ranks import run_ranks
 from tests.e2e.training.test_ranks_agree import batch_for, engine, exchange, strategy_of
 
 NAMES = ("muon", "sgd")
-"""Matrices that are multiplied over ranks, and a state of one tensor; adamw is in test_ranks_agree.py."""
+"""Optimizers whose matrices are multiplied over ranks, and one with a single state tensor; test_ranks_agree.py tests
+adamw.
+"""
 STEPS = 3
 
 
 def train(gangs: dict[int, Ranks] | None, model: str, name: str, folder: str) -> bytes:
-    """Weights and optimizer state after some steps, whole; each rank writes its files to `folder`."""
+    """Return weights and optimizer state after some steps, whole; each rank writes its files to `folder`."""
     strategy = Strategy(Ranks()) if gangs is None else strategy_of("fsdp2", gangs[2])
     made = engine(model, "grpo", strategy, algorithm__optimizer__optimizer_type=name)
     for step in range(1, STEPS + 1):
@@ -48,8 +50,9 @@ NARROW = {
 
 
 def resume_narrow(gangs: dict[int, Ranks], model: str) -> tuple[bool, bool, list[float]]:
-    """Whether two ranks that resume end as those that went on; whether what they saved is the same after one rank had
-    read and saved it; their losses."""
+    """Return whether two resuming ranks end like those that continued; whether their saved state is unchanged after one
+    rank read and saved it; and their losses.
+    """
     strategies = {size: strategy_of("fsdp2", gangs[size]) for size in (1, 2)}
     first = engine(model, "sft", strategies[2], **NARROW)
     assert {parameter.dtype for parameter in first._model.parameters()} == {torch.bfloat16}
@@ -62,7 +65,7 @@ def resume_narrow(gangs: dict[int, Ranks], model: str) -> tuple[bool, bool, list
     back = engine(model, "sft", strategies[2], seed=6, **NARROW)
     back.load_state_files(alone.state_files())
     passed_on = back.state_files() == first.state_files()
-    second._config = first._config  # of the same seed, by which they round
+    second._config = first._config  # same seed, which determines the rounding
     for each in (first, second):
         each.train_step(batch_for("sft", 1), STEPS + 1)
     return first.state_files() == second.state_files(), passed_on, losses
@@ -80,18 +83,18 @@ def test_narrow_weights_and_moments_go_on_as_they_were_saved(tmp_path: Path) -> 
 def test_two_ranks_step_as_one_and_save_what_one_loads(tmp_path: Path, name: str) -> None:
     model, saved = tmp_path / "model", tmp_path / "saved"
     build_toy_model(model, hidden_size=18, intermediate_size=33, num_layers=1, num_heads=3)
-    found = load(run_ranks(2, tmp_path, train, str(model), name, str(saved))[0])
+    loaded = load(run_ranks(2, tmp_path, train, str(model), name, str(saved))[0])
     alone = load(train(None, str(model), name, str(tmp_path / "alone")))
-    assert found.keys() == alone.keys()
-    # Of muon every step multiplies in bfloat16, which rounds at 2^-8.
+    assert loaded.keys() == alone.keys()
+    # muon multiplies in bfloat16 at every step, which rounds at 2^-8.
     tolerance = 2e-3 if name == "muon" else 1e-4
     for key in (key for key in alone if "/" not in key):
-        torch.testing.assert_close(found[key], alone[key], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(loaded[key], alone[key], rtol=tolerance, atol=tolerance)
     files = {str(path.relative_to(saved)): path.read_bytes() for path in saved.rglob("*") if path.is_file()}
     one = engine(str(model), "grpo", Strategy(Ranks()), algorithm__optimizer__optimizer_type=name)
     one.load_state_files(files)
     for parameter, state in one._optimizer._states():
         for key, value in state.items():
-            assert torch.equal(value, found[f"{parameter}/{key}"]), (parameter, key)
+            assert torch.equal(value, loaded[f"{parameter}/{key}"]), (parameter, key)
     for key, weight in one._model.named_parameters():
-        assert torch.equal(weight, found[key]), key
+        assert torch.equal(weight, loaded[key]), key

@@ -1,14 +1,14 @@
-"""Ranks that share a model compute what one rank computes alone. Promises, in float32 on a CPU:
+"""Ranks that share a model compute what one rank computes. Promises, in float32 on a CPU:
 
 - loss, gradient norm and weights are those of one rank with the full batch, up to a relative difference of 1e-5, for
-  ddp and fsdp2, 2 and 4 ranks, and cuts into micro-batches by turns; and so is each element of the gradient, by a step
-  of plain descent, and what logits say of fixed sequences;
-- that is so where groups of ranks split each sequence, also for losses of whole rows and of pairs;
-- and where groups of ranks cut each layer by the model's own plan, tied weights, norms of heads, experts and a critic
-  included, and where what they have of a layer is spread over the groups (a mesh of two dimensions);
-- and where two teachers have rows of their own, with the logits of all of it in chunks;
-- weights that all ranks hold are the same, to the bit, on all of them;
-- what any number of ranks saved, any other number loads, to the bit.
+  ddp and fsdp2, 2 and 4 ranks, and alternating divisions into micro-batches; the same holds for each element of the
+  gradient, seen through a step of plain descent, and for the logits of fixed sequences;
+- the same holds if groups of ranks split each sequence, also for losses of whole rows and of pairs;
+- the same holds if groups of ranks split each layer by the model's own plan, including tied weights, norms of heads,
+  experts and a critic, and if their parts are sharded over the groups (a two-dimensional mesh);
+- the same holds if two teachers have rows of their own and all logits are computed in chunks;
+- weights that all ranks hold have the same bits on all of them;
+- any number of ranks loads what any other number saved, bit for bit.
 """
 
 from __future__ import annotations
@@ -50,12 +50,14 @@ STRATEGIES = ("ddp", "fsdp2")
 SPLITS = (None, 1, 3)
 TOLERANCE = 1e-5
 RATE = 100.0
-"""Of plain descent: so large that the weights after a step are the gradient, and not what they were rounded to."""
+"""Learning rate of plain descent: so large that the weights after a step show the gradient rather than their own
+rounding.
+"""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "activations again": ("grpo", {"trainer__gradient_checkpointing": True}),
     "adapters": ("grpo", {"model__lora_configs": [{"lora_rank": 4}]}),
     "a KL baseline": ("kto", {"algorithm__optimizer__lr": 1e-2}),
-    # At 1e-2 its gradients agree to 2e-7, and its weights to 1e-5: Adam divides elements near 0 by themselves.
+    # At 1e-2 its gradients agree to 2e-7 and its weights to 1e-5: Adam divides elements near 0 by tiny numbers.
     "a head of one number": ("reward_model", {"algorithm__optimizer__lr": 3e-3}),
     "several updates": (
         "grpo",
@@ -123,7 +125,7 @@ def engine(
 
 
 def batch_for(algorithm: str, seed: int, num_groups: int = 3) -> TrainingBatch:
-    """Rows of very different lengths, 12 of them, and of mix two more."""
+    """Return 12 rows of very different lengths, and two more for mix."""
     random = np.random.default_rng(shifted_seed(seed))
     size = {"dpo": 2, "reward_model": 2, "kto": 1}.get(algorithm, 4)
     count = num_groups * size
@@ -140,7 +142,7 @@ def batch_for(algorithm: str, seed: int, num_groups: int = 3) -> TrainingBatch:
         rewards=random.random(count).astype(np.float32),
         rollout_logprobs=-5.0 - random.random(len(batch.rollout_logprobs)).astype(np.float32),
         experts=np.zeros(count, bool),
-        # What a tiny mixture replays: of both layers two of eight experts.
+        # The replayed experts of a tiny mixture: two of eight in both layers.
         routed_experts=random.permuted(np.tile(np.arange(8), (len(batch.tokens), 2, 1)), axis=2)[:, :, :2]
         .reshape(-1, 4)
         .astype(np.int16),
@@ -150,7 +152,7 @@ def batch_for(algorithm: str, seed: int, num_groups: int = 3) -> TrainingBatch:
 
 
 def given(engine: TorchEngine, batch: TrainingBatch, ranks: Ranks, step: int) -> TrainingBatch:
-    """What a rank is given of a batch: one of several has the tokens of its own rows alone."""
+    """Return the part of a batch that a rank receives: one of several has only the tokens of its own rows."""
     rows = engine.rows_to_compute(batch.holding([]), step) if ranks.size > 1 else None
     return batch if rows is None else batch.holding(rows)
 
@@ -158,8 +160,9 @@ def given(engine: TorchEngine, batch: TrainingBatch, ranks: Ranks, step: int) ->
 def trained(
     model: str, algorithm: str, strategy: Strategy, **options: Any
 ) -> tuple[list[dict[str, float]], Any, dict[str, torch.Tensor]]:
-    """The metrics of two steps, of sft and dpo those of held-out rows after them, what logits say then;
-    the files of this rank, and the weights of all."""
+    """Return the metrics of two steps (for sft and dpo those of held-out rows), the logits afterwards, the files of
+    this rank, and all weights.
+    """
     made = engine(model, algorithm, strategy, **options)
     metrics = [made.train_step(given(made, batch_for(algorithm, seed), strategy.ranks, seed), seed) for seed in (1, 2)]
     if algorithm in ("sft", "dpo"):
@@ -173,12 +176,12 @@ def trained(
         hashes = strategy.ranks.all_gather(hashlib.sha256(held).hexdigest())
         assert len(set(hashes)) == 1, "ranks hold different weights"
     files = made.state_files()
-    own = {name: data for name, data in files.items() if "model" in Path(name).name}  # also of adapters, and a critic
+    own = {name: data for name, data in files.items() if "model" in Path(name).name}  # also of adapters and a critic
     return metrics, files, weights_of({name: d for part in exchange(strategy.ranks, own) for name, d in part.items()})
 
 
 def gradient(model: str, algorithm: str, strategy: Strategy, **options: Any) -> dict[str, torch.Tensor]:
-    """Of the policy, as a step of plain descent shows it."""
+    """Return the gradient of the policy, from a step of plain descent."""
     plain = {f"algorithm__optimizer__{key}": value for key, value in (("lr", RATE), ("weight_decay", 0.0))}
     plain |= {"algorithm__optimizer__optimizer_type": "sgd", "trainer__grad_clip": 1e9, **options}
     made, states = engine(model, algorithm, strategy, **plain), []
@@ -198,7 +201,7 @@ def is_policy(file: str) -> bool:
 
 
 def compare(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
-    """Largest relative difference to one rank, by case and what differs; on rank 0 of each gang."""
+    """Return the largest relative difference from one rank, by case and quantity; on rank 0 of each gang."""
     differences: dict[str, float] = {}
     turns = itertools.cycle(SPLITS)
     for algorithm in ALGORITHMS:
@@ -206,9 +209,9 @@ def compare(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
         descent = gradient(model, algorithm, Strategy(gangs[1]))
         for number, name in enumerate(STRATEGIES):
             for size in (2, 4):
-                split = next(turns)  # by turns: each strategy and each size has each
+                split = next(turns)  # alternating, so that each strategy and each size occurs
                 if size == 2 and dist.get_rank() // 2 != number:
-                    continue  # the other two take it
+                    continue  # the other two ranks run it
                 down = gradient(model, algorithm, strategy_of(name, gangs[size]))
                 if gangs[size].is_rank0:
                     differences[f"gradient: {algorithm}, {name}, {size} ranks"] = weight_difference(down, descent)
@@ -224,9 +227,9 @@ def compare(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
 
 
 def compare_variants(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
-    """As `compare`, of what else may be chosen."""
+    """Like `compare`, for further options."""
     differences: dict[str, float] = {}
-    # One step, whatever the variant says of several or of how large they are.
+    # One step, also for options about several updates or their size.
     plain = {"algorithm__optimizer__lr": RATE, "trainer__ppo_epochs": 1, "trainer__ppo_mini_batch_size": None}
     for variant, (algorithm, options) in VARIANTS.items():
         alone, _, expected = trained(model, algorithm, Strategy(gangs[1]), **options)
@@ -243,14 +246,14 @@ def compare_variants(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
 
 
 def compare_splits(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
-    """As `compare`, of groups of ranks that split sequences; with one row a pass, 4 ranks split 3 tokens too."""
+    """Like `compare`, for groups of ranks that split sequences; with one row per pass, 4 ranks also split 3 tokens."""
     differences: dict[str, float] = {}
     for algorithm, cases in SPLIT_GANGS.items():
         alone, _, expected = trained(model, algorithm, Strategy(gangs[1]))
         descent = gradient(model, algorithm, Strategy(gangs[1]))
         for name, size, parts in cases:
             if size == 2 and dist.get_rank() // 2 != STRATEGIES.index(name):
-                continue  # the other two take it
+                continue  # the other two ranks run it
             options = (
                 {"trainer__micro_batch_size": 1, "trainer__gradient_checkpointing": True}
                 if parts == 4
@@ -269,8 +272,8 @@ def compare_splits(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
 
 
 def compare_cuts(gangs: dict[int, Ranks], models: list[str]) -> dict[str, float]:
-    """As `compare`, of two ranks that cut layers, of two groups of two that do, and of two whose parts are spread over
-    the groups; and what is read of what they saved.
+    """Like `compare`, for two ranks that split layers, for two groups of two, and for two whose parts are sharded over
+    the groups; and the state loaded from what they saved.
     """
     differences: dict[str, float] = {}
     across = gangs[4].across(2)
@@ -299,12 +302,12 @@ def compare_cuts(gangs: dict[int, Ranks], models: list[str]) -> dict[str, float]
 
 
 def compare_students(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
-    """As `compare`, of two teachers, one of which has a third of the rows, and of every way to share a model."""
+    """Like `compare`, for two teachers, one with a third of the rows, and for every way to share a model."""
     teachers = [{"model_path": f"{model}-1", "teaches": ["u"]}, {"model_path": f"{model}-2"}]
     students: dict[str, Any] = {"algorithm__algorithm_type": "jsd", "explorer__auxiliary_models": teachers}
     alone, _, expected = trained(model, "jsd", Strategy(gangs[1]), **students)
     differences: dict[str, float] = {}
-    # Four positions at a time, so that both heads are used in the backward pass, too.
+    # Four positions at a time, so that the backward pass also uses both heads.
     torch_engine.token_logprobs = partial(token_logprobs, max_logits=4 * 4 * 258)
     ways = {name: {"strategy": strategy_of(name, gangs[2])} for name in STRATEGIES}
     ways["cut layers"] = {"strategy": cut_in_two(gangs, 2, gangs[1])}
@@ -342,15 +345,16 @@ def metric_difference(found: list[dict[str, float]], expected: list[dict[str, fl
 
 
 def weight_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """In the largest element, of weights or of a gradient. A step of Adam is about 1e-3 in every element, and the
-    largest weight 1."""
+    """Return the largest difference of weights or of a gradient. A step of Adam is about 1e-3 per element, and the
+    largest weight is 1.
+    """
     assert found.keys() == expected.keys()
     largest = max(float(tensor.abs().max()) for tensor in expected.values())
     return max(float((found[n] - expected[n]).abs().max()) for n in expected) / largest
 
 
 def save_and_load(gangs: dict[int, Ranks], model: str) -> dict[str, bool]:
-    """What is saved by fsdp2 on 4 ranks, read by every kind of gang, and saved again."""
+    """Return what fsdp2 on 4 ranks saved, loaded by every kind of gang and saved again."""
     four = strategy_of("fsdp2", gangs[4])
     _, own, _ = trained(model, "ppo", four)
     files = {name: data for part in exchange(gangs[4], own) for name, data in part.items()}
@@ -373,22 +377,20 @@ def exchange(ranks: Ranks, files: dict[str, bytes]) -> list[dict[str, bytes]]:
 # ---- the promises
 
 
-def test_ranks_compute_what_one_rank_computes_alone(model: str, tmp_path: Path) -> None:
+def test_ranks_compute_what_one_rank_computes(model: str, tmp_path: Path) -> None:
     merged = {case: value for part in run_ranks(4, tmp_path, compare, model) for case, value in part.items()}
     assert len(merged) == len(ALGORITHMS) * len(STRATEGIES) * 2 * 3
     worst = dict(sorted(merged.items(), key=lambda item: -item[1])[:5])
     assert max(worst.values()) <= TOLERANCE, worst
 
 
-def test_adapters_and_activations_computed_again_change_nothing_of_that(model: str, tmp_path: Path) -> None:
+def test_adapters_and_recomputed_activations_agree_as_well(model: str, tmp_path: Path) -> None:
     differences = [part for part in run_ranks(2, tmp_path, compare_variants, model) if part]
     assert len(differences[0]) == 3 * len(VARIANTS) * len(STRATEGIES)
     assert max(differences[0].values()) <= TOLERANCE, "\n".join(f"{k} {v:.2e}" for k, v in differences[0].items())
 
 
-def test_ranks_that_split_sequences_compute_what_one_rank_computes_alone(
-    model_of_four_heads: str, tmp_path: Path
-) -> None:
+def test_ranks_that_split_sequences_agree_with_one_rank(model_of_four_heads: str, tmp_path: Path) -> None:
     found = run_ranks(4, tmp_path, compare_splits, model_of_four_heads)
     merged = {case: value for part in found for case, value in part.items()}
     assert len(merged) == 3 * sum(len(cases) for cases in SPLIT_GANGS.values())
@@ -396,7 +398,7 @@ def test_ranks_that_split_sequences_compute_what_one_rank_computes_alone(
     assert max(worst.values()) <= TOLERANCE, worst
 
 
-def test_ranks_that_cut_layers_compute_what_one_rank_computes_alone(
+def test_ranks_that_split_layers_agree_with_one_rank(
     model_of_four_heads: str, model_of_normed_heads: str, tmp_path: Path
 ) -> None:
     mixture = str(save_tiny_mixture(tmp_path / "mixture"))
@@ -405,9 +407,7 @@ def test_ranks_that_cut_layers_compute_what_one_rank_computes_alone(
     assert max(found[0].values()) <= TOLERANCE, found[0]
 
 
-def test_students_of_two_teachers_learn_on_ranks_what_one_rank_alone_does(
-    model_of_four_heads: str, tmp_path: Path
-) -> None:
+def test_students_of_two_teachers_learn_the_same_on_ranks(model_of_four_heads: str, tmp_path: Path) -> None:
     for seed in (1, 2):
         sizes = {"hidden_size": 16, "intermediate_size": 34, "num_layers": 2, "num_heads": 4}
         build_toy_model(f"{model_of_four_heads}-{seed}", seed=seed, **sizes)

@@ -1,6 +1,5 @@
-"""Online equals offline: an asynchronous run of conversations on the CPU, trained again from its ledger after it has
-ended, gives the very bits that it gave; from the initial model and from a checkpoint. With another learning rate it
-gives others.
+"""Promise: online equals offline. An asynchronous run of conversations on the CPU, trained again from its ledger after
+its end, gives the same bits, from the initial model and from a checkpoint. Another learning rate gives other bits.
 """
 
 from pathlib import Path
@@ -38,25 +37,25 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("step", [0, 4])
 def test_the_finished_log_gives_the_weights_that_the_run_gave(run: Path, step: int) -> None:
-    folder, found = replay(str(run), step, progress="none")
-    assert found.render() == f"bit-equal with lineage main at step {STEPS}"
+    folder, comparison = replay(str(run), step, progress="none")
+    assert comparison.render() == f"bit-equal with lineage main at step {STEPS}"
     assert final_weights(Path(folder)) == final_weights(run)
 
 
-def test_two_turns_are_one_row_unless_the_template_does_not_go_on_from_the_first(run: Path) -> None:
+def test_two_turns_are_one_row_if_the_template_continues(run: Path) -> None:
     table = RunTables(run).table("experiences")
     num_turns = [1 if turns is None else len(turns) for turns in table.column("turns").to_pylist()]
     rollouts = len(
         set(zip(*(table.column(name).to_pylist() for name in ("epoch", "task_index", "rollout")), strict=True))
     )
     assert sum(num_turns) >= 2 * rollouts and num_turns.count(2) > rollouts / 2
-    # The toy's template does not write the token that ends an answer: where it was sampled a row begins, and says so.
+    # The toy's template omits the token that ends an answer; if it was sampled, a new row begins and records it.
     reasons = [dict(metrics) for metrics in table.column("metrics").to_pylist()]
     assert num_turns.count(1) == 2 * sum("branches/answer" in metrics for metrics in reasons)
 
 
-def test_another_learning_rate_gives_other_weights_in_a_lineage_of_its_own(run: Path) -> None:
+def test_another_learning_rate_creates_another_lineage(run: Path) -> None:
     before = final_weights(run)
-    folder, found = replay(str(run), 4, "slower", ["algorithm.optimizer.lr=5e-4"], progress="none")
-    assert found.step == STEPS and "actor/model.safetensors" in found.differing
+    folder, comparison = replay(str(run), 4, "slower", ["algorithm.optimizer.lr=5e-4"], progress="none")
+    assert comparison.step == STEPS and "actor/model.safetensors" in comparison.differing
     assert final_weights(Path(folder)) != final_weights(run) == before

@@ -1,6 +1,6 @@
-"""A reward model orders pairs that it has not seen, and scores the rollouts of a run through the processes of a run.
+"""Promises: a reward model ranks unseen pairs, and it scores the rollouts of a run through the processes of the run.
 
-Of two words of a and b the one with more a is preferred; words of the held-out pairs are in no other.
+The word with more a is preferred; the words of the held-out pairs are in no other pair.
 """
 
 from __future__ import annotations
@@ -49,14 +49,16 @@ def words_in_order(dice: random.Random, words: list[str], count: int) -> list[tu
 
 
 def score(model: Path, response: str) -> float:
-    """By the reward function."""
+    """Return the score of the reward function."""
     task = Task("t", 0, 0, prompt="say:")
     return compute_reward(task, response, "reward_model", {"model_path": str(model)}).value
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pd.DataFrame, Path, list[tuple[str, str]]]:
-    """The folder, the metrics of training, the reward model and the held-out pairs; the trainer's rank is in here."""
+    """The folder, the metrics of training, the reward model and the held-out pairs; the trainer's rank runs in this
+    process.
+    """
     folder = tmp_path_factory.mktemp("reward-model")
     words = ["".join(letters) for letters in itertools.product("ab", repeat=7)]
     random.Random(0).shuffle(words)

@@ -1,4 +1,6 @@
-"""`Experiment` in a program: from keywords, in a thread, stopped and continued, looked at afterwards; `validate`."""
+"""`Experiment` in a program: created from keywords, run in a thread, stopped and continued, inspected afterwards;
+`validate`.
+"""
 
 import re
 import subprocess
@@ -22,7 +24,7 @@ HEAVY = {"torch", "transformers", "vllm", "dask", "distributed", "pandas"}
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
-    """One that was started from keywords in a thread, and has ended."""
+    """An experiment started from keywords in a thread, which has ended."""
     sections = yaml.safe_load(write_config(tmp_path_factory.mktemp("api")).read_text())
     sections["trainer"]["total_steps"] = STEPS
     sections |= {"project": "p", "group": "g", "log": {"level": "WARNING"}}
@@ -40,7 +42,7 @@ def test_metrics_are_a_frame_with_a_row_for_each_role_and_step(experiment: Exper
     assert set(experiment.metrics("explorer").role) == {"explorer"}
 
 
-def test_it_is_where_the_config_says_and_its_log_says_as_little_as_asked(
+def test_folder_and_log_level_follow_the_configuration(
     experiment: Experiment, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     root = tmp_path_factory.getbasetemp() / "api0" / "runs"
@@ -76,7 +78,7 @@ def test_plot_and_report_show_the_run(experiment: Experiment) -> None:
     plt.close(figure)
     report = Path(experiment.report()).read_text()
     assert "<html" in report and experiment.config.name in report
-    without = re.sub(r"<script>.*?</script>", "", report, flags=re.DOTALL)  # a comment there says where one is from
+    without = re.sub(r"<script>.*?</script>", "", report, flags=re.DOTALL)  # a comment there names its origin
     assert "http://" not in without and "https://" not in without, "self-contained"
 
 
@@ -86,7 +88,7 @@ def test_an_opened_run_tells_the_same(experiment: Experiment) -> None:
     assert opened.metrics().equals(experiment.metrics())
 
 
-def test_a_path_where_a_config_belongs_is_told_with_what_reads_it() -> None:
+def test_a_path_instead_of_a_config_is_an_error_with_advice() -> None:
     with pytest.raises(UserError, match=r"Experiment\('run.yaml'\): .*; Experiment.from_yaml reads a file"):
         Experiment("run.yaml")  # type: ignore[arg-type]
 
@@ -105,7 +107,8 @@ def test_a_stopped_experiment_continues_to_its_end(tmp_path: Path) -> None:
     summary = experiment.run("none")
     assert summary.status == "finished"
     assert assert_sound(run_folder(config))["checkpoint"] == 30
-    # Not at 0 (eval_on_startup: false), at each eval_interval, and, if there was time, where the trainer stopped.
+    # Not at 0 (eval_on_startup: false); at each eval_interval, and, if there was time, at the step where the trainer
+    # stopped.
     assert {*experiment.metrics("eval").step} | {stopped_at} == {*range(5, 31, 5), stopped_at}
     beside = Experiment.from_yaml(config, "continue_from_checkpoint=false")
     assert re.fullmatch(re.escape(experiment.url) + r"_\d{14}", beside.url)

@@ -1,10 +1,10 @@
-"""Explorers of different names on one run, each a command with a cluster of its own. Promises:
+"""Explorers with different names on one run, each a command with its own cluster. Promises:
 
-- they share the work units: each makes some, and none is made twice while nobody dies;
-- one that is killed with signal 9 costs time: the other takes up what it left and ends, and a trainer, beside them or
-  afterward, trains everything once;
-- of one name there is one: a second one is refused before anything starts. Whom else is refused beside them:
-  tests/unit/run/test_run_folder.py.
+- they share the work units: each completes some, and without a death none is completed twice;
+- killing one with signal 9 costs only time: the other takes over its units and finishes, and a trainer, during the run
+  or afterwards, trains everything once;
+- a second explorer of the same name is refused before anything starts. tests/unit/run/test_run_folder.py tests other
+  conflicts.
 """
 
 import json
@@ -33,8 +33,7 @@ SETTINGS = (
     "synchronizer.sync_style=fully_async",
     "synchronizer.max_staleness=100",
     "explorer.flush_age_s=null",
-    f"explorer.plugin_dirs=[{Path(__file__).parents[1] / 'roles'}]",
-    "buffer.explorer_input.default_workflow_type=slow_workflow.slow",
+    "buffer.explorer_input.default_workflow_type=tests.integration.roles.slow_workflow.slow",
 )
 
 
@@ -72,15 +71,15 @@ def test_two_explorers_share_a_run_and_one_is_killed(tmp_path: Path) -> None:
         RunProcess(*command(config, "train")) as trainer,
     ):
         first.wait_until(lambda: len(num_rows_by_explorer(folder)) == 2)
-        for each in (first, second):
-            each.pause()  # so that they are at work for as long as the next command takes
+        for explorer in (first, second):
+            explorer.pause()  # so that they work for as long as the next command takes
         again = call_cli(*command(config, "explore", "explorer.name=b"))
-        for each in (first, second):
-            each.resume()
+        for explorer in (first, second):
+            explorer.resume()
         assert again.code == 2
         assert "explorer.b is process" in again.err
         assert "explorer.name of its own" in again.err
-        assert num_shards(folder) < 2 * STEPS, "they were not met at work"
+        assert num_shards(folder) < 2 * STEPS, "the explorers had already finished"
         first.kill()
         ended = second.end()
         assert ended.code == 0, ended
@@ -91,12 +90,12 @@ def test_two_explorers_share_a_run_and_one_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_explorers_make_each_unit_once_and_a_trainer_afterward_has_all_of_it(tmp_path: Path) -> None:
+def test_two_explorers_share_units_and_a_trainer_gets_all(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)
     with explore(config, "a") as first, explore(config, "b") as second:
-        for each in (first, second):
-            ended = each.end()
+        for explorer in (first, second):
+            ended = explorer.end()
             assert ended.code == 0, ended
     made = shards(folder)
     assert num_rows_by_explorer(folder).keys() == {"a", "b"}

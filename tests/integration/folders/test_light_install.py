@@ -1,7 +1,8 @@
-"""Promises of an installation without extras, as on a login node: it checks, estimates, submits and reads runs, and a
-command that needs more says what to install.
+"""Promises of an installation without extras, as on a login node: it validates, estimates, submits and inspects runs,
+and a command that needs more names the extra to install.
 
-In the environment of $RFTDASK_LIGHT, which CI makes; without it, in this one with what the extra train brings hidden.
+Runs in the environment $RFTDASK_LIGHT, which CI creates; otherwise in this one, with the packages of the extra train
+hidden.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _REMEDY = "pip install 'rftdask[train]'"
 
 
 def rftdask(cwd: Path, *arguments: str) -> tuple[int, str]:
-    """(exit code, what it says)"""
+    """Return (exit code, output)."""
     python, env = os.environ.get("RFTDASK_LIGHT"), dict(os.environ)
     env.pop("PYTHONPATH", None)
-    # A SLURM that tells of its nodes and takes no jobs; one that is here is not asked.
+    # A SLURM that lists nodes and accepts no jobs, so that a SLURM of this machine is not used.
     (cwd / "bin").mkdir(exist_ok=True)
     (cwd / "bin" / "sinfo").write_text("#!/bin/sh\necho 'main*|8|16|gpu:1|64000|1-00:00:00'\n")
     (cwd / "bin" / "sinfo").chmod(0o755)
@@ -48,35 +49,37 @@ def rftdask(cwd: Path, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_it_checks_estimates_submits_and_reads_and_says_what_more_needs(tmp_path: Path) -> None:
+def test_a_light_install_checks_submits_and_names_extras(tmp_path: Path) -> None:
     config = str(write_config(tmp_path))
-    assert call_cli("run", config, "--progress", "none").code == 0  # where all is installed
+    assert call_cli("run", config, "--progress", "none").code == 0  # with all packages installed
 
-    code, said = rftdask(tmp_path, "validate", str(ROOT / "config" / "quickstart.yaml"))
-    assert (code, "train steps" in said) == (0, True), said
-    code, said = rftdask(tmp_path, "estimate", str(ROOT / "config" / "gsm8k-grpo.yaml"), "--gpus", "8", "--gpu", "H200")
-    assert (code, "trainer: fits" in said) == (0, True), said
+    code, output = rftdask(tmp_path, "validate", str(ROOT / "config" / "quickstart.yaml"))
+    assert (code, "train steps" in output) == (0, True), output
+    code, output = rftdask(
+        tmp_path, "estimate", str(ROOT / "config" / "gsm8k-grpo.yaml"), "--gpus", "8", "--gpu", "H200"
+    )
+    assert (code, "trainer: fits" in output) == (0, True), output
 
     slurm = ("cluster.type=slurm", "cluster.python=/nodes/bin/python")
-    code, said = rftdask(tmp_path, "submit", str(ROOT / "config" / "gsm8k-grpo.yaml"), "--dry-run", *slurm)
-    assert (code, "/nodes/bin/python -m rftdask run" in said) == (0, True), said
+    code, output = rftdask(tmp_path, "submit", str(ROOT / "config" / "gsm8k-grpo.yaml"), "--dry-run", *slurm)
+    assert (code, "/nodes/bin/python -m rftdask run" in output) == (0, True), output
 
     folder = str(run_folder(Path(config)))
-    code, said = rftdask(tmp_path, "status", folder)
-    assert (code, "complete" in said) == (0, True), said
-    code, said = rftdask(tmp_path, "report", folder)
-    assert (code, said.strip()) == (0, f"{folder}/report.html"), said
+    code, output = rftdask(tmp_path, "status", folder)
+    assert (code, "complete" in output) == (0, True), output
+    code, output = rftdask(tmp_path, "report", folder)
+    assert (code, output.strip()) == (0, f"{folder}/report.html"), output
 
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     debug = ("debug", config, "explorer.rollout_model.engine_type=transformers", "model.model_path=model", "--once")
     for command in (("run", config, "name=other"), ("convert", folder, str(tmp_path / "out")), debug):
-        code, said = rftdask(tmp_path, *command)
-        assert (code, _REMEDY in said, "Traceback" in said) == (2, True, False), said
+        code, output = rftdask(tmp_path, *command)
+        assert (code, _REMEDY in output, "Traceback" in output) == (2, True, False), output
 
 
-def test_what_cannot_be_checked_on_a_login_node_is_checked_where_the_run_starts(tmp_path: Path) -> None:
-    """A submission gets as far as SLURM, which takes none here."""
+def test_checks_impossible_on_a_login_node_run_at_the_start(tmp_path: Path) -> None:
+    """The submission reaches a SLURM that accepts no job."""
     config, model = str(write_config(tmp_path)), tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"vocab_size": 4, "hidden_size": 2, "num_hidden_layers": 1}')
@@ -84,7 +87,7 @@ def test_what_cannot_be_checked_on_a_login_node_is_checked_where_the_run_starts(
     head = b'{"model.embed_tokens.weight": {"dtype": "F32", "shape": [4, 2], "data_offsets": [0, 32]}}'
     (model / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(32))
     changes = ("cluster.type=slurm", "trainer.trainer_type=torch", f"model.model_path={model}")
-    code, said = rftdask(tmp_path, "submit", config, *changes)
+    code, output = rftdask(tmp_path, "submit", config, *changes)
     assert code == 2
-    assert "not checked here, and checked where the run starts: this needs torch" in said, said
-    assert "sbatch" in said.splitlines()[-1], said
+    assert "not checked here, and checked where the run starts: this needs torch" in output, output
+    assert "sbatch" in output.splitlines()[-1], output

@@ -1,8 +1,8 @@
 """A whole run with each form of the experience log. Promises, with style fixed:
 
 - storage_type queue, file and sql end with the same weights, bit for bit, and a sound audit;
-- whoever looks at the run afterwards finds its log by its config: status, SQL, trace, report;
-- a run killed with signal 9 goes on and ends the same, whatever its log is.
+- readers find the log of a run through its config: status, SQL, trace, report;
+- a run killed with signal 9 resumes and ends the same with any log.
 """
 
 import json
@@ -64,7 +64,7 @@ def test_the_form_of_the_log_changes_nothing_that_is_trained(runs: dict[str, Pat
 
 
 @pytest.mark.parametrize("kind", ["file", "sql"])
-def test_who_looks_at_a_run_finds_its_log(runs: dict[str, Path], kind: str) -> None:
+def test_readers_of_a_run_find_its_log(runs: dict[str, Path], kind: str) -> None:
     folder = str(runs[kind])
     query = "select count(*) as n from experiences join ledger using (stage, shard, row) where step = 3"
     ended = call_cli("experiences", folder, "--sql", query, "--json")

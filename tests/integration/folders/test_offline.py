@@ -1,7 +1,8 @@
 """Exploring and training as two commands over one run folder. Promises:
 
-- `mode=train` trains all that `mode=explore` left, and gives the same weights whether it starts after it or beside it;
-- both kinds of start end by themselves, with every experience accounted for;
+- `mode=train` trains everything from `mode=explore`, with the same weights whether it starts afterwards or at the same
+  time;
+- both end without help, with every experience accounted for;
 - `mode=bench` then evaluates the initial weights and every checkpoint.
 """
 
@@ -52,14 +53,16 @@ def test_training_after_exploring_uses_everything(batch_run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_beside_a_growing_log_ends_with_it(tmp_path: Path, batch_run: Path) -> None:
+def test_training_during_exploration_ends_with_the_log(tmp_path: Path, batch_run: Path) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)
     with RunProcess("run", str(config), *SETTINGS, "mode=train") as trainer:
-        trainer.wait_until(lambda: (folder / "log" / "trainer-rank-0.log").exists())  # it waits for experiences
+        trainer.wait_until(
+            lambda: (folder / "log" / "trainer-rank-0.log").exists()
+        )  # the trainer waits for experiences
         with RunProcess("run", str(config), *SETTINGS, "mode=explore") as explorer:
             explored = explorer.end()
-            assert explored.code == 0, explored  # or the trainer would wait for another explorer
+            assert explored.code == 0, explored  # otherwise the trainer would wait for another explorer
             trained = trainer.end()
     assert trained.code == 0, trained
     status = assert_sound(folder)
@@ -69,7 +72,7 @@ def test_training_beside_a_growing_log_ends_with_it(tmp_path: Path, batch_run: P
 
 
 @pytest.mark.slow
-def test_stopping_the_explorer_leaves_the_trainer_of_another_process_alone(tmp_path: Path) -> None:
+def test_stopping_the_explorer_does_not_stop_another_trainer(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)
     settings = (*SETTINGS[1:], "buffer.total_steps=2000")
@@ -87,7 +90,7 @@ def test_stopping_the_explorer_leaves_the_trainer_of_another_process_alone(tmp_p
 
 
 @pytest.mark.slow
-def test_bench_evaluates_the_initial_weights_and_every_checkpoint(batch_run: Path) -> None:
+def test_bench_evaluates_initial_weights_and_all_checkpoints(batch_run: Path) -> None:
     held_out = run_folder(batch_run).parents[2] / "held_out.jsonl"
     columns = "format: {prompt_type: raw, prompt_key: question, response_key: answer}"
     held_out_taskset = f"{{name: held_out, path: {held_out}, repeat_times: 2, {columns}}}"
@@ -98,5 +101,5 @@ def test_bench_evaluates_the_initial_weights_and_every_checkpoint(batch_run: Pat
     evals = told_of[told_of["taskset"] == "held_out"]
     assert evals["step"].tolist() == told_of[told_of["taskset"] == "again"]["step"].tolist() == [0, 5, 10, STEPS]
     assert set(evals["num_rollouts"]) == {2 * NUM_EVAL_TASKS}
-    told = {f"bench/{name}@2" for name in ("reward/mean", "reward/std", "accuracy/best", "accuracy/worst")}
-    assert {"bench/accuracy", *told} <= set(evals)
+    metrics = {f"bench/{name}@2" for name in ("reward/mean", "reward/std", "accuracy/best", "accuracy/worst")}
+    assert {"bench/accuracy", *metrics} <= set(evals)

@@ -1,7 +1,7 @@
-"""Promises of a whole run, its workers, logs, report and resumption included:
+"""Promises of a whole run, including its workers, logs, report and resumption:
 
-- with `private`, nothing that it leaves is for anybody else, whatever the umask;
-- what the environment completes reaches a workflow in its sandbox and an engine's environment, and is in no file.
+- with `private`, no other user can read its files, whatever the umask;
+- values from the environment reach a workflow in its sandbox and an engine's environment, but no file.
 """
 
 import hashlib
@@ -49,8 +49,8 @@ def test_a_private_run_leaves_nothing_to_others_and_no_secret(tmp_path: Path) ->
             ended = run.end()
         assert ended.code == 0, ended
         assert not any(secret in ended.out + ended.err for secret in ("hunter2", KEY))
-    found = call_cli("experiences", str(folder), "--csv", "--sql", "select distinct status from experiences")
-    assert found.out == "status\nok\n", "the workflow got what was set"
+    statuses = call_cli("experiences", str(folder), "--csv", "--sql", "select distinct status from experiences")
+    assert statuses.out == "status\nok\n", "the workflow got what was set"
     assert call_cli("report", str(folder)).code == 0
     files = [folder, *folder.rglob("*")]
     assert not [str(path) for path in files if stat.S_IMODE(path.stat().st_mode) & 0o077]

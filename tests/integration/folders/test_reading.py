@@ -1,7 +1,7 @@
-"""How a run reads its experiences, by its config. Promises:
+"""How a run reads its experiences, according to its config. Promises:
 
 - with a replay buffer, back-pressure and operators before the commit, a run ends with every experience in one state;
-- explorers stay within the bound of what lies unread;
+- explorers stay within the bound on unread data;
 - an operator that fails ends the run with an error that names it and the task.
 """
 
@@ -26,7 +26,7 @@ AT = "buffer.trainer_input.experience_buffer"
 PIPELINE = "data_processor.experience_pipeline"
 STEPS = 12
 CAPACITY = BATCH_SIZE * REPEAT_TIMES
-"""One train batch, the least there can be."""
+"""One train batch, the smallest possible value."""
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_replay_back_pressure_and_operators_work_together(tmp_path: Path) -> Non
     )
     folder = run_folder(config)
     experiences = assert_sound(folder)["experiences"]
-    # Groups that are used again may bring the trainer to its end before the explorers have come to theirs.
+    # With reused groups, the trainer may end before the explorers.
     assert CAPACITY < experiences["committed"] <= STEPS * BATCH_SIZE * REPEAT_TIMES
     assert experiences["filtered"] > 0 and experiences["trained"] > 0
     assert {reason for step in ledger_of(folder) for *_, reason in step} <= {"", "filtered", "stale"}
@@ -54,7 +54,7 @@ def test_replay_back_pressure_and_operators_work_together(tmp_path: Path) -> Non
 
 
 def assert_within_the_bound(folder: Path) -> None:
-    """When a shard was committed, what lay unread before it was less than the bound: by the times of the files."""
+    """Assert from the times of the files that unread data was below the bound before each commit of a shard."""
     ledger = Ledger(open_storage(folder))
     settled = []
     for step in range(1, ledger.last_step() + 1):
@@ -68,7 +68,7 @@ def assert_within_the_bound(folder: Path) -> None:
         assert (before - read) * REPEAT_TIMES < CAPACITY, shard.name
 
 
-def test_a_failing_operator_ends_the_run_and_is_named_with_the_task(tmp_path: Path) -> None:
+def test_a_failing_operator_ends_the_run_with_its_name(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     wrong = "[{name: reward_shaping_mapper, args: {reward_shaping_configs: [{stats_key: accuracy, weight: much}]}}]"
     ended = call_cli("run", str(config), f"{PIPELINE}={{stage: commit, operators: {wrong}}}", "--progress", "plain")

@@ -1,8 +1,8 @@
 """`rftdask replay`: the batches of a run trained again from its ledger. Promises:
 
-- the same config ends with the same bits, and says so;
-- another config makes a lineage of its own; nothing of the run is changed;
-- status, audit and experiences take the folder of a lineage like that of a run.
+- the same config ends with the same bits and reports it;
+- another config creates a lineage of its own; the run itself does not change;
+- status, audit and experiences accept the folder of a lineage like that of a run.
 """
 
 import hashlib
@@ -41,12 +41,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Hash of every file of a run, without its lineages."""
+    """Return the hash of every file of a run, without its lineages."""
     files = [p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).parts[0] != "lineages"]
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-def test_the_same_again_ends_with_the_same_bits_and_changes_nothing(run: Path) -> None:
+def test_replaying_the_same_config_gives_the_same_bits(run: Path) -> None:
     before, step = contents(run), 4
     ended = call_cli("replay", str(run), "--from", str(step), "--progress", "none")
     assert ended.code == 0, ended
@@ -77,16 +77,16 @@ def test_another_config_is_a_lineage_of_its_own(run: Path) -> None:
     assert experiences.code == 0 and int(experiences.out.splitlines()[1]) >= STEPS * 8
 
 
-def test_weights_that_differ_are_told(run: Path, tmp_path: Path) -> None:
+def test_weights_that_differ_are_reported(run: Path, tmp_path: Path) -> None:
     _, ours = prepare(str(run), 4, "differs", [])
     theirs = open_storage(run)
     assert compare(theirs, ours).render() == "no checkpoint to compare with lineage main"
     from rftdask.synchronizer.manifest import write_folder
 
     write_folder(ours, f"global_step_{STEPS}", {"actor/model.safetensors": b"other"}, lineage="differs", version=STEPS)
-    found = compare(theirs, ours)
-    assert not found.is_equal
-    assert found.render().startswith(f"not equal to lineage main at step {STEPS}: actor/model.safetensors")
+    difference = compare(theirs, ours)
+    assert not difference.is_equal
+    assert difference.render().startswith(f"not equal to lineage main at step {STEPS}: actor/model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_weights_that_differ_are_told(run: Path, tmp_path: Path) -> None:
         (("--from", "2", "--lineage", "c", "algorithm.algorithm_type=sft"), "sft learns from a dataset"),
     ],
 )
-def test_what_cannot_be_replayed_is_told_before_anything_starts(
+def test_a_run_that_cannot_be_replayed_is_refused_at_the_start(
     run: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     ended = call_cli("replay", str(run), *arguments)

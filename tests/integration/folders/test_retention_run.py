@@ -1,5 +1,5 @@
-"""Promise: a run that removes what it trained ends as sound as any other, and its audit counts what is gone; also where
-exploring and training are two commands.
+"""Promise: a run that removes trained shards ends sound, and its audit counts the removed rows; also if exploring and
+training are two commands.
 """
 
 from __future__ import annotations
@@ -10,12 +10,19 @@ import pytest
 
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.storage import open_storage
-from tests.integration.run_cases import RunProcess, assert_sound, finish, num_shards, run_folder, write_config
+from tests.integration.run_cases import (
+    assert_sound,
+    finish,
+    interrupt_when,
+    num_shards,
+    run_folder,
+    write_config,
+)
 
 pytestmark = pytest.mark.slow
 
 SETTINGS = (
-    "trainer.total_steps=5000",  # it is stopped when enough is removed, however fast or slow the machine is
+    "trainer.total_steps=5000",  # the run is stopped when enough is removed, whatever the speed of the machine
     "buffer.total_epochs=5000",
     "trainer.save_interval=5",
     "trainer.max_checkpoints_to_keep=2",
@@ -27,18 +34,14 @@ SETTINGS = (
 def test_a_run_that_removes_what_it_trained_is_sound(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)
-    with RunProcess("run", str(config), *SETTINGS) as run:
-        run.wait_until(lambda: len(ParquetLog(open_storage(str(folder))).removed()) > 10)
-        run.interrupt()
-        ended = run.end()
-    assert ended.code == 130, ended
+    interrupt_when(lambda: len(ParquetLog(open_storage(str(folder))).removed()) > 10, config, *SETTINGS)
     removed = ParquetLog(open_storage(str(folder))).removed()
     status = assert_sound(folder)
     assert status["checkpoint"] == status["step"] >= 10
     assert num_shards(folder) + len(removed) >= 2 * status["step"], "every work unit is there or was removed"
 
 
-def test_training_alone_removes_what_it_trained_too(tmp_path: Path) -> None:
+def test_a_separate_trainer_also_removes_trained_shards(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     settings = (
         "buffer.total_steps=12",
@@ -54,6 +57,6 @@ def test_training_alone_removes_what_it_trained_too(tmp_path: Path) -> None:
     assert ParquetLog(open_storage(str(folder))).removed() == []
     finish(config, *settings, "mode=train")
     removed = ParquetLog(open_storage(str(folder))).removed()
-    # The checkpoints of steps 9 and 12 are kept, so nothing after step 9 may go.
+    # The checkpoints of steps 9 and 12 are kept, so shards after step 9 must stay.
     assert {name.explore_step for name in removed} == set(range(1, 10))
     assert assert_sound(folder)["experiences"]["trained"] == 12 * 4 * 2

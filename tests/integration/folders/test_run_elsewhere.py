@@ -1,5 +1,5 @@
-"""The folder that was given is the run: a run with stages is told the truth of while it works, ended from outside, and
-read where it is, from any working directory, by a relative path, moved or copied.
+"""Promise: the given folder is the run. A run with stages is reported correctly while it works, ended from outside, and
+read in place, from any working directory, by a relative path, moved or copied.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STAGES = [
 
 @pytest.fixture(scope="module")
 def cancelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with stages that was looked at while it worked, and then cancelled in its second stage."""
+    """The folder of a run with stages that was inspected while it worked and cancelled in its second stage."""
     config = write_config(tmp_path_factory.mktemp("begun"))
     tree = yaml.safe_load(config.read_text())
     config.write_text(yaml.safe_dump({**tree, "stages": STAGES}))
@@ -47,9 +47,9 @@ def cancelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert last.code == 130, last
         run.wait_for_no_survivors()
     assert call_cli("cancel", str(folder)).out == f"nobody works on {folder}\n"
-    told = json.loads(call_cli("status", str(folder), "--json").out)
-    assert told["why"] == "stopped" and told["stages"][1]["checkpoint"] == num_steps(folder / "learn")
-    # What the terminal said: each path on one line of its own, and there.
+    status = json.loads(call_cli("status", str(folder), "--json").out)
+    assert status["why"] == "stopped" and status["stages"][1]["checkpoint"] == num_steps(folder / "learn")
+    # Terminal output: each path is on a line of its own and exists.
     lines = last.out.split(f"Files are in {folder}\n")[1].split("\n\n")
     files = [line.split()[0] for line in lines[0].splitlines()]
     assert "learn/experiences/" in files and "look/experiences/" in files
@@ -60,7 +60,7 @@ def cancelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_moved_is_read_where_it_is_by_every_reader(
+def test_every_reader_reads_a_moved_run_in_its_new_folder(
     cancelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = Path(shutil.copytree(cancelled, tmp_path / "copy"))

@@ -1,4 +1,4 @@
-"""A workflow that asks a judge for everything that an auxiliary model can be asked for."""
+"""A workflow that uses every call of an auxiliary model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rftdask.rollouts.workflows.base import PolicyModel, Reward, Task
 
 
 async def judged(task: Task, model: PolicyModel) -> Reward:
-    """Two calls of the judge for each answer: a text, and the logprobs of one."""
+    """Call the judge twice per answer: for a text, and for the logprobs of a text."""
     answer = await model.generate(task.prompt)
     judge = model.auxiliary("judge")
     verdict = await judge.generate(answer.text or "?")

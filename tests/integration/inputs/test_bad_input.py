@@ -1,7 +1,7 @@
-"""What a user can mend is told before anything runs. Promises, for every case:
+"""Errors that a user can fix are reported before anything runs. Promises, for every case:
 
 - exit code 2, and a message with the key, the value and what to do;
-- nothing was explored or trained.
+- nothing is explored or trained.
 """
 
 import json
@@ -20,7 +20,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def refused(config: Path, *overrides: str) -> str:
-    """The error message of a run that must not start."""
+    """Return the error message of a run that must not start."""
     ended = call_cli("run", str(config), *overrides)
     assert ended.code == 2, ended
     assert ended.err.startswith("error: ") and "Traceback" not in ended.err
@@ -38,7 +38,7 @@ def test_an_empty_taskset(config: Path) -> None:
     assert "empty.jsonl" in message and "empty" in message.replace("empty.jsonl", "")
 
 
-def test_a_taskset_that_is_no_json(config: Path) -> None:
+def test_a_taskset_that_is_not_json(config: Path) -> None:
     (config.parent / "torn.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n{"question": "1+')
     assert "torn.jsonl" in refused(config, f"{TASKSET}.path={config.parent}/torn.jsonl")
 
@@ -50,7 +50,7 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(config: Path, k
     assert "columns: question, answer" in message
 
 
-def test_an_unknown_reward_function_is_named_with_those_there_are(config: Path) -> None:
+def test_an_unknown_reward_error_lists_the_known_rewards(config: Path) -> None:
     message = refused(config, "buffer.explorer_input.default_reward_fn_type=acuracy_reward")
     assert "acuracy_reward" in message and "accuracy_reward" in message
 
@@ -80,13 +80,13 @@ def test_a_batch_larger_than_all_tasks_there_are(config: Path) -> None:
     assert "buffer.batch_size 64 exceeds all tasks there are: 16" in message
 
 
-def test_all_mistakes_are_told_at_once(config: Path) -> None:
+def test_all_mistakes_are_reported_at_once(config: Path) -> None:
     message = refused(config, "buffer.bach_size=7", "trainer.total_steps=none", "mode=boht")
     for wrong, right in (("bach_size", "batch_size"), ("trainer.total_steps", "none"), ("boht", "both")):
         assert wrong in message and right in message
 
 
-def test_a_folder_that_is_no_run(config: Path) -> None:
+def test_a_folder_that_is_not_a_run(config: Path) -> None:
     for command in ("status", "report"):
         ended = call_cli(command, str(config.parent))
         assert ended.code == 2 and "is not a run folder" in ended.err

@@ -1,5 +1,5 @@
-"""Rollouts in an environment, from the runner to the trainer: what a workflow tells of its steps reaches gigpo, and
-the policy is trained with the advantages that a hand computes.
+"""Rollouts in an environment, from the runner to the trainer. Promise: the steps that a workflow reports reach gigpo,
+and the policy is trained with the advantages computed by hand.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rftdask.trainer.rank import build_trainer
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
 WALKS = {0: ("right", "right"), 1: ("right", "left", "left")}
-"""What the two rollouts say on "S.G": the first reaches the goal, the second walks back and into the edge (-0.1)."""
+"""Answers of the two rollouts on "S.G": the first reaches the goal, the second walks back and into the edge (-0.1)."""
 # Episodes earn 1 and -0.1, mean 0.45. Returns from 0,0: 1, -0.1, -0.1, mean 0.8 / 3; from 0,1: 1 and -0.1, mean 0.45.
 ADVANTAGES = [
     0.55 + (1.0 - 0.8 / 3),
@@ -59,7 +59,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Config]:
 
 
 def explore(config: Config, walks: dict[int, tuple[str, ...]] = WALKS) -> list[Experience]:
-    """The rollouts of one task by the runner; the policy says what `walks` lists."""
+    """Roll out one task with the runner; the policy answers as `walks` lists."""
     tokenizer = load_tokenizer(config)
     task = Task("maps", 0, 0, prompt="S.G", workflow="grid_workflow", workflow_args={"max_turns": 3})
     says = {
@@ -86,7 +86,7 @@ def explore(config: Config, walks: dict[int, tuple[str, ...]] = WALKS) -> list[E
     ).experiences
 
 
-def test_the_step_advantages_are_those_of_the_states_the_workflow_told(config: Config) -> None:
+def test_step_advantages_use_the_states_of_the_workflow(config: Config) -> None:
     log = ParquetLog(open_storage("memory://walks"))
     table = log.read(log.commit(explore(config), explore_step=1, unit=0))
     assert table.column("env_state").to_pylist() == ["at 0,0", "at 0,1", "at 0,0", "at 0,1", "at 0,0"]
@@ -109,7 +109,7 @@ def test_the_trainer_trains_with_them(config: Config) -> None:
     with MetricsWriter(storage, "trainer") as metrics:
         build_trainer(config, storage, 1, metrics, lambda event: None).run()
     [row] = read_metrics(storage, "trainer").to_dict("records")
-    # Every ratio is 1 and the KL to the reference 0 before the first update, so the loss is the advantages' mean.
+    # Before the first update every ratio is 1 and the KL to the reference 0, so the loss is the mean of the advantages.
     lengths = [len(word) for words in WALKS.values() for word in words]
     mean = sum(a * length for a, length in zip(ADVANTAGES, lengths, strict=True)) / sum(lengths)
     assert row["loss"] == pytest.approx(-mean, abs=1e-5)

@@ -1,4 +1,4 @@
-"""Every algorithm type trains with nothing in its section but its name, given what it learns from: two steps of the
+"""Promise: every algorithm type trains when its section names only the type, given its inputs: two steps of the
 trainer's rank, in this process, on a tiny model's own rollouts.
 """
 
@@ -71,12 +71,12 @@ class World:
         return load_config(tree, overrides)
 
     def with_explorer(self, name: str) -> Config:
-        """The same run with its own explorers in place of a finished log."""
+        """The same run with its own explorers instead of a finished log."""
         taskset = {"path": str(self.folder / "sft.jsonl"), "format": {"prompt_type": "raw"}}
         return self.config(name, "mode=both", f"buffer.explorer_input.taskset={json.dumps(taskset)}")
 
     def explore(self, config: Config, storage: Storage, flat: bool = False) -> None:
-        """Rollouts of the initial weights for all steps; every second one of a task is right, or all (`flat`)."""
+        """Roll out all steps with the initial weights; every second rollout of a task is right, or all (`flat`)."""
         tokenizer = load_tokenizer(config)
         log = ParquetLog(storage)
         repeat_times = config.algorithm.repeat_times
@@ -127,7 +127,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def train(world: World, config: Config, *, flat: bool = False, stops: tuple[int, ...] = (STEPS,)) -> Storage:
-    """The run folder after all steps; `stops`: where a trainer ends and another one takes over."""
+    """Train all steps and return the run folder. `stops`: steps at which a trainer ends and another one takes over."""
     check_inputs([config])
     storage = open_storage(config.checkpoint_job_dir)
     if config.algorithm.schema_type == "experience":
@@ -144,9 +144,9 @@ def weights(storage: Storage) -> bytes:
 
 
 def entry(storage: Storage, step: int = 1) -> LedgerEntry:
-    found = Ledger(storage).read(step)
-    assert found is not None
-    return found
+    recorded = Ledger(storage).read(step)
+    assert recorded is not None
+    return recorded
 
 
 @pytest.mark.parametrize("name", sorted(registered_parts("algorithm_type")))
@@ -178,7 +178,7 @@ def test_a_trainer_that_takes_over_ends_with_the_same_weights(world: World, name
     assert weights(whole) == weights(parts)
 
 
-def test_a_step_of_which_nothing_is_left_changes_no_weights_and_is_accounted_for(world: World) -> None:
+def test_an_empty_step_changes_no_weights_and_is_counted(world: World) -> None:
     storage = train(world, world.config("dapo", run="flat"), flat=True)
     assert weights(storage) == (world.folder / "model" / "model.safetensors").read_bytes()
     audit = audit_log(ParquetLog(storage), Ledger(storage), BATCH_SIZE)
@@ -193,7 +193,7 @@ def test_a_greedy_baseline_is_in_the_ledger_and_not_trained(world: World) -> Non
     assert [rows.rows for rows in entry(storage).use] == [(0, 1), (3, 4)]
 
 
-def test_demonstrations_are_in_the_ledger_beside_the_rollouts(world: World) -> None:
+def test_demonstrations_are_in_the_ledger_with_the_rollouts(world: World) -> None:
     storage = train(world, world.config("mix", run="shown"))
     shown = entry(storage, 2).use[-1]
     assert shown.source.startswith("dataset:")
@@ -211,7 +211,7 @@ def test_every_advantage_function_trains_where_it_fits(world: World, name: str) 
 
 
 @pytest.mark.parametrize(("strategy", "is_apart"), [("unrestricted", True), ("single_thread", False)])
-def test_checkpoints_are_written_and_kept_as_the_section_says(world: World, strategy: str, is_apart: bool) -> None:
+def test_checkpoints_are_written_and_kept_as_configured(world: World, strategy: str, is_apart: bool) -> None:
     keys = ("save_interval=1", "max_checkpoints_to_keep=1", f"save_strategy={strategy}")
     config = world.config("reinforceplusplus", *(f"trainer.{key}" for key in keys), run=f"saved-{strategy}")
     writers: dict[str, bool] = {}

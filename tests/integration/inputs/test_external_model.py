@@ -1,5 +1,5 @@
-"""Promises of a model behind an API in whole commands: mode bench measures it, nothing is ever trained on it, a judge
-of a run may be one, and its key stays in the environment.
+"""Promises of a model behind an API in whole commands: mode bench measures it, nothing is trained on it, it can be the
+judge of a run, and its key stays in the environment.
 """
 
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_bench_measures_a_model_behind_an_api(tmp_path: Path, monkeypatch: pytes
         assert "explorer.rollout_model.engine_type: openai is taken as external" in ended.err
         assert len(server.requests) == NUM_EVAL_TASKS + 1
     evals = read_metrics(open_storage(run_folder(config)), "eval")
-    # The tasks are 0+1=, 1+1= and 2+1=, so one answer of the three is right.
+    # The tasks are 0+1=, 1+1= and 2+1=, so one of the three answers is right.
     assert evals["step"].tolist() == [0] and evals["bench/accuracy"].tolist() == [pytest.approx(1 / 3)]
     assert evals["bench/reward/mean@1"].tolist() == [pytest.approx(1 / 3)]
     written = [file.read_bytes() for file in run_folder(config).rglob("*") if file.is_file()]

@@ -1,5 +1,5 @@
-"""Promises of auxiliary models on workers of their own, in real runs: all explorers share them, what they are asked is
-counted, and a run whose judge is killed tells what it would have told.
+"""Promises of auxiliary models on workers of their own, in real runs: all explorers share them, their calls are
+counted, and a run whose judge is killed has the same results.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tests.integration.run_cases import (
 STEPS = 4
 WORKFLOW = "tests.integration.inputs.judged_workflow.judged"
 CALLS = 2
-"""Of the judge, by an attempt of that workflow."""
+"""Calls of the judge per attempt of that workflow."""
 
 
 def write(folder: Path, engine_num: int, **judge: Any) -> Path:
-    """A run with a fake policy and a fake judge."""
+    """Write a run with a fake policy and a fake judge."""
     path = write_config(folder)
     tree = yaml.safe_load(path.read_text())
     source = tree["buffer"]["explorer_input"]
@@ -50,7 +50,7 @@ def write(folder: Path, engine_num: int, **judge: Any) -> Path:
 
 
 def rows_of(folder: Path) -> list[tuple[Any, ...]]:
-    """What each rollout was answered and judged, by its uid."""
+    """Return the answer and the judgment of each rollout, by uid."""
     table = pa.concat_tables(pq.read_table(file) for file in sorted(folder.glob("experiences/0*/*.parquet")))
     names = ("taskset", "epoch", "task_index", "rollout", "status", "response_text", "reward", "metrics")
     return sorted(tuple(map(str, (row[name] for name in names))) for row in table.to_pylist())
@@ -62,7 +62,7 @@ def test_two_explorers_share_a_judge_whose_calls_are_counted(tmp_path: Path) -> 
     ended = finish(config, *overrides)
     folder = run_folder(config)
     assert ended.out.count("auxiliary model 'judge' is served by worker auxiliary-0") == 1
-    # All that its engine says is in one log, which is of one process.
+    # The output of its engine is in one log, from one process.
     assert (folder / "log" / "auxiliary-0.log").read_text().count("has answered, and is ready") == 1
     use = status_of(folder)["auxiliary"]["judge"]
     assert use["calls"] >= CALLS * STEPS * BATCH_SIZE * REPEAT_TIMES and use["failures"] == 0
@@ -76,7 +76,7 @@ def test_two_explorers_share_a_judge_whose_calls_are_counted(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_run_whose_judge_is_killed_tells_what_a_judge_beside_the_policy_tells(tmp_path: Path) -> None:
+def test_killing_a_judge_does_not_change_its_verdicts(tmp_path: Path) -> None:
     beside = write(tmp_path / "beside", 0)
     finish(beside, "cluster.num_cpus=2")
     config = write(tmp_path / "apart", 1)

@@ -1,9 +1,9 @@
 """Whole runs with `data_processor`, over a stand-in for Data-Juicer. Promises:
 
-- what the task pipeline leaves is trained, and nothing else; a later start needs no Data-Juicer;
-- without its environment nothing starts, and the command that makes it is named;
-- of two first starts one makes the dataset, and the other says so;
-- what operator data_juicer drops is committed as filtered, never trained, and what it measures shapes rewards.
+- only the rows that the task pipeline keeps are trained; a later start needs no Data-Juicer;
+- without its environment nothing starts, and the message names the command that creates it;
+- of two concurrent first starts one creates the dataset, and the other reports it;
+- rows that operator data_juicer drops are committed as filtered and never trained, and its statistics shape rewards.
 """
 
 from pathlib import Path
@@ -37,8 +37,8 @@ def test_what_a_pipeline_leaves_is_trained(tmp_path: Path, monkeypatch: pytest.M
         refused = call_cli("run", str(config), *SHORT, *PIPELINE)
     assert (refused.code, "makes its dataset; wait until it has, or stop it" in refused.err) == (2, True)
     assert not (run_folder(config) / "dataset").exists()
-    said = finish(config, *SHORT, *PIPELINE, "trainer.total_steps=2")
-    assert "text_length_filter: 6 left" in said.err
+    ended = finish(config, *SHORT, *PIPELINE, "trainer.total_steps=2")
+    assert "text_length_filter: 6 left" in ended.err
     monkeypatch.setenv(PLACE, str(tmp_path / "none"))
     finish(config, *SHORT, *PIPELINE, "trainer.total_steps=3")
     rows = RunTables(run_folder(config)).table("experiences").to_pylist()
@@ -46,7 +46,7 @@ def test_what_a_pipeline_leaves_is_trained(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_what_data_juicer_says_of_experiences_is_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_data_juicer_are_committed_with_experiences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, at = write_config(tmp_path), "data_processor.experience_pipeline"
     measures = "{text_length_filter: {min_len: 5, text_key: prompt_text}}"
     shapes = "{reward_shaping_configs: [{stats_key: text_len, op_type: MUL, weight: 2.0}]}"

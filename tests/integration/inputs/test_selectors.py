@@ -1,4 +1,4 @@
-"""The order of tasks on a whole run: what a selector says is what is rolled out."""
+"""Promise: a whole run rolls out tasks in the order of its selector."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ NUM_TASKS = 16
 
 
 def write_selector_config(folder: Path, selector: dict[str, Any]) -> Path:
-    """A `write_config` whose tasks have the columns weak and strong, and the selector."""
+    """Write a `write_config` whose tasks have the columns weak and strong, and the selector."""
     config = write_config(folder, NUM_TASKS)
     tasks = folder / "tasks.jsonl"
     rows = [json.loads(line) for line in tasks.read_text().splitlines()]
@@ -36,7 +36,7 @@ def write_selector_config(folder: Path, selector: dict[str, Any]) -> Path:
 
 
 def tasks_of(folder: Path) -> dict[int, list[int]]:
-    """Rows that each explore step ran, in order."""
+    """Return the rows that each explore step ran, in order."""
     log = ParquetLog(open_storage(folder))
     steps: dict[int, list[int]] = {}
     for name in log.shards():
@@ -48,7 +48,7 @@ def test_easy_to_hard_is_run_from_easy_to_hard_in_each_epoch(tmp_path: Path) -> 
     config = write_selector_config(tmp_path, {"selector_type": "offline_easy2hard", "feature_keys": ["strong"]})
     ended = finish(config)
     folder = run_folder(config)
-    # The fake engine's answers are random: nothing is learned, which is told while it runs, at its end and later.
+    # The fake engine's answers are random, so nothing is learned, which the run reports during and after it.
     line = "all rewards of the last"
     assert ended.out.count(f"note: warning: {line}") == 1 and f"warning: grpo: {line}" in " ".join(ended.out.split())
     assert line in assert_sound(folder)["warnings"][0]
@@ -61,13 +61,13 @@ def test_easy_to_hard_is_run_from_easy_to_hard_in_each_epoch(tmp_path: Path) -> 
 
 
 def schedule_of(folder: Path) -> list[Any]:
-    """The tasks that were settled for each explore step, in order."""
+    """Return the scheduled tasks of each explore step, in order."""
     return [json.loads(path.read_text()) for path in sorted((folder / "schedule").glob("*.json"))]
 
 
 @pytest.mark.slow
-def test_a_learned_order_is_written_down_and_an_interrupted_run_has_the_same(tmp_path: Path) -> None:
-    """Style fixed: what a step learns from is a rule, not a matter of speed."""
+def test_a_learned_order_is_recorded_and_survives_interruption(tmp_path: Path) -> None:
+    """Style fixed: which steps a step learns from is a rule, independent of speed."""
     selector = {
         "selector_type": "difficulty_based",
         "feature_keys": ["weak", "strong"],
@@ -90,6 +90,6 @@ def test_a_learned_order_is_written_down_and_an_interrupted_run_has_the_same(tmp
             assert choices[step]["learned_from"] == max(0, step - 2), "one step off policy"
     after, other = schedule_of(run_folder(killed)), schedule_of(run_folder(whole))
     assert after[: len(before)] == before
-    common = min(len(after), len(other))  # how far an explorer is ahead when the trainer ends is a matter of speed
+    common = min(len(after), len(other))  # how far an explorer is ahead when the trainer ends depends on speed
     assert common >= 10
     assert after[:common] == other[:common]

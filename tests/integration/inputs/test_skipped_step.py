@@ -1,5 +1,5 @@
-"""Promise, with real processes: a run that ends because a batch cannot be trained says which command leaves it out;
-after that command the same run goes on to its end, and nothing is lost.
+"""Promise, with real processes: a run that ends because a batch cannot be trained names the command that skips it;
+after that command the same run continues to its end without losses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.integration.run_cases import (
 pytestmark = pytest.mark.slow
 
 
-def test_a_batch_whose_shard_is_lost_is_left_out_by_the_command_that_the_error_names(tmp_path: Path) -> None:
+def test_the_named_command_skips_a_batch_whose_shard_is_lost(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)
     settings = ("trainer.save_interval=100", "trainer.max_restarts=0", "explorer.eval_interval=100")
@@ -41,11 +41,11 @@ def test_a_batch_whose_shard_is_lost_is_left_out_by_the_command_that_the_error_n
     with RunProcess("run", str(config), *settings, "--progress", "plain") as run:
         ended = run.end()
     assert ended.code == 1 and "Traceback" not in ended.err, ended
-    found = re.search(
+    match = re.search(
         r"while training step 2; if that can never be trained: rftdask (skip \S+ 2 --because) WHY", ended.err
     )
-    assert found is not None, ended
-    assert call_cli(*found[1].split(), "its disk died").code == 0
+    assert match is not None, ended
+    assert call_cli(*match[1].split(), "its disk died").code == 0
 
     finish(config, *settings)
     status = assert_sound(folder)

@@ -1,7 +1,7 @@
-"""Tasks and supervised rows from tables of a database, through whole runs with fakes. Promises:
+"""Tasks and supervised rows from database tables, in whole runs with fakes. Promises:
 
 - a run on a taskset in a table trains its rows in the order of the primary key;
-- so does sft on a table, and a table that was changed under a run is refused, naming both contents.
+- sft on a table does as well, and a table that changed since the start is refused with both fingerprints.
 """
 
 import json
@@ -26,7 +26,7 @@ SFT = (
 
 
 def to_table(file: Path, name: str) -> str:
-    """The rows of a file of JSON lines as a table beside it, last rows first; the URL of the database."""
+    """Copy the rows of a JSON lines file to a table next to it, in reverse order; return the URL of the database."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     url = f"sqlite:///{file.parent}/rows.db"
     engine = sa.create_engine(url)
@@ -40,12 +40,12 @@ def to_table(file: Path, name: str) -> str:
 
 
 def trained(folder: Path) -> list[tuple[str, str]]:
-    """(uid, prompt) in the order of training."""
+    """Return (uid, prompt) in the order of training."""
     rows = RunTables(folder)
     experiences = {(r["shard"], r["row"]): r for r in rows.table("experiences").to_pylist()}
     order = sorted(rows.table("ledger").to_pylist(), key=lambda r: (r["step"], r["place"]))
-    found = [experiences[line["shard"], line["row"]] for line in order]
-    return [(row["uid"], row["prompt_text"]) for row in found]
+    trained_rows = [experiences[line["shard"], line["row"]] for line in order]
+    return [(row["uid"], row["prompt_text"]) for row in trained_rows]
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def test_a_taskset_in_a_table_is_run_row_by_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sft_on_a_table_takes_its_rows_and_a_changed_table_is_refused(tmp_path: Path) -> None:
+def test_sft_reads_a_table_and_refuses_a_changed_one(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     at = "buffer.trainer_input.experience_buffer"
     url = to_table(tmp_path / "tasks.jsonl", "shown")
@@ -75,7 +75,7 @@ def test_sft_on_a_table_takes_its_rows_and_a_changed_table_is_refused(tmp_path: 
     assert again.code == 2 and "taskset dataset: rows or their order changed" in again.err
 
 
-def test_a_table_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_a_missing_table_is_reported_before_anything_starts(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     url = to_table(tmp_path / "tasks.jsonl", "tasks")
     at = "buffer.explorer_input.taskset"

@@ -1,7 +1,7 @@
 """Every sync style, with its intervals and offsets, runs to its end on a real cluster. Promises:
 
 - all steps are trained, each on a full batch, and every experience is trained, dropped for a reason, or waiting;
-- no token staler than the bound of the rules is trained;
+- no token older than the bound of the rules is trained;
 - the pointers name the last step.
 """
 
@@ -41,7 +41,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 def run_stage(cluster: LocalCluster, config: Config) -> list[Event]:
-    """The stage to its end; what its roles said."""
+    """Run the stage to its end and return the events of its roles."""
     events: list[Event] = []
     storage = open_storage(config.checkpoint_job_dir)
     config = open_run(storage, config)

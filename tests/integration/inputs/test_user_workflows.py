@@ -1,5 +1,5 @@
-"""Promises of a run whose workflow, reward and judge are a user's: it is found in a plugin folder, runs in sandboxes on
-the explorer's workers, may ask an auxiliary model, and what of it fails is a typed row that nothing is trained on.
+"""Promises of a run with a user's workflow, reward and judge: it is found in a plugin folder, runs in sandboxes on the
+explorer's workers, may use an auxiliary model, and its failures are typed rows that are not trained.
 """
 
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_a_users_workflow_is_run_judged_and_trained(config: Path) -> None:
     assert step["rollout/total_s"] >= step["rollout/tool_s"] > 0 and 0 <= step["pass@1"] <= step["pass@2"] <= 1
 
 
-def test_a_plugin_that_raises_is_told_with_its_traceback_before_anything_runs(config: Path) -> None:
+def test_a_raising_plugin_is_reported_with_its_traceback(config: Path) -> None:
     (config.parent / "plugins/judged_turns.py").unlink()
     broken = config.parent / "plugins/broken_turns.py"
     broken.write_text("import no_such_package\n")

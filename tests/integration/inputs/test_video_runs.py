@@ -1,6 +1,6 @@
-"""Promises of runs with videos: what is recorded names them by their files, and what is trained is what was sampled.
+"""Promises of runs with videos: records name the files of the videos, and the trainer trains what was sampled.
 
-Run with a stand-in of torchvision, without which transformers reads none.
+Uses a stand-in for torchvision, without which transformers cannot read videos.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Workflows that end the worker they run on; POISON_FILE gets a line for each time.
+"""Workflows that crash their worker; POISON_FILE gets a line for each crash.
 
-They run on the worker's own event loop (explorer.sandbox.mode=never), as a library that crashes would.
+They run on the worker's own event loop (explorer.sandbox.mode=never), like a library that crashes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rftdask.rollouts.workflows.base import PolicyModel, Task
 async def poisonous(task: Task, model: PolicyModel) -> float:
     answer = await model.generate(task.prompt)
     if task.index == 5:
-        await asyncio.sleep(1.0)  # a nanny does not start a worker again that dies while it starts
+        await asyncio.sleep(1.0)  # a nanny does not restart a worker that dies during its start
         with open(os.environ["POISON_FILE"], "a") as file:
             file.write(f"{task.epoch}\n")
         os.kill(os.getpid(), signal.SIGKILL)

@@ -14,28 +14,28 @@ async def uneven(task: Task, model: PolicyModel) -> float:
 
 
 async def slow(task: Task, model: PolicyModel) -> float:
-    """Half a second, and never right."""
+    """Take half a second and return a reward of 0."""
     await model.generate(task.prompt)
     await asyncio.sleep(0.5)
     return 0.0
 
 
 async def tailed(task: Task, model: PolicyModel) -> float:
-    """Quick, but for every fourth task, which takes as long as many of the others together."""
+    """Quick, except for every fourth task, which takes as long as many of the others together."""
     answer = await model.generate(task.prompt)
     await asyncio.sleep(2.0 if task.index % 4 == 3 else 0.05)
     return float(len(answer.tokens) % 3)
 
 
 async def one_late(task: Task, model: PolicyModel) -> float:
-    """Quick, but for the rollouts of every fourth task that sample an odd token first: they take half a minute."""
+    """Quick, except for rollouts of every fourth task that first sample an odd token: they take half a minute."""
     answer = await model.generate(task.prompt)
     await asyncio.sleep(30.0 if task.index % 4 == 3 and answer.tokens[0] % 2 else 0.05)
     return float(len(answer.tokens) % 3)
 
 
 async def examined(task: Task, model: PolicyModel) -> float:
-    """Two calls of the policy, a second apart."""
+    """Call the policy twice, a second apart."""
     first = await model.generate(task.prompt)
     await asyncio.sleep(1.0)
     await model.generate(f"{task.prompt}{first.text}?")
@@ -43,7 +43,7 @@ async def examined(task: Task, model: PolicyModel) -> float:
 
 
 async def two_turns(task: Task, model: PolicyModel) -> float:
-    """A call of the policy, as much time as `tailed` takes, and a call that goes on where the first ended."""
+    """Call the policy, wait as long as `tailed`, and call it again to continue the conversation."""
     first = await model.generate(task.prompt)
     await asyncio.sleep(2.0 if task.index % 4 == 3 else 0.05)
     second = await model.generate(f"{task.prompt}{first.text}?")

@@ -1,11 +1,11 @@
-"""Deaths at moments when nothing is ready for them, and the scripts of users. Promises:
+"""Deaths at moments when no component is ready for them, and scripts of users. Promises:
 
 - a script without a `__main__` guard runs as the README prints it, and Ctrl-C ends it;
-- whoever asks a run to end while its cluster starts gets the exit code of what was sent, and no traceback;
+- a run that is ended while its cluster starts returns the exit code of the signal, without a traceback;
 - SIGHUP ends a run with a checkpoint;
-- a worker that is killed while the cluster starts is started again;
-- a ledger entry that is gone is an error of `run`, also below the checkpoint;
-- where there is no trainer, a task that kills its worker does not end the run.
+- a worker that is killed while the cluster starts is restarted;
+- a missing ledger entry is an error of `run`, also below the checkpoint;
+- without a trainer, a task that kills its worker does not end the run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def workers(run: RunProcess) -> list[psutil.Process]:
-    """What the fork server has forked so far."""
+    """Return the processes that the fork server has forked so far."""
     below = [process for process in run.survivors() if process.pid != run.process.pid]
     servers = {process.pid for process in below if process.ppid() == run.process.pid}
     return [process for process in below if process.ppid() in servers]
@@ -60,7 +60,7 @@ def send(number: int) -> Callable[[RunProcess], None]:
     return lambda run: os.killpg(run.process.pid, number)
 
 
-def test_the_script_of_the_readme_needs_no_guard_and_ctrl_c_ends_it(config: Path, tmp_path: Path) -> None:
+def test_the_readme_script_needs_no_guard_and_obeys_ctrl_c(config: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     with RunProcess(str(config), "trainer.total_steps=2", program=(str(script),)) as run:
@@ -79,12 +79,12 @@ def test_the_script_of_the_readme_needs_no_guard_and_ctrl_c_ends_it(config: Path
     [(RunProcess.interrupt, 130), (RunProcess.terminate, 143), (send(signal.SIGHUP), 129)],
     ids=["Ctrl-C", "SIGTERM", "SIGHUP"],
 )
-def test_a_run_that_is_asked_to_end_while_its_cluster_starts_says_so_in_its_code(
+def test_a_run_ended_during_cluster_start_returns_its_code(
     config: Path, ask: Callable[[RunProcess], None], code: int
 ) -> None:
     with RunProcess("run", str(config), "trainer.total_steps=5000") as run:
         run.wait_until(lambda: len(workers(run)) > 0)
-        time.sleep(0.3)  # any moment of their imports will do
+        time.sleep(0.3)  # at any moment of their imports
         ask(run)
         ended = run.end()
         run.wait_for_no_survivors()
@@ -104,7 +104,7 @@ def test_sighup_ends_a_run_with_a_checkpoint(config: Path) -> None:
     assert assert_sound(folder)["step"] == read_number(folder / "latest_checkpointed_iteration.txt")
 
 
-def test_a_worker_that_is_killed_while_the_cluster_starts_is_started_again(config: Path) -> None:
+def test_a_worker_killed_during_cluster_start_is_restarted(config: Path) -> None:
     with RunProcess("run", str(config), "trainer.total_steps=2", "--progress", "plain") as run:
         run.wait_until(lambda: len(workers(run)) > 0)
         workers(run)[0].kill()
@@ -113,7 +113,7 @@ def test_a_worker_that_is_killed_while_the_cluster_starts_is_started_again(confi
     assert ended.code == 0 and "Traceback" not in ended.err, ended
 
 
-def test_without_a_trainer_a_task_that_kills_its_worker_does_not_end_the_run(config: Path, tmp_path: Path) -> None:
+def test_without_a_trainer_a_killing_task_does_not_end_the_run(config: Path, tmp_path: Path) -> None:
     settings = ("mode=explore", "buffer.total_steps=2", "explorer.sandbox.mode=never")
     poison = {"POISON_FILE": str(tmp_path / "deaths"), "PYTHONPATH": f"{os.getcwd()}:{Path(__file__).parent}"}
     workflow = "buffer.explorer_input.default_workflow_type=poison_workflow.poisonous"
@@ -125,7 +125,7 @@ def test_without_a_trainer_a_task_that_kills_its_worker_does_not_end_the_run(con
     assert status_of(run_folder(config))["experiences"]["committed"] == 16
 
 
-def test_a_ledger_entry_that_is_gone_below_the_checkpoint_is_an_error(config: Path) -> None:
+def test_a_missing_ledger_entry_below_the_checkpoint_is_an_error(config: Path) -> None:
     finish_alone(config, "trainer.total_steps=2", "trainer.save_interval=2")
     (run_folder(config) / "ledger" / "main" / "00000001.json").unlink()
     ended = call_cli("run", str(config), "trainer.total_steps=3", "trainer.save_interval=2")

@@ -1,5 +1,5 @@
-"""Promises of runs whose engines cannot work: the second one that fails for one reason ends the run, with the reason in
-the terminal and exit code 1, and no task is blamed.
+"""Promise: if two engines fail for the same reason, the run ends with the reason in the terminal and exit code 1, and
+no task is blamed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ pytestmark = pytest.mark.slow
 ENGINE = "tests.unit.engines.plugins.broken_engine.BrokenEngine"
 
 
-# One says why, at what it is asked after the first load of weights; of the other, nobody knows more than that it ended.
+# One engine reports the reason at its first request after loading weights; of the other only its end is known.
 @pytest.mark.parametrize(("how", "at"), [("says", "loaded"), ("ends", "long")])
-def test_the_second_engine_that_fails_for_one_reason_ends_the_run(tmp_path: Path, how: str, at: str) -> None:
+def test_two_engines_failing_for_one_reason_end_the_run(tmp_path: Path, how: str, at: str) -> None:
     config = write_config(tmp_path)
     broken = (f"explorer.rollout_model.engine_type={ENGINE}", f"explorer.env_vars={{{HOW}: {how}, {AT}: {at}}}")
     with RunProcess("run", str(config), *broken, "--progress", "plain") as run:

@@ -1,5 +1,6 @@
-"""A promise of runs that evaluate: training does not wait for an evaluation, however long that takes; one explorer does
-both in turn."""
+"""Promise: training does not wait for an evaluation, however long it takes; a single explorer alternates between
+both.
+"""
 
 import json
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""Workers of jobs that are told to end, as real processes. Promises:
+"""Workers of jobs that receive a signal to end, as real processes. Promises:
 
-- one that gets SIGTERM, once or again and again, alone or with all its processes at once, says that it leaves before
-  its task is lost, and its job's process tells its batch system so;
-- one that dies in any other way says nothing, and another one is there at once;
-- a task sees that the scheduler of its worker is gone, so the next worker can come, for the next scheduler;
+- a worker that gets SIGTERM, once or repeatedly, alone or with all its processes, announces that it leaves before its
+  task is lost, and its job's process reports this to the batch system;
+- a worker that dies in another way announces nothing, and a replacement starts at once;
+- a task notices that the scheduler of its worker is gone, so a worker for the next scheduler can start;
 - nothing outlives the process that its job started.
 """
 
@@ -58,7 +58,7 @@ def worker_of_job(client: Client, folder: Path) -> Iterator[tuple[psutil.Popen, 
 
 
 def start_worker(client: Client, folder: Path) -> psutil.Popen:
-    """As a job's script does."""
+    """Start a worker as a job's script does."""
     where = folder / "scheduler.json"
     if not where.exists():
         where.write_text(json.dumps({"address": client.scheduler.address}))
@@ -95,9 +95,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(("ends", "says"), [("joined", True), ("often", True), ("all", True), ("worker", False)])
-def test_a_worker_says_that_it_leaves_when_it_is_told_to_end(
-    client: Client, tmp_path: Path, ends: str, says: bool
-) -> None:
+def test_a_worker_announces_that_it_leaves_on_sigterm(client: Client, tmp_path: Path, ends: str, says: bool) -> None:
     said: list[str] = []
     client.subscribe_topic(LEAVING_TOPIC, lambda event: said.append(event[1]))
     with worker_of_job(client, tmp_path) as (joined, worker, address):
@@ -123,7 +121,7 @@ def test_a_worker_says_that_it_leaves_when_it_is_told_to_end(
     client.unsubscribe_topic(LEAVING_TOPIC)
 
 
-def test_a_job_that_waits_for_a_scheduler_ends_when_it_is_told_to(tmp_path: Path) -> None:
+def test_a_job_waiting_for_a_scheduler_ends_on_sigterm(tmp_path: Path) -> None:
     (tmp_path / "scheduler.json").write_text(json.dumps({"address": "tcp://127.0.0.1:1"}))
     command = [sys.executable, "-m", "rftdask.cluster.join", "--scheduler-file", str(tmp_path / "scheduler.json")]
     joined = psutil.Popen([*command, "--name", "explorer", "--death-timeout", f"{DEADLINE_S:.0f}"])
@@ -142,7 +140,7 @@ def test_nothing_outlives_the_process_of_a_job(client: Client, tmp_path: Path) -
         wait_until(lambda: not any(map(lives, processes)))
 
 
-def test_a_task_sees_that_its_scheduler_is_gone_and_the_next_worker_comes(tmp_path: Path) -> None:
+def test_a_task_notices_a_lost_scheduler_and_frees_its_worker(tmp_path: Path) -> None:
     def look(ready: str, told: str) -> None:
         is_cancelled = make_cancel_check()
         Path(ready).touch()
@@ -160,7 +158,7 @@ def test_a_task_sees_that_its_scheduler_is_gone_and_the_next_worker_comes(tmp_pa
             )
             ends.callback(kill_tree, scheduler)
             wait_until(lambda: written.exists() and written.read_text().endswith("}"))
-            # At once, as a driver does it: a file that is not there says that the run is over.
+            # At once, as a driver does; a missing file means that the run is over.
             where = written.replace(tmp_path / "scheduler.json")
             return scheduler, ends.enter_context(Client(scheduler_file=str(where), timeout=DEADLINE_S))
 
@@ -172,7 +170,7 @@ def test_a_task_sees_that_its_scheduler_is_gone_and_the_next_worker_comes(tmp_pa
         wait_until(lambda: future.status != "pending" or ready.exists())
         assert ready.exists(), future.exception(timeout=DEADLINE_S)
         kill_tree(scheduler)
-        # Dask alone waits half a minute for a thread, and then ends it with its process.
+        # Dask on its own waits half a minute for a thread and then ends it with its process.
         wait_until(told.exists)
         _, client = start_scheduler()
         client.wait_for_workers(1, timeout=DEADLINE_S)

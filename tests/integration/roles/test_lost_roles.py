@@ -1,10 +1,10 @@
 """Roles that are gone for a while, with real processes. Promises:
 
-- explorers go on without a trainer as far as the staleness bound lets them, and not further; the next trainer takes
-  what they banked;
-- what a killed driver, which is also the scheduler, leaves behind ends by itself, and the same command goes on;
-- a run whose storage went away stops and says which file it could not reach; nothing is torn: with the storage back
-  the same command ends it as if nothing had happened.
+- without a trainer, explorers continue exactly as far as the staleness bound allows; the next trainer uses their
+  experiences;
+- the processes of a killed driver, which is also the scheduler, end without help, and the same command resumes;
+- a run whose storage disappeared stops and names the file it could not reach; no file is torn: when the storage is
+  back, the same command finishes the run as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from rftdask.synchronizer.styles import make_sync_rules
 from tests.integration.run_cases import (
     TRAINER,
     RunProcess,
+    assert_same_run,
     assert_sound,
-    final_weights,
     finish,
-    ledger_of,
     num_steps,
     read_number,
     run_folder,
@@ -41,7 +40,7 @@ SETTINGS = ("trainer.total_steps=12", "trainer.save_interval=4", "explorer.eval_
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that loses nothing."""
+    """The folder of a run without losses."""
     config = write_config(tmp_path_factory.mktemp("plain"))
     finish(config, *SETTINGS)
     return run_folder(config)
@@ -49,19 +48,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_same_end(config: Path, plain: Path) -> None:
     finish(config, *SETTINGS)
-    folder = run_folder(config)
-    assert_sound(folder)
-    assert ledger_of(folder) == ledger_of(plain)
-    assert final_weights(folder) == final_weights(plain)
+    assert_same_run(run_folder(config), plain)
 
 
 def explored(folder: Path) -> tuple[int, int]:
-    """Work units that are committed, and the last explore step of which there is one."""
+    """Return the number of committed work units and the last explore step among them."""
     done = done_units(ParquetLog(open_storage(folder)).shards())
     return len(done), max((step for step, _ in done), default=0)
 
 
-def test_explorers_bank_up_to_the_staleness_bound_while_there_is_no_trainer(tmp_path: Path) -> None:
+def test_explorers_without_a_trainer_stop_at_the_staleness_bound(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)
     settings = ("synchronizer.sync_style=fully_async", "synchronizer.max_staleness=3", "trainer.total_steps=20")
@@ -72,12 +68,12 @@ def test_explorers_bank_up_to_the_staleness_bound_while_there_is_no_trainer(tmp_
         run.wait_until(lambda: num_steps(folder) >= 2 and pointer.exists())
         (trainer,) = run.children(TRAINER)
         trainer.send_signal(signal.SIGSTOP)  # it hangs, with whatever it has published
-        tasks = Path(f"/proc/{trainer.pid}/task")  # once all its threads have, of which one publishes
+        tasks = Path(f"/proc/{trainer.pid}/task")  # once all its threads hang; one of them publishes
         run.wait_until(lambda: all(" T " in (task / "stat").read_text() for task in tasks.iterdir()))
         published = read_number(pointer)
         last = max(step for step in range(1, 21) if rules.weights_for(step).version <= published)
         run.wait_until(lambda: explored(folder)[0] >= last * BATCHES_PER_STEP)
-        time.sleep(2.0)  # for the next step to begin, if anything let it
+        time.sleep(2.0)  # for the next step to begin, if it could
         assert explored(folder) == (last * BATCHES_PER_STEP, last), (published, rules)
         steps = num_steps(folder)
         trainer.kill()
@@ -88,25 +84,25 @@ def test_explorers_bank_up_to_the_staleness_bound_while_there_is_no_trainer(tmp_
     assert assert_sound(folder)["step"] == 20
 
 
-def test_what_a_killed_driver_leaves_behind_ends_and_the_run_goes_on(tmp_path: Path, plain: Path) -> None:
+def test_orphans_of_a_killed_driver_end_and_the_run_resumes(tmp_path: Path, plain: Path) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)
     with RunProcess("run", str(config), *SETTINGS) as run:
         run.wait_until(lambda: num_steps(folder) >= 5)
-        run.process.kill()  # the driver alone: nobody tells the workers
+        run.process.kill()  # only the driver: nobody notifies the workers
         run.process.wait()
         run.wait_for_no_survivors(120.0)
     assert_same_end(config, plain)
 
 
-def test_a_run_whose_storage_went_away_stops_and_goes_on_when_it_is_back(tmp_path: Path, plain: Path) -> None:
+def test_a_run_whose_storage_vanished_stops_and_resumes_later(tmp_path: Path, plain: Path) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)
     away = folder.with_name("away")
     with RunProcess("run", str(config), *SETTINGS) as run:
         run.wait_until(lambda: num_steps(folder) >= 5)
         folder.rename(away)
-        folder.touch()  # every path below it is an error now
+        folder.touch()  # every path below it is now an error
         ended = run.end()
         run.wait_for_no_survivors(120.0)
     assert ended.code == 1, ended

@@ -1,13 +1,14 @@
 """Work units that overlap in an engine, with real processes and signal 9. Promises, with style fully_async:
 
-- while the slow rollouts of a unit are under way, the units after it take the slots that it leaves free;
-- a run that is killed as a whole in the middle of several such units, or that loses its worker or its engine then,
-  goes on: nothing is lost, nothing is trained twice, and no task is blamed;
-- so does one whose weights load in flight; its rows tell the oldest and the newest version, and none is too stale;
-- so does one that asks for more tasks than it waits for: what is called off, and what it leaves of a group, is in the
-  ledger with its reason, and a replay trains the same rows;
-- in style fixed no unit begins before the one before it has ended;
-- where slots follow the engine's memory, as many rollouts are under way as it has room for.
+- while the slow rollouts of a unit are in progress, later units take the slots that it leaves free;
+- a run that is killed as a whole during several such units, or loses its worker or its engine, resumes: nothing is
+  lost, nothing is trained twice, and no task is blamed;
+- the same holds for a run whose weights load in flight; its rows record the oldest and the newest version, and none is
+  too stale;
+- the same holds for a run that requests more tasks than it waits for: cancelled rollouts and the rest of their groups
+  are in the ledger with the reason, and a replay trains the same rows;
+- in style fixed no unit begins before the previous one has ended;
+- if slots follow the engine's memory, as many rollouts are in progress as fit.
 """
 
 from __future__ import annotations
@@ -66,19 +67,19 @@ def start(config: Path, *more: str) -> RunProcess:
 
 
 def num_half_done(folder: Path) -> int:
-    """Work units of which some groups are committed and some are not: they are under way."""
+    """Return the number of partly committed work units, which are in progress."""
     names = ParquetLog(open_storage(str(folder))).shards()
     return len({(name.explore_step, name.unit) for name in names} - done_units(names))
 
 
 def wait_for_overlap(run: RunProcess, folder: Path) -> None:
-    """Until this process of the run has several units under way."""
+    """Wait until this process of the run has several units in progress."""
     before = num_shards(folder)
     run.wait_until(lambda: num_shards(folder) > before and num_half_done(folder) >= 2)
 
 
 def assert_all_once(folder: Path) -> None:
-    """Every rollout of the steps that were trained is in the ledger, and once."""
+    """Assert that every rollout of the trained steps is in the ledger exactly once."""
     status = assert_sound(folder)
     assert status["step"] == STEPS
     settled = Counter((step, unit, row) for entry in ledger_of(folder) for step, unit, row, _ in entry)
@@ -86,7 +87,7 @@ def assert_all_once(folder: Path) -> None:
     assert len(settled) == STEPS * BATCH_SIZE * REPEAT_TIMES
 
 
-def test_a_run_killed_in_the_middle_of_overlapping_units_loses_and_doubles_nothing(config: Path) -> None:
+def test_killing_overlapping_units_loses_and_repeats_nothing(config: Path) -> None:
     folder = run_folder(config)
     for _ in range(2):
         with start(config, *ASYNC) as run:
@@ -110,7 +111,7 @@ def test_a_run_killed_in_the_middle_of_overlapping_units_loses_and_doubles_nothi
     assert occupancy.between(0.0, 1.0).all()
 
 
-def test_responses_that_span_versions_are_trained_once_each_and_within_the_bound(config: Path) -> None:
+def test_responses_spanning_versions_are_trained_once_in_bounds(config: Path) -> None:
     folder = run_folder(config)
     turns = (
         "synchronizer.load_in_flight=true",
@@ -134,7 +135,7 @@ def test_responses_that_span_versions_are_trained_once_each_and_within_the_bound
         told = {version["policy_version"] for version in row["version_starts"] or ()}
         several = {row["min_policy_version"], row["max_policy_version"]}
         assert several <= told if len(several) > 1 else not told, "each token of such a row knows its own"
-    # What is evaluated is one version, whatever is loaded for the units beside it.
+    # An evaluation uses one version, whatever is loaded for concurrent units.
     exams = ParquetLog(open_storage(str(folder)), "eval/held_out")
     versions = [
         (row["min_policy_version"], row["max_policy_version"]) for n in exams.shards() for row in rows(exams, n)
@@ -148,7 +149,7 @@ def rows(log: ParquetLog, name: ShardName) -> list[dict[str, Any]]:
     return log.read(name, ["min_policy_version", "max_policy_version", "version_starts"]).to_pylist()
 
 
-def test_what_was_called_off_at_enough_is_in_the_ledger_with_its_reason_and_once(config: Path) -> None:
+def test_cancelled_rollouts_are_in_the_ledger_with_the_reason(config: Path) -> None:
     folder = run_folder(config)
     enough = (
         "explorer.tasks_per_batch=4",

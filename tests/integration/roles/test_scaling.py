@@ -1,4 +1,4 @@
-"""Workers of a role are added and removed while the cluster runs, and the others stay."""
+"""Promise: workers of a role can be added and removed while the cluster runs, and the others stay."""
 
 import time
 

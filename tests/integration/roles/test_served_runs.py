@@ -1,6 +1,6 @@
-"""Promises of `rftdask serve`: a session whose reward was answered with 200 is in the log once, whatever is killed:
-the server, its engine, a rank of the trainer beside it, or all of the trainer; newer weights are served as they are
-published, and each turn knows its own; a trainer trains on what was served.
+"""Promises of `rftdask serve`: a session whose reward was answered with 200 is in the log exactly once, whatever is
+killed: the server, its engine, a rank of a concurrent trainer, or the whole trainer; newer weights are served when
+they are published, and each turn records its own version; a trainer trains on the served sessions.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PAGE = (Path(__file__).parents[3] / "docs/serve.md").read_text()
 
 
 class Served:
-    """A server that has said where it is."""
+    """A server that has printed its address."""
 
     def __init__(self, run: RunProcess) -> None:
         assert run.process.stdout is not None
@@ -98,7 +98,7 @@ def test_a_rewarded_session_outlives_kill_9_and_is_trained(tmp_path: Path) -> No
     sessions = [
         (f"s{task}-{n}", f"task {task}", task + n / 10) for task in range(BATCH_SIZE) for n in range(REPEAT_TIMES)
     ]
-    # Killed after one reward of each kind: the first of a group, and the last of one.
+    # Kill after one reward of each kind: the first of a group, and the last of one.
     for first, last in ((0, 3), (3, 4), (4, len(sessions))):
         with serve(config) as run:
             served = Served(run)
@@ -130,7 +130,7 @@ def test_a_rewarded_session_outlives_kill_9_and_is_trained(tmp_path: Path) -> No
 
 
 def use(served: Served, number: int) -> bool:
-    """Use session `number` and reward it; whether that was answered with 200."""
+    """Use session `number` and reward it. Returns True if the reward was answered with 200."""
     session, task = f"s{number}", f"task {number // REPEAT_TIMES}"
     try:
         served.post(f"/sessions/{session}/v1/chat/completions", model="p", messages=[{"role": "user", "content": task}])
@@ -139,7 +139,7 @@ def use(served: Served, number: int) -> bool:
         return False
 
 
-def test_what_is_rewarded_while_engine_rank_and_trainer_are_killed_is_in_the_log_once_and_trained(
+def test_rewarded_sessions_are_logged_once_despite_kills(
     tmp_path: Path,
 ) -> None:
     config, num_steps_in_all, per_step = write_config(tmp_path), 3, BATCH_SIZE * REPEAT_TIMES
@@ -161,7 +161,7 @@ def test_what_is_rewarded_while_engine_rank_and_trainer_are_killed_is_in_the_log
             [rank] = trainer.children(TRAINER)
             rank.kill()
             trainer.wait_until(lambda: rank not in trainer.children(TRAINER) and bool(trainer.children(TRAINER)))
-            # Its engine dies between an answer and its reward; whoever is told 200 then is right.
+            # Its engine dies between an answer and its reward; the reward may then be answered with 200.
             served.ask(f"s{per_step}", "1")
             [engine] = run.children(ENGINE)
             engine.kill()
@@ -207,7 +207,7 @@ def test_newer_weights_are_served_and_each_turn_knows_its_own(tmp_path: Path) ->
 
 
 def use_as_the_page_shows(served: Served) -> None:
-    """The Python of docs/serve.md, by an agent whose work is to ask once; a reward that is not taken raises."""
+    """Run the Python code of docs/serve.md with an agent that makes one request; a rejected reward raises."""
     [shown] = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     ask = "agent.chat.completions.create(model='policy', messages=[{'role': 'user', 'content': 'hi'}])"
     assert "http://127.0.0.1:8000" in shown and "\n...  # " in shown
@@ -232,7 +232,7 @@ def test_a_run_that_was_moved_is_served_where_it_is(tmp_path: Path) -> None:
     assert not run_folder(config).exists()
 
 
-def test_a_server_with_a_certificate_speaks_https_alone(tmp_path: Path) -> None:
+def test_a_server_with_a_certificate_speaks_only_https(tmp_path: Path) -> None:
     config, key = write_config(tmp_path), ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
@@ -255,7 +255,7 @@ def test_a_server_with_a_certificate_speaks_https_alone(tmp_path: Path) -> None:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         with httpx.Client(verify=ssl.create_default_context(cafile=str(cert_file)), headers=headers) as client:
             assert client.get(f"{url}/models").json()["data"][0]["id"] == "policy"
-            # As a program of somebody else uses it: a session's key, for that session alone.
+            # Like a third-party program: with the key of one session, valid only for that session.
             session = client.post(f"{url.removesuffix('/v1')}/sessions", json={}).json()
             asked: Any = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
             with openai.OpenAI(base_url=url, api_key=session["api_key"], http_client=client) as agent:
@@ -272,7 +272,7 @@ def test_a_server_with_a_certificate_speaks_https_alone(tmp_path: Path) -> None:
             httpx.get(f"{url}/models".replace("https", "http"))
 
 
-def test_a_model_that_reads_images_is_served_with_them_and_trained_on_what_it_saw(tmp_path: Path) -> None:
+def test_a_served_model_that_reads_images_trains_on_them(tmp_path: Path) -> None:
     build_toy_image_model(tmp_path / "model")
     tree = {
         "mode": "serve",
@@ -306,7 +306,7 @@ def test_a_model_that_reads_images_is_served_with_them_and_trained_on_what_it_sa
     assert len(steps) == 1 and steps.grad_norm[0] > 0 and abs(steps.mismatch_kl[0]) < 1e-6
 
 
-def test_a_configuration_of_mode_serve_is_served_by_run_and_needs_no_tasks(tmp_path: Path) -> None:
+def test_mode_serve_is_served_by_run_and_needs_no_tasks(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     tree = yaml.safe_load(config.read_text())
     del tree["buffer"]["explorer_input"]

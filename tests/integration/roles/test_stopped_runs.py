@@ -1,9 +1,9 @@
-"""Runs that are asked to stop, and runs that may not start. Promises:
+"""Runs that are stopped, and runs that must not start. Promises:
 
 - Ctrl-C ends a run with a checkpoint and exit code 130, SIGTERM to its driver or to all of its processes with 143, and
   the same command continues it to its end;
-- a run folder has one owner: a second start is refused, says who works there, and disturbs nothing;
-- a config that does not belong to the folder is refused, naming the keys.
+- a run folder has one owner: a second start is refused, names the owner, and disturbs nothing;
+- a config that does not match the folder is refused with the keys that differ.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("ask", "code"), [(RunProcess.interrupt, 130), (RunProcess.terminate, 143)], ids=["Ctrl-C", "SIGTERM"]
 )
-def test_a_run_that_is_asked_to_end_writes_a_checkpoint_and_the_same_command_continues(
+def test_a_stopped_run_writes_a_checkpoint_and_can_continue(
     config: Path, ask: Callable[[RunProcess], None], code: int
 ) -> None:
     folder = run_folder(config)

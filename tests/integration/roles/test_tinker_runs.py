@@ -1,8 +1,8 @@
-"""A run whose policy is at the Tinker service, by its SDK, against a server of ours. Promises:
+"""A run whose policy is at the Tinker service, through its SDK, against our stand-in server. Promises:
 
 - trainer and engines share weights by paths at the service, and the policy learns;
-- a run that was killed goes on from the newest checkpoint at the service, optimizer included, and ends sound;
-- the folder of the run has no weights and no key.
+- a killed run resumes from the newest checkpoint at the service, including the optimizer, and ends sound;
+- the folder of the run contains no weights and no key.
 """
 
 import os
@@ -22,7 +22,7 @@ from tests.tinker_server import served
 
 pytestmark = [
     pytest.mark.extras,
-    # Of the package, about its own parts.
+    # Warnings of the package about its own modules.
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -70,8 +70,8 @@ def test_a_policy_at_the_service_learns_and_goes_on_after_a_kill(tmp_path: Path)
     assert status["checkpoint"] == status["published"] == status["step"] == STEPS
     rewards = read_metrics(storage, "trainer").drop_duplicates("step", keep="last").sort_values("step")["reward"]
     assert rewards[-4:].mean() > rewards[:4].mean() + 0.2, rewards.tolist()
-    # What is published are paths, and what is gone from the folder is gone at the service, but for what the first life
-    # saved, and the last step alone had handed out.
+    # Publications are paths, and paths removed from the folder are deleted at the service, except those that the first
+    # life saved and those published only for the last step.
     assert {file.name for file in folder.glob(f"weights/{STEPS}/*")} == {"MANIFEST.json", "sampler.json"}
     assert not [*folder.rglob("*.safetensors")]
     assert published_versions(storage)[-1] == STEPS

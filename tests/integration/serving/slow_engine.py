@@ -1,4 +1,4 @@
-"""An engine that takes its time and says what it does, for tests of servers: a file for each process of it."""
+"""A slow engine that records its calls, for tests of servers: one file per engine process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rftdask.engines.fake import FakeEngine
 from rftdask.errors import DataError
 
 CALLS = "RFTDASK_TEST_CALLS"
-"""Folder of the files `<pid>`: a line "+" for each call that begins, and "-" for one that ends."""
+"""Environment variable with the folder of the files `<pid>`: a line "+" per started call, and "-" per finished call."""
 
 WHY_NOT = "RFTDASK_TEST_WHY_NOT"
-"""Why it cannot start; not set: it can."""
+"""Environment variable with the reason why the engine cannot start; unset: it can."""
 
 
 class SlowEngine(FakeEngine):
-    """0.2 s for an answer of 8 tokens, and memory for 100 tokens."""
+    """Engine that takes 0.2 s for an answer of 8 tokens and has memory for 100 tokens."""
 
     engine_type = ""
     imports_ahead = ()
@@ -51,5 +51,5 @@ class SlowEngine(FakeEngine):
 
 
 def most_under_way(file: Path) -> int:
-    """Most calls that were under way at once in the engine of a file."""
+    """Return the maximum number of concurrent calls in the engine of a file."""
     return max(accumulate(1 if line == "+" else -1 for line in file.read_text().split()))

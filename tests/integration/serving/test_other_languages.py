@@ -1,5 +1,5 @@
-"""Promise: an agent in any language is recorded and rewarded: those of examples/agents/over_http, in a shell and in
-JavaScript, as they are.
+"""Promise: agents in any language are recorded and rewarded: those of examples/agents/over_http, in shell and
+JavaScript.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parents[3] / "examples/agents/over_http"
 
 
 @pytest.mark.parametrize("program", [("bash", "agent.sh"), ("node", "agent.mjs")])
-def test_an_agent_that_knows_http_alone_is_recorded(program: tuple[str, str], tmp_path: Path) -> None:
+def test_an_agent_that_knows_only_http_is_recorded(program: tuple[str, str], tmp_path: Path) -> None:
     if missing := [name for name in (program[0], *(("curl", "jq") * (program[0] == "bash"))) if not shutil.which(name)]:
         pytest.skip(f"{', '.join(missing)} is not on this machine")
     config = write_config(tmp_path)

@@ -1,7 +1,7 @@
-"""Promises of a server whose engines are on Dask's workers, with real processes on two addresses: calls are balanced
-over them; a worker that is killed costs no call and no session whose reward was answered with 200; memory that is left
-decides who is told to come again; a worker that joins is asked, with the newest weights; a server that is killed leaves
-no engine behind.
+"""Promises of a server whose engines are on Dask workers, with real processes on two addresses: calls are balanced over
+them; a killed worker costs no call and no session whose reward was answered with 200; the remaining memory decides
+which requests must retry; a worker that joins receives calls, with the newest weights; a killed server leaves no
+engine behind.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from tests.living import lives, wait_until_gone
 pytestmark = pytest.mark.slow
 TOKEN = "a-token"
 NUM_AGENTS = 8
-"""At once, of whose calls one engine has memory for half."""
+"""Concurrent agents; one engine has memory for the calls of half of them."""
 
 
 class Agents:
-    """Threads that each play session after session of two turns, and tell rewards; what they were answered."""
+    """Threads that each play sessions of two turns and send rewards; records the responses."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.rewarded: list[str] = []
         """Sessions whose reward was answered with 200."""
         self.refused: list[int] = []
-        """Seconds after which they were told to come again."""
+        """Values of Retry-After that they received."""
         self.problems: list[str] = []
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._play, args=(number,)) for number in range(NUM_AGENTS)]
@@ -59,13 +59,13 @@ class Agents:
         self.stop()
 
     def stop(self) -> None:
-        """Let them end the sessions that they have begun. Idempotent."""
+        """Let them finish the current sessions. Idempotent."""
         self._stopping.set()
         for thread in self._threads:
             thread.join(60)
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
-        """The answer, once it is not 429 any more."""
+        """Return the answer, after retrying while the status is 429."""
         headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
         while True:
             request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
@@ -94,7 +94,7 @@ class Agents:
             while not self._stopping.is_set():
                 self.play(f"s{agent}-{number}")
                 number += 1
-        except Exception as error:  # for the test to tell
+        except Exception as error:  # the test reports it
             self.problems.append(f"{type(error).__name__}: {error}")
 
 
@@ -129,7 +129,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def scheduler(file: Path) -> Iterator[tuple[str, str]]:
-    """A Dask scheduler that says in the file where it is, and what makes a run use its cluster."""
+    """A Dask scheduler that writes its address to the file, and the options that make a run use its cluster."""
     options = ("--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", str(file))
     with process("distributed.cli.dask_scheduler", *options):
         yield "cluster.type=existing", f"cluster.options={{scheduler_file: '{file}'}}"
@@ -166,7 +166,9 @@ def engine_of(started: subprocess.Popen[bytes], calls: Path) -> int:
 
 
 def calls_of(folder: Path, pid: int) -> tuple[int, int]:
-    """Calls that an engine has begun and ended, the first two of which make it ready; (0, 0): it is no engine."""
+    """Return the calls that an engine has started and finished, the first two of which make it ready; (0, 0): not an
+    engine.
+    """
     lines = (folder / str(pid)).read_text().split() if (folder / str(pid)).exists() else []
     return lines.count("+"), lines.count("-")
 
@@ -175,7 +177,7 @@ def calls_of_others(folder: Path, pid: int) -> int:
     return sum(calls_of(folder, int(file.name))[1] for file in folder.iterdir() if file.name != str(pid))
 
 
-def test_a_killed_worker_costs_no_call_and_no_session_and_the_next_one_is_asked(tmp_path: Path, calls: Path) -> None:
+def test_a_killed_worker_costs_no_call_and_is_replaced(tmp_path: Path, calls: Path) -> None:
     config, file = write_config(tmp_path), tmp_path / "scheduler.json"
     with (
         scheduler(file) as cluster,
@@ -194,7 +196,7 @@ def test_a_killed_worker_costs_no_call_and_no_session_and_the_next_one_is_asked(
             run.wait_until(lambda: health(url)["engines"] == 1)
             before = calls_of(calls, left)[1]
             run.wait_until(lambda: calls_of(calls, left)[1] > before + 20)
-            # The agents are too many for the memory of the one that is left.
+            # The agents exceed the memory of the remaining engine.
             assert len(agents.refused) > refused_before and set(agents.refused) <= set(range(1, 31))
             publish_weights(open_storage(str(run_folder(config))), 3, b"weights", "main")
             with worker(file, "127.0.0.2") as next_one:
@@ -208,7 +210,7 @@ def test_a_killed_worker_costs_no_call_and_no_session_and_the_next_one_is_asked(
     assert not lives(killed)
 
 
-def test_a_killed_engine_is_followed_by_another_and_a_killed_server_leaves_none(tmp_path: Path, calls: Path) -> None:
+def test_a_killed_engine_is_replaced_and_servers_leave_none(tmp_path: Path, calls: Path) -> None:
     config, file = write_config(tmp_path), tmp_path / "scheduler.json"
     with scheduler(file) as cluster, worker(file, "127.0.0.2") as host:
         with serve(config, *cluster) as run:

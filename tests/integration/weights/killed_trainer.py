@@ -1,12 +1,12 @@
 """A trainer that is killed with signal 9 at each of its durable writes, and its successor: a program of
-`test_weight_methods.py`, which has everything imported and forks the lives.
+`test_weight_methods.py` that imports everything once and forks the lives.
 
     python -m tests.integration.weights.killed_trainer CONFIG FOLDER ADDRESS FIRST EVERY
 
-Each place has a run of its own, FOLDER/0, FOLDER/1 and so on; the first one is not disturbed, and says which places
-there are; of these it takes every n-th from one on. Machines follow the runs (`weight_parties.follow`) while they go
-on. What is published is what is asked for beyond the pointer, so whoever resumes has to know by itself what it lost.
-FOLDER/told.json has the places, and what was wrong at them.
+Each place has its own run, FOLDER/0, FOLDER/1 and so on. The first run is undisturbed and yields the list of places;
+every EVERY-th place from FIRST on is tested. Machines follow the runs (`weight_parties.follow`) meanwhile. Followers
+request versions beyond the pointer, so a resumed trainer must know on its own which versions were lost.
+FOLDER/problems.json has the places and the problems at them.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ DEADLINE_S = 60.0
 
 
 class FingerprintEngine(FakeTrainEngine):
-    """Has fingerprints."""
+    """Engine with fingerprints."""
 
     def fingerprint(self) -> Fingerprint:
-        """Of what the weights are made of."""
+        """Return the fingerprint, made from the content of the weights."""
         return Fingerprint(sequences=((3, 1, 4),), logprobs=((-self._digest[0] / 8, -1.0),), dtype="float32")
 
 
 class FollowedEngine(FingerprintEngine):
-    """Trains no further than its machines follow, so that each of them serves every version."""
+    """Engine that waits for its machines before it trains on, so that each of them serves every version."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -70,10 +70,11 @@ class FollowedEngine(FingerprintEngine):
 
 
 def train(config: Config, folder: Path, address: str, places: PlaceCounter) -> None:
-    """One life of the trainer of a run, from its newest checkpoint to the end of its log."""
+    """Run one life of the trainer, from its newest checkpoint to the end of its log."""
 
     def pass_place(verb: str, path: str, stage: Stage) -> None:
-        # Before a write is after the one before, but for the manifest of weights: before it they are held.
+        # The state before a write equals that after the previous one, except for the manifest of weights, before which
+        # they are held in memory.
         if verb in ("put", "put_new") and (stage == "after" or re.fullmatch("weights/.*/MANIFEST.json", path)):
             places.at_verb(verb, path.replace(f"ledger/{folder.name}/", "ledger/"), stage)
 
@@ -97,7 +98,7 @@ def train(config: Config, folder: Path, address: str, places: PlaceCounter) -> N
 
 
 def lost_versions(folder: Path) -> list[int]:
-    """Versions that nobody could load or make again, now that their trainer is dead."""
+    """Return the versions that cannot be loaded or computed again after the death of their trainer."""
     storage = open_storage(folder)
     steps = checkpoint_steps(storage)
     saved = max((step for step in steps if read_manifest(storage, checkpoint_folder(step)) is not None), default=0)
@@ -107,14 +108,14 @@ def lost_versions(folder: Path) -> list[int]:
 
 def main(config_file: str, where: str, address: str, first: str, every: str) -> None:
     config, folder = load_config(config_file), Path(where)
-    told: dict[str, list[str]] = {}
+    problems_by_place: dict[str, list[str]] = {}
 
     def live(number: int, place: str = "") -> Life:
         run = folder / str(number)
 
         def die() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)  # the signal is on its way
+            time.sleep(60)  # the signal is being delivered
 
         def work() -> None:
             places = PlaceCounter(place=place, act=die)
@@ -124,7 +125,7 @@ def main(config_file: str, where: str, address: str, first: str, every: str) -> 
         return Life(work, folder)
 
     def begin(number: int) -> None:
-        # At once for those who follow: they look for the folder.
+        # At once, because the followers wait for the folder.
         made = folder / f"new-{number}"
         fill_log(open_storage(made), NUM_VERSIONS)
         made.rename(folder / str(number))
@@ -133,11 +134,11 @@ def main(config_file: str, where: str, address: str, first: str, every: str) -> 
         life = live(number)
         problems = [f"the trainer ended with {life.error()}"] if life.wait() else []
         storage = open_storage(folder / str(number))
-        held = [v for v in range(1, NUM_VERSIONS + 1) if not is_loadable(storage, v)]
-        return problems + ([f"versions {held} are no files at the end"] if held else [])
+        missing = [v for v in range(1, NUM_VERSIONS + 1) if not is_loadable(storage, v)]
+        return problems + ([f"versions {missing} are not files at the end"] if missing else [])
 
     begin(0)
-    told["undisturbed"] = finish(0)
+    problems_by_place["undisturbed"] = finish(0)
     places = json.loads((folder / "places-0.json").read_text())
     for number, place in enumerate(places[int(first) :: int(every)], 1):
         begin(number)
@@ -145,8 +146,8 @@ def main(config_file: str, where: str, address: str, first: str, every: str) -> 
         problems = [] if life.wait() == -signal.SIGKILL else [f"it was not killed, and ended with {life.error()}"]
         if lost := lost_versions(folder / str(number)):
             problems.append(f"versions {lost} are lost")
-        told[place] = problems + finish(number)
-    (folder / "told.json").write_text(json.dumps(told))
+        problems_by_place[place] = problems + finish(number)
+    (folder / "problems.json").write_text(json.dumps(problems_by_place))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""The contract of the ways in which weights travel: checkpoint, memory and nccl. Every machine is a Dask worker with a
-memory of its own, whose engine is a child process; the trainer is on another one. Promises, whatever the method:
+"""The contract of the synchronization methods checkpoint, memory and nccl. Every machine is a Dask worker with its own
+memory, whose engine is a child process; the trainer is on another machine. Promises of all methods:
 
-- every machine serves the versions that were published, in their order, with their bytes, hash and fingerprint;
-- a machine that joins late gets what there is, and nobody waits for it;
-- whoever is killed with signal 9 while versions travel (a machine, its engine, the trainer) takes nothing along: the
-  others get theirs, and so does the process that takes its place, once the trainer has published again what it held;
-- a trainer killed at any of its durable writes is followed by one that publishes the same versions, in their order,
-  with their hashes and fingerprints: what was published before its newest checkpoint is a file, the rest it repeats;
-- what a trainer holds is a file when it is asked to write it, and nothing else on storage than its manifest before;
-- a run over these machines trains the same, bit for bit, and asks for no files where it can do without; where those who
-  hold weights give nothing it goes on with files, and ends the same way.
+- every machine serves the published versions in order, with their bytes, hash and fingerprint;
+- a machine that joins late gets the current version, and nobody waits for it;
+- killing a machine, its engine or the trainer with signal 9 during a transfer affects no other process: the others get
+  their versions, and so does the replacement, once the trainer has published its held versions again;
+- a trainer killed at any of its durable writes is followed by one that publishes the same versions in order, with their
+  hashes and fingerprints: versions before its newest checkpoint are files, the others it computes again;
+- weights that a trainer holds become a file on request; until then, storage has only their manifest;
+- a run over these machines trains the same, bit for bit, and requests files only if necessary; if the holders of
+  weights send nothing, it continues with files and ends the same way.
 """
 
 import hashlib
@@ -31,17 +31,15 @@ from rftdask.storage import open_storage
 from rftdask.synchronizer.published import read_published
 from tests.integration.run_cases import (
     RunProcess,
-    assert_sound,
-    final_weights,
+    assert_same_run,
     finish_alone,
-    ledger_of,
     num_steps,
     run_folder,
     write_config,
 )
 from tests.integration.weights import weight_parties as parties
 from tests.integration.weights.killed_trainer import FingerprintEngine
-from tests.integration.weights.weight_parties import Said
+from tests.integration.weights.weight_parties import Report
 from tests.unit.trainer.trainer_cases import fill_log, make_trainer
 
 DEADLINE_S = 180.0
@@ -50,11 +48,11 @@ PLANS = (WorkerPlan(TRAINER, ("trainer",), 1), *(WorkerPlan(name, ("explorer",),
 
 
 class Machines(LocalCluster):
-    """Workers each of which has a memory of its own, so that nothing but sockets and storage joins them."""
+    """Workers that each have their own memory, so that only sockets and storage connect them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        super().__init__(Layout(PLANS), tls=False)  # a command that joins it has no keys
+        super().__init__(Layout(PLANS), tls=False)  # a joining command has no keys
 
     def _worker_spec(self, worker: WorkerPlan) -> dict[str, Any]:
         memory = self.folder / f"memory-{worker.name}"
@@ -64,18 +62,18 @@ class Machines(LocalCluster):
         return spec
 
     def addresses(self) -> dict[str, str]:
-        """Of the workers that live, by name."""
+        """Return the addresses of the living workers by name."""
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
-        return {str(told["name"]): address for address, told in workers.items()}
+        return {str(worker["name"]): address for address, worker in workers.items()}
 
     def wait_for(self, name: str, other_than: str = "") -> None:
         deadline = time.monotonic() + DEADLINE_S
         while self.addresses().get(name, other_than) == other_than:
-            assert time.monotonic() < deadline, f"{name} did not come"
+            assert time.monotonic() < deadline, f"{name} did not join"
             time.sleep(0.02)
 
     def kill(self, name: str) -> None:
-        """With signal 9; its nanny starts another one."""
+        """Kill a worker with signal 9; its nanny starts another one."""
         address = self.addresses()[name]
         os.kill(self.client.run(os.getpid, workers=[address])[address], signal.SIGKILL)
         self.wait_for(name, other_than=address)
@@ -91,7 +89,7 @@ class Run:
     """A run of one method on the machines."""
 
     def __init__(self, machines: Machines, folder: Path, method: str) -> None:
-        # A name of its own: pytest gives the folder of a test that passed to the next one, and processes here live on.
+        # A unique name: pytest reuses the folder of a passed test, and these processes live on.
         self.machines, self.url = machines, str(folder / f"run-{uuid.uuid4().hex[:8]}")
         self.config = write_config(folder)
         text = self.config.read_text().replace("synchronizer:", f"synchronizer:\n  sync_method: {method}")
@@ -99,20 +97,20 @@ class Run:
         self.config.write_text(text.replace("cluster:", elsewhere))
 
     def begin(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """The future of a call on a machine."""
+        """Return the future of a call on a machine."""
         return self.machines.client.submit(call, *arguments, workers=[name], pure=False)
 
-    def publish(self, *versions: int) -> list[Said]:
+    def publish(self, *versions: int) -> list[Report]:
         future = self.begin(TRAINER, parties.publish, str(self.config), self.url, list(versions))
-        said: list[Said] = future.result(timeout=DEADLINE_S)
-        return said
+        reports: list[Report] = future.result(timeout=DEADLINE_S)
+        return reports
 
     def serve(self, version: int, names: tuple[str, ...] = ENGINES) -> dict[str, Any]:
-        """By the engines of machines; futures of what they say."""
+        """Serve with the engines of machines and return the futures of their reports."""
         return {name: self.begin(name, parties.serve, str(self.config), self.url, version) for name in names}
 
 
-def results(futures: dict[str, Any]) -> list[Said]:
+def results(futures: dict[str, Any]) -> list[Report]:
     return [future.result(timeout=DEADLINE_S) for future in futures.values()]
 
 
@@ -126,23 +124,23 @@ def run(machines: Machines, tmp_path: Path, method: str) -> Run:
     return Run(machines, tmp_path, method)
 
 
-def test_all_machines_serve_what_was_published_also_one_that_joins_late(run: Run, method: str) -> None:
-    said = run.publish(1, 2, 3)
-    for each in said:
-        assert each.fingerprint == parties.fingerprint(each.version)
-        assert results(run.serve(each.version)) == [each] * len(ENGINES)
+def test_all_machines_serve_all_versions_even_after_joining_late(run: Run, method: str) -> None:
+    reports = run.publish(1, 2, 3)
+    for report in reports:
+        assert report.fingerprint == parties.fingerprint(report.version)
+        assert results(run.serve(report.version)) == [report] * len(ENGINES)
     files = sorted(path.name for path in Path(run.url, "weights", "3").iterdir())
     assert files == ["MANIFEST.json", *["model.safetensors"] * (method == "checkpoint")]
-    # While those that are there go on with the next version, one joins.
+    # One joins while the others continue with the next version.
     (fourth,) = run.publish(4)
-    under_way = run.serve(4)
+    futures = run.serve(4)
     before = run.machines.addresses().keys()
     run.machines.scale("explorer", len(before))
     while not (joined := run.machines.addresses().keys() - before):
         time.sleep(0.02)
-    assert results(run.serve(3, tuple(joined))) == [said[-1]]
-    assert results(under_way) == [fourth] * len(ENGINES)
-    # Collected where nobody needs it; what stays becomes files when it is asked for.
+    assert results(run.serve(3, tuple(joined))) == [reports[-1]]
+    assert results(futures) == [fourth] * len(ENGINES)
+    # Unneeded versions are removed; the others become files on request.
     run.begin(TRAINER, parties.collect, run.url, 4).result(timeout=DEADLINE_S)
     run.begin(TRAINER, parties.write_held, run.url).result(timeout=DEADLINE_S)
     assert [path.name for path in Path(run.url, "weights").iterdir()] == ["4"]
@@ -151,13 +149,13 @@ def test_all_machines_serve_what_was_published_also_one_that_joins_late(run: Run
 
 
 @pytest.mark.slow
-def test_whoever_is_killed_takes_nothing_along(run: Run) -> None:
-    told = []
+def test_a_killed_process_loses_no_weights(run: Run) -> None:
+    kills = []
     for version, victim in ((3, ENGINES[0]), (6, TRAINER), (9, f"the engine of {ENGINES[1]}")):
-        (said,) = run.publish(version)
-        under_way = run.serve(version)
+        (report,) = run.publish(version)
+        futures = run.serve(version)
         pause_s = random.SystemRandom().uniform(0.0, 0.3)
-        told.append((victim, pause_s))
+        kills.append((victim, pause_s))
         time.sleep(pause_s)
         if victim in (TRAINER, *ENGINES):
             run.machines.kill(victim)
@@ -165,36 +163,36 @@ def test_whoever_is_killed_takes_nothing_along(run: Run) -> None:
             pid = run.begin(ENGINES[1], parties.engine_pid, str(run.config)).result(timeout=DEADLINE_S)
             os.kill(pid, signal.SIGKILL)
         if victim == TRAINER:
-            # As one that resumes: what was published after its checkpoint, and held, at the same steps.
-            assert run.publish(version) == [said], told
-        for name, future in under_way.items():
+            # Like a resumed trainer: publish what was held after its checkpoint, at the same steps.
+            assert run.publish(version) == [report], kills
+        for name, future in futures.items():
             if name in victim:
-                # A task whose worker or engine was lost is another's to run again, as the explorer does.
+                # Another worker must repeat a task whose worker or engine was lost, as the explorer does.
                 future.cancel()
                 future = run.serve(version, (name,))[name]
-            assert future.result(timeout=DEADLINE_S) == said, (name, told)
+            assert future.result(timeout=DEADLINE_S) == report, (name, kills)
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> list[Said]:
-    """What is said of the versions of a trainer that nobody kills, and that holds nothing."""
+def undisturbed() -> list[Report]:
+    """Reports about the versions of an undisturbed trainer that holds nothing."""
     storage = open_storage(f"memory://undisturbed-{uuid.uuid4().hex}")
     fill_log(storage, parties.NUM_VERSIONS)
     make_trainer(storage, engine=FingerprintEngine()).run()
-    said = []
+    reports = []
     for version in range(1, parties.NUM_VERSIONS + 1):
         published = read_published(storage, version)
         assert published is not None
         data = storage.get(f"{published.folder}/model.safetensors")
         sha256 = hashlib.sha256(data).hexdigest()
-        said.append(Said(version, published.content_hash, published.fingerprint, sha256))
-    return said
+        reports.append(Report(version, published.content_hash, published.fingerprint, sha256))
+    return reports
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
-def test_a_trainer_killed_at_each_durable_write_goes_on_with_the_same_versions_in_their_order(
-    run: Run, tmp_path: Path, every: int, undisturbed: list[Said]
+def test_a_trainer_killed_at_each_write_repeats_its_versions(
+    run: Run, tmp_path: Path, every: int, undisturbed: list[Report]
 ) -> None:
     folder = tmp_path / uuid.uuid4().hex
     folder.mkdir()
@@ -208,12 +206,13 @@ def test_a_trainer_killed_at_each_durable_write_goes_on_with_the_same_versions_i
     with RunProcess(program=program, env={"RFTDASK_SHARED_MEMORY": memory, "TMPDIR": memory}) as trainer:
         ended = trainer.end()
     assert ended.code == 0, ended
-    told = json.loads((folder / "told.json").read_text())
-    assert {place: problems for place, problems in told.items() if problems} == {}
-    assert len(told) >= 5, told
+    problems_by_place = json.loads((folder / "problems.json").read_text())
+    assert {place: problems for place, problems in problems_by_place.items() if problems} == {}
+    assert len(problems_by_place) >= 5, problems_by_place
     for name, first in parties.FOLLOWERS.items():
         served = followers[name].result(timeout=DEADLINE_S)
-        assert [at for at, said in zip(told, served, strict=True) if said != undisturbed[first - 1 :]] == []
+        expected = undisturbed[first - 1 :]
+        assert [at for at, reports in zip(problems_by_place, served, strict=True) if reports != expected] == []
 
 
 STEPS = 6
@@ -227,40 +226,39 @@ def by_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_folder(config)
 
 
+@pytest.fixture
+def settings(machines: Machines, method: str) -> tuple[str, ...]:
+    """Settings of a run over the machines."""
+    address = f"cluster.options={{address: '{machines.client.scheduler.address}'}}"
+    return "cluster.type=existing", address, f"trainer.total_steps={STEPS}", f"synchronizer.sync_method={method}"
+
+
 @pytest.mark.parametrize("method", ["memory", "nccl"])
-def test_a_run_over_machines_trains_the_same(machines: Machines, tmp_path: Path, method: str, by_files: Path) -> None:
+def test_a_run_over_machines_trains_the_same(tmp_path: Path, settings: tuple[str, ...], by_files: Path) -> None:
     config = write_config(tmp_path)
-    where = f"cluster.options={{address: '{machines.client.scheduler.address}'}}"
-    steps = f"trainer.total_steps={STEPS}"
-    finish_alone(config, "cluster.type=existing", where, steps, f"synchronizer.sync_method={method}")
+    finish_alone(config, *settings)
     folder = run_folder(config)
-    assert assert_sound(folder)["step"] == STEPS
-    assert ledger_of(folder) == ledger_of(by_files)
-    assert final_weights(folder) == final_weights(by_files)
+    assert assert_same_run(folder, by_files)["step"] == STEPS
     assert not (folder / "control" / "whole_version.txt").exists(), "it asked for files"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["memory", "nccl"])
-def test_a_run_whose_machines_get_nothing_from_the_holder_goes_on_with_files(
-    machines: Machines, tmp_path: Path, by_files: Path, method: str
+def test_a_run_without_held_weights_continues_with_files(
+    machines: Machines, tmp_path: Path, by_files: Path, method: str, settings: tuple[str, ...]
 ) -> None:
     config = write_config(tmp_path)
     folder = run_folder(config)
-    where = f"cluster.options={{address: '{machines.client.scheduler.address}'}}"
-    settings = ("cluster.type=existing", where, f"trainer.total_steps={STEPS}", f"synchronizer.sync_method={method}")
-    break_off, parties_to_it = parties.reach_no_rank, ENGINES
+    disconnect, disconnected = parties.reach_no_rank, ENGINES
     if method == "memory":
-        break_off, parties_to_it = parties.give_nothing, (TRAINER,)
+        disconnect, disconnected = parties.give_nothing, (TRAINER,)
     with RunProcess("run", str(config), *settings, "--progress", "plain") as run:
         run.wait_until(lambda: num_steps(folder) >= 1)
-        machines.client.run(break_off, workers=[machines.addresses()[name] for name in parties_to_it])
+        machines.client.run(disconnect, workers=[machines.addresses()[name] for name in disconnected])
         try:
             ended = run.end()
         finally:
             machines.client.run(parties.reach_ranks)
     assert ended.code == 0, ended
     assert (folder / "control" / "whole_version.txt").exists(), "nobody asked for files"
-    assert assert_sound(folder)["step"] == STEPS
-    assert ledger_of(folder) == ledger_of(by_files)
-    assert final_weights(folder) == final_weights(by_files)
+    assert assert_same_run(folder, by_files)["step"] == STEPS

@@ -1,5 +1,5 @@
-"""What the parties of `test_weight_methods.py` do, in processes of their own: a trainer that publishes, and machines
-whose engines serve what was published. Each Dask worker is a machine: its RFTDASK_SHARED_MEMORY is its own.
+"""Processes of `test_weight_methods.py`: a trainer that publishes, and machines whose engines serve the versions. Each
+Dask worker is a machine with its own RFTDASK_SHARED_MEMORY.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from rftdask.trainer.rank import build_holder
 
 TIMEOUT_S = 120.0
 NUM_VERSIONS = 4
-"""Of a run of `killed_trainer.py`."""
+"""Number of versions of a run of `killed_trainer.py`."""
 FOLLOWERS = {"explorer-1": 1, "explorer-2": 2}
-"""Machines that serve every version of such a run from one of them on: the second joins late."""
+"""First version that each machine must serve of such a run: the second joins late."""
 _publishers: dict[str, Publisher] = {}
-"""Of this process, by URL: a trainer that was killed has lost them, with all that they held."""
+"""Publishers of this process by URL: a killed trainer has lost them, with all held weights."""
 _engine: EngineClient | None = None
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a party says of a version."""
+class Report:
+    """Report of a party about a version."""
 
     version: int
     content_hash: str
     fingerprint: Fingerprint | None
     sha256: str
-    """Of the bytes of its files, one after another."""
+    """Hash of the bytes of its files, one after another."""
 
 
 def weights(version: int) -> dict[str, Data]:
-    """The files of a version, of which every third has two blocks."""
+    """Return the files of a version; every third version has two blocks."""
     size = BLOCK_BYTES + 1000 if version % 3 == 0 else 1000
     return {"model.safetensors": bytearray(version.to_bytes(2, "little") * (size // 2))}
 
@@ -59,8 +59,8 @@ def fingerprint(version: int) -> Fingerprint:
     return Fingerprint(sequences=((3, 1, version),), logprobs=((-2.5, -0.1),), dtype="float32")
 
 
-def publish(config_file: str, url: str, versions: list[int]) -> list[Said]:
-    """Publish versions in turn."""
+def publish(config_file: str, url: str, versions: list[int]) -> list[Report]:
+    """Publish versions one after another."""
     config, storage, worker = load_config(config_file), open_storage(url), get_worker()
     if url not in _publishers:
         serve_blocks(worker)
@@ -71,18 +71,18 @@ def publish(config_file: str, url: str, versions: list[int]) -> list[Said]:
     for version in versions:
         published = _publishers[url].publish(version, weights(version), fingerprint(version))
         sha256 = hashlib.sha256(weights(version)["model.safetensors"]).hexdigest()
-        said.append(Said(version, published.content_hash, published.fingerprint, sha256))
+        said.append(Report(version, published.content_hash, published.fingerprint, sha256))
     return said
 
 
 def give_blocks() -> str:
-    """Give what is held on this machine to others; the address under which it is to be had."""
+    """Give held weights of this machine to others; return the address for requests."""
     serve_blocks(get_worker())
     return str(get_worker().address)
 
 
 def give_nothing(dask_worker: Worker) -> None:
-    """Have no block for anybody, from here on until somebody gives blocks again."""
+    """Give no block to anyone until `give_blocks` is called."""
 
     async def answer(**asked: object) -> dict[str, None]:
         return {"block": None}
@@ -91,7 +91,7 @@ def give_nothing(dask_worker: Worker) -> None:
 
 
 def reach_no_rank(dask_worker: Worker) -> None:
-    """From this machine nobody listens at the door of any rank, from here on until `reach_ranks`."""
+    """Make the ranks unreachable from this machine until `reach_ranks` is called."""
 
     def refused(address: str) -> object:
         raise ConnectionRefusedError(f"{address} refuses")
@@ -100,22 +100,22 @@ def reach_no_rank(dask_worker: Worker) -> None:
 
 
 def reach_ranks(dask_worker: Worker) -> None:
-    """As it was."""
+    """Make the ranks reachable again."""
     vars(process_group)["_store_of_another"] = _store_of_another
 
 
 def collect(url: str, version: int) -> None:
-    """Remove what is older, as the explorer does."""
+    """Remove older versions, as the explorer does."""
     remove_weights_below(open_storage(url), version)
 
 
 def write_held(url: str) -> None:
-    """Write what is held, as the trainer does between two steps when it is asked to."""
+    """Write held weights on request, as the trainer does between two steps."""
     _publishers[url].write_held()
 
 
 def engine_of(config: Config) -> EngineClient:
-    """The engine of this machine, a child process."""
+    """Return the engine of this machine, a child process."""
     global _engine
     if _engine is None or not _engine.alive():
         _engine = EngineClient(engine_spec(config.explorer.rollout_model, config, 1, None))
@@ -123,8 +123,8 @@ def engine_of(config: Config) -> EngineClient:
     return _engine
 
 
-def serve(config_file: str, url: str, version: int) -> Said:
-    """Wait for a version, bring it here and have the engine serve it."""
+def serve(config_file: str, url: str, version: int) -> Report:
+    """Wait for a version, fetch it to this machine and load it into the engine."""
     config, storage = load_config(config_file), open_storage(url)
     engine = engine_of(config)
     SyncHandle(storage, None).wait_for_version(version, TIMEOUT_S)
@@ -136,17 +136,16 @@ def serve(config_file: str, url: str, version: int) -> Said:
     digest = hashlib.sha256()
     for file in engine._copy.files:
         digest.update(Path(file).read_bytes())
-    return Said(engine.weights.version, engine.weights.content_hash, engine.weights.fingerprint, digest.hexdigest())
+    return Report(engine.weights.version, engine.weights.content_hash, engine.weights.fingerprint, digest.hexdigest())
 
 
-def follow(config_file: str, folder: str, machine: str) -> list[list[Said]]:
-    """Serve the versions of the runs in `folder`, one run after the other, until there are no more: each version as
-    soon as it is published."""
-    found: list[list[Said]] = []
+def follow(config_file: str, folder: str, machine: str) -> list[list[Report]]:
+    """Serve the versions of the runs in `folder`, one run after another, each version as soon as it is published."""
+    found: list[list[Report]] = []
     while True:
         run = Path(folder, str(len(found)))
         while not run.exists():
-            if Path(folder, "told.json").exists():
+            if Path(folder, "problems.json").exists():
                 return found
             time.sleep(0.01)
         found.append([])
@@ -156,7 +155,7 @@ def follow(config_file: str, folder: str, machine: str) -> list[list[Said]]:
 
 
 def served_by(run: Path, machine: str) -> int:
-    """The version that a machine which follows serves now; 0: none yet."""
+    """Return the version that a following machine serves now; 0: none yet."""
     try:
         return int(_served_file(run, machine).read_text() or 0)
     except FileNotFoundError:
@@ -168,5 +167,5 @@ def _served_file(run: Path, machine: str) -> Path:
 
 
 def engine_pid(config_file: str) -> int:
-    """The process of this machine's engine."""
+    """Return the pid of this machine's engine."""
     return engine_of(load_config(config_file))._child.pid

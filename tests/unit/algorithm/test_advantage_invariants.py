@@ -254,7 +254,7 @@ def test_the_coefficient_of_a_kl_term_may_follow_a_schedule_of_steps() -> None:
         "grpo", kl_loss_fn_args={"kl_coef": 0.0, "final_coef": 0.1, "schedule_steps": 2}
     ).use_reference
     for wrong, message in (
-        ({"final_coef": 0.1}, "final_coef and schedule_steps go together"),
+        ({"final_coef": 0.1}, "final_coef and schedule_steps must be set together"),
         ({"final_coef": 0.1, "schedule_steps": 0}, "schedule_steps must be > 0"),
         ({**args, "schedule": "wavy"}, "schedule"),
         ({**args, "adaptive": True, "target_kl": 0.1, "horizon": 10}, "adaptive"),

@@ -86,7 +86,7 @@ def test_partial_arguments_keep_the_other_defaults() -> None:
 def test_the_aggregation_is_one_setting_wherever_it_is_given() -> None:
     inner = make_algorithm("grpo", policy_loss_fn_args={"loss_agg_mode": "seq-mean-token-sum"})
     assert inner.loss_agg_mode == make_algorithm("grpo", loss_agg_mode="seq-mean-token-sum").loss_agg_mode
-    with pytest.raises(UserError, match="give it once"):
+    with pytest.raises(UserError, match="set it once"):
         make_algorithm("grpo", loss_agg_mode="token-mean", policy_loss_fn_args={"loss_agg_mode": "seq-mean-token-sum"})
 
 
@@ -132,7 +132,7 @@ def test_whole_numbers_are_taken_where_a_fraction_is_meant() -> None:
         ({"algorithm_type": "grpo", "policy_loss_fn": "dpo"}, "reads 'dpo' rows"),
         ({"algorithm_type": "dpo", "loss_agg_mode": "token-mean"}, "needs loss_agg_mode 'seq-mean-token-mean'"),
         ({"algorithm_type": "dpo", "kl_penalty_fn": "k1"}, "takes neither"),
-        ({"algorithm_type": "reward_model", "kl_loss_fn": "k2"}, "which has no logprobs: no kl_loss_fn"),
+        ({"algorithm_type": "reward_model", "kl_loss_fn": "k2"}, "which has no logprobs; remove kl_loss_fn"),
         ({"algorithm_type": "raft", "kl_penalty_fn": "k1"}, "use kl_loss_fn"),
         (
             {"algorithm_type": "grpo", "rollout_correction": {"method": "tis"}},

@@ -99,8 +99,8 @@ def test_a_part_is_named_by_its_path(folder: str) -> None:
         ("policy_loss_fn", "squared_ratio_plugin.SquaredRation", {}, "no 'SquaredRation'; did you mean SquaredRatio"),
         ("policy_loss_fn", "SquaredRatio", {"scael": 1.0}, "unknown argument; did you mean scale"),
         ("policy_loss_fn", "SquaredRatio", {"scale": "x"}, "'x' is not float"),
-        ("policy_loss_fn", "Unrelated", {}, "no subclass of rftdask.algorithm.losses.base.PolicyLoss"),
-        ("advantage_fn", "SquaredRatio", {}, "no subclass of rftdask.algorithm.advantages.base.AdvantageFn"),
+        ("policy_loss_fn", "Unrelated", {}, "not a subclass of rftdask.algorithm.losses.base.PolicyLoss"),
+        ("advantage_fn", "SquaredRatio", {}, "not a subclass of rftdask.algorithm.advantages.base.AdvantageFn"),
     ],
 )
 def test_a_mistake_in_a_plugin_is_told(folder: str, key: str, name: str, args: dict[str, object], message: str) -> None:

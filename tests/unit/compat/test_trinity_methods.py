@@ -23,14 +23,14 @@ ACTOR = "tests/unit/synchronizer/test_actor.py::"
 PUBLISHED = "tests/unit/synchronizer/test_published.py::"
 HELD = "tests/unit/synchronizer/transports/test_memory.py::"
 METHODS = "tests/integration/weights/test_weight_methods.py::"
-GROUP = METHODS + "test_all_machines_serve_what_was_published_also_one_that_joins_late"
-LOST_MEMBER = METHODS + "test_whoever_is_killed_takes_nothing_along"
+GROUP = METHODS + "test_all_machines_serve_all_versions_even_after_joining_late"
+LOST_MEMBER = METHODS + "test_a_killed_process_loses_no_weights"
 NO_GROUP = "nothing to call: a group exists for one broadcast on request; a lost member costs only that group"
 NO_STATUS = "nothing to set: files show the progress of each role, and its lease whether it is alive"
 LEASE = "tests/unit/run/test_lease.py::test_a_second_living_holder_is_refused"
 STOP = TRAINER + "test_a_stop_on_request_ends_after_the_step_with_a_checkpoint"
 DUE = TRAINER + "test_weights_are_published_when_they_are_due_and_at_the_end"
-NEWEST = PUBLISHED + "test_what_is_published_is_what_the_pointer_names"
+NEWEST = PUBLISHED + "test_the_pointer_names_the_published_version"
 HERE: dict[str, dict[str, tuple[str, str]]] = {
     "Trainer": {
         "prepare": (
@@ -46,7 +46,7 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
             "the number of the newest ledger entry",
             TRAINER + "test_a_run_that_is_done_does_nothing_when_started_again",
         ),
-        "need_sync": ("`SyncRules.publish_due`", STYLES + "test_the_trainer_publishes_at_its_intervals_or_when_asked"),
+        "need_sync": ("`SyncRules.publish_due`", STYLES + "test_the_trainer_publishes_at_intervals_or_on_request"),
         "need_save": (
             "`trainer.save_interval`, `save_minutes`",
             TRAINER + "test_a_checkpoint_comes_after_so_many_minutes_and_goes_after_two_newer_ones",
@@ -78,11 +78,11 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "finish_current_steps": (
             "nothing to call: counters decide, and no step is drained",
-            STYLES + "test_no_style_waits_for_itself",
+            STYLES + "test_no_style_deadlocks",
         ),
         "need_sync": (
             "`SyncRules.takes_newest_at`",
-            STYLES + "test_new_weights_are_taken_at_boundaries_and_by_fully_async_always",
+            STYLES + "test_new_weights_are_taken_at_boundaries_or_always",
         ),
         "need_eval": (
             "`EvaluationQueue.add_due`",
@@ -112,7 +112,7 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "shutdown": (
             "`Experiment.stop`, Ctrl-C, `rftdask cancel`",
-            "tests/integration/roles/test_stopped_runs.py::test_a_run_that_is_asked_to_end_writes_a_checkpoint_and_the_same_command_continues",
+            "tests/integration/roles/test_stopped_runs.py::test_a_stopped_run_writes_a_checkpoint_and_can_continue",
         ),
         "is_alive": (
             "the lease of its name, in `rftdask status`",
@@ -129,12 +129,12 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         "set_explorer_status": (NO_STATUS, LEASE),
         "trainer_requires_weight_sync": (
             "`SyncRules.publish_due`",
-            STYLES + "test_the_trainer_publishes_at_its_intervals_or_when_asked",
+            STYLES + "test_the_trainer_publishes_at_intervals_or_on_request",
         ),
-        "explorer_requires_sync": ("`request_version`", PUBLISHED + "test_the_version_asked_for_is_remembered"),
+        "explorer_requires_sync": ("`request_version`", PUBLISHED + "test_the_requested_version_is_read_back"),
         "set_model_state_dict": (
             "`Publisher.publish`; with `sync_method: memory` the ranks hold the weights",
-            HELD + "test_what_is_held_is_what_would_be_files",
+            HELD + "test_in_memory_files_equal_stored_files",
         ),
         "get_model_state_dict": ("`EngineClient.fetch`: verified files, once per machine", GROUP),
         "get_model_state_dict_iterator": ("the same; files are read in parts", GROUP),
@@ -144,18 +144,18 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         "coordinate_weight_sync_teardown": (NO_GROUP, LOST_MEMBER),
         "wait_new_model_state_dict": (
             "`SyncHandle.wait_for_version`, with a deadline",
-            ACTOR + "test_the_handle_has_a_deadline_that_names_what_is_missing",
+            ACTOR + "test_the_deadline_error_names_the_missing_version",
         ),
         "notify_no_new_model_state_dict": (
             "the end of the trainer wakes the explorer",
-            STYLES + "test_no_style_waits_for_itself",
+            STYLES + "test_no_style_deadlocks",
         ),
         "get_latest_model_version": ("`latest_published`, by the pointer", NEWEST),
         "get_latest_model_path": ("the same", NEWEST),
         "ready_to_nccl_sync": ("nothing to call: a version is ready once its manifest exists", LOST_MEMBER),
         "get_actor": (
             "`start_synchronizer`; without it the files are polled",
-            ACTOR + "test_a_lost_actor_costs_time_and_nothing_else",
+            ACTOR + "test_a_lost_actor_only_costs_time",
         ),
     },
 }

@@ -171,7 +171,7 @@ def test_requests_of_the_runs_kind_are_answered_before_it_is_ready_and_after_the
 
 def test_an_engine_tells_its_experts_or_says_that_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RFTDASK_THREADS", "1")
-    with pytest.raises(RoleError, match="engine FakeEngine does not tell the experts"):
+    with pytest.raises(RoleError, match="engine FakeEngine cannot record the experts"):
         serve(replace(engine_spec("fake"), records_experts=True).to_plain(), Parent())  # type: ignore[arg-type]
     folder = str(save_tiny_mixture(tmp_path))
     parent = Parent(asks(3))
@@ -342,7 +342,7 @@ def test_a_request_that_no_engine_takes_fails_all_with_what_the_engine_says(clie
 def test_a_process_that_hangs_is_noticed_and_can_be_closed_though_it_does_not_read() -> None:
     client = slow_client(0.0)
     os.kill(client._child.pid, signal.SIGSTOP)
-    with pytest.raises(WaitTimeout, match=r"engine-SlowEngine \(pid \d+\) gave no answer for 0 s"):
+    with pytest.raises(WaitTimeout, match=r"engine-SlowEngine \(pid \d+\) did not respond for 0 s"):
         client.generate([request(seed, tuple(range(10_000))) for seed in range(20)], 0.01)
     client.close()
     assert not client.alive()

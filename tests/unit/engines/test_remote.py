@@ -111,7 +111,7 @@ def test_a_worker_that_has_no_engine_is_not_asked_again_at_once() -> None:
             engines.close()
         with pytest.raises(UserError, match="no such model"):
             await open_engine("a")
-        with pytest.raises(ProcessLostError, match="it serves none"):
+        with pytest.raises(ProcessLostError, match="it serves no engine"):
             await open_engine("a worker that does not know the operation")
 
     asyncio.run(asyncio.wait_for(within(), 20))

@@ -111,5 +111,5 @@ def test_where_nothing_may_come_the_response_ends(tokenizer: Any) -> None:
 
 
 def test_a_grammar_that_is_none_is_an_error_that_says_so(tokenizer: Any) -> None:
-    with pytest.raises(RoleError, match="no answer can be guided"):
+    with pytest.raises(RoleError, match="invalid grammar"):
         Guides(tokenizer, 258, [1]).guide(SamplingParams(9, grammar="start: nothing"))

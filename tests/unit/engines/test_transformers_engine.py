@@ -228,7 +228,7 @@ class TestExperts:
             engine.record_experts()
 
     def test_an_engine_that_cannot_tell_says_so(self) -> None:
-        with pytest.raises(RoleError, match="engine FakeEngine does not tell the experts"):
+        with pytest.raises(RoleError, match="engine FakeEngine cannot record the experts"):
             FakeEngine().record_experts()
 
 
@@ -454,7 +454,7 @@ class TestLoadWeights:
         ("change", "problem"),
         [
             ({"model.norm.weight": torch.zeros(33)}, r"model\.norm\.weight is \[33\] in .*, \[32\] in the model"),
-            ({"model.extra": torch.zeros(1)}, r"holds model\.extra, which the model has not"),
+            ({"model.extra": torch.zeros(1)}, r"holds model\.extra, which the model lacks"),
             ({"model.norm.weight": None}, r"model\.norm\.weight is in no file"),
         ],
     )

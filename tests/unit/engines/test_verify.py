@@ -70,7 +70,7 @@ def test_one_that_does_not_is_loaded_anew_and_asked_again() -> None:
 
 
 def test_one_that_never_does_leaves_with_the_numbers() -> None:
-    with pytest.raises(WeightsError, match=r"version 7, also after loading it anew: logprobs differ by up to 1"):
+    with pytest.raises(WeightsError, match=r"version 7, also after loading again: logprobs differ by up to 1"):
         StaleEngine(2).load_verified(7, [], PRINT)
     assert issubclass(WeightsError, RoleError)
 

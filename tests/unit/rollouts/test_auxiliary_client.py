@@ -234,6 +234,6 @@ def test_a_call_that_waits_for_others_and_is_not_wanted_any_more_is_never_made(j
 
 def test_the_weights_of_a_model_that_is_shared_stay_what_they_are(judges: Judges) -> None:
     engine = judges.ask(connected=2)._engines.alive[0]
-    with pytest.raises(StorageError, match="keeps the weights that it has"):
+    with pytest.raises(StorageError, match="does not accept weights from this client"):
         engine.load(MemoryStorage(KEY[0]), Published(3, "", ""))
     assert engine.alive() and engine.weights.version == 0

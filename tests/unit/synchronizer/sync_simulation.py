@@ -1,9 +1,8 @@
-"""Explorer and trainer as two counters that wait for each other by the real rules, in an order drawn at random.
+"""Simulation of explorer and trainer as two counters that wait for each other by the real rules, in random order.
 
-It stands for the roles: a work unit is one group here, an explore step begins when the weights it needs are published,
-and up to `window` steps are under way at once and commit in any order. There is no clock: a simulation ends when all is
-done or when neither side can move, which is a deadlock. A deadline that makes a partial batch comes at random, and
-never in time to hide a deadlock.
+A work unit is one group; an explore step begins when its required weights are published; up to `window` steps run at
+once and commit in any order. There is no clock: a simulation ends when all work is done or when neither side can move,
+which is a deadlock. Deadlines for partial batches expire at random, but never so that they hide a deadlock.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ class Outcome:
     num_partial_batches: int = 0
     num_reused_groups: int = 0
     max_unread_groups: int = 0
-    """Before any step that began."""
+    """Most groups that waited unread before a step began."""
     settled: list[Position] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    """Version that each explore step ran with, in order."""
+    """Versions of the explore steps, in order."""
     stuck: str = ""
 
 
@@ -50,8 +49,12 @@ class Simulation:
         replay: Replay | None = None,
         unread_limit: UnreadLimit | None = None,
     ) -> None:
-        """empty_share: of groups whose rollouts all fail; sampling_ahead False: the explorer moves when it must;
-        partial_share: of moves before which the trainer's deadline passes; unread_limit: back-pressure, in groups.
+        """
+        Args:
+            empty_share: share of groups whose rollouts all fail.
+            sampling_ahead: False: the explorer moves only when it must.
+            partial_share: share of moves before which the trainer's deadline passes.
+            unread_limit: backpressure limit, in groups.
         """
         self.rules = rules
         self.random = random.Random(shifted_seed(seed))
@@ -81,15 +84,15 @@ class Simulation:
         until_the_data_ends = bool(self.partial_share) or self.replay is not None
         while until_the_data_ends or self.outcome.train_steps < self.train_steps:
             if self.random.random() < self.partial_share:
-                self.train_what_is_there()
+                self.train_full_batches()
             moves = [self.begin_step, self.commit, self.train]
             self.random.shuffle(moves)
             if not self.sampling_ahead:
                 moves.sort(key=lambda move: move == self.begin_step)
             if not any(move() for move in moves):
                 if self.next_step == self.explore_steps and not self.open:
-                    self.train_what_is_left()
-                    break  # the log is sealed and what waits is less than a batch
+                    self.train_remainder()
+                    break  # the log is sealed, and the waiting groups do not fill a batch
                 self.outcome.stuck = (
                     f"explorer before step {self.next_step + 1}, trainer after {self.outcome.train_steps}, "
                     f"published {self.published}, waiting {len(self.waiting)}"
@@ -135,17 +138,17 @@ class Simulation:
 
     def train(self) -> bool:
         if self.replay is not None and not (self.waiting or self.open or self.next_step < self.explore_steps):
-            return False  # used groups alone make no batch then
+            return False  # used groups do not form a batch then
         return self.settle(self.select())
 
-    def train_what_is_there(self) -> None:
+    def train_full_batches(self) -> None:
         count = min(len(self.waiting), self.rule.groups_per_batch)
         selection = self.select(count) if count and not self.rule.ordered else None
         if selection is not None and (selection.use or selection.reuse):
             self.outcome.num_partial_batches += 1
             self.settle(selection)
 
-    def train_what_is_left(self) -> None:
+    def train_remainder(self) -> None:
         num_groups, size = self.explore_steps * self.rule.tasks_per_step, self.rule.groups_per_batch
         left = num_groups - num_groups % size - self.cursor.num_settled(self.rule.tasks_per_step)
         if left > 0:

@@ -1,6 +1,6 @@
-"""Promises of deltas: what is made of a delta is the whole, bit by bit, wherever it is made; a version has one name
-however it was published; a delta is of nothing but what it says; what a version is made of stays as long as the
-version; and what cannot be made is asked for as a whole.
+"""Promises of deltas: a rebuilt version equals the complete one bit by bit on every machine; the content hash does not
+depend on how a version is stored; a delta applies only to its base; bases are kept as long as their versions; and a
+version that cannot be rebuilt is requested as complete files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rftdask.synchronizer import manifest as manifests
 from rftdask.synchronizer import node_cache as node_copy
 from rftdask.synchronizer.delta import DeltaFile, compute_delta
 from rftdask.synchronizer.manifest import NAME, read_manifest
-from rftdask.synchronizer.node_cache import NodeCopy
+from rftdask.synchronizer.node_cache import NodeCache
 from rftdask.synchronizer.published import (
     WEIGHTS_POINTER,
     Published,
@@ -51,7 +51,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """TMPDIR, and blocks of 1,000 bytes."""
+    """Temporary TMPDIR, with blocks of 1,000 bytes."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -66,7 +66,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 def weights(version: int) -> dict[str, bytes]:
-    """Of which 40 of 4,000 words are others in each version."""
+    """Weights of a version: 40 of 4,000 words change from version to version."""
     words = np.random.default_rng(0).integers(0, 2**16, NUM_WORDS).astype(np.uint16)
     for step in range(1, version + 1):
         words[np.random.default_rng(step).choice(NUM_WORDS, 40, replace=False)] ^= 1
@@ -79,7 +79,7 @@ def publish(storage: Storage, versions: range, whole_interval: int = 100) -> lis
 
 
 def made(storage: Storage, published: Published) -> dict[str, bytes]:
-    copy = NodeCopy(storage, published, TIMEOUT_S)
+    copy = NodeCache(storage, published, TIMEOUT_S)
     try:
         return {path.name: path.read_bytes() for path in copy.files}
     finally:
@@ -94,7 +94,7 @@ def stored_bytes(storage: Storage, version: int) -> int:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 1300), st.integers(0, 40))
-def test_a_delta_makes_the_new_of_the_old_whatever_changed(seed: int, size: int, num_changed: int) -> None:
+def test_a_delta_rebuilds_the_new_file_from_the_old_one(seed: int, size: int, num_changed: int) -> None:
     rng = np.random.default_rng(seed)
     old = rng.integers(0, 2**16, size + 1000).astype(np.uint16)
     new = old.copy()
@@ -128,30 +128,30 @@ def test_a_delta_makes_the_new_of_the_old_whatever_changed(seed: int, size: int,
     ],
     ids=["longer", "odd", "empty", "all", "small"],
 )
-def test_what_a_delta_would_not_save_has_none(old: bytes, new: bytes) -> None:
+def test_a_delta_that_saves_too_little_is_none(old: bytes, new: bytes) -> None:
     assert compute_delta(old, new) is None
 
 
-def test_float32_of_which_all_values_move_has_no_delta() -> None:
+def test_float32_weights_have_no_delta() -> None:
     values = np.random.default_rng(0).normal(0, 0.02, 100_000).astype(np.float32)
     assert compute_delta(values.tobytes(), (values * np.float32(1.00001)).tobytes()) is None
 
 
-def test_what_is_no_delta_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_delta_is_refused(tmp_path: Path) -> None:
     for data in (b"", b"hello", b"\x02\0\0\0\0\0\0\0{}"):
         (tmp_path / "x").write_bytes(data)
-        with pytest.raises(DamagedError, match="is no delta"):
+        with pytest.raises(DamagedError, match="is not a delta"):
             DeltaFile(tmp_path / "x")
 
 
-def test_versions_in_a_row_are_the_wholes_bit_by_bit_and_have_their_names(storage: Storage) -> None:
+def test_a_chain_of_deltas_equals_complete_versions_bit_by_bit(storage: Storage) -> None:
     publisher = Publisher(storage, "main", 10)
     other = open_storage(f"memory://delta-{next(_numbers)}")
     served = None
     for version in range(1, 41):
         published = publisher.publish(version, weights(version))
         assert (published.delta is None) == (version % 10 == 1)
-        copy = NodeCopy(storage, published, TIMEOUT_S)
+        copy = NodeCache(storage, published, TIMEOUT_S)
         assert copy.files[0].read_bytes() == weights(version)[MODEL]
         if served is not None:
             served.close()
@@ -167,7 +167,7 @@ def test_versions_in_a_row_are_the_wholes_bit_by_bit_and_have_their_names(storag
     served.close()
 
 
-def test_a_delta_is_small_and_a_whole_comes_every_so_often(storage: Storage) -> None:
+def test_deltas_are_small_and_every_nth_version_is_complete(storage: Storage) -> None:
     bases = [
         published.delta and (published.delta.base, published.delta.whole)
         for published in publish(storage, range(1, 8), 3)
@@ -178,7 +178,7 @@ def test_a_delta_is_small_and_a_whole_comes_every_so_often(storage: Storage) -> 
     assert [published.delta for published in publish(open_storage("memory://each-whole"), range(1, 4), 1)] == [None] * 3
 
 
-def test_who_serves_the_base_reads_only_what_has_changed_and_who_has_nothing_reads_the_chain(storage: Storage) -> None:
+def test_a_machine_with_the_base_reads_only_the_delta(storage: Storage) -> None:
     versions, reads = publish(storage, range(1, 5)), list[str]()
 
     def note(verb: str, path: str, stage: str) -> None:
@@ -186,19 +186,19 @@ def test_who_serves_the_base_reads_only_what_has_changed_and_who_has_nothing_rea
             reads.append(path)
 
     noted = FaultyStorage(storage, note)
-    cold = NodeCopy(noted, versions[2], TIMEOUT_S)
+    cold = NodeCache(noted, versions[2], TIMEOUT_S)
     assert sorted(set(reads)) == [f"weights/1/{MODEL}", f"weights/2/{MODEL}.delta", f"weights/3/{MODEL}.delta"]
     reads.clear()
-    warm = NodeCopy(noted, versions[3], TIMEOUT_S)
+    warm = NodeCache(noted, versions[3], TIMEOUT_S)
     assert set(reads) == {f"weights/4/{MODEL}.delta"}
     assert warm.files[0].read_bytes() == weights(4)[MODEL]
     cold.close()
     warm.close()
 
 
-def test_nothing_is_left_on_the_machine_when_nobody_serves_it(storage: Storage, temporary: Path) -> None:
+def test_an_unused_version_leaves_nothing_on_the_machine(storage: Storage, temporary: Path) -> None:
     versions = publish(storage, range(1, 4))
-    copies = [NodeCopy(storage, published, TIMEOUT_S) for published in versions]
+    copies = [NodeCache(storage, published, TIMEOUT_S) for published in versions]
     for copy in copies:
         copy.close()
     assert not [path for path in temporary.rglob("*") if path.is_file()]
@@ -213,25 +213,25 @@ def test_a_damaged_link_is_never_served(storage: Storage, damaged: str) -> None:
     storage.put(damaged, bytes(data))
     assert not is_loadable(storage, 3) and not restore_pointer(storage, 3)
     with pytest.raises(DamagedError):
-        NodeCopy(storage, newest, TIMEOUT_S)
+        NodeCache(storage, newest, TIMEOUT_S)
 
 
-def test_a_link_that_is_gone_or_another_is_told(storage: Storage) -> None:
+def test_a_missing_or_replaced_base_is_an_error(storage: Storage) -> None:
     newest = publish(storage, range(1, 4))[-1]
     storage.remove("weights/2")
     assert not is_loadable(storage, 3)
-    with pytest.raises(DamagedError, match="since version 2, which is not there"):
-        NodeCopy(storage, newest, TIMEOUT_S)
+    with pytest.raises(DamagedError, match="delta from version 2, which was removed or replaced"):
+        NodeCache(storage, newest, TIMEOUT_S)
     publish_weights(storage, 2, weights(9), "main")
-    with pytest.raises(DamagedError, match="since version 2, which is not there"):
-        NodeCopy(storage, newest, TIMEOUT_S)
+    with pytest.raises(DamagedError, match="delta from version 2, which was removed or replaced"):
+        NodeCache(storage, newest, TIMEOUT_S)
     storage.remove("weights/2")
     publish_weights(storage, 2, weights(2), "main")
-    assert made(storage, newest) == weights(3), "the same weights as a whole will do"
+    assert made(storage, newest) == weights(3), "the complete base is as good"
 
 
-def test_what_a_kept_version_is_made_of_is_kept(storage: Storage) -> None:
-    publish(storage, range(1, 9), 3)  # wholes: 1, 4, 7
+def test_bases_of_kept_versions_are_kept(storage: Storage) -> None:
+    publish(storage, range(1, 9), 3)  # complete versions: 1, 4, 7
     remove_weights_below(storage, 3)
     assert published_versions(storage) == list(range(1, 9))
     remove_weights_below(storage, 6)
@@ -241,10 +241,10 @@ def test_what_a_kept_version_is_made_of_is_kept(storage: Storage) -> None:
     assert made(storage, latest_published(storage) or pytest.fail()) == weights(8)
 
 
-def test_removing_never_leaves_a_version_without_what_it_is_made_of() -> None:
+def test_removal_killed_anywhere_leaves_no_version_without_base() -> None:
     for killed_at in itertools.count():
         folder = open_storage(f"memory://delta-{next(_numbers)}")
-        publish(folder, range(1, 7), 4)  # wholes: 1, 5
+        publish(folder, range(1, 7), 4)  # complete versions: 1, 5
         removes = itertools.count()
 
         def kill(
@@ -263,20 +263,20 @@ def test_removing_never_leaves_a_version_without_what_it_is_made_of() -> None:
             return
 
 
-def test_killed_at_any_write_a_version_is_there_as_before_or_whole() -> None:
+def test_a_kill_at_any_write_leaves_the_old_or_the_new_version() -> None:
     for killed_at in itertools.count():
         folder = open_storage(f"memory://delta-{next(_numbers)}")
         publish(folder, range(1, 3))
         puts: list[str] = []
         publisher = Publisher(FaultyStorage(folder, killed_at_put(killed_at + 3, puts)), "main", 100)
-        publisher.publish(2, weights(2))  # is there already
-        assert publisher.publish(3, weights(3)).delta is None, "nothing is made of what another life may have written"
+        publisher.publish(2, weights(2))  # exists already
+        assert publisher.publish(3, weights(3)).delta is None, "the base may be of another process"
         try:
             published = publisher.publish(4, weights(4))
         except StorageError:
             newest = latest_published(folder)
             assert newest is not None and newest.version == 3 and made(folder, newest) == weights(3)
-            # The next life finds it, or makes it again.
+            # The next process finds the version or writes it again.
             assert made(folder, publish(folder, range(4, 5))[0]) == weights(4)
         else:
             assert published.delta is not None and read_pointer(folder, WEIGHTS_POINTER) == 4
@@ -284,15 +284,15 @@ def test_killed_at_any_write_a_version_is_there_as_before_or_whole() -> None:
             return
 
 
-def test_the_last_version_may_be_written_as_a_whole_afterwards(storage: Storage) -> None:
+def test_the_last_delta_can_be_completed_afterwards(storage: Storage) -> None:
     publisher = Publisher(storage, "main", 100)
     for version in (1, 2, 3):
         published = publisher.publish(version, weights(version))
-    publisher.write_whole(2)  # its bytes are not here any more
+    publisher.write_whole(2)  # this process no longer has its bytes
     assert (read_published(storage, 2) or pytest.fail()).delta is not None
     storage.remove("weights/1")
     with pytest.raises((DamagedError, NotFoundError)):
-        NodeCopy(storage, published, TIMEOUT_S)
+        NodeCache(storage, published, TIMEOUT_S)
     publisher.write_whole(3)
     again = read_published(storage, 3)
     assert again is not None and again.delta is None and again == published
@@ -302,7 +302,7 @@ def test_the_last_version_may_be_written_as_a_whole_afterwards(storage: Storage)
     assert made(storage, following) == weights(4)
 
 
-def test_files_that_come_or_go_are_published_as_a_whole(storage: Storage) -> None:
+def test_added_or_removed_files_make_a_complete_version(storage: Storage) -> None:
     publisher = Publisher(storage, "main", 100)
     files: Mapping[str, bytes] = weights(1)
     publisher.publish(1, files)
@@ -311,7 +311,7 @@ def test_files_that_come_or_go_are_published_as_a_whole(storage: Storage) -> Non
     assert publisher.publish(4, weights(2)).delta is None
 
 
-def test_a_process_killed_while_it_makes_a_version_leaves_none_that_is_believed(tmp_path: Path) -> None:
+def test_a_process_killed_while_rebuilding_leaves_nothing_valid(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path / "run"))
     newest = publish(storage, range(1, 3))[-1]
     for killed_at in range(2 * NUM_WORDS // 1000):
@@ -324,8 +324,8 @@ def test_a_process_killed_while_it_makes_a_version_leaves_none_that_is_believed(
                 check(path, *rest)
 
             node_copy.check_block = die
-            NodeCopy(storage, newest, TIMEOUT_S)
+            NodeCache(storage, newest, TIMEOUT_S)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-        assert NodeCopy.find(storage, newest) is None
+        assert NodeCache.find(storage, newest) is None
     assert made(storage, newest) == weights(2)

@@ -1,6 +1,6 @@
-"""Promises of who cannot get a version the way it was published, because what a delta is made of is gone, or because
-those who held it are lost: it asks for files, once; the trainer that has the bytes writes them, or publishes the
-version again when it has resumed; the engine serves the version that was published, and meanwhile the one before.
+"""Promises for engines that cannot fetch a version as published, because its base is gone or its holders are lost: the
+engine requests files once; a trainer that has the bytes writes them, or publishes the version again after resuming;
+the engine serves the previous version meanwhile, and then the published one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.node_cache import SHARED_MEMORY
 from rftdask.synchronizer.published import Published, read_published, read_requested_whole
 from rftdask.synchronizer.publisher import Publisher
-from rftdask.synchronizer.transports.memory import Holder
+from rftdask.synchronizer.transports.memory import InMemoryPublisher
 from tests.unit.engines.engine_contract import engine_spec
 
 TIMEOUT_S = 120.0
@@ -36,7 +36,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EngineClient]:
-    """One process for all tests, each of which has a lineage of its own."""
+    """Engine shared by all tests; each test uses its own lineage."""
     started = EngineClient(engine_spec("fake"))
     started.wait_ready()
     yield started
@@ -45,7 +45,7 @@ def engine() -> Iterator[EngineClient]:
 
 @pytest.fixture(autouse=True)
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """A TMPDIR of its own, and what makes this process one of a machine: with a memory of its own, by its name."""
+    """Temporary TMPDIR and in-memory folder, so that this process counts as a separate machine."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(clients, "_WHOLE_LOOK_S", 0.02)
 
@@ -68,21 +68,21 @@ def lineage() -> str:
 
 
 def weights(version: int) -> dict[str, bytes]:
-    """A hundredth of the values differs from version to version."""
+    """Weights of a version: 1 % of the values change from version to version."""
     values = np.zeros(10_000, np.uint16)
     values[: 100 * version] = 1
     return {MODEL: save({"weight": values})}
 
 
 def publish_two(publisher: Publisher) -> Published:
-    """The second, whose bytes are those of the first but for a few."""
+    """Second version, which differs from the first in a few bytes."""
     publisher.publish(1, weights(1))
     return publisher.publish(2, weights(2))
 
 
 @contextmanager
 def answering(storage: Storage, answer: Callable[[int], object]) -> Iterator[list[int]]:
-    """A trainer for as long as the block: when a step has ended it answers whoever asks for files. What was asked."""
+    """Trainer that handles requests for files between steps, while the block runs. Yields the requested versions."""
     asked: list[int] = []
     ended = threading.Event()
 
@@ -91,7 +91,7 @@ def answering(storage: Storage, answer: Callable[[int], object]) -> Iterator[lis
             if version := read_requested_whole(storage):
                 storage.remove("control/whole_version.txt")
                 asked.append(version)
-                time.sleep(0.1)  # who asks looks several times meanwhile
+                time.sleep(0.1)  # the requesting engine polls several times meanwhile
                 answer(version)
 
     thread = threading.Thread(target=look)
@@ -101,7 +101,7 @@ def answering(storage: Storage, answer: Callable[[int], object]) -> Iterator[lis
     finally:
         ended.set()
         thread.join()
-    assert read_requested_whole(storage) == 0, "nobody asks twice"
+    assert read_requested_whole(storage) == 0, "files are requested once"
 
 
 def assert_serves(engine: EngineClient, published: Published) -> None:
@@ -132,7 +132,7 @@ def flip(storage: Storage, path: str) -> None:
 
 
 @pytest.mark.parametrize("damage", [remove_base, damage_base, damage_delta])
-def test_a_delta_that_cannot_be_used_is_loaded_as_the_whole_that_its_trainer_writes(
+def test_an_unusable_delta_is_loaded_from_files_of_the_trainer(
     storage: Storage, lineage: str, engine: EngineClient, damage: Callable[[Storage], None]
 ) -> None:
     publisher = Publisher(storage, lineage, whole_interval=10)
@@ -147,7 +147,7 @@ def test_a_delta_that_cannot_be_used_is_loaded_as_the_whole_that_its_trainer_wri
     assert there == published and there is not None and there.delta is None
 
 
-def test_a_delta_that_can_be_used_is_not_asked_for(storage: Storage, lineage: str, engine: EngineClient) -> None:
+def test_a_usable_delta_requests_no_files(storage: Storage, lineage: str, engine: EngineClient) -> None:
     with answering(storage, lambda version: None) as asked:
         published = publish_two(Publisher(storage, lineage, whole_interval=10))
         engine.load(storage, published)
@@ -155,7 +155,7 @@ def test_a_delta_that_can_be_used_is_not_asked_for(storage: Storage, lineage: st
     assert asked == []
 
 
-def test_without_an_answer_it_is_an_error_and_the_version_before_is_served(
+def test_without_a_response_the_previous_version_stays_loaded(
     storage: Storage, lineage: str, engine: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clients, "_WHOLE_S", 0.1)
@@ -175,7 +175,7 @@ def test_without_an_answer_it_is_an_error_and_the_version_before_is_served(
     assert_serves(engine, published)
 
 
-def test_an_engine_that_ends_waits_for_no_answer(storage: Storage, lineage: str) -> None:
+def test_a_dead_engine_does_not_wait_for_files(storage: Storage, lineage: str) -> None:
     engine = EngineClient(engine_spec("fake"))
     engine.wait_ready()
     published = publish_two(Publisher(storage, lineage, whole_interval=10))
@@ -196,11 +196,11 @@ def test_an_engine_that_ends_waits_for_no_answer(storage: Storage, lineage: str)
 
 
 def hold_two(storage: Storage, lineage: str) -> tuple[Publisher, Published]:
-    publisher = Publisher(storage, lineage, holder=Holder(storage))
+    publisher = Publisher(storage, lineage, holder=InMemoryPublisher(storage))
     return publisher, publish_two(publisher)
 
 
-def test_what_does_not_come_from_those_who_hold_it_comes_as_files(
+def test_a_version_whose_holders_fail_is_fetched_as_files(
     storage: Storage, lineage: str, engine: EngineClient, machines: Callable[[str], None]
 ) -> None:
     publisher, published = hold_two(storage, lineage)
@@ -211,10 +211,10 @@ def test_what_does_not_come_from_those_who_hold_it_comes_as_files(
     assert asked == [2]
     assert found == published and found.held is None
     assert_serves(engine, published)
-    assert (read_published(storage, 1) or published).held is None, "others may wait for older ones"
+    assert (read_published(storage, 1) or published).held is None, "other engines may wait for older versions"
 
 
-def test_what_went_with_its_holder_is_waited_for_until_the_next_one_has_published_it(
+def test_a_version_lost_with_its_holder_is_republished(
     storage: Storage, lineage: str, engine: EngineClient, machines: Callable[[str], None]
 ) -> None:
     lost, published = hold_two(storage, lineage)
@@ -233,20 +233,20 @@ def test_what_went_with_its_holder_is_waited_for_until_the_next_one_has_publishe
         publisher.write_held()
 
 
-def test_without_time_it_is_tried_once_and_nobody_is_asked(
+def test_without_time_it_is_tried_once_without_a_request(
     storage: Storage, lineage: str, engine: EngineClient, machines: Callable[[str], None]
 ) -> None:
     publisher, published = hold_two(storage, lineage)
     served = engine.weights
     machines("engine's")
-    with pytest.raises(StorageError, match=r"weights of version 2 did not come from those who hold them: .*no process"):
+    with pytest.raises(StorageError, match=r"weights of version 2 could not be fetched from memory: .*no process"):
         engine.fetch(storage, published, 0.0)
     assert read_requested_whole(storage) == 0
     assert engine.weights == served and engine.alive()
     publisher.write_held()
 
 
-def test_who_is_called_off_waits_no_more(
+def test_a_cancelled_fetch_stops_waiting(
     storage: Storage, lineage: str, engine: EngineClient, machines: Callable[[str], None]
 ) -> None:
     publisher, published = hold_two(storage, lineage)

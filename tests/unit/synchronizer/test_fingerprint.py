@@ -1,4 +1,4 @@
-"""Promises of a fingerprint: it is the same everywhere, travels with the weights, tells other weights from these."""
+"""Promises of a fingerprint: it is the same everywhere, travels with the weights, and detects other weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PRINT = Fingerprint(((3, 1, 4), (1, 5, 9)), ((-2.5, -0.125), (-1.0, -3.0)), "flo
 
 
 def shifted(by: float) -> list[list[float]]:
-    """What an engine measures whose every logprob is off."""
+    """Logprobs of an engine whose every logprob is off by `gap`."""
     return [[value + by for value in row] for row in PRINT.logprobs]
 
 
@@ -43,7 +43,7 @@ def storage(request: pytest.FixtureRequest) -> Storage:
 
 
 @given(vocab_size=st.integers(1, 300_000))
-def test_the_sequences_are_within_the_vocabulary_and_the_same_every_time(vocab_size: int) -> None:
+def test_sequences_fit_the_vocabulary_and_repeat(vocab_size: int) -> None:
     sequences = fixed_sequences(vocab_size)
     assert [len(sequence) for sequence in sequences] == [SEQUENCE_LENGTH] * NUM_SEQUENCES
     assert all(0 <= token < vocab_size for sequence in sequences for token in sequence)
@@ -55,17 +55,17 @@ def test_the_sequences_never_change() -> None:
     assert fixed_sequences(1000)[0][:4] == (774, 153, 196, 870)
 
 
-def test_an_engine_is_asked_for_all_but_the_first_token_of_each_sequence() -> None:
+def test_pairs_ask_for_all_tokens_but_the_first() -> None:
     assert PRINT.pairs == [((3,), (1, 4)), ((1,), (5, 9))]
 
 
-def test_the_same_logprobs_are_no_problem_and_others_are_told_with_the_numbers() -> None:
+def test_only_different_logprobs_are_a_problem_with_numbers() -> None:
     assert PRINT.problem(shifted(0.0), "float32") == ""
     assert PRINT.problem(shifted(0.5), "float32") == (
-        "logprobs differ by up to 0.5, 0.5 in the mean; allowed in float32 are 0.001 and 0.0002"
+        "logprobs differ by up to 0.5 and by 0.5 on average; float32 allows 0.001 and 0.0002"
     )
     assert "differ by up to nan" in PRINT.problem(shifted(math.nan), "float32")
-    assert PRINT.problem(shifted(0.0)[:1], "float32") == "[2] logprobs, not [2, 2]"
+    assert PRINT.problem(shifted(0.0)[:1], "float32") == "got [2] logprobs, expected [2, 2]"
 
 
 def test_one_token_far_off_is_enough() -> None:
@@ -84,17 +84,17 @@ def test_the_coarser_data_type_decides_what_is_rounding(trainer: str, engine: st
     assert one.problem(shifted(1.1 * bound), engine)
 
 
-def test_it_is_published_with_the_weights_and_comes_back_as_it_was(storage: Storage) -> None:
+def test_a_fingerprint_is_published_and_read_back_unchanged(storage: Storage) -> None:
     published = publish_weights(storage, 3, b"weights", "main", PRINT)
     assert published.fingerprint == PRINT
     assert latest_published(storage) == read_published(storage, 3) == published
 
 
-def test_weights_without_one_are_weights(storage: Storage) -> None:
+def test_weights_without_a_fingerprint_are_accepted(storage: Storage) -> None:
     assert publish_weights(storage, 3, b"weights", "main").fingerprint is None
 
 
-def test_a_checkpoint_carries_it_for_engines_that_evaluate_it(storage: Storage) -> None:
+def test_a_checkpoint_carries_the_fingerprint(storage: Storage) -> None:
     state = {"step": 2, "fingerprint": asdict(PRINT)}
     Checkpoints(storage, "main").save(2, {CHECKPOINT_MODEL_FILE: b"weights"}, state)
     published = read_checkpoint_weights(storage, "global_step_2")
@@ -112,12 +112,12 @@ def test_a_flipped_number_damages_the_manifest(storage: Storage) -> None:
         read_manifest(storage, "weights/3")
 
 
-def test_one_that_cannot_be_read_is_damage(storage: Storage) -> None:
+def test_an_unreadable_fingerprint_is_damage(storage: Storage) -> None:
     commit_folder(storage, "weights/3", Manifest("main", 3, {}, {"fingerprint": {"sequences": 1}}))
     with pytest.raises(DamagedError, match="fingerprint of version 3"):
         read_published(storage, 3)
 
 
-def test_it_survives_json_to_the_bit() -> None:
+def test_a_fingerprint_survives_json_to_the_bit() -> None:
     odd = Fingerprint(((1, 2),), ((-1 / 3,),), "bfloat16")
     assert Fingerprint.from_plain(json.loads(json.dumps(asdict(odd)))) == odd

@@ -1,4 +1,4 @@
-"""Promises of a manifest: a folder without a valid one is not there, and no byte is believed that it does not name."""
+"""Promises of a manifest: a folder without a valid one does not exist, and only bytes that match it are trusted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write(storage: Storage, files: dict[str, bytes] = FILES) -> Manifest:
     return write_folder(storage, "weights/3", files, lineage="main", version=3, extra={"note": 1})
 
 
-def test_a_folder_comes_back_as_it_was_written(storage: Storage) -> None:
+def test_a_folder_is_read_back_as_written(storage: Storage) -> None:
     written = write(storage)
     found = read_manifest(storage, "weights/3")
     assert found == written
@@ -56,7 +56,7 @@ def test_a_folder_comes_back_as_it_was_written(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize("killed_at", range(3))
-def test_a_folder_is_not_there_until_its_manifest_is(storage: Storage, killed_at: int) -> None:
+def test_a_folder_does_not_exist_before_its_manifest(storage: Storage, killed_at: int) -> None:
     puts: list[str] = []
 
     with pytest.raises(StorageError, match="killed"):
@@ -82,7 +82,7 @@ def test_a_missing_or_changed_file_makes_the_folder_invalid(storage: Storage, pa
 @pytest.mark.parametrize(
     "data", [b"", b"[]", b"{}", b"\xff", b'{"files": [], "lineage": "", "version": 1, "extra": {}}']
 )
-def test_a_manifest_that_cannot_be_read_is_told(storage: Storage, data: bytes) -> None:
+def test_an_unreadable_manifest_is_an_error(storage: Storage, data: bytes) -> None:
     write(storage)
     storage.put(f"weights/3/{NAME}", data)
     with pytest.raises(DamagedError, match=r"weights/3/MANIFEST.json is damaged"):
@@ -90,7 +90,7 @@ def test_a_manifest_that_cannot_be_read_is_told(storage: Storage, data: bytes) -
     assert not is_valid(storage, "weights/3")
 
 
-def test_a_folder_grows_in_one_step(storage: Storage) -> None:
+def test_a_folder_grows_atomically(storage: Storage) -> None:
     seen: list[set[str]] = []
 
     def look(verb: str, path: str, stage: str) -> None:
@@ -104,8 +104,8 @@ def test_a_folder_grows_in_one_step(storage: Storage) -> None:
     assert [len(names) for names in seen] == [2, 2, 2, 2, 2, 4]
 
 
-def test_a_folder_is_gone_before_its_files_are(storage: Storage) -> None:
-    # On an object store a folder goes file by file: who is killed half-way must not leave one that says it is whole.
+def test_a_folder_is_gone_before_its_files(storage: Storage) -> None:
+    # An object store removes file by file; a kill half-way must not leave a folder with a valid manifest.
     write(storage)
     removed: list[tuple[str, bool]] = []
 
@@ -118,7 +118,7 @@ def test_a_folder_is_gone_before_its_files_are(storage: Storage) -> None:
     assert storage.list("weights") == []
 
 
-def test_the_content_hash_names_content_and_not_version() -> None:
+def test_the_content_hash_depends_on_content_only() -> None:
     one, two = FileEntry(1, "aa"), FileEntry(2, "bb")
     assert (
         Manifest("main", 1, {"x": one, "y": two}).content_hash == Manifest("fork", 2, {"y": two, "x": one}).content_hash
@@ -163,7 +163,7 @@ def test_readers_verify_a_folder_together(storage: Storage, num_readers: int) ->
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 6, 8, 9])
-def test_blocks_come_in_pieces_and_a_wrong_one_never_whole(storage: Storage, size: int) -> None:
+def test_blocks_come_in_pieces_and_a_wrong_one_never_completely(storage: Storage, size: int) -> None:
     data = bytes(range(size))
     written = write(storage, {"first": b"xyz", "large": data})
     blocks = [block for block in blocks_of(written) if block[0] == "large"]
@@ -186,7 +186,7 @@ def test_blocks_come_in_pieces_and_a_wrong_one_never_whole(storage: Storage, siz
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_each_byte_is_read_by_one_of_them_a_block_at_a_time() -> None:
+def test_readers_share_the_blocks() -> None:
     reads: list[tuple[str, int]] = []
 
     class Counting(MemoryStorage):
@@ -206,7 +206,7 @@ def test_each_byte_is_read_by_one_of_them_a_block_at_a_time() -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_a_file_of_blocks_is_named_by_them_and_one_of_an_older_version_by_its_bytes(storage: Storage) -> None:
+def test_block_hashes_and_older_byte_hashes_both_verify(storage: Storage) -> None:
     data = b"0123456789"
     now = write(storage, {"large": data}).files["large"]
     assert now.sha256 == hashlib.sha256("".join(now.blocks).encode()).hexdigest()

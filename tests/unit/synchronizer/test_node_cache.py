@@ -1,5 +1,5 @@
-"""Promises of a version's copy on a machine: each byte is read from storage once for all its engines, and verified as
-it is read; what somebody serves stays, and what nobody serves goes, also when its last process was killed.
+"""Promises of the node cache: each byte is read from storage once for all engines of a machine and verified while it is
+read; a version in use stays, and an unused one is removed, also if its last process was killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rftdask.errors import DamagedError, NotFoundError, WaitTimeout
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer import manifest as manifests
 from rftdask.synchronizer import node_cache as node_copy
-from rftdask.synchronizer.node_cache import NodeCopy
+from rftdask.synchronizer.node_cache import NodeCache
 from rftdask.synchronizer.published import Published, publish_weights
 from rftdask.testing.storage_faults import FaultyStorage
 
@@ -29,7 +29,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """TMPDIR, and blocks of 4 bytes."""
+    """Temporary TMPDIR, with blocks of 4 bytes."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -48,18 +48,18 @@ def publish(storage: Storage, version: int = 1) -> Published:
 
 
 def left(temporary: Path) -> list[str]:
-    """What lies below TMPDIR."""
+    """Files below TMPDIR."""
     return sorted(path.name for path in temporary.rglob("*") if path.is_file())
 
 
-def test_what_the_first_has_read_and_verified_the_others_map(storage: Storage, temporary: Path) -> None:
+def test_the_first_process_reads_and_the_others_map(storage: Storage, temporary: Path) -> None:
     published, reads = publish(storage), list[str]()
 
     def note(verb: str, path: str, stage: str) -> None:
         if stage == "after":
             reads.append(f"{verb} {path}")
 
-    first, second = (NodeCopy(FaultyStorage(storage, note), published, TIMEOUT_S) for _ in range(2))
+    first, second = (NodeCache(FaultyStorage(storage, note), published, TIMEOUT_S) for _ in range(2))
     assert reads == ["get weights/1/model.safetensors"] * 3, "each block once, for both"
     assert first.files == second.files
     assert [file.read_bytes() for file in second.files] == [DATA]
@@ -71,22 +71,22 @@ def test_what_the_first_has_read_and_verified_the_others_map(storage: Storage, t
     assert not left(temporary)
 
 
-def test_of_several_who_find_nothing_at_once_one_reads_and_none_waits_for_what_another_serves(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_several_concurrent_processes_reads(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     published, together, looked = publish(storage), threading.Barrier(3), threading.local()
-    is_whole = NodeCopy._is_whole
+    is_whole = NodeCache._is_whole
 
-    def look(copy: NodeCopy) -> bool:
+    def look(copy: NodeCache) -> bool:
         found = is_whole(copy)
         if not getattr(looked, "once", False):
             looked.once = True
             together.wait(TIMEOUT_S)
         return found
 
-    monkeypatch.setattr(NodeCopy, "_is_whole", look)
+    monkeypatch.setattr(NodeCache, "_is_whole", look)
     with ThreadPoolExecutor(3) as threads:
-        copies = [each.result() for each in [threads.submit(NodeCopy, storage, published, TIMEOUT_S) for _ in range(3)]]
+        copies = [
+            each.result() for each in [threads.submit(NodeCache, storage, published, TIMEOUT_S) for _ in range(3)]
+        ]
     assert [copy.files[0].read_bytes() for copy in copies] == [DATA] * 3
     for copy in copies:
         copy.close()
@@ -97,14 +97,14 @@ def test_damaged_or_missing_weights_are_not_handed_out(storage: Storage, tempora
     for data in (b"0123x56789", b"012345678", b"0123456789x"):
         storage.put("weights/1/model.safetensors", data)
         with pytest.raises(DamagedError, match="do not match the manifest"):
-            NodeCopy(storage, published, TIMEOUT_S)
+            NodeCache(storage, published, TIMEOUT_S)
     storage.remove("weights/1")
     with pytest.raises(NotFoundError):
-        NodeCopy(storage, published, TIMEOUT_S)
+        NodeCache(storage, published, TIMEOUT_S)
     assert not left(temporary)
 
 
-def test_a_file_that_is_replaced_while_it_is_read_is_not_handed_out(tmp_path: Path) -> None:
+def test_a_file_replaced_while_it_is_read_is_not_handed_out(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path / "run"))
     published = publish(storage)
 
@@ -113,35 +113,35 @@ def test_a_file_that_is_replaced_while_it_is_read_is_not_handed_out(tmp_path: Pa
             storage.put(path, DATA)
 
     with pytest.raises(DamagedError, match="changed while it was read"):
-        NodeCopy(FaultyStorage(storage, replace), published, TIMEOUT_S)
+        NodeCache(FaultyStorage(storage, replace), published, TIMEOUT_S)
 
 
-def test_a_file_that_was_written_to_since_is_read_again(tmp_path: Path) -> None:
+def test_a_file_written_since_is_read_again(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path / "run"))
     published = publish(storage)
-    held = NodeCopy(storage, published, TIMEOUT_S)
+    held = NodeCache(storage, published, TIMEOUT_S)
     held.files[0].write_bytes(b"0123x56789")
-    # Not while another one serves what it has verified.
+    # Not while another process serves the verified file.
     with pytest.raises(WaitTimeout):
-        NodeCopy(storage, published, 0.1)
+        NodeCache(storage, published, 0.1)
     held.close()
     with pytest.raises(DamagedError):
-        NodeCopy(storage, published, TIMEOUT_S)
+        NodeCache(storage, published, TIMEOUT_S)
 
 
-def test_what_is_served_stays_until_its_process_has_gone_and_then_goes_with_the_next_who_comes(temporary: Path) -> None:
+def test_a_version_in_use_stays_and_goes_after_its_process(temporary: Path) -> None:
     storage = open_storage(f"memory://node-{next(_numbers)}")
     one, two = publish(storage, 1), publish_weights(storage, 2, DATA + b"2", "main")
     ready, told = os.pipe()
     if not (pid := os.fork()):
-        NodeCopy(storage, one, TIMEOUT_S)
+        NodeCache(storage, one, TIMEOUT_S)
         os.write(told, b"x")
         signal.pause()
     assert os.read(ready, 1) == b"x"
     files = left(temporary)
-    NodeCopy(storage, two, TIMEOUT_S).close()
+    NodeCache(storage, two, TIMEOUT_S).close()
     assert left(temporary) == files, "a version in use was removed"
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    NodeCopy(storage, two, TIMEOUT_S).close()
+    NodeCache(storage, two, TIMEOUT_S).close()
     assert not left(temporary)

@@ -1,4 +1,4 @@
-"""Promises of published weights: the pointer names only what is complete, never goes back, and garbage is no news."""
+"""Promises of published weights: the pointer names only complete versions, never goes back, and ignores garbage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def storage() -> Storage:
     return new_storage()
 
 
-def test_what_is_published_is_what_the_pointer_names(storage: Storage) -> None:
+def test_the_pointer_names_the_published_version(storage: Storage) -> None:
     assert latest_published(storage) is None
     published = publish_weights(storage, 3, b"w3", "main")
     assert latest_published(storage) == published == read_published(storage, 3)
@@ -68,7 +68,7 @@ def test_the_pointer_moves_last_wherever_the_publisher_is_killed(storage: Storag
             break
 
 
-def test_a_version_that_is_there_is_kept(storage: Storage) -> None:
+def test_an_existing_version_is_kept(storage: Storage) -> None:
     first = publish_weights(storage, 3, b"w3", "main")
     assert publish_weights(storage, 3, b"other bytes", "main") == first
     assert storage.get("weights/3/model.safetensors") == b"w3"
@@ -93,7 +93,7 @@ def test_the_pointer_never_goes_back(versions: list[int]) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b"x", b"-3", b"3.0", b"3 4", "\u0663".encode(), b"\xff\x00", b"0x1"])
-def test_an_unreadable_pointer_is_no_news(storage: Storage, data: bytes) -> None:
+def test_an_unreadable_pointer_counts_as_unchanged(storage: Storage, data: bytes) -> None:
     publish_weights(storage, 3, b"w3", "main")
     storage.put(WEIGHTS_POINTER, data)
     assert read_pointer(storage, WEIGHTS_POINTER) is None
@@ -102,14 +102,14 @@ def test_an_unreadable_pointer_is_no_news(storage: Storage, data: bytes) -> None
     assert read_pointer(storage, WEIGHTS_POINTER) == 4
 
 
-def test_a_pointer_to_what_is_not_there_or_damaged_is_no_news(storage: Storage) -> None:
+def test_a_pointer_to_missing_or_damaged_weights_is_ignored(storage: Storage) -> None:
     move_pointer(storage, WEIGHTS_POINTER, 9)
     assert latest_published(storage) is None
     storage.put(f"weights/9/{NAME}", b"{")
     assert latest_published(storage) is None
 
 
-def test_a_pointer_beyond_to_what_is_not_there_is_not_believed(storage: Storage) -> None:
+def test_a_larger_pointer_without_a_target_is_overwritten(storage: Storage) -> None:
     publish_weights(storage, 3, b"w3", "main")
     storage.put(WEIGHTS_POINTER, b"90\n")
     publish_weights(storage, 10, b"w10", "main")
@@ -117,7 +117,7 @@ def test_a_pointer_beyond_to_what_is_not_there_is_not_believed(storage: Storage)
 
 
 @pytest.mark.parametrize("damage", [b"", b"1\n", b"7\n", None])
-def test_a_pointer_that_is_lost_or_behind_is_restored(storage: Storage, damage: bytes | None) -> None:
+def test_a_lost_or_outdated_pointer_is_restored(storage: Storage, damage: bytes | None) -> None:
     for version in (1, 3):
         publish_weights(storage, version, b"w", "main")
     storage.remove(WEIGHTS_POINTER) if damage is None else storage.put(WEIGHTS_POINTER, damage)
@@ -133,14 +133,14 @@ def test_a_pointer_is_not_restored_to_damaged_weights(storage: Storage) -> None:
     assert read_pointer(storage, WEIGHTS_POINTER) is None
 
 
-def test_weights_in_the_folder_of_another_version_are_not_there(storage: Storage) -> None:
+def test_weights_in_the_folder_of_another_version_are_ignored(storage: Storage) -> None:
     write_folder(storage, "weights/3", {"model.safetensors": b"w2"}, lineage="main", version=2)
     assert read_published(storage, 3) is None
     publish_weights(storage, 3, b"w3", "main")
     assert storage.get("weights/3/model.safetensors") == b"w3"
 
 
-def test_old_weights_are_removed_and_the_newest_never(storage: Storage) -> None:
+def test_old_weights_are_removed_but_never_the_newest(storage: Storage) -> None:
     for version in (1, 2, 3, 10):
         publish_weights(storage, version, b"w", "main")
     remove_weights_below(storage, 3)
@@ -188,7 +188,7 @@ def test_the_policy_of_a_checkpoint_loads_as_if_published(storage: Storage) -> N
     assert read_manifest(storage, "global_step_5") is not None
 
 
-def test_the_policy_of_a_checkpoint_of_several_ranks_has_a_file_of_each(storage: Storage) -> None:
+def test_a_checkpoint_of_several_ranks_has_one_file_per_rank(storage: Storage) -> None:
     files = {model_file(rank, 2): b"part %d" % rank for rank in range(2)}
     kept = {f"actor/{name}": data for name, data in files.items()}
     others = {"actor/optim.safetensors": b"adam", "actor/kl_coefs.safetensors": b"k", "critic/model.safetensors": b"c"}
@@ -198,7 +198,7 @@ def test_the_policy_of_a_checkpoint_of_several_ranks_has_a_file_of_each(storage:
     assert published.content_hash == publish_weights(storage, 4, files, "main").content_hash
 
 
-def test_a_checkpoint_names_its_weights_as_they_were_published_in_another_data_type(storage: Storage) -> None:
+def test_a_checkpoint_records_the_published_hash(storage: Storage) -> None:
     published = publish_weights(storage, 4, b"narrow", "main")
     files, extra = {CHECKPOINT_MODEL_FILE: b"wide"}, {WEIGHTS_HASH: published.content_hash}
     write_folder(storage, "global_step_4", files, lineage="main", version=4, extra=extra)
@@ -206,7 +206,7 @@ def test_a_checkpoint_names_its_weights_as_they_were_published_in_another_data_t
     assert kept is not None and kept.content_hash == published.content_hash
 
 
-def test_the_version_asked_for_is_remembered(storage: Storage) -> None:
+def test_the_requested_version_is_read_back(storage: Storage) -> None:
     assert read_requested_version(storage) == 0
     request_version(storage, 7)
     assert read_requested_version(storage) == 7

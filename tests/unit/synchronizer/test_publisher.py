@@ -1,5 +1,5 @@
-"""Promises of those who publish together: each writes its part, all of it is one version or none, any reader of Hugging
-Face's form loads it, and what was written is given back to be filled again.
+"""Promises of ranks that publish together: each writes its part; all parts are one version or none; any reader of the
+Hugging Face format loads it; and buffers are returned for reuse.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from rftdask.errors import StorageError, StorageRefusedError
 from rftdask.models.toy import build_toy_model
 from rftdask.storage import Storage, open_storage
-from rftdask.synchronizer.node_cache import NodeCopy
+from rftdask.synchronizer.node_cache import NodeCache
 from rftdask.synchronizer.published import (
     INDEX_FILE,
     WEIGHTS_POINTER,
@@ -57,7 +57,7 @@ def new_storage() -> Storage:
 
 
 def tensors(version: int) -> dict[str, Tensor]:
-    """Five of different sizes, of which some values differ in each version."""
+    """Five tensors of different sizes; some values change in each version."""
     rng = np.random.default_rng(0)
     made = {f"t{i}": torch.from_numpy(rng.normal(size=(40 * (i + 1), 16)).astype(np.float32)) for i in range(5)}
     for step in range(1, version):
@@ -67,7 +67,7 @@ def tensors(version: int) -> dict[str, Tensor]:
 
 
 def publish_together(storages: list[Storage], versions: range, whole_interval: int = 1) -> list[list[Published]]:
-    """What each of as many ranks as storages got."""
+    """Result of each rank, one per storage."""
 
     def rank(ranks: Ranks) -> list[Published]:
         publisher = Publisher(storages[ranks.rank], "main", whole_interval, ranks)
@@ -82,7 +82,7 @@ def staged(version: int, ranks: Ranks, dtype: torch.dtype = torch.bfloat16) -> d
 
 
 def loaded(storage: Storage, published: Published) -> dict[str, Tensor]:
-    copy = NodeCopy(storage, published, TIMEOUT_S)
+    copy = NodeCache(storage, published, TIMEOUT_S)
     found = {name: tensor for path in copy.files for name, tensor in load(path.read_bytes()).items()}
     copy.close()
     return found
@@ -96,7 +96,7 @@ def assert_is(found: dict[str, Tensor], version: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("whole_interval", [1, 3])
-def test_each_rank_writes_its_part_and_all_are_the_version(size: int, whole_interval: int) -> None:
+def test_each_rank_writes_its_part_of_the_version(size: int, whole_interval: int) -> None:
     storage, puts = new_storage(), [list[str]() for _ in range(size)]
 
     def noting(rank: int) -> Storage:
@@ -107,7 +107,7 @@ def test_each_rank_writes_its_part_and_all_are_the_version(size: int, whole_inte
         return FaultyStorage(storage, note)
 
     results = publish_together([noting(rank) for rank in range(size)], range(1, 6), whole_interval)
-    assert all(result == results[0] for result in results), "all ranks know what was published"
+    assert all(result == results[0] for result in results), "all ranks return the publication"
     for version, published in enumerate(results[0], 1):
         assert read_published(storage, version) == published
         assert (published.delta is None) == (whole_interval == 1 or version % whole_interval == 1)
@@ -119,7 +119,7 @@ def test_each_rank_writes_its_part_and_all_are_the_version(size: int, whole_inte
     assert read_pointer(storage, WEIGHTS_POINTER) == 5
 
 
-def test_parts_are_of_about_the_same_size_and_hold_each_tensor_once() -> None:
+def test_parts_are_balanced_and_hold_each_tensor_once() -> None:
     def rank(ranks: Ranks) -> bytes:
         return bytes(stage_tensors(tensors(1), ranks, shared=True))
 
@@ -129,7 +129,7 @@ def test_parts_are_of_about_the_same_size_and_hold_each_tensor_once() -> None:
     assert max(map(len, parts)) < 1.3 * min(map(len, parts))
 
 
-def test_a_reader_of_hugging_face_loads_what_two_ranks_wrote(tmp_path: Path) -> None:
+def test_transformers_loads_the_files_of_two_ranks(tmp_path: Path) -> None:
     build_toy_model(tmp_path / "model", hidden_size=32, num_layers=1, num_heads=2)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="float32")
     state = distinct_state(model)
@@ -141,7 +141,7 @@ def test_a_reader_of_hugging_face_loads_what_two_ranks_wrote(tmp_path: Path) -> 
 
     published = in_threads(2, rank)[0]
     folder = tmp_path / "run" / "weights" / "1"
-    assert INDEX_FILE not in dict(published.files), "engines take safetensors alone"
+    assert INDEX_FILE not in dict(published.files), "engines load only safetensors"
     index = json.loads((folder / INDEX_FILE).read_text())
     assert sorted(index["weight_map"]) == sorted(state)
     assert set(index["weight_map"].values()) == {name for name, _ in published.files}
@@ -151,7 +151,7 @@ def test_a_reader_of_hugging_face_loads_what_two_ranks_wrote(tmp_path: Path) -> 
         assert torch.equal(again.state_dict()[name], tensor), name
 
 
-def test_what_one_rank_has_alone_such_as_adapters_has_no_index(tmp_path: Path) -> None:
+def test_files_of_one_rank_have_no_index(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
 
     def rank(ranks: Ranks) -> Published:
@@ -163,7 +163,7 @@ def test_what_one_rank_has_alone_such_as_adapters_has_no_index(tmp_path: Path) -
     assert not (tmp_path / "weights" / "1" / INDEX_FILE).exists()
 
 
-def test_a_rank_that_cannot_write_is_the_error_of_all_and_there_is_no_version() -> None:
+def test_a_rank_that_cannot_write_fails_all_ranks() -> None:
     storage = new_storage()
 
     def fail(verb: str, path: str, stage: str) -> None:
@@ -181,9 +181,9 @@ def test_a_rank_that_cannot_write_is_the_error_of_all_and_there_is_no_version() 
     assert latest_published(storage) is None and read_published(storage, 1) is None
 
 
-def test_killed_at_any_write_of_any_rank_a_version_is_there_as_before_or_whole() -> None:
+def test_a_kill_of_any_rank_leaves_the_old_or_the_new_version() -> None:
     class Killed(StorageError):
-        """Of all ranks at once."""
+        """Counter of writes of all ranks."""
 
     for killed_at in itertools.count():
         storage, puts = new_storage(), itertools.count()
@@ -211,7 +211,7 @@ def test_killed_at_any_write_of_any_rank_a_version_is_there_as_before_or_whole()
             return
 
 
-def test_a_file_that_several_ranks_have_is_written_by_the_lowest() -> None:
+def test_a_shared_file_is_written_by_the_lowest_rank() -> None:
     storage, written = new_storage(), list[int]()
 
     def rank(ranks: Ranks) -> Published:
@@ -226,19 +226,19 @@ def test_a_file_that_several_ranks_have_is_written_by_the_lowest() -> None:
     assert written == [0]
 
 
-def test_another_number_of_ranks_goes_on_where_the_first_one_ended() -> None:
+def test_another_number_of_ranks_continues_publishing() -> None:
     storage = new_storage()
     publish_together([storage] * 2, range(1, 3), 10)
     again = publish_together([storage] * 3, range(2, 5), 10)[0]
     assert published_versions(storage) == [1, 2, 3, 4]
-    assert [len(published.files) for published in again] == [2, 3, 3], "2 is there, and stays"
+    assert [len(published.files) for published in again] == [2, 3, 3], "version 2 exists and is kept"
     assert [published.delta is None for published in again] == [False, True, False]
     for version, published in enumerate(again, 2):
         assert_is(loaded(storage, published), version)
 
 
 @pytest.mark.parametrize("whole_interval", [1, 3])
-def test_memory_comes_back_when_nothing_is_made_of_it_any_more(whole_interval: int) -> None:
+def test_buffers_are_returned_once_no_delta_needs_them(whole_interval: int) -> None:
     storage = new_storage()
     publisher, spare = Publisher(storage, "main", whole_interval), b""
     memories = []
@@ -250,4 +250,4 @@ def test_memory_comes_back_when_nothing_is_made_of_it_any_more(whole_interval: i
         assert_is(loaded(storage, published), version)
         del file
     assert not publisher.take_spare()
-    assert len(set(memories)) == (1 if whole_interval == 1 else 2), "deltas need the version before"
+    assert len(set(memories)) == (1 if whole_interval == 1 else 2), "deltas need the previous version"

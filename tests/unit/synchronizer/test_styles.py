@@ -1,4 +1,4 @@
-"""Promises of the sync styles: the table of each; none waits for itself; what is trained is within the bound."""
+"""Promises of the sync styles: a table for each; none deadlocks; every trained token is within the staleness bound."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fixed(explorer: int = 1, trainer: int = 1, offset: int = 0, per_step: int = 
 @pytest.mark.parametrize(
     ("rules", "versions"),
     [
-        (fixed(), [0, 1, 2, 3, 4, 5, 6]),  # on policy: step s runs with what steps 1..s-1 trained
+        (fixed(), [0, 1, 2, 3, 4, 5, 6]),  # on policy: step s runs with the weights trained on steps 1..s-1
         (fixed(offset=1), [0, 0, 1, 2, 3, 4, 5]),  # one step off policy
         (fixed(offset=3), [0, 0, 0, 0, 1, 2, 3]),
         (fixed(2, 2), [0, 0, 2, 2, 4, 4, 6]),
@@ -70,15 +70,15 @@ def other(style: SyncStyle, explorer: int = 1, trainer: int = 1, **fields: Any) 
     )
 
 
-def test_explorer_driven_asks_at_its_boundaries_for_what_is_trainable() -> None:
+def test_explorer_driven_requests_trainable_versions() -> None:
     assert [other(EXPLORER).weights_for(s).version for s in range(1, 6)] == [0, 1, 2, 3, 4]
     assert [other(EXPLORER, 2).weights_for(s).version for s in range(1, 7)] == [0, 0, 1, 1, 2, 2]
-    # Two steps fill a batch: more than one version in two steps cannot be asked for.
+    # Two steps fill a batch, so at most one version per two steps can be requested.
     assert [other(EXPLORER, train_batch_size=16).weights_for(s).version for s in range(1, 6)] == [0, 0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("style", [TRAINER, ASYNC])
-def test_the_trainer_driven_styles_wait_for_nothing_but_staleness(style: SyncStyle) -> None:
+def test_trainer_driven_styles_wait_only_for_staleness(style: SyncStyle) -> None:
     versions = [other(style).weights_for(s).version for s in range(1, 9)]
     assert versions == [max(0, s - 1 - DEFAULT_MAX_STALENESS) for s in range(1, 9)]
     tight = other(style, max_staleness=1)
@@ -86,13 +86,13 @@ def test_the_trainer_driven_styles_wait_for_nothing_but_staleness(style: SyncSty
     assert not tight.weights_for(5).exact
 
 
-def test_new_weights_are_taken_at_boundaries_and_by_fully_async_always() -> None:
+def test_new_weights_are_taken_at_boundaries_or_always() -> None:
     assert [s for s in range(1, 9) if other(TRAINER, 3).takes_newest_at(s)] == [1, 4, 7]
     assert [s for s in range(1, 9) if other(TRAINER, 3, sync_offset=2).takes_newest_at(s)] == [3, 6]
     assert [s for s in range(1, 4) if other(ASYNC, 3).takes_newest_at(s)] == [1, 2, 3]
 
 
-def test_the_trainer_publishes_at_its_intervals_or_when_asked() -> None:
+def test_the_trainer_publishes_at_intervals_or_on_request() -> None:
     assert [s for s in range(1, 8) if other(TRAINER, trainer=3).publish_due(s, 0, 0)] == [3, 6]
     asked = other(EXPLORER, trainer=3)
     assert [s for s in range(1, 8) if asked.publish_due(s, 0, requested=4)] == [4, 5, 6, 7]
@@ -110,7 +110,7 @@ def test_the_trainer_publishes_at_its_intervals_or_when_asked() -> None:
         ({"sync_style": "fully_async", "max_staleness": 3}, [0, 0, 0, 0, 1, 2], [1, 2, 3, 4, 5, 6]),
     ],
 )
-def test_each_key_of_the_section_is_in_the_rules(
+def test_each_key_of_the_section_reaches_the_rules(
     section: dict[str, Any], versions: list[int], published: list[int]
 ) -> None:
     loaded = load_config(grpo(synchronizer={"sync_style": "fixed", "sync_offset": 0, **section}))
@@ -120,7 +120,7 @@ def test_each_key_of_the_section_is_in_the_rules(
 
 
 @pytest.mark.parametrize(("rules", "steps"), [(fixed(batch=16), 2), (fixed(per_step=16), 1), (fixed(per_step=6), 2)])
-def test_explore_steps_of_a_version_are_those_that_fill_its_batch(rules: SyncRules, steps: int) -> None:
+def test_explore_steps_for_a_version_fill_its_batch(rules: SyncRules, steps: int) -> None:
     assert rules.explore_steps_for(1) == steps
     assert rules.explore_steps_for(0) == 0
     assert rules.num_steps_from(steps) >= 1 > rules.num_steps_from(steps - 1)
@@ -142,7 +142,7 @@ def any_rules(draw: Any, min_groups: int = 1) -> tuple[SyncRules, int]:
 
 
 @given(any_rules(), st.integers(1, 300), st.none() | st.integers(0, 3))
-def test_no_style_asks_for_what_the_steps_before_cannot_train(
+def test_no_style_requires_an_untrainable_version(
     drawn: tuple[SyncRules, int], step: int, max_staleness: int | None
 ) -> None:
     rules = dataclasses.replace(drawn[0], max_staleness=max_staleness)
@@ -154,7 +154,7 @@ def test_no_style_asks_for_what_the_steps_before_cannot_train(
 
 @settings(max_examples=100)
 @given(any_rules())
-def test_the_bound_of_fixed_holds_for_ever_and_is_met(drawn: tuple[SyncRules, int]) -> None:
+def test_the_bound_of_fixed_holds_and_is_tight(drawn: tuple[SyncRules, int]) -> None:
     rules = dataclasses.replace(drawn[0], style=FIXED)
     count, batch = rules.experiences_per_step, rules.train_batch_size
     ages = [-(-step * count // batch) - 1 - rules.weights_for(step).version for step in range(1, 3000)]
@@ -163,7 +163,7 @@ def test_the_bound_of_fixed_holds_for_ever_and_is_met(drawn: tuple[SyncRules, in
 
 @settings(max_examples=200)
 @given(any_rules(), st.integers(0, 2**32), st.booleans())
-def test_no_style_waits_for_itself(drawn: tuple[SyncRules, int], seed: int, ahead: bool) -> None:
+def test_no_style_deadlocks(drawn: tuple[SyncRules, int], seed: int, ahead: bool) -> None:
     rules, repeat_times = drawn
     simulation = Simulation(
         rules, repeat_times=repeat_times, explore_steps=30, seed=seed, window=1, sampling_ahead=ahead
@@ -172,14 +172,14 @@ def test_no_style_waits_for_itself(drawn: tuple[SyncRules, int], seed: int, ahea
     assert outcome.stuck == ""
     assert outcome.train_steps == rules.num_steps_from(30)
     assert outcome.max_staleness <= rules.staleness_bound
-    assert outcome.num_stale_groups == 0, "what was sampled within the rules is not thrown away"
+    assert outcome.num_stale_groups == 0, "groups sampled within the rules are not dropped"
     if rules.style is FIXED:
         assert outcome.versions == [rules.weights_for(s).version for s in range(1, len(outcome.versions) + 1)]
 
 
 @settings(max_examples=200)
 @given(any_rules(min_groups=5), st.integers(0, 2**32), st.integers(1, 4), st.sampled_from((0.0, 0.1)))
-def test_groups_that_fail_or_come_late_do_not_stop_a_run(
+def test_failed_or_late_groups_do_not_stop_a_run(
     drawn: tuple[SyncRules, int], seed: int, window: int, empty_share: float
 ) -> None:
     rules, repeat_times = drawn
@@ -193,7 +193,7 @@ def test_groups_that_fail_or_come_late_do_not_stop_a_run(
 
 @settings(max_examples=60)
 @given(any_rules(), st.integers(0, 2**32), st.integers(1, 4), st.sampled_from((0.0, 0.1)))
-def test_partial_batches_stop_no_style_and_what_is_missing_is_trained_once(
+def test_partial_batches_stop_no_style(
     drawn: tuple[SyncRules, int], seed: int, window: int, empty_share: float
 ) -> None:
     rules, repeat_times = drawn
@@ -211,7 +211,7 @@ def test_partial_batches_stop_no_style_and_what_is_missing_is_trained_once(
     assert outcome.max_staleness <= rules.staleness_bound
     assert len(set(outcome.settled)) == len(outcome.settled)
     groups, size = 30 * rules.experiences_per_step // repeat_times, rules.train_batch_size // repeat_times
-    assert len(outcome.settled) >= groups - groups % size, "as many as whole batches would have settled"
+    assert len(outcome.settled) >= groups - groups % size, "as many groups as with full batches"
     if rules.style is FIXED:
         assert outcome.num_partial_batches == 0
 
@@ -226,7 +226,7 @@ def test_partial_batches_stop_no_style_and_what_is_missing_is_trained_once(
     st.none() | st.integers(1, 3),
     st.none() | st.integers(0, 9),
 )
-def test_replay_stops_no_style_and_trains_nothing_beyond_the_bound(
+def test_replay_stops_no_style_and_keeps_the_bound(
     drawn: tuple[SyncRules, int],
     seed: int,
     empty_share: float,
@@ -255,7 +255,7 @@ def test_replay_stops_no_style_and_trains_nothing_beyond_the_bound(
 
 @settings(max_examples=60)
 @given(any_rules(), st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 40), st.booleans())
-def test_back_pressure_stops_no_style_and_all_is_trained(
+def test_backpressure_stops_no_style(
     drawn: tuple[SyncRules, int], seed: int, window: int, limit: int, in_bytes: bool
 ) -> None:
     rules, repeat_times = drawn

@@ -1,6 +1,6 @@
-"""What versions cost where storage is far away: a delta is a few percent of the bytes of the whole, in about as few
-calls, for the trainer that publishes and for a machine that serves. Counted by a proxy in front of an S3 service; and
-of a folder that machines share, such as on NFS, at the seam of the system's calls, each of which its server sees.
+"""Cost of versions on remote storage: a delta takes a few percent of the bytes of a complete version, in about as many
+calls, for the publishing trainer and for a serving machine. Counted by a proxy in front of an S3 service and, for a
+shared folder such as NFS, at the system calls, each of which the server sees.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from safetensors.numpy import save
 
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.local import LocalStorage, Posix
-from rftdask.synchronizer.node_cache import NodeCopy
+from rftdask.synchronizer.node_cache import NodeCache
 from rftdask.synchronizer.published import read_published
 from rftdask.synchronizer.publisher import Publisher
 from tests.unit.storage.s3_proxy import FaultyS3
 
 NUM_VALUES = 1_000_000
 NUM_CHANGED = NUM_VALUES // 100
-"""As many bfloat16 values as a step changes at a learning rate of 1e-6 (docs/weights.md)."""
+"""Share of bfloat16 values that a step changes at a learning rate of 1e-6 (docs/weights.md)."""
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def proxy(s3_endpoint: str) -> Iterator[FaultyS3]:
 @pytest.fixture
 def storage(s3_url: str, proxy: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_port}")
-    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")  # bodies as they are, no trailers
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")  # plain bodies without trailers
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     opened = open_storage(s3_url)
     opened.put("warm", b"an open connection, which clients like to use again")
@@ -49,9 +49,7 @@ def storage(s3_url: str, proxy: FaultyS3, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 class CountingPosix(Posix):
-    """The system's calls, counted, and the bytes that go with them. What a file's mapping reads again is not: a machine
-    has it in its cache, since it has verified it.
-    """
+    """Counter of system calls and their bytes. Reads through a mapping are not counted: verified pages are cached."""
 
     def __init__(self) -> None:
         self.num_calls = self.num_bytes = 0
@@ -73,12 +71,12 @@ class CountingPosix(Posix):
 
 
 def costs(storage: Storage, counter: Any) -> dict[str, list[tuple[int, int]]]:
-    """(calls, bytes) of the trainer and of a machine, by what a version is published as."""
+    """Kind of publication -> (calls, bytes) of the trainer and of a machine."""
     random = np.random.default_rng(0)
     words = random.integers(0, 2**16, NUM_VALUES, dtype=np.uint16)
     publisher = Publisher(storage, "main", whole_interval=10)
     cost: dict[str, list[tuple[int, int]]] = {}
-    copies: list[NodeCopy] = []
+    copies: list[NodeCache] = []
     for version, kind in ((1, "whole"), (2, "delta"), (3, "delta")):
         words[random.choice(NUM_VALUES, NUM_CHANGED, replace=False)] ^= 1
         data = bytearray(save({"weight": words}))
@@ -88,7 +86,7 @@ def costs(storage: Storage, counter: Any) -> dict[str, list[tuple[int, int]]]:
         counter.num_calls = counter.num_bytes = 0
         found = read_published(storage, version)
         assert found is not None
-        copies.append(NodeCopy(storage, found, 5.0))  # of the one before, which this machine still serves
+        copies.append(NodeCache(storage, found, 5.0))  # the previous version is still served here
         assert copies[-1].files[0].read_bytes() == bytes(data)
         cost[kind] = [published, (counter.num_calls, counter.num_bytes)]
     for copy in copies:
@@ -97,16 +95,14 @@ def costs(storage: Storage, counter: Any) -> dict[str, list[tuple[int, int]]]:
     return cost
 
 
-def test_a_delta_on_s3_costs_a_few_percent_of_the_bytes_in_as_few_requests(storage: Storage, proxy: FaultyS3) -> None:
+def test_a_delta_on_s3_costs_few_bytes_and_requests(storage: Storage, proxy: FaultyS3) -> None:
     cost = costs(storage, proxy)
     for (whole_calls, whole_bytes), (calls, num_bytes) in zip(cost["whole"], cost["delta"], strict=True):
         assert num_bytes < 0.05 * whole_bytes
-        assert calls <= whole_calls + 2  # who reads a delta looks at the manifest of what it is made of
+        assert calls <= whole_calls + 2  # reading a delta includes the manifest of its base
 
 
-def test_a_delta_in_a_shared_folder_costs_a_few_percent_of_the_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_delta_in_a_shared_folder_costs_few_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "machine").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "machine"))
     posix = CountingPosix()

@@ -149,7 +149,7 @@ def test_what_is_left_keeps_its_advantages(name: str, parts: dict[str, Any], rew
     whole = algorithm.compute_advantages(inputs)
     kept = whole.drops_N == DropReason.KEPT
     rest = AdvantageInputs(rewards_N=values[kept], group_N=groups[kept], step=3)
-    again = algorithm.without_drops().compute_advantages(rest)
+    again = algorithm.without_filtering().compute_advantages(rest)
     assert bool((again.drops_N == DropReason.KEPT).all())
     np.testing.assert_allclose(again.advantages_N, whole.advantages_N[kept], atol=1e-6)
 

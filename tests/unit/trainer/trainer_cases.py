@@ -19,7 +19,7 @@ from rftdask.config.schema.model import LoraConfig
 from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.monitor.events import Event
 from rftdask.storage import Storage, open_storage
-from rftdask.synchronizer.transports.memory import Holder
+from rftdask.synchronizer.transports.memory import InMemoryPublisher
 from rftdask.trainer.checkpoint import Checkpoints
 from rftdask.trainer.engines.fake import FakeTrainEngine
 from rftdask.trainer.ranks import Ranks
@@ -107,7 +107,7 @@ def make_trainer(
     readers: Ranks | None = None,
     whole_interval: int = 1,
     whole_asked: Callable[[int], bool] = lambda version: False,
-    holder: Holder | None = None,
+    holder: InMemoryPublisher | None = None,
     lineage: str = "main",
     **section: Any,
 ) -> Trainer:

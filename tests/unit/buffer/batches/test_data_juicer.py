@@ -143,7 +143,7 @@ def test_it_runs_at_the_commit_alone() -> None:
 
 
 def test_what_it_lacks_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"operators\[0\]: .*takes operators or config_path, one of them"):
+    with pytest.raises(UserError, match=r"operators\[0\]: .*needs exactly one of operators and config_path"):
         operators_of(config({}))
     with pytest.raises(UserError, match=r"operators\[0\]: .*operators\[0\]: 3: an operator is a name"):
         operators_of(config({"operators": [3]}))

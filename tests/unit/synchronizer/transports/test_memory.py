@@ -1,6 +1,6 @@
-"""Promises of versions that ranks hold in memory: their manifest is on storage before anybody can load them, and says
-of them what it would say of files; they become files on request, and all that nobody may still load goes; where there
-is no room for one, it is a file at once.
+"""Promises of in-memory versions: the manifest is on storage before an engine can load the version and equals that of
+files; a version is written to storage on request; versions that no engine may still load are released; without enough
+memory a version is written to storage at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from rftdask.errors import NotFoundError
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.fingerprint import Fingerprint
-from rftdask.synchronizer.node_cache import SHARED_MEMORY, NodeCopy
+from rftdask.synchronizer.node_cache import SHARED_MEMORY, NodeCache
 from rftdask.synchronizer.published import (
     Published,
     held_versions,
@@ -29,7 +29,7 @@ from rftdask.synchronizer.published import (
     remove_weights_below,
 )
 from rftdask.synchronizer.publisher import Publisher
-from rftdask.synchronizer.transports.memory import Holder
+from rftdask.synchronizer.transports.memory import InMemoryPublisher
 from rftdask.testing.thread_ranks import in_threads
 from rftdask.trainer.ranks import Ranks
 from tests.unit.synchronizer.test_publisher import staged
@@ -41,7 +41,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What stands for /dev/shm, and a TMPDIR of its own."""
+    """Replacement of /dev/shm, and a temporary TMPDIR."""
     for name in ("memory", "tmp"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv(SHARED_MEMORY, str(tmp_path / "memory"))
@@ -55,10 +55,10 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 def together(storage: Storage, size: int, work: Callable[[Publisher, Ranks], Any], *, holds: bool = True) -> list[Any]:
-    """What `work` gives on each rank."""
+    """Result of `work` on each rank."""
 
     def rank(ranks: Ranks) -> Any:
-        publisher = Publisher(storage, "main", 1, ranks, Holder(storage) if holds else None)
+        publisher = Publisher(storage, "main", 1, ranks, InMemoryPublisher(storage) if holds else None)
         return work(publisher, ranks)
 
     return in_threads(size, rank)
@@ -68,7 +68,7 @@ def publish(publisher: Publisher, ranks: Ranks, version: int) -> Published:
     return publisher.publish(version, staged(version, ranks), SAID)
 
 
-def content(copy: NodeCopy) -> dict[str, bytes]:
+def content(copy: NodeCache) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in copy.files}
 
 
@@ -77,7 +77,7 @@ def left(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_is_held_is_what_would_be_files(storage: Storage, size: int, memory: Path) -> None:
+def test_in_memory_files_equal_stored_files(storage: Storage, size: int, memory: Path) -> None:
     as_files = open_storage(f"memory://held-{next(_numbers)}")
     (expected, *_) = together(as_files, size, lambda publisher, ranks: publish(publisher, ranks, 1), holds=False)
 
@@ -88,19 +88,19 @@ def test_what_is_held_is_what_would_be_files(storage: Storage, size: int, memory
         there = latest_published(storage)
         assert there == expected and there is not None and there.held is not None and there.fingerprint == SAID
         assert not storage.list("weights/1") or storage.list("weights/1") == ["MANIFEST.json"]
-        copy = NodeCopy(storage, there, TIMEOUT_S)
+        copy = NodeCache(storage, there, TIMEOUT_S)
         found = content(copy)
         copy.close()
         ranks.all_gather(None)
         return found
 
-    written = NodeCopy(as_files, expected, TIMEOUT_S)
+    written = NodeCache(as_files, expected, TIMEOUT_S)
     assert together(storage, size, work) == [content(written)] * size
     written.close()
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_it_becomes_files_and_is_held_no_more(storage: Storage, size: int, memory: Path) -> None:
+def test_a_version_written_to_storage_leaves_memory(storage: Storage, size: int, memory: Path) -> None:
     def work(publisher: Publisher, ranks: Ranks) -> list[Published]:
         made = [publish(publisher, ranks, version) for version in (1, 2)]
         ranks.all_gather(None)
@@ -118,40 +118,40 @@ def test_it_becomes_files_and_is_held_no_more(storage: Storage, size: int, memor
     assert not left(memory)
 
 
-def test_what_nobody_may_load_any_more_goes(storage: Storage, memory: Path) -> None:
-    publisher = Publisher(storage, "main", holder=Holder(storage))
+def test_versions_that_cannot_be_loaded_are_released(storage: Storage, memory: Path) -> None:
+    publisher = Publisher(storage, "main", holder=InMemoryPublisher(storage))
     published = [publish(publisher, Ranks(), version) for version in (1, 2)]
     remove_weights_below(storage, 2)
-    served = NodeCopy(storage, published[0], TIMEOUT_S)
+    served = NodeCache(storage, published[0], TIMEOUT_S)
     publish(publisher, Ranks(), 3)
     assert [path.read_bytes() for path in served.files], "an engine serves it"
     served.close()
-    with pytest.raises(NotFoundError, match="in the memory of no process"):
-        NodeCopy(storage, published[0], TIMEOUT_S)
+    with pytest.raises(NotFoundError, match="no process on this machine holds"):
+        NodeCache(storage, published[0], TIMEOUT_S)
     publisher.write_held()
     assert [is_loadable(storage, version) for version in (1, 2, 3)] == [False, True, True]
 
 
-def test_without_room_in_memory_it_is_a_file(
+def test_without_memory_a_version_is_written_to_storage(
     storage: Storage, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_room(file: int, data: object, place: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", no_room)
-    published = publish(Publisher(storage, "main", holder=Holder(storage)), Ranks(), 1)
+    published = publish(Publisher(storage, "main", holder=InMemoryPublisher(storage)), Ranks(), 1)
     monkeypatch.undo()
     assert published.held is None and is_loadable(storage, 1)
-    assert "version 1 goes through files: weights cannot be put below" in caplog.text
+    assert "version 1 is written to storage instead of memory: cannot store weights below" in caplog.text
     assert not left(memory)
 
 
-def test_what_was_half_written_when_its_holder_died_is_no_file(storage: Storage) -> None:
-    publisher = Publisher(storage, "main", holder=Holder(storage))
+def test_a_half_written_version_of_a_dead_rank_is_not_loadable(storage: Storage) -> None:
+    publisher = Publisher(storage, "main", holder=InMemoryPublisher(storage))
     published = publish(publisher, Ranks(), 1)
-    file = NodeCopy(storage, published, TIMEOUT_S)
+    file = NodeCache(storage, published, TIMEOUT_S)
     storage.put("weights/1/model.safetensors", file.files[0].read_bytes())
     file.close()
-    assert not is_loadable(storage, 1), "its manifest still says that it is held"
-    again = publish(Publisher(storage, "main", holder=Holder(storage)), Ranks(), 1)
+    assert not is_loadable(storage, 1), "its manifest still marks it as in memory"
+    again = publish(Publisher(storage, "main", holder=InMemoryPublisher(storage)), Ranks(), 1)
     assert again == published and again.held is not None

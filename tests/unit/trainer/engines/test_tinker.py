@@ -97,7 +97,7 @@ class TestContract(TrainEngineContract):
     def engine(self) -> TrainEngine:
         return TinkerTrainEngine(self.config, make_algorithm(self.algorithm))
 
-    def test_files_have_names_that_any_storage_takes(self) -> None:
+    def test_file_names_are_valid_on_any_storage(self) -> None:
         """Also that there is no Hugging Face folder: the model is at the service."""
         made = self.trained(0)
         assert list(made.weights()) == ["sampler.json"]
@@ -243,7 +243,7 @@ def test_greedy_tokens_and_the_end_are_as_asked(toy: Path, server: TinkerServer)
     sent = server.asked("asample")[-1]["sampling_params"]
     assert sent == {"max_tokens": 6, "seed": 0, "stop": [], "temperature": 0.0, "top_k": 5, "top_p": 0.9}
     assert made.finish_reason in ("stop", "length")
-    with pytest.raises(RoleError, match="cannot answer request 0: the service takes no repetition_penalty"):
+    with pytest.raises(RoleError, match="cannot answer request 0: the service does not accept repetition_penalty"):
         engine.generate(requests_of(1, repetition_penalty=1.1))
 
 
@@ -326,9 +326,9 @@ def test_refusals_silence_and_losses_are_errors_of_ours(
     engine = TinkerEngine(str(toy), server.url, timeout_s=1.0)
     trained = TinkerTrainEngine(config_at(server, toy), make_algorithm("sft"), timeout_s=1.0)
     server.is_stuck = True
-    with pytest.raises(EngineError, match=r"gave no answer for 1 s"):
+    with pytest.raises(EngineError, match=r"did not respond for 1 s"):
         engine.generate(requests_of(1))
-    with pytest.raises(ProcessLostError, match=r"gave no answer for 1 s while an adapter of"):
+    with pytest.raises(ProcessLostError, match=r"did not respond for 1 s while an adapter of"):
         trained.train_step(batch_of(), 1)
     server.is_stuck = False
     monkeypatch.setenv(API_KEY, "tml-another")
@@ -337,7 +337,7 @@ def test_refusals_silence_and_losses_are_errors_of_ours(
     monkeypatch.setenv(API_KEY, "another")
     with pytest.raises(UserError, match="must start with the 'tml-' prefix"):
         TinkerEngine(str(toy), server.url)
-    with pytest.raises(EngineError, match="gave no answer for 1 s while a session begins"):
+    with pytest.raises(EngineError, match="did not respond for 1 s while a session begins"):
         monkeypatch.setenv(API_KEY, "tml-test")
         TinkerEngine(str(toy), "http://127.0.0.1:9", timeout_s=1.0)
 

@@ -76,7 +76,7 @@ class Measures(FakeTrainEngine):
 @pytest.mark.parametrize(
     ("broken", "promise"),
     [
-        (Forgets, "test_a_checkpoint_goes_on_as_if_nothing_had_happened"),
+        (Forgets, "test_a_checkpoint_continues_with_the_same_bits"),
         (Counts, "test_the_same_batches_give_the_same_bytes"),
         (Measures, "test_measuring_trains_nothing"),
     ],
