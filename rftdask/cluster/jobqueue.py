@@ -411,7 +411,7 @@ class JobQueueCluster(RemoteWorkersCluster):
         self._wake.set()
 
     def num_asked(self, role: str) -> int:
-        """As `scale` last had it, 0 for a role without jobs."""
+        """Number of the last `scale`; 0 for a role without jobs."""
         return self._asked.get(role, 0)
 
     def use(self, roles: Collection[str]) -> None:

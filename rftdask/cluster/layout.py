@@ -432,9 +432,7 @@ def _advice(ranks: int, explorers: int, places: int, each: int, colocated: bool,
     places: cores or GPUs without the `apart` of auxiliary models.
     """
     if apart and places < 1 + (0 if colocated else each):
-        return (
-            "lower engine_num of explorer.auxiliary_models, or set it to 0, which loads them with the policy"
-        )
+        return "lower engine_num of explorer.auxiliary_models, or set it to 0, which loads them with the policy"
     if explorers and each > places:
         return f"lower explorer.rollout_model.tensor_parallel_size (or pipeline, data), so that an engine has {places}"
     shared = f"num_ranks {min(ranks, places)}, engine_num {min(explorers, places // each)}"

@@ -34,7 +34,7 @@ UMASK_VARIABLE = "RFTDASK_UMASK"
 GRACE_S = 30.0
 """SLURM's default time from SIGTERM to SIGKILL (KillWait)."""
 _LEAVING_S = 5.0
-"""From SIGTERM to the end of a worker that its nanny does not end before."""
+"""Time from SIGTERM to the end of a worker, if its nanny does not end it before."""
 _JOINING_S = 1.0
 """Time for a worker to join while its nanny is ending."""
 _REPORT_S = 3.0

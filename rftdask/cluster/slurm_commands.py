@@ -92,8 +92,8 @@ def directives(job: JobConfig) -> list[str]:
 
 
 def megabytes(memory: str) -> int:
-    """ "4GB" -> 3815, in units of 2**20 bytes, rounded up. Raises: UserError: it is no amount of memory."""
-    from dask.utils import parse_bytes  # late: who plans a run imports nothing heavy
+    """ "4GB" -> 3815, in units of 2**20 bytes, rounded up. Raises: UserError: invalid memory size."""
+    from dask.utils import parse_bytes  # late: planning a run imports nothing heavy
 
     try:
         return -(-int(parse_bytes(memory)) // 2**20)

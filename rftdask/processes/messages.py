@@ -36,7 +36,8 @@ class Codec(Generic[Message]):
 
     def __init__(self, *kinds: type[Message], enc_hook: Callable[[Any], Any] = plain_value) -> None:
         """enc_hook: converts values of types that msgspec does not know."""
-        self._kinds, self._enc_hook = {kind.__name__: kind for kind in kinds}, enc_hook
+        self._kinds: dict[str, Any] = {kind.__name__: kind for kind in kinds}
+        self._enc_hook = enc_hook
 
     def encode(self, message: Message) -> list[Any]:
         """Name of the class, and its fields in msgpack."""

@@ -10,8 +10,8 @@ core. On Linux without GPUs the imports happen once, in two processes:
 The life of a zygote:
 
 1. The driver creates a folder with a listening socket `control`. The fork server forks the zygote as soon as it has
-   imported what both need; `start_zygote` alone starts an interpreter. The zygote connects to `control` and creates
-   `socket`, its address.
+   imported what both need; without a fork server `start_zygote` starts an interpreter. The zygote connects to
+   `control` and creates `socket`, its address.
 2. The zygote has one thread, since a fork would lack the others. Its loop imports one module, accepts requests, and
    forks for each request whose modules are imported.
 3. `ForkedProcess(address, entry, args)` sends a request: entry point, environment, working directory, module path,
@@ -365,7 +365,7 @@ def call(function: Callable[..., T], *args: Any, needs: Sequence[str] | None = N
 
 def answer_call() -> None:
     """Entry point of the fork that `call` starts."""
-    # What the function prints goes to stderr, because stdout carries the answer.
+    # Prints of the function go to stderr, because stdout carries the answer.
     with os.fdopen(os.dup(1), "wb") as stdout, os.fdopen(0, "rb") as stdin:
         os.dup2(2, 1)
         answer: tuple[Any, Exception | None]

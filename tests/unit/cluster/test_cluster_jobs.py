@@ -51,7 +51,7 @@ def test_an_ending_job_is_replaced_at_once() -> None:
     jobs = [job(1, joined=True), job(2, joined=True), job(3)]
     change = plan_role(jobs, frozenset("123"), 3, 0, ending=frozenset("1"))
     assert (change.lost, change.cancel, change.num_new) == ((), (), 1)
-    # One that has never joined may be one that fails by itself.
+    # A job whose worker never joined may have failed.
     assert plan_role(jobs, frozenset("123"), 3, 0, ending=frozenset("3")).num_new == 0
     assert plan_role(jobs, frozenset("123"), 2, 0, ending=frozenset("1")).cancel == ()
 

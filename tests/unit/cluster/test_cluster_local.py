@@ -1,6 +1,6 @@
-"""On a shared machine another user reaches every port of 127.0.0.1; a run of ours obeys none who has not its keys.
+"""Promises of local clusters: other users of the machine reach every port of 127.0.0.1, and need the keys of the run.
 
-The stranger is a process of another uid where the tests run as root, else of the same one, which has no keys either.
+The stranger is a process of another uid if the tests run as root, else of the same one, also without keys.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def cluster(of_others: set[int]) -> Iterator[LocalCluster]:
 
 
 def listening() -> list[psutil._common.addr]:
-    """Where this process and its descendants listen."""
+    """Sockets on which this process and its descendants listen."""
     me = psutil.Process()
     return [
         found.laddr
@@ -109,7 +109,7 @@ def test_a_local_cluster_listens_only_on_loopback(cluster: LocalCluster, of_othe
     assert {address.ip for address in listening() if address.port not in of_others} == {"127.0.0.1"}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are forks on Linux alone")
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forks only on Linux")
 def test_ps_shows_the_name_of_a_worker() -> None:
     done = subprocess.run([sys.executable, "-c", TITLES], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ from tests.unit.cluster.worker_cases import LAYOUT
 
 
 class StandIn:
-    """As much of dask_cuda.LocalCUDACluster as makes the specs of its workers."""
+    """The part of dask_cuda.LocalCUDACluster that makes the specs of workers."""
 
     def __init__(self, CUDA_VISIBLE_DEVICES: list[str], n_workers: int, **options: Any) -> None:
         self.options = options

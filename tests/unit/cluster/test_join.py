@@ -41,7 +41,7 @@ def test_followers_run_the_newest_start_of_an_engine(tmp_path: Path, monkeypatch
 
 
 def parts_of(folder: Path) -> list[psutil.Process]:
-    """Children of this process that were told the number of this folder's engine by the environment."""
+    """Children of this process that have the engine of this folder in their environment."""
     found = []
     for each in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # it ends at this moment

@@ -23,7 +23,7 @@ from rftdask.processes.gpus import visible_gpus
 
 
 class Stays(EngineTraits):
-    """An engine of somebody's that says nothing of leaving a GPU."""
+    """An engine of a plug-in that cannot release a GPU."""
 
 
 def stage(engines: int, *overrides: str) -> Config:
@@ -77,7 +77,7 @@ def places(layout: Layout) -> list[tuple[str, int | None, int, tuple[int, ...]]]
 def test_one_gpu_is_shared() -> None:
     layout = plan_layout([stage(1)], 16, num_gpus=1)
     assert places(layout) == [("trainer-0", 0, 1, (0,)), ("explorer-0", 0, 1, (0,))]
-    assert {worker.threads for worker in layout.workers} == {16}  # who waits needs no cores
+    assert {worker.threads for worker in layout.workers} == {16}  # waiting roles need no cores
     assert layout.describe() == "1 rank on GPU 0, 1 engine on GPU 0; they take turns on GPU 0 (colocate)"
     assert not plan_layout([stage(1)], 16, num_gpus=2).colocated
     assert plan_layout([stage(1, "mode=colocate")], 16, num_gpus=2).num_workers("trainer") == 2
@@ -87,7 +87,7 @@ def test_gpus_are_shared_by_as_many_ranks_and_engines() -> None:
     layout = plan_layout([stage(8)], 64, num_gpus=8)
     assert [worker.shares for worker in layout.workers] == [(i,) for i in (*range(8), *range(8))]
     assert layout.describe() == "8 ranks on GPUs 0-7, 8 engines on GPUs 0-7; they take turns on GPUs 0-7 (colocate)"
-    # An engine that works on several waits for all of its ranks; who shares no GPU waits for nobody.
+    # An engine on several GPUs waits for all of their ranks.
     split = ("explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.tensor_parallel_size=2")
     mixed = plan_layout([stage(4, *split, "trainer.num_ranks=3")], 64, num_gpus=8)
     assert places(mixed)[3:] == [
@@ -148,7 +148,7 @@ def test_a_run_can_be_planned_for_other_machines() -> None:
     split = ("explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.tensor_parallel_size=16")
     with pytest.raises(UserError, match=r"an engine uses 16 GPUs .* and a machine has 8"):
         plan_machines(stage(1, *four, *split, "cluster.type=joined"))
-    # Turns are taken by the processes of a machine, whoever started their workers there.
+    # Processes of a machine share its GPUs, however their workers were started.
     assert plan_machines(stage(32, *four, "cluster.type=joined", "mode=colocate")).describe() == (
         "32 ranks, 32 engines; they take turns on what each machine has (colocate)"
     )
@@ -300,7 +300,7 @@ def test_auxiliary_models_have_their_own_workers_and_gpus() -> None:
     # At the end of the machine; the ranks have what is left.
     assert [(worker.gpu, worker.num_gpus) for worker in apart] == [(6, 2), (4, 2), (3, 1)]
     assert [worker.amounts for worker in apart] == [{"auxiliary": 2}, {"auxiliary": 2}, {"auxiliary": 1}]
-    # The model beside the policy has the GPUs of its explorer, which are as many as its own.
+    # A model in the workers of the policy has the same number of GPUs.
     with pytest.raises(UserError, match=r"4 GPUs? each"):
         plan_layout([stage(2, judges("0x4"), "cluster.colocate=false")], 64, num_gpus=8)
     with_small = plan_layout([stage(1, judges("1x2"))], 64, num_gpus=8)

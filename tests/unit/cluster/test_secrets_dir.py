@@ -24,7 +24,7 @@ def test_only_the_owner_may_read_keys_and_address(tmp_path: Path) -> None:
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in folder.path.iterdir()} == {0o600}
     before = (folder.path / "key.pem").read_bytes()
-    assert folder.make_keys() and (folder.path / "key.pem").read_bytes() == before  # those who join later have them
+    assert folder.make_keys() and (folder.path / "key.pem").read_bytes() == before  # later workers have them
 
 
 def test_an_address_is_removed_only_by_its_owner(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_worker_job_names_its_role_keys_and_number(tmp_path: Path) -> None:
         '--name "trainer-0-${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}" ',
         f"--tls-key {tmp_path}/runs/rftdask/try/control/private/key.pem ",
         "--interface ib0 ",
-        f"\nexec {shlex.quote(sys.executable)} -m rftdask.cluster.join ",  # whom SLURM tells to end
+        f"\nexec {shlex.quote(sys.executable)} -m rftdask.cluster.join ",  # receives signals of SLURM
     ):
         assert text in script
     assert "#SBATCH --time" not in script  # the partition's default

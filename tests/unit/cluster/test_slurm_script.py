@@ -61,7 +61,7 @@ def test_a_site_template_wraps_the_commands_of_scripts(tmp_path: Path) -> None:
         allocation_script(config, layout, private(config), storage),
         *offline_scripts(config, private(config), storage, 1, 1),
     )
-    for script, wrapped in zip(parts, (2, 2, 1), strict=True):  # both roles; who helps, twice; who trains
+    for script, wrapped in zip(parts, (2, 2, 1), strict=True):  # (driver and helper), twice; trainer
         assert script.text.count("apptainer exec --nv /images/rft.sif python3 -m rftdask ") == wrapped, script.name
         assert "\nulimit -n 65536\n" in script.text and "{" not in script.text.split("may_return")[0]
 
@@ -90,7 +90,7 @@ def test_the_error_of_a_failing_template_names_its_key(tmp_path: Path) -> None:
         (signal.SIGTERM, False, False, 143, 0, False),  # scancel by hand
         (signal.SIGTERM, False, False, 143, 1, True),  # a requeue, of which SLURM knows itself
         (signal.SIGTERM, False, True, 143, 1, False),  # and then it was cancelled
-        (signal.SIGTERM, True, False, 143, 0, False),  # somebody asked the driver alone
+        (signal.SIGTERM, True, False, 143, 0, False),  # only the driver was signaled
         (signal.SIGUSR1, False, True, 130, 0, False),  # both at once
     ],
 )
@@ -114,7 +114,7 @@ def test_a_controller_ends_with_its_driver_or_is_requeued(
         assert controller.stderr is not None and (NO_REQUEUE in controller.stderr.read()) == (not requeued)
     assert (tmp_path / "requeued").exists() == requeued
     assert (tmp_path / "scancelled").exists() == (cancelled and code == 130)
-    # Its driver is told that it comes back, so that the jobs of its workers stay.
+    # The driver finds the marker, so that the jobs of its workers stay.
     assert (tmp_path / RETURNS_FILE).exists() == stay
     if requeued:
         assert (tmp_path / "requeued").read_text() == "requeue 7\n"

@@ -154,7 +154,7 @@ def test_a_busy_child_ends_with_its_pipe(start: Starter) -> None:
     child.receive(LONG_S)
     child.close(LONG_S)
     assert not child.alive()
-    with pytest.raises(RoleError, match="ended with code 0"):  # by itself, not killed
+    with pytest.raises(RoleError, match="ended with code 0"):  # not killed
         child.receive(LONG_S)
 
 

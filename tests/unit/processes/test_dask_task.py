@@ -1,6 +1,4 @@
-"""Promises of what is known of workers: all of them, whatever else the client asks meanwhile; and of the client: where
-its start is cancelled there is another one, and a reason where there is none. A worker that is lost comes back.
-"""
+"""Promises of Dask's workers and client: workers are listed and return, and a canceled start is repeated."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def test_workers_are_listed_while_the_client_polls() -> None:
 
         def ask() -> None:
             while not ended.is_set():
-                # What it does by itself every few seconds.
+                # Dask does this every few seconds.
                 client.sync(client._update_scheduler_info)
 
         asking = threading.Thread(target=ask)

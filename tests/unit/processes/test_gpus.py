@@ -1,5 +1,5 @@
-"""Promises of GPUs: one that is planned is used or it is an error that says why; processes that see all of a machine's
-take different ones; a lack of memory is an error that names what was done, how much there was and what to change.
+"""Promises of GPUs: an unusable planned GPU is an error; processes that see all GPUs claim different ones; errors about
+memory name the phase, the peak and the remedy.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_a_process_claims_gpus_that_no_other_has(sees: Any, tmp_path: Path) -> N
     sees("0,1,2", cuda())
     with pytest.raises(UserError, match=r"this process needs 1 of the GPUs 0, 1, 2, and 0 are free"):
         use_device()
-    # Who was given as many as it needs was placed there, and asks nobody.
+    # A process with the right number of visible GPUs claims none.
     sees("1", cuda())
     use_device()
 
@@ -149,7 +149,7 @@ def test_joined_workers_claim_different_gpus(tmp_path: Path) -> None:
     taken = [name for names, _ in told for name in names.split(",")]
     assert sorted(taken) == ["0", "1", "2", "3", "4"], told
     assert [len(names.split(",")) for names, _ in told] == [1, 2, 1, 1]
-    assert {device for _, device in told} == {"0"}, "the first of those that a process sees now is its own"
+    assert {device for _, device in told} == {"0"}, "each process sees only its own GPUs"
 
 
 def test_a_killed_process_releases_its_gpu(sees: Any, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Promises of the meter: it counts what processes of its own do, also those that have ended; without a GPU, or a
-library that answers, it tells nothing of GPUs; it looks no more often than is worth it.
+"""Promises of the meter: it counts all descendants, including ended ones, measures at intervals, and has no metrics of
+GPUs without a GPU or its library.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Promises: the sources of a run are the user's own modules, with what they import wherever in their text, and nothing
-that is installed; jobs import the copies that were submitted, whatever became of the originals, and find the data
-beside them; git says which commit they were.
+"""Promises: the sources of a run are the user's modules and all of the user's code that these import; jobs import the
+submitted copies and find the data next to them; git states have the commit.
 """
 
 import json
@@ -64,7 +63,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def scores(world: World, **environment: str) -> float:
-    """What the reward gives in another process."""
+    """Reward in another process."""
     code = (
         "import sys; from rftdask.config.plugins import find_part; "
         "print(find_part('reward', sys.argv[1], {}, sys.argv[2:])(1, 2, 3))"
@@ -136,4 +135,4 @@ def test_git_states_have_the_commit_and_dirtiness(
     world.edit()
     assert git_states(files)[top]["is_dirty"]
     monkeypatch.setenv(SUBMITTED, str(tmp_path / "copies"))
-    assert git_states(files) == json.loads(json.dumps(clean)), "a job says what it was at its submission"
+    assert git_states(files) == json.loads(json.dumps(clean)), "a job has the states of its submission"

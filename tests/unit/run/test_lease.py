@@ -90,7 +90,7 @@ def test_a_set_clock_does_not_end_leases_of_this_machine(
     storage: Storage, by_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(storage)
-    # What Linux tells as the time of its start, from which psutil has those of processes.
+    # The boot time of Linux, from which psutil computes the start of processes.
     set_s = psutil.boot_time() + by_s
     monkeypatch.setattr(psutil, "boot_time", lambda: set_s)
     monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: set_s)

@@ -40,14 +40,14 @@ def test_the_first_start_creates_the_folder(storage: Storage) -> None:
 
 def test_a_run_that_does_not_continue_gets_a_new_name(tmp_path: Path) -> None:
     fresh = config(f"checkpoint_root_dir={tmp_path}", "continue_from_checkpoint=false")
-    assert begin_beside(fresh).name == "rft", "there is none to be beside"
+    assert begin_beside(fresh).name == "rft", "the folder is empty"
     storage = open_storage(fresh.checkpoint_job_dir)
     open_run(storage, fresh)
     assert read_run_config(storage).continue_from_checkpoint, "once begun it is continued"
     beside = begin_beside(fresh)
     assert re.fullmatch(r"rft_20\d{12}", beside.name)
     open_run(open_storage(beside.checkpoint_job_dir), beside)
-    assert begin_beside(beside) == beside, "who starts it again continues it"
+    assert begin_beside(beside) == beside, "a second start continues the run"
     assert begin_beside(config(f"checkpoint_root_dir={tmp_path}")).name == "rft"
     with pytest.raises(UserError, match=r"from_checkpoint: .*/rft is not empty, and mode train finds the other"):
         begin_beside(replace(fresh, {"mode": "train"}))
@@ -122,7 +122,7 @@ def test_rollout_batches_keep_the_size_of_the_first_start(storage: Storage) -> N
 
 
 def test_a_run_of_the_first_config_edition_continues(storage: Storage) -> None:
-    """Then plaintext said what raw says now, and what supervised rows did not look at may not begin to act."""
+    """In edition 1 plaintext meant raw, and supervised rows ignored some keys, which must stay so."""
 
     def began(prompt_type: str, **more: str) -> Config:
         fmt = {"prompt_type": prompt_type, **more}
@@ -250,7 +250,7 @@ def test_a_run_folder_has_no_values_of_the_environment(storage: Storage, monkeyp
     for path in (RUN_FILE, *(f"control/{name}" for name in storage.list("control"))):
         assert b"hunter2" not in storage.get(path)
     monkeypatch.delenv("JUDGE")
-    assert load_config(read_run(storage)["config"], was_checked=True) == opened, "who looks needs no environment"
+    assert load_config(read_run(storage)["config"], was_checked=True) == opened, "reading needs no environment"
 
 
 @pytest.mark.parametrize(("on_gpus", "given", "kept"), [(False, None, True), (True, None, False), (True, True, True)])
