@@ -38,7 +38,7 @@ from tests.integration.run_cases import (
     worker_of,
     write_config,
 )
-from tests.integration.serving.slow_engine import CALLS, most_under_way
+from tests.integration.serving.slow_served_engine import CALLS, most_under_way
 
 pytestmark = pytest.mark.slow
 
@@ -207,7 +207,7 @@ def test_as_many_rollouts_are_under_way_as_there_are_slots(config: Path, tmp_pat
     (tmp_path / "calls").mkdir()
     settings = ("mode=explore", "buffer.total_steps=8", "explorer.eval_on_startup=false", "--progress", "none")
     engine = (
-        "explorer.rollout_model.engine_type=tests.integration.serving.slow_engine.SlowEngine",
+        "explorer.rollout_model.engine_type=tests.integration.serving.slow_served_engine.SlowEngine",
         f"explorer.slots_per_engine={slots}",
     )
     environment = {"PYTHONPATH": str(Path.cwd()), CALLS: str(tmp_path / "calls")}

@@ -28,7 +28,7 @@ from rftdask.config import load_config
 from rftdask.storage import open_storage
 from rftdask.synchronizer.published import publish_weights
 from tests.integration.run_cases import RunProcess, run_folder, write_config
-from tests.integration.serving.slow_engine import CALLS, WHY_NOT
+from tests.integration.serving.slow_served_engine import CALLS, WHY_NOT
 from tests.living import lives, wait_until_gone
 
 pytestmark = pytest.mark.slow
@@ -136,7 +136,7 @@ def scheduler(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def serve(config: Path, *overrides: str) -> RunProcess:
-    engine = "explorer.rollout_model.engine_type=tests.integration.serving.slow_engine.SlowEngine"
+    engine = "explorer.rollout_model.engine_type=tests.integration.serving.slow_served_engine.SlowEngine"
     arguments = ("--port", "0", engine, "model.max_prompt_tokens=64", *overrides)
     return RunProcess("serve", str(config), *arguments)
 
@@ -237,7 +237,7 @@ def test_a_killed_engine_is_replaced_and_servers_leave_none(tmp_path: Path, call
 def test_a_worker_that_joins_speaks_tls_with_its_server(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     tree = yaml.safe_load(config.read_text())
-    tree["explorer"]["rollout_model"]["engine_type"] = "tests.integration.serving.slow_engine.SlowEngine"
+    tree["explorer"]["rollout_model"]["engine_type"] = "tests.integration.serving.slow_served_engine.SlowEngine"
     config.write_text(yaml.safe_dump({**tree, "cluster": {"type": "joined"}}))
     with serve(config) as run, process("rftdask", "join", str(config)) as joined:
         agents = Agents(url_of(run))

@@ -186,15 +186,16 @@ def test_a_resumed_gang_loads_the_checkpoint_on_every_rank() -> None:
 
 
 class SlowEngine(FakeTrainEngine):
-    """Trains each batch until its rank has prefetched the next one, if there is one."""
+    """Trains each batch until its rank has prefetched the next one, if there is one. Sets `begun` at the first."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, begun: threading.Event) -> None:
         super().__init__()
-        self.num_steps, self.has_read = num_steps, threading.Event()
+        self.num_steps, self.begun, self.has_read = num_steps, begun, threading.Event()
 
     def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
+        self.begun.set()
         if step < self.num_steps:
-            assert self.has_read.wait(10), f"the batch after step {step} was not read while it was trained"
+            assert self.has_read.wait(60), f"the batch after step {step} was not read while it was trained"
             self.has_read.clear()
         return super().train_step(batch, step)
 
@@ -205,9 +206,10 @@ def test_every_rank_prefetches_its_rows_of_the_next_batch(size: int, is_late: bo
     storage, num_steps = new_storage(), 4
     fill_log(storage, 1 if is_late else num_steps, is_finished=not is_late)
     loads: list[list[tuple[bool, str]]] = [[] for _ in range(size)]
+    begun = threading.Event()
 
     def rank(ranks: Ranks, writers: Ranks, readers: Ranks) -> None:
-        engine, source = SlowEngine(num_steps), source_of(storage)
+        engine, source = SlowEngine(num_steps, begun), source_of(storage)
         read, read_ahead, entry_of, batch_of = source.log.read, source.read_ahead, source.entry, source.read
         asked = threading.Event()  # while the loop waits for a batch
 
@@ -233,8 +235,12 @@ def test_every_rank_prefetches_its_rows_of_the_next_batch(size: int, is_late: bo
         given = {"ranks": ranks, "readers": readers if size > 1 else None, "total_steps": num_steps}
         make_trainer(storage, engine=engine, source=source, checkpoints=saver, **given).run()
 
+    def fill_late() -> None:
+        if begun.wait(60):
+            fill_log(storage, num_steps, first=2)
+
     if is_late:  # data that arrives while the first step trains is also found
-        threading.Timer(0.3, fill_log, (storage, num_steps), {"first": 2}).start()
+        threading.Thread(target=fill_late).start()
     in_threads(size, rank, num_groups=3)
     # Rank 0 reads all shards to find the data; another rank reads those that it trains. Each shard holds one group.
     assert sorted(map(len, loads)) == [0] * (size - 2) + [num_steps] * min(size, 2)
