@@ -200,7 +200,7 @@ def test_a_refused_value_is_reported_with_its_place_in_the_file(tmp_path: Path) 
         ("trl", "def broken(:", "cannot be read as Python"),
         ("verl", "a: 1", "it is not a verl configuration"),
         ("verl", "algorithm: {algorithm_type: grpo}", "it is not a verl configuration"),
-        ("axolotl", "a: 1", "it is trl, verl or trinity"),
+        ("axolotl", "a: 1", "use trl, verl or trinity"),
     ],
 )
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, system: str, text: str, told: str) -> None:

@@ -77,10 +77,10 @@ class EachStep(StepWiseRewardWorkflow):
         return 3
 
     def step(self, step_num: int) -> bool:
-        said = self.client.chat.completions.create(
+        answer = self.client.chat.completions.create(
             model=self.client.model_path, messages=[{"role": "user", "content": str(step_num)}]
         )
-        return "stop" not in said.choices[0].message.content
+        return "stop" not in answer.choices[0].message.content
 
     def reward(self, exps: List[Experience], step_num: int) -> float:
         assert [exp.eid.step for exp in exps] == [step_num]

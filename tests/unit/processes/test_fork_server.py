@@ -131,7 +131,7 @@ def test_a_driver_has_a_zygote_again_after_a_kill(tmp_path: Path, victim: str) -
     assert output == "[True, False, True]\n", "and no message that the user could not understand"
 
 
-def test_a_worker_that_outlives_the_driver_does_not_keep_the_zygote(tmp_path: Path) -> None:
+def test_a_worker_outliving_the_driver_does_not_keep_the_zygote(tmp_path: Path) -> None:
     script = RUNS.replace("looking.look_below", "looking.stay")
     script = script.replace("process.join(60)", "process.join(name == 'look' and 60 or 600)")
     with drive(tmp_path, script) as driver:

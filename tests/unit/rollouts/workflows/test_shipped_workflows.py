@@ -153,7 +153,7 @@ def test_textarena_game_is_a_chat() -> None:
     model = Script([f"[{number}]" for number in range(1, 21)])
     reward = play("textarena_workflow", model, workflow_args=arguments, row={"seed": 3})
     assert model.asked[0].startswith("You are Player 0.") and "higher" in model.asked[1]
-    assert "Guess The Number" not in model.asked[1], "what was said stays said"
+    assert "Guess The Number" not in model.asked[1], "earlier text is not repeated"
     assert reward.metrics["num_turns"] == len(model.asked) and model.num_messages[1] == 3
     assert reward.metrics["success"] == float(reward.value > 0)
     again = play(
