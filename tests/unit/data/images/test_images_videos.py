@@ -98,5 +98,5 @@ def test_tasks_hold_videos_but_requests_do_not() -> None:
     message = {"role": "user", "content": [{"type": "video", "video": "ab"}]}
     assert images_in([plain_message(message)]) == ("video:ab",)
     for part in (*message["content"], {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA"}}):
-        with pytest.raises(BadRequestError, match="a message holds a video; requests take images alone"):
+        with pytest.raises(BadRequestError, match="videos in messages are not supported; send frames as images"):
             plain_message({"role": "user", "content": [part]}, lambda told: told)
