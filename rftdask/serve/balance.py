@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from rftdask.engines.base import GenerateRequest, Generation
 from rftdask.engines.client import AskedEngine
 from rftdask.errors import RoleError, WaitTimeout
-from rftdask.rollouts.concurrency_limits import TokenRoom
+from rftdask.rollouts.concurrency_limits import KvCacheBudget
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 
@@ -51,7 +51,7 @@ class _Place:
 
     engine: AskedEngine
     queue: RequestQueue
-    room: TokenRoom
+    room: KvCacheBudget
     """Of which prompts and longest answers are taken that are under way."""
     num_calls: int = 0
 
@@ -83,7 +83,7 @@ class Balanced(RequestQueue):
     def add(self, engine: AskedEngine) -> None:
         """Ask it from now on."""
         queue = StreamingQueue(Streaming(engine.submit, _TIMEOUT_S, str(engine)))
-        self._places.append(_Place(engine, queue, TokenRoom(engine.cache_tokens)))
+        self._places.append(_Place(engine, queue, KvCacheBudget(engine.cache_tokens)))
 
     def take_lost(self) -> list[AskedEngine]:
         """Those that are lost; from here on they are known no more."""

@@ -379,7 +379,7 @@ class _Attempt:
     async def _pump(self) -> None:
         while True:
             message = await self._receive()
-            if isinstance(message, messages.Told):
+            if isinstance(message, messages.TimerReport):
                 if message.number in self._tells:
                     self._tells[message.number](message.choice, message.part, message.text)
                 continue

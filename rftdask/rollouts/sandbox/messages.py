@@ -119,7 +119,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Told:
+class TimerReport:
     """Some text more of the streamed answer to the `Ask` of that number."""
 
     number: int
@@ -144,7 +144,7 @@ class Ask:
     method: Method
     arguments: Mapping[str, Any]
     streams: bool = False
-    """Whether the text of its answer is told while it is sampled (`Told`)."""
+    """Whether the text of its answer is told while it is sampled (`TimerReport`)."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ class Failed:
     traceback: str = ""
 
 
-ToFork: TypeAlias = Run | Answer | Told
-TO_FORK: Codec[ToFork] = Codec(Run, Answer, Told)
+ToFork: TypeAlias = Run | Answer | TimerReport
+TO_FORK: Codec[ToFork] = Codec(Run, Answer, TimerReport)
 FromFork: TypeAlias = Hello | Ask | SetState | Finished | Failed
 # Of plain values alone: a fork runs code of others, and a pickle of theirs would run in the worker.
 FROM_FORK: Codec[FromFork] = Codec(Hello, Ask, SetState, Finished, Failed)

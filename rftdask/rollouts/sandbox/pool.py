@@ -368,7 +368,7 @@ class _Process:
         # A fork may have written anything to its stream: who takes the text is said here.
         arguments = {name: value for name, value in question.arguments.items() if name != "tell"}
         if question.streams and question.method == "openai":
-            arguments["tell"] = lambda *told: self._send(messages.Told(question.number, *told))
+            arguments["tell"] = lambda *told: self._send(messages.TimerReport(question.number, *told))
         try:
             value = await model.ask(question.model, question.method, arguments)
         except Exception as error:  # the workflow's to handle; the runner sees the engine's own failures by itself

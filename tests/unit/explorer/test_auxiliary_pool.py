@@ -133,7 +133,7 @@ def test_a_worker_that_is_lost_is_replaced_by_the_next_that_joins(monkeypatch: p
         world.client.serves((0.0, world.client.tasks[-1][2].key))
         world.look(a=1, **{name: 1})
     world.look(a=1)
-    assert world.asked[-1] == 2 and "its worker was lost; another takes its place" in world.notes[4]
+    assert world.asked[-1] == 2 and "its worker was lost; it is replaced" in world.notes[4]
 
 
 def test_an_engine_that_fails_again_and_again_ends_the_run_by_name() -> None:

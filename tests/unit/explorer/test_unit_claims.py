@@ -110,13 +110,13 @@ def test_who_is_alone_claims_without_a_file_and_writes_what_it_is_at_once_it_is_
     first.look(set())
     assert all(first.take(unit) for unit in (UNIT, committed_unit, (3, 2)))
     first.give_back(committed_unit)
-    assert (first.alone, storage.list("control/claims")) == (True, [])
+    assert (first.is_sole, storage.list("control/claims")) == (True, [])
     assert first.take(EVALUATIONS)
     second = claims_of(storage, "b")
     assert sees(second, EVALUATIONS) and not sees(second)
     assert second.take((3, 2)), "what the first is at is not known yet"
     first.look(set())
-    assert (first.alone, first.is_others((3, 2))) == (False, True)
+    assert (first.is_sole, first.is_others((3, 2))) == (False, True)
     assert [sees(second, unit) for unit in (UNIT, committed_unit, (3, 2))] == [True, False, False]
     lease.release()
     second.look(set())

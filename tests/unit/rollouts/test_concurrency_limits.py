@@ -13,7 +13,7 @@ import pytest
 from rftdask.buffer.log.schema import Status
 from rftdask.config.schema.explorer import OverRolloutConfig
 from rftdask.data.task import Task
-from rftdask.rollouts.concurrency_limits import SLOT, SharedPlaces, TokenRoom, slots_by_memory
+from rftdask.rollouts.concurrency_limits import SLOT, KvCacheBudget, SharedSlots, slots_by_memory
 from rftdask.rollouts.runner import SharedLoop, TextEngine, UnitOutcome, run_work_unit
 from rftdask.rollouts.workflows.base import PolicyModel
 from rftdask.rollouts.workflows.registry import workflow
@@ -22,7 +22,7 @@ from tests.unit.rollouts.rollout_cases import VERSION, CharTokenizer, replies, s
 
 
 def test_who_enters_later_is_admitted_when_somebody_leaves() -> None:
-    places, admitted = SharedPlaces({SLOT: 2}), list[str]()
+    places, admitted = SharedSlots({SLOT: 2}), list[str]()
     for unit, key in (("one", "a"), ("one", "b"), ("two", "a"), ("two", "b")):
         places.enter((unit, key), (SLOT,), admit=lambda name=f"{unit}/{key}": admitted.append(name))
     assert admitted == ["one/a", "one/b"]
@@ -32,13 +32,13 @@ def test_who_enters_later_is_admitted_when_somebody_leaves() -> None:
     places.leave(("two", "b"))
     places.leave(("one", "a"))
     assert admitted[3:] == []
-    assert places.wait_for_room(SLOT, 60)
+    assert places.wait_for_slot(SLOT, 60)
     places.enter("another", (SLOT,), admit=lambda: None)
-    assert not places.wait_for_room(SLOT, 0.01), "two has one, and another the other"
+    assert not places.wait_for_slot(SLOT, 0.01), "two has one, and another the other"
 
 
 def test_a_limit_that_comes_later_limits_what_comes_after_it_and_changes_no_other() -> None:
-    places, admitted = SharedPlaces({SLOT: 1}), list[str]()
+    places, admitted = SharedSlots({SLOT: 1}), list[str]()
     places.limit({SLOT: 5, "game": 1})
     for key, kinds in (("a", (SLOT,)), ("b", (SLOT,)), ("c", ("game",)), ("d", ("game",))):
         places.enter(key, kinds, admit=lambda key=key: admitted.append(key))
@@ -75,7 +75,7 @@ class Gate:
 
 
 def unit(
-    gate: Gate, indices: range, places: SharedPlaces, on_admitted: Callable[[], None], **changes: Any
+    gate: Gate, indices: range, places: SharedSlots, on_admitted: Callable[[], None], **changes: Any
 ) -> Coroutine[Any, Any, UnitOutcome]:
     return run_work_unit(
         [task(index, gate.name) for index in indices],
@@ -84,14 +84,14 @@ def unit(
         policy=TextEngine(replies("4"), CharTokenizer()),
         **settings(**changes),
         weights=Published(VERSION, "", "hash7"),
-        places=places,
+        shared_slots=places,
         on_admitted=on_admitted,
     )
 
 
 def test_a_unit_takes_the_slots_that_the_one_before_it_leaves_free() -> None:
     async def story() -> list[str]:
-        gate, places, events = Gate(), SharedPlaces({SLOT: 3}), list[str]()
+        gate, places, events = Gate(), SharedSlots({SLOT: 3}), list[str]()
         first = asyncio.create_task(unit(gate, range(3), places, lambda: events.append("first has its slots")))
         await gate.until_running(0, 1, 2)
         second = asyncio.create_task(unit(gate, range(3, 6), places, lambda: events.append("second has its slots")))
@@ -112,7 +112,7 @@ def test_a_unit_takes_the_slots_that_the_one_before_it_leaves_free() -> None:
 
 def test_a_unit_that_is_cancelled_gives_all_its_places_back() -> None:
     async def story() -> None:
-        gate, places = Gate(), SharedPlaces({SLOT: 2})
+        gate, places = Gate(), SharedSlots({SLOT: 2})
         first = asyncio.create_task(unit(gate, range(4), places, lambda: None))
         await gate.until_running(0, 1)
         second = asyncio.create_task(unit(gate, range(4, 6), places, lambda: None))
@@ -129,7 +129,7 @@ def test_a_unit_that_is_cancelled_gives_all_its_places_back() -> None:
 
 def test_rollouts_that_wait_for_others_slots_are_not_called_off_for_it() -> None:
     async def story() -> list[Status]:
-        gate, places = Gate(), SharedPlaces({SLOT: 2})
+        gate, places = Gate(), SharedSlots({SLOT: 2})
         first = asyncio.create_task(unit(gate, range(1), places, lambda: None))
         await gate.until_running(0)
         over = OverRolloutConfig(ratio=0.5, wait_after_min=0.0)
@@ -145,7 +145,7 @@ def test_rollouts_that_wait_for_others_slots_are_not_called_off_for_it() -> None
 
 
 def test_units_on_a_shared_loop_run_side_by_side() -> None:
-    gate, places, loop = Gate(), SharedPlaces({SLOT: 1}), SharedLoop()
+    gate, places, loop = Gate(), SharedSlots({SLOT: 1}), SharedLoop()
     admitted = [threading.Event(), threading.Event()]
     first, second = (loop.submit(unit(gate, range(n, n + 1), places, admitted[n].set)) for n in range(2))
     assert admitted[0].wait(30) and not admitted[1].is_set()
@@ -180,24 +180,24 @@ def test_an_engine_has_slots_for_what_its_memory_holds_of_rollouts_of_mean_lengt
 
 
 def test_more_places_admit_who_waits_and_fewer_are_given_up_by_those_who_leave() -> None:
-    places, admitted = SharedPlaces({SLOT: 1}), list[str]()
+    places, admitted = SharedSlots({SLOT: 1}), list[str]()
     for key in "abcdef":
         places.enter(key, (SLOT,), admit=lambda key=key: admitted.append(key))
     places.change(SLOT, 2)
     assert admitted == ["a", "b", "c"]
     places.change(SLOT, -2)
     for key in "abc":
-        assert not places.wait_for_room(SLOT, 0)
+        assert not places.wait_for_slot(SLOT, 0)
         places.leave(key)
     assert admitted == ["a", "b", "c", "d"]
 
 
 def test_an_engine_has_room_for_what_its_memory_holds_and_for_one_by_itself() -> None:
-    room = TokenRoom(100)
+    room = KvCacheBudget(100)
     room.take(60)
     assert [room.has_room(needed) for needed in (40, 41)] == [True, False] and room.missing(50) == 10
     room.give(60)
     assert room.has_room(300)
-    unknown = TokenRoom(None)
+    unknown = KvCacheBudget(None)
     unknown.take(10**9)
     assert unknown.has_room(10**9)

@@ -108,9 +108,9 @@ def test_every_experience_has_what_the_workflow_told_of_its_step() -> None:
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ((Step("a"), Step("b")), "ValueError: 2 steps told for 1 calls of the policy"),
+        ((Step("a"), Step("b")), "ValueError: 2 steps returned for 1 calls of the policy"),
         ((Step("a", math.nan),), "ValueError: reward of step 0 is nan, not a finite number"),
-        ((Step(7),), "ValueError: state of step 0 is 7, not a text"),  # type: ignore[arg-type]
+        ((Step(7),), "ValueError: state of step 0 is 7, not a string"),  # type: ignore[arg-type]
     ],
 )
 def test_steps_that_do_not_fit_fail_the_rollout(steps: tuple[Step, ...], message: str) -> None:

@@ -13,7 +13,14 @@ from rftdask.buffer.log.schema import Experience, Status
 from rftdask.data.task_schedule import TaskRef
 from rftdask.rollouts.rollout import RolloutTimes
 from rftdask.rollouts.runner import UnitOutcome
-from rftdask.rollouts.work_units import RolloutResult, RolloutTask, rollout_status, step_metrics, summarize_unit
+from rftdask.rollouts.work_units import (
+    RolloutResult,
+    RolloutTask,
+    Sums,
+    rollout_status,
+    step_metrics,
+    summarize_unit,
+)
 from rftdask.synchronizer.styles import WeightRequirement
 
 
@@ -117,33 +124,49 @@ def test_a_rollout_has_the_status_of_what_of_it_may_be_trained(turns: tuple[Stat
     assert rollout_status([turn(0, 0, i, 1.0, 1, status=s) for i, s in enumerate(turns)]) is status
 
 
+def unit_result(index: int, version: int, sums: Sums) -> RolloutResult:
+    return RolloutResult(("experiences", 1, index), (), version, "", sums=sums)
+
+
 def test_a_step_is_the_sum_of_its_units() -> None:
-    one = RolloutResult(
-        ("experiences", 1, 0), (), 3, "", num_rollouts=2, num_rewards=2, reward_sum=2.0, time_engine_s=4.0,
-        time_wait_s=1.0, request_s=6.0, slot_s=8.0, num_tokens=30,
-        pass_rates={"pass@1": 1.0}, metric_sums={"reward": 99.0},
-    )  # fmt: skip
-    other = RolloutResult(
-        ("experiences", 1, 1), (), 4, "", num_rollouts=6, num_rewards=2, reward_sum=0.0, time_engine_s=2.0,
-        time_wait_s=0.0, request_s=1.0, slot_s=6.0, num_tokens=20, pass_rates={"pass@1": 0.0},
-    )  # fmt: skip
-    metrics = step_metrics([one, other], step_s=4.5)
-    assert metrics["reward"] == 0.5, "a workflow's metric of that name does not replace it"
+    one = Sums(
+        {"reward": (2.0, "rewarded"), "wait_s": (1.0, ""), "occupancy": (6.0, "slot_s"), "pass@1": (2.0, "pass@1")},
+        {"rollouts": 2, "rewarded": 2, "engine_s": 4.0, "slot_s": 8.0, "sampled_tokens": 30, "pass@1": 2},
+    )
+    other = Sums(
+        {"reward": (0.0, "rewarded"), "wait_s": (0.0, ""), "occupancy": (1.0, "slot_s"), "pass@1": (0.0, "pass@1")},
+        {"rollouts": 6, "rewarded": 2, "engine_s": 2.0, "slot_s": 6.0, "sampled_tokens": 20, "pass@1": 6},
+    )
+    metrics = step_metrics([unit_result(0, 3, one), unit_result(1, 4, other)], step_s=4.5)
+    assert (metrics["reward"], metrics["num_rollouts"]) == (0.5, 8.0)
     assert (metrics["pass@1"], metrics["policy_version"], metrics["tokens_per_s"]) == (0.25, 4.0, 10.0)
     assert metrics["occupancy"] == 0.5
-    assert (metrics["step_s"], metrics["wait_s"]) == (4.5, 1.0), "the wall time is not the sum over units side by side"
+    assert (metrics["step_s"], metrics["wait_s"]) == (4.5, 1.0), "the wall time is not the sum over concurrent units"
+
+
+def test_a_workflow_metric_does_not_replace_a_built_in_one() -> None:
+    metrics = metrics_of(work_unit(1, 1), [turn(0, 0, 0, 1.0, 4, metrics={"reward": 99.0, "failed": 99.0})])
+    assert (metrics["reward"], metrics["failed"]) == (1.0, 0.0)
+
+
+def test_a_unit_without_a_metric_counts_in_its_mean() -> None:
+    rows = [turn(0, 0, 0, 1.0, 4, metrics={"format": 1.0})], [turn(0, 0, 0, 1.0, 4, metrics={})]
+    units = [summarize_unit(work_unit(1, 1), UnitOutcome(unit_rows, [], [], 0.0)) for unit_rows in rows]
+    assert step_metrics(units, 1.0)["format"] == 0.5
 
 
 def test_a_step_that_was_set_aside_whole_has_metrics() -> None:
-    poisoned = RolloutResult(("experiences", 1, 0), (), 3, "", num_rollouts=4, num_by_status={"poisoned": 4})
+    poisoned = unit_result(0, 3, Sums({"failed": (4, "rollouts")}, {"rollouts": 4}))
     metrics = step_metrics([poisoned], step_s=1.0)
     assert (metrics["failed"], metrics["reward"], metrics["response_length"]) == (1.0, 0.0, 0.0)
+    assert metrics["tokens_per_s"] == 0.0 and "occupancy" not in metrics
 
 
-def test_what_auxiliary_models_were_asked_is_added_up() -> None:
-    unit = summarize_unit(work_unit(1, 1), UnitOutcome([turn(0, 0, 0, 1.0, 4)], [], [], 0.0))
-    units = [
-        replace(unit, auxiliary_sums=sums) for sums in ({"a/b/calls": 3.0, "a/b/cost": 0.5}, {"a/b/calls": 4.0}, {})
-    ]
+def test_uses_of_auxiliary_models_are_added_up() -> None:
+    uses = {"auxiliary/a/b/calls": 3.0, "auxiliary/a/b/cost": 0.5}, {"auxiliary/a/b/calls": 4.0}, {}
+    units = [summarize_unit(work_unit(1, 1), UnitOutcome([turn(0, 0, 0, 1.0, 4)], [], [], 0.0)) for _ in uses]
+    for unit, use in zip(units, uses, strict=True):
+        unit.sums.put(use)
+    assert units[0].auxiliary_sums == uses[0]
     metrics = step_metrics(units, 1.0)
     assert (metrics["auxiliary/a/b/calls"], metrics["auxiliary/a/b/cost"]) == (7.0, 0.5)

@@ -54,7 +54,7 @@ def test_late_rollouts_are_called_off_and_their_siblings_kept_or_set_aside(keeps
     early, late = experiences[6:]
     assert early.status is (Status.OK if keeps else Status.FILTERED)
     assert (late.status, late.reward) == (Status.TIMEOUT, None)
-    assert late.error == "called off 0.05 s after 3 of 4 tasks were done (explorer.over_rollout)"
+    assert late.error == "cancelled 0.05 s after 3 of 4 tasks were done (explorer.over_rollout)"
     assert [e.status for e in groups[3]] == [early.status, late.status]
 
 

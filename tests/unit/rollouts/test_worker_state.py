@@ -19,7 +19,7 @@ from rftdask.config import Config, load_config
 from rftdask.engines.client import EngineSpec
 from rftdask.engines.spec import engine_spec, sampling_params
 from rftdask.errors import ConfigError, DataError, RoleError, StorageError
-from rftdask.rollouts import work_unit_task as worker_task
+from rftdask.rollouts import work_unit_task
 from rftdask.rollouts import worker_state as worker_cache
 from rftdask.rollouts.concurrency_limits import SLOT
 from rftdask.rollouts.worker_state import WorkerCache
@@ -104,7 +104,7 @@ def test_what_is_done_in_turn_is_done_beside_the_rollouts() -> None:
         assert goes_on.wait(30)
         done.append(slot)
 
-    with worker_task._in_turn(takes_long) as on_group:
+    with work_unit_task._in_one_thread(takes_long) as on_group:
         on_group(2, [])
         on_group(1, [])
         assert began.wait(30) and not done
@@ -114,10 +114,10 @@ def test_what_is_done_in_turn_is_done_beside_the_rollouts() -> None:
     def fails(slot: int, experiences: list[Experience]) -> None:
         raise StorageError(f"group {slot}")
 
-    with pytest.raises(StorageError, match="group 3"), worker_task._in_turn(fails) as on_group:
+    with pytest.raises(StorageError, match="group 3"), work_unit_task._in_one_thread(fails) as on_group:
         on_group(3, [])
     goes_on.clear()
-    with pytest.raises(RoleError), worker_task._in_turn(takes_long) as on_group:
+    with pytest.raises(RoleError), work_unit_task._in_one_thread(takes_long) as on_group:
         for slot in (4, 5):
             on_group(slot, [])
         Timer(0.2, goes_on.set).start()  # after the error below, which leaves out what has not begun
@@ -171,7 +171,7 @@ def test_what_one_unit_ends_another_starts_anew_or_hears_of_by_its_name(storage:
 def test_an_unknown_taskset_is_named_beside_the_known_ones(storage: Storage) -> None:
     cache = WorkerCache()
     cache.open(storage, record_config(storage, config()))
-    with pytest.raises(DataError, match="no taskset is called 'gsm9k'; there are "):
+    with pytest.raises(DataError, match="unknown taskset 'gsm9k'; the tasksets are "):
         cache.taskset("gsm9k")
 
 
@@ -279,14 +279,14 @@ def test_weights_are_not_loaded_in_flight_while_a_unit_must_keep_its_own() -> No
 
 
 def test_who_is_called_off_waits_no_longer_for_other_units(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_cache, "_LOOK_S", 0.01)
+    monkeypatch.setattr(worker_cache, "_POLL_INTERVAL_S", 0.01)
     cache, run = WorkerCache(), config("explorer.slots_per_engine=1")
     cache.open(storage, record_config(storage, run))
-    with cache.seat() as seat:
+    with cache.start_lock() as start:
         # For the seat itself.
-        with pytest.raises(RoleError, match="called off"), cache.seat(lambda: True):
+        with pytest.raises(RoleError, match="was cancelled"), cache.start_lock(lambda: True):
             pass
-        seat.give_up()
+        start.release()
     with cache.under_way(exact=False):
         for wait in (cache.wait_until_idle, cache.wait_for_slot):
             cache.shared()[0].enter(wait, (SLOT,), admit=lambda: None)
@@ -296,20 +296,20 @@ def test_who_is_called_off_waits_no_longer_for_other_units(storage: Storage, mon
                 asked.append(True)
                 return len(asked) > 1
 
-            with pytest.raises(RoleError, match="called off"), cache.seat(called_off):
+            with pytest.raises(RoleError, match="was cancelled"), cache.start_lock(called_off):
                 wait()
             assert len(asked) == 2, "it looks again and again"
-    with cache.seat():  # nobody has kept it
+    with cache.start_lock():  # nobody has kept it
         cache.wait_until_idle()
 
 
 def test_the_seat_is_given_up_once_and_the_time_of_units_that_overlap_is_counted_once() -> None:
     cache = WorkerCache()
-    with cache.seat() as seat:
-        seat.give_up()
-        with cache.seat():  # the next one is in it already
-            seat.give_up()
-            assert cache.seat_lock.locked()
+    with cache.start_lock() as start:
+        start.release()
+        with cache.start_lock():  # the next one is in it already
+            start.release()
+            assert cache.mutex.locked()
     began_s = time.monotonic() - 3.0
     assert cache.count_time(began_s) >= 3.0
     assert cache.count_time(began_s) < 1.0
@@ -357,6 +357,6 @@ def test_slots_follow_the_memory_of_the_engine_where_they_are_to(storage: Storag
         cache.add_lengths([1], None)
         assert cache.num_slots == after[-1], "nothing is known of it"
         for number in range(after[-1]):
-            assert places.wait_for_room(SLOT, 0)
+            assert places.wait_for_slot(SLOT, 0)
             places.enter(number, (SLOT,), admit=lambda: None)
-        assert not places.wait_for_room(SLOT, 0)
+        assert not places.wait_for_slot(SLOT, 0)
