@@ -85,9 +85,7 @@ class LearnedOrder:
         """Raises: DataError: the columns of `feature_keys` are missing, or an argument of the selector is wrong."""
         selector = make_selector(taskset.data_selector, config.explorer.plugin_dirs)
         if not isinstance(selector, LearningSelector):
-            raise UserError(
-                f"selector {taskset.data_selector.selector_type!r} learns, so it must be a LearningSelector"
-            )
+            raise UserError(f"selector {taskset.data_selector.selector_type!r} learns, but is not a LearningSelector")
         self._selector = selector
         numbers = Taskset(taskset).numbers(taskset.data_selector.feature_keys)
         self._state = selector.initial(torch.tensor(numbers, dtype=torch.float64))

@@ -86,13 +86,13 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "need_eval": (
             "`EvaluationQueue.add_due`",
-            EVALUATION + "test_versions_are_due_at_the_start_at_every_interval_and_at_the_end",
+            EVALUATION + "test_versions_are_due_at_start_interval_and_end",
         ),
         "eval": (
             "work units, in parallel with training",
             EXPLORER + "test_evaluations_take_half_of_the_engines_while_there_is_training",
         ),
-        "benchmark": ("`mode: bench`", EVALUATION + "test_bench_names_its_versions"),
+        "benchmark": ("`mode: bench`", EVALUATION + "test_bench_evaluates_its_versions"),
         "save_checkpoint": (
             "nothing to save: the log records finished units",
             EXPLORER + "test_a_restarted_explorer_runs_what_the_log_does_not_hold",
@@ -116,11 +116,11 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "is_alive": (
             "the lease of its name, in `rftdask status`",
-            CLAIMS + "test_the_claim_of_who_ended_is_taken_over_by_one",
+            CLAIMS + "test_the_claim_of_an_ended_explorer_is_taken_over_once",
         ),
         "get_actor": (
             "no actor: a loop in the command; several have names",
-            CLAIMS + "test_two_loops_submit_each_unit_once_and_end_when_all_are_committed",
+            CLAIMS + "test_two_explorers_submit_each_unit_once",
         ),
     },
     "Synchronizer": {

@@ -1,5 +1,6 @@
-"""Promise: a unit whose weights a trainer of another process has removed meanwhile takes the newest that are there; one
-whose own run removed them, or that evaluates just these weights, says so."""
+"""Promise: if a trainer in another process has removed the weights of a unit, the unit takes the newest ones; if its
+own run removed them, or it evaluates this version, it raises an error.
+"""
 
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from rftdask.synchronizer.styles import WeightRequirement
 
 
 def weights_of(name: str, mode: str, folder: str, version: int = 1, timeout_s: float = 3600.0) -> int:
-    """The version that a unit gets which wants `version`, where 2 and 3 alone are left."""
+    """Version that a unit that requires `version` gets if only 2 and 3 exist."""
     storage = open_storage(f"memory://unit-weights/{name}")
     for number in (1, 2, 3):
         publish_weights(storage, number, b"weights", "main")
@@ -41,7 +42,7 @@ def weights_of(name: str, mode: str, folder: str, version: int = 1, timeout_s: f
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     def get_dataset(name: str) -> SimpleNamespace:
-        raise KeyError(name)  # no synchronizer: storage itself is asked
+        raise KeyError(name)  # no synchronizer: the storage is read
 
     monkeypatch.setattr(work_unit_task, "get_client", lambda: SimpleNamespace(get_dataset=get_dataset))
     monkeypatch.setattr(work_unit_task, "make_called_off", lambda: lambda: False)
@@ -58,8 +59,8 @@ def test_a_required_version_that_was_removed_is_an_error(mode: str, folder: str)
 
 
 def test_the_wait_for_weights_ends_after_sync_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = iter([False] * 40)  # of two seconds, after which nobody wants them any more
-    monkeypatch.setattr(work_unit_task, "make_called_off", lambda: lambda: next(looks, True))
+    checks = iter([False] * 40)  # two seconds, then the unit is cancelled
+    monkeypatch.setattr(work_unit_task, "make_called_off", lambda: lambda: next(checks, True))
     with pytest.raises(WaitTimeout, match=r"policy version 4 was not published within 0 s; newest: 3\."):
         weights_of("waits", "both", "experiences", version=4, timeout_s=0.1)
 
@@ -69,7 +70,7 @@ def test_the_wait_for_weights_ends_after_sync_timeout(monkeypatch: pytest.Monkey
     [
         (WeightRequirement(0, exact=False), 0, None, True),  # the model folder, and nothing newer
         (WeightRequirement(2, exact=False), 3, 3, True),
-        (WeightRequirement(2, exact=False), 2, 3, True),  # fresh enough: newer ones would have to wait for the others
+        (WeightRequirement(2, exact=False), 2, 3, True),  # fresh enough: newer ones would have to wait for other units
         (WeightRequirement(2, exact=False), 1, 3, False),  # too stale by the time it is trained
         (WeightRequirement(3, exact=True), 3, 3, True),
         (WeightRequirement(3, exact=True), 2, 3, False),

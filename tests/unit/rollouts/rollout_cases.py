@@ -1,4 +1,4 @@
-"""A tokenizer and engines for tests of rollouts: one token per character, and replies that the test chooses."""
+"""Tokenizer and engines for tests of rollouts: one token per character, and replies that the test chooses."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ VERSION = 7
 
 
 class CharTokenizer:
-    """Code points as token ids. A chat is "<role>content" after each other, after the names of tools and options; token
-    0 stands for a special one.
+    """Tokenizer of code points. A chat is the names of tools and options, then "<role>content" for each message. Token
+    0 is special.
     """
 
     def apply_chat_template(
@@ -57,7 +57,7 @@ def prompt_of(request: GenerateRequest) -> str:
 def replies(
     reply: str | Callable[[GenerateRequest], str], log: list[list[GenerateRequest]] | None = None
 ) -> GenerateBatch:
-    """An engine that answers every request with `reply`, cut at max_tokens, and logs its calls."""
+    """Engine that responds to every request with `reply`, truncated to max_tokens, and logs its calls."""
 
     async def generate_batch(requests: list[GenerateRequest]) -> list[Generation]:
         if log is not None:
@@ -108,7 +108,7 @@ def run(
     on_group: Callable[[int, list[Experience]], None] = lambda number, experiences: None,
     **changes: Any,
 ) -> list[Experience]:
-    """The experiences of one work unit; `changes` as for `settings`."""
+    """Run one work unit. Returns: its experiences. changes: as in `settings`."""
     batch = {"repeat_times": repeat_times, "greedy_baseline": greedy_baseline, "on_group": on_group}
     return outcome(tasks, TextEngine(generate_batch, CharTokenizer()), batch, **changes).experiences
 
@@ -117,7 +117,7 @@ _fork_servers: dict[SandboxSpec, ForkServer] = {}
 
 
 def keep(spec: SandboxSpec) -> ForkServer:
-    """A fork server that later tests use, too: starting one takes most of a second."""
+    """Fork server that later tests reuse, because starting one takes most of a second."""
     if spec not in _fork_servers or not _fork_servers[spec].alive():
         _fork_servers[spec] = ForkServer(spec)
         atexit.register(_fork_servers[spec].close)
@@ -125,7 +125,7 @@ def keep(spec: SandboxSpec) -> ForkServer:
 
 
 def outcome(tasks: Sequence[Task], policy: TextEngine, batch: dict[str, Any], **changes: Any) -> UnitOutcome:
-    """`batch` are arguments of run_work_unit, `changes` as for `settings`."""
+    """Run one work unit. batch: arguments of run_work_unit; changes: as in `settings`."""
     return asyncio.run(
         run_work_unit(
             tasks,

@@ -1,5 +1,5 @@
-"""Promises of the rules of waiting: over-rollout counts tasks, the dynamic timeout never exceeds the configured one,
-pass@k is the estimator without bias, and limiter keeps order and limits.
+"""Promises of the rules of waiting: over-rollout counts tasks; the dynamic timeout never exceeds the configured one;
+pass@k is the unbiased estimator; the limiter keeps order and limits.
 """
 
 import math
@@ -21,14 +21,14 @@ def test_over_rollout_needs_the_other_tasks_rounded_up(ratio: float, needed: int
     assert num_tasks_needed(OverRolloutConfig(ratio=ratio), 10) == needed
 
 
-def test_a_dynamic_timeout_begins_after_its_warm_up_and_follows_the_mean() -> None:
+def test_a_dynamic_timeout_follows_the_mean_after_its_warm_up() -> None:
     rule = DynamicTimeoutConfig(enable=True, warmup_min_steps=2, ratio=2.5)
     assert attempt_timeout_s(rule, 100.0, {1: [1.0]}, explore_step=2) == 100.0
     assert attempt_timeout_s(rule, 100.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 5.0
     assert attempt_timeout_s(rule, 4.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 4.0
     assert (
         attempt_timeout_s(rule, 100.0, {1: [1.0], 2: [3.0], 3: [90.0]}, explore_step=3) == 5.0
-    )  # its own step says nothing
+    )  # its own step does not count
     assert attempt_timeout_s(DynamicTimeoutConfig(), 100.0, {1: [1.0], 2: [3.0]}, explore_step=3) == 100.0
 
 
@@ -39,7 +39,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_pass(passed: list[bool], data: s
     assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
-def test_pass_rates_are_means_over_the_tasks_with_enough_rollouts() -> None:
+def test_pass_rates_are_means_over_tasks_with_enough_rollouts() -> None:
     rates = pass_rates({"a": [1.0, 0.0, 0.0, 0.0], "b": [1.0, 1.0], "c": [0.5]})
     assert rates == {"pass@1": (0.25 + 1 + 0) / 3, "pass@2": (0.5 + 1) / 2, "pass@4": 1.0}
     assert pass_rates({}) == {}
@@ -47,7 +47,7 @@ def test_pass_rates_are_means_over_the_tasks_with_enough_rollouts() -> None:
         pass_at_k(2, 1, 3)
 
 
-def test_admission_is_in_order_and_a_full_kind_holds_up_no_other() -> None:
+def test_admission_is_in_order_and_kinds_are_independent() -> None:
     limiter: ConcurrencyLimiter[str] = ConcurrencyLimiter({"sandbox": 1, "game": 1})
     kinds = {"a": ("game", "sandbox"), "b": ("sandbox",), "c": ("math",), "d": ("game",)}
     assert [key for key in kinds if limiter.enter(key, kinds[key])] == ["a", "c"]
@@ -60,7 +60,7 @@ def test_admission_is_in_order_and_a_full_kind_holds_up_no_other() -> None:
 def test_admission_runs_all_and_never_more_than_its_limits(kinds: list[tuple[str, ...]], random: object) -> None:
     limits = {"x": 2, "y": 1}
     limiter: ConcurrencyLimiter[int] = ConcurrencyLimiter(limits)
-    running = {number for number, each in enumerate(kinds) if limiter.enter(number, each)}
+    running = {number for number, rollout_kinds in enumerate(kinds) if limiter.enter(number, rollout_kinds)}
     ended = 0
     while running:
         for kind, most in limits.items():

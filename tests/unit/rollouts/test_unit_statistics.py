@@ -1,5 +1,5 @@
-"""Promises of an explore step's metrics: a rollout counts once, however many turns it took, and means are over the
-rollouts that may be trained; metrics of turns are means over turns; the greedy baseline is no sample.
+"""Promises of the metrics of an explore step: a rollout counts once, however many turns it took; means are over the
+rollouts that may be trained; metrics of rows are means over rows; the greedy baseline does not count.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def work_unit(num_tasks: int, repeat_times: int, greedy_baseline: bool = False) 
     )
 
 
-def turn(task: int, rollout: int, number: int, reward: float | None, num_tokens: int, **more: Any) -> Experience:
-    """A turn with two prompt tokens and `num_tokens` response tokens."""
+def turn(task: int, rollout: int, number: int, reward: float | None, num_tokens: int, **fields: Any) -> Experience:
+    """A row with two prompt tokens and `num_tokens` response tokens."""
     metrics = {} if reward is None else {"accuracy": reward, "num_response_tokens": float(num_tokens)}
     return Experience(
         taskset="t",
@@ -54,7 +54,7 @@ def turn(task: int, rollout: int, number: int, reward: float | None, num_tokens:
         tokens=[0] * (2 + num_tokens) if num_tokens else (),
         prompt_length=2 if num_tokens else 0,
         rollout_logprobs=[-1.0] * num_tokens,
-        **{"metrics": metrics, **more},
+        **{"metrics": metrics, **fields},
     )
 
 
@@ -75,36 +75,36 @@ def test_a_rollout_of_several_turns_counts_once() -> None:
     assert metrics["num_rollouts"] == 4
     assert metrics["reward"] == metrics["accuracy"] == pytest.approx(2 / 3), "not 5/6, the mean over turns"
     assert metrics["response_length"] == pytest.approx((12 + 6 + 10) / 3)
-    assert metrics["num_response_tokens"] == pytest.approx((4 + 4 + 4 + 6 + 8 + 2) / 6), "of a turn"
+    assert metrics["num_response_tokens"] == pytest.approx((4 + 4 + 4 + 6 + 8 + 2) / 6), "per row"
     assert metrics["truncated"] == pytest.approx(1 / 3)
     assert metrics["failed"] == 1 / 4
     assert metrics["pass@1"] == pytest.approx((1 / 2 + 1) / 2)
 
 
-def test_the_greedy_baseline_is_no_sample_and_its_time_is_not_counted() -> None:
+def test_the_greedy_baseline_does_not_count_in_metrics() -> None:
     turns = [turn(task, rollout, 0, float(rollout == 2), 4) for task in (0, 1) for rollout in range(3)]
     times = [RolloutTimes(generate_s=100.0 if rollout == 2 else 1.0) for _ in (0, 1) for rollout in range(3)]
     metrics = metrics_of(work_unit(2, 2, greedy_baseline=True), turns, times)
     assert (metrics["num_rollouts"], metrics["reward"], metrics["rollout/generate_s"]) == (4, 0.0, 1.0)
 
 
-def test_each_of_several_tasksets_has_its_own_mean() -> None:
+def test_each_of_several_tasksets_has_its_own_mean_reward() -> None:
     turns = [turn(0, 0, 0, 1.0, 4), turn(0, 1, 0, 0.0, 4), turn(1, 0, 0, 0.5, 4)]
     assert not any(name.startswith("taskset/") for name in metrics_of(work_unit(2, 2), turns))
-    others = [replace(each, taskset="u") for each in turns[:1]]
+    others = [replace(turns[0], taskset="u")]
     units = [summarize_unit(work_unit(2, 2), UnitOutcome(rows, [], [], 0.0)) for rows in (turns, others)]
     metrics = step_metrics(units, 1.0)
     assert (metrics["taskset/t/reward"], metrics["taskset/u/reward"]) == (0.5, 1.0)
     assert metrics["reward"] == pytest.approx(2.5 / 4)
 
 
-def test_the_bytes_of_a_unit_are_those_of_all_that_was_committed() -> None:
+def test_the_bytes_of_a_unit_are_those_of_all_committed_rows() -> None:
     turns = [turn(0, rollout, 0, 1.0, 4) for rollout in range(3)]
     result = summarize_unit(work_unit(1, 2, greedy_baseline=True), UnitOutcome(turns, [], [], 0.0))
     assert result.num_bytes == 3 * (4 * 6 + 4 * 4)
 
 
-def test_what_operators_dropped_has_no_share_in_the_means() -> None:
+def test_rows_that_operators_dropped_do_not_count_in_means() -> None:
     turns = [turn(0, 0, 0, 1.0, 4), turn(0, 1, 0, 0.0, 40, status=Status.FILTERED)]
     metrics = metrics_of(work_unit(1, 2), turns)
     assert (metrics["reward"], metrics["response_length"], metrics["num_rollouts"]) == (1.0, 4.0, 2)
@@ -120,7 +120,7 @@ def test_what_operators_dropped_has_no_share_in_the_means() -> None:
         ((Status.TIMEOUT,), Status.TIMEOUT),
     ],
 )
-def test_a_rollout_has_the_status_of_what_of_it_may_be_trained(turns: tuple[Status, ...], status: Status) -> None:
+def test_a_rollout_has_the_status_of_its_trainable_rows(turns: tuple[Status, ...], status: Status) -> None:
     assert rollout_status([turn(0, 0, i, 1.0, 1, status=s) for i, s in enumerate(turns)]) is status
 
 
