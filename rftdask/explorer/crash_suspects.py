@@ -52,7 +52,7 @@ class CrashSuspect:
     isolated_tasks: tuple[int, ...] | None = None
     """Slots (positions of tasks in the unit) left to run one at a time, the next one first. None: all run together."""
     num_crashes: int = 0
-    """Losses in a row of what runs now."""
+    """Losses in a row under the tasks that run now."""
     to_set_aside: tuple[int, ...] = ()
     """Slots to set aside now: known before the unit began, or found by the last loss."""
 
@@ -63,7 +63,7 @@ class CrashSuspect:
 
     @property
     def is_isolated(self) -> bool:
-        """True if no other unit may run on the worker of what runs next, which is a suspect."""
+        """True if the next tasks are suspects, so that no other unit may run on their worker."""
         return self.num_crashes > 0 or not self.is_whole
 
     @property
@@ -87,7 +87,7 @@ class CrashSuspect:
         return CrashSuspect(self.num_tasks, tuple(others), to_set_aside=(culprit,))
 
     def finished(self) -> CrashSuspect:
-        """State after the commit of what ran."""
+        """State after the commit of the tasks that ran."""
         return CrashSuspect(self.num_tasks, () if self.isolated_tasks is None else self.isolated_tasks[1:])
 
 

@@ -3,7 +3,7 @@
 `EvaluationQueue` determines which evaluations are due, `evaluation_metrics` reads the shards of one evaluation, and
 `repeat_metrics` computes statistics over the rollouts of a task. The explorer takes units from the queue and reports
 the committed ones; this module does not know workers. Invariant: an evaluation is recorded from storage once all its
-units are there, so one that was resumed half-way counts whole.
+units are committed, so one that was resumed half-way counts whole.
 """
 
 from __future__ import annotations

@@ -145,7 +145,8 @@ async def run_work_unit(
         served[name] = serve(engine, 0.0, limits, uses[name])(model_sampling(limits))
 
     def engine_failure() -> Exception | None:
-        return next((model.failure for model in (*queues, *remotes) if model.failure is not None), None)
+        failures = [*(queue.failure for queue in queues), *(remote.failure for remote in remotes)]
+        return next((failure for failure in failures if failure is not None), None)
 
     def new_model(rollout: Rollout) -> RecordingModel:
         return RecordingModel(
@@ -193,8 +194,10 @@ async def run_work_unit(
             await pool.close()
         if own_server is not None:
             own_server.close()
-        for served_model in (*queues, *remotes):
-            await served_model.close()
+        for request_queue in queues:
+            await request_queue.close()
+        for remote in remotes:
+            await remote.close()
     # Outside the handler: an error whose context is the group that contains it cannot be pickled.
     raise failure
 
