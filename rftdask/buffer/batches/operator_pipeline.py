@@ -1,6 +1,6 @@
 """Experience pipeline: the operators of the config, run over rows of the experience log.
 
-The config chooses where they run: when a training batch is formed (trainer/batch_filters.py), or in the explorer before
+The config chooses where they run: when a training batch is formed (trainer/rank.py), or in the explorer before
 a work unit is committed (`filter_experiences`). Operators see single rows or whole groups, so both drop the same rows.
 Invariant: nothing is lost silently. A dropped row is committed, or named in the ledger, with its reason, and a failing
 operator raises an error that names the operator and the task.

@@ -37,10 +37,10 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
             "the gang starts its ranks, which resume",
             TRAINER + "test_a_checkpoint_keeps_what_a_new_process_needs",
         ),
-        "train": ("`Trainer.run`", TRAINER + "test_a_run_trains_the_whole_log_and_ends_with_weights_and_checkpoint"),
+        "train": ("`Trainer.run`", TRAINER + "test_a_run_trains_the_whole_log_and_saves_the_result"),
         "train_step": (
             "one iteration of `Trainer.run`",
-            TRAINER + "test_the_order_of_a_step_is_batch_train_publish_checkpoint_record",
+            TRAINER + "test_a_step_reads_trains_publishes_saves_then_records",
         ),
         "train_step_num": (
             "the number of the newest ledger entry",
@@ -49,7 +49,7 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         "need_sync": ("`SyncRules.publish_due`", STYLES + "test_the_trainer_publishes_at_intervals_or_on_request"),
         "need_save": (
             "`trainer.save_interval`, `save_minutes`",
-            TRAINER + "test_a_checkpoint_comes_after_so_many_minutes_and_goes_after_two_newer_ones",
+            TRAINER + "test_timed_checkpoints_are_saved_and_removed",
         ),
         "sync_weight": ("`Publisher.publish`: files, manifest, pointer", DUE),
         "save_checkpoint": (
@@ -60,7 +60,7 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         "is_alive": ("the lease of the role, in `rftdask status`", LEASE),
         "get_actor": (
             "no actor: ranks are child processes of Dask workers",
-            "tests/unit/trainer/test_gang.py::test_the_result_is_that_of_rank_zero_and_ranks_go_to_trainer_workers",
+            "tests/unit/trainer/test_gang.py::test_ranks_run_on_trainer_workers_and_rank_0_ends_the_run",
         ),
         "get_weight_sync_info": (NO_GROUP, GROUP),
         "setup_weight_sync_group": (NO_GROUP, GROUP),

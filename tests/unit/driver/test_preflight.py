@@ -314,12 +314,12 @@ def test_a_model_at_a_service_needs_its_tokenizer_a_key_and_an_algorithm_that_as
     (world.model / "model.safetensors").unlink()
     entropy = "algorithm.entropy_loss_fn_args={entropy_coef: 0.1}"
     told = problems(world.config(hosted, entropy))
-    assert "model.tinker: the service wants a key; export TINKER_API_KEY=tml-... where the run starts" in told
-    assert "algorithm.entropy_loss_fn: entropies; set none. grpo cannot have it at the Tinker service" in told
+    assert "model.tinker: the service needs a key; export TINKER_API_KEY=tml-... before starting the run" in told
+    assert "algorithm.entropy_loss_fn: entropies; set none. grpo cannot use it at the Tinker service" in told
     assert "no weights" not in told
     monkeypatch.setenv("TINKER_API_KEY", "tml-x")
     told = problems(world.config(hosted, entropy))
-    assert "the service wants a key" not in told
+    assert "the service needs a key" not in told
     stages = load_config({**world.config(hosted).to_dict(), "stages": [{"stage_name": "a"}, {"stage_name": "b"}]})
     assert "stages: a later stage begins with the model folder that the one before leaves" in problems(
         *stages.stage_configs()

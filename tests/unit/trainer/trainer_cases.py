@@ -106,7 +106,7 @@ def make_trainer(
     ranks: Ranks | None = None,
     readers: Ranks | None = None,
     full_publish_interval: int = 1,
-    whole_asked: Callable[[int], bool] = lambda version: False,
+    whole_requested: Callable[[int], bool] = lambda version: False,
     holder: InMemoryPublisher | None = None,
     lineage: str = "main",
     **section: Any,
@@ -127,6 +127,6 @@ def make_trainer(
         emit=(events if events is not None else []).append,
         ranks=ranks or Ranks(),
         full_publish_interval=full_publish_interval,
-        whole_asked=whole_asked,
+        whole_requested=whole_requested,
         holder=holder,
     )

@@ -20,8 +20,7 @@ from rftdask.buffer.batches.operator_pipeline import experience_table, filter_ex
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.config import load_config
 from rftdask.errors import OperatorError
-from rftdask.trainer.batch_filters import AlgorithmFilter
-from rftdask.trainer.rank import build_batch_filter
+from rftdask.trainer.rank import AlgorithmFilter, build_batch_filter
 
 make_operator = partial(make_part, "operator")
 

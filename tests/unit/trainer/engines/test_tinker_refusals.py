@@ -1,8 +1,8 @@
 """Promises of `model.tinker`, whose package is not needed for any of them:
 
 - `enable` chooses trainer and engine, in one line, once;
-- what the service cannot do is refused by its key, and what is without effect there is warned of;
-- an algorithm that asks for more than logprobs is refused before anything starts; so is a run without a key.
+- unsupported keys are rejected by name, and keys without effect cause a warning;
+- an algorithm that needs more than logprobs is rejected before anything starts, and so is a run without a key.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ def test_a_stage_inherits_it() -> None:
     assert stage.trainer.is_hosted and stage.explorer.rollout_model.traits.is_hosted
 
 
-def test_weights_are_files_wherever_the_run_is_and_no_gpu_is_planned() -> None:
+def test_weights_are_files_and_no_gpu_is_planned() -> None:
     config = hosted("checkpoint_root_dir=s3://bucket/runs")
     assert (
         config.sync_method == "checkpoint"
@@ -92,12 +92,12 @@ def test_weights_are_files_wherever_the_run_is_and_no_gpu_is_planned() -> None:
         ("mode=colocate", "cluster.colocate", "no GPU is shared; leave it out (mode: both)"),
     ],
 )
-def test_what_the_service_cannot_do_is_refused_by_its_key(override: str, key: str, why: str) -> None:
+def test_unsupported_keys_are_rejected_by_name(override: str, key: str, why: str) -> None:
     line = f"{key or override.partition('=')[0]}: not available with trainer_type tinker: {why}"
     assert problems(grpo(model=HOSTED), override) == [line]
 
 
-def test_router_replay_and_images_are_refused_by_the_rules_of_engines() -> None:
+def test_router_replay_and_images_are_rejected() -> None:
     told = problems(grpo(model=HOSTED), "algorithm.enable_router_replay=true")
     refusal = "not available with trainer_type tinker: it does not report experts; leave it out"
     assert f"algorithm.enable_router_replay: {refusal}" in told
@@ -133,13 +133,15 @@ def test_algorithms_of_logprobs_alone_are_trained(name: str) -> None:
     ],
 )
 def test_an_algorithm_that_asks_for_more_is_refused(name: str, parts: dict[str, Any], what: str) -> None:
-    with pytest.raises(UserError, match=f"^{what}.*which tells logprobs alone; choose another, or trainer_type torch"):
+    with pytest.raises(
+        UserError, match=f"^{what}.*which only returns logprobs; choose another one, or trainer_type torch"
+    ):
         check_algorithm(load_config(grpo()), make_algorithm(name, **parts))
 
 
 def test_a_run_without_a_key_or_the_package_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(API_KEY, raising=False)
-    with pytest.raises(UserError, match=r"export TINKER_API_KEY=tml-\.\.\. where the run starts"):
+    with pytest.raises(UserError, match=r"export TINKER_API_KEY=tml-\.\.\. before starting the run"):
         require_key()
     monkeypatch.setenv(API_KEY, "tml-x")
     monkeypatch.setitem(__import__("sys").modules, "tinker", None)

@@ -1,5 +1,5 @@
-"""Promises of the curation by algorithm and operators: each drop has its reason, dropped rows influence nothing, and
-the advantages of what is left are those that the whole group gives.
+"""Promises of the batch filter: each drop has its reason, dropped rows influence nothing, and the remaining rows have
+the advantages of the whole group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.errors import UserError
 from rftdask.storage import open_storage
-from rftdask.trainer.batch_filters import AlgorithmFilter
+from rftdask.trainer.rank import AlgorithmFilter
 from tests.unit.buffer.buffer_cases import experience
 
 make_operator = partial(make_part, "operator")
@@ -93,7 +93,7 @@ def test_operators_see_truncation_and_metrics() -> None:
     assert curation("grpo", ("dapo_dynamic_sampling", {})).reasons(rows, 1) == ["", "", "low_std", "low_std"]
 
 
-def test_shaped_rewards_are_what_is_trained_and_what_later_operators_see() -> None:
+def test_shaped_rewards_are_trained_and_seen_by_operators() -> None:
     shaping = (
         "reward_shaping_mapper",
         {"reward_shaping_configs": [{"stats_key": "bonus", "op_type": "ADD", "weight": 2.0}]},
@@ -105,12 +105,12 @@ def test_shaped_rewards_are_what_is_trained_and_what_later_operators_see() -> No
     assert curated.reasons(rows, 1) == ["", ""], "they differ by what was added"
 
 
-def test_the_greedy_rollout_is_a_baseline_and_nothing_is_trained_without_it() -> None:
+def test_groups_without_their_greedy_baseline_are_dropped() -> None:
     rows = table([[1.0, 0.0], [1.0]])
     assert curation("remax", baseline=1).reasons(rows, 1) == ["", "baseline", "no_baseline"]
 
 
-def test_raft_imitates_the_best_of_each_task_and_what_is_good_enough() -> None:
+def test_raft_keeps_good_enough_best_rollouts() -> None:
     rows = table([[0.5, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.2]])
     rest = "not_best"
     assert curation("raft").reasons(rows, 1) == [rest, "", rest, rest, rest, rest, rest, ""], "of equals the first"
@@ -141,7 +141,7 @@ def test_rec_drops_surplus_negatives_by_step() -> None:
     ],
 )
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=1, max_size=6), min_size=1, max_size=4))
-def test_what_is_left_keeps_its_advantages(name: str, parts: dict[str, Any], rewards: list[list[float]]) -> None:
+def test_remaining_rows_keep_their_advantages(name: str, parts: dict[str, Any], rewards: list[list[float]]) -> None:
     algorithm = make_algorithm(name, **parts)
     groups = torch.tensor([task for task, group in enumerate(rewards) for _ in group])
     values = torch.tensor([reward for group in rewards for reward in group])
@@ -158,7 +158,7 @@ _BATCH = """
 import sys
 from rftdask.storage import open_storage
 from tests.unit.buffer.buffer_cases import batch_of, make_source
-from tests.unit.trainer.test_algorithm_filter import curation
+from tests.unit.trainer.test_rank_batch_filter import curation
 _, batch = batch_of(make_source(open_storage(sys.argv[1]), batch_filter=curation("dapo")), 1)
 print(batch.rewards.tolist(), "pandas" in sys.modules)
 """

@@ -1,6 +1,4 @@
-"""Promises of what a configuration says of the trainer's data: its section names the dataset, its columns and its
-order, and the sizes of section `buffer` cut it into batches.
-"""
+"""Promises of the trainer's data: a config section names dataset, columns and order, and section `buffer` the sizes."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ def config(
 
 
 def batches(stage: Config) -> list[list[str]]:
-    """The text of each sequence, batch by batch."""
+    """Texts of the sequences, by batch."""
     source = build_source(stage, open_storage(stage.checkpoint_job_dir), build_algorithm(stage))
     tokenizer = load_tokenizer(stage)
     found: list[list[str]] = []
@@ -67,7 +65,7 @@ def write(file: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return file
 
 
-def test_the_rows_are_those_of_the_split_and_the_subset_of_the_path(tmp_path: Path, model: Path) -> None:
+def test_rows_come_from_the_split_and_subset_of_the_path(tmp_path: Path, model: Path) -> None:
     for name, prompt in (("easy/train", "a"), ("easy/test", "b"), ("hard/train", "c"), ("hard/test", "d")):
         write(tmp_path / "data" / f"{name}.jsonl", [{"prompt": prompt, "response": f"{n}"} for n in range(2)])
     section: dict[str, Any] = {"path": str(tmp_path / "data"), "subset_name": "hard", "split": "test", "format": RAW}
@@ -96,7 +94,7 @@ def test_columns_are_those_that_the_format_names(tmp_path: Path, model: Path) ->
     assert found == [["0!", "0?", "1!", "1?"]]
 
 
-def test_a_chat_and_its_tools_are_in_the_columns_that_the_format_names(tmp_path: Path, model: Path) -> None:
+def test_chats_and_tools_come_from_the_named_columns(tmp_path: Path, model: Path) -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     rows = [{"chat": chat, "functions": [{"name": "add"}]}] * 2
     tools = tmp_path / "template.jinja"
@@ -144,7 +142,7 @@ def test_the_steps_of_the_buffer_decide_in_place_of_its_epochs(tmp_path: Path, m
     assert inputs.sizes == {"dataset": len(ROWS)}
 
 
-def test_who_waits_too_long_for_experiences_gives_up(tmp_path: Path, model: Path) -> None:
+def test_waiting_too_long_for_experiences_raises(tmp_path: Path, model: Path) -> None:
     stage = config(tmp_path, model, "grpo", max_read_timeout=0.05)
     source = build_source(stage, open_storage(stage.checkpoint_job_dir), build_algorithm(stage))
     with pytest.raises(WaitTimeout, match="max_read_timeout"):

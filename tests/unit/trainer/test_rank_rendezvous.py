@@ -1,4 +1,4 @@
-"""Where ranks meet: one rank opens no socket, ranks of one machine none either, others the address they were given."""
+"""Promises of the rendezvous: ranks of one machine open no socket; others only listen at the given address."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from rftdask.trainer.gang import free_address
-from rftdask.trainer.rank import meeting_place
+from rftdask.trainer.rank import rendezvous_store
 
 
 def listening() -> set[tuple[str, int]]:
@@ -19,11 +19,11 @@ def listening() -> set[tuple[str, int]]:
 
 
 def meet(rendezvous: str) -> tuple[bytes, set[tuple[str, int]]]:
-    """What rank 1 reads of what rank 0 wrote, and where somebody listens since."""
+    """Connect two ranks; returns the value that rank 1 reads from rank 0, and the new listening sockets."""
     before = listening()
     stores: dict[int, Any] = {}
     threads = [
-        threading.Thread(target=lambda rank: stores.update({rank: meeting_place(rendezvous, rank, 2)}), args=(rank,))
+        threading.Thread(target=lambda rank: stores.update({rank: rendezvous_store(rendezvous, rank, 2)}), args=(rank,))
         for rank in (0, 1)
     ]
     for thread in threads:
@@ -36,7 +36,7 @@ def meet(rendezvous: str) -> tuple[bytes, set[tuple[str, int]]]:
 
 def test_one_rank_opens_no_socket() -> None:
     before = listening()
-    store = meeting_place("10.9.9.9:1", 0, 1)
+    store = rendezvous_store("10.9.9.9:1", 0, 1)
     store.set("word", b"said")
     assert store.get("word") == b"said"
     assert listening() == before
@@ -55,7 +55,7 @@ def test_rank_zero_listens_at_the_address_of_its_worker_alone() -> None:
     assert meet(address) == (b"said", {(host, int(port))})
 
 
-def test_ranks_of_a_local_cluster_are_given_a_folder_of_their_owners_alone(tmp_path: Path) -> None:
+def test_ranks_of_a_local_cluster_get_a_private_folder(tmp_path: Path) -> None:
     from rftdask.monitor.events import Ended
     from tests.unit.trainer.test_gang import FakeClient, gang
 

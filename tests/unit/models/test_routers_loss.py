@@ -1,5 +1,5 @@
-"""Promises of the loss of routers: it is that of transformers, passes add up to a mean over the tokens, experts are
-used more evenly for it, and a model without experts is refused.
+"""Promises of the router loss: it equals that of transformers, terms add up to a mean over the tokens, experts are used
+more evenly, and a model without experts is rejected.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_the_loss_of_a_pass_is_that_of_transformers(experts: Path) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_passes_add_up_and_the_loss_that_is_told_stays_the_algorithms(experts: Path, checkpointing: bool) -> None:
+def test_terms_add_up_and_loss_stays_the_algorithms(experts: Path, checkpointing: bool) -> None:
     batch, settings = texts(4), {"trainer__gradient_checkpointing": checkpointing}
     alone = [engine(experts, trainer__router_aux_loss_coef=0.5).train_step(texts(4), 1)["router_aux_loss"]]
     cut = engine(experts, trainer__router_aux_loss_coef=0.5, trainer__micro_batch_size=1, **settings)

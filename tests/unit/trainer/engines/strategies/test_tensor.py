@@ -1,6 +1,5 @@
-"""Promises of cutting layers: a plan is the model's own, less what modules share; a model without a plan that we have
-trained by, or whose sizes the ranks do not divide, is refused by name; experts are dealt whole. (What ranks compute:
-tests/e2e.)
+"""Promises of tensor parallelism: a plan is the model's own without shared weights; a model with an unsupported plan,
+or with sizes that the ranks do not divide, is rejected by name; experts are not split. (Results of ranks: tests/e2e.)
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ def test_experts_go_to_the_ranks_whole(config: Any) -> None:
     assert plan[f"{block}gate"] == "ep_router"
 
 
-def test_experts_are_dealt_where_transformers_has_the_whole_gradient_of_their_routers(
+def test_dealt_experts_need_whole_router_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make_model(transformers.Qwen3MoeConfig, **EXPERTS)
     monkeypatch.setattr(transformers, "__version__", "5.16.1")
-    with pytest.raises(DataError, match=r"transformers 5.16.1 leaves a part of the gradient .* install 5.19"):
+    with pytest.raises(DataError, match=r"transformers 5.16.1 omits a part of the gradient .* install 5.19"):
         plan_of(model, 2)
     assert plan_of(make_model(), 2)
 
@@ -92,7 +91,7 @@ def test_an_output_layer_that_is_shared_or_uneven_stays_whole(sizes: dict[str, A
         ),
         (
             make_model(transformers.DeepseekV2Config, first_k_dense_replace=1, num_key_value_heads=4),
-            "the tp_plan of DeepseekV2ForCausalLM has mla_kv_a_proj.* not trained so here; leave trainer.tensor",
+            "the tp_plan of DeepseekV2ForCausalLM has unsupported styles: mla_kv_a_proj.*; leave trainer.tensor",
         ),
     ],
 )

@@ -1,5 +1,5 @@
-"""Promises of several updates from one batch: they are those of a plain loop over the same mini-batches, compared with
-what the batch began with; and the mini-batches are the same wherever and whenever they are cut.
+"""Promises of several updates per batch: they equal a plain loop over the same mini-batches, relative to the weights
+before the batch; and mini-batches are the same on all ranks and in all repetitions.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def row_logprobs(model: Any, tokens: np.ndarray) -> Tensor:
 
 
 @pytest.mark.parametrize("bypass", [True, False])
-def test_updates_are_those_of_a_plain_loop_over_the_same_mini_batches(model: Path, bypass: bool) -> None:
+def test_updates_equal_those_of_a_plain_loop(model: Path, bypass: bool) -> None:
     plain = AutoModelForCausalLM.from_pretrained(model)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=BETAS, weight_decay=0.1)
     section = OptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", lr_warmup_steps=3)
@@ -138,7 +138,7 @@ def test_updates_are_those_of_a_plain_loop_over_the_same_mini_batches(model: Pat
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=CLOSE)
 
 
-def test_the_critic_has_as_many_updates_clipped_around_its_values_at_the_start(model: Path) -> None:
+def test_critic_updates_are_clipped_around_initial_values(model: Path) -> None:
     body = AutoModelForCausalLM.from_pretrained(model)
     plain = ValueModel(body.base_model, 16)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=BETAS, weight_decay=0.1)
@@ -195,7 +195,7 @@ def furthest(inputs: LossInputs) -> float:
     return float((inputs.log_ratio().detach().exp() - 1).abs().max())
 
 
-def test_the_ratio_is_1_in_the_first_update_and_the_clip_acts_in_later_ones(model: Path) -> None:
+def test_ratios_are_1_in_the_first_update_and_clipped_later(model: Path) -> None:
     loss = Watched()
     # Without warm-up, whose first update has rate 0.
     settings = {"algorithm__bypass_old_logprobs": False, "algorithm__optimizer__lr_warmup_steps": 0}
@@ -209,7 +209,7 @@ def test_the_ratio_is_1_in_the_first_update_and_the_clip_acts_in_later_ones(mode
     assert once.train_step(rollouts(0), 1)["clip_frac"] == 0.0
 
 
-def test_the_proximal_policy_of_decoupled_ppo_is_that_before_the_batch(model: Path) -> None:
+def test_decoupled_ppo_uses_the_policy_before_the_batch(model: Path) -> None:
     found = []
     for bypass in (True, False):
         tested = engine(model, "decoupled_ppo", algorithm__bypass_old_logprobs=bypass)
@@ -219,7 +219,7 @@ def test_the_proximal_policy_of_decoupled_ppo_is_that_before_the_batch(model: Pa
     assert found[0]["clip_frac"] > 0.0
 
 
-def test_what_engine_and_trainer_differ_by_is_measured_before_the_first_update(model: Path) -> None:
+def test_mismatch_is_measured_before_the_first_update(model: Path) -> None:
     batch = rollouts(0)
     of_first = mini_batches(batch.experts, NUM_PARTS, unit=1, seed=0, epoch=0)[0]
     loss = Watched()
@@ -258,7 +258,7 @@ class CutOff(Ppo):
         return super().__call__(inputs)
 
 
-def test_a_step_that_was_cut_off_between_updates_has_the_same_bits_again(model: Path) -> None:
+def test_repeating_an_interrupted_step_gives_the_same_bits(model: Path) -> None:
     whole = engine(model, "ppo")
     whole.train_step(rollouts(0), 1)
     saved = whole.state_files()
@@ -306,7 +306,7 @@ def test_two_ranks_need_the_tokens_of_their_own_rows_alone(model: Path, parts: d
 
 
 @given(st.integers(0, 12), st.integers(0, 8), st.integers(1, 6), st.sampled_from([1, 2]), st.integers(0, 5))
-def test_mini_batches_hold_each_row_once_and_are_as_alike_as_can_be(
+def test_mini_batches_hold_each_row_once_with_even_sizes(
     num_own: int, num_shown: int, count: int, unit: int, epoch: int
 ) -> None:
     experts = np.repeat(np.arange(num_own + num_shown) >= num_own, unit)
@@ -320,7 +320,7 @@ def test_mini_batches_hold_each_row_once_and_are_as_alike_as_can_be(
     assert [part.tolist() for part in parts] == [part.tolist() for part in again]
 
 
-def test_every_pass_has_an_order_of_its_own_and_a_whole_batch_the_order_it_has() -> None:
+def test_every_epoch_has_its_own_order_of_mini_batches() -> None:
     experts = np.zeros(16, bool)
     orders = {str(mini_batches(experts, 4, unit=1, seed=0, epoch=epoch)) for epoch in range(5)}
     assert len(orders) == 5

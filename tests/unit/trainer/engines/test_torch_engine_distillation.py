@@ -1,6 +1,6 @@
-"""Promises of distillation: a student is drawn to its teacher over the whole vocabulary, whichever tokens were sampled;
-the [tokens, vocabulary] tensors of both are computed some positions at a time; with several teachers each scores the
-rows of its own tasksets.
+"""Promises of distillation: a student approaches its teacher over the whole vocabulary, whatever tokens were sampled;
+the [tokens, vocabulary] tensors of both are computed in chunks; each of several teachers scores the rows of its own
+tasksets.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def token_side(models: Path) -> tuple[Any, PackedRows, TeacherStates]:
 
 
 @pytest.mark.parametrize("positions", [1000, 3], ids=["at once", "in chunks"])
-def test_the_divergence_is_that_of_the_whole_vocabulary_at_its_own_temperature(models: Path, positions: int) -> None:
+def test_the_divergence_covers_the_whole_vocabulary(models: Path, positions: int) -> None:
     policy, rows, teacher = token_side(models)
     max_logits = 4 * positions * policy.config.vocab_size
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_the_divergence_is_that_of_the_whole_vocabulary_at_its_own_temperature(m
     torch.testing.assert_close(more_BT2[..., 1], plain, rtol=1e-5, atol=1e-6)
 
 
-def test_in_chunks_gradients_are_the_same_and_nothing_of_all_words_is_kept(models: Path) -> None:
+def test_chunks_give_the_same_gradients_and_keep_no_logits(models: Path) -> None:
     policy, rows, teacher = token_side(models)
     num_words, gradients, sizes = policy.config.vocab_size, [], []
 

@@ -1,5 +1,5 @@
-"""Promises of training on conversations: one row of several turns teaches what a row for each of its calls teaches, and
-the logprobs that the log keeps of its tokens, turn by turn, are the trainer's up to 1e-4 in float32.
+"""Promises of training on conversations: a row of several turns has the gradient of one row per call, and the logged
+logprobs of its tokens equal the trainer's up to 1e-4 in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rftdask.models.toy import build_toy_model
 from rftdask.rollouts.runner import TextEngine
 from rftdask.rollouts.workflows.base import PolicyModel, Task
 from rftdask.rollouts.workflows.registry import workflow
-from rftdask.trainer.engines.micro_batches import BatchRows
+from rftdask.trainer.engines.micro_batches import DeviceBatch
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def batches() -> tuple[TrainingBatch, TrainingBatch]:
-    """The same rollouts twice: each as one row of its turns, and with a row for each turn after all before it."""
+    """The same rollouts twice: with one row for all turns, and with one row per turn after the previous ones."""
     random = np.random.default_rng(shifted_seed(3))
     merged, single = [], []
     for rollout, num_turns in enumerate((3, 1, 2, 2)):
@@ -83,9 +83,9 @@ def batches() -> tuple[TrainingBatch, TrainingBatch]:
 
 
 @pytest.mark.parametrize("function", [Gigpo(gamma=0.5, fnorm="std"), StepWiseGrpo(enable_step_norm=True)])
-def test_turns_within_a_row_have_the_advantages_that_they_have_as_rows(function: Any) -> None:
+def test_turns_in_a_row_have_the_advantages_of_single_rows(function: Any) -> None:
     merged, single = batches()
-    inputs = [BatchRows(batch, CPU).by_turns().advantage_inputs(1) for batch in (merged, single)]
+    inputs = [DeviceBatch(batch, CPU).by_turns().advantage_inputs(1) for batch in (merged, single)]
     of_merged, of_single = (function(each) for each in inputs)
     torch.testing.assert_close(of_merged.advantages_N, of_single.advantages_N)
     assert of_merged.advantages_N.unique().numel() > 2
@@ -94,7 +94,7 @@ def test_turns_within_a_row_have_the_advantages_that_they_have_as_rows(function:
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
 @pytest.mark.parametrize("name", ["grpo", "gigpo", "multi_step_grpo"])
-def test_a_conversation_as_one_row_has_the_gradient_of_a_row_for_each_call(model: Path, name: str, mode: str) -> None:
+def test_one_row_has_the_gradient_of_a_row_for_each_call(model: Path, name: str, mode: str) -> None:
     merged, single = batches()
     found = []
     for batch in (merged, single):
@@ -118,7 +118,7 @@ def test_turns_are_numbered_through_when_batches_are_joined() -> None:
     assert rows.loss_mask.tolist() == joined.loss_mask.tolist() and len(rows.tokens) == len(joined.loss_mask)
 
 
-def test_the_trainer_computes_the_logprobs_that_are_stored_of_every_turn(model: Path) -> None:
+def test_trainer_logprobs_equal_the_stored_ones_of_each_turn(model: Path) -> None:
     engine, tokenizer = TransformersEngine(str(model)), AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|eos|>{% endfor %}"

@@ -1,5 +1,5 @@
-"""Promises of LoRA: adapters alone are trained, checkpointed and published; engine and trainer compute the same with
-them; an export has them merged; a resumed run goes on to the bit.
+"""Promises of LoRA: only adapters are trained, saved and published; engine and trainer compute the same with them; an
+export merges them; a resumed run continues to the bit.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_adapters_alone_are_trained_checkpointed_and_published(model_folder: str
     assert json.loads(published["adapter_config.json"])["base_model_name_or_path"] == model_folder
 
 
-def test_a_fresh_adapter_changes_nothing_and_the_reference_is_the_policy_without_it(model_folder: str) -> None:
+def test_a_new_adapter_changes_nothing(model_folder: str) -> None:
     parts = {"kl": [], "grad_norm": []}
     for lora in (None, KINDS["plain"]):
         engine = trainer(model_folder, lora)
@@ -155,7 +155,7 @@ def test_training_goes_on_from_an_adapter_given_by_its_folder(model_folder: str,
     assert metrics["kl"] == pytest.approx(0.0, abs=1e-9)  # the reference begins with the adapter too
 
 
-def test_files_of_adapters_are_published_and_loaded_from_checkpoints(model_folder: str) -> None:
+def test_adapter_files_are_published_and_loaded(model_folder: str) -> None:
     storage = open_storage("memory://lora")
     engine = trained(model_folder, KINDS["plain"], steps=1)
     published = publish_weights(storage, 1, engine.weights(), "main")
@@ -167,15 +167,15 @@ def test_files_of_adapters_are_published_and_loaded_from_checkpoints(model_folde
     assert held.content_hash == published.content_hash
 
 
-def test_layers_that_the_model_has_not_are_refused(model_folder: str) -> None:
-    with pytest.raises(DataError, match=r"LoRA adapters cannot be put into Qwen2ForCausalLM.*nosuch"):
+def test_unknown_target_layers_are_rejected(model_folder: str) -> None:
+    with pytest.raises(DataError, match=r"LoRA adapters cannot be added to Qwen2ForCausalLM.*nosuch"):
         trainer(model_folder, LoraConfig(target_modules=("nosuch",)))
 
 
 def test_an_adapter_of_another_shape_is_refused(model_folder: str, tmp_path: Path) -> None:
     engine = TransformersEngine(model_folder)
     engine.load_weights(1, put(tmp_path / "one", trainer(model_folder, LoraConfig(lora_rank=4)).weights()))
-    with pytest.raises(RoleError, match=r"cannot load the adapter of version 2: .*must be \(4, 32\)"):
+    with pytest.raises(RoleError, match=r"cannot load the adapter of version 2: .*expected \(4, 32\)"):
         engine.load_weights(2, put(tmp_path / "two", trainer(model_folder, LoraConfig(lora_rank=2)).weights()))
     assert engine.policy_version == 1
 

@@ -1,6 +1,5 @@
-"""Promises of advantages that look at tokens: of rows that are packed, without padding, they are what rows side by side
-give; ranks that have the tokens of their own rows alone find together what one rank finds, each for its own tokens; a
-function that adds up tokens by itself is given those of all rows.
+"""Promises of token-level advantages: packed rows give the results of padded ones; ranks that only have the tokens of
+their own rows compute the results of one rank; a function with sums of its own gets the tokens of all rows.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.testing.thread_ranks import in_threads
-from rftdask.trainer.engines.micro_batches import BatchRows, takes_parts
+from rftdask.trainer.engines.micro_batches import DeviceBatch, takes_parts
 from rftdask.trainer.ranks import Ranks
 from tests.numerics import shifted_seed
 
@@ -177,16 +176,16 @@ def padded_way(name: str, batch: TrainingBatch, scores: dict[str, Tensor]) -> tu
 @given(seed=st.integers(0, 10**6))
 def test_packed_rows_have_the_advantages_of_rows_side_by_side(name: str, seed: int) -> None:
     batch, scores = batch_of(seed), scores_of(batch_of(seed), seed)
-    rows, members = BatchRows(batch, CPU), np.arange(12)
+    rows, members = DeviceBatch(batch, CPU), np.arange(12)
     advantages, returns_Q, _ = rows.advantages(algorithm_of(name), scores, 1, 0.3)
     wanted_NT, wanted_returns_NT, stays_NT = padded_way(name, batch, scores)
     mask_NT = to_rows(batch, torch.from_numpy(batch.loss_mask)).bool()
-    assert torch.equal(rows.part(rows.loss_mask_Q, members), mask_NT & stays_NT)
-    assert torch.equal(rows.counts(), (mask_NT & stays_NT).sum(-1))
+    assert torch.equal(rows.select(rows.loss_mask_Q, members), mask_NT & stays_NT)
+    assert torch.equal(rows.num_trained_N, (mask_NT & stays_NT).sum(-1))
     found_NT = torch.where(mask_NT, advantages(members), 0.0)
     torch.testing.assert_close(found_NT, wanted_NT.float(), rtol=1e-5, atol=1e-6)
     if returns_Q is not None:
-        torch.testing.assert_close(rows.part(returns_Q, members), wanted_returns_NT.float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(rows.select(returns_Q, members), wanted_returns_NT.float(), rtol=1e-5, atol=1e-6)
 
 
 # ---- parts of a batch
@@ -216,36 +215,36 @@ def in_parts(
     def rank(ranks: Ranks) -> tuple[dict[int, list[float]], list[int], dict[str, float]]:
         # A function that knows of no ranks has all rows.
         here = np.sort([*computed[ranks.rank], computed[ranks.rank - 1][0]]) if parted else np.arange(12)
-        rows = BatchRows(batch.holding(here), CPU, ranks=ranks)
+        rows = DeviceBatch(batch.holding(here), CPU, ranks=ranks)
         assert len(rows.loss_mask_Q) == len(rows.rollout_logprobs_Q) == sum(batch.response_lengths[here])
         is_here = torch.from_numpy(np.repeat(np.isin(np.arange(12), here), batch.response_lengths))
         # What another rank says of its rows comes from there.
         is_own = torch.from_numpy(np.repeat(np.isin(np.arange(12), computed[ranks.rank]), batch.response_lengths))
         own = {name: torch.where(is_own, value_Q, torch.nan)[is_here] for name, value_Q in scores.items()}
-        shared = {name: rows.shared(value_Q, computed) for name, value_Q in own.items()}
+        shared = {name: rows.exchange(value_Q, computed) for name, value_Q in own.items()}
         for name, value_Q in shared.items():
             assert torch.equal(value_Q, scores[name][is_here]), name
         advantages, _, metrics = rows.advantages(algorithm, shared, 1, 0.3, computed)
         found = {}
         for row in here:
-            part = torch.where(rows.part(rows.loss_mask_Q, np.array([row])), advantages(np.array([row])), 0.0)
+            part = torch.where(rows.select(rows.loss_mask_Q, np.array([row])), advantages(np.array([row])), 0.0)
             found[int(row)] = part[0].tolist()
-        return found, rows.counts().tolist(), metrics
+        return found, rows.num_trained_N.tolist(), metrics
 
     return in_threads(3, rank)
 
 
 @pytest.mark.parametrize("name", [*ALGORITHMS, "one of somebody's own"])
-def test_ranks_find_together_what_one_finds_and_hold_the_tokens_of_their_rows_alone(name: str) -> None:
+def test_ranks_compute_the_advantages_of_one_rank(name: str) -> None:
     algorithm = algorithm_of(name) if name in ALGORITHMS else make_algorithm("grpo")
     algorithm = algorithm if name in ALGORITHMS else replace(algorithm, advantage_fn=Centered())
     batch, scores = batch_of(3), scores_of(batch_of(3), 3)
-    alone = BatchRows(batch, CPU)
+    alone = DeviceBatch(batch, CPU)
     advantages, _, wanted_metrics = alone.advantages(algorithm, scores, 1, 0.3)
-    wanted_NT = torch.where(alone.part(alone.loss_mask_Q, np.arange(12)), advantages(np.arange(12)), 0.0)
+    wanted_NT = torch.where(alone.select(alone.loss_mask_Q, np.arange(12)), advantages(np.arange(12)), 0.0)
 
     for found, counts, metrics in in_parts(algorithm, batch, scores):
-        assert counts == alone.counts().tolist()
+        assert counts == alone.num_trained_N.tolist()
         assert metrics == pytest.approx(wanted_metrics, rel=1e-6)
         for row, values in found.items():
             assert values == pytest.approx(wanted_NT[row, : batch.response_lengths[row]].tolist(), rel=1e-5, abs=1e-6)

@@ -1,6 +1,6 @@
-"""Promises of router replay: the trainer's tokens take the experts that the engine's took, whatever the cut of a batch,
-so its logprobs are the engine's; without it a narrower data type or newer weights send some elsewhere. The reference
-chooses for itself. What cannot be replayed is refused by name.
+"""Promises of router replay: the trainer uses the experts that the engine recorded, for any split of a batch, so
+logprobs agree; without it a narrower data type or newer weights change some choices. The reference chooses its own
+experts. Rollouts that cannot be replayed are rejected by name.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def test_of_older_weights_the_experts_are_replayed(model: Path, in_float32: Trai
     assert not torch.equal(own, replayed)
 
 
-def test_the_cut_into_passes_and_recomputed_layers_change_nothing(model: Path, in_bfloat16: TrainingBatch) -> None:
+def test_micro_batches_and_recomputation_change_nothing(model: Path, in_bfloat16: TrainingBatch) -> None:
     whole = engine(model)
     expected = whole.train_step(in_bfloat16, 1)
     cut = engine(model, trainer__micro_batch_size=1, trainer__gradient_checkpointing=True)
@@ -197,12 +197,14 @@ def test_a_batch_travels_between_ranks_with_its_experts(in_float32: TrainingBatc
     assert np.array_equal(there.routed_experts, in_float32.routed_experts)
 
 
-def test_what_cannot_be_replayed_is_refused(model: Path, in_float32: TrainingBatch, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^t/0/0/0/0 does not tell the experts .*; set algorithm.enable_router_replay"):
+def test_rollouts_without_fitting_experts_are_rejected(model: Path, in_float32: TrainingBatch, tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"^t/0/0/0/0 has no record of the experts .*; set algorithm.enable_router_replay"
+    ):
         engine(model).train_step(without_experts(in_float32), 1)
     assert in_float32.routed_experts is not None
     wider = replace(in_float32, routed_experts=np.repeat(in_float32.routed_experts, 2, axis=1))
-    with pytest.raises(DataError, match="took 8 experts, of the policy it takes 4"):
+    with pytest.raises(DataError, match="record 8 experts per token, the policy takes 4"):
         engine(model).train_step(wider, 1)
     build_toy_model(tmp_path, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2)
     with pytest.raises(DataError, match=r"enable_router_replay: Qwen2ForCausalLM has no routers of experts; leave it"):
