@@ -322,13 +322,15 @@ class SeenLog(ParquetLog):
         return names
 
 
-def finish_groups(url: str, num_batches: int, num_tasks: int, flush_age_s: float, finished: Any) -> None:
+def finish_groups(url: str, num_batches: int, num_tasks: int, max_commit_delay_s: float, finished: Any) -> None:
     """Finish work units in a separate process; the ends of their groups are spread over some seconds."""
     log = ParquetLog(open_storage(url))
     random = np.random.default_rng(2)
     for step in range(1, num_batches + 1):
         groups = [make_group(random, task, step) for task in range(num_tasks)]
-        with UnitWriter(log, explore_step=step, unit=0, num_tasks=num_tasks, flush_age_s=flush_age_s) as writer:
+        with UnitWriter(
+            log, explore_step=step, unit=0, num_tasks=num_tasks, max_commit_delay_s=max_commit_delay_s
+        ) as writer:
             for slot in random.permutation(num_tasks).tolist():
                 time.sleep(random.exponential(0.03))
                 finished.put(((step, slot), time.monotonic()))
@@ -337,13 +339,13 @@ def finish_groups(url: str, num_batches: int, num_tasks: int, flush_age_s: float
 
 
 def measure_trainable(
-    report: Report, folder: Path, num_batches: int, flush_age_s: float = 0.25, num_tasks: int = 64
+    report: Report, folder: Path, num_batches: int, max_commit_delay_s: float = 0.25, num_tasks: int = 64
 ) -> None:
     """Measure from the end of a group's last rollout until the ledger has a batch with it and its arrays are loaded."""
     storage = open_storage(str(folder / "trainable"))
     context = multiprocessing.get_context("spawn")
     finished = context.Queue()
-    arguments = (storage.url, num_batches, num_tasks, flush_age_s, finished)
+    arguments = (storage.url, num_batches, num_tasks, max_commit_delay_s, finished)
     writer = context.Process(target=finish_groups, args=arguments)
     writer.start()
     source = reader_of(storage, num_tasks)
@@ -358,7 +360,7 @@ def measure_trainable(
     delays_s = [
         trainable[position] - ended[position] for position in trainable if position[0] > 1
     ]  # the first warms up
-    add_percentiles(report, f"finished rollout to trainable, flush age {flush_age_s:g} s", delays_s, 350)
+    add_percentiles(report, f"finished rollout to trainable, flush age {max_commit_delay_s:g} s", delays_s, 350)
 
 
 # ---- a long log

@@ -194,7 +194,7 @@ def part_c(place: Place) -> None:
         """Return the logprobs [Q] of all response tokens, as a train step computes them."""
         passes = engine._plan(batch, np.arange(len(batch)))
         with torch.no_grad(), torch.autocast(place.device, torch.bfloat16, enabled=engine._device.type == "cuda"):
-            scored = passes.scored(engine._rows_of(batch), lambda **inputs: engine._policy(**inputs)[0])
+            scored = passes.score_tokens(engine._device_batch(batch), lambda **inputs: engine._policy(**inputs)[0])
         return np.asarray(scored.cpu())
 
     exact = logprobs(make_engine(config, "cpu"))

@@ -104,7 +104,7 @@ def take(browser: Chromium, root: str) -> None:
         if picture in ("run", "compare", "report"):
             browser.wait_for(DRAWN)
         if page == "configure":
-            browser.wait_for("document.body.dataset.looked > 0")
+            browser.wait_for("document.body.dataset.checked > 0")
         assert browser.evaluate("document.documentElement.scrollWidth") <= size[0], f"{picture} is too wide"
         path = IMAGES / f"studio-{picture}.png"
         browser.screenshot(path)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = ["Experiment", "__version__"]
+__plugin_adapters__ = {"trinity": "rftdask.compat.trinity"}
+"""Package that a user's plug-in imports -> module whose `install` provides it (config/plugins.py)."""
 
 if TYPE_CHECKING:
     from rftdask.driver.experiment import Experiment

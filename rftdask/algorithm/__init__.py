@@ -1,5 +1,5 @@
 """Reinforcement fine-tuning algorithms as pure functions on tensors: advantages, losses, operators, rules.
 
-Needs torch and knows nothing of Dask, storage or config files; importing this package alone loads no torch. Start at
-`rftdask.algorithm.compose.make_algorithm`.
+Needs torch and knows nothing of Dask, storage or config files. Importing only this package does not load torch. Start
+at `rftdask.algorithm.compose.make_algorithm`.
 """

@@ -1,10 +1,9 @@
-"""From per-token losses to one number: aggregation as weights that are fixed once for the whole batch.
+"""Aggregation of per-token losses to one number, as weights computed once for the whole batch.
 
-A mode is a weight for each row, which all its trained tokens have: loss = (per_token_loss * mask * weights).sum(). A
-sequence is a rollout, all its rows together: how often its history was rewritten says nothing of what it weighs. The
-weights are computed over the whole batch before it is cut up, so the losses, and with them the gradients, of any split
-into micro-batches or ranks add up to the full batch's. Knows nothing of losses. Invariant: a row without a trained
-token has weight exactly 0.
+A mode gives each row a weight for all its trained tokens: loss = (per_token_loss * mask * weights).sum(). A sequence is
+a rollout with all its rows, so its weight does not depend on how often its history was rewritten. The weights are
+computed over the whole batch before it is split, so losses and gradients of any split into micro-batches or ranks add
+up to those of the batch. Knows nothing of losses. Invariant: a row without a trained token has weight exactly 0.
 """
 
 import torch
@@ -30,21 +29,21 @@ def row_weights(
     seq-mean-token-sum       1 / sequences
     seq-mean-token-sum-norm  1 / (sequences * max_tokens)                            Dr. GRPO, arXiv:2503.20783
 
-    A sequence without a trained token weighs 0 and is not counted among the sequences: a failed rollout does not
-    shrink the loss of the others.
+    A sequence without a trained token has weight 0 and is not counted, so a failed rollout does not shrink the loss of
+    the others.
 
     Args:
         counts_B: [B] int64, trained tokens of each row of the WHOLE batch (all ranks, all micro-batches).
         mode: one of `AGGREGATIONS`.
-        rollout_B: [B] int64, the rollout of each row, from 0; None: each row is a rollout.
-        max_tokens: longest response that may be sampled, in tokens; needed by seq-mean-token-sum-norm only. The longest
-            that is there is no substitute, since it depends on who else is in the batch.
-        dtype: of the result; float64 for comparisons beyond seven digits.
+        rollout_B: [B] int64, the rollout of each row, from 0. None: each row is a rollout.
+        max_tokens: maximum response length in tokens, for seq-mean-token-sum-norm. The longest response of the batch
+            cannot replace it, since it depends on the other rows.
+        dtype: data type of the result; float64 for comparisons beyond seven digits.
     Returns: [B] of `dtype`; 0 for rows without a trained token.
     Raises: ValueError: unknown mode, or max_tokens missing where it is needed.
     """
     one_of("loss_agg_mode", mode, AGGREGATIONS)
-    # Of the whole batch, therefore the sums below are denominators that no cut changes.
+    # counts_B covers the whole batch, so no split changes the denominators below.
     trained_B = (counts_B > 0).to(dtype)
     if mode == "token-mean":
         return trained_B / counts_B.sum().to(dtype).clamp(min=1.0)
@@ -57,9 +56,7 @@ def row_weights(
         return trained_B / num_sequences
     if mode == "seq-mean-token-sum-norm":
         if max_tokens is None or max_tokens <= 0:
-            raise ValueError(
-                f"{mode} divides by the longest possible response: max_tokens must be > 0, got {max_tokens}"
-            )
+            raise ValueError(f"{mode} divides by the maximum response length: max_tokens must be > 0, got {max_tokens}")
         return trained_B / (num_sequences * max_tokens)
-    # First within each sequence, then over sequences, so that long ones do not count for more.
+    # Mean within each sequence, then over sequences, so that long sequences do not weigh more.
     return trained_B / (counts_R[sequence_B].to(dtype).clamp(min=1.0) * num_sequences)

@@ -1,8 +1,8 @@
-"""An algorithm: the composition of its parts, and the one place where they are added up.
+"""Algorithm: composition of parts, and the only place where their terms are added.
 
-loss = sum over tokens of weight * (correction * policy loss + kl_coef * KL - entropy_coef * entropy). Knows nothing
-of where batches come from. Invariant: with weights made once for the whole batch, losses, gradients and metrics of its
-micro-batches add up to the batch's.
+loss = sum over tokens of weight * (correction * policy loss + kl_coef * KL - entropy_coef * entropy). It does
+not know where batches come from. Invariant: with weights computed once for the whole batch, losses, gradients and
+metrics of micro-batches add up to those of the batch.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What `make_algorithm` gives. Usage, for one batch:
+    """Result of `make_algorithm`. Usage, for one batch:
 
     advantages = algorithm.compute_advantages(AdvantageInputs(...))
     weights_NT = algorithm.token_weights(loss_mask_NT, max_tokens=...)        # once, over the whole batch
@@ -32,9 +32,9 @@ class Algorithm:
 
     name: str
     schema: str
-    """Rows it trains on: "experience", "sft", "cpt", "dpo" or "kto"."""
+    """Rows to train on: "experience", "sft", "cpt", "dpo" or "kto"."""
     repeat_times: int
-    """Default number of rollouts of a task."""
+    """Default number of rollouts per task."""
     loss_agg_mode: str
     sample_strategy: str
     """Default rule that forms batches."""
@@ -43,59 +43,60 @@ class Algorithm:
     policy_loss_fn: PolicyLoss
     kl_loss_fn: KlFn
     kl_penalty_fn: KlFn
-    """KL taken off the rewards before the advantages."""
+    """KL penalty subtracted from the rewards before the advantages."""
     entropy_loss_fn: EntropyBonus
     correction: Correction
 
     @property
     def use_critic(self) -> bool:
-        """Whether values are needed."""
+        """True if values are needed."""
         return self.advantage_fn is not None and self.advantage_fn.uses_critic
 
     @property
     def use_reference(self) -> bool:
-        """Whether ref_logprobs are needed: by the KL loss, the KL penalty or the policy loss."""
+        """True if the KL loss, the KL penalty or the policy loss needs ref_logprobs."""
         return self.kl_loss_fn.is_active or self.kl_penalty_fn.is_active or self.policy_loss_fn.uses_reference
 
     @property
     def use_teacher(self) -> bool:
-        """Whether a teacher is needed: its logprobs by the advantages, or all it says by the policy loss."""
+        """True if the advantages need teacher logprobs, or the policy loss needs teacher logits."""
         needs = () if self.advantage_fn is None else self.advantage_fn.needs
         return "teacher_logprobs_Q" in needs or self.policy_loss_fn.uses_teacher
 
     @property
     def use_entropy(self) -> bool:
-        """Whether entropy_BT is needed by the loss."""
+        """True if the loss needs entropy_BT."""
         return self.entropy_loss_fn.is_active
 
-    def without_drops(self) -> "Algorithm":
-        """The algorithm for rows that its advantage function has not dropped; see `AdvantageFn.without_drops`."""
-        return self if self.advantage_fn is None else replace(self, advantage_fn=self.advantage_fn.without_drops())
+    def without_filtering(self) -> "Algorithm":
+        """Algorithm for rows that are already filtered; see `AdvantageFn.without_filtering`."""
+        return self if self.advantage_fn is None else replace(self, advantage_fn=self.advantage_fn.without_filtering())
 
-    def row_weights(self, counts_B: Tensor, **given: Any) -> Tensor:
-        """Weights of the trained tokens of each row of the WHOLE batch, [B]; cut them up together with the batch.
+    def row_weights(self, counts_B: Tensor, **arguments: Any) -> Tensor:
+        """[B] weights of the trained tokens of each row of the WHOLE batch. Split them together with the batch.
 
         Args:
             counts_B: [B] int64, trained tokens of all rows of all ranks and micro-batches.
-            given: as `PolicyLoss.row_weights` takes it: max_tokens, rollout_B, expert_mask_B, step, dtype.
-        Raises: ValueError: something the mode or the loss needs is missing.
+            arguments: of `PolicyLoss.row_weights`: max_tokens, rollout_B, expert_mask_B, step, dtype.
+        Raises: ValueError: an argument that the mode or the loss needs is missing.
         """
         loss = self.policy_loss_fn
         require(
-            not hasattr(loss, "token_weights"), f"{type(loss).__name__}: give it row_weights, [B], no token_weights"
+            not hasattr(loss, "token_weights"),
+            f"{type(loss).__name__} defines token_weights; define row_weights, which returns [B], instead",
         )
-        return loss.row_weights(counts_B, self.loss_agg_mode, **given)
+        return loss.row_weights(counts_B, self.loss_agg_mode, **arguments)
 
-    def token_weights(self, loss_mask_BT: Tensor, *, dtype: torch.dtype = torch.float32, **given: Any) -> Tensor:
-        """`row_weights` as [B, T], 0 outside the mask of the whole batch."""
-        weights_B = self.row_weights(loss_mask_BT.sum(-1), dtype=dtype, **given)
+    def token_weights(self, loss_mask_BT: Tensor, *, dtype: torch.dtype = torch.float32, **arguments: Any) -> Tensor:
+        """[B, T] `row_weights`, 0 outside the mask of the whole batch."""
+        weights_B = self.row_weights(loss_mask_BT.sum(-1), dtype=dtype, **arguments)
         return loss_mask_BT.to(dtype) * weights_B[:, None]
 
     def compute_advantages(self, inputs: AdvantageInputs, *, kl_coef: float | None = None) -> AdvantageResult:
-        """Advantages of a whole batch, the KL penalty taken off the rewards first (`kl_coef`: its adaptive
-        coefficient).
+        """Advantages of a whole batch, after subtracting the KL penalty from the rewards.
 
-        Raises: ValueError: the algorithm has no advantages, or something it needs is missing or not finite.
+        kl_coef: adaptive coefficient of the penalty. None: the constant one.
+        Raises: ValueError: the algorithm has no advantages, or an input is missing or not finite.
         """
         if self.advantage_fn is None:
             raise ValueError(f"algorithm {self.name!r} has no advantage function")
@@ -104,12 +105,12 @@ class Algorithm:
         inputs.check(("loss_mask_Q", "rollout_logprobs_Q", "ref_logprobs_Q"))
         assert inputs.rollout_logprobs_Q is not None and inputs.ref_logprobs_Q is not None
         mask_Q = inputs.used_mask_Q
-        # Of what sampled, not of the current weights: the penalty is a part of the reward, and has no gradient.
+        # KL of the sampling policy, not of the current weights: the penalty is part of the reward, without gradient.
         kl_Q = self.kl_penalty_fn.per_token(
             inputs.rollout_logprobs_Q.masked_fill(~mask_Q, 0.0), inputs.ref_logprobs_Q.masked_fill(~mask_Q, 0.0)
         )
         coef = self.kl_penalty_fn.kl_coef if kl_coef is None else kl_coef
-        # One number a rollout where the advantage is one: the sum over its tokens. Else each token pays for itself.
+        # Subtracted per rollout (sum over its tokens), or per token if the advantage is per token.
         kl_N, num_trained = inputs.row_sums(kl_Q), inputs.row_sums(mask_Q).sum()
         mean_kl = float(kl_N.sum() / num_trained.clamp(min=1))
         if inputs.rollout_N is not None and len(kl_N):
@@ -117,32 +118,33 @@ class Algorithm:
         changes: dict[str, Any] = {"rewards_N": inputs.rewards_N - coef * kl_N.to(inputs.rewards_N.dtype)}
         if self.advantage_fn.token_level:
             changes = {"token_rewards_Q": inputs.token_rewards() - coef * kl_Q}
-        # Before the baseline is taken: a rollout is compared with siblings that have paid, too.
+        # Before the baseline, so that the rewards of all siblings include the penalty.
         result = self.advantage_fn(replace(inputs, **changes))
         return replace(result, metrics={**result.metrics, "kl_penalty": mean_kl, "kl_penalty_coef": coef})
 
     def compute_loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scalar loss of a micro-batch, ready for backward(), and detached scalar metrics that add over micro-batches.
+        """Scalar loss of a micro-batch for backward(), and detached scalar metrics that add over micro-batches.
 
-        Metrics are token-weighted sums: loss, policy_loss, kl, entropy (of what is active), those of the policy
-        loss, and weight_sum, by which a sum is divided to get a mean (it is 1 for the mean aggregations). Positions
-        outside the loss mask contribute exactly 0, to the value and to the gradient, whatever they hold.
+        Metrics are token-weighted sums: loss, policy_loss, kl and entropy (if active), those of the policy loss, and
+        weight_sum, the divisor that turns a sum into a mean (1 for the mean aggregations). Positions outside the loss
+        mask contribute exactly 0 to value and gradient, whatever they hold.
 
-        Raises: ValueError: nan or infinity at a trained position, naming it; something the parts need is missing.
+        Raises: ValueError: nan or infinity at a trained position, or an input that a part needs is missing.
         """
-        # Here and nowhere below: parts may take every position as finite.
+        # Only here: parts may assume that every position is finite.
         inputs = inputs.cleaned()
         loss_BT, metrics = self.policy_loss_fn(inputs)
         if self.correction.is_active:
-            factors_BT, more = self.correction.factors(inputs)
-            # Of the policy loss alone: KL and entropy are of the current weights, and need no correction.
+            factors_BT, correction_metrics = self.correction.factors(inputs)
+            # Only for the policy loss: KL and entropy are computed from the current weights.
             loss_BT = loss_BT * factors_BT
-            metrics |= more
+            metrics |= correction_metrics
         metrics["policy_loss"] = inputs.weighted(loss_BT)
         if self.kl_loss_fn.is_active:
             if inputs.ref_logprobs_BT is None:
                 raise ValueError(
-                    f"algorithm {self.name!r} has a KL loss: it needs ref_logprobs_BT (or kl_loss_fn: none)"
+                    f"algorithm {self.name!r} has a KL loss, which needs ref_logprobs_BT; pass them or "
+                    "set kl_loss_fn: none"
                 )
             kl_BT = self.kl_loss_fn.per_token(inputs.policy_logprobs_BT, inputs.ref_logprobs_BT, inputs.old_logprobs_BT)
             metrics["kl"] = inputs.weighted(kl_BT)
@@ -151,7 +153,7 @@ class Algorithm:
             entropy_BT = self.entropy_loss_fn.per_token(inputs)
             metrics["entropy"] = inputs.weighted(entropy_BT)
             loss_BT = loss_BT - self.entropy_loss_fn.entropy_coef * entropy_BT
-        # The only sum: weights hold the whole batch's denominator, so losses of micro-batches add up.
+        # The weights hold the denominator of the whole batch, so losses of micro-batches add up.
         loss = (loss_BT * inputs.token_weights_BT).sum()
         metrics["loss"] = loss.detach()
         metrics["weight_sum"] = inputs.token_weights_BT.sum()

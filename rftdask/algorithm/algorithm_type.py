@@ -1,6 +1,6 @@
-"""An algorithm type: the name that `algorithm.algorithm_type` chooses, and the parts that it chooses with it.
+"""Algorithm type: a value of `algorithm.algorithm_type`, with its default parts.
 
-A type is class attributes with literal values and nothing else, so that a configuration is checked by reading the file,
+A type consists of class attributes with literal values, so that a configuration can be checked by reading the file,
 without importing torch. Each part can be replaced by name and arguments.
 """
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 
 class AlgorithmType:
-    """The base of the types; its values are GRPO's. A type of your own, in a file of its own:
+    """Base of algorithm types, with the values of GRPO. A custom type, in a separate file:
 
     class PatientGrpo(AlgorithmType):
         "GRPO over large groups, without a reference."
@@ -19,16 +19,16 @@ class AlgorithmType:
     """
 
     algorithm_type: ClassVar[str]
-    """The name by which a configuration chooses it; a type without one is chosen by its class."""
+    """Name in a configuration. A type without one is named by its class."""
     deprecated_names: ClassVar[tuple[str, ...]] = ()
-    """Old names, each with one warning."""
+    """Old names, accepted with a warning."""
     schema: ClassVar[str] = "experience"
-    """What it trains on: experience (rollouts), sft (prompt and response), dpo (pairs), kto (responses with a verdict)
+    """Rows to train on: experience (rollouts), sft (prompt and response), dpo (pairs), kto (responses with a verdict)
     or cpt (plain text)."""
     repeat_times: ClassVar[int] = 8
-    """Rollouts per task when the user gives none."""
+    """Default number of rollouts per task."""
     sample_strategy: ClassVar[str] = "default"
-    """How batches are taken when the user says nothing; "mix" puts demonstrations into every batch."""
+    """Default sample strategy; "mix" puts demonstrations into every batch."""
     advantage_fn: ClassVar[str | None] = "grpo"
     """None: the loss takes no advantages."""
     advantage_fn_args: ClassVar[Mapping[str, Any]] = {}
@@ -39,4 +39,4 @@ class AlgorithmType:
     entropy_loss_fn: ClassVar[str] = "default"
     loss_agg_mode: ClassVar[str] = "token-mean"
     has_critic: ClassVar[bool] = False
-    """Whether a value model is trained beside the policy."""
+    """True if a value model is trained alongside the policy."""

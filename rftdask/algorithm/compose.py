@@ -1,7 +1,7 @@
-"""From names and arguments to an algorithm whose parts go together.
+"""Composition of an algorithm from names and arguments.
 
-A part is named as everywhere: a registered name, `package.module.Name`, or a name in a file of a plug-in folder.
-Invariant: what `make_algorithm` returns can run; every name, argument or combination that cannot is an error here.
+A part is named by a registered name, `package.module.Name`, or a name in a file of a plug-in folder. Invariant: an
+algorithm that `make_algorithm` returns can run; every invalid name, argument or combination is an error here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,25 +32,25 @@ BASES: Mapping[str, type] = {
     "entropy_loss_fn": EntropyBonus,
     "operator": Operator,
 }
-"""Key -> the class that a part named there is a subclass of."""
+"""Key -> base class of the parts named by it."""
 PARTS = ("advantage_fn", "policy_loss_fn", "kl_penalty_fn", "kl_loss_fn", "entropy_loss_fn")
-"""The keys of section `algorithm` that name a part."""
+"""Keys of section `algorithm` that name a part."""
 
 
 def find_class(key: str, name: str, plugin_dirs: Sequence[str] = ()) -> Any:
-    """The class named under a key of `BASES`. Raises: UserError: there is none, or it is of another kind."""
-    found = load_part(key, name, plugin_dirs)
+    """Class named by a key of `BASES`. Raises: UserError: it does not exist or has another base class."""
+    part = load_part(key, name, plugin_dirs)
     base = BASES[key]
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise UserError(f"{key} {name!r} is no subclass of {base.__module__}.{base.__name__}")
-    return found
+    if not (isinstance(part, type) and issubclass(part, base)):
+        raise UserError(f"{key} {name!r} is not a subclass of {base.__module__}.{base.__name__}")
+    return part
 
 
 def make_part(key: str, name: str, args: Args | None = None, plugin_dirs: Sequence[str] = ()) -> Any:
-    """The part named under a key of `BASES`, with its arguments; those left out keep their defaults.
+    """Part named by a key of `BASES`, constructed with `args`; omitted arguments keep their defaults.
 
     Example: make_part("policy_loss_fn", "ppo", {"clip_range": 0.1})
-    Raises: UserError: unknown name, an argument it does not take, a value of another type or out of range.
+    Raises: UserError: unknown name, unknown argument, or a value of another type or out of range.
     """
     return _construct(f"{key} {name!r}", find_class(key, name, plugin_dirs), args or {})
 
@@ -58,9 +58,11 @@ def make_part(key: str, name: str, args: Args | None = None, plugin_dirs: Sequen
 def _construct(what: str, cls: Any, args: Args) -> Any:
     ignored = sorted(set(args) & set(getattr(cls, "ignored_args", ())))
     for argument in ignored:
-        warn_once(f"{what} argument {argument!r} is ignored: the whole batch is known here, nothing is rescaled")
+        warn_once(
+            f"{what} argument {argument!r} is ignored: weights are computed over the whole batch, without rescaling"
+        )
     args = {key: value for key, value in args.items() if key not in ignored}
-    # Before the call, since this tells of an unknown argument which ones there are.
+    # Before the call, for an error that lists the valid arguments.
     bind_arguments(what, cls, args)
     try:
         return cls(**args)
@@ -76,31 +78,31 @@ def make_algorithm(
     plugin_dirs: Sequence[str] = (),
     **parts: Any,
 ) -> Algorithm:
-    """The algorithm of that name, with the given parts in place of its defaults.
+    """Algorithm of a type, with `parts` instead of its defaults.
 
-    parts: names and arguments as section `algorithm` has them, `policy_loss_fn` and `policy_loss_fn_args` and so on for
-    each of `PARTS`; None: the type's own. Arguments are merged over the type's own for that part, if the part is the
-    type's default, and over the part's defaults. `loss_agg_mode` in `policy_loss_fn_args` is the same as outside.
+    parts: names and arguments as in section `algorithm`: `policy_loss_fn`, `policy_loss_fn_args` and so on for each of
+    `PARTS`. None: the default of the type. Arguments override those of the type, if the part is the type's default,
+    and the defaults of the part. `loss_agg_mode` may also be given in `policy_loss_fn_args`.
 
-    Raises: UserError: an unknown name (near matches), arguments a part does not take, a value out of range, parts that
-        do not go together.
+    Raises: UserError: an unknown name (with near matches), an unknown argument, a value out of range, or parts that
+        cannot be combined.
     """
     if unknown := parts.keys() - {key for part in PARTS for key in (part, f"{part}_args")}:
-        raise TypeError(f"make_algorithm takes no {', '.join(sorted(unknown))}")
+        raise TypeError(f"make_algorithm got unknown arguments: {', '.join(sorted(unknown))}")
     kind: type[AlgorithmType] = find_class("algorithm_type", algorithm_type, plugin_dirs)
     type_name = getattr(kind, "algorithm_type", algorithm_type)
-    given = {part: dict(parts.get(f"{part}_args") or {}) for part in PARTS}
+    arguments = {part: dict(parts.get(f"{part}_args") or {}) for part in PARTS}
     names: dict[str, Any] = {part: parts.get(part) or getattr(kind, part, None) for part in PARTS}
 
     def make(part: str) -> Any:
-        # The type's arguments are for its own part: another part of the same kind may have none of that name.
-        own = getattr(kind, f"{part}_args", {}) if names[part] == getattr(kind, part, None) else {}
-        return make_part(part, names[part] or "none", {**own, **given[part]}, plugin_dirs)
+        # The arguments of the type apply only to its default part; another part may not have them.
+        defaults = getattr(kind, f"{part}_args", {}) if names[part] == getattr(kind, part, None) else {}
+        return make_part(part, names[part] or "none", {**defaults, **arguments[part]}, plugin_dirs)
 
-    # Files of the reference system have it among the arguments of the loss.
-    inner_mode = given["policy_loss_fn"].pop("loss_agg_mode", None)
+    # Trinity-RFT has it among the arguments of the loss.
+    inner_mode = arguments["policy_loss_fn"].pop("loss_agg_mode", None)
     if None not in (inner_mode, loss_agg_mode) and inner_mode != loss_agg_mode:
-        raise UserError(f"loss_agg_mode is {loss_agg_mode!r}, but policy_loss_fn_args say {inner_mode!r}; give it once")
+        raise UserError(f"loss_agg_mode is {loss_agg_mode!r}, but {inner_mode!r} in policy_loss_fn_args; set it once")
     mode = loss_agg_mode or inner_mode
     if mode not in (None, *AGGREGATIONS):
         raise UserError(f"loss_agg_mode is {mode!r}; allowed: {', '.join(AGGREGATIONS)}")
@@ -108,9 +110,9 @@ def make_algorithm(
     loss: PolicyLoss = make("policy_loss_fn")
     reads_advantages = loss.uses_advantages
     if names["advantage_fn"] is not None and not reads_advantages:
-        # It then says which rollouts are imitated.
-        reads_advantages = find_class("advantage_fn", names["advantage_fn"], plugin_dirs).selects_alone
-    if not reads_advantages and (parts.get("advantage_fn") or given["advantage_fn"]):
+        # The advantage function then selects the rollouts to imitate.
+        reads_advantages = find_class("advantage_fn", names["advantage_fn"], plugin_dirs).only_selects
+    if not reads_advantages and (parts.get("advantage_fn") or arguments["advantage_fn"]):
         raise UserError(
             f"policy_loss_fn {names['policy_loss_fn']!r} takes no advantages; "
             f"remove advantage_fn from algorithm_type {type_name!r} (its arguments are policy_loss_fn_args)"
@@ -138,9 +140,9 @@ def make_algorithm(
 
 
 def build_algorithm(config: Config) -> Algorithm:
-    """The algorithm of the config. Raises: UserError: parts that do not exist, do not go together or cannot be fed."""
+    """Algorithm of a config. Raises: UserError: parts that do not exist or cannot be combined."""
     section = config.algorithm
-    # Every part with its arguments, as the section has them; None leaves the algorithm type's own.
+    # None keeps the default of the algorithm type.
     choices = {name: fill_from_environment(getattr(section, name)) for part in PARTS for name in (part, f"{part}_args")}
     try:
         return make_algorithm(
@@ -157,8 +159,7 @@ def build_algorithm(config: Config) -> Algorithm:
 
 
 def _mismatch(algorithm: Algorithm, kind: type[AlgorithmType], loss_name: str, advantage_name: str | None) -> str:
-    """Why the parts do not go together, with what to change; "" where they do."""
-    # One reason is told at a time.
+    """First reason why the parts cannot be combined, with the remedy; "" if they can."""
     loss, name, schema = algorithm.policy_loss_fn, algorithm.name, algorithm.schema
     if algorithm.use_critic and not kind.has_critic:
         return (
@@ -177,7 +178,10 @@ def _mismatch(algorithm: Algorithm, kind: type[AlgorithmType], loss_name: str, a
             "kl_penalty_fn nor rollout_correction"
         )
     if loss.scores_sequences and (algorithm.use_reference or algorithm.use_entropy):
-        return f"policy_loss_fn {loss_name!r} trains a reward model, which has no logprobs: no kl_loss_fn, no entropy"
+        return (
+            f"policy_loss_fn {loss_name!r} trains a reward model, which has no logprobs; "
+            "remove kl_loss_fn and entropy_loss_fn"
+        )
     if algorithm.kl_penalty_fn.is_active and not loss.uses_advantages:
         return f"kl_penalty_fn changes rewards, and algorithm_type {name!r} reads none; use kl_loss_fn"
     return ""

@@ -1,8 +1,8 @@
 """Correction for the gap between the engine that sampled and the trainer that learns: one factor per token.
 
-With w = p_trainer / p_sampler of the sampled token at the weights that sampled it. The sampler's logprobs are
-`rollout_logprobs`, the trainer's `proximal_logprobs` (or, if they were not recomputed, the current ones, detached).
-Knows nothing of losses. Invariant: where sampler and trainer agree, every factor is exactly 1.
+w = p_trainer / p_sampler of the sampled token at the weights that sampled it. The sampler's logprobs are
+`rollout_logprobs`; the trainer's are `proximal_logprobs` or, if not recomputed, the detached current ones. Knows
+nothing of losses. Invariant: where sampler and trainer agree, every factor is exactly 1.
 Sources: TIS, Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025; MIS and
 geometric masks, Liu et al., "When Speed Kills Stability", 2025; IcePop, Ling Team, "Every Step Evolves",
 arXiv:2510.18855.
@@ -46,7 +46,7 @@ class Correction:
 
     @property
     def is_active(self) -> bool:
-        """Whether there is a factor at all."""
+        """True if a correction is applied."""
         return self.method != "none"
 
     def factors(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -57,7 +57,7 @@ class Correction:
         if self.method == "geometric_mask" or self.level == "geometric":
             log_w_BT = inputs.spread(inputs.sequence_means(log_w_BT))
         elif self.level == "sequence":
-            # Bounded again: a product over a long sequence leaves the range of a float.
+            # Bounded again, since a product over a long sequence overflows.
             log_w_BT = inputs.spread(inputs.sequence_sums(log_w_BT)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         weight_BT = log_w_BT.exp()
         outside_BT = (weight_BT < self.low) | (weight_BT > self.high)
@@ -66,6 +66,6 @@ class Correction:
         elif self.method == "mask":
             factor_BT = weight_BT.masked_fill(outside_BT, 0.0)
         else:
-            # Of a geometric mask: what is kept counts as it is.
+            # Geometric mask: kept tokens have factor 1.
             factor_BT = (~outside_BT).to(weight_BT.dtype)
         return factor_BT, {"is_weight": inputs.weighted(factor_BT), "is_clip_frac": inputs.weighted(outside_BT)}

@@ -1,4 +1,4 @@
-"""Why an experience is not trained. A drop is a code beside the row and a counter, never a missing row."""
+"""Reasons for not training an experience. A dropped row gets a code and a counter; it never disappears."""
 
 from enum import IntEnum
 
@@ -6,23 +6,23 @@ from torch import Tensor
 
 
 class DropReason(IntEnum):
-    """Code of a row; 0 is kept. The ledger has the names, in lower case: never rename one."""
+    """Code of a row; 0: kept. The ledger stores the names in lower case, so they must never be renamed."""
 
     KEPT = 0
     INVALID_ROLLOUT = 1
     """The rollout failed, timed out or has no finite reward."""
     LOW_STD = 2
-    """The rewards of its group do not differ enough to teach anything."""
+    """The rewards of the group do not differ enough."""
     SURPLUS_NEGATIVE = 3
     """More samples below the mean than above it in its group (REC, drop "balance")."""
     REWARD_RANGE = 4
-    """Its reward is outside the wanted range."""
+    """The reward is outside the accepted range."""
     TRUNCATED = 5
-    """Its response hit the length limit."""
+    """The response reached the length limit."""
     NOT_BEST = 6
-    """Other rollouts of its group have better rewards (RAFT)."""
+    """Another rollout of the group has a better reward (RAFT)."""
     LEFT_OUT = 7
-    """An operator or advantage function that is not of this package did not return it."""
+    """A custom operator or advantage function did not return the row."""
 
 
 def count_drops(reasons_N: Tensor) -> dict[str, float]:

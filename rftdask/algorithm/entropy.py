@@ -1,7 +1,6 @@
-"""The entropy bonus: which tokens count, and how much.
+"""Entropy bonus: the loss is lowered by coefficient * entropy, with the token weights of the policy loss.
 
-The loss is lowered by coefficient * entropy, through the same token weights as the policy loss. Knows nothing of
-logits.
+Knows nothing of logits.
 """
 
 from dataclasses import dataclass
@@ -17,17 +16,17 @@ class EntropyBonus:
     """Every trained token counts. Williams and Peng, 1991; Mnih et al., arXiv:1602.01783."""
 
     entropy_coef: float = 0.0
-    """Factor of the entropy, in loss units per nat; 0: the entropy need not be computed."""
+    """Coefficient of the entropy, in loss units per nat. 0: the entropy is not computed."""
 
     entropy_name = "default"
 
     @property
     def is_active(self) -> bool:
-        """Whether the entropy is needed."""
+        """True if the entropy is needed."""
         return self.entropy_coef != 0.0
 
     def per_token(self, inputs: LossInputs) -> Tensor:
-        """[B, T] entropy that counts. Raises: ValueError: the batch has no entropy."""
+        """[B, T] entropy of each token. Raises: ValueError: the batch has no entropy."""
         if inputs.entropy_BT is None:
             raise ValueError(
                 f"entropy_coef is {self.entropy_coef}, but entropy_BT is missing; compute it from the logits"
@@ -37,12 +36,12 @@ class EntropyBonus:
 
 @dataclass(frozen=True)
 class MixEntropyBonus(EntropyBonus):
-    """Only tokens the policy sampled itself count; demonstrations do not. Used by MIX and CHORD."""
+    """Only tokens sampled by the policy count, not demonstrations. Used by MIX and CHORD."""
 
     entropy_name = "mix"
 
     def per_token(self, inputs: LossInputs) -> Tensor:
-        """[B, T], 0 for demonstrations; without expert_mask_B there are none."""
+        """[B, T] entropy, 0 for demonstrations. expert_mask_B None: no demonstrations."""
         entropy_BT = super().per_token(inputs)
         if inputs.expert_mask_B is None:
             return entropy_BT
@@ -57,5 +56,5 @@ class NoEntropyBonus(EntropyBonus):
 
     @property
     def is_active(self) -> bool:
-        """Never, so the trainer does not compute the entropy."""
+        """False, so that the trainer does not compute the entropy."""
         return False

@@ -1,7 +1,7 @@
 """Estimators of the distance to the reference policy, per token, and the controller of their coefficient.
 
-With d = log p_policy - log p_ref on the sampled token. Knows nothing of aggregation or of who computed the logprobs.
-k1 is for rewards, the others are for a loss: each holds the policy at the reference in its own place alone.
+d = log p_policy - log p_ref of the sampled token. Knows nothing of aggregation or of the source of the logprobs. k1 is
+for rewards, the others are for a loss; in the other place an estimator does not hold the policy at the reference.
 Invariant: equal logprobs give exactly 0.
 Source: J. Schulman, "Approximating KL divergence", 2020 (http://joschu.net/blog/kl-approx.html).
 """
@@ -22,28 +22,27 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class KlFn(ABC):
-    """Base of the KL parts. Usage: `k2.per_token(policy_logprobs, ref_logprobs)` is [B, T], zero or more where it is
-    squared."""
+    """Base of KL estimators. Usage: `k2.per_token(policy_logprobs, ref_logprobs)` returns [B, T]."""
 
     kl_coef: float = 0.001
-    """Factor of the KL in the loss or in the reward, >= 0; the first coefficient if adaptive."""
+    """Coefficient of the KL in the loss or reward, >= 0; the initial one if adaptive."""
     adaptive: bool = False
-    """Move the coefficient so that the measured KL approaches `target_kl`."""
+    """Adapt the coefficient so that the measured KL approaches `target_kl`."""
     target_kl: float | None = None
-    """Aim of the adaptive controller, nats per token."""
+    """Target of the adaptive controller, in nats per token."""
     horizon: float | None = None
     """Experiences over which the adaptive controller reacts."""
     final_coef: float | None = None
-    """Coefficient after `schedule_steps` steps of training, to which it goes from `kl_coef`; None: it stays."""
+    """Coefficient after `schedule_steps` training steps, reached from `kl_coef`. None: constant."""
     schedule_steps: int | None = None
-    """Steps that the way takes."""
+    """Length of the schedule in training steps."""
     schedule: str = "linear"
-    """Shape of the way: "linear" or "cosine"."""
+    """Shape of the schedule: "linear" or "cosine"."""
     max_kl: float | None = None
-    """Bound of the absolute value of a token's estimate; None: unbounded."""
+    """Bound of the absolute estimate of a token. None: unbounded."""
 
     kl_name: ClassVar[str]
-    """The name by which a configuration chooses it; one without is chosen by its class."""
+    """Name in a configuration. A part without one is named by its class."""
     uses_reference: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -51,36 +50,39 @@ class KlFn(ABC):
         require(self.max_kl is None or self.max_kl > 0.0, f"max_kl must be > 0, got {self.max_kl}")
         one_of("schedule", self.schedule, ("linear", "cosine"))
         both = (self.final_coef is None) == (self.schedule_steps is None)
-        require(both, "final_coef and schedule_steps go together")
+        require(both, "final_coef and schedule_steps must be set together")
         require(self.schedule_steps is None or self.schedule_steps > 0, "schedule_steps must be > 0")
         require(self.final_coef is None or self.final_coef >= 0.0, f"final_coef must be >= 0, got {self.final_coef}")
         if self.adaptive:
-            require(self.final_coef is None, "an adaptive coefficient follows the measured KL: no final_coef beside it")
-            given = self.target_kl is not None and self.horizon is not None
-            require(given, "adaptive needs target_kl and horizon")
+            require(self.final_coef is None, "adaptive and final_coef exclude each other; remove one")
+            is_complete = self.target_kl is not None and self.horizon is not None
+            require(is_complete, "adaptive needs target_kl and horizon")
             require(bool(self.target_kl and self.target_kl > 0), f"target_kl must be > 0, got {self.target_kl}")
             require(bool(self.horizon and self.horizon > 0), f"horizon must be > 0, got {self.horizon}")
 
     @property
     def is_active(self) -> bool:
-        """Whether this part contributes to the loss, and so needs the reference's logprobs."""
+        """True if this part contributes, so that logprobs of the reference are needed."""
         return self.uses_reference and (self.kl_coef != 0.0 or self.adaptive or bool(self.final_coef))
 
     def per_token(self, policy_logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor | None = None) -> Tensor:
-        """Estimate for each token, same shape; differentiable in `policy_logprobs`."""
+        """Estimate per token, same shape, differentiable in `policy_logprobs`."""
         value = self.estimate(policy_logprobs - ref_logprobs, policy_logprobs, old_logprobs)
         return value if self.max_kl is None else value.clamp(-self.max_kl, self.max_kl)
 
     @abstractmethod
     def estimate(self, difference: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
-        """Estimate for each token from d and what it is made of, unbounded; all of one shape."""
+        """Unbounded estimate per token. difference: d. All tensors have one shape."""
 
     def coef_at(self, step: int, coef: float) -> float:
-        """Coefficient of a training step, counted from 1: by the schedule, from `kl_coef` at step 1 to `final_coef` at
-        step `schedule_steps` + 1 and after it; without one `coef`, that of the controller."""
+        """Coefficient of a training step, counted from 1.
+
+        With a schedule it goes from `kl_coef` at step 1 to `final_coef` at step `schedule_steps` + 1 and later. Without
+        one it is `coef`, the coefficient of the controller.
+        """
         if self.final_coef is None or self.schedule_steps is None:
             return coef
-        # A function of the step: a resumed run needs no state for it.
+        # A function of the step, so that a resumed run needs no state.
         share = min(1.0, (step - 1) / self.schedule_steps)
         if self.schedule == "cosine":
             share = (1.0 - math.cos(math.pi * share)) / 2.0
@@ -93,7 +95,7 @@ class KlFn(ABC):
         """
         if not self.adaptive or self.target_kl is None or self.horizon is None:
             return coef
-        # Bounded, so that one odd batch moves the coefficient by a fifth of n / horizon at most.
+        # Bounded, so that one outlier batch moves the coefficient by at most a fifth of n / horizon.
         error = min(max(measured_kl / self.target_kl - 1.0, -0.2), 0.2)
         return coef * (1.0 + error * num_experiences / self.horizon)
 
@@ -111,10 +113,10 @@ class NoKl(KlFn):
 
 @dataclass(frozen=True)
 class K1(KlFn):
-    """d, for rewards: what a policy descends whose rewards pay for it is KL(policy, reference).
+    """d, for rewards: a policy whose rewards are reduced by d descends KL(policy, reference).
 
-    Unbiased as a value, of any sign. In a loss its gradient, that of log p_policy, is 0 in the mean over what the
-    policy says, and away from what was sampled by other weights: nothing holds the policy there.
+    Unbiased as a value, of any sign. In a loss its gradient is that of log p_policy: 0 on average over the policy's own
+    samples, and otherwise away from the samples. So it does not hold the policy at the reference.
     """
 
     kl_name = "k1"
@@ -137,8 +139,8 @@ class K2(KlFn):
 class K3(KlFn):
     """exp(-d) - 1 + d, never negative; d below -20 counts as -20, without gradient. GRPO, arXiv:2402.03300, equation 4.
 
-    As a loss its gradient is that of KL(reference, policy). Paid for by rewards, KL(policy, reference) less that, which
-    is 0 to second order near the reference and holds nothing.
+    As a loss its gradient is that of KL(reference, policy). As a reward penalty it descends KL(policy, reference) minus
+    that, which is 0 to second order near the reference and does not hold the policy there.
     """
 
     kl_name = "k3"
@@ -171,12 +173,12 @@ class AbsKl(KlFn):
 
 @dataclass(frozen=True)
 class CorrectedK3(KlFn):
-    """r K3, r = p_policy / p_old: of tokens that the old policy sampled, an unbiased estimate of KL(policy, reference)
-    and of its gradient.
+    """r K3 with r = p_policy / p_old: an unbiased estimate of KL(policy, reference) and its gradient from tokens that
+    the old policy sampled.
 
     For any p_old: E_old[r K3] = sum over words of p (p_ref / p - 1 + d) = sum of p d, the KL, since p and p_ref sum to
-    1; p_old is constant, so the gradient's mean is that of the KL, if r has its gradient, too. A bound of r would take
-    this away. Source: DeepSeek-V3.2, arXiv:2512.02556, section 3.1. Without old logprobs it is K3.
+    1. p_old is constant, so the mean gradient is that of the KL, provided that r keeps its gradient. Bounding r would
+    break this. Source: DeepSeek-V3.2, arXiv:2512.02556, section 3.1. Without old logprobs it is K3.
     """
 
     kl_name = "corrected_k3"
@@ -189,6 +191,6 @@ class CorrectedK3(KlFn):
 
 
 def _k3(difference: Tensor) -> Tensor:
-    # expm1 keeps the digits that exp(x) - 1 loses near 0, where most tokens are.
+    # expm1 keeps the digits that exp(x) - 1 loses near 0, where most values lie.
     bounded = difference.clamp(min=-MAX_LOG_RATIO)
     return torch.expm1(-bounded) + bounded

@@ -1,7 +1,7 @@
 """Operators over a batch of experiences, between sampling and training: filters, reward shaping, statistics.
 
-Table in, table out: every row stays, a dropped one carries a reason. Knows nothing of storage or tasksets.
-Invariant: an operator looks only at rows that are still kept, so a failed or dropped rollout influences nothing.
+An operator maps a table to a table with the same rows; a dropped row carries a reason. Knows nothing of storage or
+tasksets. Invariant: an operator reads only kept rows, so a failed or dropped rollout has no influence.
 """
 
 import math
@@ -27,31 +27,31 @@ SHAPING_OPS = ("ADD", "SUB", "MUL", "DIV")
 
 @dataclass(frozen=True)
 class ExperienceTable:
-    """N experiences. Example: `ExperienceTable(tensor([1., 0.]), tensor([0, 0]), truncated_N=tensor([False,
+    """Table of N experiences. Example: `ExperienceTable(tensor([1., 0.]), tensor([0, 0]), truncated_N=tensor([False,
     True]))`."""
 
     rewards_N: Tensor
-    """[N] float; nan: no reward."""
+    """[N] float. nan: no reward."""
     group_N: Tensor
     """[N] int64, index of the task, 0..G-1."""
     drops_N: Tensor | None = None
-    """[N] int8, `DropReason` codes; None: all kept."""
+    """[N] int8, `DropReason` codes. None: all kept."""
     truncated_N: Tensor | None = None
-    """[N] bool, the response hit the length limit."""
+    """[N] bool, True if the response reached the length limit."""
     rollout_N: Tensor | None = None
-    """[N] int64, index of the rollout the row is a turn of, 0..R-1. None: each row is a rollout."""
+    """[N] int64, index of the rollout of the row, 0..R-1. None: each row is a rollout."""
     masked_N: Tensor | None = None
-    """[N] bool, kept for the baseline of its task: its reward counts, and none of its tokens is trained. None: none."""
+    """[N] bool, True for rows in the baseline of their task whose tokens are not trained. None: no such rows."""
     stats: Mapping[str, Tensor] = field(default_factory=dict)
-    """[N] float numbers of each experience by name, nan where it has none, for example {"accuracy": ...}."""
+    """Name -> [N] float statistic of each experience, nan if missing, for example {"accuracy": ...}."""
     texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """[N] texts by name, prompt_text, response_text and truth; none where operators run as a batch is formed."""
+    """Name -> [N] texts: prompt_text, response_text and truth. Empty if operators run while a batch is formed."""
     details: Mapping[int, str] = field(default_factory=dict)
-    """Row -> what dropped it within an operator that is several, beside the code of its reason."""
+    """Row -> name of the inner operator that dropped it, in addition to its reason."""
 
     @property
     def reasons_N(self) -> Tensor:
-        """[N] int8 codes."""
+        """[N] int8 `DropReason` codes."""
         return torch.zeros_like(self.group_N, dtype=torch.int8) if self.drops_N is None else self.drops_N
 
     @property
@@ -61,10 +61,10 @@ class ExperienceTable:
 
     @property
     def counted_N(self) -> Tensor:
-        """[N] bool, the first kept row of each rollout: one of nine turns would else count nine times in its task."""
+        """[N] bool, True for the first kept row of each rollout, so that a rollout counts once in its task."""
         if self.rollout_N is None:
             return self.keep_N
-        # Kept rows rank before dropped ones, and among themselves by position.
+        # Kept rows rank before dropped ones, then by position.
         return self.keep_N & (ranks_in_group((~self.keep_N).long(), self.rollout_N) == 0)
 
     @property
@@ -73,17 +73,16 @@ class ExperienceTable:
         return int(self.group_N.max()) + 1 if len(self.group_N) else 0
 
     def dropping(self, rows_N: Tensor, reason: DropReason) -> tuple["ExperienceTable", dict[str, float]]:
-        """The table without the rows that are kept so far and in `rows_N`, and a counter of them."""
-        # A row keeps its first reason, and is counted once.
+        """(table in which the kept rows of `rows_N` are dropped, counter of them). A row keeps its first reason."""
         rows_N = rows_N & self.keep_N
         table = replace(self, drops_N=self.reasons_N.masked_fill(rows_N, int(reason)))
         return table, {f"dropped/{reason.name.lower()}": float(rows_N.sum())}
 
 
 class Operator(ABC):
-    """The base of the operators: the fields of a frozen dataclass are its arguments.
+    """Base of operators. The fields of the frozen dataclass are its arguments.
 
-    Usage: `table, metrics = operator(table)`. One of your own is a subclass with `__call__`, in a file of its own:
+    Usage: `table, metrics = operator(table)`. A custom operator is a subclass with `__call__`, in a separate file:
 
         @dataclass(frozen=True)
         class DropTruncated(Operator):
@@ -92,20 +91,21 @@ class Operator(ABC):
     """
 
     operator_name: ClassVar[str]
-    """The name by which a configuration chooses it; one without is chosen by its class."""
+    """Name in a configuration. An operator without one is named by its class."""
     only_at_commit: ClassVar[bool] = False
-    """Whether it cannot run when a batch is formed: it reads texts, or does not repeat what it says of a row."""
+    """True if it cannot run while a batch is formed, since it reads texts or is not deterministic."""
 
-    def check(self) -> None:  # noqa: B027 -- most have nothing to look at
-        """Look whether all that it needs beside this process is there, before a run starts. Raises: UserError."""
+    def check(self) -> None:  # noqa: B027 -- most have nothing to check
+        """Check external requirements before a run starts. Raises: UserError."""
 
     def close(self) -> None:  # noqa: B027 -- most have nothing to release
-        """Let go of what it holds; idempotent."""
+        """Release resources. Idempotent."""
 
     @abstractmethod
     def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
-        """The table with as many rows, some of them dropped or with another reward; and metrics by name, of which those
-        that begin with "dropped/" add up over operators.
+        """(table with the same rows, some of them dropped or with another reward; metrics by name).
+
+        Metrics that begin with "dropped/" add up over operators.
         """
 
 
@@ -133,8 +133,8 @@ class InvalidRewardFilter(Operator):
 
 @dataclass(frozen=True)
 class RewardStdFilter(Operator):
-    """Drop tasks whose rewards have a population standard deviation at or below the threshold, lone rollouts
-    included."""
+    """Drop tasks whose rewards have a population standard deviation at or below the threshold, including single
+    rollouts."""
 
     threshold: float = 0.0
 
@@ -142,7 +142,7 @@ class RewardStdFilter(Operator):
 
     def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
         stats = group_stats(table.rewards_N, table.group_N, table.counted_N, table.num_groups, sample=False)
-        # A lone rollout has nothing to be compared with, also under a threshold below 0.
+        # A single rollout cannot be compared, also with a threshold below 0.
         flat_G = (stats.std_G <= self.threshold) | (stats.count_G < 2)
         table, metrics = table.dropping(flat_G[table.group_N], DropReason.LOW_STD)
         return table, {**stats.metrics(), **metrics}
@@ -152,7 +152,7 @@ class RewardStdFilter(Operator):
 class DapoDynamicSampling(Operator):
     """Keep a task only if some but not all of its rollouts are correct. DAPO, arXiv:2503.14476, section 3.2.
 
-    Correct: the statistic `metric_key` (the reward, where an experience has none) is above the threshold.
+    Correct: the statistic `metric_key` (or the reward, if missing) is above the threshold.
     """
 
     metric_key: str = "accuracy"
@@ -164,13 +164,13 @@ class DapoDynamicSampling(Operator):
         scores_N = table.rewards_N
         if self.metric_key in table.stats:
             given_N = table.stats[self.metric_key]
-            # nan: this experience has no such number.
+            # nan: this experience lacks the statistic.
             scores_N = torch.where(torch.isnan(given_N), scores_N, given_N)
         counted_N = table.counted_N
-        # [G] rollouts that are left of each task, and how many of them are correct.
+        # [G] remaining rollouts of each task, and the number of correct ones.
         size_G = group_sums(counted_N, table.group_N, table.num_groups)
         correct_G = group_sums(counted_N & (scores_N > self.correct_threshold), table.group_N, table.num_groups)
-        # Groups whose rows were all dropped before are both; the counts leave them out.
+        # Groups whose rows were all dropped before satisfy both; the counts exclude them.
         none_G, all_G = correct_G == 0, correct_G == size_G
         counts = {"all_wrong": none_G & (size_G > 0), "all_correct": all_G & (size_G > 0)}
         metrics = {f"num_groups_{name}": float(groups_G.sum()) for name, groups_G in counts.items()}
@@ -180,11 +180,10 @@ class DapoDynamicSampling(Operator):
 
 @dataclass(frozen=True)
 class MaskResponseTruncated(Operator):
-    """Train no token of truncated responses; their rewards stay in the baselines of their tasks. DAPO's overlong
-    filtering, arXiv:2503.14476, section 3.4.
+    """Mask truncated responses in the loss, while their rewards stay in the baselines. DAPO's overlong filtering,
+    arXiv:2503.14476, section 3.4.
 
-    A task's mean without them would be that of its short answers: the others would be compared with a policy that
-    never runs out of room.
+    Without their rewards the mean of a task would be that of its short responses only.
     """
 
     operator_name = "mask_response_truncated"
@@ -198,8 +197,7 @@ class MaskResponseTruncated(Operator):
 
 @dataclass(frozen=True)
 class RewardShapingMapper(Operator):
-    """reward <- reward (+ - * /) weight * statistic, rule after rule; an experience without the statistic keeps its
-    reward.
+    """Apply reward <- reward (+ - * /) weight * statistic, rule by rule. Without the statistic the reward is unchanged.
 
     Example: `reward_shaping_configs=[{"stats_key": "quality", "op_type": "ADD", "weight": 0.5}]`. Division by 0
     changes nothing.
@@ -212,7 +210,7 @@ class RewardShapingMapper(Operator):
     def __post_init__(self) -> None:
         for rule in self.reward_shaping_configs or ():
             unknown = set(rule) - {"stats_key", "op_type", "weight"}
-            require(not unknown, f"a reward shaping rule takes stats_key, op_type and weight, not {sorted(unknown)}")
+            require(not unknown, f"a reward shaping rule accepts stats_key, op_type and weight, not {sorted(unknown)}")
             require(bool(rule.get("stats_key")), "a reward shaping rule needs a stats_key")
             one_of("op_type", rule.get("op_type", "ADD"), SHAPING_OPS)
 
@@ -227,12 +225,14 @@ class RewardShapingMapper(Operator):
                 "ADD": rewards_N + value_N,
                 "SUB": rewards_N - value_N,
                 "MUL": rewards_N * value_N,
-                # All four are computed, one is taken; the branch not taken of a division by 0 is discarded.
+                # All four results are computed and one is selected, so a division by 0 may be discarded.
                 "DIV": torch.where(value_N == 0, rewards_N, rewards_N / value_N),
             }
             shaped_N = results[rule.get("op_type", "ADD")]
-            rewards_N = torch.where(torch.isnan(value_N), rewards_N, shaped_N)  # nan: the experience has no such number
-        # Over the rows that were kept and had a reward: one nan would make the whole mean nan.
+            rewards_N = torch.where(
+                torch.isnan(value_N), rewards_N, shaped_N
+            )  # nan: the experience lacks the statistic
+        # Only kept rows with a reward, since one nan would make the mean nan.
         change_N = (rewards_N - table.rewards_N)[table.keep_N & torch.isfinite(table.rewards_N)]
         mean = float(change_N.mean()) if len(change_N) else 0.0
         return replace(table, rewards_N=rewards_N), {"reward_change_mean": mean}
@@ -241,12 +241,12 @@ class RewardShapingMapper(Operator):
 class DataJuicer(Operator):
     """Operators of Data-Juicer over the rollouts of a task, as rows of prompt_text, response_text, truth and reward.
 
-    A row that they drop is dropped, and the numbers that they measure of the others become statistics, for operators
-    behind this one. A `reward` that they change is the reward. Texts that they change are for the operators behind
-    them: what is trained are the tokens that were sampled.
+    Rows that they drop are dropped. Their measurements become statistics for later operators, and a changed `reward`
+    replaces the reward. Changed texts are only visible to later operators of Data-Juicer; training uses the sampled
+    tokens.
 
-    Example: `operators=[{"words_num_filter": {"min_num": 5}}]`. What has Data-Juicer starts with the first row, in a
-    process of its own or in a session of a service, and is kept; a process that died is started once more.
+    Example: `operators=[{"words_num_filter": {"min_num": 5}}]`. Data-Juicer starts with the first row, in a child
+    process or a session of a service, and keeps running. A process that died is restarted once.
     """
 
     operator_name = "data_juicer"
@@ -263,14 +263,14 @@ class DataJuicer(Operator):
         """
         Args:
             operators: [{name: args}, ...], run in this order.
-            config_path: a recipe of Data-Juicer (YAML) in place of them.
-            num_process: processes of each operator, at most.
-            timeout_s: longest silence of the process, or longest answer of the service.
-            server_url: the service; None: a process of its own.
-        Raises: ValueError: neither operators nor a recipe; UserError: the recipe cannot be read, or an entry is wrong.
+            config_path: Data-Juicer recipe (YAML) instead of `operators`.
+            num_process: maximum number of processes per operator.
+            timeout_s: seconds without output of the process, or for a response of the service.
+            server_url: URL of the service. None: a child process.
+        Raises: ValueError: neither operators nor a recipe. UserError: the recipe is unreadable or an entry is invalid.
         """
-        require(bool(operators) != bool(config_path), "data_juicer takes operators or config_path, one of them")
-        require(num_process >= 1 and timeout_s > 0, "num_process and timeout_s are more than 0")
+        require(bool(operators) != bool(config_path), "data_juicer needs exactly one of operators and config_path")
+        require(num_process >= 1 and timeout_s > 0, "num_process and timeout_s must be > 0")
         recipe = read_recipe(config_path, "config_path") if config_path else {}
         self._pipeline = Pipeline(
             operators=read_operators(recipe.get("process") or operators or (), "operators"),
@@ -283,7 +283,9 @@ class DataJuicer(Operator):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
-        require(bool(table.texts), "data_juicer needs the texts of experiences, which are there at the commit")
+        require(
+            bool(table.texts), "data_juicer needs the texts of experiences, which exist only when groups are committed"
+        )
         kept = table.keep_N.nonzero().flatten().tolist()
         rows = [{name: texts[row] for name, texts in table.texts.items()} for row in kept]
         for row, reward in zip(rows, table.rewards_N[kept].tolist(), strict=True):
@@ -296,7 +298,7 @@ class DataJuicer(Operator):
             if isinstance(reward := result.changed.get("reward"), int | float):
                 rewards_N[place] = reward
             for name, value in result.stats.items():
-                if isinstance(value, int | float):  # some are texts or lists
+                if isinstance(value, int | float):  # some values are texts or lists
                     measured.setdefault(name, {})[place] = float(value)
         for name, by_place in measured.items():
             was_N = stats.get(name, torch.full_like(table.rewards_N, math.nan))
@@ -308,13 +310,13 @@ class DataJuicer(Operator):
         return replace(table, rewards_N=rewards_N, stats=stats, details=details).dropping(gone_N, DropReason.LEFT_OUT)
 
     def check(self) -> None:
-        """See Operator; nothing is loaded but the names and arguments of its operators."""
+        """See Operator. Only checks the names and arguments of its operators."""
         with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
             what = f"operator {self.operator_name}"
             check_juicer(self._pipeline, Path(folder, "log"), what, server_url=self._server_url)
 
     def close(self) -> None:
-        """End its process or its session."""
+        """End the process or the session."""
         juicer, folder, self._juicer, self._folder = self._juicer, self._folder, None, None
         if juicer is not None:
             juicer.close()
@@ -322,7 +324,7 @@ class DataJuicer(Operator):
             folder.cleanup()
 
     def _run(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[RowResult], dict[int, str]]:
-        """What became of the rows that are left; and row -> the operator that dropped it, of the others."""
+        """(remaining rows, dropped row -> name of the operator that dropped it)."""
         for is_last in (False, True):
             done: list[OperatorResult] = []
             try:
@@ -346,9 +348,9 @@ class DataJuicer(Operator):
 
 @dataclass(frozen=True)
 class PassRateCalculator(Operator):
-    """Mean reward of each task's kept rollouts, for selectors that learn; changes no row.
+    """Mean reward of the kept rollouts of each task, for selectors that learn. Changes no row.
 
-    Metrics: shares of tasks with a pass rate within (0, 1), below 1, above 0. The rates themselves: `pass_rates`.
+    Metrics: shares of tasks with a pass rate within (0, 1), below 1, above 0. For the rates see `pass_rates`.
     """
 
     operator_name = "pass_rate_calculator"
@@ -365,7 +367,7 @@ class PassRateCalculator(Operator):
 
 
 def pass_rates(table: ExperienceTable) -> tuple[Tensor, Tensor]:
-    """Group indices [K] that have kept rows with a finite reward, and their mean rewards [K], float64."""
+    """(group indices [K] with kept rows that have a finite reward, their mean rewards [K] in float64)."""
     used_N = table.counted_N & torch.isfinite(table.rewards_N)
     stats = group_stats(table.rewards_N, table.group_N, used_N, table.num_groups)
     groups_K = (stats.count_G > 0).nonzero().squeeze(-1)

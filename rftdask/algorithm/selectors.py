@@ -1,6 +1,6 @@
 """Selectors: the order in which an explore step takes the tasks of a training taskset. Knows no taskset and no step.
 
-Without torch, for the process that hands out tasks does without it: selectors that learn, which need it, are in
+Without torch, which the process that schedules tasks does not load; selectors that learn need it and are in
 learning_selectors.py. Invariant: an order is a function of its arguments, so a resumed run takes the same tasks.
 """
 
@@ -21,33 +21,33 @@ Order: TypeAlias = npt.NDArray[np.int64]
 
 
 class Selector:
-    """Base of selectors; the arguments of the constructor are `data_selector.kwargs`, and `seed` if it takes one.
+    """Base of selectors. The constructor receives `data_selector.kwargs`, and `seed` if it accepts one.
 
-    Class attributes are literals: a configuration is checked by them without importing this.
+    Class attributes are literals, so that a configuration can be checked without importing this module.
     """
 
     selector_name: ClassVar[str] = ""
     """Name in a configuration. A class without one is named by its class."""
     features: ClassVar[str] = ""
-    """What the columns of `feature_keys` hold, in messages; "": none are read."""
+    """Meaning of the columns of `feature_keys`, for messages. "": no columns are read."""
     num_features: ClassVar[int | None] = None
-    """Columns that it needs, if it reads some; None: one or more."""
+    """Number of required columns, if any are read. None: one or more."""
     seeded: ClassVar[bool] = True
-    """Whether the order depends on `data_selector.seed`."""
+    """True if the order depends on `data_selector.seed`."""
     epoch_each_step: ClassVar[bool] = False
-    """Each explore step opens an epoch of its own, so that a task may come again before all were taken. Such a selector
-    is for all tasksets or none."""
+    """True if each explore step is a separate epoch, so that a task may repeat before all were taken. Such a selector
+    applies to all tasksets or none."""
     learns: ClassVar[bool] = False
-    """It chooses by the results of earlier steps: a `learning_selectors.LearningSelector`."""
+    """True if it chooses by the results of earlier steps: a `learning_selectors.LearningSelector`."""
     for_datasets: ClassVar[bool] = False
-    """It may stand beside a dataset that is trained on or evaluated, whose rows are shuffled if it is seeded."""
+    """True if it may be used for a dataset to train on or evaluate, whose rows are shuffled if it is seeded."""
 
     def order(self, features_NF: Features, epoch: int, random: np.random.BitGenerator) -> Order:
-        """[N] rows of the taskset, each once, as `epoch` (from 0) takes them.
+        """[N] rows of the taskset in the order of `epoch` (from 0), each once.
 
         Args:
-            features_NF: [N, F], the columns of `feature_keys`; F is 0 where `features` is "".
-            random: seeded by `data_selector.seed`, the epoch and the taskset's number.
+            features_NF: [N, F] columns of `feature_keys`; F is 0 if `features` is "".
+            random: generator seeded with `data_selector.seed`, the epoch and the number of the taskset.
         """
         raise NotImplementedError
 
@@ -60,7 +60,7 @@ class Sequential(Selector):
     for_datasets = True
 
     def order(self, features_NF: Features, epoch: int, random: np.random.BitGenerator) -> Order:
-        """0..N-1; draws nothing."""
+        """0..N-1, without a draw."""
         return np.arange(len(features_NF), dtype=np.int64)
 
 
@@ -71,8 +71,8 @@ class Shuffle(Selector):
     for_datasets = True
 
     def order(self, features_NF: Features, epoch: int, random: np.random.BitGenerator) -> Order:
-        """A permutation drawn from `random`, which is seeded anew for each epoch."""
-        # Raw words, sorted: unlike Generator.permutation, their stream is promised not to change with the version.
+        """Permutation drawn from `random`, which is seeded for each epoch."""
+        # Sorted raw words: unlike Generator.permutation, their stream is guaranteed not to change between versions.
         return np.argsort(random.random_raw(len(features_NF)), kind="stable").astype(np.int64)
 
 
@@ -84,32 +84,32 @@ class Random(Shuffle):
 
 
 class EasyToHard(Selector):
-    """From easy to hard, the same in each epoch: by the first feature, largest first, ties by the next, then the later
-    row.
+    """Easy to hard, the same in each epoch: by the first feature, largest first; ties by the next feature, then the
+    later row.
     """
 
     selector_name = "offline_easy2hard"
-    features = "columns that tell the difficulty"
+    features = "columns with the difficulty"
     seeded = False
 
     def order(self, features_NF: Features, epoch: int, random: np.random.BitGenerator) -> Order:
-        """Draws nothing. Raises: ValueError: there is no feature column."""
+        """Order without a draw. Raises: ValueError: no feature column."""
         require(features_NF.shape[1] > 0, "offline_easy2hard needs at least one feature per task")
-        # lexsort sorts by its last key first, and is stable: rows that tie in all features come in reversed order.
+        # lexsort sorts by its last key first and is stable, so rows that tie in all features are in reversed order.
         backward_N = np.arange(len(features_NF) - 1, -1, -1)
         order_N: Order = backward_N[np.lexsort(-features_NF[backward_N, ::-1].T)]
         return order_N
 
 
 def make_selector(section: DataSelectorConfig, plugin_dirs: tuple[str, ...] = ()) -> Selector:
-    """The selector that a section names, with its arguments.
+    """Selector of a section, with its arguments.
 
-    Raises: UserError: no such selector, or an argument that it does not take. DataError: one is out of range.
+    Raises: UserError: unknown selector or argument. DataError: an argument is out of range.
     """
     part = load_part("selector", section.selector_type, plugin_dirs)
     if not (isinstance(part, type) and issubclass(part, Selector)):
-        raise UserError(f"selector {section.selector_type!r} is no subclass of {Selector.__module__}.Selector")
-    # Only to one that takes it: `sequential` has nothing to draw.
+        raise UserError(f"selector {section.selector_type!r} is not a subclass of {Selector.__module__}.Selector")
+    # Only for selectors that accept it; `sequential` does not draw.
     seed = {"seed": section.seed} if "seed" in (parameters_of(part) or {}) else {}
     arguments = {**seed, **fill_from_environment(section.kwargs)}
     bind_arguments("data_selector.kwargs", part, arguments)

@@ -1,5 +1,4 @@
-"""The buffer: everything sampled (log/), and the batches that are trained of it (batches/).
+"""The buffer: the log of everything sampled (log/), and the batches that are trained from it (batches/).
 
-A run folder that trains another one's batches again says so in a file (lineage.py). The buffer knows neither engines
-nor optimizers: explorers commit to the log, trainers ask for the batch of a step.
+The buffer knows neither engines nor optimizers: explorers commit to the log, trainers request the batch of a step.
 """

@@ -321,7 +321,7 @@ def validate(
 ) -> None:
     """Check a configuration; print it as resolved, and the plan: roles, workers, places, steps, experiences."""
     from rftdask.cluster.layout import TRAINER_RESOURCE, plan_machines  # late: not every command plans
-    from rftdask.data.juicer.session import check_environment
+    from rftdask.data.juicer.session import check_juicer_env
     from rftdask.driver.memory_estimate import can_be_sized, check_gpus, check_jobs, gpu_bytes, tell_memory
     from rftdask.processes.gpus import visible_gpus
     from rftdask.processes.usage import gpu_memory
@@ -338,7 +338,7 @@ def validate(
                 raise
             unchecked.append(str(error))
         try:
-            check_environment(stage)
+            check_juicer_env(stage)
         except NotInstalledError as error:
             if unchecked is None:
                 raise
@@ -579,8 +579,8 @@ def perf(
     path: Annotated[str, typer.Argument(metavar="FILE", help="What is written, for ui.perfetto.dev")] = "timeline.json",
 ) -> None:
     """Write what trainer and explorers did and waited for, step by step, as a timeline for Perfetto or chrome://tracing."""
+    from rftdask.reports.page.curves import trace_events
     from rftdask.reports.run_reader import open_stages
-    from rftdask.studio.curves import trace_events
 
     events = trace_events(open_stages(run))
     if not events:
@@ -641,7 +641,7 @@ def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For p
     experiences do not add up.
     """
     # Late: the other commands do not need Dask's scheduler.
-    from rftdask.driver.jobs import read_run_jobs
+    from rftdask.reports.jobs import read_run_jobs
     from rftdask.reports.status import read_status
 
     found = read_run_jobs(run)
@@ -666,7 +666,7 @@ def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="For p
 @app.command()
 def report(run: Run) -> None:
     """Write the report of a run, one self-contained HTML page, and print where it is."""
-    from rftdask.studio.printed import report_run
+    from rftdask.reports.page.report_file import report_run
 
     _say(report_run(run))
 
@@ -1105,9 +1105,9 @@ def _begin(checked: Config) -> Config:
 def _write_page(run: str | Path, html: str, limit: int) -> None:
     """The experiences of a run as one page. Raises: UserError: the file cannot be written."""
     from rftdask.reports.lineage.browse import Browser
-    from rftdask.studio.pages import static_page
+    from rftdask.reports.page.rendering import render_experiences
 
-    page = static_page(Browser(run), limit)
+    page = render_experiences(Browser(run), limit)
     try:
         Path(html).write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:

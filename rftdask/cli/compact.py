@@ -16,7 +16,7 @@ from rftdask.buffer.batches.lineage import read_parent
 from rftdask.buffer.batches.selection import Cursor
 from rftdask.buffer.log.compaction import Compaction
 from rftdask.errors import DamagedError, UserError
-from rftdask.reports.run_reader import Stage, open_stages
+from rftdask.reports.run_reader import StageReader, open_stages
 from rftdask.run.lease import Lease
 from rftdask.storage import open_storage
 
@@ -82,7 +82,7 @@ def settled_before(ledger: Ledger, tasks_per_step: int) -> int:
     return cursor.low
 
 
-def _compact_stage(stage: Stage) -> CompactedStage:
+def _compact_stage(stage: StageReader) -> CompactedStage:
     storage, config = stage.storage, stage.config
     with ExitStack() as leases:
         # Both leases before the audit is read, so that it cannot change meanwhile.
@@ -91,7 +91,7 @@ def _compact_stage(stage: Stage) -> CompactedStage:
         before = stage.audit
         end = settled_before(Ledger(storage), config.buffer.batch_size)
         done = stage.log.compact([name for name in stage.log.loose_shards(0) if name.explore_step < end])
-        compacted = Stage(config, storage)  # which remembers nothing of before
+        compacted = StageReader(config, storage)  # which remembers nothing of before
         after = compacted.audit
         assert before is not None and after is not None
         # The promise, looked at before it is told: no row was lost or counted twice.

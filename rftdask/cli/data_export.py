@@ -1,7 +1,7 @@
-"""Export: the experience log of a run as a dataset that is trained offline: SFT rows, pairs of DPO, or scored tasks.
+"""Export: writes the experience log of a run as a dataset for offline training: SFT rows, DPO pairs, or scored tasks.
 
-Invariant: every row says which experience it is made of (`run`, `uid`, `step`), and what is left out is counted with
-its reason. It reads a run as SQL does (provenance/) and writes one file.
+Invariant: every row names the experience that it was made from (`run`, `uid`, `step`), and omitted experiences are
+counted by reason. It reads a run by SQL (reports/lineage/) and writes one file.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ USE: Mapping[str, str] = {
     "dpo": "format: {prompt_type: raw, prompt_key: prompt, chosen_key: chosen, rejected_key: rejected}",
     "tasks": "data_selector: {selector_type: offline_easy2hard, feature_keys: [mean_reward]}",
 }
-"""What a configuration says beside the `path` of such a file."""
+"""Configuration that reads such a file, in addition to its `path`."""
 _ROWS = """
-with told as (select stage, shard, row, any_value(state) as state, max(step) as step, max(reason) as reason
+with last as (select stage, shard, row, any_value(state) as state, max(step) as step, max(reason) as reason
               from states group by all)
-select e.*, told.state as state, told.step as step from experiences e left join told using (stage, shard, row)
-where coalesce(told.reason, '') <> 'repeat' and ({where}) order by e.stage, e.explore_step, e.uid
+select e.*, last.state as state, last.step as step from experiences e left join last using (stage, shard, row)
+where coalesce(last.reason, '') <> 'repeat' and ({where}) order by e.stage, e.explore_step, e.uid
 """
 _Rows = list[dict[str, Any]]
 
 
 def export(run: str, path: str, kind: Kind, where: str = "") -> tuple[int, Counter[str]]:
-    """Write the rows of `run` for which the SQL condition `where` holds to `path`, a .jsonl or .parquet file.
+    """Write the rows of `run` that match the SQL condition `where` to `path`, a .jsonl or .parquet file.
 
-    where: over the columns of table experiences, and its `state` and `step` (docs/lineage.md); "": all of them.
-    Returns: how many rows were written, and how many experiences (dpo, tasks: groups) were left out, by the reason.
-    Raises: UserError: the condition is wrong, or nothing is left; DataError: `run` is no run.
+    where: over the columns of table experiences, and its `state` and `step` (docs/lineage.md); "": all rows.
+    Returns: the number of rows written, and the number of omitted experiences (dpo, tasks: groups) by reason.
+    Raises: UserError: the condition is invalid, or nothing remains; DataError: `run` is not a run.
     """
     if not path.endswith((".jsonl", ".parquet")):
         raise UserError(f"{path!r} must end in .jsonl or .parquet")
@@ -63,16 +63,16 @@ def export(run: str, path: str, kind: Kind, where: str = "") -> tuple[int, Count
         good += [] if reason else [row]
     origin = {"run": str(run)}
     make: Callable[..., Iterator[dict[str, Any]]] = {"sft": _answers, "dpo": _pairs, "tasks": _tasks}[kind]
-    made = [{**each, **origin} for each in make(good, configs, dropped)]
+    made = [{**row, **origin} for row in make(good, configs, dropped)]
     if not made:
-        left_out = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "no experience is there"
-        raise UserError(f"nothing to write: {left_out}")
+        omitted = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "no experience matches"
+        raise UserError(f"nothing to write: {omitted}")
     _write(path, made)
     return len(made), dropped
 
 
 def _reason(row: Mapping[str, Any], kind: Kind) -> str:
-    """Why an experience cannot be part of such a dataset; "": it can."""
+    """Return why an experience cannot be part of such a dataset; "": it can."""
     if row["reward"] is None:
         return "without a reward (failed, timed out or filtered)"
     if row["status"] == Status.TRUNCATED and kind != "tasks":
@@ -85,7 +85,7 @@ def _lineage(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answers(rows: _Rows, configs: Mapping[str, Config], dropped: Counter[str]) -> Iterator[dict[str, Any]]:
-    """A row for each answer of the policy; before it stands all of its conversation."""
+    """Yield a row for each answer of the policy; its prompt is the whole conversation before it."""
     tokenizers = cache(lambda stage: load_tokenizer(configs[stage]))
     for row in rows:
         for prompt, response in _turns(row, tokenizers):
@@ -96,7 +96,7 @@ def _turns(row: Mapping[str, Any], tokenizers: Callable[[str], Tokenizer]) -> It
     if row["turns"] is None:
         yield row["prompt_text"], row["response_text"]
         return
-    # From the tokens: the texts of a conversation leave out the special tokens that end its answers.
+    # From the tokens, because texts of a conversation lack the special tokens that end its answers.
     tokenizer = tokenizers(row["stage"])
     for turn in row["turns"]:
         start, end = (row["prompt_length"] + turn[key] for key in ("start", "end"))
@@ -113,7 +113,7 @@ def _groups(rows: _Rows) -> Iterator[_Rows]:
 
 
 def _pairs(rows: _Rows, configs: Mapping[str, Config], dropped: Counter[str]) -> Iterator[dict[str, Any]]:
-    """The best and the worst answer of each group, the first of equal ones."""
+    """Yield the best and the worst answer of each group, the first among equal ones."""
     for group in _groups(rows):
         best, worst = (choose(group, key=lambda row: row["reward"]) for choose in (max, min))
         if best["reward"] <= worst["reward"]:
@@ -125,21 +125,26 @@ def _pairs(rows: _Rows, configs: Mapping[str, Config], dropped: Counter[str]) ->
         else:
             rewards = {"chosen_reward": best["reward"], "rejected_reward": worst["reward"]}
             texts = {"chosen": best["response_text"], "rejected": worst["response_text"]}
-            told = {**_lineage(best), "rejected_uid": worst["uid"]}
-            yield {"prompt": best["prompt_text"], **texts, **rewards, **told}
+            yield {
+                "prompt": best["prompt_text"],
+                **texts,
+                **rewards,
+                **_lineage(best),
+                "rejected_uid": worst["uid"],
+            }
 
 
 def _tasks(rows: _Rows, configs: Mapping[str, Config], dropped: Counter[str]) -> Iterator[dict[str, Any]]:
-    """The row of each task as its dataset has it, with what its rollouts were worth in all epochs together."""
+    """Yield the dataset row of each task, with statistics of the rewards of its rollouts in all epochs."""
     tasks: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
     for row in rows:
-        # A rollout may be several rows, which have one reward.
+        # All rows of a rollout have the same reward.
         rollouts = tasks.setdefault((row["stage"], row["taskset"], row["task_index"]), {})
         rollouts[f"{row['explore_step']}/{row['uid'].rpartition('/')[0]}"] = row
     tasksets = {
-        (stage, each.name): each
+        (stage, taskset.name): taskset
         for stage, config in configs.items()
-        for each in config.buffer.explorer_input.train_tasksets
+        for taskset in config.buffer.explorer_input.train_tasksets
     }
     opened = cache(lambda key: Taskset(tasksets[key]))
     for (stage, name, index), rollouts in tasks.items():
@@ -147,12 +152,12 @@ def _tasks(rows: _Rows, configs: Mapping[str, Config], dropped: Counter[str]) ->
         rewards = [row["reward"] for row in rollouts.values()]
         mean = sum(rewards) / len(rewards)
         spread = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
-        own = dict(opened((stage, name)).dataset[index])
+        task = dict(opened((stage, name)).dataset[index])
         scores = {"mean_reward": mean, "std_reward": spread, "num_rollouts": len(rewards)}
         scores |= {"task": f"{name}/{index}", "step": last["step"], "run": ""}
-        if taken := sorted(own.keys() & scores.keys()):
+        if taken := sorted(task.keys() & scores.keys()):
             raise DataError(f"taskset {name} has columns {', '.join(taken)} already; rename them to export scores")
-        yield {**own, **scores}
+        yield {**task, **scores}
 
 
 def _write(path: str, rows: _Rows) -> None:

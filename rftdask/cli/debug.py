@@ -99,7 +99,9 @@ class Debugger:
         with profiler:
             outcome = asyncio.run(self._roll_out(index, rollouts))
         self._num_rounds += 1
-        with UnitWriter(self._log, explore_step=self._num_rounds, unit=0, num_tasks=1, flush_age_s=None) as writer:
+        with UnitWriter(
+            self._log, explore_step=self._num_rounds, unit=0, num_tasks=1, max_commit_delay_s=None
+        ) as writer:
             writer.add(0, outcome.experiences)
             writer.finish()
         first = outcome.experiences[0]

@@ -20,9 +20,9 @@ from rftdask.buffer.log import open_log
 from rftdask.cluster.base import plan_cluster
 from rftdask.cluster.layout import TRAINER_RESOURCE
 from rftdask.config import Config, load_config
+from rftdask.config.plan import plan_work
 from rftdask.driver.experiment import Experiment
 from rftdask.driver.preflight import check_inputs
-from rftdask.driver.stage import plan_work
 from rftdask.errors import DataError, FencedError, RoleError, UserError
 from rftdask.monitor.progress import ViewKind
 from rftdask.run.run_folder import read_run_config

@@ -12,7 +12,7 @@ from rftdask.buffer.batches.ledger import LedgerEntry
 from rftdask.buffer.batches.lineage import read_parent
 from rftdask.config import load_config
 from rftdask.errors import UserError
-from rftdask.reports.run_reader import Stage
+from rftdask.reports.run_reader import StageReader
 from rftdask.run.lease import Lease
 from rftdask.run.run_folder import read_run
 from rftdask.storage import open_storage
@@ -42,7 +42,7 @@ def skip(url: str, step: int, because: str) -> LedgerEntry:
     if not because.isprintable() or not 0 < len(because) <= _LONGEST:
         raise UserError(f"--because: say why in 1 to {_LONGEST} printable characters")
     with Lease(storage, "trainer"):  # nobody trains it meanwhile
-        ledger = Stage(config, storage).ledger
+        ledger = StageReader(config, storage).ledger
         entry = ledger.read(step)
         if entry is None:
             raise UserError(f"{storage.url} has no batch of step {step}: its ledger goes to {ledger.last_step()}")

@@ -38,10 +38,10 @@ from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.cluster.slurm import JobShape
 from rftdask.cluster.slurm_cluster import SlurmCluster, chain_shape, check_chain
 from rftdask.config import Config, load_config, make_plan, replace
+from rftdask.config.plan import plan_work
 from rftdask.config.plugins import SUBMITTED
 from rftdask.config.schema.cluster import JobConfig
 from rftdask.driver.memory_estimate import check_jobs
-from rftdask.driver.stage import plan_work
 from rftdask.errors import FencedError, NotInstalledError, RoleError, UserError
 from rftdask.processes.poll import wait_for
 from rftdask.run.input_fingerprints import MadeOf

@@ -60,8 +60,8 @@ def join(config: Config, folder: PrivateFolder, role: str, patience_s: float) ->
     Args: patience_s: how long to wait for a scheduler, at the start and after one was killed.
     Raises: RoleError: workers cannot be started here.
     """
-    if config.cluster.stage_to is not None:
-        stage_here(config.cluster.stage_to, config.cluster.stage_keep)
+    if config.cluster.local_cache_dir is not None:
+        stage_here(config.cluster.local_cache_dir, config.cluster.stage_keep)
     job = os.environ.get("SLURM_JOB_ID", socket.gethostname())
     largest = max(auxiliary_sizes(config.stage_configs()), default=1)
     return _keep_worker(

@@ -189,8 +189,8 @@ def check_spans(stage: Config, job: WorkerJobConfig) -> None:
         first = "lie on the first of its nodes alone"
         if stage.sync_method != "checkpoint":
             raise UserError(f"{told}; weights of synchronizer.sync_method {stage.sync_method} {first}, set checkpoint")
-        if stage.synchronizer.whole_interval > 1:
-            raise UserError(f"{told}; weights made of deltas {first}, set synchronizer.whole_interval to 1")
+        if stage.synchronizer.full_publish_interval > 1:
+            raise UserError(f"{told}; weights made of deltas {first}, set synchronizer.full_publish_interval to 1")
 
 
 def _gpus_of_engines(config: Config) -> int:

@@ -1,6 +1,6 @@
-"""Imported: a configuration made of another system's file, with what of that file it says and what it cannot say.
+"""Imported: a configuration made from another system's file, and the record of what was translated and what was not.
 
-It knows no system. Invariant: every key of the other file is told, as taken or as left.
+It knows no system. Invariant: every key of the other file is reported, as taken or as left.
 """
 
 from __future__ import annotations
@@ -16,67 +16,67 @@ from rftdask.config.trinity.translate import give
 
 @dataclass(frozen=True)
 class Key:
-    """What a key of another system becomes here."""
+    """Translation of one key of another system."""
 
     ours: str
-    """Key here that takes its place; "": none does."""
+    """Key here; "": there is none."""
     default: Any = None
-    """What it is there where a file does not say it, if that differs from ours; None: nothing to say."""
+    """Default in the other system if it differs from ours. None: not set."""
     why: str = ""
-    """Of a key that is left: why, or what to do instead."""
+    """Reason why a key is left, or what to do instead."""
 
 
 @dataclass
 class Imported:
-    """What was made of a file.
+    """Translation of a file.
 
     Example:
-        found = Imported("verl", given={"trainer.total_epochs": 3})
-        found.take({"trainer.total_epochs": Key("buffer.total_epochs", default=30)})
-        found.to_yaml()
+        imported = Imported("verl", given={"trainer.total_epochs": 3})
+        imported.take({"trainer.total_epochs": Key("buffer.total_epochs", default=30)})
+        imported.to_yaml()
     """
 
     system: str
     given: Mapping[str, Any]
-    """Their keys and values, as read."""
+    """Keys and values of the other system, as read."""
     tree: dict[str, Any] = field(default_factory=dict)
     """The configuration."""
     taken: dict[str, str] = field(default_factory=dict)
-    """Their key -> ours."""
+    """Key of the other system -> key here."""
     left: dict[str, str] = field(default_factory=dict)
-    """Their key -> why it is not here, or what is to be seen to."""
+    """Key of the other system -> why it is left, or what to do."""
 
     def get(self, key: str, default: Any) -> Any:
-        """A value of theirs, for a rule that needs more than one."""
+        """Return a value of the file, for rules with more than one key."""
         value = self.given.get(key)
         return default if value is None else value
 
-    def say(self, ours: str, value: Any, *theirs: str) -> None:
-        """Set a key of ours, in the place of those of theirs."""
+    def set(self, ours: str, value: Any, *theirs: str) -> None:
+        """Set a key here, which replaces those of the other system."""
         give(self.tree, ours, value)
         self.taken.update({key: ours for key in theirs if key in self.given})
 
     def take(self, keys: Mapping[str, Key]) -> None:
-        """Everything that is said by one key here and there, and the reason for what is not."""
+        """Translate the keys that correspond one to one, and record why others are left."""
         for theirs, key in keys.items():
             value = self.given.get(theirs, key.default)
             if key.ours and value is not None:
-                self.say(key.ours, value, theirs)
+                self.set(key.ours, value, theirs)
             elif theirs in self.given and theirs not in self.taken:
                 self.left[theirs] = key.why or "it is off"
 
     def finish(self) -> Imported:
-        """Say of what no rule knew that nothing was made of it."""
+        """Record the keys that no rule knew."""
         for key in self.given:
             if key not in self.taken:
-                self.left.setdefault(key, "it is not known here; see `rftdask schema` for what there is")
+                self.left.setdefault(key, "unknown; see `rftdask schema` for all keys")
         return self
 
     def to_yaml(self) -> str:
-        """The configuration, and below its head what of the file is not in it."""
+        """Return the configuration, with the untranslated keys as comments."""
         head = [
             "# yaml-language-server: $schema=rftdask.schema.json",
-            f"# Made by `rftdask import {self.system}`. Their defaults that differ from ours are written out.",
+            f"# Made by `rftdask import {self.system}`. It includes defaults that differ from ours.",
             *["# Not translated:"] * bool(self.left),
             *(f"#   {key}: {why}" for key, why in self.left.items()),
         ]

@@ -1,7 +1,7 @@
-"""What a training script of TRL means here: GRPO, RLOO, SFT, DPO, KTO and reward models.
+"""Translation of TRL training scripts: GRPO, RLOO, SFT, DPO, KTO and reward models.
 
-The script is read as text and never executed. What it computes while it runs, such as values from its command line, is
-not in it, and told.
+The script is parsed and never executed. Values that it computes at run time, such as command-line arguments, are
+reported as missing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rftdask.compat.imported import Imported, Key
 from rftdask.errors import DataError
 
 _RATE = {"GRPO": 1e-6, "RLOO": 1e-6, "SFT": 2e-5, "DPO": 1e-6, "KTO": 1e-6, "Reward": 1e-4}
-"""Learning rates of TRL's configurations where a script says none."""
+"""Default learning rates of TRL's configurations."""
 _ROLLS_OUT = ("GRPO", "RLOO")
 _ALGORITHMS = {"GRPO": "grpo", "RLOO": "rloo", "SFT": "sft", "DPO": "dpo", "KTO": "kto", "Reward": "reward_model"}
 _AGGREGATIONS = {
@@ -45,9 +45,9 @@ KEYS = {
     "router_aux_loss_coef": Key("trainer.router_aux_loss_coef"),
     "bf16": Key("", why="the dtype follows the device: bfloat16 on GPUs, float32 on CPUs"),
     "fp16": Key("", why="the dtype follows the device: bfloat16 on GPUs, float32 on CPUs"),
-    "logging_steps": Key("", why="every step is written down"),
+    "logging_steps": Key("", why="every step is logged"),
     "report_to": Key("", why="monitor.monitor_type (wandb, trackio, swanlab, mlflow, tensorboard)"),
-    "push_to_hub": Key("", why="rftdask push RUN OWNER/NAME, when the run has ended"),
+    "push_to_hub": Key("", why="rftdask push RUN OWNER/NAME, after the run"),
     "log_completions": Key("", why="every answer is in the run's files: rftdask studio"),
     "resume_from_checkpoint": Key("", why="the same command continues a run"),
     "deepspeed": Key("", why="trainer.trainer_strategy: fsdp2"),
@@ -58,7 +58,7 @@ KEYS = {
     "remove_unused_columns": Key("", why="all columns of a row are in task.row"),
     "vllm_mode": Key("", why="chosen by GPUs: cluster.colocate (docs/trainer.md)"),
 }
-"""Keys of every configuration of TRL and transformers."""
+"""Keys of all configurations of TRL and transformers."""
 ROLLOUT_KEYS = {
     "num_generations": Key("algorithm.repeat_times", 8),
     "max_prompt_length": Key("model.max_prompt_tokens", 512),
@@ -69,14 +69,14 @@ ROLLOUT_KEYS = {
     "num_iterations": Key("trainer.ppo_epochs"),
     "vllm_gpu_memory_utilization": Key(f"{_VLLM}gpu_memory_utilization", 0.3),
     "vllm_tensor_parallel_size": Key(f"{_VLLM}tensor_parallel_size"),
-    "vllm_max_model_length": Key("", why="model.max_prompt_tokens and max_response_tokens say it"),
+    "vllm_max_model_length": Key("", why="set by model.max_prompt_tokens and max_response_tokens"),
     "shuffle_dataset": Key("", why="buffer.explorer_input.taskset.data_selector"),
 }
-"""Keys of configurations that roll out."""
+"""Keys of configurations with rollouts."""
 
 
 def read_trl(path: str | Path) -> Imported:
-    """The configuration that a script comes to. Raises: DataError: it makes no configuration of TRL that is known."""
+    """Return the configuration of a script. Raises: DataError: it makes no known TRL configuration."""
     try:
         script = ast.parse(Path(path).read_text(encoding="utf-8"), filename=str(path))
     except (OSError, ValueError, SyntaxError) as error:
@@ -91,7 +91,7 @@ def read_trl(path: str | Path) -> Imported:
     config = next((call for call in calls if _name(call) in {f"{kind}Config" for kind in _ALGORITHMS}), None)
     if config is None:
         known = ", ".join(f"{kind}Config" for kind in _ALGORITHMS)
-        raise DataError(f"{path} makes none of {known}: what a script reads from its command line is not in it")
+        raise DataError(f"{path} makes none of {known}; values from its command line are not in the script")
     kind = _name(config).removesuffix("Config")
     trainer = next((call for call in calls if _name(call) == f"{kind}Trainer"), None)
 
@@ -103,22 +103,22 @@ def read_trl(path: str | Path) -> Imported:
             unread[keyword.arg or "**"] = f"{ast.unparse(keyword.value)} is computed while the script runs"
         else:
             given[keyword.arg] = value
-    found = Imported("trl", given, left=unread)
-    found.say("mode", "both" if kind in _ROLLS_OUT else "train")
-    found.say("algorithm.optimizer.lr", found.get("learning_rate", _RATE[kind]), "learning_rate")
-    betas = [found.get("adam_beta1", 0.9), found.get("adam_beta2", 0.999)]
-    found.say("algorithm.optimizer.betas", betas, "adam_beta1", "adam_beta2")
-    if found.get("optim", "adamw_torch").startswith("adamw_torch"):
-        found.taken["optim"] = "adam"
-    (_rollouts if kind in _ROLLS_OUT else _rows)(found, kind)
-    _trainer(found, kind, trainer, calls, names)
-    found.take({**KEYS, **(ROLLOUT_KEYS if kind in _ROLLS_OUT else {})})
-    return found.finish()
+    imported = Imported("trl", given, left=unread)
+    imported.set("mode", "both" if kind in _ROLLS_OUT else "train")
+    imported.set("algorithm.optimizer.lr", imported.get("learning_rate", _RATE[kind]), "learning_rate")
+    betas = [imported.get("adam_beta1", 0.9), imported.get("adam_beta2", 0.999)]
+    imported.set("algorithm.optimizer.betas", betas, "adam_beta1", "adam_beta2")
+    if imported.get("optim", "adamw_torch").startswith("adamw_torch"):
+        imported.taken["optim"] = "adam"
+    (_rollouts if kind in _ROLLS_OUT else _rows)(imported, kind)
+    _trainer(imported, kind, trainer, calls, names)
+    imported.take({**KEYS, **(ROLLOUT_KEYS if kind in _ROLLS_OUT else {})})
+    return imported.finish()
 
 
-def _rollouts(found: Imported, kind: str) -> None:
-    get, loss = found.get, found.get("loss_type", "dapo")
-    found.say(
+def _rollouts(imported: Imported, kind: str) -> None:
+    get, loss = imported.get, imported.get("loss_type", "dapo")
+    imported.set(
         "algorithm.algorithm_type",
         "gspo"
         if get("importance_sampling_level", "token") == "sequence"
@@ -129,74 +129,74 @@ def _rollouts(found: Imported, kind: str) -> None:
     )
     if kind == "GRPO":
         if loss in _AGGREGATIONS:
-            found.say("algorithm.loss_agg_mode", _AGGREGATIONS[loss], "loss_type")
+            imported.set("algorithm.loss_agg_mode", _AGGREGATIONS[loss], "loss_type")
         elif loss in _LOSSES:
-            found.taken["loss_type"] = "algorithm.algorithm_type"
+            imported.taken["loss_type"] = "algorithm.algorithm_type"
         else:
-            found.left["loss_type"] = f"there is no {loss}; docs/algorithms.md lists what there is"
+            imported.left["loss_type"] = f"there is no {loss}; docs/algorithms.md lists what there is"
         scale = {True: "group", False: "none"}.get(get("scale_rewards", "group"), get("scale_rewards", "group"))
         if scale == "none":
-            found.say("algorithm.advantage_fn_args.std", "none", "scale_rewards")
+            imported.set("algorithm.advantage_fn_args.std", "none", "scale_rewards")
         elif scale == "batch":
-            found.say("algorithm.advantage_fn_args.std_cal_level", "batch", "scale_rewards")
-        elif "scale_rewards" in found.given:
-            found.taken["scale_rewards"] = "as it is"
+            imported.set("algorithm.advantage_fn_args.std_cal_level", "batch", "scale_rewards")
+        elif "scale_rewards" in imported.given:
+            imported.taken["scale_rewards"] = "as it is"
     if loss not in _LOSSES:
         low = get("epsilon", 0.2)
-        found.say("algorithm.policy_loss_fn_args.clip_range_low", low, "epsilon")
-        found.say("algorithm.policy_loss_fn_args.clip_range_high", get("epsilon_high", low), "epsilon_high")
+        imported.set("algorithm.policy_loss_fn_args.clip_range_low", low, "epsilon")
+        imported.set("algorithm.policy_loss_fn_args.clip_range_high", get("epsilon_high", low), "epsilon_high")
     beta = get("beta", 0.0 if kind == "GRPO" else 0.05)
     if kind == "GRPO":
         estimate = "corrected_k3" if get("use_bias_correction_kl", True) else "k3"
-        found.say("algorithm.kl_loss_fn", estimate if beta else "none", "beta", "use_bias_correction_kl")
+        imported.set("algorithm.kl_loss_fn", estimate if beta else "none", "beta", "use_bias_correction_kl")
         term = "algorithm.kl_loss_fn_args"
     else:  # its rewards pay for the distance, and the loss has no term of it
-        found.say("algorithm.kl_loss_fn", "none")
-        found.say("algorithm.kl_penalty_fn", "k1" if beta else "none", "beta")
+        imported.set("algorithm.kl_loss_fn", "none")
+        imported.set("algorithm.kl_penalty_fn", "k1" if beta else "none", "beta")
         term = "algorithm.kl_penalty_fn_args"
     if beta:
-        found.say(f"{term}.kl_coef", beta)
+        imported.set(f"{term}.kl_coef", beta)
     if get("entropy_coef", 0.0):
-        found.say("algorithm.entropy_loss_fn_args.entropy_coef", get("entropy_coef", 0.0), "entropy_coef")
+        imported.set("algorithm.entropy_loss_fn_args.entropy_coef", get("entropy_coef", 0.0), "entropy_coef")
     # There 0 is off, and here -1.
-    found.say("model.top_k", get("top_k", 0) or -1, "top_k")
-    found.say("explorer.rollout_model.engine_type", "vllm" if get("use_vllm", False) else "transformers", "use_vllm")
+    imported.set("model.top_k", get("top_k", 0) or -1, "top_k")
+    imported.set("explorer.rollout_model.engine_type", "vllm" if get("use_vllm", False) else "transformers", "use_vllm")
     if get("mask_truncated_completions", False):
         operators = [{"name": "mask_response_truncated"}]
-        found.say("data_processor.experience_pipeline.operators", operators, "mask_truncated_completions")
+        imported.set("data_processor.experience_pipeline.operators", operators, "mask_truncated_completions")
     answers = get("per_device_train_batch_size", 8) * get("gradient_accumulation_steps", 1)
     sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    found.say("buffer.batch_size", max(1, answers // get("num_generations", 8)), *sizes)
-    found.left["(processes)"] = "buffer.batch_size is that of one process: times as many as `accelerate launch` starts"
+    imported.set("buffer.batch_size", max(1, answers // get("num_generations", 8)), *sizes)
+    imported.left["(processes)"] = "buffer.batch_size is for one process; multiply it by those of `accelerate launch`"
 
 
-def _rows(found: Imported, kind: str) -> None:
-    found.say("algorithm.algorithm_type", _ALGORITHMS[kind])
-    found.say("model.max_model_len", found.get("max_length", 1024), "max_length")
+def _rows(imported: Imported, kind: str) -> None:
+    imported.set("algorithm.algorithm_type", _ALGORITHMS[kind])
+    imported.set("model.max_model_len", imported.get("max_length", 1024), "max_length")
     sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    found.say("buffer.train_batch_size", found.get(sizes[0], 8) * found.get(sizes[1], 1), *sizes)
-    found.say("trainer.micro_batch_size", found.get(sizes[0], 8))
-    found.left["(processes)"] = "train_batch_size is that of one process: times as many as `accelerate launch` starts"
+    imported.set("buffer.train_batch_size", imported.get(sizes[0], 8) * imported.get(sizes[1], 1), *sizes)
+    imported.set("trainer.micro_batch_size", imported.get(sizes[0], 8))
+    imported.left["(processes)"] = "train_batch_size is for one process; multiply it by those of `accelerate launch`"
     if kind in ("DPO", "KTO"):
-        found.say("algorithm.policy_loss_fn_args.beta", found.get("beta", 0.1), "beta")
+        imported.set("algorithm.policy_loss_fn_args.beta", imported.get("beta", 0.1), "beta")
     if kind == "DPO":
-        loss = found.get("loss_type", "sigmoid")
+        loss = imported.get("loss_type", "sigmoid")
         loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
         if loss in ("sigmoid", "hinge", "ipo"):
-            found.say("algorithm.policy_loss_fn_args.loss_type", loss, "loss_type")
-        if "label_smoothing" in found.given:
-            found.say(
-                "algorithm.policy_loss_fn_args.label_smoothing", found.given["label_smoothing"], "label_smoothing"
+            imported.set("algorithm.policy_loss_fn_args.loss_type", loss, "loss_type")
+        if "label_smoothing" in imported.given:
+            imported.set(
+                "algorithm.policy_loss_fn_args.label_smoothing", imported.given["label_smoothing"], "label_smoothing"
             )
-    if found.get("assistant_only_loss", False):
+    if imported.get("assistant_only_loss", False):
         key = "buffer.trainer_input.experience_buffer.format.return_assistant_tokens_mask"
-        found.say(key, True, "assistant_only_loss")
+        imported.set(key, True, "assistant_only_loss")
 
 
 def _trainer(
-    found: Imported, kind: str, trainer: ast.Call | None, calls: list[ast.Call], names: dict[str, Any]
+    imported: Imported, kind: str, trainer: ast.Call | None, calls: list[ast.Call], names: dict[str, Any]
 ) -> None:
-    """Model, data, rewards and adapters, as the trainer is given them."""
+    """Translate model, data, rewards and adapters, the trainer's arguments."""
     given = {keyword.arg: keyword.value for keyword in trainer.keywords} if trainer is not None else {}
     if trainer is not None and trainer.args:
         given.setdefault("model", trainer.args[0])
@@ -205,35 +205,35 @@ def _trainer(
         loads = (call for call in calls if _name(call) == "from_pretrained" and call.args)
         model = next((name for call in loads if isinstance(name := _literal(call.args[0], names), str)), None)
     if model is None:
-        model, found.left["model"] = "MODEL", "the script does not say it as a text: write it into model.model_path"
-    found.say("model.model_path", model)
+        model, imported.left["model"] = "MODEL", "the script computes it; set model.model_path"
+    imported.set("model.model_path", model)
 
     data: dict[str, Any] = {"path": "DATA"}
     loaded = next((call for call in calls if _name(call) == "load_dataset" and call.args), None)
     if loaded is None:
-        found.left["train_dataset"] = "the script makes it: write it as jsonl, and its path into the configuration"
+        imported.left["train_dataset"] = "the script makes it; write it as jsonl and set its path"
     else:
         texts = [_literal(argument, names) for argument in loaded.args]
         data = {"path": texts[0], **({"subset_name": texts[1]} if len(texts) > 1 and texts[1] else {})}
         if _Unknown in texts:
             data = {"path": "DATA"}
-            found.left["load_dataset"] = "its names are computed: write them into the data's path"
+            imported.left["load_dataset"] = "its names are computed; set the data's path"
         split = next((_literal(word.value, names) for word in loaded.keywords if word.arg == "split"), "train")
         data["split"] = split if isinstance(split, str) else "train"
         files = next((_literal(word.value, names) for word in loaded.keywords if word.arg == "data_files"), None)
         if isinstance(files, str):  # load_dataset("csv", data_files="tasks.csv")
             data = {"path": files}
         elif files is not None:
-            found.left["data_files"] = "path of the data is one file, or a folder of files"
+            imported.left["data_files"] = "the path of the data must be one file, or a folder of files"
     if kind in _ROLLS_OUT:
         data["format"] = {"prompt_key": "prompt", "response_key": "solution"}
-        found.left["(columns)"] = "prompt and solution are guessed: format of the taskset names the columns"
-        found.say("buffer.explorer_input.taskset", data)
-        _rewards(found, given.get("reward_funcs"), names)
+        imported.left["(columns)"] = "prompt and solution are guessed; set the columns in format of the taskset"
+        imported.set("buffer.explorer_input.taskset", data)
+        _rewards(imported, given.get("reward_funcs"), names)
     else:
-        found.say("buffer.trainer_input.experience_buffer", data)
-        # There rows are chats if they have `messages`, and here the configuration says it.
-        found.left["(columns)"] = "columns of text are said by format: {prompt_type: plaintext} (docs/data.md)"
+        imported.set("buffer.trainer_input.experience_buffer", data)
+        # TRL detects chats by the column `messages`; here the configuration decides.
+        imported.left["(columns)"] = "set format: {prompt_type: plaintext} for columns of text (docs/data.md)"
     lora = next((call for call in calls if _name(call) == "LoraConfig"), None)
     if lora is not None:
         words = {word.arg: _literal(word.value, names) for word in lora.keywords}
@@ -244,28 +244,28 @@ def _trainer(
             "use_rslora": "use_rslora",
         }
         adapter = {ours[key]: value for key, value in words.items() if key in ours and value is not _Unknown}
-        found.say("model.lora_configs", [{"lora_rank": 8, "lora_alpha": 8, **adapter}])
+        imported.set("model.lora_configs", [{"lora_rank": 8, "lora_alpha": 8, **adapter}])
         for key in words.keys() - ours.keys() - {"task_type", "bias"}:
-            found.left[f"LoraConfig.{key}"] = "adapters have rank, alpha, modules and rslora or dora here"
+            imported.left[f"LoraConfig.{key}"] = "adapters have rank, alpha, modules and rslora or dora here"
 
 
-def _rewards(found: Imported, given: ast.expr | None, names: dict[str, Any]) -> None:
+def _rewards(imported: Imported, given: ast.expr | None, names: dict[str, Any]) -> None:
     given = names.get(given.id, given) if isinstance(given, ast.Name) else given
     parts = given.elts if isinstance(given, ast.List | ast.Tuple) else [given] if given is not None else []
     rewards = [ast.unparse(part) for part in parts]
     reward = "accuracy_reward" if rewards == ["accuracy_reward"] else "my_rewards.reward"
-    found.say("buffer.explorer_input.default_reward_fn_type", reward)
+    imported.set("buffer.explorer_input.default_reward_fn_type", reward)
     if reward != "accuracy_reward":
         # Not the folder of the script, which would be imported, and train, as all that is in such a folder.
-        found.say("explorer.plugin_dirs", ["plugins"])
-        found.left["reward_funcs"] = (
-            f"{', '.join(rewards) or 'none is named'}: (completions, **columns) -> list is to become reward(response, "
+        imported.set("explorer.plugin_dirs", ["plugins"])
+        imported.left["reward_funcs"] = (
+            f"{', '.join(rewards) or 'none is named'}: (completions, **columns) -> list must become reward(response, "
             "truth, task) -> float in plugins/my_rewards.py; several are parts of one sum (docs/workflows.md)"
         )
 
 
 class _Unknown:
-    """What is not written in the script."""
+    """Stands for a value that the script computes."""
 
 
 def _name(call: ast.Call) -> str:
@@ -273,7 +273,7 @@ def _name(call: ast.Call) -> str:
 
 
 def _literal(node: ast.expr | None, names: dict[str, Any]) -> Any:
-    """The value of an expression that is a literal, or a name that is given one; else _Unknown."""
+    """Return the value of a literal, or of a name that is assigned one; else _Unknown."""
     if isinstance(node, ast.Name):
         node = names.get(node.id)
     try:

@@ -1,4 +1,4 @@
-"""What a configuration of verl (`ppo_trainer.yaml` and its kin) means here."""
+"""Translation of verl configurations (`ppo_trainer.yaml` and similar)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rftdask.config.trinity.translate import NEEDLESS, VERL, leaves
 from rftdask.errors import DataError
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-_OF_RAY = "it configures Ray, and workers are Dask's here: section cluster (docs/slurm.md)"
+_OF_RAY = "it configures Ray; Dask workers are configured in section cluster (docs/slurm.md)"
 KEYS = {
     "data.train_batch_size": Key("buffer.batch_size", 1024),
     "data.max_prompt_length": Key("model.max_prompt_tokens", 512),
@@ -49,13 +49,13 @@ KEYS = {
     "trainer.resume_mode": Key("", why="the same command continues a run"),
     "trainer.logger": Key(
         "",
-        why="monitor.monitor_type, and monitor.also; metrics are in files anyway, and the console shows them",
+        why="monitor.monitor_type, and monitor.extra_monitors; metrics are always in files and on the console",
     ),
     "ray_init.num_cpus": Key("", why=_OF_RAY),
     "ray_kwargs.ray_init.num_cpus": Key("", why=_OF_RAY),
     **{key: Key(ours) for key, ours in VERL.items()},
 }
-"""Their keys that one key here takes the place of; what needs more than one is in `read_verl`."""
+"""Keys of verl with one key here. `read_verl` translates those that need more than one."""
 ESTIMATORS = {
     "gae": "ppo",
     "grpo": "grpo",
@@ -63,94 +63,94 @@ ESTIMATORS = {
     "remax": "remax",
     "reinforce_plus_plus": "reinforceplusplus",
 }
-"""`algorithm.adv_estimator`, and the algorithm that has it."""
+"""`algorithm.adv_estimator` -> algorithm."""
 LOSSES = {"gspo": "gspo", "sapo": "sapo", "cispo": "cispo"}
-"""`actor_rollout_ref.actor.policy_loss.loss_mode`, and the algorithm that has it."""
+"""`actor_rollout_ref.actor.policy_loss.loss_mode` -> algorithm."""
 
 
 def read_verl(path: str | Path) -> Imported:
-    """The configuration that a YAML file of verl comes to. Raises: DataError: it is none of verl."""
+    """Return the configuration of a verl YAML file. Raises: DataError: it is not a verl configuration."""
     try:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(f"{path} cannot be read as YAML: {error}") from error
-    if not isinstance(tree, dict) or "actor_rollout_ref" not in tree:  # others have `data` and `algorithm`, too
-        raise DataError(f"{path} has no actor_rollout_ref: it is no configuration of verl")
+    if not isinstance(tree, dict) or "actor_rollout_ref" not in tree:  # other systems also have `data` and `algorithm`
+        raise DataError(f"{path} has no actor_rollout_ref; it is not a verl configuration")
     # Negative means never there, and 0 does here.
     given = {key: 0 if key.endswith("_freq") and value == -1 else value for key, value in leaves(tree)}
-    found = Imported("verl", {key: value for key, value in given.items() if value is not None})
-    _algorithm(found)
-    _data(found)
-    found.take(KEYS)
-    for key in found.given:
+    imported = Imported("verl", {key: value for key, value in given.items() if value is not None})
+    _algorithm(imported)
+    _data(imported)
+    imported.take(KEYS)
+    for key in imported.given:
         # A whole section may stand for what is always so here.
         why = next((why for needless, why in NEEDLESS.items() if f"{key}.".startswith(f"{needless}.")), None)
-        if why is not None and key not in found.taken:
-            found.left[key] = why
-    return found.finish()
+        if why is not None and key not in imported.taken:
+            imported.left[key] = why
+    return imported.finish()
 
 
-def _algorithm(found: Imported) -> None:
-    get, actor = found.get, f"{_ACTOR}."
+def _algorithm(imported: Imported) -> None:
+    get, actor = imported.get, f"{_ACTOR}."
     estimator, mode = get("algorithm.adv_estimator", "gae"), get(f"{actor}policy_loss.loss_mode", "vanilla")
     if (name := LOSSES.get(mode) or ESTIMATORS.get(estimator)) is not None:
-        found.say("algorithm.algorithm_type", name, "algorithm.adv_estimator", f"{actor}policy_loss.loss_mode")
+        imported.set("algorithm.algorithm_type", name, "algorithm.adv_estimator", f"{actor}policy_loss.loss_mode")
     if estimator not in ESTIMATORS:
-        found.left["algorithm.adv_estimator"] = f"there is no {estimator}; docs/algorithms.md lists what there is"
+        imported.left["algorithm.adv_estimator"] = f"there is no {estimator}; docs/algorithms.md lists what there is"
     if mode not in LOSSES and mode != "vanilla":
-        found.left[f"{actor}policy_loss.loss_mode"] = f"there is no {mode}; docs/algorithms.md lists what there is"
+        imported.left[f"{actor}policy_loss.loss_mode"] = f"there is no {mode}; docs/algorithms.md lists what there is"
     if name != "ppo":
         for key in ("gamma", "lam"):
-            if f"algorithm.{key}" in found.given:
-                found.taken[f"algorithm.{key}"] = ""
-                found.left[f"algorithm.{key}"] = f"{name} has none"
+            if f"algorithm.{key}" in imported.given:
+                imported.taken[f"algorithm.{key}"] = ""
+                imported.left[f"algorithm.{key}"] = f"{name} has none"
     if name == "grpo" and not get("algorithm.norm_adv_by_std_in_grpo", True):
-        found.say("algorithm.advantage_fn_args.std", "none", "algorithm.norm_adv_by_std_in_grpo")
-    elif "algorithm.norm_adv_by_std_in_grpo" in found.given:
-        found.taken["algorithm.norm_adv_by_std_in_grpo"] = "as it is"
+        imported.set("algorithm.advantage_fn_args.std", "none", "algorithm.norm_adv_by_std_in_grpo")
+    elif "algorithm.norm_adv_by_std_in_grpo" in imported.given:
+        imported.taken["algorithm.norm_adv_by_std_in_grpo"] = "as it is"
     clip = get(f"{actor}clip_ratio", 0.2)
     for side in ("low", "high"):
         theirs = f"{actor}clip_ratio_{side}"
         if name not in LOSSES.values():
-            found.say(
+            imported.set(
                 f"algorithm.policy_loss_fn_args.clip_range_{side}", get(theirs, clip), theirs, f"{actor}clip_ratio"
             )
     # verl counts prompts, and here experiences are counted.
     size = get(f"{actor}ppo_mini_batch_size", 256)
     if size < get("data.train_batch_size", 1024):
-        found.say("trainer.ppo_mini_batch_size", size * get(f"{_ROLLOUT}.n", 1), f"{actor}ppo_mini_batch_size")
-    elif f"{actor}ppo_mini_batch_size" in found.given:
-        found.taken[f"{actor}ppo_mini_batch_size"] = "the whole batch"
+        imported.set("trainer.ppo_mini_batch_size", size * get(f"{_ROLLOUT}.n", 1), f"{actor}ppo_mini_batch_size")
+    elif f"{actor}ppo_mini_batch_size" in imported.given:
+        imported.taken[f"{actor}ppo_mini_batch_size"] = "the whole batch"
     of_loss = ("use_kl_loss", "kl_loss_coef", "kl_loss_type")
-    _kl(found, "kl_loss_fn", tuple(actor + key for key in of_loss), "low_var_kl")
+    _kl(imported, "kl_loss_fn", tuple(actor + key for key in of_loss), "low_var_kl")
     _kl(
-        found,
+        imported,
         "kl_penalty_fn",
         tuple(f"algorithm.{key}" for key in ("use_kl_in_reward", "kl_ctrl.kl_coef", "kl_penalty")),
         "kl",
     )
     if entropy := get(f"{actor}entropy_coeff", 0.0):
-        found.say("algorithm.entropy_loss_fn_args.entropy_coef", entropy, f"{actor}entropy_coeff")
-    elif f"{actor}entropy_coeff" in found.given:
-        found.taken[f"{actor}entropy_coeff"] = "none"
+        imported.set("algorithm.entropy_loss_fn_args.entropy_coef", entropy, f"{actor}entropy_coeff")
+    elif f"{actor}entropy_coeff" in imported.given:
+        imported.taken[f"{actor}entropy_coeff"] = "none"
 
 
-def _kl(found: Imported, ours: str, keys: tuple[str, ...], default: str) -> None:
-    """A KL term: its keys are whether there is one, its coefficient and its estimate."""
+def _kl(imported: Imported, ours: str, keys: tuple[str, ...], default: str) -> None:
+    """Translate a KL term. keys: its switch, its coefficient and its estimate."""
     used, coefficient, kind = keys
-    if not found.get(used, False):
-        found.say(f"algorithm.{ours}", "none", *keys)
+    if not imported.get(used, False):
+        imported.set(f"algorithm.{ours}", "none", *keys)
         return
-    estimate = found.get(kind, default)
-    found.say(f"algorithm.{ours}", {"kl": "k1", "mse": "k2"}.get(estimate, estimate), used, kind)
-    found.say(f"algorithm.{ours}_args.kl_coef", found.get(coefficient, 0.001), coefficient)
+    estimate = imported.get(kind, default)
+    imported.set(f"algorithm.{ours}", {"kl": "k1", "mse": "k2"}.get(estimate, estimate), used, kind)
+    imported.set(f"algorithm.{ours}_args.kl_coef", imported.get(coefficient, 0.001), coefficient)
 
 
-def _data(found: Imported) -> None:
-    columns = {"prompt_key": found.get("data.prompt_key", "prompt"), "response_key": "ground_truth"}
-    why = "rows of verl have their answer at reward_model.ground_truth: give it a column of its own, ground_truth"
+def _data(imported: Imported) -> None:
+    columns = {"prompt_key": imported.get("data.prompt_key", "prompt"), "response_key": "ground_truth"}
+    why = "rows of verl have their answer at reward_model.ground_truth; move it to a column ground_truth"
     for theirs, is_eval in (("data.train_files", False), ("data.val_files", True)):
-        paths = found.given.get(theirs)
+        paths = imported.given.get(theirs)
         names: list[Any] = paths if isinstance(paths, list) else [paths] if paths else []
         sets: list[dict[str, Any]] = [
             {"name": f"{'eval' if is_eval else 'train'}_{n}", "path": str(path)} for n, path in enumerate(names)
@@ -163,31 +163,31 @@ def _data(found: Imported) -> None:
             }
         if is_eval:
             keys = {f"{_ROLLOUT}.val_kwargs.{word}": word for word in ("temperature", "top_p", "top_k")}
-            # Greedy unless it is said otherwise, as there.
-            said = {word: found.given[key] for key, word in keys.items() if key in found.given}
-            found.taken.update({key: "rollout_args of eval_tasksets" for key in keys if key in found.given})
+            # Greedy by default, as in verl.
+            said = {word: imported.given[key] for key, word in keys.items() if key in imported.given}
+            imported.taken.update({key: "rollout_args of eval_tasksets" for key in keys if key in imported.given})
             for taskset in sets:
                 taskset["rollout_args"] = {"temperature": 0.0, **said}
         if sets:
             ours = "buffer.explorer_input." + ("eval_tasksets" if is_eval else "tasksets")
-            found.say(ours, sets, theirs, "data.prompt_key")
-            found.left[f"{theirs} (rows)"] = why
-    if found.get("data.shuffle", True):
-        for taskset in found.tree.get("buffer", {}).get("explorer_input", {}).get("tasksets", ()):
+            imported.set(ours, sets, theirs, "data.prompt_key")
+            imported.left[f"{theirs} (rows)"] = why
+    if imported.get("data.shuffle", True):
+        for taskset in imported.tree.get("buffer", {}).get("explorer_input", {}).get("tasksets", ()):
             taskset["data_selector"] = {"selector_type": "shuffle"}
-    if "data.shuffle" in found.given:
-        found.taken["data.shuffle"] = "data_selector"
-    name = found.get("custom_reward_function.name", "compute_score")
+    if "data.shuffle" in imported.given:
+        imported.taken["data.shuffle"] = "data_selector"
+    name = imported.get("custom_reward_function.name", "compute_score")
     reward = "math_reward"
-    if path := found.given.get("custom_reward_function.path"):
+    if path := imported.given.get("custom_reward_function.path"):
         reward = f"{Path(path).stem}.{name}"
-        found.left["custom_reward_function.path"] = (
-            f"{name}(data_source, solution_str, ground_truth, extra_info) is to become {name}(response, truth, task) "
+        imported.left["custom_reward_function.path"] = (
+            f"{name}(data_source, solution_str, ground_truth, extra_info) must become {name}(response, truth, task) "
             f"in plugins/{Path(path).name}"
         )
-        found.taken["custom_reward_function.name"] = "default_reward_fn_type"
+        imported.taken["custom_reward_function.name"] = "default_reward_fn_type"
         # Not its own folder, all of whose files would be imported.
-        found.say("explorer.plugin_dirs", ["plugins"])
+        imported.set("explorer.plugin_dirs", ["plugins"])
     else:
-        found.left["(reward)"] = "verl chooses a score by data_source; math_reward stands here, see docs/workflows.md"
-    found.say("buffer.explorer_input.default_reward_fn_type", reward)
+        imported.left["(reward)"] = "verl chooses a score by data_source; here it is math_reward, see docs/workflows.md"
+    imported.set("buffer.explorer_input.default_reward_fn_type", reward)

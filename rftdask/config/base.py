@@ -1,12 +1,13 @@
-"""What every section of the configuration is made of: frozen models, frozen dicts and the state of a key.
+"""Building blocks of every configuration section: frozen models, frozen dicts, and marks on keys.
 
-What is special about a key stands in its annotation (`Annotated[str, Later("SwanLab", ("swanlab",))]`) and nowhere
-else: the checks, the tests and the documentation read it from there. A key without a mark does what its docstring says;
-keys of the reference system without effect are no fields (reference_keys.py). This module knows no key.
+What is special about a key is in its annotation (`Annotated[str, Later("SwanLab", ("swanlab",))]`) and nowhere else:
+checks, tests and documentation read it from there. A key without a mark does what its docstring describes. Keys of
+Trinity-RFT without effect are not fields (trinity/reference_keys.py). This module knows no key.
 Invariant: a validated section cannot be changed, down to the items of its dicts and lists.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
@@ -14,83 +15,87 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+Location = tuple[str | int, ...]
+"""Keys and list positions from the top, for example ("buffer", "tasksets", 0, "path")."""
+
 
 @dataclass(frozen=True)
 class Later:
-    """These values are refused: the feature is not there yet. They are not in the type of the key."""
+    """Values that are refused because the feature is missing in this release. The type of the key lacks them."""
 
     feature: str
-    """What is missing, as it ends the sentence "not available in this release: ..."."""
+    """Missing feature, as it ends the sentence "not available in this release: ..."."""
     values: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Filled:
-    """None or absent means: computed from other keys when the configuration is loaded. Afterwards it has a value."""
+class Computed:
+    """None or absent: the value is computed from other keys when the configuration is loaded."""
 
     rule: str
     zero: bool = False
-    """0 means the same as None."""
+    """True: 0 means the same as None."""
 
 
 @dataclass(frozen=True)
 class Aliases:
-    """Old values: each is replaced by a new one, with a warning that gives the reason."""
+    """Old values. Each is replaced by a new one, with a warning that gives the reason."""
 
     values: Mapping[str, str] = field(hash=False)
     reason: str
 
 
 @dataclass(frozen=True)
-class Named:
-    """The key names a part by the one rule of plugins.py: a registered name, package.module.Name, or a plug-in."""
+class PluginName:
+    """The key names a part by the rule of plugins.py: a registered name, package.module.Name, or a plug-in."""
 
     kind: str
-    """What the part is, in messages: "cluster"."""
+    """Kind of the part, for messages: "cluster"."""
     registered: Callable[[], Mapping[str, Any]] = field(hash=False)
-    """The package's own parts by name, each a `RegisteredPart` unless it has been imported."""
+    """Returns the package's own parts by name, each a `RegisteredPart` unless it has been imported."""
     arguments: str = ""
-    """Key beside it with the part's arguments; "": it has none that are checked."""
+    """Key of the part's arguments in the same section; "": no arguments are checked."""
     default_from: str = ""
-    """Key beside it that names another part, whose class attribute called as this key is the name in place of None."""
+    """Key in the same section that names another part, whose class attribute of this key's name replaces None."""
     supplied: int = 0
-    """Leading arguments that are no configuration's: the response, truth and task of a reward function."""
+    """Leading arguments that the caller passes: the response, truth and task of a reward function."""
     also: tuple[str, ...] = ()
-    """Arguments that are accepted beside the part's own: they are those of another key, given in this place."""
+    """Further accepted arguments, which belong to another key."""
     complete: bool = True
-    """Whether an argument that the part requires has to be among those given."""
+    """True: an argument that the part requires must be configured."""
     needed: bool = False
-    """Whether checks of a configuration read class attributes of the part, so that a plug-in is imported for them."""
+    """True: checks read class attributes of the part, so a plug-in is imported for them."""
 
 
 @dataclass(frozen=True)
-class Completed:
-    """The text may say ${oc.env:NAME} for a secret: whoever uses it completes it (`fill_from_environment`)."""
+class EnvInterpolated:
+    """The text may contain ${oc.env:NAME} for a secret; the process that uses it fills it in
+    (`fill_from_environment`)."""
 
 
-Mark = Later | Filled | Aliases | Named | Completed
+Mark = Later | Computed | Aliases | PluginName | EnvInterpolated
 
 
 class FrozenDict(dict[str, Any]):
-    """A dict that cannot be changed after it was made. Pickles; equal to a plain dict with the same items."""
+    """A dict that cannot be changed. Pickles; equals a plain dict with the same items."""
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise TypeError("a configuration cannot be changed; make a new one with rftdask.config.replace")
 
-    # pydantic freezes fields, not what they hold; these are all the ways to change a dict in place.
+    # pydantic freezes fields, not their values; these are all methods that change a dict.
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = pop = popitem = setdefault = update = _refuse
 
-    def __hash__(self) -> int:  # type: ignore[override]  # of its items, which are frozen, too
+    def __hash__(self) -> int:  # type: ignore[override]  # items are frozen as well
         return hash(frozenset(self.items()))
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
-        # Else pickle would fill it item by item, which is refused.
+        # By default, pickle sets item by item, which is refused.
         return FrozenDict, (dict(self),)
 
 
 def freeze(value: Any) -> Any:
-    """Dicts become FrozenDict and lists become tuples, at every depth; anything else is returned as it is."""
+    """Return a value with FrozenDicts for dicts and tuples for lists, at every depth."""
     if isinstance(value, dict):
         return FrozenDict({key: freeze(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
@@ -98,17 +103,17 @@ def freeze(value: Any) -> Any:
     return value
 
 
-Free = Annotated[dict[str, Any], AfterValidator(freeze)]
-"""A dict whose keys belong to somebody else: a workflow, a reward function, a loss."""
+OpenDict = Annotated[dict[str, Any], AfterValidator(freeze)]
+"""A dict whose keys the schema does not know: arguments of a workflow, a reward function, a loss."""
 
 
-def no_items() -> Any:
-    """An empty Free, as a default that cannot be changed either."""
+def empty_dict() -> Any:
+    """Return the default {} of an OpenDict, frozen as well."""
     return Field(default_factory=FrozenDict)
 
 
 def absent(**bounds: Any) -> Any:
-    """The default of a key marked Filled: None until the configuration is complete. `bounds` as for pydantic.Field."""
+    """Return the default of a Computed key, None. `bounds` as for pydantic.Field."""
     return Field(default=None, **bounds)
 
 
@@ -128,23 +133,21 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
+# ---- reading a schema
+
+
 def marks_of(info: FieldInfo) -> list[Mark]:
-    """The marks in a key's annotation, in the order written. Usually none or one."""
+    """Return the marks in a key's annotation, in the order written. Usually none or one."""
     return [item for item in info.metadata if isinstance(item, Mark)]
 
 
 def default_of(info: FieldInfo) -> Any:
-    """The default of a key, made anew; None for a key that must be given."""
+    """Return a new copy of a key's default; None: the key is required."""
     return None if info.is_required() else info.get_default(call_default_factory=True)
 
 
-def takes_none(info: FieldInfo) -> bool:
-    """True for a key of which None is a value: X | None."""
-    return type(None) in get_args(info.annotation)
-
-
 def child_of(info: FieldInfo) -> tuple[str, type[Section]] | None:
-    """("section" | "list" | "dict", class) when the key holds a section, a list or a dict of them; else None."""
+    """Return ("section" | "list" | "dict", class) if the key holds a section, a list or a dict of them; else None."""
     # X | None is X, and Annotated[X, ...] is X; then a section, or a tuple or a dict of them.
     annotation: Any = info.annotation
     if get_origin(annotation) in (Union, UnionType):
@@ -161,8 +164,53 @@ def child_of(info: FieldInfo) -> tuple[str, type[Section]] | None:
     return None
 
 
+def types_of(annotation: Any) -> Iterator[Any]:
+    """Yield the types of a union, and those of the items of a tuple."""
+    if get_origin(annotation) in (Union, UnionType):
+        for part in get_args(annotation):
+            yield from types_of(part)
+    elif get_origin(annotation) in (Annotated, tuple):
+        yield from types_of(get_args(annotation)[0])
+    else:
+        yield annotation
+
+
+def field_at(schema: type[Section], loc: Location) -> tuple[Location, FieldInfo]:
+    """Return the deepest key of the schema along `loc`, and its location."""
+    deepest: tuple[Location, FieldInfo] | None = None
+    cls: type[Section] | None = schema
+    for depth, part in enumerate(loc):
+        if cls is None:  # below a key that holds no section
+            break
+        if isinstance(part, str) and part in cls.model_fields:
+            deepest = loc[: depth + 1], cls.model_fields[part]
+            child = child_of(deepest[1])
+            cls = child[1] if child else None
+    assert deepest is not None, loc
+    return deepest
+
+
+def is_user_defined(schema: type[Section], path: str) -> bool:
+    """True if the value at a path is in an OpenDict: an argument of a workflow, a reward, a loss, a tracker."""
+    info = _info_at(schema, path)
+    return info is not None and any(get_origin(kind) is dict for kind in types_of(info.annotation))
+
+
+def is_env_interpolated(schema: type[Section], path: str) -> bool:
+    """True if the process that uses the text at a path fills in environment variables (`fill_from_environment`)."""
+    info = _info_at(schema, path)
+    marked = info is not None and any(isinstance(mark, EnvInterpolated) for mark in marks_of(info))
+    return marked or is_user_defined(schema, path)
+
+
+def _info_at(schema: type[Section], path: str) -> FieldInfo | None:
+    # A stage has sections of the top level.
+    loc = tuple(re.findall(r"[^.\[\]]+", re.sub(r"^stages\[\d+\]\.", "", path)))
+    return field_at(schema, loc)[1] if loc and loc[0] in schema.model_fields else None
+
+
 def plain(value: Any) -> Any:
-    """Sections and frozen containers as plain dicts and lists."""
+    """Return sections and frozen containers as plain dicts and lists."""
     if isinstance(value, Section):
         return {key: plain(getattr(value, key)) for key in type(value).model_fields}
     if isinstance(value, dict):

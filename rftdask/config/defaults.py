@@ -1,7 +1,4 @@
-"""What an absent key is filled with, where that depends on other keys.
-
-Pure: a Config in, values out.
-"""
+"""Values of absent keys that depend on other keys. Pure: takes a Config, returns values."""
 
 import math
 from typing import Any
@@ -12,16 +9,16 @@ from rftdask.config.schema.buffer import ExperienceBufferConfig
 from rftdask.config.schema.run import MADE_ROWS, Config, count_demonstrations
 
 Fills = dict[tuple[str | int, ...], Any]
-"""Location -> value for a key that was absent."""
+"""Location -> value of an absent key."""
 
 
 def fill(config: Config) -> Fills:
-    """Values for the absent keys marked Filled. `config` has None there; what cannot be computed is left out."""
+    """Return values for absent keys marked Computed, which are None in `config`. Unknown values are left out."""
     fills: Fills = {}
     algorithm, model, sync = config.algorithm, config.model, config.synchronizer
     explores = algorithm.schema_type == "experience"
 
-    # Lengths: what is not given is what the others leave, or half of it.
+    # Absent lengths: what the others leave, or half of it.
     total, prompt, response = model.max_model_len, model.max_prompt_tokens, model.max_response_tokens
     if total is None and prompt is not None and response is not None:
         fills["model", "max_model_len"] = prompt + response
@@ -38,7 +35,7 @@ def fill(config: Config) -> Fills:
     if config.buffer.train_batch_size is None:
         rollouts = config.buffer.batch_size * (repeat_times if explores else 1)
         ratio = algorithm.expert_ratio if takes_demonstrations(strategy) else 0.0
-        # The smallest batch that holds so many rollouts beside its share of demonstrations.
+        # The smallest batch with this many rollouts and its share of demonstrations.
         size = math.floor(rollouts / (1.0 - ratio))
         while size - count_demonstrations(size, ratio) < rollouts:
             size += 1
@@ -51,14 +48,14 @@ def fill(config: Config) -> Fills:
 
     for key in ("explorer_sync_interval", "trainer_sync_interval"):
         if getattr(sync, key) is None:
-            # One interval for both sides, unless each is given its own.
+            # One interval for both sides by default.
             fills["synchronizer", key] = sync.sync_interval
-    # A strategy that bounds the staleness has the bound as an argument; it is the same as the synchronizer's.
+    # The staleness bound of a strategy is also the synchronizer's.
     bound = (algorithm.sample_strategy_args or {}).get("max_staleness")
     if is_natural(bound) and sync.max_staleness is None:
         fills["synchronizer", "max_staleness"] = bound
 
-    # One limit under two names: each takes the other's value.
+    # Two names of one limit.
     ours, reference = config.trainer.grad_clip, algorithm.optimizer.clip_grad
     if ours is None:
         fills["trainer", "grad_clip"] = 1.0 if reference is None else reference
@@ -75,7 +72,7 @@ def fill(config: Config) -> Fills:
 
 
 def _fill_pipeline(config: Config) -> Fills:
-    # The dataset that a pipeline makes has one place; where the file names another, that is what goes in.
+    # A pipeline writes its dataset to one place. Another path in the file is its input.
     pipeline, place, dataset = config.data_processor.task_pipeline, config.pipeline_place, config.pipeline_dataset
     if place is None or dataset is None:
         return {}
@@ -87,10 +84,10 @@ def _fill_pipeline(config: Config) -> Fills:
 
 
 def _fill_engines(config: Config) -> Fills:
-    # An auxiliary model is beside the policy, unless it is given engines.
+    # By default an auxiliary model is loaded with the policy.
     explorer, at = config.explorer, ("explorer", "auxiliary_models")
     fills: Fills = {
-        (*at, n, "engine_num"): 0 for n, each in enumerate(explorer.auxiliary_models) if each.engine_num is None
+        (*at, n, "engine_num"): 0 for n, model in enumerate(explorer.auxiliary_models) if model.engine_num is None
     }
     return fills | (
         {("explorer", "rollout_model", "engine_num"): 1} if explorer.rollout_model.engine_num is None else {}
@@ -98,7 +95,7 @@ def _fill_engines(config: Config) -> Fills:
 
 
 def _fill_seeds(config: Config) -> Fills:
-    # What draws has the run's seed, so that another seed gives another run; tasksets are filled below.
+    # Samplers have the run's seed, so that another seed gives another run. Tasksets follow below.
     trained = config.buffer.trainer_input
     seeded: dict[tuple[str | int, ...], int | None] = {
         ("explorer", "rollout_model"): config.explorer.rollout_model.seed,
@@ -112,14 +109,10 @@ def _fill_seeds(config: Config) -> Fills:
 
 
 def _datasets(config: Config) -> dict[tuple[str, ...], ExperienceBufferConfig]:
-    """The buffers beside the main input, by their places."""
-    read, at = config.buffer.trainer_input, ("buffer", "trainer_input")
-    found: dict[tuple[str, ...], ExperienceBufferConfig] = {}
-    for name, buffer in read.auxiliary_buffers.items():
-        found[(*at, "auxiliary_buffers", name)] = buffer
-    if read.eval_buffer is not None:
-        found[(*at, "eval_buffer")] = read.eval_buffer
-    return found
+    """Auxiliary and evaluation buffers, by their places."""
+    source, at = config.buffer.trainer_input, ("buffer", "trainer_input")
+    datasets = {(*at, "auxiliary_buffers", name): buffer for name, buffer in source.auxiliary_buffers.items()}
+    return datasets | ({(*at, "eval_buffer"): source.eval_buffer} if source.eval_buffer is not None else {})
 
 
 def _fill_tasksets(config: Config, repeat_times: int, response: int | None) -> Fills:
@@ -144,7 +137,7 @@ def _fill_tasksets(config: Config, repeat_times: int, response: int | None) -> F
             ("data_selector", "seed"): config.seed,
         }
         for keys, value in values.items():
-            # Only what is absent: a value that the file gives wins, also 0 and an empty text.
+            # Only absent keys: a given value wins, also 0 and "".
             holder = taskset if len(keys) == 1 else getattr(taskset, keys[0])
             if getattr(holder, keys[-1]) is None and value is not None:
                 fills["buffer", "explorer_input", *place, *keys] = value

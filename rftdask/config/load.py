@@ -1,7 +1,7 @@
-"""From a YAML file or a mapping to a checked Config: read, check each key, fill, check across keys, once per stage.
+"""Loading: reads a file, checks each key, computes absent keys, and checks across keys, once per stage.
 
-Knows the order of these steps and no key beyond `stages` and `name`. Invariant: either a Config that keeps every rule,
-or one ConfigError with all mistakes; nothing is created or changed anywhere.
+Knows the order of these steps and no key except `stages` and `name`. Invariant: the result is a Config that keeps every
+rule, or one ConfigError with all mistakes; nothing is created or changed elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,13 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from rftdask.config.base import plain
+from rftdask.config.base import is_env_interpolated, is_user_defined, plain
 from rftdask.config.check import Checker
 from rftdask.config.cross_checks import data, hosted, rollouts, training
 from rftdask.config.cross_checks.warnings import warn
 from rftdask.config.defaults import Fills, fill
 from rftdask.config.parts import named_parts
 from rftdask.config.schema.run import Config
-from rftdask.config.schema.walk import is_completed, is_users
 from rftdask.config.trinity.reference_defaults import NAME, keys_of_reference, read_as_reference
 from rftdask.config.trinity.translate import leaves, translate
 from rftdask.config.yaml_source import Problem, add_site, escape, merge, read_tree
@@ -25,7 +24,7 @@ from rftdask.storage.safe_text import find_secret, is_secret_name, mask
 
 RULES = (*training.RULES, *data.RULES, *rollouts.RULES, *hosted.RULES)
 ORIGINS = ("", "rftdask", "trinity")
-"""For which system a file may have been written; "": by its keys."""
+"""Systems for which a file may have been written; "": detected from its keys."""
 _STAGE_KEYS = ("mode", "algorithm", "buffer", "data_processor", "explorer", "trainer")
 
 
@@ -39,41 +38,41 @@ def load_config(
     """Read and check a configuration.
 
     Args:
-        source: path of a YAML file, or its content as a mapping; `${model.model_path}` and `${oc.env:VAR,default}`
-            are resolved, but for `${oc.env:VAR}` in arguments of the user's code and in URLs with a password, which
+        source: path of a YAML file, or its content as a mapping. `${model.model_path}` and `${oc.env:VAR,default}`
+            are resolved, except `${oc.env:VAR}` in arguments of the user's code and in URLs with a password, which
             stay (`fill_from_environment`).
         overrides: "key.sub=value", the value as YAML; list items as key[0].sub. The last one wins.
-        was_checked: `source` is what an earlier start wrote down, and may have secrets.
-        origin: for which system it was written, which decides what is meant where it says nothing: "rftdask",
-            "trinity" (Trinity-RFT 0.6.0), or "": trinity if it has a key that is no key of ours.
-    Raises: ConfigError: with every mistake found, sorted by path; a secret is one.
+        was_checked: an earlier start wrote `source`, which may contain secrets.
+        origin: system for which the file was written, which decides the defaults: "rftdask", "trinity" (Trinity-RFT
+            0.6.0), or "": trinity if it has a key that only Trinity-RFT has.
+    Raises: ConfigError: all mistakes, sorted by path. A secret is a mistake.
     """
     problems: list[Problem] = []
     if origin not in ORIGINS:
-        raise ConfigError([f"--from {origin}: it is rftdask or trinity"])
+        raise ConfigError([f"--from {origin}: use rftdask or trinity"])
     if wrong := [override for override in overrides if not isinstance(override, str)]:
-        raise ConfigError([f"override {override!r} is not a text; give each as 'key.sub=value'" for override in wrong])
+        raise ConfigError([f"override {override!r} is not text; give each as 'key.sub=value'" for override in wrong])
 
     def stays(path: str, value: str) -> bool:
-        # A text that names the environment stays as it was written where only the user's code reads it, or where a
-        # secret would be in it.
-        return is_users(Config, path) or (is_completed(Config, path) and bool(find_secret(value)))
+        # Texts with environment variables stay as written if only the user's code reads them, or if they would contain
+        # a secret.
+        return is_user_defined(Config, path) or (is_env_interpolated(Config, path) and bool(find_secret(value)))
 
     tree = read_tree(source, overrides, problems, stays)
     if tree is None:
         raise _error(problems, source)
     tree = add_site(tree, problems)
-    # What could not be read is told once: checks of the same key would only add that it is missing.
+    # Keys that cannot be read are reported once: later checks would only add that they are missing.
     unreadable = {path for path, _ in problems}
     checker = Checker(has_secrets=was_checked)
-    # Before its keys are moved. What was written down before has all its values already.
+    # Before keys are moved. A tree of an earlier start has all its values.
     foreign = next(iter(keys_of_reference(tree)), "") if origin == "" and not was_checked else ""
     written = dict(leaves(tree))
     tree, notes = translate(tree)
     defaults: list[Problem] = []
     if origin == "trinity" or foreign:
-        told, defaults = read_as_reference(tree)
-        notes += told
+        more_notes, defaults = read_as_reference(tree)
+        notes += more_notes
     checker.warnings.extend(notes)
     cleaned = checker.clean(tree)
     draft = checker.validate(cleaned)
@@ -93,10 +92,10 @@ def load_config(
 
 
 def replace(config: Config, changes: Mapping[str, Any]) -> Config:
-    """A new Config with keys changed, checked like any other: `replace(config, {"model.model_path": "..."})`.
+    """Return a new, checked Config with changed keys: `replace(config, {"model.model_path": "..."})`.
 
-    Values are taken literally, "${" included. List items cannot be addressed, lists can be replaced.
-    What was computed from a changed key when `config` was loaded stays as it is; change it too, or set it to None.
+    Values are literal, "${" included. List items cannot be addressed; lists can be replaced. Keys that were computed
+    from a changed key keep their values; change them as well, or set them to None.
     Raises: ConfigError; a secret in a changed value is a mistake.
     """
     tree = config.to_dict()
@@ -110,19 +109,19 @@ def replace(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def _complete(cleaned: dict[str, Any], checker: Checker, unreadable: set[str]) -> Config:
-    """The Config of a cleaned tree without stages: absent keys filled, then checked across keys."""
+    """Config of a cleaned tree without stages: absent keys are computed, then rules across keys are checked."""
     tree = deepcopy(cleaned)
-    # Twice: absent keys are None in the first, and computed ones are held against their bounds in the second.
+    # Twice: the second validation checks the bounds of computed keys.
     _set(tree, fill(checker.validate(tree)))
     config = checker.validate(tree)
     broken = {path for path, _ in checker.problems} | unreadable
     for reads, rule in RULES:
-        # A broken key leaves out the rules that read it, or what is above or below it.
+        # Skip rules that read a broken key, or a key above or below it.
         pairs = [pair for path in broken for key in reads for pair in ((path, key), (key, path))]
         if not any(a == b or a.startswith((f"{b}.", f"{b}[")) for a, b in pairs):
             checker.problems.extend(rule(config))
     for use in named_parts(config):
-        if use.registered is not None:  # plug-ins are imported by `check_plugins` alone
+        if use.registered is not None:  # only `check_plugins` imports plug-ins
             checker.problems.extend(use.problems(use.registered))
     if not checker.problems:
         checker.warnings.extend(warn(config))
@@ -131,29 +130,29 @@ def _complete(cleaned: dict[str, Any], checker: Checker, unreadable: set[str]) -
 
 
 def _with_stages(draft: Config, cleaned: dict[str, Any], checker: Checker) -> Config:
-    """The Config of a tree with stages, each of which is checked as a Config of its own."""
-    # Stages are merged into the cleaned tree: what is wrong there is told once, not once a stage.
+    """Config of a tree with stages, each of which is checked as a whole Config."""
+    # Stages are merged into the cleaned tree, so that its mistakes are reported once, not in every stage.
     base = {key: value for key, value in cleaned.items() if key != "stages"}
     stages = []
     inherited = tuple(checker.warnings)
     for index, stage in enumerate(draft.stages):
         parts = {key: plain(getattr(stage, key)) for key in _STAGE_KEYS if getattr(stage, key) is not None}
-        own = Checker(has_secrets=checker.has_secrets)
-        # Cleaned again: a stage may use old names, and each of its mistakes is told with the stage.
-        parts, moved = translate(parts)  # first: what the rest of the file says must not win over its own keys
+        stage_checker = Checker(has_secrets=checker.has_secrets)
+        # Cleaned again, because a stage may use old names, and its mistakes are reported with its name.
+        parts, moved = translate(parts)  # first, so that keys of the stage win over those of the file
         merged, notes = translate(merge({**base, "name": f"{draft.name}/{stage.stage_name}"}, parts))
-        own.warnings.extend(moved + notes)
-        tree = own.clean(merged)
-        stages.append(_complete(tree, own, {path for path, _ in checker.problems}))
+        stage_checker.warnings.extend(moved + notes)
+        tree = stage_checker.clean(merged)
+        stages.append(_complete(tree, stage_checker, {path for path, _ in checker.problems}))
         where = f"stages[{index}] ({stage.stage_name})"
-        checker.problems.extend((f"{where}: {path}", message) for path, message in own.problems)
-        new = [warning for warning in own.warnings if warning not in inherited]
+        checker.problems.extend((f"{where}: {path}", message) for path, message in stage_checker.problems)
+        new = [warning for warning in stage_checker.warnings if warning not in inherited]
         checker.warnings.extend((f"{where}: {path}", message) for path, message in new)
         stages[-1]._warnings = _lines([*inherited, *new])
     names = [stage.stage_name for stage in draft.stages]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        told = f"{names.count(name)} stages are named {name!r}; each needs a name of its own"
-        checker.problems.append(("stages", told))
+        message = f"{names.count(name)} stages are named {name!r}; give each a unique name"
+        checker.problems.append(("stages", message))
     _set(cleaned, fill(draft))
     config = checker.validate(cleaned)
     config._stages = tuple(stages)
@@ -163,15 +162,16 @@ def _with_stages(draft: Config, cleaned: dict[str, Any], checker: Checker) -> Co
 
 
 def _hidden_by_stages(overrides: Sequence[str], draft: Config) -> list[Problem]:
-    """The overrides that change nothing, since every stage says the same key itself."""
-    own = [dict(leaves({key: plain(getattr(stage, key)) for key in _STAGE_KEYS})) for stage in draft.stages]
+    """Overrides without effect, because every stage sets the key."""
+    keys_of_stages = [dict(leaves({key: plain(getattr(stage, key)) for key in _STAGE_KEYS})) for stage in draft.stages]
     paths = [override.partition("=")[0] for override in overrides]
-    told = f"changes nothing: every stage says its own; set stages[{len(own) - 1}].{{}}, or that of another stage"
-    return [(path, told.format(path)) for path in paths if all(path in keys for keys in own)]
+    last = len(keys_of_stages) - 1
+    message = f"changes nothing: every stage sets it; set stages[{last}].{{}}, or that of another stage"
+    return [(path, message.format(path)) for path in paths if all(path in keys for keys in keys_of_stages)]
 
 
 def _changes(written: Mapping[str, Any], read: Mapping[str, Any]) -> tuple[str, ...]:
-    """The leaves that differ between two trees, as lines of a diff, without secrets."""
+    """Leaves that differ between two trees, as lines of a diff, without secrets."""
     lines: list[str] = []
     for key in sorted({*written, *read}):
         pairs = (("-", written.get(key)), ("+", read.get(key)))

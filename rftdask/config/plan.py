@@ -1,10 +1,11 @@
-"""What a configuration would do, without doing it: roles, steps, experiences. Shown by `rftdask validate`.
+"""Plan: roles, steps and experiences of a configuration, computed without running it. Shown by `rftdask validate`.
 
 Reads the sizes of local datasets and nothing else. Numbers that depend on an unknown size are None.
 """
 
 import csv
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ class RolePlan:
     name: str
     num_workers: int
     what: str
-    """What each of them is, for a person."""
+    """Description of each worker."""
 
 
 @dataclass(frozen=True)
@@ -37,53 +38,90 @@ class EvalPlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage. Counts are None where the size of a dataset is not known yet, or nothing limits them."""
+    """One stage. None as a count: the size of a dataset is unknown, or nothing limits the count."""
 
     name: str
     mode: str
     algorithm: str
     folder: str
-    """Where the run lives."""
+    """Run folder."""
     roles: tuple[RolePlan, ...]
     weights: str | None
-    """How published weights travel, and why so; None: no engine follows what is trained."""
+    """How published weights travel, and why. None: no engine follows the trainer."""
     num_tasks: int | None
     """Training tasks (sft: rows) of one epoch."""
     explore_steps: int | None
-    """None also when the mode does not explore."""
+    """None: also if the mode does not explore."""
     train_steps: int | None
-    """None also when the mode does not train."""
+    """None: also if the mode does not train."""
     max_train_steps: int | None
-    """`trainer.total_steps`: the data may end before it."""
+    """`trainer.total_steps`; the data may end earlier."""
     experiences: int | None
-    """Experiences that will be made (sft: rows of all epochs)."""
+    """Experiences of all explore steps (sft: rows of all epochs)."""
     train_batch_size: int
     """Experiences in one train step."""
     groups_per_batch: int | None
-    """Groups in one train step; None when the algorithm has no groups."""
+    """Groups in one train step. None: the algorithm has no groups."""
     evals: tuple[EvalPlan, ...]
     eval_every: int | None
-    """Explore steps between evaluations, in mode train train steps; None without evaluation while training."""
+    """Explore steps between evaluations; in mode train, train steps. None: no evaluation while training."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a configuration would do. `print(make_plan(config).render())`."""
+    """Plan of a configuration. Usage: `print(make_plan(config).render())`."""
 
     mode: str
     stages: tuple[StagePlan, ...]
 
     def render(self) -> str:
-        """A table of text for each stage, at most 100 columns unless a path is longer."""
+        """Return a text table for each stage, at most 100 columns wide unless a path is longer."""
         return "\n\n".join(_render(stage) for stage in self.stages)
 
 
 def make_plan(config: Config, num_ranks: int = 1) -> Plan:
-    """The plan of a checked configuration. Counts the lines of local datasets.
+    """Return the plan of a checked configuration. Counts the rows of local datasets.
 
-    num_ranks: of a trainer that takes all the GPUs that others leave, where their number is known.
+    num_ranks: ranks of a trainer that takes all GPUs that other roles leave.
     """
     return Plan(config.mode, tuple(_stage_plan(stage, num_ranks) for stage in config.stage_configs()))
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """Number of steps of a stage."""
+
+    explore_steps: int
+    train_steps: int | None
+    """None: until the data ends."""
+
+
+def plan_work(config: Config, sizes: Mapping[str, int]) -> StageWork:
+    """Return the steps of a stage, from the sizes of its tasksets by name ("dataset": rows to learn from)."""
+    buffer, limit = config.buffer, config.trainer.total_steps
+
+    def limited(steps: int | None) -> int | None:
+        return min((count for count in (steps, limit) if count is not None), default=None)
+
+    steps = buffer.total_steps
+    if config.algorithm.schema_type != "experience":
+        rows = sizes.get("dataset")
+        if steps is None and rows is not None:
+            # Rounded down: batches continue over epochs, and the rows left at the very end fill none.
+            steps = rows * buffer.total_epochs // buffer.train_batch_size
+        return StageWork(0, limited(steps))
+    tasksets = [sizes[taskset.name] for taskset in buffer.explorer_input.train_tasksets if taskset.name in sizes]
+    if not tasksets:
+        # In mode train another command fills the log, and how far is not known here.
+        return StageWork(0, limit)
+    if steps is None:
+        steps = sum(tasksets) * buffer.total_epochs // buffer.batch_size
+    per_step, per_batch = buffer.batch_size * config.algorithm.repeat_times, config.num_own_rollouts
+    train_steps = limited(steps * per_step // per_batch)
+    # Explore steps beyond the last train step would cost compute and never be trained.
+    if config.mode == "both" and train_steps is not None:
+        steps = min(steps, -(-train_steps * per_batch // per_step))
+    return StageWork(steps, train_steps)
 
 
 def _stage_plan(config: Config, num_ranks: int) -> StagePlan:
@@ -96,27 +134,23 @@ def _stage_plan(config: Config, num_ranks: int) -> StagePlan:
         return count_rows(taskset.path, taskset.split, taskset.dataset_args, taskset.subset_name)
 
     if on_rollouts:
-        num_tasks = _sum([rows_of(taskset) for taskset in source.train_tasksets])
+        sizes = {taskset.name: rows_of(taskset) for taskset in source.train_tasksets}
     else:
         rows = buffer.trainer_input.experience_buffer
-        num_tasks = count_rows(rows.path, rows.split, {}, rows.subset_name) if rows.path else None
-    explore_steps = None
-    if on_rollouts and explores:
-        explore_steps = buffer.total_steps
-        if explore_steps is None and num_tasks is not None:
-            explore_steps = num_tasks * buffer.total_epochs // buffer.batch_size
-    if on_rollouts:
-        made = None if explore_steps is None else explore_steps * buffer.batch_size * config.algorithm.repeat_times
-    elif buffer.total_steps is not None:
-        made = buffer.total_steps * buffer.train_batch_size
-    else:
-        made = None if num_tasks is None else num_tasks * buffer.total_epochs
-    train_steps = None
-    # A batch with demonstrations is full when its own rollouts are there.
-    if trains and made is not None:
-        train_steps = made // (config.num_own_rollouts if on_rollouts else buffer.train_batch_size)
-        if config.trainer.total_steps is not None:
-            train_steps = min(train_steps, config.trainer.total_steps)
+        sizes = {"dataset": count_rows(rows.path, rows.split, {}, rows.subset_name) if rows.path else None}
+    num_tasks = _sum([*sizes.values()])
+    explore_steps = train_steps = made = None
+    # With total_steps the sizes do not matter.
+    if (num_tasks is not None or buffer.total_steps is not None) and (explores or not on_rollouts):
+        work = plan_work(config, {name: size or 0 for name, size in sizes.items()})
+        explore_steps = work.explore_steps if on_rollouts else None
+        if on_rollouts:
+            made = work.explore_steps * buffer.batch_size * config.algorithm.repeat_times
+        elif buffer.total_steps is not None:
+            made = buffer.total_steps * buffer.train_batch_size
+        else:
+            made = (num_tasks or 0) * buffer.total_epochs
+        train_steps = work.train_steps if trains else None
 
     publishes = config.evaluates_training or (on_rollouts and (explores or trains))
     return StagePlan(
@@ -125,7 +159,7 @@ def _stage_plan(config: Config, num_ranks: int) -> StagePlan:
         algorithm=config.algorithm.algorithm_type,
         folder=config.checkpoint_job_dir,
         roles=tuple(_role_plans(config, num_ranks)),
-        weights=_way_of_weights(config) if publishes else None,
+        weights=_describe_weights(config) if publishes else None,
         num_tasks=num_tasks,
         explore_steps=explore_steps,
         train_steps=train_steps,
@@ -138,7 +172,7 @@ def _stage_plan(config: Config, num_ranks: int) -> StagePlan:
     )
 
 
-def _way_of_weights(config: Config) -> str:
+def _describe_weights(config: Config) -> str:
     method, why = config.sync_choice
     how = "files of the run"
     if method != "checkpoint":
@@ -164,9 +198,9 @@ def _role_plans(config: Config, num_ranks: int) -> list[RolePlan]:
                 number = model.engine_num or engine.engine_num
                 split = f" over {model.num_gpus} GPUs" if model.num_gpus > 1 else ""
                 where = (
-                    "workers of its own, for all explorers"
+                    "on separate workers, for all explorers"
                     if model.is_apart
-                    else "beside the policy in each explorer worker"
+                    else "with the policy in each explorer worker"
                 )
                 what = f"{model.engine_type} engine{split}, {model.model_path}, {where}"
             roles.append(RolePlan(model.name or "auxiliary model", number, what))
@@ -188,10 +222,10 @@ def _role_plans(config: Config, num_ranks: int) -> list[RolePlan]:
 
 
 def _limits(model: InferenceModelConfig) -> str:
-    """The limits of a model behind an API, after a comma; "": it has none."""
+    """Rate limits of a model behind an API, after a comma; "": none."""
     limits = {"requests": model.requests_per_minute, "tokens": model.tokens_per_minute}
-    told = [f"{limit:,} {what}" for what, limit in limits.items() if limit is not None]
-    return f", at most {' and '.join(told)} a minute" if told else ""
+    texts = [f"{limit:,} {what}" for what, limit in limits.items() if limit is not None]
+    return f", at most {' and '.join(texts)} a minute" if texts else ""
 
 
 def _render(stage: StagePlan) -> str:
@@ -212,7 +246,7 @@ def _render(stage: StagePlan) -> str:
     if stage.mode in ("both", "train"):
         groups = f" experiences = {stage.groups_per_batch} groups" if on_rollouts else " rows"
         rows.append(("train batch", f"{stage.train_batch_size}{groups}"))
-        # Not known where the experience log decides how many batches there will be.
+        # Unknown if the experience log decides the number of batches.
         steps = str(stage.train_steps)
         if stage.train_steps is None:
             steps = "" if stage.max_train_steps is None else f"at most {stage.max_train_steps}, "
@@ -229,19 +263,19 @@ def _render(stage: StagePlan) -> str:
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
-# ---- the size of a dataset, where it can be told quickly: local files and generated ones
+# ---- the size of a dataset: local files and generated ones
 
 GENERATED = "reasoning-gym:"
 """Prefix of a generated dataset; its size is `dataset_args.size`."""
 _SEEDS = "seeds:"
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _GENERATED_SIZE = 1000
-"""Size of a reasoning-gym dataset when none is given, as the one who reads it has it."""
+"""Default size of a reasoning-gym dataset, as in data/datasets.py."""
 
 
 def count_rows(path: str, split: str, dataset_args: dict[str, object], subset_name: str | None = None) -> int | None:
-    """Rows of the dataset at `path`, or None when it is not here or cannot be counted. Of a folder, those of its
-    subfolder `subset_name`, where one is named.
+    """Return the rows of the dataset at `path`; None: it is not local or cannot be counted. In a folder, the subfolder
+    `subset_name` counts if one is given.
     """
     if path.startswith(GENERATED):
         size = dataset_args.get("size", _GENERATED_SIZE)
@@ -256,12 +290,12 @@ def count_rows(path: str, split: str, dataset_args: dict[str, object], subset_na
     if not place.is_dir():
         return None
     files = sorted(file for file in place.iterdir() if file.suffix in _SUFFIXES)
-    # Those of the split are named after it; where none is, all are of it.
+    # File names begin with their split; if none does, all files belong to it.
     return _sum([_count_file(file) for file in [f for f in files if f.name.startswith(split)] or files])
 
 
 def _sum(counts: list[int | None]) -> int | None:
-    """None where there are none, or one is not known."""
+    """Return the sum; None: no counts, or one is unknown."""
     known = [count for count in counts if count is not None]
     return sum(known) if counts and len(known) == len(counts) else None
 
@@ -269,11 +303,11 @@ def _sum(counts: list[int | None]) -> int | None:
 def _count_file(file: Path) -> int | None:
     try:
         if file.suffix == ".csv":
-            # Rows, not lines: a quoted field may hold line ends. The first row names the columns.
+            # Rows, not lines: a quoted field may contain line ends. The first row has the column names.
             with file.open(newline="", encoding="utf-8") as text:
                 return max(sum(1 for row in csv.reader(text) if row) - 1, 0)
         if file.suffix == ".parquet":
-            import pyarrow as pa  # late: only for this, and a plan without it is still a plan
+            import pyarrow as pa  # late: heavy, and only Parquet files need it
             import pyarrow.parquet as pq
 
             try:
@@ -283,11 +317,11 @@ def _count_file(file: Path) -> int | None:
         if file.suffix not in _SUFFIXES:
             return None
         with file.open("rb") as lines:
-            # JSON lines may have the name .json, as datasets reads them too.
+            # JSON lines may be named .json; datasets reads them as well.
             if file.suffix == ".json" and lines.read(64).lstrip().startswith(b"["):
                 lines.seek(0)
                 return len(json.load(lines))
             lines.seek(0)
             return sum(1 for line in lines if line.strip())
     except (OSError, ValueError, csv.Error, ImportError):
-        return None  # whoever reads the data says what is wrong with it
+        return None  # reading the data reports the error

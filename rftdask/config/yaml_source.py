@@ -1,30 +1,33 @@
-"""A configuration's source as one plain tree: YAML read, overrides applied, interpolations resolved, and what a site
-says once put below it: the profile that it names, and its template of scripts.
+"""Source of a configuration, read as one plain tree: YAML, overrides, interpolations, and the settings of a site.
 
-Knows OmegaConf, and of the schema those two keys alone. Every problem is collected; the rest is a tree of dicts, lists,
-scalars.
-Invariant: a text that whoever uses it completes from the environment stays as it was written, so that no copy of the
-tree has what is in the environment.
+A site's settings are the profile that the configuration names and its template of job scripts. The module knows
+OmegaConf (imported late, because plain data needs none of it) and, of the schema, those two keys only. Every problem is
+collected; the rest is a tree of dicts, lists and scalars.
+Invariant: a text that is filled in from the environment where it is used stays as it was written, so that no copy of
+the tree has values of the environment.
 """
+
+from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from yaml.parser import ParserError
 from yaml.scanner import ScannerError
 
 from rftdask.errors import ConfigError
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
 T = TypeVar("T")
 
 Problem = tuple[str, str]
-"""(path of the key, what is wrong and what is allowed)."""
+"""(path of the key, message with what is wrong and what is allowed)."""
 _PROFILE = "cluster.slurm.profile"
 _TEMPLATE = "cluster.slurm.template"
 
@@ -33,14 +36,14 @@ def read_tree(
     source: str | Path | Mapping[str, Any],
     overrides: Sequence[str],
     problems: list[Problem],
-    is_completed: Callable[[str, str], bool] = lambda path, value: False,
+    stays: Callable[[str, str], bool] = lambda path, value: False,
 ) -> dict[str, Any] | None:
-    """The tree of `source` with `overrides` (key.sub=value) applied; None when there is no source to speak of.
+    """Return the tree of `source` with `overrides` (key.sub=value) applied; None: there is no tree.
 
-    Adds to `problems` what cannot be read, applied or resolved.
+    What cannot be read, applied or resolved is added to `problems`.
 
-    is_completed: whether the text at a path, which has the given value now, is completed from the environment where it
-        is used (`fill_from_environment`).
+    stays: called with a path and the resolved text; True: the text stays as written, because it is filled in from the
+        environment where it is used (`fill_from_environment`).
     """
     if not overrides and isinstance(source, Mapping):
         try:
@@ -51,21 +54,18 @@ def read_tree(
     root = _read(source, problems)
     if root is None:
         return None
-    # In their order, each on what the one before it left.
     for override in overrides:
         _apply(root, override, problems)
-    tree: dict[str, Any] = _Resolver(problems, is_completed).resolve(root, "")
+    tree: dict[str, Any] = _Resolver(problems, stays).resolve(root, "")
     return tree
 
 
 class _NotPlainError(Exception):
-    """There is something that OmegaConf would change, resolve or refuse."""
+    """The data has something that OmegaConf would change, resolve or refuse."""
 
 
 def _plain(value: Any) -> Any:
-    """A copy of data that means what it says, as OmegaConf would give it, and much faster: run.json is read at every
-    turn. Raises: _NotPlainError.
-    """
+    """Return a copy of data without interpolations, as OmegaConf would, much faster. Raises: _NotPlainError."""
     kind = type(value)
     if kind is dict and all(type(key) is str for key in value):
         return {key: _plain(item) for key, item in value.items()}
@@ -77,7 +77,7 @@ def _plain(value: Any) -> Any:
 
 
 def escape(value: Any) -> Any:
-    """Plain data as `read_tree` must be given it to mean literally what it says: every "${" is escaped."""
+    """Return plain data with every "${" escaped, so that `read_tree` takes it literally."""
     if isinstance(value, Mapping):
         return {key: escape(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -89,15 +89,32 @@ def escape(value: Any) -> Any:
 
 
 def to_yaml(tree: dict[str, Any]) -> str:
-    """A tree as YAML; texts that OmegaConf's loader would take for something else are quoted."""
-    return OmegaConf.to_yaml(OmegaConf.create(tree))
+    """Return a tree as YAML. Texts that OmegaConf's loader would read as another type are quoted."""
+    return yaml.dump(tree, Dumper=_Dumper, allow_unicode=True, sort_keys=False, default_flow_style=False)
+
+
+class _Dumper(getattr(yaml, "CDumper", yaml.Dumper)):  # type: ignore[misc]  # C is ten times as fast
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.Dumper, text: str) -> yaml.ScalarNode:
+    try:
+        float(text)
+        quoted = True
+    except ValueError:
+        quoted = text in ("y", "Y", "n", "N")  # yaml itself quotes the other booleans
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if quoted else None)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 _VARIABLE = re.compile(r"\$\{oc\.env: *(\w+) *(?:, *([^{}]*?) *)?\}")
 
 
 def names_environment(value: Any) -> bool:
-    """Whether a value, or a text in it, has still to be completed from the environment."""
+    """True if a value, or a text in it, contains ${oc.env:NAME}."""
     if isinstance(value, Mapping):
         return any(map(names_environment, value.values()))
     if isinstance(value, list | tuple):
@@ -106,14 +123,15 @@ def names_environment(value: Any) -> bool:
 
 
 def fill_from_environment(value: T) -> T:
-    """`value` with the environment variables that its texts name (${oc.env:NAME} or ${oc.env:NAME,default}), for the
-    process that uses it: what is written down never has them. Raises: ConfigError: one is not set.
+    """Return `value` with ${oc.env:NAME} and ${oc.env:NAME,default} filled in, for the process that uses it.
+
+    Files of a run never contain the result. Raises: ConfigError: a variable is not set.
     """
 
     def look_up(match: re.Match[str]) -> str:
         name, default = match[1], match[2]
         if name not in os.environ and default is None:
-            raise ConfigError([f"{match[0]} cannot be completed: the environment variable {name!r} is not set"])
+            raise ConfigError([f"{match[0]} cannot be filled in: the environment variable {name!r} is not set"])
         return os.environ.get(name, (default or "").strip("\"'"))
 
     def fill(part: Any) -> Any:
@@ -128,14 +146,17 @@ def fill_from_environment(value: T) -> T:
 
 
 def _read(source: str | Path | Mapping[str, Any], problems: list[Problem]) -> DictConfig | None:
+    from omegaconf import DictConfig, OmegaConf  # late: heavy
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
-        # A FIFO or a device would be waited for without end.
+        # Reading a FIFO or a device might never end.
         if not isinstance(source, Mapping) and Path(source).exists() and not Path(source).is_file():
-            problems.append(("", f"{source} is no file; give the YAML file of a configuration"))
+            problems.append(("", f"{source} is not a file; give the YAML file of a configuration"))
             return None
         root = OmegaConf.create(dict(source)) if isinstance(source, Mapping) else OmegaConf.load(source)
     except FileNotFoundError:
-        problems.append(("", f"there is no file {source}"))
+        problems.append(("", f"file {source} does not exist"))
     except (OSError, UnicodeDecodeError) as error:
         problems.append(("", f"{source} cannot be read: {error}"))
     except RecursionError:
@@ -144,7 +165,7 @@ def _read(source: str | Path | Mapping[str, Any], problems: list[Problem]) -> Di
         mark, begun = error.problem_mark, error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         since = ""
-        # A colon or a bracket that is missing is missed some lines later.
+        # A missing colon or bracket is noticed some lines later.
         if isinstance(error, ScannerError | ParserError) and mark and begun and begun.line < mark.line:
             since = f" {error.context} that begins in line {begun.line + 1}"
         problems.append(("", f"not valid YAML: {where}{error.problem}{since}"))
@@ -163,8 +184,11 @@ def _apply(root: DictConfig, override: str, problems: list[Problem]) -> None:
     if not equals or not key:
         problems.append(("", f"override {override!r} is not of the form key.sub=value"))
         return
+    from omegaconf import OmegaConf  # late: heavy
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
-        # Parsed under a key of its own, because `key` may address an item of a list.
+        # Parsed under another key, because `key` may address an item of a list.
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
         OmegaConf.update(root, key, value, merge=True, force_add=True)
     except RecursionError:
@@ -177,13 +201,15 @@ _UNRESOLVED = object()
 
 
 class _Resolver:
-    """Plain data with every interpolation resolved; one that cannot be is left out and reported."""
+    """Resolves interpolations. Keys that cannot be resolved are reported and left out."""
 
-    def __init__(self, problems: list[Problem], is_completed: Callable[[str, str], bool]) -> None:
-        self._problems = problems
-        self._is_completed = is_completed
+    def __init__(self, problems: list[Problem], stays: Callable[[str, str], bool]) -> None:
+        self._problems, self._stays = problems, stays
 
     def resolve(self, node: Any, path: str) -> Any:
+        """Return plain data."""
+        from omegaconf import DictConfig, ListConfig  # late: heavy
+
         if isinstance(node, ListConfig):
             values = [self._item(node, index, f"{path}[{index}]") for index in range(len(node))]
             return _UNRESOLVED if any(value is _UNRESOLVED for value in values) else values
@@ -196,6 +222,9 @@ class _Resolver:
         return node
 
     def _item(self, node: Any, key: Any, path: str) -> Any:
+        from omegaconf import OmegaConf  # late: heavy
+        from omegaconf.errors import OmegaConfBaseException
+
         if OmegaConf.is_missing(node, key):
             self._problems.append((path, "required, and given as ???"))
             return _UNRESOLVED
@@ -204,10 +233,10 @@ class _Resolver:
         except OmegaConfBaseException as error:
             self._problems.append((path, f"cannot be resolved: {_first_line(error)}"))
             return _UNRESOLVED
-        if isinstance(value, str) and OmegaConf.is_interpolation(node, key) and self._is_completed(path, value):
-            # The text before interpolation: what is written down names the variable and never has its value.
+        if isinstance(value, str) and OmegaConf.is_interpolation(node, key) and self._stays(path, value):
+            # The text before interpolation: it names the variable and does not have its value.
             written = str(node._get_node(key)._value())
-            # What names other keys as well means nothing without them, and an escaped text is meant as it stands.
+            # References to other keys mean nothing without them, and an escaped text is literal.
             if _VARIABLE.search(written) and "${" not in _VARIABLE.sub("", written) and "\\${" not in written:
                 return written
         return self.resolve(value, path)
@@ -218,36 +247,36 @@ def _first_line(error: BaseException) -> str:
     return re.sub(r"^\w+ raised while resolving interpolation: ", "", lines[0])
 
 
-# ---- what a site says once
+# ---- settings of a site
 
 
 def add_site(tree: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
-    """The tree of a configuration with what its site says; a job finds it there, and reads no file of the site.
+    """Return the tree of a configuration with its site's profile and template in it, so that jobs read no site files.
 
-    Adds to `problems` what cannot be read.
+    What cannot be read is added to `problems`.
     """
     tree = _read_template(tree, Path(), problems)
     name = _slurm(tree).get("profile")
-    if not isinstance(name, str):  # what is no name is told by the check of the key
+    if not isinstance(name, str):  # the check of the key reports it
         return tree
     file = _profile_file(name)
     if file is None:
         places = " nor ".join(str(folder / f"{name}.yaml") for folder in _folders())
-        problems.append((_PROFILE, f"there is no profile {name!r}: neither {places}, nor a file of that path"))
+        problems.append((_PROFILE, f"profile {name!r} does not exist: neither {places}, nor a file of that path"))
         return tree
-    found: list[Problem] = []
-    profile = read_tree(file, (), found) or {}
-    found += [("", f"a profile has the section cluster alone, and not {key}") for key in profile if key != "cluster"]
+    errors: list[Problem] = []
+    profile = read_tree(file, (), errors) or {}
+    errors += [("", f"a profile has only the section cluster, and not {key}") for key in profile if key != "cluster"]
     if _slurm(profile).get("profile") is not None:
-        found.append((_PROFILE, "a profile names no other"))
-    problems += [(_PROFILE, f"{file}: {path}{': ' * bool(path)}{message}") for path, message in found]
+        errors.append((_PROFILE, "a profile must not name another profile"))
+    problems += [(_PROFILE, f"{file}: {path}{': ' * bool(path)}{message}") for path, message in errors]
     merged = merge(_read_template(profile, file.parent, problems), tree)
     merged["cluster"]["slurm"]["profile"] = None
     return merged
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the keys of `over`, field by field: sections are merged, anything else is replaced."""
+    """Return `base` updated with `over`: sections are merged, anything else is replaced."""
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
@@ -257,14 +286,14 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _slurm(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     cluster = tree.get("cluster")
-    found = cluster.get("slurm") if isinstance(cluster, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    slurm = cluster.get("slurm") if isinstance(cluster, Mapping) else None
+    return slurm if isinstance(slurm, Mapping) else {}
 
 
 def _read_template(tree: dict[str, Any], folder: Path, problems: list[Problem]) -> dict[str, Any]:
-    """The tree with the text of the template in the place of its path, which starts at `folder`."""
+    """Return the tree with the text of the template instead of its path, which is relative to `folder`."""
     template = _slurm(tree).get("template")
-    if not isinstance(template, str) or "\n" in template or "{" in template:  # it is the text already
+    if not isinstance(template, str) or "\n" in template or "{" in template:  # already a text
         return tree
     try:
         text = (folder / Path(template).expanduser()).read_text()
@@ -280,6 +309,6 @@ def _profile_file(name: str) -> Path | None:
 
 
 def _folders() -> tuple[Path, Path]:
-    """The user's and the site's."""
-    own = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(own, "rftdask"), Path("/etc/rftdask")
+    """Folders with profiles: the user's and the site's."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home, "rftdask"), Path("/etc/rftdask")

@@ -1,7 +1,7 @@
-"""Database: the URL of one as a config gives it, an engine for it, and the rows of a table as a dataset.
+"""Databases: URLs from the config, engines for them, and tables as datasets.
 
-Invariants: a password comes from the environment, and is in no message; `read_table` only reads, in one transaction,
-and makes no database that is not there.
+Invariants: passwords come from the environment and are in no message. `read_table` only reads, in one transaction, and
+never creates a database.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rftdask.errors import DataError, UserError
 
 
 def database_url(text: str) -> sa.URL:
-    """`text` completed from the environment. Raises: UserError: a variable is not set, or it is no URL."""
+    """Parse `text`, completed from the environment. Raises: UserError: a variable is not set, or it is not a URL."""
     try:
         url = sa.make_url(fill_from_environment(text))
     except ArgumentError:
@@ -33,7 +33,7 @@ def database_url(text: str) -> sa.URL:
 
 
 def open_engine(url: sa.URL, **options: Any) -> sa.Engine:
-    """An engine that hides what it is given. Raises: UserError: no driver for the database is installed."""
+    """Make an engine whose errors hide parameters. Raises: UserError: no driver for the database is installed."""
     try:
         return sa.create_engine(url, hide_parameters=True, **options)
     except (NoSuchModuleError, ModuleNotFoundError) as error:
@@ -44,29 +44,29 @@ def open_engine(url: sa.URL, **options: Any) -> sa.Engine:
 
 
 def shown(url: sa.URL) -> str:
-    """The URL for a message: no password, and nothing of its query, which may have one."""
+    """Format the URL for a message, without password and without query, which may contain one."""
     return url.set(query={}).render_as_string(hide_password=True)
 
 
 def read_table(path: str, table: str) -> tuple[list[dict[str, Any]], str]:
-    """The rows of `table`, and their fingerprint. path: URL of the database, with ${oc.env:NAME} where a password is.
+    """Read the rows of `table`; return them with the fingerprint of their content.
 
-    The fingerprint is of the rows as they are read, so a table that was changed has another.
-
-    Raises: DataError: it cannot be read, has no such table, no row, or no order; UserError: no URL, or no driver.
+    Args: path: URL of the database, with ${oc.env:NAME} in place of a password.
+    Raises: DataError: it cannot be read, has no such table, or the table has no rows or no order; UserError: not a URL,
+    or no driver.
     """
     url = database_url(path)
     where = f"dataset {shown(url)}, table {table!r}"
     if url.drivername == "sqlite":
         if not Path(url.database or "").is_file():
-            raise DataError(f"{where}: there is no file {url.database}")
-        # Opened read-only: it is somebody else's database.
+            raise DataError(f"{where}: the file {url.database} does not exist")
+        # Read-only: the database is not ours.
         url = url.set(database=Path(url.database or "").absolute().as_uri(), query={"mode": "ro", "uri": "true"})
     engine = open_engine(url, poolclass=NullPool)
     try:
         with engine.connect() as connection:
             columns, rows = _read(connection, table, where)
-    except (SQLAlchemyError, ValueError) as error:  # ValueError: a column of JSON that is none
+    except (SQLAlchemyError, ValueError) as error:  # ValueError: invalid JSON in a JSON column
         first_line = str(error).partition("\n")[0]
         raise DataError(f"{where} cannot be read: {first_line}") from error
     if not rows:
@@ -76,22 +76,22 @@ def read_table(path: str, table: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def _read(connection: sa.Connection, name: str, where: str) -> tuple[list[str], list[dict[str, Any]]]:
-    found = sa.inspect(connection)
+    inspector = sa.inspect(connection)
     schema, _, bare = name.rpartition(".")
-    known = [*found.get_table_names(schema or None), *found.get_view_names(schema or None)]
+    known = [*inspector.get_table_names(schema or None), *inspector.get_view_names(schema or None)]
     if bare not in known:
         near = ", ".join(difflib.get_close_matches(bare, known) or sorted(known)[:5])
-        raise DataError(f"{where}: there is no such table; the database has {near or 'none at all'}")
+        raise DataError(f"{where}: the table does not exist; the database has {near or 'no tables'}")
     table = sa.Table(bare, sa.MetaData(), schema=schema or None, autoload_with=connection)
     order: list[Any] = list(table.primary_key.columns)
-    if not order and connection.dialect.name == "sqlite" and bare in found.get_table_names():
-        # SQLite numbers the rows of every table; a view has no such number.
+    if not order and connection.dialect.name == "sqlite" and bare in inspector.get_table_names():
+        # SQLite numbers the rows of tables, but not of views.
         order = [sa.text("rowid")]
     if not order:
         raise DataError(f"{where} has no primary key, so its rows have no order; give it one")
 
     def plain(value: Any, column: str) -> Any:
-        # As a file of JSON would have it.
+        # As in a JSON file.
         if isinstance(value, decimal.Decimal):
             return int(value) if value == value.to_integral_value() else float(value)
         if isinstance(value, datetime.date | datetime.time | datetime.timedelta | uuid.UUID):

@@ -1,7 +1,7 @@
-"""Datasets: rows by number, wherever they come from. Rows are plain dicts; nothing here knows what a column means.
+"""Datasets: rows by number, from files, folders, the Hub, generators and databases.
 
-A dataset is read once and never changes: `fingerprint` names its content, so a run can tell that it resumes with the
-same rows in the same order.
+Rows are plain dicts; this module does not interpret columns. A dataset is read once and never changes. Its
+`fingerprint` identifies its content, so a run can check that it resumes with the same rows in the same order.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ REASONING_GYM = "reasoning-gym:"
 VERIFIERS = "verifiers:"
 SEEDS = "seeds:"
 _HASHED_ROWS = 1000
-"""At a time, to be held in memory."""
+"""Rows hashed at a time, which limits memory."""
 ANSWER_TIMEOUT_S = 30.0
-"""For what a server says first of a dataset: is it there? A client's own patience is minutes."""
+"""Seconds for a server to answer whether a dataset exists; clients would wait for minutes."""
 
 
 class Dataset(Protocol):
@@ -46,11 +46,11 @@ class Dataset(Protocol):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns; a row of a jsonl file may lack some."""
+        """Names of the columns; a row of a .jsonl file may lack some."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the rows or their order do."""
+        """Hash that changes when the rows or their order change."""
 
     def __len__(self) -> int: ...
 
@@ -65,21 +65,20 @@ def open_dataset(
     dataset_args: Mapping[str, Any] | None = None,
     table: str | None = None,
 ) -> Dataset:
-    """The dataset at `path`: a file, a folder, a name on the Hub, a generator, or a table of a database.
+    """Open the dataset at `path`: a file, a folder, a name on the Hub, a generator, or a table of a database.
 
     Args:
         path: .jsonl, .json, .csv or .parquet file (any fsspec URL), a folder of them, a folder written by
             `datasets.save_to_disk`, a Hub name such as "openai/gsm8k", or a generator: "reasoning-gym:countdown",
-            "verifiers:<taskset>", or "seeds:<N>", rows {"prompt": "game 0", "seed": 0}
-            and so on, for games that need no more.
-        split: of a folder, the files whose name begins with it ("train.jsonl", "train-00000-of-00002.parquet"); ignored
-            for a single file and for a generator.
+            "verifiers:<taskset>", or "seeds:<N>", which makes rows {"prompt": "game 0", "seed": 0}, ... for games.
+        split: for a folder, selects the files whose name begins with it ("train.jsonl",
+            "train-00000-of-00002.parquet"); ignored for single files, generators and tables.
         subset_name: a subfolder, or the configuration of a Hub dataset.
-        dataset_args: arguments of a generator; reasoning-gym: size 1000 and seed 42 unless given. verifiers: size, the
-            tasks to take (all), and settings of the environment, such as {taskset: {...}, agent: {harness: {...}}}.
-        table: `path` is the URL of a database, and this the table; the split is ignored.
+        dataset_args: arguments of a generator. reasoning-gym: by default size 1000 and seed 42. verifiers: size, the
+            number of tasks (default: all), and settings such as {taskset: {...}, agent: {harness: {...}}}.
+        table: table of the database whose URL is `path`.
 
-    Raises: DataError: nothing there, nothing in it, or not readable; the message names the path.
+    Raises: DataError: it does not exist, has no rows, or is not readable; the message names the path.
     """
     if path.startswith(REASONING_GYM):
         return _reasoning_gym(path, dict(dataset_args or {}))
@@ -88,7 +87,7 @@ def open_dataset(
     if path.startswith(SEEDS):
         count = path.removeprefix(SEEDS)
         if dataset_args or not count.isdecimal() or not int(count):
-            raise DataError(f"dataset {path}: it is {SEEDS}<number of rows>, without dataset_args")
+            raise DataError(f"dataset {path}: use {SEEDS}<number of rows>, without dataset_args")
         return RowsDataset(
             [[{"prompt": f"game {seed}", "response": "", "seed": seed} for seed in range(int(count))]], _digest([path])
         )
@@ -108,7 +107,7 @@ def open_dataset(
         return _open_path(path, split, subset_name)
     except DataError:
         raise
-    except Exception as error:  # of whatever library speaks the protocol
+    except Exception as error:  # from the library of the protocol
         if "://" not in path and not isinstance(error, OSError):
             raise
         raise DataError(f"dataset {path} cannot be read: {type(error).__name__}: {error}") from error
@@ -117,11 +116,11 @@ def open_dataset(
 def _open_path(path: str, split: str, subset_name: str | None) -> Dataset:
     try:
         filesystem, root = fsspec.core.url_to_fs(fill_from_environment(path))
-    except (ImportError, ValueError) as error:  # a protocol that is unknown or whose package is missing
+    except (ImportError, ValueError) as error:  # an unknown protocol, or its package is missing
         raise DataError(f"dataset {path}: {error}") from error
     if "://" not in path:
         root = staged(root)
-    # By its name a file, first: a web server would send all of it to tell whether it is a folder.
+    # A file by its suffix first: to find out whether it is a folder, a web server would send all of it.
     if path.endswith(SUFFIXES) and _answer(path, lambda: filesystem.isfile(root)):
         return _read_files(filesystem, [root], path)
     if _answer(path, lambda: filesystem.isdir(root)):
@@ -130,46 +129,46 @@ def _open_path(path: str, split: str, subset_name: str | None) -> Dataset:
         return _read_files(filesystem, [root], path)
     parts = path.split("/")
     is_hub_name = len(parts) <= 2 and all(parts) and not path.startswith((".", "~")) and not path.endswith(SUFFIXES)
-    # "data/gsm9k" beside a folder "data" is a misspelled file, not a dataset of the Hub user "data".
+    # If there is a folder "data", "data/gsm9k" is a misspelled file, not a dataset of the Hub user "data".
     if is_hub_name and not ("/" in path and filesystem.isdir(root.rpartition("/")[0])):
         return _open_hub(path, split, subset_name)
-    made = "; data_processor.task_pipeline makes it as the run starts" if path.endswith(f"/{MADE_ROWS}") else ""
+    made = "; data_processor.task_pipeline makes it when the run starts" if path.endswith(f"/{MADE_ROWS}") else ""
     raise DataError(f"dataset {path} does not exist{made or _neighbors(filesystem, root)}")
 
 
-def _answer(path: str, ask: Callable[[], Any]) -> Any:
-    """What `ask` gives. Raises: DataError: the server of `path` says nothing; what `ask` raises."""
+def _answer(path: str, request: Callable[[], Any]) -> Any:
+    """Return `request()`, with a deadline if `path` is remote. Raises: DataError: the server does not answer."""
     if "://" not in path:
-        return ask()
+        return request()
     answer: Future[Any] = Future()
 
     def run() -> None:
         try:
-            answer.set_result(ask())
-        except BaseException as error:  # raised again where it is waited for
+            answer.set_result(request())
+        except BaseException as error:  # `answer.result` raises it
             answer.set_exception(error)
 
-    # A thread, since a client may take no deadline; one that hangs ends with the process.
+    # A daemon thread, because a client may not support deadlines.
     threading.Thread(target=run, name="dataset-answer", daemon=True).start()
     try:
         return answer.result(ANSWER_TIMEOUT_S)
     except TimeoutError:
-        if answer.done():  # the client's own
+        if answer.done():  # raised by the client
             raise
         raise DataError(
-            f"dataset {path}: its server has not answered for {ANSWER_TIMEOUT_S:.0f} s; is it the right address, and "
-            "can this machine reach it?"
+            f"dataset {path}: its server has not answered for {ANSWER_TIMEOUT_S:.0f} s; check the address, and that "
+            "this machine can reach it"
         ) from None
 
 
 class RowsDataset:
-    """Rows held in memory, in one part per file; a part is a list of dicts or an Arrow table."""
+    """Rows in memory, in one part per file; a part is a list of dicts or an Arrow table."""
 
     def __init__(self, parts: Sequence[Sequence[dict[str, Any]] | pa.Table], fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self._parts = parts
         self._ends = list(accumulate(len(part) for part in parts))
-        # Of rows all keys that any of them has: a line of JSON may lack some.
+        # All keys of any row: a line of JSON may lack some.
         names = (p.column_names if isinstance(p, pa.Table) else chain.from_iterable(p) for p in parts)
         self.columns = tuple(dict.fromkeys(chain.from_iterable(names)))
 
@@ -179,7 +178,6 @@ class RowsDataset:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        # `_ends` are the rows up to the end of each part: the first beyond `index` is that of its part.
         number = bisect_right(self._ends, index)
         part = self._parts[number]
         offset = index - (self._ends[number] - len(part))
@@ -187,17 +185,17 @@ class RowsDataset:
 
 
 class WrappedDataset:
-    """Rows of a dataset object of another package."""
+    """Adapts a dataset object of another package."""
 
     def __init__(self, rows: Any, columns: Iterable[str], fingerprint: str) -> None:
-        """fingerprint: empty: `rows` is a `datasets.Dataset`, and it is of all rows."""
+        """fingerprint: "" computes it from all rows of `rows`, a `datasets.Dataset`."""
         self._rows = rows
         self.columns = tuple(columns)
         self._fingerprint = fingerprint
 
     @property
     def fingerprint(self) -> str:
-        if not self._fingerprint:  # when it is asked for: a worker that reads some rows does not need it
+        if not self._fingerprint:  # lazily: a worker that reads some rows does not need it
             digest = blake2b(digest_size=16)
             for table in self._rows.with_format("arrow").iter(_HASHED_ROWS):
                 sink = pa.BufferOutputStream()
@@ -228,10 +226,10 @@ def _open_folder(filesystem: Any, root: str, path: str, split: str, subset_name:
     files = [name for name in names if name.endswith(SUFFIXES)]
     if not files:
         raise DataError(f"dataset {path}: no {', '.join(SUFFIXES)} file in the folder; it holds {names[:10]}")
-    # "train" of "train.jsonl" and of "train-00000-of-00002.parquet".
+    # "train" for "train.jsonl" and for "train-00000-of-00002.parquet".
     splits = [name.rsplit(".", 1)[0].split("-")[0] for name in files]
-    chosen = [name for name, found in zip(files, splits, strict=True) if found == split]
-    # Files that name no split at all are all of train.
+    chosen = [name for name, name_of_split in zip(files, splits, strict=True) if name_of_split == split]
+    # If no file names a split, all files belong to train.
     if not chosen and (split != "train" or not {"train", "test", "validation"}.isdisjoint(splits)):
         raise DataError(f"dataset {path}: no file of split {split!r}; the folder holds {files[:10]}")
     return _read_files(filesystem, [f"{root.rstrip('/')}/{name}" for name in chosen or files], path)
@@ -242,12 +240,12 @@ def _names_in(filesystem: Any, folder: str) -> list[str]:
 
 
 def _neighbors(filesystem: Any, root: str) -> str:
-    """The end of a message about a missing `root`: what the folder holds, or that there is no such folder."""
+    """Return the end of a message about a missing `root`: similar names in its folder, or that it has no folder."""
     folder, _, name = root.rstrip("/").rpartition("/")
     try:
         names = _names_in(filesystem, folder)
     except OSError:
-        return f": there is no folder {folder} either"
+        return f", and neither does its folder {folder}"
     similar = nearest(name, names) or names[:5]
     return f"; nearest in {folder}: {', '.join(similar)}" if similar else f": {folder} is empty"
 
@@ -256,10 +254,10 @@ def _read_files(filesystem: Any, files: Sequence[str], path: str) -> Dataset:
     digest = blake2b(digest_size=16)
     parts: list[Sequence[dict[str, Any]] | pa.Table] = []
     for file in files:
-        if not filesystem.isfile(file):  # a FIFO would be waited for without end
-            raise DataError(f"dataset {file} is no file")
+        if not filesystem.isfile(file):  # reading a FIFO could block forever
+            raise DataError(f"dataset {file} is not a regular file")
         content = filesystem.cat_file(file)
-        # With its length: rows that move from one file to the next make another dataset.
+        # With the length: rows that move from one file to the next make another dataset.
         digest.update(len(content).to_bytes(8, "big") + content)
         parts.append(_parse(file, content))
     dataset = RowsDataset(parts, digest.hexdigest())
@@ -277,7 +275,7 @@ def _parse(file: str, content: bytes) -> Sequence[dict[str, Any]] | pa.Table:
     if not file.endswith(SUFFIXES):
         raise DataError(f"{file}: unknown kind of file; use one of {', '.join(SUFFIXES)}")
     try:
-        # With or without the mark that some editors put first, which would be part of the first column's name.
+        # Without the byte order mark of some editors, which would become part of the first column's name.
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line_number = content.count(b"\n", 0, error.start) + 1
@@ -294,7 +292,7 @@ def _parse(file: str, content: bytes) -> Sequence[dict[str, Any]] | pa.Table:
             if not isinstance(item, dict):
                 raise DataError(f"{file}: item {number} is a {type(item).__name__}, not an object {{column: value}}")
     else:
-        # Not splitlines: it also breaks at U+2028 and kin, which JSON allows inside strings.
+        # Not splitlines, which also breaks at U+2028 and others that JSON allows inside strings.
         for number, line in enumerate(text.split("\n"), start=1):
             if not line.strip():
                 continue
@@ -313,7 +311,7 @@ def _parse_csv(file: str, text: str) -> list[dict[str, Any]]:
     rows = []
     try:
         for row in reader:
-            # csv's reader puts surplus fields below None, and None into fields that are missing.
+            # DictReader stores surplus fields under the key None, and None as the value of missing fields.
             if None in row or None in row.values():
                 raise DataError(f"{file}:{reader.line_num}: the number of fields differs from the header's")
             rows.append(dict(row))
@@ -331,17 +329,17 @@ def _open_hub(path: str, split: str, subset_name: str | None) -> Dataset:
     which = f"split {split!r}, subset {subset_name!r}"
     try:
         try:
-            # First what this machine has: a run on a node without a network, or with a slow one, starts the same.
+            # The local cache first: a run must start on a node without a network, or with a slow one.
             with without_hub():
                 rows = datasets.load_dataset(path, subset_name, split=split)
-        except (OSError, ValueError):  # not in the cache of this machine, or not whole
+        except (OSError, ValueError):  # not in the cache, or incomplete
             require_hub(
                 f"dataset {path} ({which})",
-                f"give a file or folder of it (hf download {path} --repo-type dataset --local-dir DIR, where there is "
-                "a network)",
+                f"pass a local copy (run hf download {path} --repo-type dataset --local-dir DIR on a machine with a "
+                "network)",
             )
             rows = datasets.load_dataset(path, subset_name, split=split)
-    except (OSError, ValueError) as error:  # not found, not reachable, no such split or configuration
+    except (OSError, ValueError) as error:  # not found, not reachable, or no such split or configuration
         raise DataError(
             f"dataset {path}: no such file, and it could not be loaded as a Hub dataset ({which}): {error}"
         ) from error
@@ -364,8 +362,7 @@ def _open_saved(path: str, split: str) -> Dataset:
 
 def _wrap(path: str, rows: Any, columns: Iterable[str], fingerprint: str = "", arguments: object = None) -> Dataset:
     if not len(rows):
-        given = "" if arguments is None else f" (dataset_args {arguments})"
-        raise DataError(f"dataset {path} has no rows{given}")
+        raise DataError(f"dataset {path} has no rows" + ("" if arguments is None else f" (dataset_args {arguments})"))
     return WrappedDataset(rows, columns, fingerprint)
 
 
@@ -375,7 +372,7 @@ def _digest(tree: object) -> str:
 
 def _reasoning_gym(path: str, arguments: dict[str, Any]) -> Dataset:
     try:
-        # Late: optional, and its import costs 2 s. By name: whether it is installed must not change the type check.
+        # Late: optional, and its import takes 2 s. By name, so that the type check does not depend on it.
         reasoning_gym: Any = importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise DataError(f"dataset {path} needs reasoning-gym: pip install 'rftdask[reasoning-gym]'") from error
@@ -388,17 +385,17 @@ def _reasoning_gym(path: str, arguments: dict[str, Any]) -> Dataset:
     filled = fill_from_environment(arguments)
     try:
         rows = reasoning_gym.create_dataset(name, **filled)
-    except (TypeError, ValueError, AssertionError) as error:  # how its configurations refuse arguments
+    except (TypeError, ValueError, AssertionError) as error:  # raised for wrong arguments
         raise DataError(f"dataset {path}: dataset_args {arguments}: {error}") from error
-    # Another version may generate other rows from the same seed.
+    # With the version, which may generate other rows from the same seed.
     fingerprint = _digest([name, filled, importlib.metadata.version("reasoning-gym")])
     return _wrap(path, rows, rows[0] if len(rows) else (), fingerprint, arguments)
 
 
 def _verifiers(path: str, arguments: dict[str, Any]) -> Dataset:
-    """Rows of an environment's tasks: prompt and response, as text, and what verifiers_workflow makes the task of."""
+    """Make rows of the tasks of an environment: prompt and response as text, and the data for verifiers_workflow."""
     try:
-        # Late: optional, and its import costs seconds. By name: see _reasoning_gym.
+        # Late: optional, and its import takes seconds. By name: see _reasoning_gym.
         loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
     except ImportError as error:
         raise DataError(f"dataset {path} needs verifiers: pip install 'rftdask[verifiers]'") from error
@@ -407,16 +404,16 @@ def _verifiers(path: str, arguments: dict[str, Any]) -> Dataset:
     environment = {**arguments, "taskset": {**arguments.get("taskset", {}), "id": name}}
     try:
         for role, field in loaders.env_config_type(name, arguments.get("id", "")).model_fields.items():
-            # Programs run beside us, not on the machines of a service (its default), unless the settings say so.
+            # Programs run on this machine by default, not on the machines of a service (the default of verifiers).
             if getattr(getattr(field.default, "runtime", None), "type", None) == "prime":
                 environment[role] = {"runtime": {"type": "subprocess"}, **arguments.get(role, {})}
         taskset = loaders.load_environment(loaders.resolve_env_config(fill_from_environment(environment))).taskset
         if size is None and not taskset.bounded:
-            raise DataError(f"dataset {path} has no end; set dataset_args.size")
+            raise DataError(f"dataset {path} is infinite; set dataset_args.size")
         tasks = list(taskset if size is None else taskset.take(int(size)))
     except DataError:
         raise
-    except Exception as error:  # an environment is anybody's code, and its settings are checked by itself
+    except Exception as error:  # an environment is third-party code that checks its own settings
         raise DataError(f"dataset {path}: dataset_args {arguments}: {type(error).__name__}: {error}") from error
     rows = []
     for task in tasks:

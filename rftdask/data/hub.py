@@ -1,8 +1,8 @@
-"""Names on the Hugging Face Hub: looked up on this machine first, then asked for once.
+"""Names on the Hugging Face Hub: looked up in the local cache first, then requested once.
 
-The Hub's own clients try an unreachable server again for 25 s, for every name and in every process. Here a name that is
-in the local cache is used from there, whatever the Hub has by now; for another one the Hub gets one request, and no
-answer is an error at once. It knows neither tokenizers nor weights, and needs no torch.
+The clients of the Hub retry an unreachable server for 25 s, for every name and in every process. Here a name in the
+local cache is used from there, even if the Hub has a newer version. For other names the Hub gets one request, and no
+answer is an error at once. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rftdask.errors import DataError
 
 _ANSWER_TIMEOUT_S = 5.0
 _SILENCE_REMEMBERED_S = 30.0
-"""A check of one configuration asks for several names; it waits for a silent Hub once."""
+"""Checking a configuration looks up several names, but waits for an unreachable Hub only once."""
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
 _silence: tuple[str, float, str] = ("", 0.0, "")
@@ -27,78 +27,78 @@ _silence: tuple[str, float, str] = ("", 0.0, "")
 
 
 def is_model_name(path: str) -> bool:
-    """True for what can be the name of a model on the Hub, "owner/model", where `path` is no folder."""
+    """Return True if `path`, which is not a folder, can be a Hub name "owner/model"."""
     return path.count("/") == 1 and not path.startswith((".", "/", "~"))
 
 
 def local_model(path: str) -> str:
-    """Find the folder of a whole model: `path` if it is one, or its copy in the local cache; else `path`, a name.
+    """Return the folder of a complete model: `path` if it exists, or its copy in the local cache; otherwise `path`.
 
-    Give it to `from_pretrained`, which asks the Hub about a name even where the files are in the cache.
+    Pass it to `from_pretrained`, which would contact the Hub about a name even if the files are cached.
     """
-    # A folder that is there wins over a model of that name, as it does in `from_pretrained`.
+    # An existing folder wins over a model of that name, as in `from_pretrained`.
     folder = None if Path(path).exists() else cached_folder(path)
     return str(folder) if folder is not None and has_weights(folder) and has_tokenizer(folder) else path
 
 
 def cached_folder(name: str) -> Path | None:
-    """Find the newest copy of a model in the local cache, with its config.json and maybe no more."""
+    """Return the newest copy of a model in the local cache, which may be incomplete except for config.json."""
     if not is_model_name(name):
         return None
-    # Late: 0.2 s, and models in folders do without it.
+    # Late: 0.2 s, and models in folders do not need it.
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         file = try_to_load_from_cache(name, "config.json")
     except HFValidationError:
-        # The cache refuses what can be no name on the Hub, so there is nothing to be had under it.
         return None
     return Path(file).parent if isinstance(file, str) else None
 
 
 def require_hub(what: str, advice: str) -> None:
-    """Ask the Hub for any answer, once. `what` is not on this machine; `advice` says what to do without the Hub.
+    """Check with one request that the Hub answers.
 
-    Raises: DataError: it gives no answer in 5 s; one line with `what`, the server, the reason and `advice`.
+    Args: what: the missing item; advice: what to do without the Hub.
+    Raises: DataError: no answer in 5 s; one line with `what`, the server, the reason and `advice`.
     """
     global _silence
-    from huggingface_hub import constants, get_session  # late: 0.2 s, and models in folders do without it
+    from huggingface_hub import constants, get_session  # late: 0.2 s, and models in folders do not need it
 
-    server, asked_at, reason = _silence
-    if server != constants.ENDPOINT or time.monotonic() - asked_at > _SILENCE_REMEMBERED_S:
+    server, requested_at, reason = _silence
+    if server != constants.ENDPOINT or time.monotonic() - requested_at > _SILENCE_REMEMBERED_S:
         reasons = [f"nothing in {_ANSWER_TIMEOUT_S:.0f} s"]
 
-        def ask() -> None:
+        def request() -> None:
             try:
                 get_session().head(constants.ENDPOINT, timeout=_ANSWER_TIMEOUT_S)
                 reasons.append("")  # any status is an answer
-            except Exception as error:  # of whatever HTTP library the Hub's client uses
+            except Exception as error:  # from the HTTP library of the Hub's client
                 reasons.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
 
-        # In a thread, because the look-up of a name has a deadline of its own that no argument sets.
-        thread = threading.Thread(target=ask, name="hub-answer", daemon=True)
+        # In a thread, because the timeout argument does not cover name resolution.
+        thread = threading.Thread(target=request, name="hub-answer", daemon=True)
         thread.start()
         thread.join(_ANSWER_TIMEOUT_S)
         reason = reasons[-1]
-        # Silence alone is remembered: after an answer the next name may ask again, for that costs little.
+        # Only silence is remembered: a request that is answered costs little.
         _silence = (constants.ENDPOINT if reason else "", time.monotonic(), reason)
     if reason:
         raise DataError(f"{what} is not on this machine, and {constants.ENDPOINT} does not answer ({reason}); {advice}")
 
 
 def require_model(path: str, key: str) -> None:
-    """Raises: DataError: the model that `key` names is neither on this machine nor within reach."""
+    """Raise DataError if the model that `key` names is not on this machine and the Hub is not reachable."""
     if local_model(path) == path:
         require_hub(
             f"{key}: {path!r}",
-            f"give a folder of it (hf download {path} --local-dir DIR, where there is a network)",
+            f"pass a local copy (run hf download {path} --local-dir DIR on a machine with a network)",
         )
 
 
 @contextmanager
 def without_hub() -> Iterator[None]:
-    """Let the `datasets` library look into its local cache alone, in this process and for this block."""
+    """Restrict the `datasets` library to its local cache, in this process and for this block."""
     import datasets  # late: 0.6 s
 
     before = datasets.config.HF_HUB_OFFLINE
@@ -110,8 +110,8 @@ def without_hub() -> Iterator[None]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether all weight files are there that the folder's index names."""
-    # Several files are named by an index; a single one has a fixed name.
+    """Return True if all weight files of a model folder exist."""
+    # An index names several files; a single one has a fixed name.
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.is_file():
@@ -120,7 +120,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a vocabulary is there, or a tokenizer that needs none: one of bytes, or the model's own code."""
+    """Return True if a vocabulary exists, or the tokenizer needs none: it works on bytes, or is code of the model."""
     settings = folder / "tokenizer_config.json"
     needs_none = settings.is_file() and re.search(rb"auto_map|ByT5|Canine|Perceiver", settings.read_bytes())
     return bool(needs_none) or any(path.is_file() for name in _VOCABULARIES for path in folder.glob(name))

@@ -1,11 +1,11 @@
 """Supervised rows: rows of a dataset as token sequences to learn from.
 
 A row is a prompt with a response or a chat (`SftRows`), a prompt with a better and a worse response (`PreferenceRows`),
-a response with a verdict (`LabeledRows`), or plain text (`TextRows`). What a column means is said by the section
-`format` of the configuration. It knows no storage and no batches.
+a response with a label (`LabeledRows`), or plain text (`TextRows`). The section `format` of the configuration gives
+columns their meaning. This module knows neither storage nor batches.
 
-Invariant: the ids are those that the tokenizer gives the whole rendered chat, or the whole text, cut where what is
-learned begins and ends; pieces are tokenized by themselves only where a token would span such a place.
+Invariant: the ids are those of the whole rendered chat, or the whole text, cut where the learned parts begin and end.
+Pieces are tokenized separately only if a token would span such a cut.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ from rftdask.errors import DataError
 from rftdask.storage.checked_json import parse_json
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""What begins a block of a template that renders what the assistant says."""
+"""Begin of a template block that renders the assistant's text."""
 
 Row = tuple[Sequence[int], int, Sequence[bool] | None]
 """(tokens, prompt length, loss mask of the response or None for all of it)."""
 LabeledRow = tuple[Sequence[int], int, Sequence[bool] | None, float]
-"""The same, and 1.0 for a desirable response, 0.0 for an undesirable one."""
+"""A `Row` with 1.0 for a desirable response, 0.0 for an undesirable one."""
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Example:
-    """What a row teaches, before any template or tokenizer: an answer to a prompt, or the answers in a chat."""
+    """A training example before template and tokenizer: an answer to a prompt, or the answers in a chat."""
 
     messages: Sequence[Message] = ()
     """The whole chat; empty for raw text."""
     learned: Sequence[int] = ()
-    """Places in it of the assistant's messages to learn, ascending; before the first there is a message."""
+    """Indices of the assistant's messages to learn, ascending; none is 0."""
     prompt: str = ""
-    """Of raw text what is not learned."""
+    """Part of raw text that is not learned."""
     response: str = ""
-    """Of raw text what is."""
+    """Part of raw text that is learned."""
 
 
 class SftRows:
     """Tokenizes prompts and responses, or whole chats, on demand.
 
-    prompt_type raw joins prompt and response as they are, the tokenizer's first token before and the end token after;
-    plaintext and messages render them through the chat template of the tokenizer.
+    prompt_type raw joins prompt and response unchanged, between the first and the end token of the tokenizer; plaintext
+    and messages render them with its chat template.
 
     Example: SftRows(dataset, tokenizer, FormatConfig(), max_tokens=2048).read([3, 5])
     """
@@ -71,15 +71,16 @@ class SftRows:
     sequences_per_row = 1
 
     def __init__(self, dataset: Dataset, tokenizer: Tokenizer, fmt: FormatConfig, max_tokens: int) -> None:
-        """max_tokens: a longer sequence loses its end. Raises: DataError: a column of the format is missing, or the
-        template does not mark what it is to mark.
+        """max_tokens: longer sequences are cut at the end.
+
+        Raises: DataError: a column of the format is missing, or the template lacks the {% generation %} blocks.
         """
         check_columns(dataset, self.schema, fmt)
         if fmt.return_assistant_tokens_mask and not _GENERATION.search(str(getattr(tokenizer, "chat_template", ""))):
             raise DataError(
                 "format.return_assistant_tokens_mask: the chat template marks nothing, it has no {% generation %} "
-                "block; give one that has (model.chat_template_path), or leave the key out: answers are then told "
-                "apart by rendering the chat up to each of them"
+                "block; use a template with such blocks (model.chat_template_path), or leave the key out: answers are "
+                "then found by rendering the chat up to each of them"
             )
         self._dataset = dataset
         self._tokenizer = tokenizer
@@ -87,7 +88,7 @@ class SftRows:
         self._max_tokens = max_tokens
 
     def read(self, numbers: Sequence[int]) -> list[Row]:
-        """Tokenize the rows of these numbers. Raises: DataError: a row has no text where the format says so."""
+        """Tokenize the rows with these numbers. Raises: DataError: a row has no text where the format requires it."""
         rows = ((number, self._dataset[number]) for number in numbers)
         return [
             self._tokenize(number, row, example)
@@ -109,14 +110,14 @@ class SftRows:
         for part, (_, is_learned) in zip(parts, pieces, strict=True):
             tokens.extend(part)
             learned.extend([is_learned] * len(part))
-        # The end is cut, not the beginning: an answer without its question teaches nothing.
+        # Cut the end, not the beginning: an answer without its question teaches nothing.
         tokens, learned = tokens[: self._max_tokens], learned[: self._max_tokens]
         if not any(learned):
             raise DataError(
-                f"row {number}: the prompt alone has {len(tokens)} tokens, nothing of the response fits in "
+                f"row {number}: the prompt has {len(tokens)} tokens, so nothing of the response fits in "
                 f"{self._max_tokens} (model.max_model_len)"
             )
-        # What comes before the first learned token is the prompt, whatever roles it has.
+        # Everything before the first learned token is the prompt, whatever its roles.
         prompt_length = learned.index(True)
         mask = learned[prompt_length:]
         return tokens, prompt_length, None if all(mask) else mask
@@ -124,39 +125,39 @@ class SftRows:
     def _render(
         self, number: int, row: Mapping[str, Any], example: Example
     ) -> tuple[list[tuple[str, bool]], dict[str, str]]:
-        """The rendered chat, cut where what is learned begins and ends, and what is hidden in it (`hide_special`)."""
+        """Render the chat; return (text, is learned) pieces, and the hidden special tokens (`hide_special`)."""
         prefix = self._format.reply_prefix or ""
         chat = example.messages, _tools(number, row, self._format.tools_key), prefix
         (messages, tools, prefix), hidden = hide_special(self._tokenizer, chat)
 
         def render(messages: Sequence[Message], **options: Any) -> str:
-            more = {} if tools is None else {"tools": tools}
-            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **more, **options))
+            options |= {} if tools is None else {"tools": tools}
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
 
         if self._format.return_assistant_tokens_mask:
             text, blocks = render_marked(self._tokenizer, messages, tools)
             if not blocks:
-                raise DataError(f"row {number}: the chat template marks nothing of it (return_assistant_tokens_mask)")
-            # What lies before a block, the block, and so on; the last piece is what follows all of them.
+                raise DataError(f"row {number}: the chat template marks nothing in it (return_assistant_tokens_mask)")
+            # Pieces alternate: text before a block, the block, ..., text after the last block.
             cuts = pairwise([0, *(place for block in blocks for place in block), len(text)])
             return [(text[start:end], bool(count % 2)) for count, (start, end) in enumerate(cuts)], hidden
 
-        # The chat is rendered again up to each answer, and the difference of two renderings is what lies between them.
+        # Render the chat up to each answer; the difference of two renderings is the text between them.
         whole = render(messages)
         pieces: list[tuple[str, bool]] = []
         done = ""
         for place in example.learned:
-            if prefix:  # as a task is asked
+            if prefix:  # as tasks are rendered
                 begun = [*messages[:place], {"role": "assistant", "content": prefix}]
                 prompt = render(begun, continue_final_message=True)
             else:
                 prompt = render(messages[:place], add_generation_prompt=True)
             end = whole if place == len(messages) - 1 else render(messages[: place + 1])
-            # Some templates drop earlier thoughts, or trim: then the rendered prompt is no prefix of the whole.
+            # Some templates drop earlier thoughts, or trim: then the rendered prompt is not a prefix of the whole.
             if not (prompt.startswith(done) and end.startswith(prompt) and whole.startswith(end)):
                 raise DataError(
                     f"row {number}: the chat template renders the prompt differently once the answer follows, so the "
-                    "tokens to learn cannot be told apart; use prompt_type raw or another template"
+                    "tokens to learn cannot be identified; use prompt_type raw or another template"
                 )
             pieces += [(prompt[len(done) :], False), (end[len(prompt) :], True)]
             done = end
@@ -166,9 +167,9 @@ class SftRows:
 class PreferenceRows(SftRows):
     """Tokenizes rows of a better and a worse response on demand, each as two sequences, the better one first.
 
-    Invariant: reading n rows gives 2 n sequences, those of a row next to each other.
+    Invariant: reading n rows returns 2 n sequences, those of a row next to each other.
 
-    Example: PreferenceRows(dataset, tokenizer, FormatConfig(), 2048).read([3]) gives [chosen row, rejected row]
+    Example: PreferenceRows(dataset, tokenizer, FormatConfig(), 2048).read([3]) returns [chosen row, rejected row]
     """
 
     schema = "dpo"
@@ -176,42 +177,40 @@ class PreferenceRows(SftRows):
 
 
 class LabeledRows:
-    """Tokenizes rows of {prompt, response, label} on demand; or, of a dataset without labels, pairs, each as a
-    desirable and an undesirable response.
+    """Tokenizes rows of {prompt, response, label} on demand. A dataset without labels has pairs, each of which is read
+    as a desirable and an undesirable response.
 
-    Example: LabeledRows(dataset, tokenizer, FormatConfig(), 2048).read([3]) gives [(tokens, prompt length, None, 1.0)]
+    Example: LabeledRows(dataset, tokenizer, FormatConfig(), 2048).read([3]) is [(tokens, prompt length, None, 1.0)]
     """
 
     def __init__(self, dataset: Dataset, tokenizer: Tokenizer, fmt: FormatConfig, max_tokens: int) -> None:
-        """`fmt` says how prompt and response are joined. Raises: DataError: a column is missing."""
+        """Raises: DataError: a column is missing."""
         self._dataset, self._label_key = dataset, fmt.label_key
         schema, fmt = schema_of("kto", dataset, fmt)
         self._rows = (SftRows if schema == "sft" else PreferenceRows)(dataset, tokenizer, fmt, max_tokens)
         self.sequences_per_row = self._rows.sequences_per_row
 
     def read(self, numbers: Sequence[int]) -> list[LabeledRow]:
-        """Tokenize the rows of these numbers. Raises: DataError: a row has no text, or a label that is no verdict."""
+        """Tokenize the rows with these numbers. Raises: DataError: a row has no text, or an invalid label."""
         rows = self._rows.read(numbers)
-        # Of a pair the better response is the desirable one.
+        # The better response of a pair is the desirable one.
         labels = [1.0, 0.0] * len(numbers) if self.sequences_per_row == 2 else [self._label(n) for n in numbers]
         return [(*row, label) for row, label in zip(rows, labels, strict=True)]
 
     def _label(self, number: int) -> float:
         value = self._dataset[number].get(self._label_key)
         if value not in (0, 1):  # False and True among them
-            raise DataError(
-                f"row {number}: column {self._label_key!r} holds {str(value)[:40]!r}; true or false is needed"
-            )
+            raise DataError(f"row {number}: column {self._label_key!r} holds {str(value)[:40]!r}; use true or false")
         return float(value)
 
 
 class TextRows:
-    """Tokenizes rows of one text (`prompt_key`) on demand; every token but the first is learned, and an end token."""
+    """Tokenizes rows of one text (`prompt_key`) on demand, with an end token; every token but the first is learned."""
 
     sequences_per_row = 1
 
     def __init__(self, dataset: Dataset, tokenizer: Tokenizer, fmt: FormatConfig, max_tokens: int) -> None:
-        """max_tokens: a longer text loses its end. Raises: DataError: there is no such column."""
+        """max_tokens: longer texts are cut at the end. Raises: DataError: the column is missing."""
         self._key = fmt.prompt_key
         check_columns(dataset, "cpt", fmt)
         self._dataset = dataset
@@ -219,14 +218,14 @@ class TextRows:
         self._max_tokens = max_tokens
 
     def read(self, numbers: Sequence[int]) -> list[Row]:
-        """Tokenize the rows of these numbers. Raises: DataError: a row has no text, or too little to learn from."""
+        """Tokenize the rows with these numbers. Raises: DataError: a row has no text, or fewer than two tokens."""
         rows: list[Row] = []
         for number in numbers:
             tokens = self._tokenizer.encode(_text(number, self._dataset[number], self._key), add_special_tokens=False)
             tokens = with_end_token(self._tokenizer, with_first_token(self._tokenizer, tokens))
             tokens = tokens[: self._max_tokens]
             if len(tokens) < 2:
-                raise DataError(f"row {number}: column {self._key!r} has {len(tokens)} tokens; two are the least")
+                raise DataError(f"row {number}: column {self._key!r} has {len(tokens)} tokens; at least 2 are needed")
             # The first token is the prompt: nothing predicts it.
             rows.append((tokens, 1, None))
         return rows
@@ -236,34 +235,34 @@ class TextRows:
 
 
 def schema_of(schema: str, dataset: Dataset, fmt: FormatConfig) -> tuple[str, FormatConfig]:
-    """How rows are read: "kto" as "sft" where the dataset has labels, else as "dpo"; any other schema as it is.
+    """Return the schema for reading rows: for "kto" "sft" if the dataset has labels, else "dpo"; others unchanged.
 
     Raises: DataError: a dataset for "kto" has neither labels nor pairs.
     """
     if schema != "kto":
         return schema, fmt
-    # Beside a label a whole chat does not say which answer is meant.
     has_label = fmt.label_key in dataset.columns
     if not has_label and fmt.chosen_key not in dataset.columns:
         raise DataError(
-            f"it has neither verdicts (column {fmt.label_key!r}, format.label_key) nor pairs (column "
+            f"it has neither labels (column {fmt.label_key!r}, format.label_key) nor pairs (column "
             f"{fmt.chosen_key!r}, format.chosen_key); columns: {', '.join(dataset.columns)}"
         )
+    # Without messages_key: a label does not say to which answer of a chat it applies.
     return ("sft", fmt.model_copy(update={"messages_key": ""})) if has_label else ("dpo", fmt)
 
 
 def check_columns(dataset: Dataset, schema: str, fmt: FormatConfig) -> None:
-    """Raises: DataError: the format names a column that the dataset has not."""
+    """Raise DataError if the format names a column that the dataset lacks, or conflicts with the schema."""
     has_chat = fmt.prompt_type == "messages" and fmt.messages_key in dataset.columns
     prompt = [] if has_chat else ["prompt_key"]
-    if schema == "dpo":  # rows tell whether their messages hold the prompt
+    if schema == "dpo":  # messages of a row may contain the prompt
         options = [*(prompt if fmt.prompt_type != "messages" else []), "chosen_key", "rejected_key"]
     else:
         options = ["prompt_key"] if schema == "cpt" else [*prompt, *(["response_key"] if prompt else [])]
     if fmt.return_assistant_tokens_mask and (schema != "sft" or fmt.prompt_type == "raw" or fmt.reply_prefix):
         raise DataError(
-            "format.return_assistant_tokens_mask is for the chats of sft: pairs learn the answer after their prompt, "
-            "raw text has no template, and a reply_prefix is marked and not said; leave one of them out"
+            "format.return_assistant_tokens_mask works only with chats of sft: pairs learn the answer after their "
+            "prompt, raw text has no template, and a reply_prefix would be marked as learned; leave one of them out"
         )
     if fmt.system_prompt_key and fmt.prompt_type != "raw" and schema != "cpt":
         options.append("system_prompt_key")
@@ -276,7 +275,7 @@ def check_columns(dataset: Dataset, schema: str, fmt: FormatConfig) -> None:
 
 
 def read_examples(schema: str, number: int, row: Mapping[str, Any], fmt: FormatConfig) -> tuple[Example, ...]:
-    """What a row teaches: one example, of schema "dpo" two. Raises: DataError: the row does not fit the format."""
+    """Read a row as one example, with schema "dpo" as two. Raises: DataError: the row does not fit the format."""
     if schema == "dpo":
         return _read_pair(number, row, fmt)
     if fmt.prompt_type == "raw":
@@ -285,7 +284,7 @@ def read_examples(schema: str, number: int, row: Mapping[str, Any], fmt: FormatC
         prompt = _chat(number, row, fmt, fmt.prompt_key, "user")
         return (_answered(number, row, fmt, prompt, fmt.response_key),)
     messages = with_system_prompt(_messages(number, row[fmt.messages_key], fmt.messages_key), row, fmt)
-    # Answers at place 0 answer nothing. Unless all are trained, the last message must be one: it is the row's response.
+    # An answer at place 0 answers nothing. Unless all answers are learned, the last message must be the row's answer.
     answers = [place for place, message in enumerate(messages) if place and message["role"] == "assistant"]
     all_are_learned = fmt.enable_concatenated_multi_turn or fmt.return_assistant_tokens_mask
     if not answers or not (all_are_learned or answers[-1] == len(messages) - 1):
@@ -304,12 +303,12 @@ def _read_pair(number: int, row: Mapping[str, Any], fmt: FormatConfig) -> tuple[
     better, worse = (_chat(number, row, fmt, key, "assistant") for key in keys)
     has_prompt = [messages[0]["role"] != "assistant" for messages in (better, worse)]
     shared = 0
-    if all(has_prompt):  # the prompt is what both begin with; of two that are the same, all but the last message
+    if all(has_prompt):  # the prompt is their common beginning; if both are equal, all but the last message
         last = min(len(better), len(worse)) - 1
         shared = next((place for place in range(last) if better[place] != worse[place]), last)
         prompt = better[:shared]
     elif any(has_prompt):
-        raise DataError(f"row {number}: of the columns {keys[0]!r} and {keys[1]!r} only one begins with a prompt")
+        raise DataError(f"row {number}: only one of the columns {keys[0]!r} and {keys[1]!r} begins with a prompt")
     elif fmt.prompt_type == "messages" and row.get(fmt.messages_key) is not None:
         prompt = _messages(number, row[fmt.messages_key], fmt.messages_key)
     elif fmt.prompt_key in row:
@@ -326,25 +325,25 @@ def _read_pair(number: int, row: Mapping[str, Any], fmt: FormatConfig) -> tuple[
 def _answered(
     number: int, row: Mapping[str, Any], fmt: FormatConfig, prompt: Sequence[Message], column: str, num_shared: int = 0
 ) -> Example:
-    """The prompt and what `column` holds after its first `num_shared` messages, whose answers are learned."""
+    """Join the prompt and the messages of `column` after its first `num_shared` ones, whose answers are learned."""
     answer = _chat(number, row, fmt, column, "assistant")[num_shared:]
     if not prompt or {answer[0]["role"], answer[-1]["role"]} != {"assistant"}:
         raise DataError(f"row {number}: column {column!r} does not answer the prompt with messages of the assistant")
     messages = with_system_prompt([*prompt, *answer], row, fmt)
     first = len(messages) - len(answer)
-    # Of the answer alone: answers in the prompt are context.
+    # Answers in the prompt are context, and not learned.
     learned = [place for place in range(first, len(messages)) if messages[place]["role"] == "assistant"]
     return _example(number, messages, learned, fmt)
 
 
 def _example(number: int, messages: Sequence[Message], learned: Sequence[int], fmt: FormatConfig) -> Example:
-    """The chat, each learned answer with the reply prefix before it unless it begins with that."""
+    """Make an example of a chat, and let each learned answer begin with the reply prefix."""
     messages = list(messages)
     for place in learned if fmt.reply_prefix else ():
-        # As a task is asked: the policy learns to go on from the prefix, so the prefix is no part of what it says.
+        # As in tasks, the policy learns to continue from the prefix, which is not part of its own text.
         content = messages[place].get("content")
         if not isinstance(content, str):
-            raise DataError(f"row {number}: message {place} has no text that format.reply_prefix could begin")
+            raise DataError(f"row {number}: message {place} has no text to which format.reply_prefix can be added")
         if not content.startswith(str(fmt.reply_prefix)):
             messages[place] = {**messages[place], "content": f"{fmt.reply_prefix}{content}"}
     return Example(messages, learned)
@@ -356,7 +355,7 @@ def _raw(number: int, row: Mapping[str, Any], fmt: FormatConfig, column: str) ->
 
 
 def _chat(number: int, row: Mapping[str, Any], fmt: FormatConfig, column: str, role: str) -> list[Message]:
-    """A column of text, which `role` says, or of messages."""
+    """Read a column of messages, or of text as one message of `role`."""
     value = row.get(column)
     if fmt.prompt_type == "messages" and isinstance(value, list | tuple | np.ndarray):
         return _messages(number, value, column)
@@ -364,33 +363,31 @@ def _chat(number: int, row: Mapping[str, Any], fmt: FormatConfig, column: str, r
 
 
 def _messages(number: int, value: Any, column: str) -> list[Message]:
-    """A chat, or its JSON text, without the nulls that a table has where a message lacks what others have."""
+    """Read a chat or its JSON text, without the nulls that a table has for missing keys of messages."""
     where = f"row {number}: column {column!r}"
     try:
         messages = parse_json(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise DataError(f"{where} is no JSON: {error}") from error
+        raise DataError(f"{where} is not valid JSON: {error}") from error
     is_list = isinstance(messages, list | tuple | np.ndarray) and len(messages) > 0
     if not is_list or not all(isinstance(message, Mapping) for message in messages):
-        raise DataError(f"{where} is no list of messages {{role, content}}")
+        raise DataError(f"{where} is not a list of messages {{role, content}}")
     for message in messages:
         if not isinstance(message.get("role"), str) or isinstance(message.get("content"), int | float):
             raise DataError(f"{where} has the message {str(message)[:80]}, which is not {{role: text, content: text}}")
-    # Templates ask for the content of a call of tools, which has none.
+    # Templates read the content of every message, even of a tool call, whose content is null.
     return [{key: None for key in message if key == "content"} | _without_nulls(message) for message in messages]
 
 
 def _tools(number: int, row: Mapping[str, Any], column: str) -> list[Any] | None:
     value = row.get(column)
     try:
-        # Tables hold schemas as text, since the columns of two tools differ.
+        # Tables store schemas as text, because tools have different fields.
         tools = json.loads(value) if isinstance(value, str) and value else value or None
     except ValueError as error:
-        raise DataError(f"row {number}: column {column!r} is no JSON: {error}") from error
+        raise DataError(f"row {number}: column {column!r} is not valid JSON: {error}") from error
     if tools is not None and not isinstance(tools, list):
-        raise DataError(
-            f"row {number}: column {column!r} holds {type(tools).__name__}, a list of JSON schemas is needed"
-        )
+        raise DataError(f"row {number}: column {column!r} holds {type(tools).__name__}, not a list of JSON schemas")
     return None if tools is None else [_without_nulls(tool) for tool in tools]
 
 
@@ -403,20 +400,20 @@ def _without_nulls(value: Any) -> Any:
 def _text(number: int, row: Mapping[str, Any], column: str) -> str:
     value = row.get(column)
     if not isinstance(value, str):
-        raise DataError(f"row {number}: column {column!r} holds {type(value).__name__}, text is needed")
+        raise DataError(f"row {number}: column {column!r} holds {type(value).__name__}, not text")
     return value
 
 
 def _encode_pieces(encode: Callable[[str], list[int]], texts: Sequence[str]) -> list[list[int]]:
-    """The token ids of each text, as they are in the joined text unless a token would span two of them."""
+    """Return the token ids of each text, as in the joined text unless a token would span two texts."""
     whole = encode("".join(texts))
-    # Cheap and mostly right: if the pieces encode as they do in the whole, the cuts fall between tokens.
-    alone = [encode(text) for text in texts[:-1]]
-    before = [token for part in alone for token in part]
+    # Usually the pieces encode as they do in the whole, and the cuts fall between tokens.
+    separate = [encode(text) for text in texts[:-1]]
+    before = [token for part in separate for token in part]
     if whole[: len(before)] == before:
-        return [*alone, whole[len(before) :]]
-    # A tokenizer that begins every text with a mark of its own (SentencePiece) has it once in the joined text.
+        return [*separate, whole[len(before) :]]
+    # A tokenizer that begins every text with its own mark (SentencePiece) has it once in the joined text.
     begun = [encode("".join(texts[:count])) for count in range(1, len(texts))]
     if all(whole[: len(start)] == start for start in begun):
         return [whole[start:end] for start, end in pairwise([0, *map(len, begun), len(whole)])]
-    return [*alone, encode(texts[-1])]
+    return [*separate, encode(texts[-1])]

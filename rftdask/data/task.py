@@ -1,4 +1,4 @@
-"""Task: a prompt and its scorer, read from a taskset. Its identity is (taskset, epoch, index)."""
+"""Task: a prompt and its scorer, read from a taskset; identified by (taskset, epoch, index)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Task:
     index: int
     """Row in the taskset, before any shuffling."""
     prompt: str = ""
-    """The prompt column as text ("" when the row holds messages)."""
+    """The prompt column as text; "" if the row has messages."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """Chat messages, ready to render: system prompt included. For a raw prompt: empty."""
+    """Chat messages, ready to render, including the system prompt; () for a raw prompt."""
     truth: str = ""
-    """The reference answer as text, "" if the taskset has none."""
+    """Reference answer as text; "": the taskset has none."""
     workflow: str = "simple_workflow"
     reward_fn: str = ""
-    """Name of the reward function; "" leaves it to the workflow's default."""
+    """Name of the reward function; "": the default of the workflow."""
     workflow_args: Mapping[str, Any] = field(default_factory=dict)
     reward_fn_args: Mapping[str, Any] = field(default_factory=dict)
     row: Mapping[str, Any] = field(default_factory=dict)
@@ -38,11 +38,11 @@ class Task:
 
     @property
     def group_id(self) -> str:
-        """ "taskset/epoch/row": of the rollouts of this task, within a run."""
+        """Id "taskset/epoch/row" of the rollouts of this task within a run."""
         return f"{self.taskset}/{self.epoch}/{self.index}"
 
 
 def final_answer(solution: str) -> str:
-    """The text after "####" in the last line, as in GSM8K; the whole text if its last line has no such mark."""
+    """Return the text after "####" in the last line, as in GSM8K; the whole text if the last line has no such mark."""
     match = _MARKED_ANSWER.search(solution.rstrip())
     return match.group(1) if match else solution.strip()

@@ -1,10 +1,10 @@
-"""Task pipeline: `data_processor.task_pipeline`, which makes the dataset of a run before it starts.
+"""Task pipeline: makes the dataset of a run before it starts, as `data_processor.task_pipeline` configures it.
 
     inputs -> rows with text -> Data-Juicer's operators -> scores, order, top_k -> dataset/rows.jsonl, report.json
 
 The first taskset, or the dataset of SFT and preferences, reads the result (`Config.pipeline_place`). It is made once: a
-later start takes it as it is, and another pipeline in its folder is refused. Columns that no operator changed are as
-they were, to the last type. Invariant: report.json is written last, so with it the dataset is whole.
+later start uses it, and a different pipeline in the same folder is refused. Columns that no operator changed keep
+values and types. Invariant: report.json is written last, so a dataset with a report is complete.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 KEY = "data_processor.task_pipeline"
 REPORT, READABLE, LOG = "dataset/report.json", "dataset/report.txt", "dataset/data_juicer.log"
 SOURCE = "source_row"
-"""Column that says where a row is from, FILE#ROW, unless the rows have one of that name."""
+"""Column with the origin of a row, FILE#ROW, unless the rows have a column of that name."""
 WEIGHTS = {"difficulty": -0.7, "usage_frequency": -0.5, "quality": 1.0}
-"""Of the priority, unless others are given. Nothing has been used before the first step, so the second adds 0."""
+"""Default weights of the priority. Before the first step no row was used, so usage_frequency adds 0."""
 QUALITY = {
     "alnum_ratio": 1,
     "char_rep_ratio": -1,
@@ -46,17 +46,18 @@ QUALITY = {
     "word_rep_ratio": -1,
     "llm_quality_score": 1,
 }
-"""Statistics within [0, 1] whose mean is the quality; -1: less is better, so one minus it counts."""
+"""Statistics within [0, 1] whose mean is the quality. -1: less is better, so 1 - value counts."""
 DIFFICULTY = {"perplexity": 1, "lang_score": -1, "llm_difficulty_score": 1}
-"""The same of the difficulty; the perplexity is scaled to [0, 1] over the dataset."""
-_NUM_SHOWN = 3
+"""Statistics of the difficulty, as in QUALITY; the perplexity is scaled to [0, 1] over the dataset."""
+NUM_EXAMPLES = 3
+"""Number of dropped rows that a report for people shows per reason."""
 
 
 def check_pipeline(stage: Config) -> None:
-    """Whether the dataset of a stage could be made here, unless it is made already; makes nothing.
+    """Check that the dataset of a stage exists or can be made here; makes nothing.
 
     Raises: NotInstalledError: there is no environment; UserError: an operator or an argument does not exist, the
-        service does not answer, or the folder has the dataset of another pipeline.
+        service does not answer, or the folder has the dataset of a different pipeline.
     """
     if not stage.makes_dataset or _is_made(stage):
         return
@@ -67,32 +68,31 @@ def check_pipeline(stage: Config) -> None:
 
 @contextmanager
 def standing_in(stages: Sequence[Config]) -> Iterator[list[Config]]:
-    """The stages with what goes into their pipelines in place of what comes out, where that is not made yet: for the
-    checks before anything starts. Raises: DataError: an input cannot be read.
+    """Provide the stages for checks before the start: where a dataset is not made yet, they read the pipeline's input.
+
+    Raises: DataError: an input cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
-        found = []
+        checked = []
         for number, stage in enumerate(stages):
             if stage.makes_dataset and not _is_made(stage):
                 file = Path(folder, f"{number}.jsonl")
                 _write(file, _gather(stage)[0])
                 stage = replace(stage, {**_at(stage, str(file)), KEY: {}})
-            found.append(stage)
-        yield found
+            checked.append(stage)
+        yield checked
 
 
 def missing_datasets(stages: Sequence[Config]) -> list[Config]:
-    """The stages whose dataset is not made yet. Raises: UserError: one is there, of another pipeline."""
+    """Return the stages whose dataset is not made yet. Raises: UserError: a different pipeline made one."""
     return [stage for stage in stages if stage.makes_dataset and not _is_made(stage)]
 
 
 def make_datasets(stages: Sequence[Config], say: Callable[[str], None]) -> bool:
-    """Make what is not made of the datasets of the stages, of which no other process does. Returns: whether there was
-    any.
+    """Make the missing datasets of the stages. Only one process may do this. Returns: True if there were any.
 
-    say: is told what happens, since it may take hours.
-
-    Raises: DataError: an input cannot be read, an operator failed, or nothing stays; NotInstalledError: an operator
+    say: called with lines on the progress, which may take hours.
+    Raises: DataError: an input cannot be read, an operator failed, or no row remains; NotInstalledError: an operator
         needs a package; ProcessLostError, WaitTimeout: the process of Data-Juicer died or hangs.
     """
     missing = missing_datasets(stages)
@@ -103,29 +103,30 @@ def make_datasets(stages: Sequence[Config], say: Callable[[str], None]) -> bool:
 
 
 def score_rows(stats: Sequence[Mapping[str, Any]], weights: Mapping[str, float]) -> list[dict[str, float]]:
-    """`quality_score`, `difficulty_score` and `priority` of each row, as far as its statistics go.
+    """Compute `quality_score`, `difficulty_score` and `priority` of each row, if it has statistics for them.
 
-    stats: what Data-Juicer's filters measured of each row. A row of which nothing of both was measured has no scores.
+    stats: statistics of Data-Juicer's filters per row.
     """
-    seen = [row["perplexity"] for row in stats if _is_number(row.get("perplexity"))]
-    low, high = (min(seen), max(seen)) if seen else (0.0, 0.0)
+    perplexities = [row["perplexity"] for row in stats if _is_number(row.get("perplexity"))]
+    low, high = (min(perplexities), max(perplexities)) if perplexities else (0.0, 0.0)
     scores = []
     for row in stats:
-        found: dict[str, float] = {}
+        row_scores: dict[str, float] = {}
         for name, parts in (("quality_score", QUALITY), ("difficulty_score", DIFFICULTY)):
             values: list[float] = []
             for key, sign in parts.items():
                 if not _is_number(value := row.get(key)):
                     continue
-                if key == "perplexity":  # alike in all rows it says nothing
+                if key == "perplexity":  # a constant carries no information
                     value = (value - low) / (high - low) if high > low else 0.0
                 values.append(value if sign > 0 else 1.0 - value)
             if values:
-                found[name] = sum(values) / len(values)
-        if found:
-            parts_of = (("quality", "quality_score"), ("difficulty", "difficulty_score"))
-            found["priority"] = sum(weights.get(weight, 0.0) * found.get(name, 0.0) for weight, name in parts_of)
-        scores.append(found)
+                row_scores[name] = sum(values) / len(values)
+        if row_scores:
+            row_scores["priority"] = sum(
+                weights.get(name, 0.0) * row_scores.get(f"{name}_score", 0.0) for name in ("quality", "difficulty")
+            )
+        scores.append(row_scores)
     return scores
 
 
@@ -134,7 +135,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _read_section(stage: Config) -> tuple[Pipeline, list[str]]:
-    """What is run, and over which inputs. Raises: DataError: the recipe is none, or asks for what is not taken."""
+    """Return the pipeline of a stage and its inputs. Raises: DataError: an invalid recipe, or unsupported keys."""
     section = stage.data_processor.task_pipeline
     recipe: dict[str, Any] = {}
     operators = read_operators(section.operators, f"{KEY}.operators")
@@ -153,14 +154,14 @@ def _read_section(stage: Config) -> tuple[Pipeline, list[str]]:
 
 
 def _fields(stage: Config, recipe: Mapping[str, Any]) -> list[str]:
-    """Columns that have to hold something; the first is the one that operators of text read."""
+    """Return the columns that must have a value; text operators read the first."""
     section, dataset = stage.data_processor.task_pipeline, stage.pipeline_dataset
     assert dataset is not None
     return list(section.target_fields) or as_list(recipe.get("text_keys")) or [dataset.format.prompt_key]
 
 
-def _told(stage: Config) -> dict[str, Any]:
-    """What decides which rows come out, beside the rows that go in."""
+def _identity(stage: Config) -> dict[str, Any]:
+    """Return everything that determines the output rows, except the content of the inputs."""
     section, dataset = stage.data_processor.task_pipeline, stage.pipeline_dataset
     assert dataset is not None
     pipeline, inputs = _read_section(stage)
@@ -179,28 +180,28 @@ def _told(stage: Config) -> dict[str, Any]:
 
 
 def _is_made(stage: Config) -> bool:
-    """Whether the dataset is there. Raises: UserError: it is of another pipeline."""
+    """Return True if the dataset exists. Raises: UserError: a different pipeline made it."""
     storage = open_storage(stage.checkpoint_job_dir)
     try:
         report = json.loads(storage.get(REPORT))
     except NotFoundError:
         return False
-    told = json.loads(json.dumps(_told(stage)))
-    if other := [key for key in told if report["pipeline"].get(key) != told[key]]:
-        changes = "".join(f"\n  {key}: was {report['pipeline'].get(key)!r}, is {told[key]!r}" for key in other)
+    new, old = json.loads(json.dumps(_identity(stage))), report["pipeline"]
+    if changed := [key for key in new if old.get(key) != new[key]]:
+        changes = "".join(f"\n  {key}: was {old.get(key)!r}, is {new[key]!r}" for key in changed)
         raise UserError(
             f"{storage.url}/{MADE_ROWS} was made by another {KEY}:{changes}\nset it back, choose another name, or "
             f"remove {storage.url}/{os.path.dirname(MADE_ROWS)} to make it again"
         )
     for path, fingerprint in report["inputs"].items():
-        with suppress(DataError):  # it need not be there any more
+        with suppress(DataError):  # the input is no longer needed
             if os.path.isfile(path) and open_dataset(path).fingerprint != fingerprint:
-                log.warning("%s.inputs: %s has changed; the run has the dataset that was made of it before", KEY, path)
+                log.warning("%s.inputs: %s has changed; the run keeps the dataset made from its old rows", KEY, path)
     return True
 
 
 def _gather(stage: Config) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """All rows of the inputs, each with its source; and the fingerprints of the inputs."""
+    """Return all rows of the inputs, each with its source, and the fingerprints of the inputs."""
     rows: list[dict[str, Any]] = []
     fingerprints = {}
     dataset = stage.pipeline_dataset
@@ -219,21 +220,21 @@ def _write(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
             try:
                 out.write(json.dumps(row) + "\n")
             except TypeError as error:
-                raise DataError(f"{KEY}.inputs: row {row[SOURCE]}: {error}; it takes what JSON can say") from error
+                raise DataError(f"{KEY}.inputs: row {row[SOURCE]}: {error}; only JSON values are supported") from error
 
 
 def _make(stage: Config, say: Callable[[str], None]) -> str:
-    """Make the dataset of a stage; the report for people."""
-    began, storage, told = time.monotonic(), open_storage(stage.checkpoint_job_dir), _told(stage)
+    """Make the dataset of a stage; return the report for people."""
+    began, storage, identity = time.monotonic(), open_storage(stage.checkpoint_job_dir), _identity(stage)
     url, (pipeline, _) = stage.service.data_juicer.server_url, _read_section(stage)
     gathered, fingerprints = _gather(stage)
-    # As the reference does: an operator is given no row without text.
-    fields = told["target_fields"] or [told["text_key"]]
+    # As in the reference, operators get no rows without text.
+    fields = identity["target_fields"] or [identity["text_key"]]
     if absent := [field for field in fields if not any(field in row for row in gathered)]:
         columns = ", ".join(dict.fromkeys(key for row in gathered for key in row))
-        raise DataError(f"{KEY}.target_fields: no row has {', '.join(absent)}; there are {columns}")
+        raise DataError(f"{KEY}.target_fields: no row has {', '.join(absent)}; the columns are {columns}")
     rows = [row for row in gathered if all(row.get(field) is not None for field in fields)]
-    empty = [str(row[SOURCE]) for row in gathered if not all(row.get(field) is not None for field in fields)]
+    empty = [str(row[SOURCE]) for row in gathered if any(row.get(field) is None for field in fields)]
     results: list[OperatorResult] = []
 
     def on_result(result: OperatorResult) -> None:
@@ -241,60 +242,52 @@ def _make(stage: Config, say: Callable[[str], None]) -> str:
         say(f"  {result.operator}: {result.rows:,} left")
 
     with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
-        said = Path(folder, "log")
+        log_file = Path(folder, "log")
         try:
-            with open_juicer(pipeline, said, KEY, server_url=url) as juicer:
+            with open_juicer(pipeline, log_file, KEY, server_url=url) as juicer:
                 say(f"  {len(rows):,} rows go through {len(pipeline.operators)} operators of Data-Juicer")
                 lines = juicer.run(rows, on_result)
         finally:
-            if url is None:  # a service keeps its own
-                with suppress(StorageError, OSError):  # what failed before says more
-                    storage.put(LOG, said.read_bytes())
-    # Of equal priority in the order of the inputs; without scores all are equal.
-    scores = score_rows([line.stats for line in lines], told["priority_weights"])
+            if url is None:  # a service has its own log
+                with suppress(StorageError, OSError):  # must not hide the first error
+                    storage.put(LOG, log_file.read_bytes())
+    # A stable sort: rows of equal priority, or without scores, keep the order of the inputs.
+    scores = score_rows([line.stats for line in lines], identity["priority_weights"])
     order = sorted(range(len(lines)), key=lambda number: -scores[number].get("priority", 0.0))
-    staying = order if told["top_k"] == -1 else order[: told["top_k"]]
+    top = order if identity["top_k"] == -1 else order[: identity["top_k"]]
     made = []
-    for number in staying:
+    for number in top:
         line = lines[number]
         row = {key: value for key, value in rows[line.row].items() if key not in line.removed}
         made.append({**row, **line.changed, **line.stats, **scores[number]})
-    below = [str(rows[lines[number].row][SOURCE]) for number in order[len(staying) :]]
-    dropped = [
-        {"why": f"without a value in {', '.join(fields)}", "rows": empty},
-        *_by_operator(results, rows),
-        {"why": f"below the top {told['top_k']:,} by priority", "rows": below},
-    ]
+    dropped = {f"without a value in {', '.join(fields)}": empty}
+    for number, result in enumerate(results, start=1):
+        dropped[f"by {result.operator} (operator {number})"] = [str(rows[row][SOURCE]) for row in result.dropped]
+    below = [str(rows[lines[number].row][SOURCE]) for number in order[len(top) :]]
+    dropped[f"below the top {identity['top_k']:,} by priority"] = below
     report = {
-        "pipeline": told,
+        "pipeline": identity,
         "inputs": fingerprints,
         "service": url,
         "packages": {} if url else dict(find_environment(KEY).packages),
         "rows_in": len(gathered),
         "rows_out": len(made),
-        "dropped": [{**each, "count": len(each["rows"])} for each in dropped if each["rows"]],
+        "dropped": [{"why": why, "rows": rows, "count": len(rows)} for why, rows in dropped.items() if rows],
         "seconds": round(time.monotonic() - began, 1),
     }
     readable = _render(report)
     if not made:
-        raise DataError(f"{KEY}: no row stays:\n{readable}")
+        raise DataError(f"{KEY}: no row remains:\n{readable}")
     storage.put(MADE_ROWS, "".join(json.dumps(row, default=str) + "\n" for row in made).encode())
     storage.put(READABLE, readable.encode())
     storage.put(REPORT, json.dumps(report, indent=1).encode())
     return readable
 
 
-def _by_operator(results: Sequence[OperatorResult], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {"why": f"by {each.operator} (operator {number})", "rows": [str(rows[row][SOURCE]) for row in each.dropped]}
-        for number, each in enumerate(results, start=1)
-    ]
-
-
 def _render(report: Mapping[str, Any]) -> str:
     lines = [f"{report['rows_out']:,} rows of {report['rows_in']:,} in {', '.join(report['inputs'])}"]
-    for each in report["dropped"]:
-        lines.append(f"  {each['count']:,} dropped {each['why']}, such as {', '.join(each['rows'][:_NUM_SHOWN])}")
+    for drop in report["dropped"]:
+        lines.append(f"  {drop['count']:,} dropped {drop['why']}, such as {', '.join(drop['rows'][:NUM_EXAMPLES])}")
     names = [name for entry in report["pipeline"]["operators"] for name in entry]
     by = f"the service at {report['service']}" if report["service"] else f"Data-Juicer {VERSION}"
     lines.append(f"operators: {', '.join(names)}; {by}; {report['seconds']} s")
@@ -302,7 +295,7 @@ def _render(report: Mapping[str, Any]) -> str:
 
 
 def _at(stage: Config, path: str) -> dict[str, Any]:
-    """The change of a config that gives its dataset another path."""
+    """Return the config change that sets the path of a stage's dataset."""
     place = stage.pipeline_place or ()
     if place[-1] != 0:
         return {".".join(map(str, (*place, "path"))): path}

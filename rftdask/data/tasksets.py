@@ -1,7 +1,7 @@
-"""Tasksets: rows of a dataset as tasks. This module knows which column means what; it knows neither the order in which
-tasks are run (see task_schedule.py) nor what the named workflows and rewards do.
+"""Tasksets: rows of a dataset as tasks. This module knows the meaning of columns, but neither the order of tasks (see
+task_schedule.py) nor what the named workflows and rewards do.
 
-Invariant: `task(epoch, index)` is a function of its arguments and of the dataset's content alone.
+Invariant: `task(epoch, index)` depends only on its arguments and on the content of the dataset.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rftdask.data.task import Task, final_answer
 from rftdask.errors import DataError
 
 DEFAULT_WORKFLOW = "simple_workflow"
-"""Workflow of a taskset where nothing names another."""
-_NUM_CHECKED_ROWS = 16  # Rows that `check` reads as tasks: a wrong column shows in the first.
+"""Workflow of tasks that name none."""
+_NUM_CHECKED_ROWS = 16  # Rows that `check` reads as tasks: a wrong column fails in the first ones.
 
 
 class Taskset:
@@ -39,7 +39,7 @@ class Taskset:
     """
 
     def __init__(self, config: TasksetConfig, dataset: Dataset | None = None) -> None:
-        """dataset: in place of the one that `config` names."""
+        """dataset: used instead of the one that `config` names."""
         self._config = config
         self._format = config.format
         self.dataset = dataset or open_dataset(
@@ -63,7 +63,7 @@ class Taskset:
         return self.dataset.fingerprint
 
     def check(self) -> None:
-        """Read the first rows as tasks. Raises: DataError: a configured column is missing or holds something else."""
+        """Read the first rows as tasks. Raises: DataError: a configured column is missing or has unusable content."""
         keys = ["response_key", "system_prompt_key", "workflow_key", "reward_fn_key", "image_key", "video_key"]
         for option in keys if self._has_messages else ["prompt_key", *keys]:
             column = getattr(self._format, option)
@@ -73,9 +73,7 @@ class Taskset:
             self.task(0, index)
 
     def samples(self) -> list[Task]:
-        """The first task of each workflow and reward function; reads every row only if rows name them. Raises: as
-        `task`.
-        """
+        """Return the first task of each workflow and reward function. Raises: as `task`."""
         first: dict[tuple[str, str], int] = {}
         names_any = self._format.workflow_key or self._format.reward_fn_key
         for index in range(len(self) if names_any else 1):
@@ -85,7 +83,7 @@ class Taskset:
         return [self.task(0, index) for index in first.values()]
 
     def numbers(self, columns: Sequence[str]) -> list[list[float]]:
-        """[N][len(columns)] cells of each row. Raises: DataError: no such column, or a cell is no finite number."""
+        """Return [N][len(columns)] numbers of each row. Raises: DataError: no such column, or not a finite number."""
         for column in columns:
             if column not in self.dataset.columns:
                 raise DataError(self._missing("data_selector.feature_keys", column))
@@ -96,7 +94,7 @@ class Taskset:
             for column in columns:
                 cell = row.get(column)
                 try:
-                    # A bool is a number to Python, and a mistake in a column of difficulties.
+                    # A bool is a number in Python, but a mistake in a column of difficulties.
                     value = float(cell) if not isinstance(cell, bool) else math.nan  # type: ignore[arg-type]
                 except (TypeError, ValueError):
                     value = math.nan
@@ -109,7 +107,7 @@ class Taskset:
         return rows
 
     def task(self, epoch: int, index: int) -> Task:
-        """The task of row `index`. Raises: DataError: the row lacks the prompt or the answer."""
+        """Return the task of row `index`. Raises: DataError: the row lacks the prompt or the answer."""
         fmt, row = self._format, self.dataset[index]
         option, key = ("messages_key", fmt.messages_key) if self._has_messages else ("prompt_key", fmt.prompt_key)
         value = self._cell(row, index, option, key)
@@ -122,7 +120,6 @@ class Taskset:
             if column := getattr(fmt, option):
                 row = {**row, column: self._images(row, index, option)}
         if fmt.prompt_type == "raw":
-            # The reply begins with it, so that the policy goes on from there.
             prompt += fmt.reply_prefix or ""
         else:
             messages = self._chat(value, row, f"{self._where(index)}: column {key!r}")
@@ -141,7 +138,7 @@ class Taskset:
         )
 
     def _images(self, row: Mapping[str, Any], index: int, option: str) -> list[str]:
-        """Names of the row's images, or videos, whose files are on this machine from here on. Raises: DataError."""
+        """Store the files of the row's images or videos on this machine; return their names. Raises: DataError."""
         base = self._config.path if os.path.isdir(self._config.path) else os.path.dirname(self._config.path)
         column = getattr(self._format, option)
         try:
@@ -152,7 +149,7 @@ class Taskset:
         return [folder.put(file) for file in files]
 
     def _chat(self, value: Any, row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-        """A text or a chat as messages, with the system prompt before and the reply prefix after."""
+        """Return a text or a chat as messages, with the system prompt before and the reply prefix after it."""
         fmt = self._format
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
         is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
@@ -189,8 +186,9 @@ class Taskset:
 
 
 def _show_images(chat: list[dict[str, Any]], names: Sequence[str], kind: str, where: str) -> None:
-    """Put the images, or videos, where the chat has a place for one, `{"type": kind}`, or else before the text of its
-    first message of the user. Raises: DataError: it has places, but not as many.
+    """Put the images or videos into the placeholders `{"type": kind}` of the chat.
+
+    Without placeholders they go before the text of the first user message. Raises: DataError: the counts differ.
     """
     for message in chat:
         if isinstance(message["content"], list | tuple | np.ndarray):
@@ -211,10 +209,9 @@ def _show_images(chat: list[dict[str, Any]], names: Sequence[str], kind: str, wh
 def with_system_prompt(
     messages: Sequence[dict[str, Any]], row: Mapping[str, Any], fmt: FormatConfig
 ) -> list[dict[str, Any]]:
-    """The chat of a row with the system prompt of its format before it, unless it begins with one of its own."""
-    # The row's system prompt wins over the taskset's, and a chat that has one keeps its own.
+    """Prepend the system prompt of the row, or else of the format, unless the chat begins with a system message."""
     system = _choice(row, fmt.system_prompt_key or "", fmt.system_prompt or "")
-    # No empty system message: some templates write one all the same, and others put their own in its place.
+    # No empty system message: some templates would render it, and others would replace it by their own.
     begin = [{"role": "system", "content": system}] if system and messages[0]["role"] != "system" else []
     return [*begin, *messages]
 
@@ -224,7 +221,7 @@ def _choice(row: Mapping[str, Any], column: str, default: str) -> str:
 
 
 def truth_text(answer: Any) -> str:
-    """A reference answer as text: "72" of "48+24 = 72\\n#### 72", of "72" and of 72; JSON of a list or an object."""
+    """Return a reference answer as text: "72" for "48+24 = 72\\n#### 72", "72" and 72; JSON for a list or an object."""
     if not isinstance(answer, str):
         return json.dumps(answer, default=str) if isinstance(answer, (list, dict)) else str(answer)
     return final_answer(answer)

@@ -1,7 +1,8 @@
-"""Tokenizer: what the package uses of one, and the policy's own with the chat template the configuration gives it.
+"""Tokenizer: the interface that the package uses, and loading the policy's tokenizer with the configured chat template.
 
-Invariant of a chat (`hide_special`, then the template, then `encode_hidden`): special tokens are the template's own.
-What a task, a user or the policy wrote is text, also where it spells one; else the ids are those of `encode`.
+Invariant of a chat (`hide_special`, then the template, then `encode_hidden`): only the template writes special tokens.
+A special token that is spelled in the text of a task, a user or the policy is plain text. Otherwise the ids are those
+of `encode`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rftdask.processes.zygote import MODELS, call
 T = TypeVar("T")
 
 _STAND_INS = range(0xF0000, 0xFFFFE)
-"""Private characters: no template and no vocabulary gives them a meaning."""
+"""Private-use characters, which no template or vocabulary interprets."""
 
 
 class Tokenizer(Protocol):
@@ -37,51 +38,52 @@ class Tokenizer(Protocol):
         """The token that ends a sequence; None: there is none."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of a text."""
+        """Return the token ids of a text."""
 
     def decode(self, tokens: Sequence[int], /, *, skip_special_tokens: bool) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> Any:
-        """A chat as the policy reads it: text, or token ids with `tokenize=True`."""
+        """Render a chat: as text, or as token ids with `tokenize=True`."""
 
 
-class _Splitting(Protocol):
-    """A transformers tokenizer that has special tokens."""
+class _SplittingTokenizer(Protocol):
+    """A transformers tokenizer with special tokens."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool, split_special_tokens: bool) -> list[int]: ...
 
 
 class ByteTokenizer:
-    """The tokenizer of an engine without a model: one token per byte, a message a line."""
+    """The tokenizer of engines without a model: one token per byte, one line per message."""
 
     eos_token_id = None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The bytes of the text in UTF-8; there are no special tokens."""
+        """Return the bytes of the text in UTF-8; there are no special tokens."""
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Never fails: bytes that are no UTF-8 become replacement characters."""
+        """Decode the bytes; invalid UTF-8 becomes replacement characters."""
         return bytes(token % 256 for token in tokens).decode(errors="replace")
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
-        """The contents alone, without roles; `tools` and the like are ignored."""
+        """Join the contents, without roles; options such as `tools` are ignored."""
         return "\n".join(str(message["content"]) for message in messages)
 
 
 def hide_special(tokenizer: Tokenizer, chat: T) -> tuple[T, dict[str, str]]:
-    """A chat, its tools or a text, for the template: with a private character in place of each special token that a
-    text in it spells, and what those characters stand for. {}: nothing spells one, and `chat` is as it was.
+    """Replace each special token that is spelled in a text of `chat` (a chat, tools or a text) by a private character.
+
+    Returns: the result, for the template, and what each character stands for. {}: `chat` is unchanged.
     """
     special, known = _special_tokens(tokenizer)
     texts = list(_texts(chat))
-    spelled = sorted({found for text in texts for found in special.findall(text)}) if special else []
+    spelled = sorted({token for text in texts for token in special.findall(text)}) if special else []
     if special is None or not spelled:
         return chat, {}
     used = set("".join(texts))
-    # Characters of Unicode's private use, none of which the texts use themselves; else of one tokenizer always the
-    # same for the same token, so that the turns of a chat can be compared.
+    # Characters that the texts do not contain. A tokenizer otherwise always uses the same one for the same token, so
+    # that the turns of a chat can be compared.
     free = (chr(code) for code in _STAND_INS if chr(code) not in used)
     stand_ins = dict(zip(sorted(known.values()), free, strict=False))
 
@@ -98,12 +100,12 @@ def hide_special(tokenizer: Tokenizer, chat: T) -> tuple[T, dict[str, str]]:
 
 
 def is_plain(tokenizer: Tokenizer, tokens: Sequence[int]) -> bool:
-    """Whether what a policy wrote has no special tokens but those that end it."""
+    """Return True if sampled tokens have no special tokens except at the end."""
     return _special_tokens(tokenizer)[1].keys().isdisjoint(tokens[: _end(tokenizer, tokens)])
 
 
 def _end(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
-    """Number of tokens before the special ones at the end."""
+    """Return the number of tokens before the special ones at the end."""
     _, special = _special_tokens(tokenizer)
     end = len(tokens)
     while end and tokens[end - 1] in special:
@@ -112,33 +114,34 @@ def _end(tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
 
 
 def sampled_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """What a policy wrote, as a template has to render it for the chat to go on from these very tokens: special tokens
-    are special at the end alone, where they end the turn, and hidden (`hide_special`) where they are spelled.
+    """Return sampled tokens as the text that a template must render for the chat to continue from exactly these tokens.
+
+    Special tokens at the end, which end the turn, stay special; spelled ones are hidden (`hide_special`).
     """
     end, plain = _end(tokenizer, tokens), is_plain(tokenizer, tokens)
-    # A real one within the text stays bare: nobody is told of it, so no prompt has it there.
+    # A real special token within the text is left as it is: such a text is never part of a prompt.
     body = tokenizer.decode(tokens[:end], skip_special_tokens=plain)
     tail = tokenizer.decode(tokens[end:], skip_special_tokens=False) if end < len(tokens) else ""
     return (hide_special(tokenizer, body)[0] if plain else body) + tail
 
 
 def show_hidden(text: str, hidden: Mapping[str, str]) -> str:
-    """A rendered text as it reads, with what `hide_special` took out of it."""
+    """Put back into a rendered text what `hide_special` replaced."""
     return text.translate({ord(character): spelled for character, spelled in hidden.items()})
 
 
 @lru_cache(maxsize=128)
 def _encoded(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    # Siblings are asked the same, one after another, and transformers takes a tenth of a millisecond for a word.
+    # The rollouts of a group have the same prompt, and transformers takes 0.1 ms per word.
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def encode_hidden(tokenizer: Tokenizer, text: str, hidden: Mapping[str, str]) -> list[int]:
-    """The token ids of a rendered text: special tokens in it are special, what `hide_special` took out is text."""
+    """Return the token ids of a rendered text: special tokens are special, but those that were hidden are text."""
     if not hidden:
         return list(_encoded(tokenizer, text)) if text else []
     special, ids = _special_tokens(tokenizer)
-    # Text between two special tokens is tokenized by itself anyway, so such a stretch can be encoded in another way.
+    # Text between two special tokens is tokenized separately anyway, so such a stretch can be encoded differently.
     parts = re.split(f"({special.pattern})", text) if special else [text]
     tokens: list[int] = []
     for is_hostile, stretch in groupby(parts, lambda part: not hidden.keys().isdisjoint(part)):
@@ -147,43 +150,42 @@ def encode_hidden(tokenizer: Tokenizer, text: str, hidden: Mapping[str, str]) ->
             tokens += tokenizer.encode(joined, add_special_tokens=False) if joined else []
             continue
         assert special is not None
-        found = cast(_Splitting, tokenizer).encode(joined, add_special_tokens=False, split_special_tokens=True)
-        if not ids.keys().isdisjoint(found):
-            # A vocabulary of whole words finds it all the same; cut in two, nobody does.
+        splitting = cast(_SplittingTokenizer, tokenizer)
+        split = splitting.encode(joined, add_special_tokens=False, split_special_tokens=True)
+        if not ids.keys().isdisjoint(split):
+            # A vocabulary of whole words still has the special token, so it is cut in two.
             cuts = [0, *(match.start() + 1 for match in special.finditer(joined)), len(joined)]
             pieces = [joined[start:end] for start, end in pairwise(cuts)]
-            found = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
-        tokens += found
+            split = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
+        tokens += split
     return tokens
 
 
 def render_marked(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
 ) -> tuple[str, list[tuple[int, int]]]:
-    """A rendered chat, and where in it the {% generation %} blocks of its template begin and end, in order."""
+    """Render a chat; return it with the (begin, end) of each {% generation %} block of its template, in order."""
     from transformers import PreTrainedTokenizerBase  # late: importing transformers takes most of a second
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    own = cast(PreTrainedTokenizerBase, tokenizer)
-    # Also what `load_tokenizer` lets every rendering begin with.
-    options = {**own.special_tokens_map, **getattr(tokenizer.apply_chat_template, "keywords", {})}
-    given = None if tools is None else list(tools)
-    # Its annotation says str; it returns the texts and, asked for the mask, the places of the blocks in each.
-    found = render_jinja_template(
+    hf_tokenizer = cast(PreTrainedTokenizerBase, tokenizer)
+    # Including the options that `with_thinking` binds.
+    options = {**hf_tokenizer.special_tokens_map, **getattr(tokenizer.apply_chat_template, "keywords", {})}
+    tool_list = None if tools is None else list(tools)
+    # Its annotation is str, but with the mask it returns the texts, and the positions of the blocks in each.
+    rendered = render_jinja_template(
         [[dict(message) for message in messages]],
-        tools=given,
-        chat_template=own.get_chat_template(None, given),
+        tools=tool_list,
+        chat_template=hf_tokenizer.get_chat_template(None, tool_list),
         return_assistant_tokens_mask=True,
         **options,
     )
-    texts, blocks = cast(tuple[list[str], list[list[tuple[int, int]]]], found)
+    texts, blocks = cast(tuple[list[str], list[list[tuple[int, int]]]], rendered)
     return texts[0], blocks[0]
 
 
 def with_first_token(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
-    """The ids of a text that no template rendered, after the token with which its tokenizer begins a sequence: none if
-    it adds none, and not a second one.
-    """
+    """Prepend the first token of a sequence to the ids of raw text, if the tokenizer adds one and it is not there."""
     first = getattr(tokenizer, "bos_token_id", None)
     if first is None or tokens[:1] == [first] or tokenizer.encode("", add_special_tokens=True)[:1] != [first]:
         return tokens
@@ -191,7 +193,7 @@ def with_first_token(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
 
 
 def with_end_token(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
-    """The ids of a text that no template rendered, with the token that ends a sequence once at the end."""
+    """Append the end token to the ids of raw text, unless it is there."""
     end = tokenizer.eos_token_id
     return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
 
@@ -207,7 +209,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 @lru_cache(maxsize=16)
 def _special_tokens(tokenizer: Tokenizer) -> tuple[re.Pattern[str] | None, dict[int, str]]:
-    """What finds the special tokens in a text, the longest first, and their texts by id; None: there are none."""
+    """Return a pattern of the special tokens, longest first, and their texts by id. None: there are none."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     special = {number: str(token.content) for number, token in added if token.special}
     if not special:
@@ -216,14 +218,14 @@ def _special_tokens(tokenizer: Tokenizer) -> tuple[re.Pattern[str] | None, dict[
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """Load the policy's tokenizer. Raises: DataError: the model folder has none, or the template file is not there."""
+    """Load the policy's tokenizer. Raises: DataError: the model folder has none, or the template file is missing."""
     if not config.explorer.rollout_model.traits.has_model:
         return ByteTokenizer()
     path = config.model.model_path
     try:
         tokenizer = read_tokenizer(path, config.model.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise DataError(f"model.model_path {path!r} gives no tokenizer: {error}".splitlines()[0]) from error
+        raise DataError(f"model.model_path {path!r} has no usable tokenizer: {error}".splitlines()[0]) from error
     if config.model.custom_chat_template is not None:
         tokenizer.chat_template = config.model.custom_chat_template
     elif config.model.chat_template_path is not None:
@@ -231,15 +233,14 @@ def load_tokenizer(config: Config) -> Tokenizer:
         if not file.is_file():
             raise DataError(f"model.chat_template_path {str(file)!r} does not exist")
         tokenizer.chat_template = file.read_text()
-    # In one place, for all that render chats: rollouts, rows of datasets, demonstrations.
     return with_thinking(tokenizer, config.model.enable_thinking)
 
 
 def read_tokenizer(model: str, trust_remote_code: bool) -> Any:
-    """The tokenizer of a model folder or a model of the Hub, as transformers makes it.
+    """Load the tokenizer of a model folder or a Hub model with transformers.
 
-    Of its class, which does without torch; to find that class takes torch and two seconds, so a process that can fork
-    asks one that has it. Raises: OSError, ValueError: there is none.
+    A tokenizer needs no torch, but finding its class imports torch and takes two seconds. So a process that can fork
+    delegates this to the zygote that has torch. Raises: OSError, ValueError: there is no tokenizer.
     """
     return call(_read_tokenizer, local_model(model), trust_remote_code, needs=[MODELS])
 
@@ -251,8 +252,8 @@ def _read_tokenizer(folder: str, trust_remote_code: bool) -> Any:
 
 
 def with_thinking(tokenizer: Any, enable: bool | None) -> Tokenizer:
-    """A tokenizer of transformers whose chat template thinks, or does not; None: as the template says."""
+    """Set `enable_thinking` for every chat that a transformers tokenizer renders; None: the template's default."""
     if enable is not None:
         render = partial(tokenizer.apply_chat_template, enable_thinking=enable)
-        setattr(tokenizer, "apply_chat_template", render)  # noqa: B010 -- a method, which mypy does not let go
+        setattr(tokenizer, "apply_chat_template", render)  # noqa: B010 -- mypy forbids assigning to a method
     return cast(Tokenizer, tokenizer)

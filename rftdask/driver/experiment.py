@@ -28,12 +28,13 @@ from rftdask.cluster.base import plan_cluster, prepare_cluster, start_cluster
 from rftdask.cluster.jobs import RETURNED
 from rftdask.cluster.layout import Layout
 from rftdask.config import Config, load_config, replace
+from rftdask.config.plan import StageWork, plan_work
 from rftdask.data.task_pipeline import make_datasets, missing_datasets
 from rftdask.driver.memory_estimate import check_host, check_jobs, gpu_shortages
 from rftdask.driver.preflight import Inputs, check_inputs
-from rftdask.driver.stage import StageRun, StageWork, plan_work
+from rftdask.driver.stage import StageRun
 from rftdask.errors import DataError, RoleError, StorageError, UserError
-from rftdask.monitor.events import Evaluated, Event, Note, Step
+from rftdask.monitor.events import Evaluated, Event, Note, StepFinished
 from rftdask.monitor.logs import LogFolder, setup_logging
 from rftdask.monitor.metrics import read_metrics
 from rftdask.monitor.progress import Progress, ProgressView, ViewKind
@@ -41,7 +42,8 @@ from rftdask.processes.dask_task import workers_of
 from rftdask.processes.gpus import free_host_bytes
 from rftdask.processes.usage import gpu_memory
 from rftdask.reports.metric_table import WINDOW, warn_of_learning
-from rftdask.reports.run_reader import Stage, stages_of
+from rftdask.reports.page.report_file import import_ahead, report_run, write_report
+from rftdask.reports.run_reader import StageReader, stages_of
 from rftdask.reports.summary import RunSummary, summarize
 from rftdask.reports.tracking import open_feeds
 from rftdask.run.input_fingerprints import WholeContents, check_made_of, copy_sources
@@ -60,7 +62,6 @@ from rftdask.run.run_folder import (
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.safe_text import safe
 from rftdask.storage.staging import stage_here
-from rftdask.studio.printed import import_ahead, report_run, write_report
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, newest_valid_checkpoint
 
 if TYPE_CHECKING:
@@ -145,8 +146,8 @@ class Experiment:
         section = self.config.cluster
         if self.config.mode == "serve":
             raise UserError("mode serve has no end to wait for: `rftdask run`, or `rftdask serve`, serves it")
-        if section.stage_to is not None and section.is_one_machine:  # else on the nodes of the workers
-            stage_here(section.stage_to, section.stage_keep)
+        if section.local_cache_dir is not None and section.is_one_machine:  # else on the nodes of the workers
+            stage_here(section.local_cache_dir, section.stage_keep)
         prepare_cluster(self.config, self.config.stage_configs())
 
     def run(self, progress: ViewKind = "auto", *, accept_changes: bool = False) -> RunSummary:
@@ -179,7 +180,7 @@ class Experiment:
             setup_logging(
                 "driver" + self.config.command_name.removeprefix(self.config.mode), self.config.log.level, logs.path
             )
-        folders: list[Stage] = []
+        folders: list[StageReader] = []
         status, error, model_path = "failed", "", ""
         try:
             # Left from the last to the first: the cluster ends while Ctrl-C is still
@@ -225,7 +226,7 @@ class Experiment:
                         self._stage = None
                         watcher.close()
                         # Also of a stage that failed: the report shows how far it came.
-                        folders.append(Stage(config, stage_storage, time.monotonic() - began))
+                        folders.append(StageReader(config, stage_storage, time.monotonic() - began))
                     if ended.stopped or self._stop_requested:
                         status = "stopped"
                         break
@@ -385,7 +386,7 @@ class Experiment:
 
         return push(self.url, repo, step=step, private=private, merge_lora=merge_lora)
 
-    def _stages(self) -> list[Stage]:
+    def _stages(self) -> list[StageReader]:
         return stages_of(self.config, open_storage(self.url))
 
 
@@ -472,7 +473,7 @@ class _Watcher:
             progress = dataclasses.replace(
                 progress, accuracy=event.metrics.get("accuracy"), accuracy_step=event.version
             )
-        if isinstance(event, Step):
+        if isinstance(event, StepFinished):
             rows = self._rows[event.role]
             rows.append(event.metrics)
             del rows[WINDOW:-WINDOW]  # of what is between them nothing is told
@@ -481,7 +482,7 @@ class _Watcher:
                 self.view.note(f"warning: {warnings[name]}")
             self._warned = set(warnings)
         # Only one role's steps move the bar; in mode both that is the trainer, whose end is the run's.
-        if isinstance(event, Step) and event.role == self._role:
+        if isinstance(event, StepFinished) and event.role == self._role:
             if self._first is None:
                 self._first = (event.step - 1, now - event.metrics.get("step_s", 0.0))
             # From the first step of this start: a resumed run has made the earlier ones
@@ -494,7 +495,7 @@ class _Watcher:
             if not self._ends_soon and (eta_s is None or eta_s < _REPORT_AHEAD_S):
                 self._ends_soon = True
                 import_ahead()
-        elif isinstance(event, Step):
+        elif isinstance(event, StepFinished):
             progress = dataclasses.replace(progress, reward=event.metrics.get("reward", progress.reward))
         self.experiment._progress = progress
         self.view.update(progress)

@@ -9,130 +9,27 @@ import contextlib
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from os import kill
 from pathlib import Path
 from socket import gethostname
 from time import sleep
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rftdask.cluster import slurm
-from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JOB_PREFIX, JobRecord, read_jobs, slurm_numbers
+from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JOB_PREFIX, read_jobs
 from rftdask.config import Config, load_config
-from rftdask.errors import DataError, NotFoundError, RftError, UserError, WaitTimeout
+from rftdask.errors import DataError, NotFoundError, UserError, WaitTimeout
 from rftdask.monitor.logs import COPY_EVERY_S
 from rftdask.processes.poll import wait_for
-from rftdask.run.lease import lease_holder, lease_holders
-from rftdask.run.run_folder import RUN_FILE, STOP_FILE, folders_of, read_driver, read_end, read_run, read_run_config
+from rftdask.reports.jobs import DRIVER_ROLES, processes_of, system_of
+from rftdask.run.lease import lease_holder
+from rftdask.run.run_folder import RUN_FILE, STOP_FILE, folders_of, read_run, read_run_config
 from rftdask.storage import Storage, open_storage
 
 if TYPE_CHECKING:  # they load Dask
     from distributed import Client
 
-    from rftdask.cluster.jobqueue import JobQueueCluster
 
-_DRIVERS = ("controller", "explore", "train")
-"""Jobs that hold a driver; the others are its workers."""
 _LOOK_S = 1.0
-
-
-@dataclass(frozen=True)
-class JobStatus:
-    """A job of a run and what its batch system says of it now."""
-
-    role: str
-    name: str
-    job_id: str
-    state: str
-    """PENDING, RUNNING, ...; of one that left the queue: how it ended, or "ended"."""
-    is_alive: bool
-
-
-@dataclass(frozen=True)
-class RunJobs:
-    """The jobs of a run and what it says of its end."""
-
-    jobs: tuple[JobStatus, ...]
-    why: str
-    """Why it does not run; empty while it does."""
-    has_begun: bool
-    """It has a run folder that other commands can read."""
-    usage: slurm.Usage | None = None
-    """What its jobs took, also those that have ended; None: no books are kept of it."""
-    usage_unknown: str = ""
-    """Why it is not known of jobs on SLURM."""
-
-    def to_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        used = None if self.usage is None else asdict(self.usage)
-        return {"jobs": [asdict(job) for job in self.jobs], "why": self.why, "usage": used}
-
-
-def read_run_jobs(url: str) -> RunJobs:
-    """Raises: DataError: nothing was ever submitted or started there."""
-    storage = open_storage(url)
-    records = read_jobs(storage)
-    has_begun = storage.exists(RUN_FILE)
-    if not records and not has_begun:
-        read_run(storage)  # raises, with the words for it
-    alive: dict[str, str | None] = {}  # state of those that are in a queue; None where the batch system is not asked
-    starts: dict[str, str] = {}
-    try:
-        for system in {job.system for job in records}:
-            own = [job for job in records if job.system == system]
-            states = _system_of(own[0]).states([job.job_id for job in own])
-            alive.update(dict.fromkeys(job.job_id for job in own) if states is None else states)
-            waiting = [job_id for job_id, state in (states or {}).items() if state.startswith("PENDING")]
-            starts |= _system_of(own[0]).expected_starts(waiting)
-    except RftError as error:  # the files tell the rest
-        told = f"not known: {error}"
-        return RunJobs(tuple(JobStatus(j.role, j.name, j.job_id, told, False) for j in records), "", has_begun)
-    jobs = []
-    for job in records:
-        state, is_alive = alive.get(job.job_id), job.job_id in alive
-        if is_alive:
-            told = state or "not asked"
-            told += f", expected to start at {starts[job.job_id]}" if job.job_id in starts else ""
-            jobs.append(JobStatus(job.role, job.name, job.job_id, told, state is not None))
-        else:
-            ended = _system_of(job).reason(job.job_id) or "ended"
-            jobs.append(JobStatus(job.role, job.name, job.job_id, ended, False))
-    numbers = slurm_numbers(storage, records)
-    used = slurm.usage(numbers) if numbers else None
-    unknown = slurm.NO_BOOKS if numbers and used is None else ""
-    return RunJobs(tuple(jobs), why_not_running(storage, tuple(jobs)), has_begun, used, unknown)
-
-
-def _system_of(job: JobRecord) -> type[JobQueueCluster]:
-    # Late: it loads Dask, which the status of a run without jobs does without.
-    from rftdask.cluster.jobqueue import system_of
-
-    return system_of(job)
-
-
-def why_not_running(storage: Storage, jobs: tuple[JobStatus, ...]) -> str:
-    """Say why the run does not run: its last words, else what became of the job that drove it."""
-    if _processes_of(storage):
-        return ""
-    drivers = [job for job in jobs if job.role in _DRIVERS]
-    waiting = [job for job in drivers if job.is_alive]
-    if waiting:
-        return f"{waiting[0].name} is job {waiting[0].job_id}, {waiting[0].state}"
-    # Before what the batch system says: a run that ended by itself has told why, and its job then only ended.
-    end = read_end(storage)
-    if end is not None:
-        return end
-    told = "; ".join(f"job {job.job_id} ({job.name}): {job.state}" for job in drivers)
-    if not storage.exists(RUN_FILE):
-        return f"it never began: {told}"
-    return f"it was killed, without a word of its own{': ' + told if told else ''}"
-
-
-def _processes_of(storage: Storage) -> set[tuple[str, int]]:
-    """(host, pid) of each process that drives the run or works on a role of it or of its stages now."""
-    folders = folders_of(storage).values()
-    found = [read_driver(storage), *(holder for folder in folders for holder in lease_holders(folder).values())]
-    return {(holder["host"], holder["pid"]) for holder in found if holder is not None}
 
 
 def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
@@ -145,10 +42,10 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
 
     storage = open_storage(url)
     records = read_jobs(storage)
-    drivers = [job for job in records if job.role in _DRIVERS]
+    drivers = [job for job in records if job.role in DRIVER_ROLES]
     if not drivers:
         read_run(storage)  # raises where there is no run
-        processes = _processes_of(storage)
+        processes = processes_of(storage)
         if not processes:
             say(f"nobody works on {storage.url}")
         for host, pid in processes:
@@ -157,24 +54,24 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
             say(f"process {pid} writes a checkpoint and ends")
             with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGINT)
-        if not wait_for(lambda: not _processes_of(storage), deadline_s, _LOOK_S):
-            told = ", ".join(str(pid) for _, pid in sorted(_processes_of(storage)))
+        if not wait_for(lambda: not processes_of(storage), deadline_s, _LOOK_S):
+            told = ", ".join(str(pid) for _, pid in sorted(processes_of(storage)))
             raise WaitTimeout(f"{storage.url} had not ended after {deadline_s:.0f} s: process {told} still runs")
         return
     folder = PrivateFolder.base_of(_config_of(storage), storage)
     # Before anybody asks which jobs run: one that starts in between must find it.
     (folder.path / CANCELLED_FILE).touch(mode=0o600)  # a driver that is about to start looks for it
-    from rftdask.cluster.jobqueue import states_of  # late: as in `_system_of`
+    from rftdask.cluster.jobqueue import states_of  # late: it loads Dask
 
     alive, by_file = states_of(drivers), False
     for job in drivers:
         state = alive.get(job.job_id)
         if state is not None and not state.startswith("PENDING"):
             say(f"job {job.job_id} ({job.name}) writes a checkpoint and ends")
-            by_file |= not _system_of(job).interrupt(job.job_id)
+            by_file |= not system_of(job).interrupt(job.job_id)
         elif state is not None:
             say(f"job {job.job_id} ({job.name}) had not started; it is cancelled")
-            _system_of(job).cancel(job.job_id)
+            system_of(job).cancel(job.job_id)
 
     def has_ended() -> bool:
         left = states_of(drivers)
@@ -186,8 +83,8 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
 
     in_time = wait_for(has_ended, deadline_s, _LOOK_S)
     # Its workers, if it could not cancel them itself.
-    for job in (*drivers, *(job for job in read_jobs(storage) if job.role not in _DRIVERS)):
-        _system_of(job).cancel(job.job_id)
+    for job in (*drivers, *(job for job in read_jobs(storage) if job.role not in DRIVER_ROLES)):
+        system_of(job).cancel(job.job_id)
     if not in_time:
         raise WaitTimeout(f"the run had not ended after {deadline_s:.0f} s: its jobs were killed, its checkpoints stay")
 

@@ -525,7 +525,7 @@ def estimate(
         # Adapters are published as they are trained.
         published = _MASTER if sizes.trained or dtype == "float32" else 2
         # What has changed is found by the version before.
-        copies = 1 if config.synchronizer.whole_interval == 1 else 2
+        copies = 1 if config.synchronizer.full_publish_interval == 1 else 2
         why = "a copy of the weights" if copies == 1 else "copies of the weights as they are, and as they were"
         # Rank 0 has adapters alone.
         share, who = (1.0, "rank 0") if sizes.trained else (here / sizes.num_ranks, "the ranks, each its part")

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from typing import Any
 
 from distributed import Future as DaskFuture
@@ -26,20 +25,19 @@ from rftdask.buffer.log.retention import apply_retention
 from rftdask.cluster.base import Cluster, control_workers
 from rftdask.cluster.layout import AUXILIARY_RESOURCE, EXPLORER_RESOURCE, TRAINER_RESOURCE, Layout, num_ranks
 from rftdask.config import Config
+from rftdask.config.plan import plan_work
 from rftdask.config.schema.buffer import RetentionConfig
-from rftdask.data.task_schedule import num_explore_steps
 from rftdask.errors import DamagedError, DataError, FencedError, RftError, RoleError, UserError
 from rftdask.explorer.auxiliary_pool import AuxiliaryPool
 from rftdask.explorer.explorer import Explorer
 from rftdask.explorer.unit_claims import Claims
-from rftdask.monitor.events import CODEC, Ended, Event, Note, Published
+from rftdask.monitor.events import CODEC, Ended, Event, Note, WeightsPublished
 from rftdask.monitor.machine_metrics import MachineLog
 from rftdask.processes.dask_task import workers_of
 from rftdask.run.lease import Lease, lease_role, roles_of
 from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import Storage
 from rftdask.synchronizer.actor import ACTOR_NAME, SyncHandle, Synchronizer, start_synchronizer
-from rftdask.synchronizer.styles import make_sync_rules
 from rftdask.trainer.checkpoint import checkpoint_steps, oldest_resume_point
 from rftdask.trainer.gang import TOPIC, Gang, RankSpec
 
@@ -50,44 +48,6 @@ _RETENTION_S = 5.0
 """Between two passes of retention in mode train; where there is an explorer, it has its own time for them."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StageWork:
-    """How much there is to do."""
-
-    explore_steps: int
-    train_steps: int | None
-    """None: until the data ends."""
-
-
-def plan_work(config: Config, sizes: Mapping[str, int]) -> StageWork:
-    """Steps of a stage, from the sizes of its tasksets by name."""
-    buffer, limit = config.buffer, config.trainer.total_steps
-
-    def least(possible: int | None) -> int | None:
-        return min((steps for steps in (possible, limit) if steps is not None), default=None)
-
-    if config.algorithm.schema_type != "experience":
-        rows, steps = sizes.get("dataset"), buffer.total_steps
-        if steps is None and rows is not None:
-            # Rounded down: batches go on from one epoch to the next, and the rows left at the very end fill none.
-            steps = rows * buffer.total_epochs // buffer.train_batch_size
-        return StageWork(0, least(steps))
-    # How many explore steps the tasks are good for, then how many optimizer steps those fill, then back again.
-    rules = make_sync_rules(config)
-    tasksets = [sizes[t.name] for t in buffer.explorer_input.train_tasksets if t.name in sizes]
-    if not tasksets:
-        # Such as mode train on a log that another command fills: how much will come is not known here.
-        return StageWork(0, limit)
-    steps = buffer.total_steps
-    if steps is None:
-        steps = num_explore_steps(tasksets, buffer.batch_size, buffer.total_epochs)
-    train_steps = least(rules.num_steps_from(steps))
-    # Explore steps beyond the last optimizer step would be paid for and never trained.
-    if config.mode == "both" and train_steps is not None:
-        steps = min(steps, rules.explore_steps_for(train_steps))
-    return StageWork(steps, train_steps)
 
 
 def bench_versions(storage: Storage, config: Config) -> tuple[int, ...]:
@@ -363,7 +323,7 @@ class StageRun:
         try:
             event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
             while True:
-                if isinstance(event, Published):
+                if isinstance(event, WeightsPublished):
                     if self._sync is not None:
                         # Both are told, because they wait apart: the actor for workers in `wait_for_version`, the
                         # explorer for its next submission.

@@ -1,10 +1,10 @@
 """Engine: token ids in, token ids and logprobs out. One engine serves one set of weights at a time.
 
-An engine knows nothing of tasks, text, rewards or storage. Its batch is continuous: requests enter while others are
-under way, and each is answered when it is finished. Two promises that its users build on:
-- a request's tokens depend on the weights, the prompt, the sampling parameters, the seed, and, by the rounding of sums,
-  on what it was generated beside; so the same list of requests given at once, twice, gives the same bits.
-- `rollout_logprobs` are of softmax(logits / temperature), before top-p, top-k, and what a grammar allows.
+An engine knows nothing of tasks, text, rewards or storage. It uses continuous batching: requests enter while others
+run, and each is answered when it finishes. Two guarantees:
+- The tokens of a request depend on the weights, the prompt, the sampling parameters, the seed and, through rounding, on
+  the other requests in the batch. The same list of requests submitted together twice gives the same bits.
+- `rollout_logprobs` are those of softmax(logits / temperature), before top-p, top-k and grammar constraints.
 """
 
 from __future__ import annotations
@@ -24,38 +24,37 @@ from rftdask.synchronizer.fingerprint import Fingerprint
 log = logging.getLogger(__name__)
 
 MIN_TEMPERATURE = 1e-5
-"""Lowest temperature above 0; below it logits / temperature leaves the range of float32."""
+"""Lowest temperature above 0. Below it logits / temperature overflows float32."""
 MAX_BATCH_TOKENS = 65_536
-"""Tokens of prompts and responses that a transformers engine holds in its key-value cache at once."""
+"""Maximum tokens of prompts and responses in the key-value cache of a transformers engine."""
 MAX_BAD_WORDS, MAX_BAD_TOKENS = 1024, 8192
-"""Most `SamplingParams.bad_tokens`, and tokens in all of them: vLLM on a GPU makes room for them as it starts."""
+"""Maximum number of `SamplingParams.bad_tokens`, and of tokens in all of them; vLLM on a GPU allocates for them."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one request; names and meanings as in vLLM."""
+    """Sampling parameters of a request, with the names and meanings of vLLM."""
 
     max_tokens: int
     temperature: float = 1.0
-    """0 is greedy; logprobs are then of softmax(logits)."""
+    """Sampling temperature. 0: greedy, with logprobs of softmax(logits)."""
     top_p: float = 1.0
     top_k: int = -1
-    """-1 keeps all."""
+    """Number of tokens to sample from. -1: all."""
     min_tokens: int = 0
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
-    """Texts of which the first that is complete ends a response. An engine may go on past it, as vLLM does here, where
-    it knows no text: what is beyond is cut off where tokens become text (rollouts/policy/recording.py)."""
+    """Texts that end a response. An engine that does not decode text, such as vLLM here, may continue past one; the
+    rest is then cut when tokens become text (rollouts/policy/recording.py)."""
     grammar: str = ""
-    """Form of a response, a grammar in llguidance's Lark; "": any. Only engines that `guide_sampling` are asked."""
+    """Grammar of the response in the Lark syntax of llguidance. "": none. Only for engines that `guide_sampling`."""
     bad_tokens: tuple[tuple[int, ...], ...] = ()
-    """Tokens in a row that must not come, MAX_BAD_WORDS at most. Of a response whose grammar allows nothing else, it
-    ends there."""
+    """Forbidden token sequences, at most MAX_BAD_WORDS. A response ends if its grammar allows nothing else."""
 
     @property
     def is_guided(self) -> bool:
-        """Whether what may come next depends on what came."""
+        """True if the allowed next tokens depend on the previous ones."""
         return bool(self.grammar or self.bad_tokens)
 
 
@@ -67,40 +66,40 @@ class GenerateRequest:
     prompt_tokens: tuple[int, ...]
     sampling: SamplingParams
     seed: int
-    """Random seed of this request alone: its tokens do not depend on the seeds of its neighbors."""
+    """Random seed of this request, independent of other requests."""
     images: tuple[str, ...] = ()
-    """Names of the images in the prompt, whose tokens stand in it, in their order (data/images.py). Only engines that
-    `read_images` are given any."""
+    """Names of the images whose tokens are in the prompt, in order (data/images.py). Only for engines that
+    `read_images`."""
     on_tokens: OnTokens | None = field(default=None, compare=False, repr=False)
-    """Takes the tokens of the response while it grows, in their order, some at a time, from any thread; must not block.
-    The answer comes after them and holds all of them; an engine may leave the last ones, or all, to it."""
+    """Receives new tokens of the response in order, from any thread; must not block. The result follows with all
+    tokens; an engine may skip this callback for the last tokens or for all."""
 
 
 @dataclass(frozen=True)
 class Generation:
     tokens: tuple[int, ...]
-    """Response token ids; the end token included when finish_reason is "stop"."""
+    """Response token ids, including the end token if finish_reason is "stop"."""
     logprobs: tuple[float, ...]
-    """Natural-log probabilities, one for each of `tokens`."""
+    """Natural-log probability of each of `tokens`."""
     finish_reason: Literal["stop", "length"]
     min_policy_version: int
     max_policy_version: int
-    """Oldest and newest weights that sampled a token of it."""
+    """Oldest and newest policy versions that sampled a token."""
     routed_experts: tuple[bytes, ...] = ()
-    """Experts that prompt and response took, each token but the last, which was not computed: [routers * experts of a
-    token] int16 of each, from the first layer on. Empty: not recorded."""
+    """Experts of each token of prompt and response except the last one, which is not computed: [routers * experts per
+    token] int16 per token, from the first layer on. Empty: not recorded."""
     version_starts: tuple[tuple[int, int], ...] = ()
-    """(place among `tokens`, policy version), in their order: the version sampled the tokens from that place on, to the
-    next one. Empty: one version sampled all, or, where the oldest and the newest differ, nobody knows which what."""
+    """(index into `tokens`, policy version) in order: the version that sampled the tokens from that index to the next
+    one. Empty: one version sampled all tokens or, if the oldest and newest differ, the split is unknown."""
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
-        """As `version_starts`, also where one version sampled all; empty: not known."""
+        """`version_starts`, also if one version sampled all tokens. Empty: unknown."""
         is_one = self.min_policy_version == self.max_policy_version
         return self.version_starts or (((0, self.min_policy_version),) if is_one else ())
 
     def sampled_by(self, versions: Sequence[tuple[int, int]]) -> Generation:
-        """The same, of `versions` as above, at least one; those that begin beyond its last token sampled none of it."""
+        """Copy with `versions`, at least one entry. Entries that begin after the last token are dropped."""
         starts = [(0, versions[0][1])]
         for place, version in versions[1:]:
             if place < len(self.tokens) and version != starts[-1][1]:
@@ -111,14 +110,14 @@ class Generation:
 
 
 Take = Callable[[], Sequence[tuple[int, GenerateRequest | None]]]
-"""Returns the requests that have come since the last call, without waiting: each by a number that is used once, or None
-in place of one that came before and that nobody wants any more."""
+"""Returns new requests since the last call, without waiting: (unique number, request), or (number, None) if an earlier
+request was cancelled."""
 Give = Callable[[int, Generation], None]
-"""Receives the answer to the request of that number."""
+"""Receives (number, result) of a request."""
 
 
 class Engine(EngineTraits, ABC):
-    """Holds a model and generates with it. Used from one thread.
+    """A model that generates. Used from one thread.
 
     Example:
         engine = TransformersEngine(model_path, dtype="float32", device="cpu")
@@ -127,42 +126,41 @@ class Engine(EngineTraits, ABC):
     """
 
     policy_version: int = 0
-    """Version of the weights it serves; 0 = as in the model folder."""
+    """Version of the served weights. 0: as in the model folder."""
     dtype: str = "float32"
-    """Data type in which it computes."""
+    """Data type of the computation."""
     cache_tokens: int | None = None
-    """Tokens of prompts and answers whose keys and values it has room for at once; None: not known."""
+    """Capacity of the key-value cache, in tokens. None: unknown."""
 
     @classmethod
     @abstractmethod
     def from_config(cls, section: InferenceModelConfig, model: ModelConfig, device: str) -> Engine:
-        """The engine that the configuration describes, its model loaded, serving policy version 0.
+        """Engine of a configuration with its model loaded, serving policy version 0.
 
         Args:
-            section: `explorer.rollout_model`, or an item of `explorer.auxiliary_models`: a frozen model beside the
-                policy, with a model_path of its own. Its dtype is not "auto" any more.
-            model: `model`, whose model_path is the policy.
+            section: `explorer.rollout_model`, or an item of `explorer.auxiliary_models` (a frozen model with its own
+                model_path). Its dtype is resolved, not "auto".
+            model: section `model`, whose model_path is the policy.
             device: "cpu" or "cuda".
-        Raises: UserError, DataError: why the model cannot be loaded.
+        Raises: UserError, DataError: the model cannot be loaded.
         """
 
     def record_experts(self) -> None:
-        """Tell the experts of every generation from here on. Raises: RoleError, DataError: engine or model cannot."""
-        raise RoleError(f"engine {type(self).__name__} does not tell the experts that its tokens took")
+        """Record the experts of every generation. Raises: RoleError, DataError: unsupported by engine or model."""
+        raise RoleError(f"engine {type(self).__name__} cannot record the experts of tokens")
 
     @abstractmethod
     def serve(self, take: Take, give: Give) -> None:
-        """Answer what `take` gives, each request as soon as it is finished, until none is under way and `take` gives
-        none. It is asked before the first step, and between steps as long as something is under way.
+        """Serve the requests from `take`, each as soon as it finishes, until none runs and `take` returns none.
 
-        Both are called from the calling thread. Where it `loads_in_flight`, `take` may load weights: what is under way
-        goes on with them, and with the keys and values of the old ones. What nobody wants any more leaves its slot, and
-        may be answered all the same. Raises: RoleError naming the engine and the cause; then nothing is under way any
-        more.
+        `take` is called before the first step and between steps while requests run. Both callbacks run in the calling
+        thread. For engines that `loads_in_flight`, `take` may load weights: running requests continue with the new
+        weights and the old keys and values. Cancelled requests leave their slot, but may still be answered.
+        Raises: RoleError: the engine failed; then no request runs any more.
         """
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Generate for each request, in their order; all of them enter at once. Raises: as `serve`."""
+        """Generate for all requests together; results are in order. Raises: as `serve`."""
         waiting = [list(enumerate(requests))]
         answers: dict[int, Generation] = {}
         self.serve(lambda: waiting.pop() if waiting else [], answers.__setitem__)
@@ -170,22 +168,22 @@ class Engine(EngineTraits, ABC):
 
     @abstractmethod
     def load_weights(self, version: int, files: Sequence[Path]) -> None:
-        """Replace the weights by the safetensors `files` (their union is the whole state dict; of tied tensors one name
-        is enough) and serve `version` from now on.
+        """Replace the weights by the safetensors `files` and serve `version`.
 
-        Raises: RoleError: a name or shape does not fit; the engine must not be used again.
+        The files together hold the complete state dict; one name per tied tensor is enough.
+        Raises: RoleError: a name or shape does not match; the engine must not be used again.
         """
 
     def load_verified(self, version: int, files: Sequence[Path], fingerprint: Fingerprint | None) -> None:
-        """Load the weights and show that they are served: if the engine does not compute what `fingerprint` says, it
-        loads once more in the surest way it has. None: nobody made one (a fake trainer), so nothing is compared.
+        """Load the weights and verify that they are served.
 
-        Raises: WeightsError: it computes something else after both; RoleError: it cannot load. It must not be used
-            again after either.
+        If the engine does not reproduce `fingerprint`, it loads once more with `load_anew`. fingerprint None: nothing
+        is compared (a fake trainer).
+        Raises: WeightsError: the second attempt does not reproduce it either; RoleError: loading failed. The engine
+            must not be used again after either.
         """
-        # Engines fail to load without saying so: vLLM 0.32 on a CPU kept the old output head of models whose embeddings
-        # are tied.
-        # The quick way first; the sure one costs a minute with some engines.
+        # Engines may fail to load silently: vLLM 0.32 on a CPU kept the old output head of models with tied embeddings.
+        # The fast way is tried first, since `load_anew` takes a minute with some engines.
         for load in (self.load_weights, self.load_anew):
             load(version, files)
             if fingerprint is None or not self.has_model:
@@ -193,17 +191,18 @@ class Engine(EngineTraits, ABC):
             problem = fingerprint.problem(self.logprobs(fingerprint.pairs), self.dtype)
             if not problem:
                 return
-            log.warning("version %d does not compute as it did in the trainer: %s", version, problem)
-        # No engine that cannot prove its weights goes on: its rollouts would train the policy by another's mistakes.
+            log.warning("version %d does not reproduce the logprobs of the trainer: %s", version, problem)
+        # An engine that cannot prove its weights must not continue: its rollouts would come from another policy.
         raise WeightsError(
-            f"{self} does not compute what the trainer computed with version {version}, also after loading it anew: "
-            f"{problem}. Its rollouts would be another policy's; is the model's code the same on both sides?"
+            f"{self} does not reproduce the logprobs of the trainer for version {version}, also after loading again: "
+            f"{problem}. Check that engine and trainer run the same model code"
         )
 
     def try_load_changes(self, version: int, files: Sequence[Path], fingerprint: Fingerprint | None) -> bool:
-        """Make the weights of `version` of those that are served, in place, by the deltas in `files`, one for each file
-        that was loaded last. False: this engine cannot, or they are of other weights, or what it computes then is not
-        what `fingerprint` says: it has to load the whole before it goes on.
+        """Update the served weights to `version` in place with the deltas in `files`, one per file loaded last.
+
+        Returns: False if the engine cannot, the deltas belong to other weights, or the result does not reproduce
+        `fingerprint`. The complete version must then be loaded.
         """
         if not self.try_change_weights(files):
             return False
@@ -212,32 +211,33 @@ class Engine(EngineTraits, ABC):
             return True
         problem = fingerprint.problem(self.logprobs(fingerprint.pairs), self.dtype)
         if problem:
-            log.warning("version %d, made of the one before, does not compute as in the trainer: %s", version, problem)
+            log.warning("version %d, updated by deltas, differs from the trainer's logprobs: %s", version, problem)
         return not problem
 
     def try_change_weights(self, files: Sequence[Path]) -> bool:
-        """Apply deltas to the weights, all of them, or none and return False."""
+        """Apply all deltas to the weights; or apply none and return False."""
         return False
 
     def load_anew(self, version: int, files: Sequence[Path]) -> None:
-        """Load weights in the surest way this engine has, however long it takes. Otherwise as `load_weights`."""
+        """Load weights in the most reliable way, however long it takes. Otherwise like `load_weights`."""
         self.load_weights(version, files)
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
-        """Compute the natural-log probability, at temperature 1, of each token of the second of a pair after the first
-        and those before it; both hold at least one token. Raises: RoleError: this engine cannot tell, or fails.
+        """Natural-log probabilities at temperature 1 for pairs (context, continuation), one per continuation token.
+
+        Both hold at least one token. Raises: RoleError: unsupported, or the engine failed.
         """
-        raise RoleError(f"engine {type(self).__name__} gives no logprobs of given tokens")
+        raise RoleError(f"engine {type(self).__name__} cannot compute logprobs of given tokens")
 
     def leave_device(self) -> None:
-        """Free the memory of the device until `return_to_device`, while others have it. Nothing is under way."""
+        """Free device memory until `return_to_device`. No request runs."""
 
     def return_to_device(self) -> None:
-        """Go on where `leave_device` was called, with the same weights."""
+        """Restore the state before `leave_device`, with the same weights."""
 
     def close(self) -> None:
         """Free the model. Idempotent."""
 
 
 POLICY = ""
-"""Name of the policy among the models that can be asked."""
+"""Name of the policy among the models that workflows can use."""

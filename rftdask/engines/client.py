@@ -1,9 +1,9 @@
-"""Client: how an engine in another process is asked, and how a Dask worker reaches that of its child process, whose
-other side is `server`. How that of another worker is reached, `remote` says.
+"""Client of an engine in a child process of the Dask worker; `server` is the other side. `remote` has the client of an
+engine on another worker.
 
-Weights are proven on both sides: the client has every file verified on its machine before the engine loads it, and
-the engine's process compares what they compute with the trainer's fingerprint before it answers. One client, one
-engine. When the process ends, everything that was asked of it fails with the same error.
+Weights are verified twice: the client verifies every file on its machine before the engine loads it, and the engine
+process compares its logprobs with the trainer's fingerprint. One client serves one engine. When the process ends, all
+pending calls fail with the same error.
 """
 
 from __future__ import annotations
@@ -47,44 +47,44 @@ from rftdask.synchronizer.published import Published, read_published, request_wh
 log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 1800.0
-"""Deadline of reading a model from slow storage; a hung load ends as an error that names the engine."""
+"""Seconds to load a model from slow storage. After that a load counts as hung."""
 _LOAD_ATTEMPTS = 3
 _WHOLE_S, _WHOLE_LOOK_S = 300.0, 0.5
-"""Time for the trainer, which may be in the middle of a step, to write a version as a whole."""
+"""Seconds to wait for the trainer, which may be in the middle of a step, to write a complete version."""
 _WRITE_GRACE_S = 2.0
-"""Seconds that the last message has to be written before the process ends."""
+"""Seconds to write the last message before the process is ended."""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """An engine to run; equal specs mean that a running one can be used."""
+    """Description of an engine process. A running engine can be reused for an equal spec."""
 
     section: InferenceModelConfig
-    """`explorer.rollout_model`, or an item of `explorer.auxiliary_models`, which names its own model."""
+    """`explorer.rollout_model`, or an item of `explorer.auxiliary_models`."""
     model: ModelConfig
     threads: int
-    """Threads of its math libraries."""
+    """Number of threads of math libraries."""
     log_file: str | None = None
-    """File that its process prints to; None: a temporary one."""
+    """File for the output of the process. None: a temporary file."""
     plugin_dirs: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     turn_timeout_s: float = 0.0
-    """Seconds that it waits for its turn on a device that it shares with a trainer; 0: it shares none."""
+    """Seconds to wait for the lock of a device shared with a trainer. 0: the device is not shared."""
     colocated: bool = False
-    """Whether it finds out for itself with whom it shares its GPUs, on workers that somebody else started."""
+    """True if it detects the sharing of its GPUs itself, on workers of an existing cluster."""
     records_experts: bool = False
-    """Whether it tells the experts of every generation."""
+    """True if it records the experts of every generation."""
     sampling: tuple[SamplingParams, ...] = field(default=(), compare=False)
-    """The ways in which the run samples: the engine answers a short request of each before it is ready."""
+    """Sampling parameters used by the run. The engine serves a short request with each before it is ready."""
 
     @property
     def imports_ahead(self) -> tuple[str, ...]:
-        """What another process may have imported for it; of an engine of a plug-in that is not known."""
+        """Modules that a zygote may import ahead for this engine; unknown for engines of plug-ins."""
         known = self.section.engine_type in registered_engines()
         return self.section.traits.imports_ahead if known else ()
 
     def to_plain(self) -> dict[str, Any]:
-        """The spec as msgpack carries it to the process; the threads and the environment go another way."""
+        """Spec as plain types for msgpack, without threads and environment, which are passed separately."""
         return {
             "section": plain(self.section),
             "model": plain(self.model),
@@ -97,66 +97,65 @@ class EngineSpec:
 
 
 class AskedEngine(ABC):
-    """An engine elsewhere, as others ask it. How messages reach it, and its answers come back, its kinds know: a child
-    process (`EngineClient`), or a worker of another machine (`RemoteEngine`). Used from any thread.
+    """Base of clients of an engine elsewhere. Subclasses define the transport of messages: a child process
+    (`EngineClient`) or a worker of another machine (`RemoteEngine`). Used from any thread.
 
-    Once it has failed, everything that was asked of it and is not answered fails with the same error, as does all that
-    is asked later.
+    After a failure all pending and later calls fail with the same error.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Guards what follows, and is held while a message is sent, so that numbers go out in their order."""
+        """Guards the fields below. Held while a message is sent, so that numbers are sent in order."""
         self._num_asked = 0
         self._ready = Future[Any]()
-        """Set by the first message, which the engine sends unasked once it works."""
+        """Set by the first message, which the engine sends when it is ready."""
         self._asked: dict[int, Future[Any]] = {0: self._ready}
-        """Futures that are not answered yet, by number."""
+        """Number -> pending future."""
         self._listeners: dict[int, OnTokens] = {}
-        """Who takes the tokens of those that stream."""
+        """Number -> callback for streamed tokens."""
         self._failure: RftError | None = None
-        """The error because of which nothing will be answered any more."""
+        """Error with which the engine failed."""
         self._has_work = False
-        """True once it was asked for something on behalf of a task."""
+        """True once it has received a request of a task."""
         self._num_generating = 0
-        """Requests under way."""
+        """Number of running requests."""
         self._request_s = 0.0
-        """Seconds that they were, each for itself, since `take_use`, or since the engine was ready."""
+        """Summed running seconds of requests since `take_use`, or since the engine was ready."""
         self._used_since_s = self._counted_s = time.monotonic()
         self.answered_s = time.monotonic()
-        """Time of its last answer of any kind."""
+        """Time of the last message of any kind."""
         self.cache_tokens: int | None = None
-        """See Engine; once it is ready."""
+        """See Engine. Set once the engine is ready."""
         self.weights = Published(0, "", "")
-        """Weights that the engine serves now; version 0 is the model folder as it is."""
+        """Served weights. Version 0: the model folder."""
 
     @abstractmethod
     def load(self, storage: Storage, published: Published) -> None:
-        """Serve `published` from now on. Raises: StorageError: it serves what it served; RoleError: it has ended;
+        """Serve `published`. Raises: StorageError: the previous weights are still served; RoleError: the engine ended;
         WaitTimeout: it hangs.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End it, as far as it is ours to end. Idempotent."""
+        """End the engine if this client owns it. Idempotent."""
 
     @abstractmethod
     def _send(self, message: Any) -> None:
-        """Send a message without waiting until it is written. `_lock` is held."""
+        """Queue a message without waiting until it is written. Requires `_lock`."""
 
     def alive(self) -> bool:
-        """True while it may answer."""
+        """True while the engine may respond."""
         return self._failure is None
 
     @property
     def num_under_way(self) -> int:
-        """What it was asked and has not answered."""
+        """Number of pending calls."""
         return len(self._asked)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[Future[Generation]]:
-        """Send requests, which enter the engine together, and return futures of their answers at once, in their order.
+        """Send requests, which enter the engine together, and return their futures in order, without waiting.
 
-        A cancelled future's request leaves the engine. `on_tokens` are called from the thread that reads its messages.
+        Cancelling a future removes its request. `on_tokens` is called from the thread that reads messages.
         The futures raise RoleError: the engine died.
         """
         if not requests:
@@ -174,12 +173,12 @@ class AskedEngine(ABC):
                 server.NumberedRequest(n, replace(each, on_tokens=None), each.on_tokens is not None)
                 for n, each in zip(numbers, requests, strict=True)
             )
-            # One message for all of them: the engine takes them in one step, and siblings share the work on their
+            # One message for all requests: the engine takes them in one step, and siblings share the work on their
             # prompt.
             self._send(server.Generate(tuple(numbered)))
 
-        # Called when the future is done, also by an answer; only a cancelled one is told to the engine. A future that
-        # waits for its answer is still in `_asked`: so exactly one of answer and drop takes it out.
+        # Called when the future is done, also by a result; only cancellations are sent to the engine. A pending future
+        # is in `_asked`, so either the result or `drop` removes it.
         def drop(number: int, future: Future[Any]) -> None:
             with self._lock:
                 self._listeners.pop(number, None)
@@ -194,7 +193,7 @@ class AskedEngine(ABC):
         return futures
 
     def take_use(self) -> tuple[float, float]:
-        """Seconds that requests were under way, each for itself, and seconds that have passed since the last call."""
+        """(summed running seconds of requests, elapsed seconds) since the last call."""
         with self._lock:
             self._count_generating(0)
             use = self._request_s, self._counted_s - self._used_since_s
@@ -202,27 +201,28 @@ class AskedEngine(ABC):
             return use
 
     def _count_generating(self, change: int) -> None:
-        # `_lock` is held.
+        # Requires `_lock`.
         now_s = time.monotonic()
         self._request_s += self._num_generating * (now_s - self._counted_s)
         self._counted_s = now_s
         self._num_generating += change
 
     def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[Generation]:
-        """Generate for each request, in order. Raises: RoleError: the engine died; WaitTimeout: it hangs."""
+        """Generate for all requests; results are in order. Raises: RoleError: the engine died; WaitTimeout: it
+        hangs."""
         futures = self.submit(requests)
         if wait(futures, timeout_s).not_done:
-            raise WaitTimeout(f"{self} gave no answer for {timeout_s:.0f} s")
+            raise WaitTimeout(f"{self} did not respond for {timeout_s:.0f} s")
         return [future.result() for future in futures]
 
     def logprobs(
         self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], timeout_s: float
     ) -> list[tuple[float, ...]]:
-        """Score given tokens, as Engine.logprobs. Raises: RoleError; WaitTimeout: it hangs."""
+        """Like Engine.logprobs. Raises: RoleError; WaitTimeout: it hangs."""
         return list(self._wait(self.score(pairs), timeout_s).logprobs)
 
     def score(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Future[server.Scored]:
-        """As `logprobs`, at once: a future of the answer, which raises RoleError."""
+        """Like `logprobs`, but returns a future, which raises RoleError."""
         self._has_work = True
         return self._ask(lambda number: server.Score(number, tuple(pairs)))
 
@@ -236,10 +236,10 @@ class AskedEngine(ABC):
         try:
             return future.result(timeout_s)
         except TimeoutError:
-            raise WaitTimeout(f"{self} gave no answer for {timeout_s:.0f} s") from None
+            raise WaitTimeout(f"{self} did not respond for {timeout_s:.0f} s") from None
 
     def _register(self, future: Future[Any]) -> int:
-        # Returns the number of what the future waits for, which is used once. `_lock` is held.
+        # Returns the unique number of the call. Requires `_lock`.
         assert self._ready.done(), "wait_ready comes first"
         self._num_asked += 1
         if self._failure is not None:
@@ -249,7 +249,7 @@ class AskedEngine(ABC):
         return self._num_asked
 
     def _take(self, message: server.FromServer) -> None:
-        """Hand on a message of the engine."""
+        """Dispatch a message of the engine."""
         for sampled in message.sampled if isinstance(message, server.Generated) else ():
             with self._lock:
                 listener = self._listeners.get(sampled.number)
@@ -269,14 +269,14 @@ class AskedEngine(ABC):
             elif isinstance(message, server.Generated):
                 self._count_generating(-sum(future is not None for future in futures))
         for future, (_, answer) in zip(futures, answers, strict=True):
-            # False for one that was cancelled meanwhile: its answer is dropped.
+            # False if it was cancelled meanwhile: the result is dropped.
             if future is not None and future.set_running_or_notify_cancel():
                 future.set_result(answer)
 
     def _fail(self, error: RftError) -> None:
-        """Fail what was asked. Idempotent."""
+        """Fail all pending calls. Idempotent."""
         with self._lock:
-            # The first error is the cause; what fails after it fails because of it.
+            # The first error is the cause of later ones.
             self._failure = self._failure or error
             asked, self._asked = self._asked, {}
             self._count_generating(-self._num_generating)
@@ -286,30 +286,30 @@ class AskedEngine(ABC):
 
 
 class EngineClient(AskedEngine):
-    """The engine of this worker process. Used from any thread.
+    """Engine of this worker process. Used from any thread.
 
     Example:
         client = EngineClient(spec)
         client.wait_ready()
         client.load(storage, published)
-        generations = client.generate(requests, timeout_s=1800)   # these together, and no others, if nobody else asks
-        futures = client.submit(requests)                         # these beside whatever is under way
+        generations = client.generate(requests, timeout_s=1800)   # together, without other requests
+        futures = client.submit(requests)                         # alongside running requests
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Starts the child, and returns while it loads its model; see `wait_ready`."""
+        """Start the child process and return while it loads its model; see `wait_ready`."""
         super().__init__()
         self.spec = spec
         folder = Path(spec.section.model_path or spec.model.model_path)
         self.weights = Published(0, "", _folder_hash(folder))
         self._copy: NodeCache | None = None
-        """Their files on this machine, kept for its other engines as long as this one serves them."""
+        """Files of the served weights on this machine, shared with its other engines."""
         self._fetched: NodeCache | None = None
-        """What `fetch` brought here last."""
+        """Files of the last `fetch`."""
         self._outbox: SimpleQueue[server.FromClient | None] = SimpleQueue()
-        """Messages to write; None ends the writer."""
+        """Messages to write. None: stop the writer."""
         self._child = Child(
-            # A process of its own: a model that exhausts memory or crashes in a kernel costs the engine, not the Dask
+            # A child process: a model that exhausts memory or crashes in a kernel costs the engine, not the Dask
             # worker.
             server.TARGET,
             spec.to_plain(),
@@ -317,42 +317,42 @@ class EngineClient(AskedEngine):
             threads=spec.threads,
             env=dict(spec.env),
             log_file=Path(spec.log_file) if spec.log_file else None,
-            # An environment of the user's own may matter to what it imports.
+            # A custom environment may affect imports.
             may_fork=bool(spec.imports_ahead) and dict(spec.env).keys() <= {LOG_LEVEL},
             needs=spec.imports_ahead,
         )
         self._turn = threading.Lock()
-        """Held by one caller at a time that loads weights."""
+        """Held by the caller that loads weights."""
         self._writer = threading.Thread(target=self._write, name="engine-writer", daemon=True)
         self._writer.start()
         threading.Thread(target=self._read, name="engine-answers", daemon=True).start()
 
     def wait_ready(self) -> None:
-        """Wait until the model is loaded and has answered. Raises: RoleError, UserError: why not; it is closed then."""
+        """Wait until the engine is ready. Raises: RoleError, UserError: loading failed, and the engine is closed."""
         timeout_s = LOAD_TIMEOUT_S + self.spec.turn_timeout_s
         try:
             self._ready.result(timeout_s)
         except TimeoutError:
             self.close()
-            raise WaitTimeout(f"{self} said nothing for {timeout_s:.0f} s") from None
+            raise WaitTimeout(f"{self} sent no message for {timeout_s:.0f} s") from None
         except RftError:
             self.close()
             raise
 
     def alive(self) -> bool:
-        """True while the process may answer."""
+        """True while the process may respond."""
         return super().alive() and self._child.alive()
 
     def take_turn(self) -> None:
-        """Wait until the engine is on its device, where it stays until `end_turn`; at once if it shares it with nobody.
+        """Wait until the engine holds the lock of its device, until `end_turn`. Returns at once if it is not shared.
 
-        Raises: RoleError: the engine died, or its turn did not come; WaitTimeout: it hangs.
+        Raises: RoleError: the engine died or did not get the lock; WaitTimeout: it hangs.
         """
         if self.spec.turn_timeout_s:
             self._wait(self._ask(server.TakeTurn), LOAD_TIMEOUT_S + self.spec.turn_timeout_s)
 
     def end_turn(self) -> None:
-        """The engine may leave its device, if it shares it: what it was to do there is done."""
+        """Allow the engine to release a shared device."""
         if self.spec.turn_timeout_s:
             self._outbox.put(server.EndTurn())
 
@@ -363,34 +363,34 @@ class EngineClient(AskedEngine):
         self._outbox.put(message)
 
     def _write(self) -> None:
-        # Thread that writes messages, so that nobody who asks waits for a process that does not read.
+        # Thread that writes messages, so that callers do not wait for a process that does not read.
         try:
             while (message := self._outbox.get()) is not None:
                 self._child.send(server.FROM_CLIENT.encode(message))
         except RoleError:
-            return  # it is dead; the reader knows why
-        except Exception as error:  # nobody else would hear of it
-            self._fail(RoleError(f"{self}: a request cannot be sent: {type(error).__name__}: {error}"))
+            return  # the process is dead; the reader reports the reason
+        except Exception as error:  # otherwise the error would be lost
+            self._fail(RoleError(f"{self}: cannot send a request: {type(error).__name__}: {error}"))
 
     def _read(self) -> None:
         while True:
             try:
                 message = server.FROM_SERVER.decode(self._child.receive(LOAD_TIMEOUT_S))
             except WaitTimeout:
-                continue  # whoever asked has a deadline
+                continue  # callers have deadlines
             except RftError as error:
                 self._fail(self._blamed(error))
                 return
             self._take(message)
 
     def _blamed(self, error: RftError) -> RftError:
-        # The error of the process, as one that says whether a task may be to blame: only for a loss while it worked.
+        # Error of the process that records whether a task may be the cause: only if it was lost while working.
         if isinstance(error, ProcessLostError):
             if self._has_work:
                 return error
-            # Killed by somebody else, it may do better the next time.
+            # Killed from outside, so a restart may succeed.
             return RoleError(str(error)) if error.was_killed else EngineError(str(error))
-        # The first line is the reason; the log has its traceback.
+        # The first line is the reason; the log has the traceback.
         return EngineError(str(error).partition("\n")[0]) if type(error) is RoleError else error
 
     def _fail(self, error: RftError) -> None:
@@ -408,12 +408,12 @@ class EngineClient(AskedEngine):
         transport: Transport | None = None,
         called_off: Callable[[], bool] = lambda: False,
     ) -> Published:
-        """Bring a version that its trainer holds to this machine, where it stays until another one is fetched; one that
-        is on storage needs no fetching. What is to be loaded: the version, which may have been written meanwhile.
+        """Fetch a version in the memory of the trainer to this machine, where it stays until the next fetch.
 
-        It is tried again until it is there: a trainer that was lost publishes it once more when it has resumed. Whoever
-        has it is asked to write it, too. At 0 s it is tried once, and nobody is asked.
-        Raises: StorageError: it did not come in time; RoleError: called off.
+        Retries until it arrives, since a lost trainer publishes it again after resuming, and requests complete files
+        from the trainer. timeout_s 0: one attempt without a request. A version on storage needs no fetch.
+        Returns: the version to load, which may have been written to storage meanwhile.
+        Raises: StorageError: it did not arrive in time; RoleError: `is_cancelled` returned True.
         """
         if published.held is None or published == self.weights:
             return published
@@ -422,13 +422,13 @@ class EngineClient(AskedEngine):
             try:
                 copy = NodeCache(storage, published, LOAD_TIMEOUT_S, transport)
             except (DamagedError, NotFoundError, StorageError, WaitTimeout) as error:
-                problem = f"weights of version {published.version} did not come from those who hold them: {error}"
+                problem = f"weights of version {published.version} could not be fetched from memory: {error}"
             else:
                 self._fetched, before = copy, self._fetched
                 if before is not None:
                     before.close()
                 return published
-            # Perhaps it is a file by now: with a checkpoint, or at the end of a run, it is held no more.
+            # It may be on storage by now: it leaves memory with a checkpoint or at the end of a run.
             published = read_published(storage, published.version) or published
             if published.held is None:
                 return published
@@ -438,28 +438,28 @@ class EngineClient(AskedEngine):
                 raise StorageError(problem)
             if not asked:
                 asked = True
-                log.warning("%s; asks for files", problem)
+                log.warning("%s; requesting files", problem)
                 request_whole(storage, published.version)
             time.sleep(_WHOLE_LOOK_S)
 
     def load(self, storage: Storage, published: Published, *, in_flight: bool = False) -> None:
-        """Serve `published` from now on, once what is under way has been answered; in_flight: at once, also for what is
-        under way. Files that fail their checksum are read again, a few times, never loaded. One that is held has been
-        fetched.
+        """Serve `published` once running requests have finished; in_flight: at once.
 
-        Raises: StorageError: the version is not there or stays damaged; RoleError: the engine could not take it;
-            WeightsError: it took it and computes something else. The engine has ended after the last two.
+        Files with a wrong checksum are read again a few times and never loaded. A version in memory must be fetched
+        before.
+        Raises: StorageError: the version is missing or damaged; RoleError: the engine cannot load it; WeightsError: it
+            loaded it but does not reproduce the fingerprint. After the last two the engine has ended.
         """
         with self._turn:
-            # By version, lineage and content: the same number of another lineage is other weights.
+            # Compared by version, lineage and content, since versions of two lineages may have the same number.
             if self.weights == published:
                 return
             for attempt in range(1, _LOAD_ATTEMPTS + 1):
                 try:
                     served = self._load(storage, published, in_flight)
                     break
-                # A file that is being replicated, or read half from a cache, is whole a moment later. A version that
-                # was removed stays away, and ends here.
+                # A file that is being replicated or cached is complete a moment later. A version that was removed
+                # stays missing.
                 except (DamagedError, NotFoundError) as error:
                     if attempt == _LOAD_ATTEMPTS:
                         raise StorageError(
@@ -469,20 +469,20 @@ class EngineClient(AskedEngine):
                         published = self._as_whole(storage, published)
             if served != published.version:
                 raise RoleError(f"the engine serves version {served} after loading {published.version}")
-            # Only now: after an error the next call loads again, or finds the engine dead.
+            # Set last: after an error the next call loads again or finds the engine dead.
             self.weights = published
             if self._fetched is not None:
                 self._fetched.close()
                 self._fetched = None
 
     def _load(self, storage: Storage, published: Published, in_flight: bool) -> int:
-        # One attempt at loading; returns the version that the engine serves then.
+        # One attempt to load; returns the version that the engine serves then.
         delta, served = published.delta, self.weights
         changes = []
         if delta is not None and (delta.base, delta.base_hash) == (served.version, served.content_hash):
             changes = [published.changes]
         for part in (*changes, published):
-            # Verified before the engine sees it: what is torn is read again, and costs no engine.
+            # Verified before the engine reads it, so that a torn file is read again without losing the engine.
             copy = NodeCache(storage, part, LOAD_TIMEOUT_S)
             try:
                 files, is_delta = tuple(map(str, copy.files)), part is not published
@@ -499,10 +499,10 @@ class EngineClient(AskedEngine):
         return int(answer.version)
 
     def _as_whole(self, storage: Storage, published: Published) -> Published:
-        # The version as a whole, which its trainer is asked for where it is there as a delta that cannot be used.
+        # The complete version, requested from the trainer if its delta cannot be used.
         if published.delta is None:
             return published
-        log.warning("version %d cannot be made of what it was made of; waits for all of it", published.version)
+        log.warning("version %d cannot be rebuilt from its delta; waiting for the complete files", published.version)
         request_whole(storage, published.version)
         deadline = time.monotonic() + _WHOLE_S
         while time.monotonic() < deadline and self.alive():
@@ -518,7 +518,7 @@ class EngineClient(AskedEngine):
         if self._writer.is_alive():
             self._writer.join(_WRITE_GRACE_S)
         if self._writer.is_alive():
-            # The process does not read, and its pipe cannot be closed while the writer waits for it.
+            # The process does not read, and its pipe cannot be closed while the writer waits.
             with suppress(ProcessLookupError):
                 os.kill(self._child.pid, signal.SIGKILL)
         self._child.close()
@@ -532,7 +532,7 @@ def _numbered(load: server.LoadWeights, number: int) -> server.LoadWeights:
 
 
 def _folder_hash(folder: Path) -> str:
-    # Content hash of a model folder's weights, 16 hex digits; "" for a model that is not a local folder.
+    # Content hash of the weights in a model folder, 16 hex digits. "": not a local folder.
     digest, files = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
     for path in files:
         with path.open("rb") as file:

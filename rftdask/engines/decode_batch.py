@@ -1,11 +1,11 @@
-"""DecodeBatch: the bookkeeping of generating for several requests at once. Knows no model.
+"""DecodeBatch: bookkeeping of continuous batching. Independent of the model.
 
-Requests come at any time and wait; they enter as rows while others are under way, and leave when they have finished.
-What a row has come to is told at once, also when the row stays a while for nothing. Sequences are padded on the
-left, so that the next token of every row is the last column, however long ago it entered.
+Requests arrive at any time and wait. They enter as rows while others run, and leave when they have finished; the result
+of a row is returned at once, even if the row stays in the batch for a while. Sequences are padded on the left, so that
+the next token of every row is in the last column.
 
-Shapes: B = rows in the batch, D = distinct prompts of those that enter, P = longest of them, T = longest response,
-W = columns: the longest sequence so far, V = vocabulary, X = experts that a token takes, 0 where they are not recorded.
+Shapes: B = rows in the batch, D = distinct prompts of entering rows, P = longest of them, T = longest response, W =
+columns: the longest sequence so far, V = vocabulary, X = experts per token, 0 if not recorded.
 """
 
 from __future__ import annotations
@@ -25,52 +25,52 @@ from rftdask.engines.sampling import Guide, SamplingRows, Uniforms, sample_token
 
 
 class Prompts:
-    """The distinct prompts of some requests, as the model takes them."""
+    """Distinct prompts of requests, as model inputs."""
 
     def __init__(self, requests: Sequence[GenerateRequest], device: torch.device) -> None:
-        # Siblings of a group ask for the same prompt, which is computed once.
+        # The shared prompt of a group is computed once.
         index_of: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
         asked = [(request.prompt_tokens, request.images) for request in requests]
         prompt_B = [index_of.setdefault(prompt, len(index_of)) for prompt in asked]
         self.images = [images for _, images in index_of]
-        """Of each distinct prompt."""
+        """Image names of each distinct prompt."""
         self.longest = max(len(prompt) for prompt, _ in index_of)
         tokens_DP = np.zeros((len(index_of), self.longest), dtype=np.int64)
         mask_DP = np.zeros(tokens_DP.shape, dtype=np.int64)
         for (prompt, _), index in index_of.items():
-            # On the right, so that the last column is every prompt's last token.
+            # Right-aligned, so that the last column holds the last token of every prompt.
             tokens_DP[index, -len(prompt) :] = prompt
             mask_DP[index, -len(prompt) :] = 1
-        # Positions count tokens, not columns: the padding on the left has none, and gets 0, which the mask hides.
+        # Positions count tokens, not columns. Padding gets position 0, which the mask hides.
         positions_DP = np.maximum(mask_DP.cumsum(axis=1) - 1, 0)
         self.prompt_B = torch.tensor(prompt_B, device=device)
-        """[B] index of each request's prompt among the distinct ones."""
+        """[B] index of the prompt of each request among the distinct ones."""
         self.lengths = [len(prompt) for prompt, _ in index_of]
-        """Tokens of each distinct prompt."""
+        """Number of tokens of each distinct prompt."""
         self.tokens_DP = torch.from_numpy(tokens_DP).to(device)
         self.positions_DP = torch.from_numpy(positions_DP).to(device)
-        # No mask is the fast path of attention; it is exact when nothing is padded.
+        # Without a mask attention is faster; this is exact if there is no padding.
         self.mask_DP = None if mask_DP.all() else torch.from_numpy(mask_DP).to(device)
 
 
 @dataclass
 class _Rows:
-    """Tensors of the rows under way. One column more than T: rows that have finished go on writing there."""
+    """Tensors of the running rows, with one column more than T for writes of finished rows."""
 
     start_B: Tensor
-    """First column that is no padding."""
+    """First column that is not padding."""
     shift_B: Tensor
-    """What is added to the positions of sampled tokens: an image may take fewer positions than it has tokens."""
+    """Offset of the positions of sampled tokens, since an image may take fewer positions than tokens."""
     length_B: Tensor
-    """[B] tokens sampled; no longer counted once the row has finished."""
+    """[B] number of sampled tokens, until the row has finished."""
     done_B: Tensor
     uniforms_BT: Tensor
     tokens_BT: Tensor
     logprobs_BT: Tensor
     seen_BV: Tensor
-    """[B, V] tokens that occurred; [B, 0] when no row has a repetition penalty."""
+    """[B, V] True for tokens that occurred; [B, 0] if no row has a repetition penalty."""
     experts_BTX: Tensor
-    """int16, of the sampled tokens once they were given to the model."""
+    """int16 experts of the sampled tokens, once the model has processed them."""
 
     @classmethod
     def make(
@@ -81,15 +81,14 @@ class _Rows:
         device: torch.device,
         num_choices: int,
     ) -> _Rows:
-        """Rows of requests that enter a batch of `columns` columns; nothing is sampled yet."""
+        """Rows of requests that enter a batch of `columns` columns, without sampled tokens."""
         params = [request.sampling for request in requests]
-        # One column more than the longest response: a row that has finished goes on in the one after its last token.
+        # One column more than the longest response, for writes of finished rows.
         uniforms_BT = np.zeros((len(requests), max(param.max_tokens for param in params) + 1))
         uniforms = Uniforms()
         for row, (request, param) in enumerate(zip(requests, params, strict=True)):
             if param.temperature > 0:
-                # All of them at once: number t is the same however the batch is cut, and no
-                # random state moves with the rows.
+                # Drawn at once, so that number t does not depend on the batch and no random state moves with rows.
                 uniforms_BT[row, : param.max_tokens] = uniforms.draw(request.seed, param.max_tokens)
         penalized = any(param.repetition_penalty != 1 for param in params)
         seen_BV = np.zeros((len(requests), vocab_size if penalized else 0), dtype=bool)
@@ -108,15 +107,15 @@ class _Rows:
         )
 
     def select(self, index_B: Tensor) -> _Rows:
-        """The rows at these places, in this order."""
+        """Rows at these indices, in this order."""
         return _Rows(*(getattr(self, field.name)[index_B] for field in fields(self)))
 
     def joined(self, others: _Rows) -> _Rows:
-        """Rows of both, these first; `start_B` of both counts the same columns."""
+        """Rows of both, these first. `start_B` of both counts the same columns."""
         values: list[Tensor] = []
         for field in fields(self):
             pair = [getattr(self, field.name), getattr(others, field.name)]
-            if pair[0].dim() > 1:  # the shorter is padded on the right with 0 or False
+            if pair[0].dim() > 1:  # the shorter one is padded on the right with 0 or False
                 longest = max(value.shape[1] for value in pair)
                 others_dims = (0, 0) * (pair[0].dim() - 2)
                 pair = [pad(value, (*others_dims, 0, longest - value.shape[1])) for value in pair]
@@ -125,9 +124,9 @@ class _Rows:
 
 
 class DecodeBatch:
-    """The rows under way and the requests that wait.
+    """Running rows and waiting requests.
 
-    Example (of the calls; the model is between them):
+    Example (calls only, without the model):
         batch = DecodeBatch(end_ids, vocab_size, device)
         batch.add(17, request)
         prompts = batch.enter(batch.num_fitting(max_tokens), policy_version)
@@ -138,7 +137,7 @@ class DecodeBatch:
                 index_B, num_columns = batch.drop_done(trim=True)
                 prompts = batch.enter(batch.num_fitting(max_tokens), policy_version)
 
-    Finished rows go on sampling until they are dropped; nothing of that is kept.
+    Finished rows continue to sample until they are dropped; these tokens are discarded.
     """
 
     def __init__(
@@ -152,33 +151,33 @@ class DecodeBatch:
     ) -> None:
         """
         Args:
-            decode: gives the text of tokens, for requests that stop at texts; None: they go on to their end.
+            decode: decodes tokens, for requests with stop texts. None: stop texts are ignored.
             num_choices: X.
-            guide: makes the guide of a request that asks for one; None: none does.
+            guide: creates the guide of a request with a grammar. None: no request has one.
         """
         self.columns = 0
-        """W: of the cache and the newest token together."""
+        """W: columns of the cache plus the newest token."""
         self.numbers: list[int] = []
-        """Number of each row's request, in the order of the rows."""
+        """Request number of each row, in row order."""
         self._requests: dict[int, GenerateRequest] = {}
-        """Requests of the rows, by number."""
+        """Number -> request of a row."""
         self._versions: dict[int, list[tuple[int, int]]] = {}
-        """(place of a token, policy version that samples from there on) of the rows, by number."""
+        """Number -> (token index, policy version that samples from there on) of a row."""
         self._newest_version: int | None = None
-        """The last one that `note_version` was told."""
+        """Version of the last `note_version`."""
         self._waiting: dict[int, GenerateRequest] = {}
-        """Requests that have not entered, in the order in which they came."""
+        """Requests that have not entered, in order of arrival."""
         self.told: set[int] = set()
-        """Numbers of rows that have finished, and whose answer was given or is not wanted."""
+        """Numbers of finished rows whose result was returned or is not needed."""
         self._decode = decode
         self._guide = guide
         self._guides: dict[int, Guide] = {}
-        """Of the rows that have one, by number."""
+        """Number -> guide of a row."""
         self._stopped: set[int] = set()
-        """Numbers of rows that a text has ended."""
+        """Numbers of rows ended by a stop text."""
         self._num_choices = num_choices
         self._prompt_experts: dict[int, np.ndarray] = {}
-        """[tokens, X] int16 of the prompts of the rows, by number."""
+        """Number -> [tokens, X] int16 experts of the prompt."""
         self._end_ids = end_ids
         self._ends = frozenset(end_ids.tolist())
         self._vocab_size = vocab_size
@@ -187,19 +186,19 @@ class DecodeBatch:
         self._padded = False
 
     def add(self, number: int, request: GenerateRequest) -> None:
-        """Let the request wait for `enter`."""
+        """Queue a request for `enter`."""
         self._waiting[number] = request
 
     def forget(self, number: int) -> None:
-        """Drop a request that nobody wants: it waits no longer, or its row has finished. No effect once it has left."""
+        """Cancel a request: it leaves the queue, or its row counts as finished. No effect once it has left."""
         if self._waiting.pop(number, None) is None and number in self._requests:
             self.told.add(number)
-            # It counts as finished, and leaves with the others that have.
+            # Counts as finished and leaves with the other finished rows.
             self._rows.done_B[self.numbers.index(number)] = True
 
     def num_fitting(self, max_batch_tokens: int) -> int:
-        """Count the waiting requests that may enter now, in their order: rows * (columns + longest rest of a response)
-        stays within `max_batch_tokens`. At least one if there are no rows.
+        """Number of waiting requests that may enter now, in order: rows * (columns + longest remaining response) stays
+        within `max_batch_tokens`. At least one if there are no rows.
         """
         rest = 0
         if self.numbers:
@@ -209,16 +208,16 @@ class DecodeBatch:
         for num_fitting, request in enumerate(self._waiting.values()):
             columns = max(columns, len(request.prompt_tokens))
             rest = max(rest, request.sampling.max_tokens)
-            # Every row has as many columns as the longest, so one long prompt costs all of them.
+            # Every row has as many columns as the longest one, so a long prompt costs all rows.
             if (num_rows + num_fitting) and (num_rows + num_fitting + 1) * (columns + rest) > max_batch_tokens:
                 return num_fitting
         return len(self._waiting)
 
     def enter(self, num_newcomers: int, policy_version: int) -> Prompts:
-        """Make the next `num_newcomers` (at least one) of the waiting the last rows, and lay out their prompts, which
-        are computed with the weights of `policy_version`.
+        """Append rows for the next `num_newcomers` (at least one) waiting requests and return their prompts, which are
+        computed with the weights of `policy_version`.
 
-        The cache of the rows, or that of the prompts, whichever has fewer columns, is to be padded on the left.
+        The caller pads the cache of the rows or of the prompts on the left, whichever has fewer columns.
         """
         numbers = list(islice(self._waiting, num_newcomers))
         requests = [self._waiting.pop(number) for number in numbers]
@@ -229,7 +228,7 @@ class DecodeBatch:
         columns = max(self.columns, prompts.longest)
         newcomers = _Rows.make(requests, self._vocab_size, columns, self._device, self._num_choices)
         if self.numbers:
-            # A longer prompt enters: the rows under way are padded on the left by as many columns.
+            # For a longer prompt the running rows are padded on the left.
             self._rows.start_B += columns - self.columns
             newcomers = self._rows.joined(newcomers)
         self.columns = columns
@@ -240,12 +239,12 @@ class DecodeBatch:
         return prompts
 
     def shift_positions(self, prompts: Prompts, shift_D: Sequence[int]) -> None:
-        """Say by how much positions go on elsewhere behind the prompts that have just entered than by their tokens."""
+        """Set the position offsets after the prompts that have just entered."""
         shift_B = torch.tensor(shift_D, device=self._device)[prompts.prompt_B]
         self._rows.shift_B[-len(shift_B) :] = shift_B
 
     def note_prompts(self, prompts: Prompts, experts_DPX: Tensor) -> None:
-        """Keep the experts of the prompts that have just entered."""
+        """Record the experts of the prompts that have just entered."""
         if not self._num_choices:
             return
         of_prompts, index_of = experts_DPX.cpu().numpy(), prompts.prompt_B.tolist()
@@ -253,15 +252,15 @@ class DecodeBatch:
             self._prompt_experts[number] = of_prompts[index, -len(self._requests[number].prompt_tokens) :]
 
     def note_experts(self, experts_BX: Tensor) -> None:
-        """Keep the experts that the newest token of each row has taken."""
-        # A row that has finished writes at its last token, whose experts nobody is told.
+        """Record the experts of the newest token of each row."""
+        # A finished row overwrites those of its last token, which are not returned.
         if self._num_choices:
             rows = torch.arange(len(experts_BX), device=self._device)
             self._rows.experts_BTX[rows, self._rows.length_B - 1] = experts_BX
 
     def note_version(self, policy_version: int) -> None:
-        """Say which weights computed what the next token of each row is sampled from."""
-        # Asked of the device only where weights were loaded while rows are under way.
+        """Record the version of the logits of the next token of each row."""
+        # Reads the device only if weights were loaded while rows run.
         if policy_version == self._newest_version:
             return
         self._newest_version = policy_version
@@ -271,14 +270,14 @@ class DecodeBatch:
 
     def _set_rows(self, rows: _Rows) -> None:
         self._rows = rows
-        # Asked once per change of the rows and not once per step: it waits for the device.
+        # Once per change of the rows instead of per step, since it waits for the device.
         self._padded = bool(rows.start_B.any())
         requests = [self._requests[number] for number in self.numbers]
         params = [request.sampling for request in requests]
         self._sampling = SamplingRows.stack(params, self._device)
         self._prompt_length_B = torch.tensor([len(each.prompt_tokens) for each in requests], device=self._device)
         self._max_tokens_B = torch.tensor([param.max_tokens for param in params], device=self._device)
-        # Place, texts, and how many tokens may hold the longest of them: one has four bytes a character at most.
+        # Row, texts, and maximum tokens of the longest text: at most four bytes per character.
         self._stopping = [
             (row, param.stop, 4 * max(map(len, param.stop)) + 1)
             for row, param in enumerate(params if self._decode is not None else ())
@@ -293,9 +292,9 @@ class DecodeBatch:
     def sample(self, logits_BV: Tensor) -> Tensor:
         """Sample and record the next token of each row: [B] int64."""
         rows = self._rows
-        # The place to write is each row's own: rows entered at different times.
+        # Each row has its own write position, since rows entered at different times.
         place_B1 = rows.length_B[:, None]
-        # Sample, write down, and see who has finished. All of it on the device, without a wait.
+        # Sample, record, and detect finished rows, all on the device without a wait.
         tokens_B, logprobs_B = sample_tokens(
             logits_BV,
             rows.uniforms_BT.gather(1, place_B1)[:, 0],
@@ -309,7 +308,7 @@ class DecodeBatch:
             rows.seen_BV.scatter_(1, tokens_B[:, None], True)
         rows.tokens_BT.scatter_(1, place_B1, tokens_B[:, None])
         rows.logprobs_BT.scatter_(1, place_B1, logprobs_B[:, None])
-        # A row that has finished does not grow: it samples on, into the one column after its response.
+        # A finished row does not grow: it writes into the column after its response.
         rows.length_B += ~rows.done_B
         self._bad_B = logprobs_B.isnan() & ~rows.done_B
         ended_B = torch.isin(tokens_B, self._end_ids) & ~self._ignore_end_B
@@ -323,7 +322,7 @@ class DecodeBatch:
         return tokens_B
 
     def _may_come(self) -> Tensor | None:
-        """[B, V] bool: the tokens that guides allow; None: no row has one."""
+        """[B, V] bool, True for tokens that guides allow. None: no row has a guide."""
         if not self._guides:
             return None
         allowed_BV = np.ones((len(self.numbers), self._vocab_size), bool)
@@ -333,7 +332,7 @@ class DecodeBatch:
         return torch.from_numpy(allowed_BV).to(self._device)
 
     def _stop_at_texts(self) -> None:
-        # End the rows in which a text that they stop at is complete. It waits for the device, for these rows alone.
+        # End rows that contain a complete stop text. Waits for the device, for these rows only.
         assert self._decode is not None
         rows = self._rows
         for row, stop, num_tokens in self._stopping:
@@ -343,21 +342,19 @@ class DecodeBatch:
             newest = rows.tokens_BT[row, max(0, length - num_tokens) : length].tolist()
             if not any(text in self._decode(newest) for text in stop):
                 continue
-            # By the whole: what a few tokens spell by themselves may differ from what they do in their place.
+            # Decodes the complete response, since a few tokens may decode differently without context.
             whole = self._decode(rows.tokens_BT[row, :length].tolist())
             if any(text in whole for text in stop):
                 rows.done_B[row] = True
                 self._stopped.add(self.numbers[row])
 
     def counts(self) -> tuple[int, int]:
-        """Count rows that have finished and rows whose newest logprob is not a number. The one wait for the device per
-        step.
-        """
+        """(finished rows, rows whose newest logprob is nan), as counts. The only wait for the device per step."""
         num_done, num_bad = torch.stack([self._rows.done_B.sum(), self._bad_B.sum()]).tolist()
         return num_done, num_bad
 
     def finished(self) -> list[tuple[int, Generation]]:
-        """Answers of the rows that have finished since the last call, by the number of their request."""
+        """Number -> result of rows that have finished since the last call."""
         rows = self._rows
         done = zip(self.numbers, rows.done_B.tolist(), strict=True)
         places = [row for row, (number, is_done) in enumerate(done) if is_done and number not in self.told]
@@ -367,7 +364,7 @@ class DecodeBatch:
         for row, tokens, logprobs, length in zip(places, *sampled, strict=True):
             number = self.numbers[row]
             self.told.add(number)
-            # By the last token: a row that met its limit with an end token has stopped.
+            # By the last token: a row that reached its limit with an end token has stopped.
             ended = tokens[length - 1] in self._ends and not self._requests[number].sampling.ignore_eos
             stopped = ended or number in self._stopped
             reason: Literal["stop", "length"] = "stop" if stopped else "length"
@@ -382,7 +379,7 @@ class DecodeBatch:
         return found
 
     def tell_newest(self) -> None:
-        """Tell the newest token of each row that streams and has not finished. It waits for the device, for these."""
+        """Pass the newest token to each streaming row that has not finished. Waits for the device."""
         telling = [(row, take) for row, take in self._streaming if self.numbers[row] not in self.told]
         if telling:
             index = torch.tensor([row for row, _ in telling], dtype=torch.int64, device=self._device)
@@ -391,10 +388,9 @@ class DecodeBatch:
                 take((token,))
 
     def drop_done(self, *, trim: bool) -> tuple[Tensor, int]:
-        """Keep the unfinished rows, and if `trim` only the columns in which one of them has a token. All that have
-        finished must have been told of.
+        """Drop finished rows, whose results must have been returned, and if `trim` also columns without tokens.
 
-        Returns: their indices among the former rows; the number of columns that are to leave the cache on the left.
+        Returns: (indices of the kept rows among the previous rows, number of columns to drop on the left of the cache).
         """
         self.numbers = [number for number in self.numbers if number not in self.told]
         for number in self.told:
@@ -403,13 +399,13 @@ class DecodeBatch:
             self._guides.pop(number, None)
         self._stopped -= self.told
         self.told = set()
-        # Indices into the rows as they were: the cache is cut by the same.
+        # Indices into the previous rows, also used to cut the cache.
         index_B = (~self._rows.done_B).nonzero()[:, 0]
         if not self.numbers:
             self.columns = 0
             return index_B, 0
         kept = self._rows.select(index_B)
-        # Columns in which every row that is left has padding.
+        # Columns in which every remaining row has padding.
         num_columns = int(kept.start_B.min()) if trim and self._padded else 0
         kept.start_B -= num_columns
         self.columns -= num_columns
@@ -417,12 +413,12 @@ class DecodeBatch:
         return index_B, num_columns
 
     def mask(self) -> Tensor | None:
-        """Attention mask: [B, W], True where there is a token; None where there is one everywhere."""
+        """Attention mask [B, W], True at tokens. None: no padding."""
         if not self._padded:
             return None
         return torch.arange(self.columns, device=self._device) >= self._rows.start_B[:, None]
 
     def positions(self) -> Tensor:
-        """Position ids: [B], of the newest token in its own sequence."""
-        # Counted from 0, of the token that was sampled last and is now fed.
+        """Position ids [B] of the newest token in each sequence."""
+        # Counted from 0, for the last sampled token, which is the next input.
         return self._prompt_length_B + self._rows.shift_B + (self._rows.length_B - 1)

@@ -1,6 +1,6 @@
-"""The engine that is none of ours: a model behind an OpenAI-compatible API, measured and never trained.
+"""External engine: a model behind an OpenAI-compatible API, which is evaluated and never trained.
 
-It takes and gives text, so it has no process here and no `Engine`; `rollouts/policy/remote.py` speaks with the service.
+It works on text, so there is no engine process and no `Engine`; `rollouts/policy/remote.py` calls the service.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from rftdask.config.schema.explorer import EngineTraits
 
 
 class ExternalEngine(EngineTraits):
-    """Traits alone; nothing makes an instance."""
+    """Traits only; never instantiated."""
 
     engine_type = "external"
     is_external = True

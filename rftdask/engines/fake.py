@@ -1,7 +1,6 @@
-"""The fake at the engine seam: no model, tokens from the seed, constant logprobs. For tests and benchmarks of the loop.
+"""Fake engine for tests and benchmarks of the loop: tokens from the seed, constant logprobs, no model.
 
-It keeps the promises of `Engine` that need no model: requests come and go between its steps, lengths, versions,
-determinism, errors.
+It keeps the guarantees of `Engine` that need no model: continuous batching, lengths, versions, determinism, errors.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from rftdask.errors import RoleError
 
 
 class FakeEngine(Engine):
-    """Answers every request with `tokens_per_request` uniform tokens, or as many as its max_tokens allows.
+    """Engine that returns `tokens_per_request` uniform tokens per request, limited by its max_tokens.
 
     Args:
         model_path: ignored.
-        tokens_per_request: length of a response that is not cut off; such a response ends with "stop".
+        tokens_per_request: length of a response that is not cut off, which ends with "stop".
         vocab_size: tokens are in [0, vocab_size); each has logprob -log(vocab_size).
-        seconds_per_step: what one token of all that is under way takes, to stand for a slow model.
+        seconds_per_step: seconds per token of all running requests, to simulate a slow model.
     """
 
     engine_type = "fake"
@@ -50,14 +49,14 @@ class FakeEngine(Engine):
 
     def serve(self, take: Take, give: Give) -> None:
         if self._closed:
-            raise RoleError("engine 'fake' was closed; make a new one")
+            raise RoleError("engine 'fake' was closed; create a new one")
         under_way: dict[int, tuple[GenerateRequest, int]] = {}
-        """With the step before which they came."""
+        """Requests with the step before which they arrived."""
         versions = [(0, self.policy_version)]
         """(step, policy version that samples from there on)."""
         ends: dict[int, list[int]] = {}
         coming: dict[int, Iterator[int]] = {}
-        """Tokens of those that stream, which the answer alone would tell."""
+        """Tokens of streaming requests, which are otherwise computed for the result."""
         step = 0
         while True:
             for number, request in take():
@@ -65,13 +64,13 @@ class FakeEngine(Engine):
                     under_way.pop(number, None)
                 else:
                     under_way[number] = request, step
-                    # Known when it comes, since its length is: nothing is looked at in between.
+                    # Known at arrival, since the length is fixed.
                     ends.setdefault(step + max(self._length(request), 1), []).append(number)
             if not under_way:
                 return
             if versions[-1][1] != self.policy_version:
                 versions.append((step, self.policy_version))
-            # A step takes as long however many requests are under way, as on a GPU that is not full.
+            # The duration of a step does not depend on the number of requests, as on a GPU with free capacity.
             time.sleep(self.seconds_per_step)
             step += 1
             for number in ends.pop(step, ()):
@@ -88,7 +87,7 @@ class FakeEngine(Engine):
 
     def _answer(self, request: GenerateRequest) -> Generation:
         length = self._length(request)
-        # By the request's seed alone, as with a real engine: its neighbors change nothing.
+        # Depends only on the seed of the request, as with a real engine.
         random = np.random.Generator(np.random.Philox(key=request.seed & (2**64 - 1)))
         return Generation(
             tokens=tuple(random.integers(self.vocab_size, size=length).tolist()),
@@ -103,7 +102,7 @@ class FakeEngine(Engine):
         return [(-math.log(self.vocab_size),) * len(response) for _, response in pairs]
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:
-        """Reads nothing; the files must be there."""
+        """Check that the files exist, without reading them."""
         missing = [str(file) for file in files if not Path(file).is_file()]
         if missing:
             raise RoleError(f"engine 'fake' cannot load version {version}: no such file: {', '.join(missing)}")
@@ -115,6 +114,6 @@ class FakeEngine(Engine):
 
 
 def _counted_from(came: int, versions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The versions that sampled from step `came` on, their steps counted from there."""
+    """Versions that sampled since step `came`, with steps counted from there."""
     before = max(step for step, _ in versions if step <= came)
     return [(max(step - came, 0), version) for step, version in versions if step >= before]

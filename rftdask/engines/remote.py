@@ -1,18 +1,17 @@
-"""Remote: how an engine is asked that lives on another Dask worker; both sides of it.
+"""Remote engines: client and server side of an engine on another Dask worker.
 
-    asker (RemoteEngine)                     the engine's worker (Answering)
-    an operation of the worker      -->      a handler, which says whose engine is meant
+    client (RemoteEngine)                    worker of the engine (RemoteEngineServer)
+    an operation of the worker      -->      a handler, which selects the engine
                                     <--      Ready, or Gone
     Generate, Drop, Score, Load     -->
                                     <--      Generated, Scored, Loaded, NotLoaded; Gone
 
-Messages are those of an engine's process (server.py), but for weights, which both sides read from storage. They go over
-a connection of Dask's own, with the TLS and keys of its cluster: who has those may run code on the worker anyway. Who
-starts the engine and ends it, the handler knows; which worker is asked, and what becomes of a request that is lost with
-one, the asker does.
+Messages are those of an engine process (server.py), except for weights, which both sides read from storage. They use a
+Dask connection with the TLS and keys of its cluster, whose holders may run code on the worker anyway. The handler
+starts and ends the engine. The client chooses the worker and handles requests lost with it.
 
-Invariant: what is asked and not answered fails as soon as the connection ends, or the engine does; and what nobody
-waits for any more, also because its asker has gone, leaves the engine.
+Invariant: pending calls fail as soon as the connection or the engine ends; requests that are cancelled or whose client
+is gone leave the engine.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from rftdask.synchronizer.published import Published, read_published
 
 @dataclass(frozen=True)
 class Load:
-    """Serve a version that was published. Answered by `Loaded` or `NotLoaded`."""
+    """Serve a published version. The reply is `Loaded` or `NotLoaded`."""
 
     number: int
     version: int
@@ -49,7 +48,7 @@ class Load:
 
 @dataclass(frozen=True)
 class NotLoaded:
-    """The version is not there any more, or damaged, or not to be loaded; the engine serves what it served."""
+    """The version is gone, damaged or cannot be loaded; the engine keeps its weights."""
 
     number: int
     why: str
@@ -57,11 +56,11 @@ class NotLoaded:
 
 @dataclass(frozen=True)
 class Gone:
-    """There is no engine, or none any more; the last message of all."""
+    """There is no engine, or it has ended. The last message."""
 
     why: str
     is_users: bool = False
-    """Whether it would come again until the user mends it."""
+    """True if the error will repeat until the user fixes its cause."""
 
 
 FromAsker: TypeAlias = Generate | Drop | Score | Load
@@ -71,7 +70,7 @@ FROM_WORKER: Codec[FromWorker] = Codec(Ready, Generated, Scored, Loaded, NotLoad
 
 
 async def _write(comm: Comm, outbox: asyncio.Queue[list[Any]]) -> None:
-    with suppress(OSError):  # of which Dask's broken connections are kinds; who reads hears of it, too
+    with suppress(OSError):  # includes Dask's broken connections; the reader gets the error as well
         while True:
             messages = [await outbox.get()]
             while not outbox.empty():
@@ -79,11 +78,11 @@ async def _write(comm: Comm, outbox: asyncio.Queue[list[Any]]) -> None:
             await comm.write(messages)
 
 
-# ---- the asker
+# ---- client
 
 
 class RemoteEngine(AskedEngine):
-    """An engine on a Dask worker, over a connection to it. Made, opened and closed on one event loop.
+    """Engine on a Dask worker, over a connection. Created, opened and closed on one event loop.
 
     Example:
         engine = await RemoteEngine.open(address, worker.connection_args, {"op": "serve_me", "key": "judge"})
@@ -101,8 +100,9 @@ class RemoteEngine(AskedEngine):
 
     @classmethod
     async def open(cls, address: str, connection_args: Mapping[str, Any], operation: dict[str, Any]) -> RemoteEngine:
-        """The engine that a worker has for this, once it is ready. operation: "op", the name of the handler, and what
-        it takes. Raises: UserError, RoleError; OSError: the worker is not there.
+        """Engine of a worker, once it is ready. operation: "op", the name of the handler, and its arguments.
+
+        Raises: UserError, RoleError; OSError: the worker cannot be reached.
         """
         comm = await connect(address, **connection_args)
         await comm.write(operation)
@@ -111,7 +111,7 @@ class RemoteEngine(AskedEngine):
         return engine
 
     async def wait_ready(self) -> None:
-        """Wait until the model is loaded and has answered. Raises: UserError, RoleError: why not; it is closed then."""
+        """Wait until the engine is ready. Raises: UserError, RoleError: it failed, and this client is closed."""
         try:
             await asyncio.wait_for(asyncio.wrap_future(self._ready), LOAD_TIMEOUT_S)
         except TimeoutError:
@@ -122,16 +122,16 @@ class RemoteEngine(AskedEngine):
             raise
 
     async def wait_lost(self) -> None:
-        """Wait until it is lost, or closed."""
+        """Wait until the engine is lost or closed."""
         await asyncio.wait(self._tasks[:1])
 
     def load(self, storage: Storage, published: Published) -> None:
-        """As EngineClient.load; its worker reads the version from the same storage. From another thread."""
+        """Like EngineClient.load; the worker reads the version from the same storage. Call from another thread."""
         self._wait(self._ask(partial(Load, version=published.version)), LOAD_TIMEOUT_S)
         self.weights = published
 
     def close(self) -> None:
-        """End the connection. Idempotent."""
+        """Close the connection. Idempotent."""
         self._fail(ProcessLostError(f"{self} was closed"))
 
     def __str__(self) -> str:
@@ -143,11 +143,11 @@ class RemoteEngine(AskedEngine):
     async def _read(self) -> None:
         try:
             while self.alive():
-                # Nothing of a worker that does not know the operation.
-                for plain in await self._comm.read() or [FROM_WORKER.encode(Gone("it serves none"))]:
+                # A worker without the operation returns nothing.
+                for plain in await self._comm.read() or [FROM_WORKER.encode(Gone("it serves no engine"))]:
                     message = FROM_WORKER.decode(plain)
                     if isinstance(message, Gone):
-                        # Of one that was ready it is as with any other loss: it may do better on another machine.
+                        # After it was ready this is a loss like any other: a retry on another machine may succeed.
                         is_users = message.is_users and not self._ready.done()
                         self._fail((UserError if is_users else ProcessLostError)(f"{self}: {message.why}"))
                         return
@@ -159,7 +159,7 @@ class RemoteEngine(AskedEngine):
                     if isinstance(message, Ready):
                         self._name = f"{message.name} of worker {self._comm.peer_address}"
                     self._take(message)
-        except Exception as error:  # the connection has ended, or says what it should not: nobody else would hear of it
+        except Exception as error:  # the connection ended or sent garbage; otherwise the error would be lost
             self._fail(ProcessLostError(f"{self} is lost: {error}"))
 
     def _fail(self, error: RftError) -> None:
@@ -171,32 +171,32 @@ class RemoteEngine(AskedEngine):
 
 
 class RemoteEngines:
-    """The engines of workers that come and go, one of each. On one event loop.
+    """Engines of workers that come and go, one per worker. Used on one event loop.
 
     Example:
         engines = RemoteEngines(open_engine, again_s=10.0)
         engines.look(addresses)     # now and then
-        engines.alive               # those that may be asked
+        engines.alive               # engines that can be used
         engines.close()
     """
 
     def __init__(self, open_engine: Callable[[str], Coroutine[Any, Any, RemoteEngine]], again_s: float) -> None:
-        """open_engine: opens that of the worker at an address; again_s: pause before it is opened again where that has
-        raised RftError or OSError.
+        """open_engine: opens the engine of the worker at an address. again_s: seconds before a retry after RftError or
+        OSError.
         """
         self._open_engine, self._again_s = open_engine, again_s
         self._kept: dict[str, asyncio.Task[None]] = {}
-        """By the address of the worker."""
+        """Worker address -> engine."""
         self._engines: list[RemoteEngine] = []
 
     @property
     def alive(self) -> list[RemoteEngine]:
-        """Those that may be asked."""
+        """Engines that can be used."""
         return [engine for engine in self._engines if engine.alive()]
 
     def look(self, there: Set[str]) -> None:
-        """Take in which workers there are."""
-        # What Dask has given up may hang, and still have a connection: what is under way there goes elsewhere.
+        """Update the set of workers."""
+        # A worker that Dask has given up may hang with an open connection; its requests go elsewhere.
         for address in self._kept.keys() - there:
             self._kept[address].cancel()
         self._kept = {address: kept for address, kept in self._kept.items() if address in there and not kept.done()}
@@ -204,14 +204,14 @@ class RemoteEngines:
             self._kept[address] = asyncio.create_task(self._keep(address))
 
     def close(self) -> None:
-        """End the connections. Idempotent."""
+        """Close all connections. Idempotent."""
         self.look(frozenset())
 
     async def _keep(self, address: str) -> None:
-        """Open the engine of a worker, and keep it until it is lost."""
+        """Open the engine of a worker and keep it until it is lost."""
         try:
             engine = await self._open_engine(address)
-        except (RftError, OSError):  # the worker is gone, or has none
+        except (RftError, OSError):  # the worker is gone or has no engine
             await asyncio.sleep(self._again_s)
             return
         self._engines.append(engine)
@@ -222,26 +222,26 @@ class RemoteEngines:
             engine.close()
 
 
-# ---- the engine's worker
+# ---- worker of the engine
 
 
-class Answering:
-    """An engine of this worker, as one asker elsewhere is answered by it; on the event loop of the worker, but for
-    `begin` and `end`, which any thread may call.
+class RemoteEngineServer:
+    """Serves an engine of this worker to one remote client. Runs on the event loop of the worker; only `begin` and
+    `end` may be called from any thread.
 
     Example:
         async def handler(comm, key):
-            answering = Answering(comm)
-            answering.begin(engine, storage)    # or, where there is none: answering.end(error)
-            await answering.run()               # until the asker has gone
+            server = RemoteEngineServer(comm)
+            server.begin(engine, storage)    # or, if there is no engine: server.end(error)
+            await server.run()               # until the client is gone
             return Status.dont_reply
     """
 
     _storage: Storage
 
     def __init__(self, comm: Comm, *, alone: asyncio.Lock | None = None, may_load: bool = False) -> None:
-        """alone: held by one call at a time, of those that share the engine with nobody; None: calls share it;
-        may_load: whether the asker may have weights loaded.
+        """alone: lock of an engine that serves one call at a time. None: calls share the engine. may_load: True if the
+        client may load weights.
         """
         self._comm, self._alone, self._may_load = comm, alone, may_load
         self._loop = asyncio.get_running_loop()
@@ -249,28 +249,28 @@ class Answering:
         self._under_way: dict[int, Future[Any] | asyncio.Task[None]] = {}
         self._engine: EngineClient | None = None
         self.over = threading.Event()
-        """Set when the asker has gone, or was told that the engine has."""
+        """Set when the client is gone or has been notified of the end of the engine."""
 
     def begin(self, engine: EngineClient, storage: Storage) -> None:
-        """The engine is ready, and asked from now on. storage: the run folder, which has weights and images."""
+        """Serve requests with `engine`, which is ready. storage: run folder with weights and images."""
         self._engine, self._storage = engine, storage
         self._tell(Ready(engine.cache_tokens, str(engine)))
 
     def end(self, error: RftError) -> None:
-        """There is no engine, or none any more; only the first error is told."""
+        """Report that there is no engine or that it has ended. Only the first error is sent."""
         if not self.over.is_set():
             self.over.set()
             self._tell(Gone(str(error), isinstance(error, UserError)))
 
     async def run(self) -> None:
-        """Answer until the connection ends, which the asker does."""
+        """Serve until the client closes the connection."""
         writing = asyncio.create_task(_write(self._comm, self._outbox))
         try:
             while True:
                 for plain in await self._comm.read():
                     if not self.over.is_set():
                         await self._take(FROM_ASKER.decode(plain))
-        except OSError:  # of which Dask's broken connections are kinds
+        except OSError:  # includes Dask's broken connections
             return
         finally:
             self.over.set()
@@ -280,7 +280,7 @@ class Answering:
             self._comm.abort()
 
     def _tell(self, message: FromWorker) -> None:
-        with suppress(RuntimeError):  # the worker has ended, and its event loop
+        with suppress(RuntimeError):  # the worker and its event loop have ended
             self._loop.call_soon_threadsafe(self._outbox.put_nowait, FROM_WORKER.encode(message))
 
     async def _take(self, message: FromAsker) -> None:
@@ -296,7 +296,7 @@ class Answering:
             threading.Thread(target=self._load, args=(engine, message), name="remote-load", daemon=True).start()
         elif self._alone is None:
             if names := [name for each in message.requests for name in each.request.images]:
-                # The asker keeps them in the run folder before it asks.
+                # The client stores them in the run folder before the request.
                 try:
                     await asyncio.to_thread(ImageFolder().fetch, self._storage, names)
                 except RftError as error:
@@ -307,10 +307,10 @@ class Answering:
             self._under_way |= {each.number: waiting for each in message.requests}
 
     def _submit(self, engine: EngineClient, message: Generate) -> list[Future[Generation]]:
-        def told(number: int, tokens: tuple[int, ...]) -> None:
+        def send_tokens(number: int, tokens: tuple[int, ...]) -> None:
             self._tell(Generated((), (Sampled(number, tokens),)))
 
-        listeners = [partial(told, each.number) if each.streams else None for each in message.requests]
+        listeners = [partial(send_tokens, each.number) if each.streams else None for each in message.requests]
         requests = [replace(each.request, on_tokens=on) for each, on in zip(message.requests, listeners, strict=True)]
         futures = engine.submit(requests)
         for asked, future in zip(message.requests, futures, strict=True):
@@ -326,14 +326,14 @@ class Answering:
         future.add_done_callback(partial(self._answer, number))
 
     def _answer(self, number: int, future: Future[Any]) -> None:
-        # From a thread of the engine's client.
+        # Called from a thread of the engine client.
         self._under_way.pop(number, None)
         try:
             found = future.result()
         except CancelledError:
             return
         except RftError as error:
-            # Of all that is under way: the engine has ended, and the asker is told so once.
+            # For all pending requests: the engine has ended, which is reported once.
             self.end(error)
         else:
             is_score = isinstance(found, Scored)
@@ -342,14 +342,14 @@ class Answering:
     def _load(self, engine: EngineClient, message: Load) -> None:
         try:
             if not self._may_load:
-                raise StorageError(f"{engine} keeps the weights that it has")
+                raise StorageError(f"{engine} does not accept weights from this client")
             published = read_published(self._storage, message.version)
             if published is None:
-                raise StorageError(f"weights of version {message.version} are not there any more")
+                raise StorageError(f"weights of version {message.version} no longer exist")
             engine.load(self._storage, published)
         except StorageError as error:
             self._tell(NotLoaded(message.number, str(error)))
-        except RftError as error:  # after which an engine is not to be used
+        except RftError as error:  # after which an engine must not be used
             self.end(error)
         else:
             self._tell(Loaded(message.number, message.version))

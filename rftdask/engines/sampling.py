@@ -1,7 +1,7 @@
 """Sampling: logits in, tokens and their logprobs out. Rows with different parameters share one batch.
 
-Knows nothing of models, caches or requests. Invariant: every operation is row by row, and a row's randomness comes from
-its own seed, so with the same logits a row draws the same tokens whoever its neighbors are.
+Knows nothing of models, caches or requests. Invariant: every operation is per row, and each row has its own seed, so
+with the same logits a row draws the same tokens whatever the other rows are.
 
 Shapes: B = rows, V = vocabulary, T = tokens of a response.
 """
@@ -25,15 +25,15 @@ float cumulative sums are not deterministic on CUDA. A token less likely than 2*
 
 
 class Uniforms:
-    """The randomness of requests, one after another. For one thread."""
+    """Random numbers of requests. For one thread."""
 
     def __init__(self) -> None:
-        # One generator that is set back for each seed, which takes a sixth of the time of making one.
+        # One generator that is reset for each seed, which takes a sixth of the time of creating one.
         self._philox = np.random.Philox(key=0)
         self._generator, self._begin = np.random.Generator(self._philox), self._philox.state
 
     def draw(self, seed: int, num_tokens: int) -> np.ndarray:
-        """[num_tokens] float64 in [0, 1), number t for token t; `seed`: any int64."""
+        """[num_tokens] float64 in [0, 1), number t for token t. seed: any int64."""
         # Philox is counter-based: a longer stream begins with the shorter one.
         self._begin["state"]["key"][0] = seed & (2**64 - 1)
         self._philox.state = self._begin
@@ -42,14 +42,14 @@ class Uniforms:
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """The sampling parameters of B rows as tensors on one device; `uses_*` tell which steps any of them needs."""
+    """Sampling parameters of B rows as tensors on one device. `uses_*`: True if any row needs the step."""
 
     temperature_B: Tensor
-    """float32; 1 in greedy rows."""
+    """float32, 1 in greedy rows."""
     greedy_B: Tensor
     top_p_B: Tensor
     top_k_B: Tensor
-    """int64; V or more keeps all."""
+    """int64; V or more keeps all tokens."""
     min_tokens_B: Tensor
     penalty_B: Tensor
     uses_sampling: bool
@@ -60,20 +60,20 @@ class SamplingRows:
 
     @classmethod
     def stack(cls, rows: Sequence[SamplingParams], device: torch.device | str = "cpu") -> SamplingRows:
-        """The parameters of `rows`, in their order, as tensors on `device`."""
+        """Parameters of `rows`, in order, as tensors on `device`."""
 
         def tensor(values: list[float] | list[int] | list[bool], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
         return cls(
-            # 1 and not 0: greedy rows are divided by it like all others, and their tokens are chosen by argmax.
+            # 1, since greedy rows are divided by it as well; their tokens are chosen by argmax.
             temperature_B=tensor([row.temperature or 1.0 for row in rows], torch.float32),
             greedy_B=tensor([row.temperature == 0 for row in rows], torch.bool),
             top_p_B=tensor([row.top_p for row in rows], torch.float64),
             top_k_B=tensor([row.top_k if row.top_k > 0 else 2**62 for row in rows], torch.int64),
             min_tokens_B=tensor([row.min_tokens for row in rows], torch.int64),
             penalty_B=tensor([row.repetition_penalty for row in rows], torch.float32),
-            # Asked on the host, once: a tensor would have to be waited for in each step.
+            # Computed once on the host; a tensor would require a wait in each step.
             uses_sampling=any(row.temperature > 0 for row in rows),
             uses_greedy=any(row.temperature == 0 for row in rows),
             uses_top=any(row.temperature > 0 and (row.top_k > 0 or row.top_p < 1) for row in rows),
@@ -84,39 +84,38 @@ class SamplingRows:
 
 def penalize_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty_B: Tensor) -> Tensor:
     """Logits of seen tokens divided by the penalty if positive, else multiplied. Source: CTRL, arXiv:1909.05858."""
-    # [B, V]: 1, which changes nothing, where the token did not occur.
+    # [B, V]: 1 (no effect) where the token did not occur.
     penalty_BV = torch.where(seen_BV, penalty_B[:, None], 1.0)
     return torch.where(logits_BV > 0, logits_BV / penalty_BV, logits_BV * penalty_BV)
 
 
 def forbid_tokens(logits_BV: Tensor, token_ids: Tensor, forbidden_B: Tensor) -> Tensor:
-    """-inf at `token_ids` in the rows where `forbidden_B`, elsewhere unchanged."""
+    """Set `token_ids` to -inf in the rows where `forbidden_B`."""
     logits_BV = logits_BV.clone()
     logits_BV[:, token_ids] = logits_BV[:, token_ids].masked_fill(forbidden_B[:, None], -torch.inf)
     return logits_BV
 
 
 def keep_top(logprobs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
-    """-inf outside the top k tokens, and then outside the smallest set of them that holds at least the share top_p.
+    """Set logits outside the top k tokens to -inf, then those outside the smallest set with probability >= top_p.
 
-    The likeliest token stays always; among equals the lower id is likelier. Not renormalized.
+    The most likely token is always kept; ties go to the lower id. Not renormalized.
     """
-    # Stable, so that ties are decided by the token's id and not by the kernel.
+    # Stable, so that ties are decided by token id and not by the kernel.
     sorted_BV, order_BV = logprobs_BV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(logprobs_BV.shape[-1], device=logprobs_BV.device)
     sorted_BV = sorted_BV.masked_fill(rank_V >= top_k_B[:, None], -torch.inf)
     weights_BV = _fixed_point(sorted_BV)
     cumulative_BV = weights_BV.cumsum(dim=-1)
     share_B1 = top_p_B[:, None] * cumulative_BV[:, -1:]
-    # A token goes if those before it have the share already; so the one that reaches it stays, and the first always
-    # does.
+    # A token is dropped if the tokens before it reach top_p, so the first token is always kept.
     drop_BV = (cumulative_BV - weights_BV >= share_B1) & (rank_V > 0)
     sorted_BV = sorted_BV.masked_fill(drop_BV, -torch.inf)
     return torch.empty_like(sorted_BV).scatter_(-1, order_BV, sorted_BV)
 
 
 def sample_inverse_cdf(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """[B] int64: the token at which the cumulative probability passes the uniform number.
+    """[B] int64 token at which the cumulative probability exceeds the uniform number.
 
     Args:
         logprobs_BV: float32, at most 0, up to a constant per row; -inf is never drawn.
@@ -124,8 +123,7 @@ def sample_inverse_cdf(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """
     cumulative_BV = _fixed_point(logprobs_BV).cumsum(dim=-1)
     total_B = cumulative_BV[:, -1]
-    # [B] int64. Below the total: of a row that is not normalized the product may be rounded up to it, and no token
-    # reaches beyond.
+    # [B] int64, kept below the total: for rows that are not normalized, rounding may reach the total, beyond any token.
     target_B = torch.minimum((uniforms_B * total_B).long(), total_B - 1)
     return torch.searchsorted(cumulative_BV, target_B[:, None], right=True)[:, 0]
 
@@ -144,20 +142,18 @@ def sample_tokens(
     seen_BV: Tensor | None = None,
     may_come_BV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sample one token for each row.
+    """Sample one token per row.
 
     Args:
-        logits_BV: any float dtype; computed with in float32.
-        uniforms_B: float64 in [0, 1); not read by greedy rows.
-        num_sampled_B: int64, number of tokens sampled so far; end tokens are forbidden while it is below min_tokens.
-            None: none in any row.
-        end_ids: [E] int64; None if there are no end tokens.
-        seen_BV: bool, tokens of the prompt and of the response so far; needed only if rows.uses_penalty.
-        may_come_BV: bool, at least one in each row; None: all may.
+        logits_BV: any float dtype; computation is in float32.
+        uniforms_B: float64 in [0, 1); unused in greedy rows.
+        num_sampled_B: int64, tokens sampled so far; end tokens are forbidden while it is below min_tokens. None: 0.
+        end_ids: [E] int64. None: there are no end tokens.
+        seen_BV: bool, tokens of prompt and response so far; needed only if rows.uses_penalty.
+        may_come_BV: bool, allowed tokens, at least one per row. None: all are allowed.
     Returns:
-        tokens_B int64, and logprobs_B float32 of softmax(logits / temperature): before the repetition penalty,
-        min_tokens, what may not come, top-k and top-p, because that is what a trainer computes again from the tokens.
-        NaN where logits are not numbers.
+        tokens_B int64, and logprobs_B float32 of softmax(logits / temperature), before repetition penalty, min_tokens,
+        grammar, top-k and top-p, since a trainer recomputes them from the tokens. NaN if logits are NaN.
     """
     logits_BV = logits_BV.float()
     all_logprobs_BV = torch.log_softmax(logits_BV / rows.temperature_B[:, None], dim=-1)
@@ -165,21 +161,21 @@ def sample_tokens(
     if rows.uses_penalty and seen_BV is not None:
         allowed_BV = penalize_repetition(allowed_BV, seen_BV, rows.penalty_B)
     if rows.longest_min_tokens and end_ids is not None:
-        # Row by row: each has its own number of tokens so far.
+        # Per row, since each has its own number of tokens.
         forbidden_B = rows.min_tokens_B > (0 if num_sampled_B is None else num_sampled_B)
         allowed_BV = forbid_tokens(allowed_BV, end_ids, forbidden_B)
     if may_come_BV is not None:
         allowed_BV = allowed_BV.masked_fill(~may_come_BV, -torch.inf)
-    # int64 [B], filled below by the kind of each row.
+    # int64 [B], filled below by the kind of row.
     tokens_B = torch.zeros_like(rows.top_k_B)
     if rows.uses_sampling:
-        # Without penalty and forbidden tokens both are of the same logits, and the second softmax is saved.
+        # Without penalty and forbidden tokens both use the same logits, which saves a softmax.
         choice_BV = all_logprobs_BV
         if allowed_BV is not logits_BV:
             choice_BV = torch.log_softmax(allowed_BV / rows.temperature_B[:, None], dim=-1)
         if rows.uses_top:
             choice_BV = keep_top(choice_BV, rows.top_k_B, rows.top_p_B)
-        # Logits that are not numbers give an index of V here; the caller learns of them from the logprobs.
+        # NaN logits give index V here; the caller detects them by the logprobs.
         tokens_B = sample_inverse_cdf(choice_BV, uniforms_B).clamp_(0, logits_BV.shape[-1] - 1)
     if rows.uses_greedy:
         tokens_B = torch.where(rows.greedy_B, allowed_BV.argmax(dim=-1), tokens_B)
@@ -187,10 +183,10 @@ def sample_tokens(
 
 
 class Guides:
-    """Makes the guides of one model's responses.
+    """Creates guides for responses of one model.
 
-    Args: tokenizer: of the model, a fast one of transformers; num_tokens: V, rows of its embedding; end_ids: tokens
-        that end a response.
+    Args: tokenizer: fast tokenizer of the model. num_tokens: V, rows of the embedding. end_ids: tokens that end a
+        response.
     """
 
     def __init__(self, tokenizer: Any, num_tokens: int, end_ids: Sequence[int]) -> None:
@@ -198,7 +194,7 @@ class Guides:
         self._for_grammars: Any = None
 
     def guide(self, sampling: SamplingParams) -> Guide:
-        """The guide of a response that begins. Raises: RoleError: the grammar is none; UserError: no llguidance."""
+        """Guide for a new response. Raises: RoleError: invalid grammar; UserError: llguidance is missing."""
         matcher = None
         if sampling.grammar:
             try:
@@ -206,17 +202,17 @@ class Guides:
                 import llguidance.hf
             except ImportError as error:
                 raise UserError(f"a guided answer needs llguidance: pip install 'rftdask[train]' ({error})") from error
-            if self._for_grammars is None:  # it takes a second with a large vocabulary
+            if self._for_grammars is None:  # takes a second with a large vocabulary
                 self._for_grammars = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._num_tokens)
             grammar = llguidance.LLMatcher.grammar_from_lark(sampling.grammar)
             matcher = llguidance.LLMatcher(self._for_grammars, grammar, log_level=0)
             if matcher.is_error():
-                raise RoleError(f"no answer can be guided by this grammar: {matcher.get_error()}")
+                raise RoleError(f"invalid grammar: {matcher.get_error()}")
         return Guide(matcher, sampling.bad_tokens, self._num_tokens, self._end_ids)
 
 
 class Guide:
-    """What one response may go on with."""
+    """Allowed continuations of one response."""
 
     def __init__(
         self, matcher: Any, bad_tokens: Sequence[Sequence[int]], num_tokens: int, end_ids: Sequence[int]
@@ -225,16 +221,17 @@ class Guide:
         self._taken: list[int] = []
 
     def allowed(self) -> np.ndarray:
-        """[V] bool: the tokens that may come next. At least one: where nothing else may, the response may end."""
+        """[V] bool, True for allowed next tokens. At least one: if nothing else is allowed, the response may end."""
         allowed_V = np.ones(self._num_tokens, bool)
-        if self._matcher is not None and self._matcher.is_error():  # of its limits: what was said cannot go on
+        # A limit of llguidance was reached, so the response cannot continue.
+        if self._matcher is not None and self._matcher.is_error():
             allowed_V[:] = False
         elif self._matcher is not None:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             found = np.unpackbits(bits, bitorder="little")[: self._num_tokens].astype(bool)
             allowed_V[:] = False
             allowed_V[: len(found)] = found
-            # The package knows one end token of those that a model may have.
+            # llguidance knows only one end token, while a model may have several.
             allowed_V[self._end_ids] = self._matcher.is_accepting()
         for tokens in self._bad_tokens:
             before = list(tokens[:-1])
@@ -245,7 +242,7 @@ class Guide:
         return allowed_V
 
     def take(self, token: int) -> None:
-        """Go on by a token that was allowed."""
+        """Advance by an allowed token."""
         self._taken.append(token)
         if self._matcher is not None and token not in self._end_ids:
             self._matcher.consume_token(token)

@@ -1,11 +1,12 @@
-"""The process of an engine: it takes messages from its client and answers each with one of the same number.
+"""Engine process: handles messages from its client and replies to each with the same number. Defines the messages of
+both sides.
 
-Requests enter the engine as they come, and each is answered when it is finished. Anything else that is asked (but for
-weights that are to be loaded in flight) waits until those before it are answered, and those after it wait for it. It
-knows neither versions' files on storage nor rollouts; what both sides say is defined here.
+Requests enter the engine on arrival, and each is answered when it finishes. All other messages, except weights to load
+in flight, wait until the requests before them are answered, and later messages wait for them. Knows neither files of
+versions on storage nor rollouts.
 
-Invariant: before it says that it is ready, and once more before it says that it has loaded its first weights, the
-engine has answered requests of the run's own kind. So one that cannot work ends before it has work.
+Invariant: before it reports ready, and again before it reports its first loaded weights, the engine has served requests
+like those of the run, so an engine that cannot work fails before it gets work.
 """
 
 from __future__ import annotations
@@ -33,94 +34,94 @@ from rftdask.storage.staging import staged
 from rftdask.synchronizer.fingerprint import Fingerprint
 
 TARGET = "rftdask.engines.server:serve"
-"""Entry of an engine's child process, as `processes.child` takes it."""
+"""Entry point of the engine's child process, for `processes.child`."""
 
 _SMOKE_TOKENS = 2
-"""Tokens that are sampled to see whether an engine works: one from the prompt, and one from the token before it."""
+"""Tokens to sample in a smoke test: one from the prompt and one from the previous token."""
 _LOOK_S = 0.05
-"""Between two looks whether a trainer rank wants the device, while there is nothing to do."""
+"""Seconds between checks for a trainer rank that waits for the device, while the engine is idle."""
 _SHORT_PROMPT = 8
-"""Tokens of a prompt whose length does not matter."""
+"""Length of a smoke test prompt, in tokens."""
 
 log = logging.getLogger(__name__)
 
 
-# ---- what the client says
+# ---- messages of the client
 
 
 @dataclass(frozen=True)
 class NumberedRequest:
     number: int
-    """Used once; the answer has it, too."""
+    """Unique number, also in the reply."""
     request: GenerateRequest
     streams: bool = False
-    """Whether its tokens are told while they come (`Sampled`)."""
+    """True if new tokens are sent while it runs (`Sampled`)."""
 
 
 @dataclass(frozen=True)
 class Generate:
-    """These requests enter the engine together."""
+    """Generate for requests, which enter the engine together."""
 
     requests: tuple[NumberedRequest, ...]
 
 
 @dataclass(frozen=True)
 class Drop:
-    """Nobody wants the answers to these requests any more."""
+    """Cancel requests."""
 
     numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Score:
-    """Answered by `Scored`."""
+    """Compute logprobs of given tokens. The reply is `Scored`."""
 
     number: int
     pairs: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    """(prompt, response), as `Engine.logprobs` takes them."""
+    """(prompt, response) pairs for `Engine.logprobs`."""
 
 
 @dataclass(frozen=True)
 class LoadWeights:
-    """Answered by `Loaded`, or by the end of the process."""
+    """Load weights. The reply is `Loaded`, or the process ends."""
 
     number: int
     version: int
     files: tuple[str, ...]
-    """Of the whole; or what has changed since the version that is served, if `is_delta`."""
+    """Complete files, or deltas from the served version if `is_delta`."""
     fingerprint: Fingerprint | None
     in_flight: bool = False
-    """Whether requests that are under way go on with the new weights; else they are answered first."""
+    """True if running requests continue with the new weights. False: they finish first."""
     is_delta: bool = False
 
 
 @dataclass(frozen=True)
 class TakeTurn:
-    """Answered by `HasTurn`, once the engine is on its device; from then on it stays there."""
+    """Acquire the device. The reply is `HasTurn`, once the engine is on its device, where it then stays."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class EndTurn:
-    """The engine may leave its device, when a trainer rank wants it."""
+    """Allow the engine to leave its device when a trainer rank waits for it."""
 
 
 FromClient: TypeAlias = Generate | Drop | Score | LoadWeights | TakeTurn | EndTurn
 FROM_CLIENT: Codec[FromClient] = Codec(Generate, Drop, Score, LoadWeights, TakeTurn, EndTurn)
 
 
-# ---- what the server says
+# ---- messages of the server
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The model is loaded and has answered; the first message of all."""
+    """The model is loaded and works. The first message."""
 
     cache_tokens: int | None = None
     """See Engine."""
     name: str = ""
-    """Where its asker does not know it."""
+    """Set if the client does not know it."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Some tokens more of a response that is under way."""
+    """New tokens of a running response."""
 
     number: int
     tokens: tuple[int, ...]
@@ -139,11 +140,11 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Generated:
-    """Requests that were finished in one step of the engine, and what is new of others."""
+    """Requests that finished in one step of the engine, and new tokens of others."""
 
     answers: tuple[Answer, ...]
     sampled: tuple[Sampled, ...] = ()
-    """Before the answers."""
+    """New tokens, which precede the results."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class Loaded:
     number: int
     version: int
     needs_whole: bool = False
-    """Whether it could not make use of a delta; the whole has to follow before it is asked for anything."""
+    """True if the delta could not be applied; the complete version must follow before any other call."""
 
 
 @dataclass(frozen=True)
@@ -169,26 +170,26 @@ FromServer: TypeAlias = Ready | Generated | Scored | Loaded | HasTurn
 FROM_SERVER: Codec[FromServer] = Codec(Ready, Generated, Scored, Loaded, HasTurn)
 
 
-# ---- the process
+# ---- process
 
 
 def serve(spec: Mapping[str, Any], channel: Channel) -> None:
-    """Entry of the child process. `spec` is what `EngineSpec.to_plain` gives."""
-    device = _device(spec)  # first: where its GPUs are shared, it says so to this process
+    """Entry point of the child process. spec: from `EngineSpec.to_plain`."""
+    device = _device(spec)  # first: it records in this process that the GPUs are shared
     turn = DeviceTurn.of_this_process(alone=False)
-    # The policy's engine waits for a rank that wants the device; another model is asked in the course of its turn.
+    # The engine of the policy waits for ranks that need the device; other models are used while it holds the lock.
     waits = {"timeout_s": spec["turn_timeout_s"], "beside": spec["section"]["model_path"] is not None}
     engine = _make_engine(spec, device, None if turn is None else partial(turn.wait, **waits))
     client = _ClientOf(engine, spec, channel)
     client.send(Ready(engine.cache_tokens))
     again = _smoke_requests(spec, longest=False)
-    """What is asked once more, when it has loaded its first weights or adapters."""
+    """Smoke test requests to repeat after the first weights or adapters are loaded."""
     rests = True
-    """Whether it may leave the device: nobody has begun what it is to stay for."""
+    """True if the engine may leave the device."""
 
-    # One message at a time, in the order sent: so a `LoadWeights` that is not for requests under way waits until every
-    # request before it is answered, and no answer mixes two versions.
-    # The second argument of iter is what would end the loop, and no message is it: the process
+    # One message at a time, in order: a `LoadWeights` that is not in flight waits until every
+    # request before it is answered, so no result mixes two versions.
+    # The second argument of iter would end the loop, but no message equals it: the process
     # ends when its client has gone, see `Channel`.
     for plain in channel if turn is None else iter(partial(channel.try_receive, _LOOK_S), channel):
         client.message = None if plain is None else FROM_CLIENT.decode(plain)
@@ -211,26 +212,26 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
             else:
                 client.send(_load(engine, spec, message, again))
             client.message = None
-        # Nothing came for a moment, or a unit has ended: also where the next one follows at once, the rank is next.
+        # The engine is idle or a unit has ended. A waiting rank gets the device even if another unit follows at once.
         if turn is not None and rests and turn.held and turn.is_wanted:
             engine.leave_device()
             turn.leave()
 
 
 class _ClientOf:
-    """The client, as its engine sees it while it generates: what it wants comes between two steps."""
+    """Connection to the client while the engine generates: messages are handled between steps."""
 
     def __init__(self, engine: Engine, spec: Mapping[str, Any], channel: Channel) -> None:
         self._engine, self._spec, self._channel = engine, spec, channel
         self.message: FromClient | None = None
-        """The message that is next."""
+        """Next message."""
         self._finished: list[Answer] = []
-        """Not sent yet: those of one step go together, since a message costs both sides more than what is in it."""
+        """Results to send. Those of one step share a message, which costs more than its content."""
         self._sampled: deque[Sampled] = deque()
-        """The same of those that stream; filled from any thread."""
+        """New tokens of streaming requests, added from any thread."""
 
     def generate(self) -> None:
-        """Answer requests from `message` on until none is under way; leaves the first message of another kind in it."""
+        """Serve requests from `message` on until none runs, and store the first message of another kind in it."""
         try:
             with _telling_memory(self._spec, "the engine generates"):
                 self._engine.serve(self._take, self._give)
@@ -241,7 +242,7 @@ class _ClientOf:
         self._channel.send(FROM_SERVER.encode(answer))
 
     def _take(self) -> list[tuple[int, GenerateRequest | None]]:
-        # Up to the first message that waits for the end of all requests; nothing that came after it is taken.
+        # Reads messages up to the first one that waits for the end of all requests.
         self._send_finished()
         taken: list[tuple[int, GenerateRequest | None]] = []
         message = self.message or self._receive()
@@ -279,8 +280,7 @@ class _ClientOf:
 
 
 def _load(engine: Engine, spec: Mapping[str, Any], message: LoadWeights, again: list[GenerateRequest]) -> Loaded:
-    """Load weights, and answer the requests `again` once: they show that loading leaves an engine that works. Each load
-    is compared with the trainer's fingerprint."""
+    """Load weights, verify the trainer's fingerprint, and serve the requests `again` once as a smoke test."""
     files = [Path(file) for file in message.files]
     with _telling_memory(spec, f"the engine loads version {message.version}"):
         if not message.is_delta:
@@ -295,10 +295,10 @@ def _load(engine: Engine, spec: Mapping[str, Any], message: LoadWeights, again: 
 
 @contextmanager
 def _telling_memory(spec: Mapping[str, Any], doing: str) -> Iterator[None]:
-    """Turns an error for want of memory into one that says what to change: it would come again."""
+    """Convert an out-of-memory error into one that names the settings to change, since it would repeat."""
     try:
         yield
-    except Exception as error:  # of torch's or vLLM's, at any depth
+    except Exception as error:  # from torch or vLLM, at any depth
         change = InferenceModelConfig.model_validate(spec["section"]).traits.memory_keys
         if (told := out_of_memory(error, doing, change)) is not None:
             raise told from error
@@ -306,28 +306,28 @@ def _telling_memory(spec: Mapping[str, Any], doing: str) -> Iterator[None]:
 
 
 def _device(spec: Mapping[str, Any]) -> str:
-    """What the engine computes on. Raises: UserError: its GPU cannot be used."""
-    load_plugin_folders(spec["plugin_dirs"])  # first: a file of theirs may define the engine that the section names
+    """Device of the engine. Raises: UserError: its GPU cannot be used."""
+    load_plugin_folders(spec["plugin_dirs"])  # first: a plug-in file may define the engine of the section
     section = InferenceModelConfig.model_validate(spec["section"])
     if not section.traits.has_model or section.traits.is_hosted:
         return "cpu"
-    import torch  # late: an engine without a model needs no torch
+    import torch  # late: an engine without a model does not need torch
 
     torch.set_num_threads(int(os.environ["RFTDASK_THREADS"]))
     return use_device(section.num_gpus, "engine-" * spec["colocated"])
 
 
 def _make_engine(spec: Mapping[str, Any], device: str, wait: Callable[[], None] | None) -> Engine:
-    """The engine, which has answered a request of each kind that the run has. wait: for its turn on the device."""
+    """Create the engine and serve a smoke test request of each kind. wait: acquires the device."""
     if wait is not None:
         wait()
     with _telling_memory(spec, "the engine loads its model"):
         engine = _load_engine(spec, device)
-    # The longest prompt takes the most memory: one that does not fit fails here, and not in the middle of a run. A
-    # model beside the policy may have less room than the policy's longest prompt takes.
-    with _telling_memory(spec, "the engine answers a request of the run's longest prompt"):
+    # The longest prompt takes the most memory, so a model that does not fit fails here instead of during the run.
+    # Other models may have less room than the longest prompt of the policy takes.
+    with _telling_memory(spec, "the engine serves a request with the longest prompt of the run"):
         engine.generate(_smoke_requests(spec, longest=spec["section"]["model_path"] is None))
-    log.info("%s has answered, and is ready", engine)
+    log.info("%s has served a request and is ready", engine)
     return engine
 
 
@@ -349,7 +349,7 @@ def _load_engine(spec: Mapping[str, Any], device: str) -> Engine:
 
 
 def _smoke_requests(spec: Mapping[str, Any], longest: bool) -> list[GenerateRequest]:
-    """A request of each kind that the run has, for very few tokens; longest: after the longest prompt it may have."""
+    """A short request of each kind in the run. longest: with the longest possible prompt."""
     model = ModelConfig.model_validate(spec["model"])
     room = min(model.max_prompt_tokens, model.max_model_len - _SMOKE_TOKENS)
     prompt = (0,) * max(1, room if longest else min(room, _SHORT_PROMPT))  # every vocabulary has a token 0

@@ -19,21 +19,21 @@ from rftdask.processes.device_lock import VARIABLE
 
 
 def engine_spec(section: InferenceModelConfig, config: Config, threads: int, log_file: str | None) -> EngineSpec:
-    """The engine of `section`, the policy's or that of an auxiliary model."""
+    """Spec of the engine of `section`, which is the policy's or an auxiliary model's."""
     env = tuple(sorted({**fill_from_environment(config.explorer.env_vars), LOG_LEVEL: config.log.level}.items()))
     model, is_policy = config.model, section.model_path is None
-    if not is_policy:  # a frozen model beside the policy
+    if not is_policy:  # a frozen auxiliary model
         model = section.own_model(model)
         samplings = [model_sampling(model)]
     else:
         source = config.buffer.explorer_input
         samplings = [sampling_params(each, config) for each in (*source.train_tasksets, *source.eval_tasksets)]
         if config.algorithm.greedy_baseline:
-            # Greedy baselines, too: the engine answers a short request of each kind before it counts as ready.
+            # Includes greedy baselines: the engine serves a smoke test request of each kind before it is ready.
             samplings += [replace(each, temperature=0.0) for each in samplings]
-    # Each once, in a fixed order: equal specs must compare as equal.
+    # Unique and in a fixed order, so that equal specs compare as equal.
     kinds = tuple(dict.fromkeys(samplings))
-    # The cluster that started this worker says whether it shares its device, or the config does.
+    # The device is shared according to the cluster that started this worker, or to the config.
     colocated = bool(config.cluster.colocate) and (is_policy or not section.is_apart)
     turn_s = config.synchronizer.sync_timeout if colocated or VARIABLE in os.environ else 0.0
     folders = config.explorer.plugin_dirs
@@ -42,7 +42,7 @@ def engine_spec(section: InferenceModelConfig, config: Config, threads: int, log
 
 
 def sampling_params(taskset: TasksetConfig, config: Config, explore_step: int = 1) -> SamplingParams:
-    """How the policy samples for tasks of the taskset at an explore step."""
+    """Sampling parameters of the policy for a taskset at an explore step."""
     arguments, model = taskset.rollout_args, config.model
     return SamplingParams(
         max_tokens=arguments.max_tokens,
@@ -55,20 +55,20 @@ def sampling_params(taskset: TasksetConfig, config: Config, explore_step: int = 
 
 
 def remote_models(config: Config) -> dict[str, InferenceModelConfig]:
-    """The models behind an API by the name under which workflows ask them; POLICY is the one that is evaluated in place
-    of the policy, whose name at the service `model.external_model` has."""
+    """API-backed models by name. The POLICY entry replaces the local policy; its remote name is
+    `model.external_model.model_name`."""
     policy = {POLICY: config.explorer.rollout_model} if config.is_external else {}
     return policy | {m.asked_name: m for m in config.explorer.auxiliary_models if m.traits.is_external}
 
 
 def is_asked_in_calls(section: InferenceModelConfig, config: Config) -> bool:
-    """Whether what an engine computes together is decided by who asks: where a run is to repeat its bits."""
-    # An engine that never repeats its bits, such as vLLM, has nothing to lose by taking requests as they come.
+    """True if callers decide which requests are batched together, so that the run is bit-repeatable."""
+    # An engine that is not bit-repeatable, such as vLLM, takes requests as they arrive.
     return config.synchronizer.sync_style == "fixed" and section.traits.repeats_bits
 
 
 def model_sampling(model: ModelConfig) -> SamplingParams:
-    """How a model samples by its own section."""
+    """Sampling parameters of a model section."""
     return SamplingParams(
         max_tokens=model.max_response_tokens,
         temperature=model.temperature,

@@ -1,7 +1,7 @@
-"""Engine of a model at the Tinker service: it samples there, and loads weights by their path.
+"""Engine of a model at the Tinker service, which samples there and loads weights by path.
 
-It knows nothing of text. A request goes on with the weights that it began with, also where newer ones are loaded
-meanwhile. Logprobs are those that the service tells, of the temperature that was asked for.
+Knows nothing of text. A request keeps the weights with which it began, even if newer ones are loaded meanwhile.
+Logprobs are those returned by the service for the requested temperature.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rftdask.models.tinker_service import (
 )
 
 _LOOK_S = 0.05
-"""Between two looks for new requests."""
+"""Seconds between polls for new requests."""
 _CLOSE_S = 5.0
 _SEEDS = 2**31
-"""The service's seeds are below it."""
+"""Upper bound of the service's seeds."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class _UnderWay:
 class TinkerEngine(Engine):
     """Args:
         base_model: name at the service.
-        timeout_s: for one answer.
-    Raises: UserError, EngineError: the service does not give a sampler of it.
+        timeout_s: seconds to wait for a response.
+    Raises: UserError, EngineError: the service cannot sample from the model.
     """
 
     engine_type = "tinker"
@@ -84,7 +84,7 @@ class TinkerEngine(Engine):
                     if each.answer.done():
                         give(number, self._generation(under_way.pop(number)))
                     elif time.monotonic() > each.deadline_s:
-                        raise EngineError(f"{self} gave no answer for {self._timeout_s:.0f} s")
+                        raise EngineError(f"{self} did not respond for {self._timeout_s:.0f} s")
         finally:
             for each in under_way.values():
                 each.answer.cancel()
@@ -102,11 +102,11 @@ class TinkerEngine(Engine):
         }
         for what, is_asked in unknown.items():
             if is_asked:
-                raise RoleError(f"{self} cannot answer request {number}: the service takes no {what}")
+                raise RoleError(f"{self} cannot answer request {number}: the service does not accept {what}")
         params = types.SamplingParams(
             max_tokens=sampling.max_tokens,
             seed=request.seed % _SEEDS,
-            # None ends at the model's end tokens. Texts at which a response stops are cut off where it becomes text.
+            # None: ends at the end tokens of the model. Stop texts are cut when tokens become text.
             stop=[] if sampling.ignore_eos else None,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -120,7 +120,7 @@ class TinkerEngine(Engine):
         response = result_of("it samples", done.answer, timeout_s=self._timeout_s, lost=EngineError)
         [sequence] = response.sequences
         if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
-            raise EngineError(f"{self} told no logprobs of the tokens that it sampled")
+            raise EngineError(f"{self} returned no logprobs of the sampled tokens")
         return Generation(
             tokens=tuple(sequence.tokens),
             logprobs=tuple(sequence.logprobs),

@@ -1,10 +1,10 @@
 """Engine that generates with a transformers model in this process, on a CPU or one GPU.
 
-It knows nothing of text. Invariants: responses come in the order of the requests, and nothing about the computation
-depends on time or on earlier calls, so that the same call on the same weights gives the same bits.
+Knows nothing of text. Invariants: responses are in the order of the requests; the computation depends neither on time
+nor on earlier calls, so the same call on the same weights gives the same bits.
 
-Why not `model.generate`: it has one set of sampling parameters and one random stream for the whole batch, keeps
-finished rows to the end, computes the prompt once per sibling of a group, and its logprobs are not those of `base`.
+Why not `model.generate`: it has one set of sampling parameters and one random stream per batch, keeps finished rows to
+the end, computes the prompt once per sibling of a group, and its logprobs differ from those in `base`.
 
 Shapes: D = distinct prompts, B = rows (requests not dropped), V = vocabulary.
 """
@@ -59,18 +59,18 @@ from rftdask.synchronizer.tensor_heads import read_file_head
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 COMPACT_SHARE = 4
-"""Finished rows leave the batch when they are at least 1/4 of it: all copies then cost less than four of the cache."""
+"""Share of finished rows at which they leave the batch, which bounds the cost of copies to four times the cache."""
 
 
 class TransformersEngine(Engine):
-    """Engine of one transformers model, loaded in this process; see `Engine`.
+    """Engine of a transformers model in this process; see `Engine`.
 
     Args:
-        model_path: folder (or hub name) of a causal language model as `from_pretrained` takes it.
-        dtype: of the weights: "float32", "bfloat16", "float16".
-        attn_implementation: as in transformers; None lets it choose.
-        max_batch_tokens: at most so many tokens of prompt (padded) and response are held in the cache at once; of a
-            longer list the rest enters, in order, when others have left. One request alone may exceed it.
+        model_path: folder or Hub name of a causal language model, for `from_pretrained`.
+        dtype: data type of the weights: "float32", "bfloat16", "float16".
+        attn_implementation: as in transformers. None: its default.
+        max_batch_tokens: maximum number of tokens of padded prompts and responses in the cache. Further requests enter
+            in order when others have left. A single request may exceed it.
     Raises: DataError: the model cannot be loaded.
     """
 
@@ -82,7 +82,7 @@ class TransformersEngine(Engine):
     reads_images = True
     reads_videos = True
     leaves_device = True
-    # One after another, so that what needs less need not wait for all of them.
+    # In this order, so that processes that need fewer modules do not wait for all of them.
     imports_ahead = (
         "transformers",
         "transformers.modeling_utils",
@@ -108,7 +108,7 @@ class TransformersEngine(Engine):
             set_device()
         self.max_batch_tokens = self.cache_tokens = max_batch_tokens
         source = local_model(model_path)
-        disable_progress_bar()  # nobody looks at the log of an engine, and a bar has a thread and a process of its own
+        disable_progress_bar()  # a progress bar would start a thread and a process
         try:
             loaded = model_class(source, trust_remote_code=trust_remote_code).from_pretrained(
                 source,
@@ -122,11 +122,11 @@ class TransformersEngine(Engine):
             ends = end_ids(source, trust_remote_code)
         except (OSError, ValueError) as error:
             raise DataError(f"model {model_path} cannot be loaded; give a saved model's folder: {error}") from error
-        if report["missing_keys"]:  # transformers fills them at random, with no more than a warning
+        if report["missing_keys"]:  # transformers initializes them at random with only a warning
             raise DataError(f"model {model_path} lacks the weights {sorted(report['missing_keys'])}")
         self._loaded: PreTrainedModel | None = model
         self._loaded_files: list[list[Place]] = []
-        """Where the tensors lie in the files that were loaded last; none of adapters, and before the first load."""
+        """Location of the tensors in the files loaded last. Empty for adapters and before the first load."""
         self._host_copy: HostCopy | None = None
         self._tokenizer: Any = None
         self._guides: Guides | None = None
@@ -145,7 +145,7 @@ class TransformersEngine(Engine):
     @property
     def _model(self) -> PreTrainedModel:
         if self._loaded is None:
-            raise RoleError(f"{self} was closed; make a new one")
+            raise RoleError(f"{self} was closed; create a new one")
         return self._loaded
 
     def record_experts(self) -> None:
@@ -157,11 +157,11 @@ class TransformersEngine(Engine):
         try:
             with torch.inference_mode():
                 self._serve(batch, take, give)
-        except RuntimeError as error:  # torch's own: out of memory, a failed kernel
+        except RuntimeError as error:  # from torch: out of memory, a failed kernel
             raise RoleError(f"{self} failed on a batch of {len(batch.numbers)} requests: {error}") from error
 
     def _own_tokenizer(self) -> Any:
-        if self._tokenizer is None:  # only who stops at texts, or is guided, needs one
+        if self._tokenizer is None:  # needed only for stop texts and grammars
             source = local_model(self.model_path)
             self._tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=self._trust_remote_code)
         return self._tokenizer
@@ -175,22 +175,22 @@ class TransformersEngine(Engine):
         return self._guides.guide(sampling)
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
-        """See Engine. One pair after the other, without padding, so that the bits depend on the pair alone."""
+        """See Engine. Computed pair by pair without padding, so that the bits depend only on the pair."""
         scored = []
         for prompt, response in pairs:
             if not prompt or not response or max(*prompt, *response) >= self._vocab_size:
                 raise RoleError(f"{self} cannot score: an empty prompt or response, or tokens it does not know")
             tokens_1L = torch.tensor([[*prompt, *response]], device=self.device)
             with torch.inference_mode():
-                # [R, V]: the logits at a place say what comes after it, so those of the response begin one place before
-                # it.
+                # [R, V]: logits at a position predict the next token, so those of the response begin one position
+                # before it.
                 logits_RV = self._model(input_ids=tokens_1L, use_cache=False).logits[0, len(prompt) - 1 : -1]
                 logprobs_RV = logits_RV.float().log_softmax(dim=-1)
                 scored.append(logprobs_RV.gather(1, tokens_1L[0, len(prompt) :, None])[:, 0].tolist())
         return [tuple(logprobs) for logprobs in scored]
 
     def _check(self, number: int, request: GenerateRequest) -> GenerateRequest:
-        """The request. Raises: RoleError: the model cannot answer it."""
+        """Return the request. Raises: RoleError: the model cannot serve it."""
         sampling = request.sampling
         if not request.prompt_tokens:
             problem = "its prompt is empty"
@@ -205,7 +205,7 @@ class TransformersEngine(Engine):
         raise RoleError(f"{self} cannot answer request {number}: {problem}")
 
     def _serve(self, batch: DecodeBatch, take: Take, give: Give) -> None:
-        cache, logits_BV = DynamicCache(), torch.empty(0)  # of no rows
+        cache, logits_BV = DynamicCache(), torch.empty(0)  # cache without rows
         may_enter = False
         while True:
             for number, request in take():
@@ -214,7 +214,7 @@ class TransformersEngine(Engine):
                 else:
                     batch.add(number, self._check(number, request))
                     may_enter = True
-            # Those that wait enter when one came or rows have left; once they did not fit, they fit no better before.
+            # Waiting requests are retried only after an arrival or after rows have left.
             if (
                 may_enter
                 and (not batch.numbers or can_join(cache))
@@ -222,8 +222,8 @@ class TransformersEngine(Engine):
             ):
                 alone = not batch.numbers
                 prompts, others = batch.enter(num, self.policy_version), DynamicCache(config=self._model.config)
-                # The newcomers are computed by themselves, into a cache of their own: in one pass with them every row
-                # under way would be padded to the longest prompt.
+                # New prompts are computed into a separate cache. In a joint pass every running row would be padded to
+                # the longest prompt.
                 if any(prompts.images):
                     others_BV, others, shift_D = self._read_images(prompts)
                     batch.shift_positions(prompts, shift_D)
@@ -233,7 +233,7 @@ class TransformersEngine(Engine):
                     )
                     batch.note_prompts(prompts, experts_DPX)
                 if len(others_BV) < len(prompts.prompt_B):
-                    # Each distinct prompt was computed once; now each row gets a copy.
+                    # Each distinct prompt was computed once; each row gets a copy.
                     keep(others, prompts.prompt_B, 0)
                     others_BV = others_BV[prompts.prompt_B]
                 if alone:
@@ -243,7 +243,7 @@ class TransformersEngine(Engine):
                     join(cache, others)
             if not batch.numbers:
                 return
-            # One token for every row, also for those that have finished and not yet left; what they draw is not kept.
+            # One token per row, also for finished rows in the batch, whose tokens are discarded.
             tokens_B = batch.sample(logits_BV)
             num_done, num_bad = batch.counts()
             if num_bad:
@@ -255,7 +255,7 @@ class TransformersEngine(Engine):
                 for number, generation in batch.finished():
                     give(number, generation)
             batch.tell_newest()
-            # Leaving copies the cache of all that stay, so rows that have finished stay until there are enough of them.
+            # Dropping rows copies the cache of the others, so finished rows stay until there are enough of them.
             may_enter = num_done * COMPACT_SHARE >= len(tokens_B)
             if may_enter:
                 index_B, num_columns = batch.drop_done(trim=can_join(cache))
@@ -271,7 +271,7 @@ class TransformersEngine(Engine):
     def _forward(
         self, tokens: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache
     ) -> tuple[Tensor, Tensor]:
-        """([B, V] logits after the last of [B, W] tokens; [B, W, X] int16 experts they took, X 0: not recorded)."""
+        """([B, V] logits after the last of [B, W] tokens, [B, W, X] int16 experts; X is 0 if not recorded)."""
         if self._routers is not None:
             self._routers.give(None)
         output = self._model(
@@ -280,7 +280,7 @@ class TransformersEngine(Engine):
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
-            # Of the last column alone: [B, W, V] of a long prompt would be the largest tensor by far.
+            # Only for the last column: [B, W, V] of a long prompt would be the largest tensor by far.
             logits_to_keep=1,
         )
         experts = (
@@ -292,19 +292,19 @@ class TransformersEngine(Engine):
         return output.logits[:, -1], experts
 
     def _read_images(self, prompts: Prompts) -> tuple[Tensor, DynamicCache, list[int]]:
-        """([D, V] logits after each prompt, their cache, and by how much the positions behind each are shifted).
+        """([D, V] logits after each prompt, their cache, and the position offset after each prompt).
 
-        One prompt after another: models lay out the images of several in ways of their own.
+        Computed prompt by prompt, since models batch images in different ways.
         """
         if self._routers is not None:
-            raise RoleError(f"{self} does not tell the experts of prompts with images")
+            raise RoleError(f"{self} cannot record the experts of prompts with images")
         cache, logits, shifts = DynamicCache(), list[Tensor](), list[int]()
         for tokens_P, length, names in zip(prompts.tokens_DP, prompts.lengths, prompts.images, strict=True):
             own = DynamicCache(config=self._model.config.get_text_config())
             inputs, shift = with_images(self._model, tokens_P[None, -length:], names, self._images)
             output = self._model(**inputs, past_key_values=own, use_cache=True, logits_to_keep=1)
             if not can_join(own):
-                raise RoleError(f"{self} cannot generate from images beside other rows: its cache is no plain one")
+                raise RoleError(f"{self} cannot batch prompts with images: its cache cannot be joined")
             if logits:
                 join(cache, own)
             else:
@@ -314,11 +314,11 @@ class TransformersEngine(Engine):
         return torch.cat(logits), cache, shifts
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:
-        """Load weights as in `Engine`; names as in `state_dict()`. A name or shape that does not fit changes nothing.
+        """Load weights as in `Engine`, with the names of `state_dict()`. A mismatched name or shape changes nothing.
 
-        Adapters stay beside the weights, where the trainer has them: added to them, both would differ by rounding.
+        Adapters are not merged, as in the trainer; merged weights would differ by rounding.
         """
-        # Also where it loads between two steps: what is made here is changed by later loads.
+        # Also between two steps, since tensors created here are changed by later loads.
         with torch.inference_mode(False):
             self._load(version, files)
 
@@ -329,31 +329,32 @@ class TransformersEngine(Engine):
                 load_files(self._model, by_name[ADAPTER_CONFIG_FILE], by_name[ADAPTER_FILE])
             except (KeyError, OSError, SafetensorError, DataError) as error:
                 raise RoleError(f"{self} cannot load the adapter of version {version}: {error}") from error
-            # New modules begin in training mode, in which adapters may have dropout.
+            # New modules start in training mode, in which adapters may have dropout.
             cast(torch.nn.Module, self._model).to(self.device).eval()
             self.policy_version = version
             return
         targets: dict[str, Tensor] = self._model.state_dict()
         self._loaded_files = []
         try:
-            # All files before the first copy: a set that does not fit leaves the old weights whole.
+            # All files are checked before the first copy, so that a mismatch leaves the old weights intact.
             problems = _compare(targets, files)
             if problems:
                 raise RoleError(f"{self} cannot load version {version}: " + "; ".join(problems))
             for file in files:
                 with safe_open(file, framework="pt") as weights:
                     for name in weights.keys():  # noqa: SIM118 (not a dict)
-                        targets[name].copy_(weights.get_tensor(name))  # in place: tied stays tied, dtype is the model's
+                        # In place, which keeps tied tensors and the dtype of the model.
+                        targets[name].copy_(weights.get_tensor(name))
             self._loaded_files = [places_of(file) for file in files]
         except (OSError, SafetensorError) as error:
             raise RoleError(f"{self} cannot read the files of version {version}: {error}") from error
         self.policy_version = version
 
     def try_change_weights(self, files: Sequence[Path]) -> bool:
-        """See Engine. Where a block does not become what it should, all that was changed is changed back."""
+        """See Engine. If the hash of a block does not match, all changes are reverted."""
         targets: dict[str, Tensor] = self._model.state_dict()
         for place in (place for places in self._loaded_files for place in places):
-            # In another data type than the file's, or another order, they are not the words that have changed.
+            # In another data type or order than the file, they are not the words that the delta changes.
             if targets[place.name].dtype != place.dtype or not targets[place.name].is_contiguous():
                 return False
 
@@ -382,7 +383,7 @@ class TransformersEngine(Engine):
                 for number in range(delta.num_blocks):
                     done.append((delta, number, places))
                     if not change(delta, number, places):
-                        for again in done:  # XOR undoes itself
+                        for again in done:  # XOR is its own inverse
                             change(*again)
                         return False
         return True
@@ -403,34 +404,34 @@ class TransformersEngine(Engine):
         return f"engine 'transformers' ({self.model_path}, policy version {self.policy_version})"
 
 
-# ---- the cache: keys and values of sequences under way. Its last column is the newest token of every row; what is
-# missing on the left is zero, and masked.
+# ---- cache: keys and values of running sequences. The last column is the newest token of every row; padding on the
+# left is zero and masked.
 
 
 class _Layer(Protocol):
-    """A layer of the cache once it holds something: [rows, heads, columns, head size]."""
+    """Non-empty layer of the cache: [rows, heads, columns, head size]."""
 
     keys: Tensor
     values: Tensor
 
 
 def can_join(cache: DynamicCache) -> bool:
-    """True if rows of different lengths fit into one cache. They do not where a layer keeps a window or a state of the
-    past instead of all keys: it then knows how many tokens there were, one number for all rows.
+    """True if rows of different lengths fit into one cache. False if a layer keeps a window or a state instead of all
+    keys, since it stores one token count for all rows.
     """
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 def keep(cache: DynamicCache, index_B: Tensor, num_columns: int) -> None:
     """Keep the rows `index_B` and drop their first `num_columns` columns; above 0 only in caches that `can_join`."""
-    cache.reorder_cache(index_B)  # type: ignore[arg-type]  # any int64 tensor will do
+    cache.reorder_cache(index_B)  # type: ignore[arg-type]  # any int64 tensor is accepted
     for layer in cast(list[_Layer], cache.layers) if num_columns else ():
         layer.keys = layer.keys[:, :, num_columns:]
         layer.values = layer.values[:, :, num_columns:]
 
 
 def join(cache: DynamicCache, others: DynamicCache) -> None:
-    """Add the rows of `others` after those of `cache`."""
+    """Append the rows of `others` to `cache`."""
 
     def joined(ones: Tensor, others: Tensor) -> Tensor:
         """[rows of both, heads, columns, head size], padded on the left."""
@@ -446,7 +447,7 @@ def join(cache: DynamicCache, others: DynamicCache) -> None:
 
 
 def end_ids(model_path: str, trust_remote_code: bool) -> list[int]:
-    """Every token that the generation config, the config or the tokenizer of a model calls the end of a response.
+    """End-of-response tokens from the generation config, the config and the tokenizer of a model.
 
     Raises: OSError, ValueError: the model has no config, or its tokenizer cannot be read.
     """
@@ -454,7 +455,7 @@ def end_ids(model_path: str, trust_remote_code: bool) -> list[int]:
     local, trust = folder.is_dir(), trust_remote_code
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust, local_files_only=local)
     found = [config.get_text_config().eos_token_id]
-    with contextlib.suppress(OSError):  # a model need not have one
+    with contextlib.suppress(OSError):  # optional
         found.append(GenerationConfig.from_pretrained(model_path, local_files_only=local).eos_token_id)
     if not local or (folder / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust, local_files_only=local)
@@ -467,18 +468,18 @@ def end_ids(model_path: str, trust_remote_code: bool) -> list[int]:
 
 @dataclass(frozen=True)
 class Place:
-    """Of a tensor in a safetensors file."""
+    """Location of a tensor in a safetensors file."""
 
     name: str
     dtype: torch.dtype | None
-    """None: one of which no delta is made."""
+    """None: a data type without deltas."""
     begin: int
-    """Bytes from the beginning of the file."""
+    """Offset in the file, in bytes."""
     end: int
 
 
 def places_of(file: Path) -> list[Place]:
-    """Where each tensor lies in a file."""
+    """Tensor name -> location in a file."""
     head, start = read_file_head(file)
     head.pop("__metadata__", None)
     places = []
@@ -489,7 +490,7 @@ def places_of(file: Path) -> list[Place]:
 
 
 def _compare(targets: dict[str, Tensor], files: Sequence[Path]) -> list[str]:
-    # Problems that keep the files' tensors from being the whole state dict, a line each. Reads headers only.
+    # Reasons why the tensors of the files are not a complete state dict, one line each. Reads only headers.
     problems: list[str] = []
     found: set[str] = set()
     for file in files:
@@ -497,13 +498,13 @@ def _compare(targets: dict[str, Tensor], files: Sequence[Path]) -> list[str]:
             for name in weights.keys():  # noqa: SIM118 (not a dict)
                 shape = tuple(weights.get_slice(name).get_shape())
                 if name not in targets:
-                    problems.append(f"{file} holds {name}, which the model has not")
+                    problems.append(f"{file} holds {name}, which the model lacks")
                 elif shape != tuple(targets[name].shape):
                     problems.append(f"{name} is {list(shape)} in {file}, {list(targets[name].shape)} in the model")
                 elif name in found:
                     problems.append(f"{name} is in {file} and in a file before it")
                 found.add(name)
-    # By storage and not by name: of tied tensors a file holds one name only, and the other is filled with it.
+    # Compared by storage, not by name: a file holds only one name of tied tensors.
     filled = {targets[name].data_ptr() for name in found if name in targets}
     problems += [f"{name} is in no file" for name, tensor in targets.items() if tensor.data_ptr() not in filled]
     return problems

@@ -1,9 +1,8 @@
 """Engine that generates with vLLM (0.26 to 0.32), on a CPU or on one or several GPUs.
 
-vLLM batches continuously, in processes of its own; here an event loop in a thread speaks with them, and hands requests
-on as they come. It knows nothing of text: vLLM has its tokenizer for grammars alone. Weaker than `Engine` promises in
-one point: which requests share a forward pass depends on time, so the same call twice gives the same tokens up to the
-rounding of sums.
+vLLM uses continuous batching in its own processes; an event loop in a thread of this process forwards requests to them.
+Knows nothing of text: vLLM uses its tokenizer only for grammars. One guarantee of `Engine` is weaker: which requests
+share a forward pass depends on time, so the same call twice gives the same tokens up to rounding.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-# ---- what is used of vLLM's objects, whose classes are not there where vLLM is not installed
+# ---- used parts of vLLM's objects, whose classes exist only if vLLM is installed
 
 
 class _FlatLogprobs(Protocol):
     logprobs: Sequence[float]
     start_indices: Sequence[int]
-    """Where each token's logprobs begin: its own comes first, then those that were asked for beside it."""
+    """Start of the logprobs of each token: that of the token, then the requested alternatives."""
 
 
 class _WeightVersionSpan(Protocol):
@@ -63,7 +62,7 @@ class _Completion(Protocol):
     logprobs: _FlatLogprobs | None
     finish_reason: Literal["stop", "length", "abort", "error"] | None
     weight_versions: Sequence[_WeightVersionSpan] | None
-    """Once it has ended; vLLM before 0.32 may not have it."""
+    """Set once it has ended; may be missing in vLLM before 0.32."""
 
 
 class _Logprob(Protocol):
@@ -73,7 +72,7 @@ class _Logprob(Protocol):
 class _RequestOutput(Protocol):
     outputs: Sequence[_Completion]
     prompt_logprobs: Sequence[Mapping[int, _Logprob]]
-    """By place, then by token; None at the first place."""
+    """Position -> token -> logprob; None at the first position."""
 
 
 class _LoRARequest(Protocol):
@@ -118,31 +117,29 @@ class _AsyncLLM(Protocol):
 
 
 MIN_TEMPERATURE = 0.01
-"""Lowest temperature above 0; below it vLLM samples at this one instead."""
+"""Lowest temperature above 0. Below it vLLM samples at this temperature."""
 _LOOK_S = 0.005
-"""Seconds between looks for new requests while others are under way: less than a step of any model that is worth
-serving."""
+"""Seconds between polls for new requests while others run: less than a step of any relevant model."""
 _STOP_S = 10.0
-"""Seconds that vLLM's tasks on the event loop have to notice that it is over."""
+"""Seconds for vLLM's tasks on the event loop to end."""
 _FIRST = "default"
-"""Version that vLLM says it serves until it is told of another."""
+"""Version that vLLM reports until it is set."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Largest ranks that vLLM can be set to."""
+"""Maximum LoRA ranks that vLLM supports."""
 
 
 class VllmEngine(Engine):
-    """Engine of vLLM's processes, which this one starts and speaks with; see `Engine`.
+    """Engine of vLLM processes, which it starts and calls; see `Engine`.
 
     Args:
-        model_path: folder or hub name of a model that vLLM knows.
-        dtype: of the weights: "float32", "bfloat16", "float16".
-        device: "cpu" or "cuda"; which of them vLLM uses was decided when it was built.
-        max_model_len: prompt and response together; None: what the model allows.
-        lora_rank: of the adapters that the trainer publishes; None: it publishes whole weights.
-        engine_args: further arguments of vLLM's AsyncEngineArgs, such as tensor_parallel_size; they win over those that
-            follow from the others.
-        nodes: over which its tensor and pipeline parallel parts are spread; None: this one.
-    Raises: UserError: vLLM is not installed, or refuses its arguments; DataError: it cannot load the model.
+        model_path: folder or Hub name of a model that vLLM supports.
+        dtype: data type of the weights: "float32", "bfloat16", "float16".
+        device: "cpu" or "cuda"; must match the build of vLLM.
+        max_model_len: maximum length of prompt plus response. None: the limit of the model.
+        lora_rank: rank of the adapters that the trainer publishes. None: it publishes complete weights.
+        engine_args: further arguments of AsyncEngineArgs, such as tensor_parallel_size; they override derived ones.
+        nodes: nodes of its tensor and pipeline parallel parts. None: this node.
+    Raises: UserError: vLLM is not installed or rejects its arguments; DataError: it cannot load the model.
     """
 
     engine_type = "vllm"
@@ -151,21 +148,21 @@ class VllmEngine(Engine):
     loads_in_flight = True
     guides_sampling = True
     reads_images = True
-    image_models = ("idefics3", "qwen2_vl", "qwen2_5_vl")  # of others its code may be another than the trainer's
-    loads_adapters_in_flight = False  # what is under way asks for its own, which goes when another is loaded
+    image_models = ("idefics3", "qwen2_vl", "qwen2_5_vl")  # other models may run other code than the trainer
+    loads_adapters_in_flight = False  # running requests use their adapter, which is removed when another one is loaded
     leaves_device = True
     takes_share = True
     spans_nodes = True
     refused_args: ClassVar[Mapping[str, str]] = {
         "worker_extension_cls": "the engine loads weights by its own",
-        "skip_tokenizer_init": "token ids go in and come out",
-        "structured_outputs_config": "answers have the forms that engine transformers gives them, by the same package",
+        "skip_tokenizer_init": "inputs and outputs are token ids",
+        "structured_outputs_config": "grammars are applied as by engine transformers, with the same package",
     }
     refused_policy_args: ClassVar[Mapping[str, str]] = {
-        "speculative_config": "that drafts leave the policy's tokens and logprobs as they are has not been proven here",
-        "logprobs_mode": "logprobs are those that the trainer computes, of softmax(logits / temperature)",
-        "mm_device_do_normalize": "the trainer gives the model the pixels that the model's own processor normalizes",
-        "logits_processors": "the trainer does not know them, and would train another policy than the one that sampled",
+        "speculative_config": "it is not verified that speculative decoding preserves tokens and logprobs",
+        "logprobs_mode": "logprobs must be those of softmax(logits / temperature), as in the trainer",
+        "mm_device_do_normalize": "the trainer normalizes pixels with the processor of the model",
+        "logits_processors": "the trainer ignores them and would train another policy than the one that sampled",
     }
     memory_keys = (
         "explorer.rollout_model.gpu_memory_utilization or model.max_model_len lower, or more GPUs for an engine "
@@ -198,43 +195,43 @@ class VllmEngine(Engine):
         set_defaults(on_cpu=device == "cpu")
         os.environ[ENGINE_PID] = str(os.getpid())  # for vLLM's processes, which import vllm_worker.py
         self.model_path = model_path
-        # As it is proven: weights of 8 bits are made of those that are published, and say about the same.
+        # Data type for the fingerprint: 8-bit weights are derived from the published ones.
         eight_bits = (str((engine_args or {}).get(key)).startswith("fp8") for key in ("quantization", "kv_cache_dtype"))
         self.dtype = "fp8" if any(eight_bits) else dtype
         self._args: dict[str, Any] = {
             "dtype": dtype,
             "trust_remote_code": trust_remote_code,
             "max_model_len": max_model_len,
-            # Token ids in and out; its tokenizer says what a grammar allows. One that has none speaks no text.
+            # Token ids in and out; the tokenizer is only for grammars, and a model may have none.
             "skip_tokenizer_init": Path(model_path).is_dir()
             and not Path(model_path, "tokenizer_config.json").is_file(),
-            # The grammars of engine transformers, in full: also where a parser of vLLM's would let thoughts be.
+            # Applies grammars to the complete response, including reasoning, as engine transformers does.
             "structured_outputs_config": {"backend": "guidance", "enable_in_reasoning": True},
-            # What the model's files say of sampling is for who has no settings of their own.
+            # Ignores the sampling defaults in the files of the model.
             "generation_config": "vllm",
             "disable_log_stats": True,
-            # It would send an image by its name to a process that has just been told to forget what it has seen.
+            # The cache would refer to an image that a process has just dropped.
             "mm_processor_cache_gb": 0,
             "worker_extension_cls": "rftdask.engines.vllm_worker.WeightWorker",
             **(_lora_args(lora_rank) if lora_rank else {}),
             **(engine_args or {}),
         }
         self._sleeps = device != "cpu" and VARIABLE in os.environ
-        """Whether it takes turns on its GPUs with a trainer."""
+        """True if it shares its GPUs with a trainer."""
         self._lacks_cache = False
-        """Whether it has returned to its GPUs with its weights alone."""
+        """True if only the weights, not the cache, are back on its GPUs."""
         if self._sleeps:
             self._args["enable_sleep_mode"] = True
         if device == "cpu":
             self._args["enforce_eager"] = True  # compiling takes minutes there
-            # Of a prompt that it takes in parts vLLM turns back the generator, which that of a CPU cannot: it dies.
+            # For a prompt in chunks vLLM resets the generator, which fails on a CPU.
             self._args["enable_chunked_prefill"] = False
         try:
             self._end_ids = end_ids(model_path, trust_remote_code)
         except (OSError, ValueError) as error:
             raise DataError(f"model {model_path} cannot be loaded; give a saved model's folder: {error}") from error
         self._nodes, self._on_cpu = nodes, device == "cpu"
-        # What vLLM is to read is where all of its nodes see it.
+        # On storage that all of its nodes share.
         self._folder = tempfile.TemporaryDirectory(prefix="rftdask-vllm-", dir=nodes.folder if nodes else None)
         self._cause_file = Path(self._folder.name) / "cause"
         os.environ[CAUSE_FILE] = str(self._cause_file)
@@ -243,23 +240,23 @@ class VllmEngine(Engine):
         self._adapter: _LoRARequest | None = None
         self._running: _AsyncLLM | None = None
         self._loop = asyncio.new_event_loop()
-        # vLLM's client is async and must stay on one loop; `serve` blocks, in the thread of its caller.
+        # The async client of vLLM must stay on one event loop; `serve` blocks the thread of its caller.
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
         self._start(model_path)
 
     @classmethod
     def from_config(cls, section: InferenceModelConfig, model: ModelConfig, device: str) -> VllmEngine:
-        """See Engine. A frozen model loads no weights, so it needs room for no fingerprint and no adapter."""
+        """See Engine. A frozen model loads no weights, so it reserves no space for fingerprints and adapters."""
         own_names = {key: getattr(section, key) for key in cls.config_keys if key != "extra_engine_args"}
-        policy = section.model_path is None  # else a frozen model beside it, which nobody trains or verifies
+        policy = section.model_path is None  # otherwise a frozen model, which is neither trained nor verified
         return cls(
             section.model_path or model.model_path,
             dtype=section.dtype,
             device=device,
             trust_remote_code=model.trust_remote_code,
-            # Room for the fingerprint of weights: its sequences, and the one token that vLLM must sample after each.
-            # -1: as long as the model and the cache allow; without it vLLM starts only if the cache holds the longest.
+            # Room for the fingerprint: its sequences plus the one token that vLLM must sample after each.
+            # -1: as long as model and cache allow; otherwise vLLM starts only if the longest sequence fits the cache.
             max_model_len=max(model.max_model_len, SEQUENCE_LENGTH + 1) if policy else section.max_model_len or -1,
             lora_rank=model.lora_configs[0].lora_rank if policy and model.lora_configs else None,
             engine_args=own_names | plain(fill_from_environment(section.extra_engine_args)),
@@ -272,7 +269,8 @@ class VllmEngine(Engine):
         self._make_cache()
         try:
             while True:
-                # First all news, then one answer at most: what came in one look enters vLLM's batch together.
+                # All new requests first, then at most one result, so that requests of one poll enter the batch
+                # together.
                 unwanted = set()
                 for number, request in take():
                     if request is None:
@@ -293,7 +291,7 @@ class VllmEngine(Engine):
                     return
                 with contextlib.suppress(Empty):
                     future = finished.get(timeout=_LOOK_S)
-                    if future in under_way:  # else nobody wants it
+                    if future in under_way:  # otherwise it was cancelled
                         number = under_way.pop(future)
                         give(number, self._result(future, f"request {number}"))
         finally:
@@ -322,7 +320,7 @@ class VllmEngine(Engine):
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY if request.on_tokens is None else RequestOutputKind.DELTA,
         )
-        # vLLM makes them of words, by the tokenizer; here they are tokens already.
+        # vLLM derives them from words; here they are token ids.
         params._bad_words_token_ids = [list(tokens) for tokens in sampling.bad_tokens] or None
         tokens, logprobs, reason = list[int](), list[float](), None
         seen = await self._read_images(request) if request.images else None
@@ -335,7 +333,7 @@ class VllmEngine(Engine):
             if request.on_tokens is not None and reason is None:
                 request.on_tokens(tuple(answer.token_ids))
         if reason == "error" and sampling.is_guided and tokens and tokens[-1] in self._end_ids:
-            reason = "stop"  # bad_tokens left the grammar nothing but an end, which it does not know
+            reason = "stop"  # bad_tokens left only an end token, which the grammar does not know
         if reason not in ("stop", "length") or len(logprobs) != len(tokens):
             raise RoleError(f"{self} ended a request with {reason!r} after {len(tokens)} tokens")
         if not all(map(math.isfinite, logprobs)):
@@ -343,13 +341,13 @@ class VllmEngine(Engine):
                 f"{self} computed logits that are not numbers; the weights are damaged or training diverged"
             )
         answered = Generation(tuple(tokens), tuple(logprobs), reason, version, self.policy_version)
-        # Until vLLM is told of a load, it serves what it was started with, as when the request came.
+        # Until the first load vLLM reports its initial version.
         spans = getattr(answer, "weight_versions", None) or ()
         starts = [(span.start, version if span.version == _FIRST else int(span.version)) for span in spans]
         return answered.sampled_by(starts) if starts else answered
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
-        """See Engine. vLLM samples one token after each pair, which nobody reads."""
+        """See Engine. vLLM also samples one token after each pair, which is discarded."""
         from vllm import SamplingParams  # late: see _start
         from vllm.sampling_params import RequestOutputKind
 
@@ -382,10 +380,10 @@ class VllmEngine(Engine):
         return self._running
 
     async def _read_images(self, request: GenerateRequest) -> Mapping[str, object]:
-        """The prompt as vLLM has it, which makes tokens of images by itself. Raises: RoleError: it makes others."""
+        """Prompt for vLLM, which tokenizes images itself. Raises: RoleError: it creates other tokens."""
 
         def unread() -> Mapping[str, object]:
-            # Here again for who has its model from elsewhere than this machine when the run is checked.
+            # Checked again here, since the model may not be on the machine that checked the run.
             check_reads_images(self.model_path, self.image_models)
             return {
                 "prompt_token_ids": self._images.with_placeholders(request.prompt_tokens, request.images),
@@ -404,17 +402,17 @@ class VllmEngine(Engine):
     def _ask(
         self, tokens: Sequence[int], sampling: object, seen: Mapping[str, object] | None = None
     ) -> AsyncIterator[_RequestOutput]:
-        # The outputs of one request; it shares cached prefixes only with those of the same weights.
+        # Outputs of one request, which shares cached prefixes only with requests of the same weights.
         from vllm.inputs import tokens_input  # late: see _start
 
         self._num_requests += 1
-        # The salt is part of the key of a cached prefix: keys and values of older weights are never reused.
+        # The salt is part of the cache key, so keys and values of older weights are never reused.
         prompt = {**(seen or tokens_input(list(tokens))), "cache_salt": f"version-{self.policy_version}"}
         return self._llm.generate(prompt, sampling, str(self._num_requests), lora_request=self._adapter)
 
     def load_weights(self, version: int, files: Sequence[Path]) -> None:
-        """Load weights as in `Engine`. Requests that are under way go on with the new weights: vLLM computes their keys
-        and values again."""
+        """Load weights as in `Engine`. Running requests continue with the new weights: vLLM recomputes their keys and
+        values."""
         self._run(self._load(version, files), f"loading version {version}")
         self.policy_version = version
 
@@ -423,8 +421,8 @@ class VllmEngine(Engine):
         if missing:
             raise RoleError(f"{self} cannot load version {version}: no such file: {', '.join(missing)}")
         by_name = {file.name: file for file in files}
-        # "keep": what is under way goes on with the new weights, and since caches are cleared by it, its tokens so far
-        # are computed again with them. What they were sampled with is in their logprobs, and in their versions.
+        # "keep": running requests continue with the new weights. The caches are cleared, so their tokens are
+        # recomputed; logprobs and versions still record the weights that sampled them.
         await self._llm.pause_generation(mode="keep")
         if ADAPTER_FILE not in by_name:
             await self._llm.collective_rpc("load_published", args=([str(file) for file in files],))
@@ -438,7 +436,7 @@ class VllmEngine(Engine):
                 shutil.copyfile(by_name[name], folder / name)  # vLLM may read them again
             adapter = LoRARequest(folder.name, self._num_adapters, str(folder))
             await self._llm.add_lora(adapter)
-            # The new one is loaded before the old one goes: vLLM holds two on the CPU (max_cpu_loras), one in use.
+            # The new adapter is loaded before the old one is removed: vLLM holds two on the CPU (max_cpu_loras).
             former, self._adapter = self._adapter, adapter
             if former is not None:
                 await self._llm.remove_lora(former.lora_int_id)
@@ -448,8 +446,8 @@ class VllmEngine(Engine):
         await self._llm.resume_generation()
 
     def load_anew(self, version: int, files: Sequence[Path]) -> None:
-        """Start vLLM again, on a folder with these weights in place of the model's own; about a minute. What is under
-        way is lost."""
+        """Restart vLLM with these weights in the model folder, which takes about a minute. Running requests are
+        lost."""
         if any(file.name == ADAPTER_FILE for file in files):
             self._start(self.model_path)
             self.load_weights(version, files)
@@ -458,11 +456,11 @@ class VllmEngine(Engine):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         source = Path(self.model_path)
-        if not source.is_dir():  # a name on the Hub: vLLM has fetched what it needs into one folder
+        if not source.is_dir():  # a Hub name: vLLM has fetched its files into one folder
             source = Path(str(cached_file(self.model_path, "config.json"))).parent
         for path in source.iterdir():
             if path.is_file() and path.suffix not in (".safetensors", ".bin") and ".index." not in path.name:
-                # Links: the folder is as large as a few names, and goes with this process.
+                # Links, so that the folder is small; removed with this process.
                 (folder / path.name).symlink_to(path.resolve())
         for number, file in enumerate(files, 1):
             (folder / f"model-{number:05}-of-{len(files):05}.safetensors").symlink_to(file.resolve())
@@ -470,12 +468,12 @@ class VllmEngine(Engine):
         self.policy_version = version
 
     def leave_device(self) -> None:
-        """Weights go to host memory, the cache of keys and values goes (level 1 of vLLM's sleep)."""
+        """Move weights to host memory and drop the cache (sleep level 1 of vLLM)."""
         if self._sleeps:
             self._run(self._llm.sleep(level=1), "leaving its GPU")
 
     def return_to_device(self) -> None:
-        """Weights alone: mostly newer ones are loaded first, and what that takes may lie where keys and values will."""
+        """Restore only the weights: usually newer ones are loaded next, which may need the memory of the cache."""
         if self._sleeps:
             self._run(self._llm.wake_up(tags=["weights"]), "returning to its GPU")
             self._lacks_cache = True
@@ -487,28 +485,27 @@ class VllmEngine(Engine):
 
     def _start(self, model_path: str) -> None:
         try:
-            # Late: vLLM is optional, takes ten seconds, and reads the environment variables that __init__ sets.
+            # Late: vLLM is optional, takes ten seconds to import, and reads environment variables set in __init__.
             from vllm import AsyncEngineArgs
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise UserError(f"engine_type vllm needs vLLM: pip install 'rftdask[vllm]' ({error})") from error
         self._stop()
-        # It is written once, by the first that fails; what is left of an earlier start
-        # would be told as the cause of this.
+        # The first failing process writes it once; a file of an earlier start would name the wrong cause.
         self._cause_file.unlink(missing_ok=True)
         self._lacks_cache = False
         given = {"model": model_path, **self._args}
         if hasattr(AsyncEngineArgs, "mm_device_do_normalize"):
-            # Pixels are normalized by the model's processor, as for the trainer. By itself vLLM does it with what the
-            # model's files say, and not at all where they leave it to the class of the processor.
+            # The processor of the model normalizes pixels, as in the trainer. By default vLLM uses the values in the
+            # model's files, and does not normalize if these leave it to the processor class.
             given.setdefault("mm_device_do_normalize", False)
         if self._nodes is not None:
             given = self._nodes.begin(given, on_cpu=self._on_cpu)
         try:
             args = AsyncEngineArgs(**given)
         except TypeError as error:
-            raise UserError(f"explorer.rollout_model.extra_engine_args: vLLM does not take them: {error}") from error
+            raise UserError(f"explorer.rollout_model.extra_engine_args: rejected by vLLM: {error}") from error
 
         async def start() -> _AsyncLLM:
             # As one that is given whole batches: as many sequences at once as suit the GPU, by vLLM's own table (1,024
@@ -523,14 +520,14 @@ class VllmEngine(Engine):
         self.cache_tokens = cache_tokens(self._running.vllm_config)
         tempered = self._llm.collective_rpc("use_tempered_logprobs", args=(self._end_ids,))
         if not all(self._run(tempered, "its first call")):
-            raise RoleError(f"{self} has a sampler that is not vLLM's own, so its logprobs cannot be trusted")
+            raise RoleError(f"{self} does not use vLLM's sampler, so its logprobs cannot be verified")
 
     def _run(self, work: Coroutine[Any, Any, T], what: str) -> T:
         return self._result(self._submit(work), what)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if self._running is None:
-            work.close()  # else Python warns of a coroutine that nobody awaited
+            work.close()  # otherwise Python warns about a coroutine that is never awaited
             raise RoleError(f"{self} was closed; make a new one")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
@@ -539,13 +536,13 @@ class VllmEngine(Engine):
             return future.result()
         except RoleError:
             raise
-        except Exception as error:  # of vLLM's many kinds, all mean that this engine has failed
-            reason = error.__cause__ or error  # what it raises of a request may say nothing itself
+        except Exception as error:  # of any type: all mean that the engine has failed
+            reason = error.__cause__ or error  # the message of the error may be empty
             cause = self._cause() or f"{type(reason).__name__}: {reason}"
             raise RoleError(f"{self} failed on {what}: {cause}") from error
 
     def _cause(self) -> str:
-        # What ended vLLM's processes, of which it tells this one no more than that they ended; "": it is not known.
+        # Reason why the processes of vLLM ended, which vLLM does not report. "": unknown.
         try:
             return self._cause_file.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -554,7 +551,7 @@ class VllmEngine(Engine):
     def _stop(self) -> None:
         async def shut_down(llm: _AsyncLLM) -> None:
             llm.shutdown()
-            # vLLM's readers of its pipes run on this loop and never end by themselves.
+            # vLLM's pipe readers on this loop never end.
             left = asyncio.all_tasks() - {asyncio.current_task()}
             for task in left:
                 task.cancel()
@@ -563,7 +560,7 @@ class VllmEngine(Engine):
 
         if self._running is not None:
             self._run(shut_down(self._running), "its end")
-        # An adapter is known to the processes that loaded it alone.
+        # Only the processes that loaded an adapter know it.
         self._running = self._adapter = None
 
     def close(self) -> None:
@@ -580,10 +577,10 @@ class VllmEngine(Engine):
 
 
 def cache_tokens(config: _VllmConfig) -> int | None:
-    """Tokens that a running vLLM has room for in its cache, over all its copies; None: its model has no such cache."""
+    """Capacity of the cache in tokens, over all replicas. None: the model has no such cache."""
     cache = config.cache_config
-    # Newer releases count it by kind of layer: blocks are not tokens where a model mixes kinds. It is that of a copy,
-    # while the blocks are those of all.
+    # Newer releases count per kind of layer, since blocks are not tokens in models with several kinds. That count is
+    # per replica, while the blocks are those of all replicas.
     of_copy: int | None = getattr(cache, "kv_cache_size_tokens", None)
     if of_copy is not None:
         return of_copy * config.parallel_config.data_parallel_size or None
@@ -591,23 +588,23 @@ def cache_tokens(config: _VllmConfig) -> int | None:
 
 
 def end_with_engine() -> None:
-    """End this process when the engine's process ends, however that one ended. Does nothing outside Linux.
+    """End this process when the engine process ends for any reason. No effect outside Linux.
 
-    For vLLM's own processes, which know nothing of the engine's pipe; in the engine's process it does nothing.
+    For the processes of vLLM, which do not read the pipe of the engine. No effect in the engine process.
     """
     named = os.environ.get(ENGINE_PID)
     if named is None or int(named) == os.getpid() or not hasattr(os, "pidfd_open"):
         return
     try:
-        # A descriptor of the process: its number may be another's by the time it ends.
+        # A process descriptor, since the pid may be reused.
         handle = os.pidfd_open(int(named))
     except ProcessLookupError:
         os._exit(1)
-    between = os.getppid()  # vLLM starts workers from a process of its own, which ends, too
+    between = os.getppid()  # vLLM starts workers from another process, which ends as well
 
     def watch() -> None:
         select.select([handle], [], [])
-        # Only while it is still the parent: an orphan's parent is somebody else.
+        # Only while it is still the parent of this process.
         if between == os.getppid() and between not in (1, int(named)):
             os.kill(between, signal.SIGKILL)
         os._exit(1)
@@ -616,21 +613,21 @@ def end_with_engine() -> None:
 
 
 def _mixed(seed: int) -> int:
-    """Mix any int64 into a seed whose lower half differs, too: the only half that PyTorch's CPU generator reads. It is
-    no negative int64, as which vLLM's second model runner keeps it.
+    """Mix an int64 into a seed with a different lower half, the only half that PyTorch's CPU generator reads. The
+    result is not negative, since vLLM's second model runner stores an int64.
 
     Source: the finalizer of SplitMix64, Steele et al., "Fast Splittable Pseudorandom Number Generators", 2014.
     """
     value = seed & (2**64 - 1)
-    # Shifts and odd factors: every bit of the input reaches every bit of the result, and no two inputs share one.
+    # Shifts and odd factors: a bijection in which every input bit affects every output bit.
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & (2**64 - 1)
     return (value ^ (value >> 31)) & (2**63 - 1)
 
 
 def _lora_args(rank: int) -> dict[str, Any]:
-    # The next larger one: adapters of a smaller rank fit into it.
+    # The next larger rank, into which smaller adapters fit.
     fitting = next((value for value in _LORA_RANKS if value >= rank), None)
     if fitting is None:
-        raise UserError(f"model.lora_configs: vLLM takes no lora_rank above {_LORA_RANKS[-1]}, not {rank}")
+        raise UserError(f"model.lora_configs: vLLM supports lora_rank up to {_LORA_RANKS[-1]}, not {rank}")
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": fitting}

@@ -1,9 +1,9 @@
-"""A vLLM engine over several nodes, seen from all nodes but the first: processes of vLLM that hold their share of the
-model and obey the engine's.
+"""Followers of a vLLM engine over several nodes: vLLM processes on all nodes but the first, which hold their share of
+the model.
 
-The engine (vllm.py) writes down each start of vLLM in a folder that all of its nodes see: its arguments, and where its
-processes meet. A follower on each other node runs its part of the newest start, and nothing of an earlier one, since
-vLLM's own followers do not notice that the first node is gone. Its batch system ends it with its job.
+The engine (vllm.py) records each start of vLLM, with arguments and rendezvous address, in a folder that all nodes
+share. A follower on each other node runs its part of the newest start only, since vLLM's followers do not notice the
+loss of the first node. The batch system ends a follower with its job.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from rftdask.processes.zygote import end_with, socket_folder
 from rftdask.storage.staging import source_of, staged
 
 ENGINE_PID = "RFTDASK_ENGINE_PID"
-"""Environment variable of vLLM's processes: the engine's process, with which they end."""
+"""Environment variable with the pid of the engine process, with which vLLM's processes end."""
 CAUSE_FILE = "RFTDASK_ENGINE_CAUSE"
-"""Environment variable of vLLM's processes: the file for the first error that ends one of them."""
+"""Environment variable with the file for the first fatal error of vLLM's processes."""
 NODES = "RFTDASK_ENGINE_NODES"
-"""Environment of a worker whose engine has several nodes: how many, and the folder that they share."""
+"""Environment variable of a worker whose engine has several nodes: their number and shared folder."""
 ADDRESS = "VLLM_HOST_IP"
-"""Environment, vLLM's: the address of this node at which the others find it."""
+"""Environment variable of vLLM: address of this node for the others."""
 _OVER = "over"
 _LOOK_S = 0.2
 _TELL_S = 60.0
-"""After a part of vLLM has ended by itself, for the engine to tell why before the job ends."""
+"""Seconds for the engine to report the reason after a part of vLLM has ended, before the job ends."""
 
 _CPU_DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several processes share the cores; OMP_NUM_THREADS is set
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it needs Triton, which has no CPU; said here, vLLM does not warn of it
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # needs Triton, which does not support CPUs; set here to avoid a warning of vLLM
 }
 _DEFAULTS = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
@@ -50,21 +50,21 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of an engine. Example: Nodes.of_this_process() == Nodes(2, Path("/run/control/private/engine-7-0"))"""
+    """Nodes of an engine. Example: Nodes.of_this_process() == Nodes(2, Path("/run/control/private/engine-7-0"))"""
 
     count: int
     folder: Path
 
     @classmethod
     def of_this_process(cls) -> Nodes | None:
-        """None: the engine has the one that it is on."""
+        """Nodes from the environment. None: the engine runs on one node."""
         count, _, folder = os.environ.get(NODES, "").partition(":")
         return cls(int(count), Path(folder)) if count else None
 
     def begin(self, arguments: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
-        """Have the other nodes start their part, and return the arguments of the first."""
+        """Start the parts on the other nodes and return the arguments of the first node."""
         host = os.environ.get(ADDRESS, "127.0.0.1")
-        # Free at this moment; where it is taken by then, starting fails, and is tried again.
+        # Free now; if it is taken later, the start fails and is retried.
         with socket.socket() as probe:
             probe.bind((host, 0))
             port = probe.getsockname()[1]
@@ -72,7 +72,7 @@ class Nodes:
         given["distributed_executor_backend"] = "mp"
         number = max(self._starts(), default=0) + 1
         temporary = self.folder / f".start-{number}"
-        # A copy on this node's own disk is another node's to make.
+        # Other nodes make their own local copies.
         told = {**given, "model": source_of(str(arguments["model"])), "on_cpu": on_cpu}
         temporary.write_text(json.dumps(told))
         temporary.rename(self.folder / f"start-{number}.json")
@@ -82,23 +82,23 @@ class Nodes:
         return [int(path.stem.rpartition("-")[2]) for path in self.folder.glob("start-*.json")]
 
     def end(self) -> None:
-        """There will be no other start: the other nodes end."""
+        """End the other nodes; there is no further start."""
         (self.folder / _OVER).touch()
 
     def is_over(self) -> bool:
-        """Whether `end` was called."""
+        """True after `end`."""
         return (self.folder / _OVER).exists()
 
     def newest(self) -> Path | None:
-        """What the engine started last."""
+        """Newest start of the engine."""
         starts = self._starts()
         return self.folder / f"start-{max(starts)}.json" if starts else None
 
 
 def follow(nodes: Nodes, node_rank: int) -> None:
-    """Run this node's part of the engine, from start to start, until its worker ends.
+    """Run the part of this node for each start of the engine, until its worker ends.
 
-    Raises: RoleError: it ended by itself, and the engine has not started again.
+    Raises: RoleError: it ended unexpectedly, and the engine has not started again.
     """
     started: Path | None = None
     part: subprocess.Popen[bytes] | None = None
@@ -124,7 +124,7 @@ def follow(nodes: Nodes, node_rank: int) -> None:
 
 
 def set_defaults(on_cpu: bool) -> None:
-    """Set what vLLM reads from the environment, where nobody has; before it is imported."""
+    """Set defaults of environment variables that vLLM reads on import."""
     from rftdask.engines.base import MAX_BAD_TOKENS, MAX_BAD_WORDS  # late: a job's first process loads no configuration
 
     own = {
@@ -137,13 +137,13 @@ def set_defaults(on_cpu: bool) -> None:
 
 
 def main(file: str, node_rank: str) -> None:
-    """Entry of a part: vLLM's processes on this node, as `vllm serve --headless` has them."""
+    """Entry point of a part: vLLM processes on this node, as in `vllm serve --headless`."""
     end_with(os.getppid())
     given = json.loads(Path(file).read_text())
     set_defaults(on_cpu=bool(given.pop("on_cpu")))
     os.environ[ENGINE_PID] = str(os.getpid())  # for vLLM's processes, which end with this one
     os.environ[CAUSE_FILE] = f"{file}.cause-{node_rank}"
-    # Late: vLLM is optional, takes ten seconds, and reads the environment.
+    # Late: vLLM is optional, takes ten seconds to import, and reads the environment.
     from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -151,9 +151,9 @@ def main(file: str, node_rank: str) -> None:
     given["model"] = staged(given["model"])
     arguments = AsyncEngineArgs(**given, node_rank=int(node_rank))
     config = arguments.create_engine_config(usage_context=UsageContext.LLM_CLASS, headless=True)
-    # It is told what to do by the first node's; its own monitor sees only the processes of this one.
+    # It is controlled by the first node; its monitor only sees the processes of this node.
     MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
-    raise SystemExit(1)  # they run for as long as they are obeyed
+    raise SystemExit(1)  # runs until they end
 
 
 if __name__ == "__main__":

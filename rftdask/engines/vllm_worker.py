@@ -1,8 +1,8 @@
-"""Code that runs inside vLLM's own processes: loading published weights, logprobs as a trainer computes them, also of
-guided answers, a watch on the engine's process, a note of why they fail. vLLM imports this module by name and mixes
-`WeightWorker` into its worker class.
+"""Code inside vLLM's processes: loading of published weights, logprobs as a trainer computes them (also with grammars),
+a watch on the engine process, and a record of fatal errors. vLLM imports this module by name and mixes `WeightWorker`
+into its worker class.
 
-It knows neither versions nor requests.
+Knows neither versions nor requests.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rftdask.engines.vllm import end_with_engine
 from rftdask.engines.vllm_follower import CAUSE_FILE
 
 _GREEDY_BELOW = 1e-5
-"""Temperature that vLLM takes for greedy."""
+"""Temperature below which vLLM samples greedily."""
 _WHERE_PROCESSES_END = ("vllm.v1.executor.multiproc_executor", "vllm.v1.engine.core")
-"""Modules of vLLM that log what ends a worker or the engine core; others log errors with which it goes on."""
+"""Modules of vLLM that log fatal errors of a worker or the engine core; others log recoverable errors."""
 
 
-# ---- what is used of vLLM's objects
+# ---- used parts of vLLM's objects
 
 
 class _SamplingMetadata(Protocol):
@@ -46,7 +46,7 @@ class _Buffer(Protocol):
 
 class _SamplingStates(Protocol):
     temperature: _Buffer
-    """Of each request under way, by its slot; 0: greedy."""
+    """Temperature of each running request, by slot. 0: greedy."""
 
 
 class _StructuredOutputs(Protocol):
@@ -56,7 +56,7 @@ class _StructuredOutputs(Protocol):
 class _ModelRunner(Protocol):
     sampler: Sampler | KernelSampler
     structured_outputs_worker: _StructuredOutputs
-    """Of the second model runner alone."""
+    """Only in the second model runner."""
 
     def get_model(self) -> torch.nn.Module: ...
     def reload_weights(self, *, weights_iterator: Iterator[tuple[str, Tensor]]) -> None: ...
@@ -72,15 +72,14 @@ class _Layer(Protocol):
 
 
 class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLLM is not installed
-    """vLLM's sampler, whose logprobs of sampled tokens are of softmax(logits / temperature), before penalties,
-    min_tokens, grammars, top-k and top-p. vLLM offers them before all of it but grammars or after all of it, and a
-    trainer computes neither from the tokens.
+    """Sampler of vLLM with logprobs of softmax(logits / temperature), before penalties, min_tokens, grammars, top-k and
+    top-p. vLLM offers logprobs after grammars or after everything, which a trainer cannot recompute from the tokens.
     """
 
     end_ids: Sequence[int] = ()
-    """Tokens that end an answer."""
+    """Tokens that end a response."""
     unmasked_BV: Tensor | None = None
-    """Logits of this step before grammars took out what may not come; None: no row has a grammar."""
+    """Logits of this step before grammars. None: no row has a grammar."""
     _temperature_B: Tensor | None = None
 
     def forward(self, logits: Tensor, sampling_metadata: _SamplingMetadata, *args: object, **kwargs: object) -> object:
@@ -89,47 +88,47 @@ class TemperedSampler(Sampler):  # type: ignore[misc]  # without types where vLL
         try:
             return super().forward(logits, sampling_metadata, *args, **kwargs)
         finally:
-            # Logprobs of prompt tokens are asked for outside of this call.
+            # Logprobs of prompt tokens are requested outside of this call.
             self._temperature_B = self.unmasked_BV = None
 
     def apply_logits_processors(self, logits: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """[B, V] logits of what may come."""
+        """[B, V] logits of allowed tokens."""
         allowed_BV: Tensor = super().apply_logits_processors(logits, *args, **kwargs)
         return allowed_BV if self.unmasked_BV is None else _let_end(allowed_BV, self.end_ids)
 
     def compute_logprobs(self, logits: Tensor) -> Tensor:  # static there
-        """[B, V] float32 logprobs of `logits`, or of those before grammars; tempered while tokens are sampled."""
+        """[B, V] float32 logprobs of `logits`, or of those before grammars; with temperature while sampling."""
         if self.unmasked_BV is not None:
             logits = self.unmasked_BV
         temperature_B = self._temperature_B
         if temperature_B is not None:
-            # Greedy rows have temperature 0 in vLLM; their logprobs are of softmax(logits), as `SamplingParams`
-            # promises.
+            # Greedy rows have temperature 0 in vLLM; their logprobs are those of softmax(logits), see
+            # `SamplingParams`.
             scale_B = torch.where(temperature_B < _GREEDY_BELOW, 1.0, temperature_B)
             logits = logits.float() / scale_B[:, None]
         return logits.log_softmax(dim=-1, dtype=torch.float32)
 
 
 class TemperedKernelSampler(KernelSampler):  # type: ignore[misc]  # without types where vLLM is not installed
-    """The same of vLLM's second model runner, which samples in kernels, each token by a hash of its request's seed and
-    its place: seeds cost nothing there.
+    """`TemperedSampler` for vLLM's second model runner, which samples in kernels by a hash of seed and position, so
+    that seeds have no cost.
     """
 
     sampling_states: _SamplingStates
     end_ids: Sequence[int] = ()
     unmasked_BV: Tensor | None = None
-    """As of `TemperedSampler`."""
+    """See `TemperedSampler`."""
 
     def apply_sampling_params(self, logits: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """[B, V] logits of what may come."""
+        """[B, V] logits of allowed tokens."""
         allowed_BV: Tensor = super().apply_sampling_params(logits, *args, **kwargs)
         return allowed_BV if self.unmasked_BV is None else _let_end(allowed_BV, self.end_ids)
 
     def sample(
         self, logits: Tensor, expanded_idx_mapping: Tensor, *args: object, return_logprobs: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """(tokens, [B, V] logits whose softmax the logprobs are of); each row's slot is in expanded_idx_mapping."""
-        # Asked for no logprobs, it may use its fused sampler; what it returns beside tokens has passed top-k and top-p.
+        """(tokens, [B, V] logits for the logprobs). The slot of each row is in expanded_idx_mapping."""
+        # Without logprobs it may use a fused sampler, whose logits have passed top-k and top-p.
         tokens, _ = super().sample(logits, expanded_idx_mapping, *args, return_logprobs=False)
         if self.unmasked_BV is not None:
             logits, self.unmasked_BV = self.unmasked_BV, None
@@ -141,13 +140,13 @@ class TemperedKernelSampler(KernelSampler):  # type: ignore[misc]  # without typ
 
 
 class WeightWorker:
-    """Methods that VllmEngine calls in every worker by `collective_rpc`."""
+    """Methods that VllmEngine calls in every worker through `collective_rpc`."""
 
     model_runner: _ModelRunner
 
     def use_tempered_logprobs(self, end_ids: Sequence[int]) -> bool:
-        """Replace this worker's sampler, and have it know the logits before grammars. end_ids: tokens that end an
-        answer. Returns: False if it is another than vLLM's; workers that do not sample have nothing to replace.
+        """Replace the sampler of this worker and pass it the logits before grammars. end_ids: tokens that end a
+        response. Returns: False if the sampler is not vLLM's. Workers that do not sample have none to replace.
         """
         sampler = getattr(self.model_runner, "sampler", None)
         if sampler is None:
@@ -155,18 +154,17 @@ class WeightWorker:
         tempered = {Sampler: TemperedSampler, KernelSampler: TemperedKernelSampler}.get(type(sampler))
         if tempered is None:
             return False
-        # In place: what vLLM has set up in its sampler stays.
+        # In place, which keeps the state of vLLM's sampler.
         sampler.__class__ = tempered
         sampler.end_ids = end_ids
         if tempered is TemperedSampler and not hasattr(torch.ops._C, "fused_gumbel_argmax"):
-            # That of a CPU, before it had this kernel: beside a row without a seed, such as a greedy one, it drew all
-            # rows without theirs (vLLM before 0.29).
+            # On a CPU, vLLM before 0.29 ignored all seeds if one row, such as a greedy one, had none.
             drawing = sampler.topk_topp_sampler
             if drawing.forward == drawing.forward_cpu:
                 drawing.forward = drawing.forward_native
-        # Grammars are masks that vLLM writes into the logits before it calls its sampler.
+        # vLLM applies grammars as masks to the logits before it calls the sampler.
         if tempered is TemperedKernelSampler:
-            sampler.logprobs_mode = "processed_logprobs"  # it then makes logprobs of the logits that `sample` returns
+            sampler.logprobs_mode = "processed_logprobs"  # computes logprobs from the logits that `sample` returns
             masks = self.model_runner.structured_outputs_worker
             masks.apply_grammar_bitmask = _keeping_logits(sampler, masks.apply_grammar_bitmask)
         else:
@@ -174,20 +172,20 @@ class WeightWorker:
         return True
 
     def load_published(self, files: Sequence[str]) -> None:
-        """Replace the weights by the tensors in `files`, of tied ones the first name only, and forget what was derived
-        from the old."""
+        """Replace the weights by the tensors in `files`, with only the first name of tied tensors, and clear derived
+        data."""
         model = self.model_runner.get_model()
         tied = list(_tied_heads(model))
         self.model_runner.reload_weights(weights_iterator=_tensors(files))
         for head, embedding in tied:
-            # vLLM loads by layer, and this layer has nothing of its own in the file: what a CPU multiplies with is a
-            # packed copy of the old weights.
+            # vLLM loads by layer, and a tied layer has no tensor in the file: a CPU would keep using a packed copy of
+            # the old weights.
             head.weight = embedding.weight
             head.quant_method.process_weights_after_loading(head)
 
 
 def _keeping_logits(sampler: Any, apply: Callable[..., None]) -> Callable[..., None]:
-    """`apply`, which takes logits among its arguments and masks them in place, with a copy for the sampler before."""
+    """Wrap `apply`, which masks logits in place, to keep a copy for the sampler."""
 
     def keep_and_apply(*args: object) -> None:
         [sampler.unmasked_BV] = [arg.clone() for arg in args if isinstance(arg, Tensor)]
@@ -197,7 +195,7 @@ def _keeping_logits(sampler: Any, apply: Callable[..., None]) -> Callable[..., N
 
 
 def _let_end(logits_BV: Tensor, end_ids: Sequence[int]) -> Tensor:
-    """The logits, of a row in which nothing may come an end: a grammar and `bad_tokens` can leave nothing together."""
+    """Logits that allow an end token in rows in which grammar and `bad_tokens` together allow nothing."""
     nothing_B = logits_BV.isneginf().all(dim=-1)
     ids = torch.tensor(list(end_ids), device=logits_BV.device)
     logits_BV[:, ids] = logits_BV[:, ids].masked_fill(nothing_B[:, None], 0.0)
@@ -222,12 +220,12 @@ def _tied_heads(model: torch.nn.Module) -> Iterator[tuple[_Layer, _Layer]]:
 
 
 class CauseHandler(logging.Handler):
-    """Writes the first exception that it sees logged into the engine's CAUSE_FILE. A worker of vLLM logs what it fails
-    on; what the engine hears of it is "see stack trace (above)".
+    """Writes the first logged exception to the engine's CAUSE_FILE. A vLLM worker logs its failure; the engine only
+    receives "see stack trace (above)".
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Does nothing with a record that has no exception, or after another one."""
+        """Ignore records without an exception, and all records after the first one."""
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
             with contextlib.suppress(OSError), open(os.environ[CAUSE_FILE], "x", encoding="utf-8") as file:
@@ -237,5 +235,5 @@ class CauseHandler(logging.Handler):
 if CAUSE_FILE in os.environ:
     for _name in _WHERE_PROCESSES_END:
         logging.getLogger(_name).addHandler(CauseHandler(logging.ERROR))
-# On import, which is long before the first call: the engine may be killed while the model is loaded.
+# On import, long before the first call, since the engine may be killed while the model loads.
 end_with_engine()

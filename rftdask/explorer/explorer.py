@@ -59,7 +59,7 @@ from rftdask.explorer.crash_suspects import MAX_CRASHES, CrashSuspect, CrashTrac
 from rftdask.explorer.evaluation import EvaluationQueue
 from rftdask.explorer.task_order import make_task_order
 from rftdask.explorer.unit_claims import EVALUATIONS, Claims
-from rftdask.monitor.events import Evaluated, Event, Note, Step
+from rftdask.monitor.events import Evaluated, Event, Note, StepFinished
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.dask_task import LEAVING_TOPIC, workers_of
 from rftdask.rollouts.work_unit_task import (
@@ -649,7 +649,7 @@ class Explorer:
             self._metrics["explorer"].write(
                 step, metrics, **({"explorer": self._config.explorer.name} if named else {})
             )
-            self._emit(Step("explorer", step, metrics))
+            self._emit(StepFinished("explorer", step, metrics))
 
     def _record_evaluation(self, taskset: str, version: int, metrics: Mapping[str, float]) -> None:
         # Trinity-RFT's names in addition.

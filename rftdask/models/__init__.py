@@ -1,4 +1,4 @@
-"""Models: where a name's files are, what shape a model has, its LoRA adapters, and a toy to train without a network.
+"""Models: shapes of models, LoRA adapters, routers of experts, image inputs, and a toy model that needs no download.
 
-It knows nothing of training, sampling or runs.
+The package does not know training, sampling or runs.
 """

@@ -1,8 +1,8 @@
-"""Host copy: tensors whose content is in host memory for a while, so that another process can have their device.
+"""Host copy: moves the content of tensors to host memory for a while, so that another process can use their device.
 
-The tensors stay what they are, with all that shares their memory: views, tied weights, parts of a sharded model, the
-state of an optimizer. Only their storages are emptied, and filled again to the same bits. On a CPU, where nothing would
-be gained, they are filled with NaNs meanwhile: whoever uses one out of turn is seen there.
+The tensor objects stay valid, with everything that shares their memory: views, tied weights, parts of a sharded model,
+optimizer states. Only their storages are emptied, and later restored to the same bits. On a CPU, where this would save
+nothing, they are filled with NaN instead, so that tests detect their use.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-_FREE_S = 30.0
-"""For the memory of a process that was killed to be free: its locks end a moment before."""
-_LOOK_S = 0.1
+_FREE_TIMEOUT_S = 30.0
+"""Seconds to wait for the memory of a killed process, which is freed after its locks."""
+_POLL_INTERVAL_S = 0.1
 
 
 class HostCopy:
     """Example: copy = HostCopy(tensors, device); ...; copy.back()"""
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
-        """Take the content of those of `tensors` that are on the device."""
+        """Move the content of those `tensors` that are on the device."""
         self._device = device
         storages = {}
         for tensor in tensors:
-            own = tensor.detach()
-            own = own.to_local() if isinstance(own, DTensor) else own
-            storage = own.untyped_storage()
+            tensor = tensor.detach()
+            tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storage = tensor.untyped_storage()
             if storage.device.type == device.type and storage.nbytes():
-                storages[storage.data_ptr()] = storage  # tied tensors share one
+                storages[storage.data_ptr()] = storage  # once for tied tensors
         on_gpu = device.type == "cuda"
         self._pairs = []
         for storage in storages.values():
-            # Pinned, so that a GPU copies at the speed of its bus.
+            # Pinned for the full bandwidth of the bus.
             copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu).untyped_storage()
             copy.copy_(storage, non_blocking=on_gpu)
             self._pairs.append((storage, copy))
@@ -51,16 +51,16 @@ class HostCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Of host memory."""
+        """Bytes of host memory in use."""
         return sum(copy.nbytes() for _, copy in self._pairs)
 
     def back(self) -> None:
-        """Put the content back. Raises: torch.OutOfMemoryError: others still have the device."""
+        """Restore the content. Raises: torch.OutOfMemoryError: other processes still use the device."""
         on_gpu = self._device.type == "cuda"
         if on_gpu:
-            deadline = time.monotonic() + _FREE_S
+            deadline = time.monotonic() + _FREE_TIMEOUT_S
             while torch.cuda.mem_get_info(self._device)[0] < self.num_bytes and time.monotonic() < deadline:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_INTERVAL_S)
         for storage, copy in self._pairs:
             if on_gpu:
                 storage.resize_(copy.nbytes())
@@ -71,8 +71,8 @@ class HostCopy:
 
 
 def release(device: torch.device) -> None:
-    """Give memory that no tensor uses back to the device; the allocator would keep it for this process."""
+    """Return memory that no tensor uses to the device; the allocator would keep it for this process."""
     if device.type == "cuda":
-        # What a cycle of objects holds, such as the frames of an error, is let go only by this.
+        # Frees tensors in reference cycles, such as those of an error's frames.
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,7 +1,6 @@
-"""Models that read images: their class, and what one is given for a sequence that has some.
+"""Image models: their class, and their inputs for a sequence with images.
 
-Where the tokens of an image stand for places in two dimensions (M-RoPE), positions behind it do not count tokens: the
-model says where they go on.
+With positions in two dimensions (M-RoPE), positions after an image do not count tokens; the model computes them.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from rftdask.data.images import ImageProcessor, is_video
 
 
 def model_class(source: str, *, trust_remote_code: bool = False) -> Any:
-    """The class of transformers that loads the model of a folder, or name, with all that it reads.
+    """Return the class of transformers that loads a model folder or name, including its image inputs.
 
-    Raises: OSError, ValueError: it has no configuration.
+    Raises: OSError, ValueError: the model has no configuration.
     """
     local = Path(source).is_dir()
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=local)
@@ -34,8 +33,9 @@ def model_class(source: str, *, trust_remote_code: bool = False) -> Any:
 def with_images(
     model: Any, tokens_1L: Tensor, names: Sequence[str], images: ImageProcessor
 ) -> tuple[dict[str, Any], int]:
-    """Arguments of the model, or its body, for one sequence, with those of these images whose tokens are in it, and by
-    how much positions behind it are shifted against the number of its tokens.
+    """Return (arguments of the model or its body for one sequence, shift of the positions after it).
+
+    Args: names: images of the row; those whose tokens are in the sequence are used.
     """
     names = names[: num_images(tokens_1L, names, images)]
     if not names:
@@ -54,14 +54,14 @@ def with_images(
 
 
 def num_images(tokens: Tensor, names: Sequence[str], images: ImageProcessor) -> int:
-    """How many of the images of a row, the first ones, have their tokens among these, the first ones of the row."""
+    """Return how many of a row's images have all their tokens among its first `tokens`."""
     placeholders = int((images.kinds(tokens, names) > 0).sum())
     ends = accumulate(images.tokens(name).count(images.placeholder_of(name)) for name in names)
     return sum(end <= placeholders for end in ends)
 
 
 def packs_images(body: Any) -> bool:
-    """Whether rows with images can be computed in one pass: the model takes what it saw apart from its tokens."""
+    """True if rows with images can be packed: the model takes image features separately from tokens."""
     known = inspect.signature(body.forward).parameters
     return "mm_encoder_outputs" in known and "image_grid_thw" in known and hasattr(body, "get_rope_index")
 
@@ -69,47 +69,47 @@ def packs_images(body: Any) -> bool:
 def packed_with_images(
     body: Any, pieces: Sequence[tuple[Tensor, int]], names: Sequence[Sequence[str]], images: ImageProcessor
 ) -> dict[str, Any]:
-    """Arguments of a body that `packs_images`, beside the tokens of all pieces.
+    """Return extra forward() arguments for packed rows with images, for a body that `packs_images`.
 
     Args:
-        pieces: of each the tokens that it sees, and how many of them, the last ones, are its own.
+        pieces: (tokens seen, number of own tokens at their end) of each piece.
         names: images of the row of each piece.
     """
     positions, shown = [], list[str]()
-    for (seen, length), of_row in zip(pieces, names, strict=True):
-        before, within = (num_images(tokens, of_row, images) for tokens in (seen[: len(seen) - length], seen))
-        positions.append(_positions(body, seen[None], of_row[:within], images)[0][..., -length:])
-        shown += of_row[before:within]
+    for (seen, length), row_names in zip(pieces, names, strict=True):
+        before, within = (num_images(tokens, row_names, images) for tokens in (seen[: len(seen) - length], seen))
+        positions.append(_positions(body, seen[None], row_names[:within], images)[0][..., -length:])
+        shown += row_names[before:within]
     outputs = {}
-    for kind, parts in (
-        ("image", ("pixel_values", "image_grid_thw")),
-        ("video", ("pixel_values_videos", "video_grid_thw")),
+    for kind, pixels_key, grid_key in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
     ):
-        of_kind = [name for name in shown if is_video(name) == (kind == "video")]
-        if not of_kind:
+        kind_names = [name for name in shown if is_video(name) == (kind == "video")]
+        if not kind_names:
             continue
-        # Each image once, whatever rows show it.
-        distinct = {name: number for number, name in enumerate(dict.fromkeys(of_kind))}
-        made = [images.inputs([name]) for name in distinct]
-        pixels, grid = (torch.cat([each[part] for each in made]).to(body.device) for part in parts)
-        seen = getattr(body, f"get_{kind}_features")(pixels, grid, return_dict=True).pooler_output
-        features: Any = tuple(seen[distinct[name]] for name in of_kind)
+        # Each image is encoded once, even if several rows show it.
+        distinct = {name: number for number, name in enumerate(dict.fromkeys(kind_names))}
+        inputs = [images.inputs([name]) for name in distinct]
+        pixels, grid = (torch.cat([each[key] for each in inputs]).to(body.device) for key in (pixels_key, grid_key))
+        encoded = getattr(body, f"get_{kind}_features")(pixels, grid, return_dict=True).pooler_output
+        features: Any = tuple(encoded[distinct[name]] for name in kind_names)
         outputs[kind] = BaseModelOutputWithPooling(pooler_output=features)
     return {"position_ids": torch.cat(positions, dim=-1), "mm_encoder_outputs": outputs}
 
 
 def _positions(body: Any, tokens_1L: Tensor, names: Sequence[str], images: ImageProcessor) -> tuple[Tensor, int]:
-    """([3, 1, L] positions of a body with positions in two dimensions, by how much those behind them are shifted)."""
+    """Return ([3, 1, L] positions of a body with M-RoPE, shift of the positions after them)."""
     if not names:
         return torch.arange(tokens_1L.shape[1], device=tokens_1L.device).expand(3, 1, -1), 0
     takes = inspect.signature(body.get_rope_index).parameters
-    given = {name: v.to(tokens_1L.device) for name, v in images.inputs(names).items() if name in takes}
+    inputs = {name: v.to(tokens_1L.device) for name, v in images.inputs(names).items() if name in takes}
     kinds_1L = images.kinds(tokens_1L, names)
     if "mm_token_type_ids" in takes:
-        given["mm_token_type_ids"] = kinds_1L
-    positions_31L, _ = body.get_rope_index(tokens_1L, **given)
-    # What follows begins behind all that stands before, as in vLLM. With transformers' own what follows a video begins
-    # behind its height and width alone, and what is sampled behind its time, too.
+        inputs["mm_token_type_ids"] = kinds_1L
+    positions_31L, _ = body.get_rope_index(tokens_1L, **inputs)
+    # Each run begins after the largest position before it, as in vLLM. In transformers, tokens after a video ignore its
+    # time axis in prompts, but not in sampled tokens.
     begin = end = 0
     for _, run in groupby(kinds_1L[0].tolist()):
         run_31R = positions_31L[..., begin : (begin := begin + len(list(run)))]

@@ -1,6 +1,6 @@
-"""Shapes of common open models, so that they can be sized without a network, torch or transformers.
+"""Shapes of common open models, to size them without a network, torch or transformers.
 
-Numbers are those of the models' public config.json; tests hold the weights that follow against the published counts.
+The numbers come from the models' public config.json; tests compare the derived weights with the published counts.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Widths are in numbers, not bytes; `head` is the size of one head. `moe` is "experts/experts that a token takes", and
-# `inner` then the width of one expert. Families differ in what a layer has beside its products: qwen2 has biases of
-# queries, keys and values; qwen3 norms of queries and keys.
+# Widths count elements; `head` is the size of one head. `moe` is "experts/experts per token", and `inner` then the
+# width of one expert. qwen2 has biases for queries, keys and values; qwen3 has norms for queries and keys.
 _COLUMNS = ("name", "family", "hidden", "layers", "heads", "kv_heads", "head", "inner", "vocab", "tied", "moe")
 _TABLE = """
 Qwen/Qwen2.5-0.5B                         qwen2    896  24  14  2  64  4864 151936 tied   -
@@ -52,12 +51,13 @@ MODELS: Mapping[str, Mapping[str, str]] = {
 }
 """Name on the Hub -> its row."""
 _VARIANT = r"(-(Base|Instruct|Thinking|2507))*"
-"""What follows the name of a model of the same shape."""
+"""Suffixes of models with the same shape."""
 
 
 def known_model(model_path: str) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]] | None:
-    """(name -> shape of every tensor, configuration as in config.json) of a model by its name on the Hub; None: it is
-    not among them. Tied tensors are named once, experts are one tensor a layer, as transformers holds them.
+    """Return (name -> shape of every tensor, configuration as in config.json) for a name on the Hub; None: unknown.
+
+    Tied tensors are included once; the experts of a layer are one tensor, as in transformers.
     """
     row = next((row for name, row in MODELS.items() if re.fullmatch(re.escape(name) + _VARIANT, model_path)), None)
     if row is None:

@@ -1,8 +1,8 @@
-"""The Tinker service: how a process of a run asks it, and the file that names weights that lie there.
+"""Tinker service: requests with deadlines, and the file that names weights stored at the service.
 
-Every wait has a deadline, and every error of the SDK becomes one of ours: what the service refuses is the user's to
-mend, and what it does not answer may be answered to another try. The SDK repeats by itself what was lost on the way,
-for five minutes. It knows neither trainers nor engines.
+Every wait has a deadline, and every error of the SDK becomes one of ours: a rejected request is a UserError, a missing
+answer is an error that a retry may avoid. The SDK itself retries lost requests for five minutes. The module knows
+neither trainers nor engines.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ if TYPE_CHECKING:
     from tinker import SamplingClient, ServiceClient
 
 API_KEY = "TINKER_API_KEY"
-"""Environment variable with the key, which stands nowhere else."""
+"""Environment variable with the key, which is stored nowhere else."""
 SAMPLER_FILE = "sampler.json"
-"""What is published in place of weights: where the service has them."""
+"""Published in place of weights: their path at the service."""
 ANSWER_TIMEOUT_S = 1200.0
-"""For one answer of the service, which queues requests for minutes when it is busy; less than the half hour of silence
-after which a trainer's rank is taken for hung."""
+"""Seconds to wait for one answer of the service, which queues requests for minutes when it is busy; shorter than the
+heartbeat timeout of a trainer rank."""
 _REFUSED = (400, 401, 402, 403, 404, 405, 413, 422)
-"""Status codes that another try would meet again."""
+"""Status codes that a retry would get again."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
 def require_key() -> str:
-    """The key. Raises: UserError: there is none."""
+    """Return the key. Raises: UserError: it is not set."""
     key = os.environ.get(API_KEY, "")
     if not key:
-        raise UserError(f"model.tinker: the service wants a key; export {API_KEY}=tml-... where the run starts")
+        raise UserError(f"model.tinker: the service needs a key; export {API_KEY}=tml-... before starting the run")
     return key
 
 
 def open_service(
     base_url: str | None, *, timeout_s: float = ANSWER_TIMEOUT_S, lost: type[RftError] = ProcessLostError
 ) -> ServiceClient:
-    """A session at the service, which ends with this process. base_url: None is the hosted service.
+    """Open a session at the service, which ends with this process. base_url: None: the hosted service.
 
-    Raises: UserError: no key, no package, or the service refuses; `lost`: as `ask`.
+    Raises: UserError: no key, no package, or the service rejects the request; `lost`: see `ask`.
     """
     key = require_key()
     try:
-        from tinker import ServiceClient  # late: an optional package, which only runs at the service need
+        from tinker import ServiceClient  # late: an optional package
     except ImportError as error:
         raise NotInstalledError(
             f"model.tinker needs the package tinker: pip install 'rftdask[tinker]' ({error})"
@@ -59,17 +59,17 @@ def open_service(
 
     def connect() -> ServiceClient:
         service = ServiceClient(base_url=base_url, api_key=key)
-        service.holder  # noqa: B018 (opens the session, which else waits for the first request)
+        service.holder  # noqa: B018 (opens the session, which otherwise waits for the first request)
         return service
 
-    return ask("a session begins", connect, timeout_s=timeout_s, lost=lost)
+    return ask("opening a session", connect, timeout_s=timeout_s, lost=lost)
 
 
 class Answer(Protocol[T_co]):
-    """What is under way there; the part of the SDK's futures that `result_of` uses."""
+    """Pending answer: the part of the SDK's futures that `result_of` uses."""
 
     def result(self, timeout: float | None = None) -> T_co:
-        """Wait for it. Raises: TimeoutError."""
+        """Wait for the result. Raises: TimeoutError."""
 
 
 def result_of(
@@ -79,12 +79,12 @@ def result_of(
     timeout_s: float = ANSWER_TIMEOUT_S,
     lost: type[RftError] = ProcessLostError,
 ) -> T:
-    """Wait for what the service was asked.
+    """Wait for an answer of the service.
 
     Args:
-        doing: what is waited for, as it follows "while".
-        lost: the error of a service that does not answer, or that fails.
-    Raises: UserError: the service refuses; `lost`; what the answer itself raises.
+        doing: the request, for error texts: "while <doing>".
+        lost: class of the error to raise if the service fails or does not answer.
+    Raises: UserError: the service rejects the request; `lost`; errors of the answer itself.
     """
     import tinker  # late, as above
     from tinker.lib.retryable_exception import RetryableException
@@ -92,7 +92,7 @@ def result_of(
     try:
         return answer.result(timeout_s)
     except TimeoutError as error:
-        raise lost(f"the Tinker service gave no answer for {timeout_s:.0f} s while {doing}") from error
+        raise lost(f"the Tinker service did not respond for {timeout_s:.0f} s while {doing}") from error
     except (tinker.APIStatusError, tinker.RequestFailedError) as error:
         refused = (
             error.category is tinker.types.RequestErrorCategory.User
@@ -100,7 +100,7 @@ def result_of(
             else error.status_code in _REFUSED
         )
         if refused:
-            raise UserError(f"the Tinker service refuses, while {doing}: {_first_line(error)}") from error
+            raise UserError(f"the Tinker service rejected the request while {doing}: {_first_line(error)}") from error
         raise lost(f"the Tinker service failed while {doing}: {_first_line(error)}") from error
     except (tinker.APIConnectionError, RetryableException) as error:
         raise lost(f"the Tinker service cannot be reached while {doing}: {_first_line(error)}") from error
@@ -115,7 +115,7 @@ def ask(
     timeout_s: float = ANSWER_TIMEOUT_S,
     lost: type[RftError] = ProcessLostError,
 ) -> T:
-    """What `call` returns, which waits for the service without a deadline; arguments and errors as of `result_of`."""
+    """Call a function of the SDK that has no deadline of its own; arguments and errors as in `result_of`."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -124,7 +124,7 @@ def ask(
         except BaseException as error:
             answer.set_exception(error)
 
-    # A daemon: one that is not answered keeps no process alive.
+    # A daemon, so that an unanswered call does not keep the process alive.
     threading.Thread(target=run, name="tinker-call", daemon=True).start()
     return result_of(doing, answer, timeout_s=timeout_s, lost=lost)
 
@@ -141,12 +141,12 @@ def open_sampler(
     timeout_s: float = ANSWER_TIMEOUT_S,
     lost: type[RftError] = ProcessLostError,
 ) -> SamplingClient:
-    """A sampler of a base model, or of weights at a path. Raises: as `ask`."""
+    """Create a sampler of a base model, or of weights at a path. Raises: see `ask`."""
 
     def create() -> SamplingClient:
         return service.create_sampling_client(model_path=path, base_model=base_model).result()
 
-    return ask(f"a sampler of {path or base_model} is made", create, timeout_s=timeout_s, lost=lost)
+    return ask(f"creating a sampler of {path or base_model}", create, timeout_s=timeout_s, lost=lost)
 
 
 def response_logprobs(
@@ -156,42 +156,42 @@ def response_logprobs(
     timeout_s: float = ANSWER_TIMEOUT_S,
     lost: type[RftError] = ProcessLostError,
 ) -> list[list[float]]:
-    """Natural-log probabilities of each token of the second of a pair after the first; neither is empty.
+    """Return natural-log probabilities of each response token after its prompt, for (prompt, response) pairs.
 
-    Raises: as `ask`; `lost`: it does not tell them all.
+    Prompts and responses must not be empty. Raises: see `ask`; `lost`: some are missing.
     """
     from tinker import types  # late, as above
 
-    # All at once, and then one after another: the service works on them side by side.
+    # All requests are sent before waiting: the service works on them in parallel.
     answers = [
         sampler.compute_logprobs(types.ModelInput.from_ints([*prompt, *response]), prompt_logprobs_last_n=len(response))
         for prompt, response in pairs
     ]
-    told = []
+    results = []
     for (_, response), answer in zip(pairs, answers, strict=True):
-        logprobs = result_of("it scores", answer, timeout_s=timeout_s, lost=lost)[-len(response) :]
+        logprobs = result_of("scoring responses", answer, timeout_s=timeout_s, lost=lost)[-len(response) :]
         known = [value for value in logprobs if value is not None]
         if len(known) != len(response):
-            raise lost(f"the Tinker service told {len(known)} logprobs of {len(response)} tokens")
-        told.append(known)
-    return told
+            raise lost(f"the Tinker service returned {len(known)} logprobs for {len(response)} tokens")
+        results.append(known)
+    return results
 
 
 def sampler_file(path: str) -> dict[str, bytes]:
-    """The published file for sampler weights at a `tinker://` path."""
+    """Return the file to publish for sampler weights at a `tinker://` path."""
     return {SAMPLER_FILE: json.dumps({"sampler_path": path}).encode()}
 
 
 def read_sampler_path(files: Sequence[Path]) -> str:
-    """The path in published files. Raises: DataError: they are no version of a trainer at the service."""
-    found = [file for file in files if file.name == SAMPLER_FILE]
-    if not found:
+    """Read the path in published files. Raises: DataError: another trainer published them."""
+    file = next((file for file in files if file.name == SAMPLER_FILE), None)
+    if file is None:
         raise DataError(
-            f"engine_type tinker loads versions of trainer_type tinker alone, and {', '.join(map(str, files))} is none"
+            f"engine_type tinker only loads versions of trainer_type tinker, not {', '.join(map(str, files))}"
         )
-    return sampler_path(found[0].read_bytes())
+    return sampler_path(file.read_bytes())
 
 
 def sampler_path(data: bytes) -> str:
-    """The path in a `sampler_file`."""
+    """Return the path in a `sampler_file`."""
     return str(json.loads(data)["sampler_path"])

@@ -1,13 +1,12 @@
-"""A toy policy and a toy task: what the quickstart and the tests train when there is nothing to download.
+"""Toy policy and toy task for the quickstart and the tests, without a download.
 
 The policy is a random Qwen2 of about 0.8 million weights with one token per byte: any text can be tokenized, and
 an ASCII character is one token. The task is adding a number below ten to a number of two digits: "47+8=" -> "55".
-The warm-up answers (`sft.jsonl`) come from a sloppy teacher, who writes one ten too many more often than not. A policy
-warmed up on them knows how to add and makes the teacher's mistake; that it is one, only the rewards of reinforcement
-training tell. The questions of `eval.jsonl` occur in neither of the other files.
+The warm-up answers (`sft.jsonl`) come from a sloppy teacher, whose result is ten too high more often than not. A policy
+warmed up on them can add, but repeats the mistake, which only the rewards of reinforcement training correct. The
+questions of `eval.jsonl` do not occur in the other files.
 
-It does not know how the files are used. Invariant: the same arguments give the same bytes, on any machine for the tasks
-and for one version of torch for the weights.
+Invariant: the same arguments give the same bytes, for tasks on any machine, for weights with one version of torch.
 """
 
 import json
@@ -41,13 +40,13 @@ def build_toy_model(
 
     Args:
         path: folder, created if missing; files of the same names are replaced.
-        seed: of the weights. The global random state of torch is left as it was.
+        seed: seed of the weights. The global random state of torch does not change.
 
-    Raises: ValueError: sizes that do not divide.
+    Raises: ValueError: `hidden_size` is not an even multiple of `num_heads`.
     """
     if hidden_size % num_heads or (hidden_size // num_heads) % 2:
         raise ValueError(f"hidden_size {hidden_size} must be an even multiple of num_heads {num_heads}")
-    import torch  # late: reading or writing the tasks needs no torch
+    import torch  # late: the tasks do not need torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = _byte_tokenizer(max_position_embeddings)
@@ -60,22 +59,23 @@ def build_toy_model(
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads,
         max_position_embeddings=max_position_embeddings,
-        initializer_range=0.04,  # the usual 0.02 suits wide models; in trials on these tasks it learned more slowly
-        tie_word_embeddings=False,  # in trials on these tasks, tied ones took longer to learn the same
+        initializer_range=0.04,  # the usual 0.02 suits wide models, and learned more slowly in trials on these tasks
+        tie_word_embeddings=False,  # tied embeddings took longer to learn in trials on these tasks
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    # In a copy of the random state: a notebook that writes a toy goes on drawing as before.
+    # Forked, so that the random state of a notebook does not change.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config).float()
-    model.save_pretrained(path)  # writes config.json, generation_config.json, model.safetensors
+    model.save_pretrained(path)
 
 
 def build_toy_image_model(path: str | Path, *, seed: int = 0) -> None:
-    """Write a Qwen2.5-VL with random weights, which reads images of 28 x 28 pixels as one token, with the tokenizer of
-    the toy policy and the processor. Args: as of `build_toy_model`.
+    """Write a Qwen2.5-VL with random weights, with the toy policy's tokenizer and an image processor.
+
+    An image of 28 x 28 pixels is one token. Args: see `build_toy_model`.
     """
     import torch  # late: as above
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
@@ -128,16 +128,16 @@ def _byte_tokenizer(max_length: int, special: Sequence[str] = ()) -> Any:
     from transformers import Qwen2Tokenizer
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # of a file that is written in milliseconds
-    # Qwen2's own class, because AutoTokenizer loads a folder of this architecture with no other. Without merges each
-    # byte of the UTF-8 text is one token.
+    logging.disable_progress_bar()  # the file is written in milliseconds
+    # Qwen2's class, which AutoTokenizer requires for this architecture. Without merges each byte of the UTF-8 text is
+    # one token.
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *special, *sorted(ByteLevel.alphabet())])}
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
         merges=[],
         pad_token=PAD,
         eos_token=EOS,
-        unk_token=PAD,  # never produced, every byte is known; the class wants one
+        unk_token=PAD,  # required by the class, but never produced: every byte is known
         additional_special_tokens=list(special),
         padding_side="left",
         model_max_length=max_length,
@@ -158,14 +158,14 @@ def write_toy_tasks(
     """Write sft, train, eval, pairs and graded.jsonl into `folder`, which is created if missing.
 
     Args:
-        seed: of the split, the errors and the order of the rows.
-        max_number: the larger number runs from 10 to this, the smaller from 0 to 9.
-        num_eval: questions held out; all other questions are trained on.
+        seed: seed of the split, the errors and the order of the rows.
+        max_number: the larger number is 10 to `max_number`, the smaller 0 to 9.
+        num_eval: number of held-out questions; all others are trained on.
         num_answers: warm-up answers for each training question.
-        correct_share: share of right ones among them; the others are ten too high.
+        correct_share: fraction of correct warm-up answers; the others are ten too high.
 
-    `sft.jsonl` has rows {"prompt", "response"}, `pairs.jsonl` {"prompt", "chosen", "rejected"}, the others {"question",
-    "answer"}; in `graded.jsonl` {"ease"}, too, which is the more the smaller the numbers are.
+    Rows of `sft.jsonl` are {"prompt", "response"}, of `pairs.jsonl` {"prompt", "chosen", "rejected"}, of the others
+    {"question", "answer"}; `graded.jsonl` also has {"ease"}, which is higher for smaller sums.
 
     Raises: ValueError: no question would be left for training, or `correct_share` is not in [0, 1].
     """
@@ -178,7 +178,7 @@ def write_toy_tasks(
     rng.shuffle(pairs)
     eval_pairs, train_pairs = pairs[:num_eval], pairs[num_eval:]
     warm_up = []
-    for _ in range(num_answers):  # pass by pass, so that each question comes once before any comes again
+    for _ in range(num_answers):  # each question once before any is repeated
         rng.shuffle(train_pairs)
         for a, b in train_pairs:
             error = 0 if rng.random() < correct_share else 10

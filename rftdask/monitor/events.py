@@ -1,12 +1,11 @@
-"""Events: what the roles of a run tell whoever watches it. Nothing that matters is in them alone: a lost event costs
-a line on a screen, never data.
+"""Events: messages from the roles of a run to its observers. A lost event costs a line on a screen, never data.
 
-A role emits an event as an object. Between processes it travels as a plain list: rank --msgpack--> supervisor --Dask
-topic--> driver. `CODEC` is at the two ends of that way, and nothing in between looks inside.
+A role emits an event as an object. Between processes it is a plain list: rank --msgpack--> supervisor --Dask topic-->
+driver. `CODEC` encodes it at the first and decodes it at the last of them.
 
-    emit(Step("trainer", 12, {"loss": 0.3}))
-    CODEC.encode(Published(12, "ab12")) == ["Published", 12, "ab12"]
-    CODEC.decode(["Published", 12, "ab12"]) == Published(12, "ab12")
+    emit(StepFinished("trainer", 12, {"loss": 0.3}))
+    CODEC.encode(WeightsPublished(12, "ab12")) == ["WeightsPublished", 12, "ab12"]
+    CODEC.decode(["WeightsPublished", 12, "ab12"]) == WeightsPublished(12, "ab12")
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ class Started:
     """The trainer has loaded its models and resumed."""
 
     step: int
-    """Optimizer steps done before; 0: from the initial model."""
+    """Optimizer steps done earlier. 0: training starts from the initial model."""
 
 
 @dataclass(frozen=True)
-class Step:
+class StepFinished:
     """A role has finished a step."""
 
     role: Literal["trainer", "explorer"]
@@ -37,7 +36,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Published:
+class WeightsPublished:
     """The pointer to the newest weights has moved."""
 
     version: int
@@ -47,7 +46,7 @@ class Published:
 
 @dataclass(frozen=True)
 class CheckpointSaved:
-    """The checkpoint of an optimizer step exists: its manifest is written."""
+    """The checkpoint of an optimizer step is complete: its manifest is written."""
 
     step: int
 
@@ -63,26 +62,26 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Note:
-    """A sentence for the person who watches, such as that a worker was lost."""
+    """A sentence for the user, for example about a lost worker."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Alive:
-    """A sign of life of a rank that has nothing else to tell."""
+    """Heartbeat of a rank without other events."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank has reached the end of its loop; the last event it sends."""
+    """A rank has reached the end of its loop; this is its last event."""
 
     step: int
-    """The last optimizer step done, which is the newest policy version."""
+    """Last optimizer step, which is also the newest policy version."""
     stopped: bool
-    """Ended on request, with work left."""
+    """True if it was stopped before all steps were done."""
 
 
-Event: TypeAlias = Started | Step | Published | CheckpointSaved | Evaluated | Note | Alive | Ended
+Event: TypeAlias = Started | StepFinished | WeightsPublished | CheckpointSaved | Evaluated | Note | Alive | Ended
 
-CODEC: Codec[Event] = Codec(Started, Step, Published, CheckpointSaved, Evaluated, Note, Alive, Ended)
+CODEC: Codec[Event] = Codec(Started, StepFinished, WeightsPublished, CheckpointSaved, Evaluated, Note, Alive, Ended)

@@ -1,4 +1,4 @@
-"""Logs: each role's own file beside the run, and its warnings on the terminal."""
+"""Logs: a file per role in the run folder, and warnings on the terminal."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ NUM_BACKUPS = 3
 COPY_EVERY_S = 20.0
 _START = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
 MAX_COPY_BYTES = 4_000_000
-"""Bytes of the end of a file that go to remote storage each time it has grown."""
+"""Size of the end of a file that is copied to remote storage whenever the file has grown."""
 
 
 def setup_logging(role: str, level: str | int = "INFO", folder: str | Path | None = None) -> Path | None:
-    """Send the package's log records of this process to `<folder>/<role>.log` and its warnings to stderr, too.
+    """Write the package's log records of this process to `<folder>/<role>.log`, and warnings to stderr as well.
 
-    Only the logger "rftdask" is touched; a second call replaces what the first did. A file that has grown to
-    `MAX_FILE_BYTES` is set aside, `NUM_BACKUPS` times. Two processes must not share a role name, because the files
-    are rotated by one process alone.
+    It only changes the logger "rftdask"; a second call replaces the handlers of the first. Files rotate at
+    `MAX_FILE_BYTES`, with `NUM_BACKUPS` backups. Two processes must not share a role name, because a file is rotated
+    by one process only.
 
-    Args: folder: local path, see `LogFolder`; None gives stderr only.
-    Returns: path of the file, None without one.
+    Args: folder: local path, see `LogFolder`. None: stderr only.
+    Returns: path of the file, or None without a folder.
     Raises: ValueError: unknown level.
     """
     logger = logging.getLogger("rftdask")
-    # Our own alone: pytest, notebooks and users hang handlers of theirs on the same logger.
+    # Only our handlers: pytest, notebooks and users add theirs to the same logger.
     for handler in [handler for handler in logger.handlers if isinstance(handler, _File | _Stderr)]:
         logger.removeHandler(handler)
         handler.close()
@@ -55,16 +55,16 @@ def setup_logging(role: str, level: str | int = "INFO", folder: str | Path | Non
 
 
 class LogFolder:
-    """Where the processes of this machine log: `<run>/log` itself, or a temporary folder whose files are copied there.
+    """Folder for the logs of this machine: `<run>/log`, or a temporary folder that is copied to a remote run.
 
     Example:
         folder = LogFolder(storage)
         setup_logging("driver", folder=folder.path); ...; folder.poll(); ...; folder.close()
 
-    There each start has a folder of its own, log/<UTC time>-<pid>, because nobody can append to a file there.
+    A remote run has a folder per start, log/<UTC time>-<pid>, because remote files cannot be appended to.
 
-    A copy that fails is tried again by the next: what a run logs must not end it. The temporary folder stays, since
-    messages name files in it.
+    A failed copy is retried by the next call, because logging must not end a run. The temporary folder is kept, because
+    messages refer to its files.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -75,12 +75,12 @@ class LogFolder:
         self.path = Path(tempfile.mkdtemp(prefix="rftdask-log-") if self._is_remote else f"{storage.url}/log")
 
     def poll(self) -> None:
-        """Copy what is new, now and then."""
+        """Copy new records if `COPY_EVERY_S` has passed since the last copy."""
         if self._is_remote and time.monotonic() - self._copied > COPY_EVERY_S:
             self.close()
 
     def close(self) -> None:
-        """Copy what is new. Can be called again."""
+        """Copy new records. Can be called repeatedly."""
         if not self._is_remote:
             return
         self._copied = time.monotonic()
@@ -89,7 +89,7 @@ class LogFolder:
             if len(data) == self._sizes.get(file.name):
                 continue
             try:
-                # The end of it: object storage knows no append, so the file is written again as a whole.
+                # Only the end of the file, since object stores cannot append and each copy rewrites the object.
                 self._storage.put(f"log/{_START}/{file.name}", data[-MAX_COPY_BYTES:])
             except StorageError as error:
                 logging.getLogger(__name__).warning("%s is not copied to the run yet: %s", file, error)
@@ -99,22 +99,22 @@ class LogFolder:
 
 class _File(RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Nothing where a disk is full: what a run logs must not end it, nor fill the terminal with tracebacks."""
+        """Ignore OSError, for example on a full disk, which must not fill the terminal with tracebacks."""
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
 
     def close(self) -> None:
-        with suppress(OSError):  # for the same reason
+        with suppress(OSError):  # as above
             super().close()
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Writes to what sys.stderr is now: the progress panel replaces it, to print lines above itself."""
+    """Writes to the current sys.stderr, which the progress panel replaces to print lines above itself."""
 
     def __init__(self, level: int) -> None:
         logging.Handler.__init__(self, level)
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
-        """What sys.stderr is at the moment of the record."""
+        """Current sys.stderr."""
         return sys.stderr

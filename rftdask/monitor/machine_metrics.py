@@ -1,7 +1,8 @@
-"""Machines: what the workers' meters tell, as rows of metrics; the driver hears it from the scheduler and writes it.
+"""Machine metrics: the measurements of the workers' meters as rows of metrics, which the driver gets from the
+scheduler.
 
-Invariant: the number of rows of a stage grows as the logarithm of its time, so a run of weeks on many workers can
-still be read as a whole.
+Invariant: the number of rows grows with the logarithm of a stage's time, so the metrics of a run of weeks on many
+workers still fit into memory.
 """
 
 from __future__ import annotations
@@ -14,28 +15,28 @@ from rftdask.processes.dask_task import WorkerInfo
 from rftdask.processes.usage import METER
 from rftdask.storage import Storage
 
-_EVERY_S = 4.0
-_ROWS = 10_000
-"""Until there are about so many they come every `_EVERY_S` from each worker, and then ever less often."""
+_INTERVAL_S = 4.0
+_MAX_DENSE_ROWS = 10_000
+"""Each worker has a row every `_INTERVAL_S` up to about this many rows, and then increasingly rarely."""
 
 
 class MachineLog:
-    """Example: log = MachineLog(storage); log.note(workers_of(client))  # as often as one likes"""
+    """Example: log = MachineLog(storage); log.note(workers_of(client))  # at any rate"""
 
     def __init__(self, storage: Storage, clock: Callable[[], float] = time.time) -> None:
         self._clock, self._began_s, self._wrote_s = clock, clock(), 0.0
-        self._metrics = MetricsWriter(storage, MACHINE, flush_interval_s=_EVERY_S, clock=clock)
+        self._metrics = MetricsWriter(storage, MACHINE, flush_interval_s=_INTERVAL_S, clock=clock)
 
     def note(self, workers: Mapping[str, WorkerInfo]) -> None:
-        """Write a row for each worker, if it is time. Raises: StorageError."""
+        """Write a row per worker if the interval has passed. Raises: StorageError."""
         now = self._clock()
-        if now - self._wrote_s < max(_EVERY_S, len(workers) * (now - self._began_s) / _ROWS):
+        if now - self._wrote_s < max(_INTERVAL_S, len(workers) * (now - self._began_s) / _MAX_DENSE_ROWS):
             return
         for address, info in workers.items():
-            told = info.get("metrics", {}).get(METER)
-            if told:  # a worker that has just begun has measured nothing, one of somebody else's cluster has no meter
+            measured = info.get("metrics", {}).get(METER)
+            if measured:  # new workers have no measurements yet, and workers of a foreign cluster have no meter
                 self._wrote_s = now
-                self._metrics.write(int(now), told, process=str(info["name"]), host=info.get("host", address))
+                self._metrics.write(int(now), measured, process=str(info["name"]), host=info.get("host", address))
 
     def close(self) -> None:
         """Make all rows durable. Raises: StorageError."""

@@ -1,12 +1,12 @@
-"""Metrics: the numbers of a run as small JSON-lines files on storage, the one source of plots, trackers and reports.
+"""Metrics: JSON-lines files on storage, the only source of plots, trackers and reports.
 
     metrics/<role>/<first step>-<part>.jsonl      one JSON object per line: role, step, time_s, tags (strings), metrics
 
-A writer keeps the rows of its open part in memory and puts the part again as a whole, so storage needs no append and
-a reader sees whole rows only. A part ends after `rows_per_part` rows, therefore the cost of a row stays flat.
-It knows nothing of what the numbers mean (see `explain`).
+A writer keeps the rows of its open part in memory and rewrites the whole part, so storage needs no append, and readers
+see complete rows only. A part ends after `rows_per_part` rows, which bounds the cost of a row. The meanings of the
+metrics are in `reports.metric_table`.
 
-Invariant: a part belongs to one writer, rows in it are never changed, and a part ends before the writer's next begins.
+Invariant: a part has one writer, its rows never change, and it ends before the writer's next part begins.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 FOLDER = "metrics"
 MACHINE = "machine"
-"""Role of what worker processes and their machines have in use; the driver writes it."""
+"""Role of the resource use of worker processes and their machines, written by the driver."""
 _PART_NAME = re.compile(r"(\d+)-(\d+)\.jsonl")
 _RESERVED = ("role", "step", "time_s")
 _ROWS_PER_PART = 500
-_OF_SEVERAL = ("eval", "explorer", MACHINE)
-"""Roles that several processes may write at once: the driver's evaluations of tasks and the trainer's of held-out rows;
-explorers of one run; the drivers of its commands."""
+_SHARED_ROLES = ("eval", "explorer", MACHINE)
+"""Roles that several processes can write concurrently: the driver's evaluations of tasks and the trainer's of held-out
+rows; several explorers; several drivers."""
 
 
 @dataclass(frozen=True)
 class MetricsRow:
-    """Numbers that one role measured at one step.
+    """Metrics of one role at one step.
 
     Example: MetricsRow("eval", 40, 1760000000.0, {"taskset": "gsm8k"}, {"accuracy": 0.61})
     """
@@ -48,25 +48,24 @@ class MetricsRow:
     role: str
     """"trainer", "explorer", "eval", or MACHINE."""
     step: int
-    """trainer: optimizer step; explorer: explore step; eval: policy_version that was evaluated; machine: Unix seconds,
-    since a process has no steps."""
+    """trainer: optimizer step; explorer: explore step; eval: evaluated policy_version; machine: Unix seconds."""
     time_s: float
-    """When it was written, Unix seconds."""
+    """Time of writing, Unix seconds."""
     tags: Mapping[str, str] = field(default_factory=dict)
-    """Tell apart rows of one step: taskset, stage, process."""
+    """Distinguish rows of one step: taskset, stage, process."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """NaN and infinities come back as NaN."""
+    """NaN and infinities are read back as NaN."""
 
     def to_json(self) -> str:
-        """One line without its end. In it strings are tags; numbers and nulls are metrics."""
-        # JSON has no NaN; null is read as one.
+        """Return one line without its line end, in which strings are tags, and numbers and nulls are metrics."""
+        # JSON has no NaN; null is read as NaN.
         values = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
         line = {"role": self.role, "step": self.step, "time_s": self.time_s, **self.tags, **values}
         return json.dumps(line, allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> MetricsRow:
-        """Inverse of `to_json`. Raises: ValueError or KeyError: not such a line."""
+        """Inverse of `to_json`. Raises: ValueError or KeyError: invalid line."""
         values = parse_object(line)
         role, step, time_s = (values.pop(name) for name in _RESERVED)
         tags = {name: value for name, value in values.items() if isinstance(value, str)}
@@ -75,14 +74,14 @@ class MetricsRow:
 
 
 class MetricsWriter:
-    """Writes the rows of one role; each start of a role opens a new part. Safe to use from threads.
+    """Writes the rows of one role; each start of a role opens a new part. Thread-safe.
 
     Example:
         with MetricsWriter(storage, "trainer") as metrics:
             metrics.write(step, {"loss": 0.31, "grad_norm": 0.8}, stage="rl")
 
-    A crash loses at most the rows of the last `flush_interval_s`, or those since the last write: there is no thread,
-    so call `flush` before a long wait. When a put fails the rows stay and the next flush tries again.
+    A crash loses at most the rows of the last `flush_interval_s`. Only `write` and `flush` flush, so call `flush`
+    before a long wait. If a put fails, the rows stay in memory and the next flush retries.
     """
 
     def __init__(
@@ -106,9 +105,10 @@ class MetricsWriter:
         self._put_at = -math.inf
 
     def write(self, step: int, metrics: Mapping[str, float], **tags: str) -> None:
-        """Add one row. `metrics` values may be anything `float` takes; a step written again replaces its row.
+        """Add one row. A step written again replaces its row.
 
-        Raises: ValueError: a name that is reserved or both tag and metric; StorageError.
+        Args: metrics: values that `float` accepts.
+        Raises: ValueError: a name is reserved, or is both tag and metric; StorageError.
         """
         clashes = sorted(set(_RESERVED) & {*metrics, *tags} | set(metrics) & set(tags))
         if clashes:
@@ -117,39 +117,39 @@ class MetricsWriter:
         values = {name: float(value) for name, value in metrics.items()}
         row = MetricsRow(self._role, int(step), now, {name: str(tag) for name, tag in tags.items()}, values)
         with self._lock:
-            # The name of a part has its first step, so that a listing tells what is where.
+            # The name of a part contains its first step, so that a listing shows the range of each part.
             if not self._lines:
                 self._first_step = row.step
             self._lines.append(row.to_json())
             is_full = len(self._lines) >= self._rows_per_part
-            # Written so that a wall clock that was set back cannot stop the flushing.
+            # Also flush if the wall clock was set back.
             if is_full or not 0 <= now - self._put_at < self._flush_interval_s:
                 self.flush()
             if is_full:
                 self._lines, self._num_durable, self._path = [], 0, ""
 
     def flush(self) -> None:
-        """Make all rows durable; costs nothing when they are. Raises: StorageError."""
-        with self._lock:  # the role's loop and its background threads write
+        """Make all rows durable; free if they already are. Raises: StorageError."""
+        with self._lock:  # the role's loop and its background threads write concurrently
             if self._num_durable == len(self._lines):
                 return
-            # The part as a whole, since object stores cannot append; `rows_per_part` bounds what a flush costs.
+            # Rewrite the whole part, since object stores cannot append; `rows_per_part` bounds the cost.
             data = ("\n".join(self._lines) + "\n").encode()
             if self._path:
                 self._storage.put(self._path, data)
             else:
-                # After the newest part of anybody: a resumed role goes on with a part of its own.
+                # Number it after the newest part of any writer.
                 number = max((part for part, _ in _parts(self._storage, self._role)), default=0)
-                while not self._path:  # ends: each turn somebody else made a part
+                while not self._path:  # terminates: each failed attempt means that another writer created a part
                     number += 1
                     path = f"{FOLDER}/{self._role}/{self._first_step:08d}-{number:06d}.jsonl"
-                    # Create-only, so that a writer that was thought dead cannot share a part with this one.
+                    # Create-only, so that a writer believed dead cannot share a part with this one.
                     if self._storage.put_new(path, data):
                         self._path = path
             self._num_durable, self._put_at = len(self._lines), self._clock()
 
     def close(self) -> None:
-        """Flush. The writer may be closed again, or used again."""
+        """Flush. The writer can still be used, and closed again."""
         self.flush()
 
     def __enter__(self) -> MetricsWriter:
@@ -160,10 +160,10 @@ class MetricsWriter:
 
 
 class MetricsFollower:
-    """Gives each row of a run once, in the order of the parts.
+    """Returns each row of a run once, in the order of the parts.
 
-    Of each role it reads again only the newest part; an older part is read a last time once its successor is listed,
-    or, where several may write, once it is full.
+    It rereads only the newest part of each role. An older part is read a last time after its successor is listed, or,
+    if several processes write the role, after it is full.
 
     Example:
         follower = MetricsFollower(storage)
@@ -171,19 +171,19 @@ class MetricsFollower:
     """
 
     def __init__(self, storage: Storage, cursor: Mapping[str, int] | None = None) -> None:
-        """`cursor`: that of an earlier follower, whose rows are not given again."""
+        """cursor: position of an earlier follower, whose rows are not returned again."""
         self._storage = storage
-        self._num_given = dict(cursor or {})
+        self._num_returned = dict(cursor or {})
         self._ended: set[str] = set()
 
     @property
     def cursor(self) -> dict[str, int]:
-        """Path of each part and how many of its rows were given."""
-        return dict(self._num_given)
+        """Number of returned rows by path of the part."""
+        return dict(self._num_returned)
 
     def poll(self) -> list[MetricsRow]:
-        """Rows that came since the last call. Raises: StorageError, DamagedError."""
-        found: list[MetricsRow] = []
+        """Return the rows added since the last call. Raises: StorageError, DamagedError."""
+        new_rows: list[MetricsRow] = []
         for role in _roles(self._storage):
             parts = _parts(self._storage, role)
             for number, (_, path) in enumerate(parts, start=1):
@@ -191,15 +191,15 @@ class MetricsFollower:
                     continue
                 rows = _read_part(self._storage, path)
                 # Rows are only ever added to a part, so their number is a cursor.
-                found += rows[self._num_given.get(path, 0) :]
-                self._num_given[path] = len(rows)
-                if number < len(parts) and (role not in _OF_SEVERAL or len(rows) >= _ROWS_PER_PART):
-                    self._ended.add(path)  # its writer has begun another, and will not come back to this one
-        return found
+                new_rows += rows[self._num_returned.get(path, 0) :]
+                self._num_returned[path] = len(rows)
+                if number < len(parts) and (role not in _SHARED_ROLES or len(rows) >= _ROWS_PER_PART):
+                    self._ended.add(path)  # its writer has begun another part
+        return new_rows
 
 
 def read_metrics(storage: Storage, role: str | None = None) -> pd.DataFrame:
-    """Read all rows of a run, or of one role, as `rows_to_frame` gives them; empty when there are none."""
+    """Read all rows of a run, or of one role, in the format of `rows_to_frame`; empty without rows."""
     rows: list[MetricsRow] = []
     for name in _roles(storage) if role is None else [role]:
         for _, path in _parts(storage, name):
@@ -208,13 +208,13 @@ def read_metrics(storage: Storage, role: str | None = None) -> pd.DataFrame:
 
 
 def rows_to_frame(rows: Iterable[MetricsRow]) -> pd.DataFrame:
-    """Make one line per (role, step, tags), of which the row written last wins whole, by step, then role and tags.
+    """Return one line per (role, step, tags), from the row written last, sorted by step, then role and tags.
 
-    Columns: role (str), step (int64), time_s, tags (str, "" where missing), metrics (float64, NaN where missing).
+    Columns: role (str), step (int64), time_s, tags (str, "" if missing), metrics (float64, NaN if missing).
     """
-    import pandas as pd  # late: half a second that a writer does not need
+    import pandas as pd  # late: half a second, which writers do not need
 
-    # A resumed role measures some steps again: the newer row is of the run as it went on.
+    # A resumed role repeats some steps; only the newer row belongs to the continued run.
     latest = {(row.step, row.role, *sorted(row.tags.items())): row for row in sorted(rows, key=lambda row: row.time_s)}
     kept = [latest[key] for key in sorted(latest)]
     columns: dict[str, list[str] | list[int] | list[float]] = {
@@ -234,7 +234,7 @@ def _roles(storage: Storage) -> list[str]:
 
 
 def _parts(storage: Storage, role: str) -> list[tuple[int, str]]:
-    """(part number, path) of the role's parts, in the order they were begun."""
+    """Return (number, path) of the parts of a role, in the order of creation."""
     names = storage.list(f"{FOLDER}/{role}")
     matches = filter(None, map(_PART_NAME.fullmatch, names))
     return sorted((int(match[2]), f"{FOLDER}/{role}/{match.string}") for match in matches)
@@ -244,4 +244,4 @@ def _read_part(storage: Storage, path: str) -> list[MetricsRow]:
     try:
         return [MetricsRow.from_json(line) for line in storage.get(path).decode().splitlines()]
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"{path}: not a metrics file ({error}); remove it to go on without its rows") from error
+        raise DamagedError(f"{path}: not a metrics file ({error}); remove it to continue without its rows") from error

@@ -1,8 +1,7 @@
-"""Progress: where a run stands, shown on a terminal, in a log or in a notebook.
+"""Progress: the current state of a run, on a terminal, in a log or in a notebook.
 
-`Progress` is one moment; a `ProgressView` shows the newest. Views only print: they read no files, keep no thread
-(rich's included: it is told to refresh when we say so) and never slow a run below their refresh interval. rich is
-imported late: a run without a terminal does without.
+A `ProgressView` shows the newest `Progress`. Views only print: they read no files, start no threads (rich refreshes
+only on request) and limit their refresh rate. rich is imported late, because runs without a terminal do not need it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ ViewKind = Literal["auto", "terminal", "plain", "jupyter", "none"]
 
 @dataclass(frozen=True)
 class Progress:
-    """One moment of a run. None means not known, or not (yet) measured.
+    """State of a run at one moment. None: unknown, or not measured yet.
 
     Example: Progress(stage="rl", stage_number=2, num_stages=2, mode="both", step=12, total_steps=100, reward=0.41)
     """
@@ -45,20 +44,20 @@ class Progress:
     accuracy: float | None = None
     """Newest evaluation, 0 to 1."""
     accuracy_step: int | None = None
-    """Policy version that was evaluated."""
+    """Evaluated policy version."""
     loss: float | None = None
     tokens_per_s: float | None = None
     staleness: float | None = None
     """Mean number of optimizer steps between sampling and training of the newest batch."""
     elapsed_s: float = 0.0
     eta_s: float | None = None
-    """Time left of this stage."""
+    """Estimated time left in this stage."""
     workers: int = 0
     notes: tuple[str, ...] = ()
-    """Present conditions, such as "explorers wait for the trainer". Events go to `ProgressView.note`."""
+    """Current conditions, such as "explorers wait for the trainer". Use `ProgressView.note` for events."""
 
     def columns(self) -> list[tuple[str, str]]:
-        """(label, text) of what is shown, in order; the text is "-" for what is not known."""
+        """Return (label, text) pairs in display order; unknown values are "-"."""
 
         def number(value: float | None, form: str) -> str:
             return "-" if value is None or math.isnan(value) else format(value, form)
@@ -66,7 +65,7 @@ class Progress:
         accuracy = number(self.accuracy, ".1%")
         if accuracy != "-" and self.accuracy_step is not None:
             accuracy += f" @{self.accuracy_step}"
-        # What matters first: 80 columns have room for seven of them in a row.
+        # Most important first: 80 columns have room for seven.
         return [
             ("step", f"{self.step}" if self.total_steps is None else f"{self.step}/{self.total_steps}"),
             ("reward", number(self.reward, ".3g")),
@@ -87,11 +86,11 @@ class Progress:
 
     @property
     def fraction(self) -> float | None:
-        """Done part of the stage, 0 to 1."""
+        """Completed fraction of the stage, 0 to 1."""
         return None if not self.total_steps else min(1.0, self.step / self.total_steps)
 
     def line(self) -> str:
-        """All of it in one line, without what is not known."""
+        """Format all known values in one line."""
         known = [f"{label} {text}" for label, text in self.columns() if text != "-"]
         return "  ".join([f"[{self.title}]", *known, *self.notes])
 
@@ -122,7 +121,7 @@ def duration(seconds: float) -> str:
 
 
 class ProgressView(AbstractContextManager["ProgressView"]):
-    """Shows the newest `Progress`; this base shows nothing (kind "none").
+    """Shows the newest `Progress`; the base class shows nothing (kind "none").
 
     Example:
         with ProgressView.create() as view:
@@ -130,8 +129,8 @@ class ProgressView(AbstractContextManager["ProgressView"]):
             view.note("worker tcp://10.0.0.7:4001 lost; 3 work units run again")
     """
 
-    #: At least this long between two refreshes.
     min_interval_s: float = 0.1
+    """Minimum time between two refreshes."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -141,12 +140,12 @@ class ProgressView(AbstractContextManager["ProgressView"]):
 
     @staticmethod
     def create(kind: ViewKind = "auto") -> ProgressView:
-        """The view of that kind; "auto" looks at where the output goes. Raises: ValueError."""
+        """Create a view; "auto" chooses it by the output. Raises: UserError: unknown kind."""
         if kind == "auto":
-            # The kernel of a notebook (Jupyter, Colab); IPython on a terminal has none.
+            # Notebooks (Jupyter, Colab) have a kernel; IPython on a terminal has none.
             ipython = sys.modules.get("IPython")
             kernel = getattr(ipython.get_ipython() if ipython else None, "kernel", None)
-            # On a terminal that can move its cursor.
+            # Redrawing needs a terminal that can move its cursor.
             can_redraw = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
             kind = "jupyter" if kernel is not None else "terminal" if can_redraw else "plain"
         views: dict[str, type[ProgressView]] = {
@@ -156,23 +155,23 @@ class ProgressView(AbstractContextManager["ProgressView"]):
             "none": ProgressView,
         }
         if kind not in views:
-            raise UserError(f"progress view {kind!r} is unknown: use auto, {', '.join(views)}")
+            raise UserError(f"unknown progress view {kind!r}; use auto, {', '.join(views)}")
         return views[kind]()
 
     def update(self, progress: Progress) -> None:
-        """Show `progress`, unless something was shown just now; a new stage is always shown."""
+        """Show `progress`, subject to the refresh interval; a new stage is always shown."""
         is_new_stage = self._newest is None or self._newest.stage_number != progress.stage_number
-        if is_new_stage:  # else a short stage might never be seen at its end
-            self._finish()  # the last state of the stage before
+        if is_new_stage:  # otherwise the end of a short stage might never be shown
+            self._finish()
         self._newest = progress
         if is_new_stage or self._clock() - self._shown_at >= self.min_interval_s:
             self._finish()
 
     def note(self, text: str) -> None:
-        """Tell an event; it stays on the page."""
+        """Show an event permanently."""
 
     def close(self) -> None:
-        """Show the last state and let go of the screen. Idempotent."""
+        """Show the last state and release the screen. Idempotent."""
         self._finish()
 
     def __exit__(self, *exc: object) -> None:
@@ -188,7 +187,7 @@ class ProgressView(AbstractContextManager["ProgressView"]):
 
 
 class PlainView(ProgressView):
-    """One line now and then, for logs and pipes."""
+    """Prints one line per interval, for logs and pipes."""
 
     min_interval_s = 5.0
 
@@ -197,7 +196,7 @@ class PlainView(ProgressView):
         self._out = out
 
     def note(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line."""
         self._print(f"note: {text}")
 
     def _show(self, progress: Progress) -> None:
@@ -208,14 +207,14 @@ class PlainView(ProgressView):
 
 
 class TerminalView(ProgressView):
-    """One panel that stays at the foot of the terminal; notes scroll above it."""
+    """Draws a panel at the bottom of the terminal; notes scroll above it."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        from rich.live import Live  # late, as in safe_console
+        from rich.live import Live  # late, see the module docstring
 
         super().__init__(clock)
         self._console = console or safe_console()
-        # Drawn when there is news, and by no thread of its own.
+        # Without a refresh thread; `_show` refreshes.
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="visible")
 
     def __enter__(self) -> ProgressView:
@@ -223,12 +222,12 @@ class TerminalView(ProgressView):
         return self
 
     def close(self) -> None:
-        """Leaves the last panel on the screen."""
+        """Leave the last panel on the screen."""
         super().close()
         self._live.stop()
 
     def note(self, text: str) -> None:
-        """A line above the panel."""
+        """Print a line above the panel."""
         self._console.print(safe(f"note: {text}"), style="yellow", markup=False, highlight=False)
 
     def _show(self, progress: Progress) -> None:
@@ -236,7 +235,7 @@ class TerminalView(ProgressView):
 
 
 def panel(progress: Progress) -> RenderableType:
-    """The panel of `TerminalView`."""
+    """Build the panel of `TerminalView`."""
     from rich.columns import Columns
     from rich.console import Group
     from rich.panel import Panel
@@ -247,7 +246,7 @@ def panel(progress: Progress) -> RenderableType:
     cells = [Text.assemble((f"{label}\n", "dim"), (text, "bold")) for label, text in progress.columns()]
     parts: list[RenderableType] = [Columns(cells, padding=(0, 3))]
     if progress.fraction is not None:
-        bar = Table.grid(expand=True)  # a bare bar does not end its line
+        bar = Table.grid(expand=True)  # a bare bar has no line end
         bar.add_row(ProgressBar(total=1.0, completed=progress.fraction))
         parts.insert(0, bar)
     parts += [Text(safe(note), style="yellow") for note in progress.notes]
@@ -255,15 +254,15 @@ def panel(progress: Progress) -> RenderableType:
 
 
 class JupyterView(ProgressView):
-    """One output area that is redrawn in place, with the last notes below."""
+    """Redraws one output area in place, with the last notes below."""
 
     max_notes = 8
 
     def __init__(self, display: Callable[..., Any] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`display`: as IPython's: called with the object and display_id=True, gives a handle with `update`."""
+        """display: like IPython's `display`; called with display_id=True, returns a handle with `update`."""
         super().__init__(clock)
         if display is None:
-            import IPython.display  # late: there only inside Jupyter
+            import IPython.display  # late: only available in Jupyter
 
             display = IPython.display.display
         self._display = display
@@ -271,7 +270,7 @@ class JupyterView(ProgressView):
         self._notes: list[str] = []
 
     def note(self, text: str) -> None:
-        """Kept with the last few, which are drawn below the panel."""
+        """Add a note; the last few are drawn below the panel."""
         self._notes.append(safe(text))
         if self._newest is not None:
             self._show(self._newest)

@@ -1,10 +1,9 @@
 """Trackers: TensorBoard, Weights & Biases, MLflow, SwanLab and trackio as views of the files of a run.
 
-A tracker is fed from storage (`TrackerFeed`), never by the roles themselves: what the files have, the tracker gets,
-whichever process died. The driver feeds those of the configuration; `rftdask track` feeds any other one, from another
-environment or when the run has ended. A tracker knows neither storage nor roles.
+A `TrackerFeed` feeds a tracker from storage, so it receives everything in the files, whichever process dies. The driver
+feeds the configured trackers; `rftdask track` feeds any other one, from another environment or after the run.
 
-Invariant: a row is logged at least once; after a crash of who feeds it the last few may be logged again.
+Invariant: a row is logged at least once; after a crash of the feeding process, the last few rows are logged again.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,24 +36,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of the run."""
+    """Run as seen by a tracker."""
 
     folder: Path
     """Local folder for the tracker's files."""
     project: str
     name: str
     config: Mapping[str, Any]
-    """For trackers that show configurations; holds no secrets."""
+    """Configuration without secrets, for trackers that show it."""
     is_temporary: bool = False
-    """Whether `folder` is lost with this process, because the run is not on a local file system."""
+    """True if `folder` is lost with this process, because the run is not on a local file system."""
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """One answer of the policy, as a row of a table."""
+class RolloutRow:
+    """One rollout, as a row of a table."""
 
     task: str
-    """Its group: "gsm8k/0/17"."""
+    """Name of the group, for example "gsm8k/0/17"."""
     rollout: int
     prompt: str
     response: str
@@ -63,55 +63,55 @@ class Rollout:
     status: str
 
 
-COLUMNS = ("step", *(each.name for each in fields(Rollout)))
-"""Of a table of rollouts; the first is the explore step."""
+COLUMNS = ("step", *(field.name for field in fields(RolloutRow)))
+"""Columns of a table of rollouts; "step" is the explore step."""
 
 
 class Tracker(ABC):
-    """Where a run is shown while it goes on. Made as `Tracker(run, **monitor_args)`."""
+    """A service that shows a run. Created as `Tracker(run, **monitor_args)`."""
 
     monitor_type: ClassVar[str] = ""
-    """Name in a configuration. A class without one is named as `package.module.Name`."""
+    """Name in a configuration. Classes without a name are configured as `package.module.Name`."""
     keeps_history: bool = True
-    """Whether a new tracker for the same run continues what the former one logged."""
+    """True if a new tracker for the same run continues the log of the previous one."""
 
     @abstractmethod
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
-        """Show `metrics` as `<role>/<name>` at `step`; `time_s` is when they were measured, Unix seconds."""
+        """Show `metrics` as `<role>/<name>` at `step`; `time_s` is the time of measurement in Unix seconds."""
 
-    def log_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:  # noqa: B027 -- not all have tables
-        """Show answers of an explore step. They are read only for a tracker that overrides this."""
+    def log_rollouts(self, step: int, rollouts: Sequence[RolloutRow]) -> None:  # noqa: B027 -- not all have tables
+        """Show rollouts of an explore step. They are read only for trackers that override this method."""
 
     def flush(self) -> None:  # noqa: B027 -- most trackers have nothing to flush
-        """Hand over what is still in memory."""
+        """Send everything that is still in memory."""
 
     def close(self) -> None:  # noqa: B027 -- as above
-        """Flush and end. Idempotent."""
+        """Flush and close. Idempotent."""
 
 
 class NoTracker(Tracker):
-    """Shows nothing; the files in the run folder are complete anyway."""
+    """Tracker that shows nothing; the files in the run folder are complete without it."""
 
     monitor_type: ClassVar[str] = "none"
 
     def __init__(self, run: TrackedRun) -> None: ...
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class TensorBoardTracker(Tracker):
-    """Event files in `<folder>/tensorboard/<role>`, by the tensorboard package alone (no torch, no TensorFlow)."""
+    """Event files in `<folder>/tensorboard/<role>`, written by the tensorboard package (no torch, no TensorFlow)."""
 
     monitor_type: ClassVar[str] = "tensorboard"
 
     def __init__(self, run: TrackedRun) -> None:
         with _extra("tensorboard"):
-            # Late: half a second.
+            # late: half a second
             from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
             from tensorboard.plugins.text.metadata import create_summary_metadata
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        # Files that are lost with this process cannot be gone on with, so the next tracker gets all rows again.
+        # Files in a temporary folder cannot be continued, so the next tracker receives all rows again.
         self.keeps_history = not run.is_temporary
         self.folder = run.folder / "tensorboard"
         self._event, self._summary, self._open = event_pb2.Event, summary_pb2.Summary, EventFileWriter
@@ -120,12 +120,12 @@ class TensorBoardTracker(Tracker):
         self._writers: dict[str, Any] = {}
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
-        """One event; each role has a writer, and so a curve, of its own."""
+        """Write one event; each role has its own writer and therefore its own curve."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._add(role, step, values, time_s)
 
-    def log_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """A table in the tab of texts."""
+    def log_rollouts(self, step: int, rollouts: Sequence[RolloutRow]) -> None:
+        """Write a table in the tab of texts."""
         text = self._tensor(dtype=self._text, string_val=[markdown_table(step, rollouts).encode()])
         self._add("explorer", step, [self._summary.Value(tag="rollouts", metadata=self._about_text, tensor=text)], None)
 
@@ -142,56 +142,18 @@ class TensorBoardTracker(Tracker):
             writer.flush()
 
     def close(self) -> None:
-        """Flushes and closes the writers; a later `log` would open new files."""
+        """Flush and close the writers; a later `log` would open new files."""
         while self._writers:
             self._writers.popitem()[1].close()
 
 
-class WandbTracker(Tracker):
-    """One Weights & Biases run, continued by name; without an API key it is written offline, to be synced later."""
-
-    monitor_type: ClassVar[str] = "wandb"
-
-    def __init__(self, run: TrackedRun, **args: Any) -> None:
-        """args: further arguments of `wandb.init`."""
-        with _extra("wandb"):
-            import wandb  # late: an optional package
-        run.folder.mkdir(parents=True, exist_ok=True)
-        if wandb.api.api_key is None and "mode" not in args:
-            # Its init would ask on the terminal, for ever in a batch job.
-            args = {"mode": os.environ.get("WANDB_MODE", "offline"), **args}
-        identity = _plain(f"{run.project}-{run.name}")
-        settings = {"project": run.project, "name": run.name, "id": identity, "resume": "allow", "dir": str(run.folder)}
-        self._run: Any = wandb.init(**{**settings, "config": dict(run.config), **args})
-        self._roles: set[str] = set()
-        self._table = wandb.Table(columns=list(COLUMNS), log_mode="INCREMENTAL")
-
-    def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
-        """`time_s` is not told: a run of Weights & Biases has its own clock."""
-        # Each role counts its own steps, so wandb's one global step cannot be used.
-        if role not in self._roles:
-            self._run.define_metric(f"{role}/*", step_metric=f"{role}/step")
-            self._roles.add(role)
-        self._run.log({f"{role}/step": step, **{f"{role}/{key}": value for key, value in metrics.items()}})
-
-    def log_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Rows of one table, which grows: of tables that are logged one by one only the last would be seen."""
-        for row in table_rows(step, rollouts):
-            self._table.add_data(*row)
-        self._run.log({"explorer/step": step, "rollouts": self._table})
-
-    def close(self) -> None:
-        """Waits until what was logged is uploaded, or written where it is offline."""
-        self._run.finish()
-
-
 class MlflowTracker(Tracker):
-    """One MLflow run, found again by its name; by default in `<folder>/mlflow` unless MLFLOW_TRACKING_URI is set."""
+    """One MLflow run, continued by its name; in `<folder>/mlflow` unless MLFLOW_TRACKING_URI is set."""
 
     monitor_type: ClassVar[str] = "mlflow"
 
     def __init__(self, run: TrackedRun, tracking_uri: str | None = None, tags: Mapping[str, str] | None = None) -> None:
-        # It reports its use to its makers, and where it cannot, each of its calls waits for that.
+        # Without network, each call of MLflow would wait for its telemetry.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         with _extra("mlflow"):
             import mlflow  # late: an optional package
@@ -199,127 +161,163 @@ class MlflowTracker(Tracker):
         run.folder.mkdir(parents=True, exist_ok=True)
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            # mlflow-skinny has no database, and mlflow asks for this consent before it writes files.
+            # mlflow-skinny has no database, and mlflow requires this variable to write files.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (run.folder / "mlflow").resolve().as_uri()
         self._metric = Metric
         self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
         experiment = self._client.get_experiment_by_name(run.project)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
-        # It stands between such quotes in the query below.
-        own_name = run.name.replace("'", "")
-        query = f"tags.rftdask_run = '{own_name}'"
-        known = self._client.search_runs([experiment_id], query, max_results=1)
-        tags = {"rftdask_run": own_name, **(tags or {})}
-        found = known[0] if known else self._client.create_run(experiment_id, run_name=run.name, tags=tags)
-        self._run_id: str = found.info.run_id
+        quoted_name = run.name.replace("'", "")  # for the query
+        query = f"tags.rftdask_run = '{quoted_name}'"
+        existing = self._client.search_runs([experiment_id], query, max_results=1)
+        tags = {"rftdask_run": quoted_name, **(tags or {})}
+        mlflow_run = existing[0] if existing else self._client.create_run(experiment_id, run_name=run.name, tags=tags)
+        self._run_id: str = mlflow_run.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
-        # A run that was found has it already, from its first start.
-        if not known:
+        if not existing:
             self._client.log_dict(self._run_id, dict(run.config), "config.json")
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
-        """One batch; times are milliseconds, and characters that MLflow refuses in names become "_"."""
+        """Log one batch; times are in milliseconds, and characters that MLflow rejects in names become "_"."""
         now_ms = int(1000 * (time_s or 0))
         names = {key: re.sub(r"[^\w\-. /]", "_", f"{role}/{key}") for key in metrics}
         rows = [self._metric(names[key], value, now_ms, step) for key, value in metrics.items()]
         self._client.log_batch(self._run_id, metrics=rows)
 
-    def log_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """A file for each step, which MLflow shows as a table: one for all would be read again for each step."""
+    def log_rollouts(self, step: int, rollouts: Sequence[RolloutRow]) -> None:
+        """Log one file per step, which MLflow shows as a table; a single file would be read again at each step."""
         table = {"columns": COLUMNS, "data": table_rows(step, rollouts)}
         self._client.log_dict(self._run_id, table, f"rollouts/{step:08d}.json")
 
     def close(self) -> None:
-        """Marks the run as finished; a tracker that comes later marks it as running again."""
+        """Mark the run as finished; a later tracker marks it as running again."""
         self._client.set_terminated(self._run_id)
 
 
-class SwanLabTracker(Tracker):
-    """One SwanLab experiment, continued by its id; without an API key it is written offline, to be synced later."""
+class _WandbStyleTracker(Tracker):
+    """Base of trackers whose packages share the API of Weights & Biases: `init`, `log` and `finish`."""
+
+    def __init__(self, run: TrackedRun, **args: Any) -> None:
+        """args: further arguments of the package's `init`."""
+        with _extra(self.monitor_type):
+            self._package: Any = import_module(self.monitor_type)
+        settings = {"project": _plain(run.project), "name": run.name, "config": dict(run.config)}
+        self._run: Any = self._package.init(**{**settings, **self._settings(run, args), **args})
+
+    @abstractmethod
+    def _settings(self, run: TrackedRun, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of `init` for this package; `args` takes precedence over them."""
+
+    @abstractmethod
+    def _table(self, step: int, rollouts: Sequence[RolloutRow]) -> Any:
+        """Table of the package with these rollouts."""
+
+    def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
+        """Log metrics; `time_s` is ignored, because the package uses its own clock."""
+        self._run.log({f"{role}/{key}": value for key, value in metrics.items()}, step=step)
+
+    def log_rollouts(self, step: int, rollouts: Sequence[RolloutRow]) -> None:
+        """Log one table per step."""
+        self._run.log({"rollouts": self._table(step, rollouts)}, step=step)
+
+    def close(self) -> None:
+        """Wait until everything is uploaded, or written to disk in offline mode."""
+        self._run.finish()
+
+
+class WandbTracker(_WandbStyleTracker):
+    """One Weights & Biases run, continued by name; offline without an API key, to be synchronized later."""
+
+    monitor_type: ClassVar[str] = "wandb"
+
+    def __init__(self, run: TrackedRun, **args: Any) -> None:
+        """args: further arguments of `wandb.init`."""
+        super().__init__(run, **args)
+        self._roles: set[str] = set()
+        self._rollouts = self._package.Table(columns=list(COLUMNS), log_mode="INCREMENTAL")
+
+    def _settings(self, run: TrackedRun, args: Mapping[str, Any]) -> dict[str, Any]:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        identity = {"project": run.project, "id": _plain(f"{run.project}-{run.name}"), "resume": "allow"}
+        settings = {**identity, "dir": str(run.folder)}
+        if self._package.api.api_key is None:
+            # Without a key, init would prompt on the terminal and block a batch job forever.
+            settings["mode"] = os.environ.get("WANDB_MODE", "offline")
+        return settings
+
+    def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
+        """Log metrics; `time_s` is ignored, because wandb uses its own clock."""
+        # Each role has its own step metric, because a run has only one global step.
+        if role not in self._roles:
+            self._run.define_metric(f"{role}/*", step_metric=f"{role}/step")
+            self._roles.add(role)
+        self._run.log({f"{role}/step": step, **{f"{role}/{key}": value for key, value in metrics.items()}})
+
+    def log_rollouts(self, step: int, rollouts: Sequence[RolloutRow]) -> None:
+        """Add rows to one table, because wandb shows only the last of several tables."""
+        self._run.log({"explorer/step": step, "rollouts": self._table(step, rollouts)})
+
+    def _table(self, step: int, rollouts: Sequence[RolloutRow]) -> Any:
+        for row in table_rows(step, rollouts):
+            self._rollouts.add_data(*row)
+        return self._rollouts
+
+
+class SwanLabTracker(_WandbStyleTracker):
+    """One SwanLab experiment, continued by its id; offline without an API key, to be synchronized later."""
 
     monitor_type: ClassVar[str] = "swanlab"
 
-    def __init__(self, run: TrackedRun, **args: Any) -> None:
-        """args: further arguments of `swanlab.init`."""
-        with _extra("swanlab"):
-            import swanlab  # late: an optional package
-        # Its init would ask on the terminal. A run that is not online has no id there: each start is an experiment.
+    def _settings(self, run: TrackedRun, args: Mapping[str, Any]) -> dict[str, Any]:
+        # Without a key, init would prompt on the terminal.
         mode = args.get("mode") or os.environ.get("SWANLAB_MODE") or ("online" if _swanlab_key() else "offline")
-        settings = {
-            "project": _plain(run.project),
-            "name": run.name,
-            "mode": mode,
-            "log_dir": str(run.folder / "swanlab"),
-        }
-        if mode == "online":
+        settings = {"mode": mode, "log_dir": str(run.folder / "swanlab")}
+        if mode == "online":  # offline runs have no id, so each start is a new experiment
             settings |= {"id": _plain(f"{run.project}-{run.name}"), "resume": "allow"}
-        self._swanlab = swanlab
-        self._run: Any = swanlab.init(**{**settings, "config": dict(run.config), **args})
+        return settings
 
     def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
-        """`time_s` is not told: SwanLab has its own clock. A curve has no place for a value that is no number."""
-        finite = {f"{role}/{key}": value for key, value in metrics.items() if math.isfinite(value)}
-        if finite:
-            self._run.log(finite, step=step)
+        """Log the finite metrics; SwanLab accepts no others. `time_s` is ignored."""
+        if finite := {key: value for key, value in metrics.items() if math.isfinite(value)}:
+            super().log(role, step, finite)
 
-    def log_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """A table at each step."""
-        table = self._swanlab.echarts.Table().add(list(COLUMNS), table_rows(step, rollouts))
-        self._run.log({"rollouts": table}, step=step)
-
-    def close(self) -> None:
-        """Waits until what was logged is uploaded, or written where it is offline."""
-        self._run.finish()
+    def _table(self, step: int, rollouts: Sequence[RolloutRow]) -> Any:
+        return self._package.echarts.Table().add(list(COLUMNS), table_rows(step, rollouts))
 
 
-class TrackioTracker(Tracker):
-    """One trackio run, continued by its name; in trackio's folder, or on the server or Space that `args` name."""
+class TrackioTracker(_WandbStyleTracker):
+    """One trackio run, continued by its name, in trackio's folder or on the server or Space given in `args`."""
 
     monitor_type: ClassVar[str] = "trackio"
 
-    def __init__(self, run: TrackedRun, **args: Any) -> None:
-        """args: further arguments of `trackio.init`."""
-        with _extra("trackio"):
-            import trackio  # late: an optional package
-        self._trackio = trackio
-        settings = {"project": _plain(run.project), "name": run.name, "resume": "allow", "embed": False}
-        self._run: Any = trackio.init(**{**settings, "config": dict(run.config), **args})
+    def _settings(self, run: TrackedRun, args: Mapping[str, Any]) -> dict[str, Any]:
+        return {"resume": "allow", "embed": False}
 
-    def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
-        """`time_s` is not told: trackio has its own clock."""
-        self._run.log({f"{role}/{key}": value for key, value in metrics.items()}, step=step)
-
-    def log_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """A table at each step."""
+    def _table(self, step: int, rollouts: Sequence[RolloutRow]) -> Any:
         import pandas as pd  # late: half a second
 
-        frame = pd.DataFrame(table_rows(step, rollouts), columns=list(COLUMNS))
-        self._run.log({"rollouts": self._trackio.Table(dataframe=frame)}, step=step)
-
-    def close(self) -> None:
-        """Waits until what was logged is written or sent."""
-        self._run.finish()
+        return self._package.Table(dataframe=pd.DataFrame(table_rows(step, rollouts), columns=list(COLUMNS)))
 
 
 def _swanlab_key() -> bool:
-    """Whether somebody has logged in, by the variable or by `swanlab login`."""
+    """Return True if an API key is available, from the environment or from `swanlab login`."""
     folder = Path(os.environ.get("SWANLAB_SAVE_DIR", "~/.swanlab")).expanduser()
     return "SWANLAB_API_KEY" in os.environ or (folder / ".netrc").exists()
 
 
 def _plain(name: str) -> str:
-    """A name of letters, digits, "_" and "-", 64 at most; the same at every start, so that a run is found again."""
+    """Reduce a name to at most 64 letters, digits, "_" and "-", in the same way at each start."""
     return re.sub(r"[^\w-]", "-", name)[-64:]
 
 
-def table_rows(step: int, rollouts: Sequence[Rollout]) -> list[list[Any]]:
-    """Rows of a table with COLUMNS."""
+def table_rows(step: int, rollouts: Sequence[RolloutRow]) -> list[list[Any]]:
+    """Return rows with the columns `COLUMNS`."""
     return [[step, *astuple(rollout)] for rollout in rollouts]
 
 
-def markdown_table(step: int, rollouts: Sequence[Rollout]) -> str:
-    """The same as Markdown."""
+def markdown_table(step: int, rollouts: Sequence[RolloutRow]) -> str:
+    """Return the rows of `table_rows` as a Markdown table."""
 
     def cell(value: Any) -> str:
         return html.escape(str(value)).replace("|", "&#124;").replace("\n", "<br>")
@@ -339,42 +337,42 @@ def make_tracker(
     args: Mapping[str, Any] | None = None,
     plugin_dirs: Sequence[str] = (),
 ) -> Tracker:
-    """The tracker that `monitor_type` names: a registered one, `package.module.Name`, or one of `plugin_dirs`.
+    """Create a tracker.
 
     Args:
-        folder: local path of `<run>/monitor`; None when the run is not on a local file system, then the tracker's
-            files go to a temporary folder of this machine, named in a warning. The metrics files are complete anyway.
-        config: shown by trackers that show configurations; must hold no secrets.
-        args: `monitor_args`, the further arguments of the tracker.
-    Raises: UserError: an unknown type or argument, or its package is not installed.
+        monitor_type: registered name, `package.module.Name`, or a class in `plugin_dirs`.
+        folder: local path of `<run>/monitor`. None: the run is not on a local file system, so the tracker's files go
+            to a temporary folder, which is logged as a warning.
+        config: configuration without secrets, for trackers that show it.
+        args: `monitor_args`, further arguments of the tracker.
+    Raises: UserError: unknown type or argument, or its package is not installed.
     """
     registered = read_parts("rftdask.monitor.trackers", "monitor_type")
     tracker = find_part("monitor", monitor_type, registered, plugin_dirs)
     args = fill_from_environment(args or {})
     bind_arguments("monitor.monitor_args", tracker, args, supplied=1)
     is_temporary = folder is None
-    # Before any folder is made for it.
-    if tracker is NoTracker:
+    if tracker is NoTracker:  # before a folder is created
         return NoTracker(TrackedRun(Path(), project, name, {}))
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="rftdask-monitor-"))
         logger.warning(
             "the run is not on a local file system: files of monitor_type %s are in %s", monitor_type, folder
         )
-    made: Tracker = tracker(TrackedRun(folder, project, name, config or {}, is_temporary), **(args or {}))
-    return made
+    instance: Tracker = tracker(TrackedRun(folder, project, name, config or {}, is_temporary), **(args or {}))
+    return instance
 
 
 class TrackerFeed:
-    """Gives a tracker the rows of a run. Where it has come to is kept on storage, for the next driver.
+    """Feeds the rows of a run to a tracker, and keeps its position on storage for the next driver.
 
-    A tracker that raises is set aside with a warning (`error`), because it must not end a training run: the rows
-    are in the files, and the next driver goes on from the last cursor.
+    A tracker that raises is disabled with a warning (see `error`), because it must not end the run. The next driver
+    continues from the last stored position.
 
     Example:
         feed = TrackerFeed(storage, make_tracker("tensorboard", folder=..., project="p", name="n"), "tensorboard")
-        feed.poll()   # now and then
-        feed.close()  # the rest, then the tracker
+        feed.poll()   # repeatedly
+        feed.close()  # logs the remaining rows, then closes the tracker
     """
 
     def __init__(
@@ -382,9 +380,9 @@ class TrackerFeed:
         storage: Storage,
         tracker: Tracker,
         monitor_type: str,
-        read_rollouts: Callable[[int], Sequence[Rollout]] | None = None,
+        read_rollouts: Callable[[int], Sequence[RolloutRow]] | None = None,
     ) -> None:
-        """read_rollouts: gives answers of an explore step, for a tracker that shows them."""
+        """read_rollouts: returns rollouts of an explore step, for trackers that show them."""
         self._storage, self._tracker = storage, tracker
         shows = type(tracker).log_rollouts is not Tracker.log_rollouts
         self._read_rollouts = read_rollouts if shows else None
@@ -401,22 +399,22 @@ class TrackerFeed:
         if self.error:
             return 0
         rows = self._follower.poll()
-        # The cursor after the rows: a crash between the two logs them again, which no tracker minds, and loses none.
+        # Store the position after the rows: a crash in between logs rows again, but never loses any.
         if rows and self._try(lambda: self._log(rows)):
             self._storage.put(self._path, json.dumps(self._follower.cursor).encode())
         return 0 if self.error else len(rows)
 
     def close(self) -> None:
-        """Log the rest, then close the tracker. Raises: StorageError."""
+        """Log the remaining rows, then close the tracker. Raises: StorageError."""
         self.poll()
-        self._try(self._tracker.close)  # also one that has failed: it may hold files or a connection
+        self._try(self._tracker.close)  # even after a failure, since it may hold files or a connection
 
     def _log(self, rows: list[MetricsRow]) -> None:
         for row in rows:
-            # A tag that is not the stage tells apart rows of one step, so it must be in the name.
+            # Tags other than the stage distinguish rows of one step, so they become part of the name.
             prefix = "".join(f"{value}/" for tag, value in sorted(row.tags.items()) if tag != "stage")
             self._tracker.log(row.role, row.step, {prefix + k: v for k, v in row.metrics.items()}, row.time_s)
-            # An explore step is committed before its metrics are written, so what is shown of it is whole.
+            # An explore step is committed before its metrics are written, so its rollouts are complete.
             if row.role == "explorer" and self._read_rollouts and (rollouts := self._read_rollouts(row.step)):
                 self._tracker.log_rollouts(row.step, rollouts)
         self._tracker.flush()
@@ -424,16 +422,16 @@ class TrackerFeed:
     def _try(self, call: Callable[[], None]) -> bool:
         try:
             call()
-        except Exception as error:  # whatever a tracker's package raises; see the class
-            # The first error is the cause: closing a tracker that has failed often fails as well.
+        except Exception as error:  # packages raise arbitrary errors; see the class docstring
+            # Keep the first error, since closing a failed tracker often fails as well.
             self.error = self.error or error
-            logger.warning("%s failed and is not fed any more: %s", type(self._tracker).__name__, error, exc_info=True)
+            logger.warning("%s failed and is disabled: %s", type(self._tracker).__name__, error, exc_info=True)
         return self.error is None
 
 
 @contextmanager
 def _extra(package: str) -> Iterator[None]:
-    """Names the extra to install when an import in its block fails."""
+    """Raise UserError with the extra to install if an import in the block fails."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -37,7 +37,7 @@ class Meter:
         self._gpus = _Gpus(nvml) if visible_gpus() else None
 
     def __call__(self, _worker: object = None) -> Mapping[str, float]:
-        """Metrics by name, as `monitor.explain` tells of them, at most some seconds old; empty at the beginning."""
+        """Metrics by name (see `reports.metric_table`), at most some seconds old; empty at the beginning."""
         passed = self._clock() - self._read_s
         if passed < (_EVERY_S if self._told else _FIRST_S):
             return self._told

@@ -51,8 +51,8 @@ TORCH = "torch"
 """What checking an algorithm takes longest to import."""
 TOKENIZERS = ("transformers.models", "transformers.tokenization_utils_tokenizers")
 """What having a tokenizer imports, and loading any model, too; none of it loads torch."""
-REGISTERED = "rftdask.config.schema.registered"
-"""What has read the parts that a configuration may name."""
+REGISTERED = "rftdask.config.parts"
+"""Module that imports the schema of a configuration."""
 ADDRESS = "RFTDASK_NURSERY"
 """Environment of a worker: the socket of the nursery that forks for it."""
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)

@@ -1,5 +1,5 @@
-"""Reports: the one reader of a run. Everything that shows a run (command line, report page, studio, notebooks) reads it
-here: the run's files (run_reader.py), its state (status.py), summary, charts, metric table, and lineage/ (trace, SQL).
+"""Reports: the only reader of a run, used by the command line, the report file, the studio and notebooks.
 
-It only reads; it knows neither Dask nor the roles.
+The files of a run (run_reader.py), its status (status.py) and jobs (jobs.py), summary, charts, the metric table, its
+lineage as traces and SQL (lineage/), and HTML pages (page/). Reports never write to a run, except for `report.html`.
 """

@@ -1,8 +1,7 @@
 """Charts: metrics as matplotlib figures, for notebooks.
 
-Each stage has a panel of its own, all of them equally wide, since a stage of 16 steps may be what a run is about and
-256 steps before it only its preparation. It knows neither storage nor HTML pages, and uses no global state of
-matplotlib (no pyplot), which is imported late, as pandas is: together a second that only who draws pays.
+Each stage has its own panel of equal width, since 16 steps of one stage can matter more than 256 steps of warm-up. No
+global state of matplotlib (pyplot) is used. matplotlib and pandas are imported late: together they take a second.
 """
 
 from __future__ import annotations
@@ -20,30 +19,30 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
 Stages = Sequence[tuple[str, "pd.DataFrame"]]
-"""(stage name, its metrics as `read_metrics` gives them), in the order the stages ran."""
+"""(stage name, metrics in the format of `read_metrics`), in the order of the stages."""
 
 _TEXT, _GRID = "#52525b", "#d4d4d8"
 _SERIES = ("#2a6fdb", "#c2570c", "#0f8a6c", "#7a4fd0", "#b0327a", "#7d6b00")
 
 _SMOOTH_FROM = 40
-"""With more points than this a curve is drawn faint, under its mean over a window."""
+"""A curve with more points is drawn faintly, under its moving average."""
 _MARKS_UP_TO = 20
-"""With at most so many points each is marked."""
+"""A curve with at most this many points has markers."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: `metric` of the first of `roles` that has it; one curve per taskset tag."""
+    """One chart: `metric` of the first role that has it, with one curve per taskset."""
 
     metric: str
     roles: tuple[str, ...]
     x_label: str = "optimizer step"
     one_scale: bool = True
-    """Whether the stages share the y axis; the losses of two algorithms have nothing in common."""
+    """True if the stages share the y axis. The losses of two algorithms are not comparable."""
 
     @property
     def title(self) -> str:
-        """What is measured, and its unit."""
+        """Label and unit of the metric."""
         return f"{METRICS[self.metric].label} ({METRICS[self.metric].unit})"
 
 
@@ -63,25 +62,25 @@ CHARTS = (
 
 @dataclass(frozen=True)
 class Panel:
-    """What one stage measured of a chart: (steps, values) of each curve by its taskset, "" where there is none."""
+    """Data of one stage: (steps, values) of each curve by taskset, "" without one."""
 
     stage: str
     curves: dict[str, tuple[list[int], list[float]]]
 
 
 def panels_of(chart: Chart, stages: Stages) -> list[Panel]:
-    """One for each stage that measured the metric, in order."""
+    """Return a panel for each stage with the metric, in order."""
     panels = []
     for name, metrics in stages:
         if chart.metric not in metrics:
             continue
         rows = metrics.dropna(subset=[chart.metric])
-        # One role alone: the same name of two roles counts other rows, such as all rollouts and the trained ones.
+        # One role only: the explorer's value covers all rollouts, the trainer's only the trained ones.
         role = next((role for role in chart.roles if (rows["role"] == role).any()), None)
         if role is None:
             continue
         rows = rows[rows["role"] == role]
-        # No row of a stage without evaluations has the tag; else it is "" where it is missing.
+        # The column is missing if no row of the stage has the tag.
         parts = rows.groupby("taskset", sort=False) if "taskset" in rows else [("", rows)]
         curves = {str(taskset): (part["step"].tolist(), part[chart.metric].tolist()) for taskset, part in parts}
         panels.append(Panel(name, curves))
@@ -89,7 +88,7 @@ def panels_of(chart: Chart, stages: Stages) -> list[Panel]:
 
 
 def plot_metrics(metrics: pd.DataFrame | Stages) -> Figure:
-    """All charts that have data, on one figure, three in a row. `metrics`: of one run, or of its stages."""
+    """Draw all charts with data on one figure, three per row. metrics: of one run, or of its stages."""
     import pandas as pd
     from matplotlib.figure import Figure
 
@@ -108,8 +107,8 @@ def plot_metrics(metrics: pd.DataFrame | Stages) -> Figure:
         figure.savefig(buffer, format="svg")
         return buffer.getvalue()
 
-    # A bare Figure shows itself in a notebook only after pyplot was set up there; this one always does.
-    setattr(figure, "_repr_svg_", svg)  # noqa: B010 -- no attribute that matplotlib declares
+    # Without pyplot, a notebook displays a Figure only through this method.
+    setattr(figure, "_repr_svg_", svg)  # noqa: B010 -- matplotlib does not declare it
     return figure
 
 
@@ -117,7 +116,7 @@ def _draw(figure: Figure | SubFigure, chart: Chart, panels: list[Panel], *, name
     import pandas as pd
     from matplotlib.ticker import MaxNLocator
 
-    # A taskset has its color in all stages.
+    # A taskset has the same color in all stages.
     tasksets = dict.fromkeys(taskset for panel in panels for taskset in panel.curves)
     colors = dict(zip(tasksets, itertools.cycle(_SERIES), strict=False))
     axes_P = figure.subplots(1, len(panels), sharey=chart.one_scale, squeeze=False)[0]
@@ -125,9 +124,9 @@ def _draw(figure: Figure | SubFigure, chart: Chart, panels: list[Panel], *, name
         for taskset, (x, y) in panel.curves.items():
             if len(x) > _SMOOTH_FROM:
                 axes.plot(x, y, color=colors[taskset], linewidth=1.0, alpha=0.3)
-                # Over it the mean of the tenth of the points around each.
+                # Moving average over a tenth of the points.
                 y = pd.Series(y).rolling(max(2, len(y) // 10), min_periods=1, center=True).mean().tolist()
-            # With few points a line alone would hide how few.
+            # With few points, a line without markers would hide their number.
             marks: dict[str, Any] = {"marker": "o", "markersize": 3.5} if len(x) <= _MARKS_UP_TO else {}
             axes.plot(x, y, color=colors[taskset], linewidth=1.8, label=taskset, **marks)
         if name_stages:

@@ -1,7 +1,6 @@
-"""Summary: what a finished (or failed, or stopped) run has to tell a person, and how a terminal shows it.
+"""Summary: the results of a finished, failed or stopped run, read from its files, and their display in a terminal.
 
-Plain values, filled in from the files of the run; the same `RunSummary` makes the terminal's last words and the HTML
-report.
+The terminal and the HTML report show the same `RunSummary`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from rftdask.buffer.log import open_log
 from rftdask.config import Config
 from rftdask.monitor.progress import duration
 from rftdask.reports.metric_table import METRICS, WINDOW
-from rftdask.reports.run_reader import Accuracy, Stage, tell_use
+from rftdask.reports.run_reader import Accuracy, StageReader, format_use
 from rftdask.run.run_folder import package_versions
 from rftdask.storage import open_storage
 from rftdask.storage.safe_text import mask, safe, safe_console
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 NUM_SAMPLES = 5
-_LOOKED_AT = ("reward", "response_length", "truncated", "flat_groups", "rollout_entropy", "kl", "loss", "staleness")
-"""Of which the first and the last steps are compared."""
+_COMPARED = ("reward", "response_length", "truncated", "flat_groups", "rollout_entropy", "kl", "loss", "staleness")
+"""Metrics whose first and last steps are compared."""
 
 Interval = tuple[float, float]
 
@@ -43,16 +42,16 @@ _FILES = {
     "run.json": "settings, versions, seed",
     "schedule/": "tasks chosen by learned difficulty",
     "experiences/": "every rollout, as immutable shards",
-    "ledger/": "what each optimizer step trained",
-    "eval/": "answers of the evaluations",
-    "metrics/": "all numbers, as JSON lines",
-    "log/": "what each role logged",
+    "ledger/": "experiences trained by each optimizer step",
+    "eval/": "answers to evaluations",
+    "metrics/": "all metrics, as JSON lines",
+    "log/": "logs of each role",
 }
 
 
 @dataclass(frozen=True)
 class StageSummary:
-    """One stage. Accuracies are those of its first and last evaluation, 0 to 1; None when there was none."""
+    """One stage. Accuracies are of its first and last evaluation, 0 to 1; None without evaluations."""
 
     name: str
     mode: str = ""
@@ -62,12 +61,12 @@ class StageSummary:
     first_accuracy: float | None = None
     last_accuracy: float | None = None
     eval_losses: tuple[float, ...] = ()
-    """The first and the last loss on held-out rows, in nats; one where it was measured once."""
+    """First and last loss on held-out rows, in nats; only one if it was measured once."""
 
 
 @dataclass(frozen=True)
 class SampleAnswer:
-    """One eval task and what the policy answered before and after training."""
+    """One eval task and the policy's answers before and after training."""
 
     prompt: str
     truth: str = ""
@@ -79,19 +78,19 @@ class SampleAnswer:
 
 @dataclass(frozen=True)
 class Change:
-    """A metric in the first and in the last steps of a stage, each the mean of at most WINDOW of them."""
+    """A metric in the first and the last steps of a stage, averaged over at most WINDOW steps each."""
 
     stage: str
     metric: str
     first: float
     last: float
     error: float = math.nan
-    """Standard error of their difference, from the spread of the steps."""
+    """Standard error of the difference, from the spread of the steps."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """All of a run that is not a curve.
+    """Results of a run, except curves.
 
     Example: RunSummary(run_name="countdown", run_url="/scratch/runs/demo/countdown", status="finished", seconds=812.0)
     """
@@ -108,38 +107,38 @@ class RunSummary:
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     accuracy_error: float = math.nan
-    """Standard error of their difference, from the numbers of answers; nan where it is not known."""
+    """Standard error of the difference, from the numbers of answers; nan if unknown."""
     num_answers: tuple[int, int] = (0, 0)
-    """To the first and to the last evaluation; 0 where it is not known."""
+    """Numbers of answers to the first and the last evaluation; 0 if unknown."""
     seed: int | None = None
     samples: tuple[SampleAnswer, ...] = ()
     changes: tuple[Change, ...] = ()
-    """In the order of the stages."""
+    """Changes, in the order of the stages."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Experiences of all stages: "committed", "trained", "waiting", then the dropped ones by reason."""
+    """Numbers of experiences in all stages: "committed", "trained", "waiting", then dropped ones by reason."""
     auxiliary: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Auxiliary model -> calls, failures, tokens and cost of all stages."""
+    """Calls, failures, tokens and cost in all stages, by auxiliary model."""
     time_split: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of wall time by what they went to: "training", "generating", "both", "neither"."""
+    """Seconds of wall time by activity: "training", "generating", "both", "neither"."""
     versions: Mapping[str, str] = field(default_factory=dict)
     config_yaml: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Path below the run -> what it is."""
+    """Path below the run -> description."""
     next_commands: Mapping[str, str] = field(default_factory=dict)
-    """Command -> what it does."""
+    """Command -> description."""
     error: str = ""
-    """Why it failed or stopped."""
+    """Reason of a failure or stop."""
     warnings: tuple[str, ...] = ()
-    """Why it learned nothing, a line each."""
+    """Reasons why the run does not learn, one line each."""
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Reason -> experiences."""
+        """Number of dropped experiences by reason."""
         return {name: count for name, count in self.counts.items() if name not in ("committed", "trained", "waiting")}
 
     @property
     def adds_up(self) -> bool:
-        """committed = trained + dropped + waiting."""
+        """True if committed = trained + dropped + waiting."""
         return 2 * self.counts.get("committed", 0) == sum(self.counts.values())
 
 
@@ -149,54 +148,60 @@ def percent(value: float | None) -> str:
 
 
 def learned(summary: RunSummary) -> str:
-    """One sentence: what the run has learned. Example: "accuracy 12.0% -> 61.5% (+49.5 points, standard error 8.3, 100
-    answers each, seed 42 alone)"."""
+    """Return the result of the run in one sentence.
+
+    Example: "accuracy 12.0% -> 61.5% (+49.5 points, standard error 8.3, 100 answers each, seed 42 only)".
+    """
     before, after = summary.accuracy_before, summary.accuracy_after
     losses = [(stage.name, *stage.eval_losses) for stage in summary.stages if len(stage.eval_losses) == 2]
     if before is None and losses:
         return "; ".join(f"held-out loss of {name} {first:.4g} -> {last:.4g}" for name, first, last in losses)
-    # One evaluation is a level and not a change.
+    # A single evaluation shows no change.
     if before is None or after is None:
-        return "accuracy was not measured before and after; set eval_interval and an eval taskset to see it"
-    told = [f"{100 * (after - before):+.1f} points"]
+        return "accuracy was not measured before and after training; set eval_interval and an eval taskset"
+    facts = [f"{100 * (after - before):+.1f} points"]
     if not math.isnan(summary.accuracy_error):
-        told.append(f"standard error {100 * summary.accuracy_error:.1f}")
+        facts.append(f"standard error {100 * summary.accuracy_error:.1f}")
     first, last = summary.num_answers
     if first and last:
-        told.append(f"{first:,} answers each" if first == last else f"{first:,} and {last:,} answers")
-    # What another seed would have given, no number of one run tells.
-    told += [f"seed {summary.seed} alone"] * (summary.seed is not None)
-    return f"accuracy {percent(before)} -> {percent(after)} ({', '.join(told)})"
+        facts.append(f"{first:,} answers each" if first == last else f"{first:,} and {last:,} answers")
+    if summary.seed is not None:  # a single run cannot show the variance between seeds
+        facts.append(f"seed {summary.seed} only")
+    return f"accuracy {percent(before)} -> {percent(after)} ({', '.join(facts)})"
 
 
 def shorten(text: str, max_chars: int = 160) -> str:
-    """Cut to one line of at most `max_chars`; the middle goes, because an answer's end holds its result."""
+    """Shorten a text to one line of at most `max_chars`, cutting the middle, since answers end with their result."""
     text = " ".join(text.split())
     half = (max_chars - 5) // 2
     return text if len(text) <= max_chars else f"{text[:half]} ... {text[-half:]}"
 
 
 def summarize(
-    config: Config, url: str, stages: Sequence[Stage], *, status: str, began_s: float | None = None, error: str = ""
+    config: Config,
+    url: str,
+    stages: Sequence[StageReader],
+    *,
+    status: str,
+    began_s: float | None = None,
+    error: str = "",
 ) -> RunSummary:
     """Read the summary of a run from the files of its stages.
 
-    began_s: when this process began with it, Unix seconds; None: it did not, and the times are those of its metrics.
+    Args: began_s: Unix seconds at which this process started the run. None: use the times of its metrics.
     Raises: DamagedError: the experiences cannot be counted.
     """
     rows, counts = [], Counter[str]()
-    # The first and the last of each stage, so at the ends the first and the last of the run.
-    looks: list[Accuracy] = []
+    evaluations: list[Accuracy] = []  # the first and the last of each stage, in order
     for stage in stages:
         accuracies, losses = stage.accuracies, stage.values("eval", "eval_loss")
-        looks += accuracies[:1] + accuracies[-1:]
-        steps = stage.rows("trainer")["step"]
+        evaluations += accuracies[:1] + accuracies[-1:]
         rows.append(
             StageSummary(
                 name=stage.name if config.stages else config.algorithm.algorithm_type,
                 mode=stage.config.mode,
                 algorithm=stage.config.algorithm.algorithm_type,
-                steps=int(steps.max()) if len(steps) else 0,
+                steps=stage.last_step,
                 seconds=stage.seconds,
                 first_accuracy=accuracies[0].value if accuracies else None,
                 last_accuracy=accuracies[-1].value if accuracies else None,
@@ -216,10 +221,10 @@ def summarize(
         started_at_s=min((stage.span[0] for stage in stages), default=0.0) if began_s is None else began_s,
         seconds=sum(stage.seconds for stage in stages) if began_s is None else time.time() - began_s,
         stages=tuple(rows),
-        accuracy_before=looks[0].value if looks else None,
-        accuracy_after=looks[-1].value if looks else None,
-        accuracy_error=math.hypot(looks[0].error, looks[-1].error) if looks else math.nan,
-        num_answers=(looks[0].num_answers, looks[-1].num_answers) if looks else (0, 0),
+        accuracy_before=evaluations[0].value if evaluations else None,
+        accuracy_after=evaluations[-1].value if evaluations else None,
+        accuracy_error=math.hypot(evaluations[0].error, evaluations[-1].error) if evaluations else math.nan,
+        num_answers=(evaluations[0].num_answers, evaluations[-1].num_answers) if evaluations else (0, 0),
         seed=config.seed,
         samples=_samples(stages),
         changes=tuple(c for row, stage in zip(rows, stages, strict=True) for c in _changes(row.name, stage)),
@@ -230,7 +235,7 @@ def summarize(
         config_yaml=config.to_yaml(),
         files=_files_of(url, stages),
         next_commands=next_commands(config.monitor.monitor_type, url),
-        # An error may quote a setting or a URL, and the summary goes to a page that is passed on.
+        # An error can quote a setting or a URL with a secret, and users share the report.
         error=mask(error),
         warnings=tuple(
             f"{row.name}: {warning}" for row, stage in zip(rows, stages, strict=True) for warning in stage.warnings
@@ -238,70 +243,70 @@ def summarize(
     )
 
 
-def _changes(name: str, stage: Stage) -> list[Change]:
-    """What its first and its last steps measured, where there are enough to tell them apart."""
-    found = []
-    for metric in _LOOKED_AT:
+def _changes(name: str, stage: StageReader) -> list[Change]:
+    """Compare the first and the last steps of a stage with at least two steps."""
+    changes = []
+    for metric in _COMPARED:
         values = stage.values("trainer", metric) or stage.values("explorer", metric)
         size = min(WINDOW, len(values) // 2)
         if size:
             first, last = values[:size], values[-size:]
             error = math.sqrt((variance(first) + variance(last)) / size) if size > 1 else math.nan
-            found.append(Change(name, metric, fmean(first), fmean(last), error))
-    return found
+            changes.append(Change(name, metric, fmean(first), fmean(last), error))
+    return changes
 
 
-def _files_of(url: str, stages: Sequence[Stage]) -> dict[str, str]:
-    """What there is, below `url`."""
+def _files_of(url: str, stages: Sequence[StageReader]) -> dict[str, str]:
+    """Describe the files that exist below `url`."""
     root = open_storage(url)
-    there = root.list()
-    files = {REPORT_NAME: "curves, answers and settings"}  # is written from this summary
-    files |= {name: meaning for name, meaning in _FILES.items() if name in there}
+    names = root.list()
+    files = {REPORT_NAME: "curves, answers and settings"}  # written after this summary
+    files |= {name: meaning for name, meaning in _FILES.items() if name in names}
     for stage in stages:
         folder = stage.storage.url.removeprefix(root.url).strip("/")
         prefix = f"{folder}/" if folder else ""
-        there = stage.storage.list()
-        files |= {f"{prefix}{name}": meaning for name, meaning in _FILES.items() if name in there}
+        names = stage.storage.list()
+        files |= {f"{prefix}{name}": meaning for name, meaning in _FILES.items() if name in names}
         models = [f"{checkpoint_folder(step)}/{HF_FOLDER}" for step in checkpoint_steps(stage.storage)]
-        # The newest one that is there: not every checkpoint holds a model in this format.
+        # Not every checkpoint contains a model in this format.
         for model in [model for model in models if stage.storage.exists(f"{model}/config.json")][-1:]:
             files[f"{prefix}{model}/"] = "the trained model, for transformers"
     return files
 
 
 def next_commands(monitor_type: str, url: str) -> dict[str, str]:
-    """Commands that can be pasted into a shell anywhere on this machine."""
+    """Return commands that work in any shell on this machine, with descriptions."""
     folder = shlex.quote(url)
     commands = {
-        f"{_command('rftdask')} status {folder}": "where the run stands, from its files",
+        f"{_command('rftdask')} status {folder}": "show the status of the run",
         f"{_command('rftdask')} report {folder}": "write the report again",
     }
     if monitor_type == "tensorboard":
-        commands[f"{_command('tensorboard')} --logdir {folder}"] = "all metrics as curves"
+        commands[f"{_command('tensorboard')} --logdir {folder}"] = "show all metrics as curves"
     return commands
 
 
 def _command(name: str) -> str:
-    """How a shell starts this program of the Python that runs now, which need not be on its PATH."""
+    """Return a shell command for this program of the current Python, which may not be on the PATH."""
     program = Path(sys.executable).parent / name
-    if not program.exists():  # installed without its scripts
+    if not program.exists():  # installed without scripts
         module = {"rftdask": "rftdask", "tensorboard": "tensorboard.main"}[name]
         return f"{shlex.quote(sys.executable)} -m {module}"
-    found = shutil.which(name)
-    return name if found is not None and os.path.samefile(found, program) else shlex.quote(str(program))
+    on_path = shutil.which(name)
+    return name if on_path is not None and os.path.samefile(on_path, program) else shlex.quote(str(program))
 
 
-def _samples(stages: Sequence[Stage]) -> tuple[SampleAnswer, ...]:
-    """Answers to the first evaluation tasks by the first and the last version evaluated, in the last stage with any."""
+def _samples(stages: Sequence[StageReader]) -> tuple[SampleAnswer, ...]:
+    """Read answers to the first eval tasks of the first and the last evaluated version, in the last stage with any."""
     columns = ["task_index", "rollout", "prompt_text", "response_text", "truth", "reward"]
     for stage in reversed(stages):
         for taskset in stage.config.buffer.explorer_input.eval_tasksets:
             log = open_log(stage.storage, stage.config, f"eval/{taskset.name}")
-            # The first unit of an evaluation holds the first tasks, in each version the same ones.
+            # The first work unit of each evaluation has the same tasks.
             shards = [name for name in log.shards(0) if name.unit == 0]
             if not shards:
                 continue
-            # The first shard is of the oldest version, the last of the newest: names sort by version.
+            # Names sort by version, so the first shard is of the oldest version and the last of the newest.
             before, after = (
                 {row["task_index"]: row for row in log.read(name).select(columns).to_pylist() if row["rollout"] == 0}
                 for name in (shards[0], shards[-1])
@@ -321,20 +326,20 @@ def _samples(stages: Sequence[Stage]) -> tuple[SampleAnswer, ...]:
     return ()
 
 
-def time_split(stages: Sequence[Stage]) -> dict[str, float]:
-    """Seconds of wall time in which the trainer trained, engines generated, both, and neither (start-up, waiting)."""
+def time_split(stages: Sequence[StageReader]) -> dict[str, float]:
+    """Return seconds of wall time by activity: training, generating, both, and neither (start-up, waiting)."""
     total = sum(stage.seconds for stage in stages)
     training: list[Interval] = []
     generating: list[Interval] = []
     for stage in stages:
         trainer, explorer = stage.rows("trainer"), stage.rows("explorer")
         if "train_s" in trainer:
-            # A row is written at the end of its step; training came before publishing and saving.
+            # The row is written at the end of the step, after training, publishing and saving.
             ends = trainer["time_s"] - trainer["publish_s"] - trainer["checkpoint_s"]
             training += zip(ends - trainer["train_s"], ends, strict=True)
         if "generate_s" in explorer:
-            # The row is written when the last work unit of the step is in, just after it was generated; engines side by
-            # side generate for more seconds than pass.
+            # The row is written right after the last work unit of the step was generated. Parallel engines can
+            # generate for more seconds in sum than the step took.
             passed = explorer[["generate_s", "step_s"]].min(axis=1)
             generating += zip(explorer["time_s"] - passed, explorer["time_s"], strict=True)
     train, generate, either = covered_s(training), covered_s(generating), covered_s(training + generating)
@@ -344,7 +349,7 @@ def time_split(stages: Sequence[Stage]) -> dict[str, float]:
 
 
 def covered_s(intervals: Sequence[Interval]) -> float:
-    """Seconds that at least one of the (start, end) intervals covers."""
+    """Return the length of the union of (start, end) intervals."""
     covered = reached = 0.0
     for start, end in sorted(intervals):
         covered += max(0.0, end - max(start, reached))
@@ -353,8 +358,8 @@ def covered_s(intervals: Sequence[Interval]) -> float:
 
 
 def render_summary(summary: RunSummary) -> RenderableType:
-    """Draw what a terminal shows at the end: what was learned, sample answers, the files, what to type next."""
-    # Late: who reads a summary in a program draws nothing.
+    """Draw the end of a run for a terminal: results, sample answers, files and next commands."""
+    # late: not needed by programs that only read a summary
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -364,7 +369,7 @@ def render_summary(summary: RunSummary) -> RenderableType:
         return Text(safe(text), style)
 
     def line(text: str, style: str) -> RenderableType:
-        # One line, however wide: what is pasted is whole.
+        # Not wrapped, so that it can be copied.
         return Text(safe(text), style, no_wrap=True, overflow="ignore")
 
     color = {"finished": "green", "failed": "red"}.get(summary.status, "yellow")
@@ -382,9 +387,9 @@ def render_summary(summary: RunSummary) -> RenderableType:
             steps, took = str(stage.steps), duration(stage.seconds)
             table.add_row(shown(stage.name), stage.mode, shown(stage.algorithm), steps, took, *accuracies)
         parts.append(table)
-    # Of the last stage: what the run is about.
+    # Only the last stage, which is the purpose of the run.
     if changes := [change for change in summary.changes if change.stage == summary.changes[-1].stage]:
-        table = Table("what changed", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table("changes", box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("first steps", "last steps", "\u00b1"):
             table.add_column(name, justify="right")
         for change in changes:
@@ -399,7 +404,7 @@ def render_summary(summary: RunSummary) -> RenderableType:
         doubt = "" if summary.adds_up else " (these do NOT add up)"
         parts += [Text(f"experiences: {summary.counts['committed']:,} committed = {used}{doubt}"), Text("")]
     if summary.auxiliary:
-        parts += [shown(f"auxiliary model {name}: {tell_use(use)}") for name, use in summary.auxiliary.items()]
+        parts += [shown(f"auxiliary model {name}: {format_use(use)}") for name, use in summary.auxiliary.items()]
         parts.append(Text(""))
     parts.append(line(f"Files are in {summary.run_url}", "bold"))
     width = max(map(len, summary.files), default=0)
@@ -408,7 +413,7 @@ def render_summary(summary: RunSummary) -> RenderableType:
         for name, what in summary.files.items()
     ]
     if summary.next_commands:
-        parts += [Text(""), Text("Next you can type", style="bold")]
+        parts += [Text(""), Text("Next commands", style="bold")]
     for command, meaning in summary.next_commands.items():
         parts += [line(f"  # {meaning}", "dim"), line(f"  {command}", "cyan")]
     return Group(*parts)
@@ -424,7 +429,7 @@ def _sample_table(samples: Sequence[SampleAnswer]) -> RenderableType:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=True, expand=True)
     for name in ("task", "truth", "before", "after"):
-        # rich gives columns with a ratio less than their least width.
+        # rich can make a column with a ratio narrower than its minimum width.
         table.add_column(name, ratio=None if name == "truth" else 1, overflow="fold")
     for sample in samples:
         texts = Text(safe(shorten(sample.prompt))), Text(safe(shorten(sample.truth, 40)))
@@ -433,5 +438,5 @@ def _sample_table(samples: Sequence[SampleAnswer]) -> RenderableType:
 
 
 def print_summary(summary: RunSummary) -> None:
-    """Print `render_summary`, each path and command on one line also where the terminal is narrower."""
+    """Print `render_summary`; paths and commands stay on one line even in a narrower terminal."""
     safe_console().print(render_summary(summary), crop=False)

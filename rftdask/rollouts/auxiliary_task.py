@@ -15,7 +15,7 @@ from distributed import Status, Worker, get_worker
 from distributed.comm.core import Comm
 
 from rftdask.engines.client import EngineClient
-from rftdask.engines.remote import Answering
+from rftdask.engines.remote import RemoteEngineServer
 from rftdask.engines.spec import engine_spec, is_asked_in_calls
 from rftdask.errors import ProcessLostError, RftError, RoleError
 from rftdask.processes.dask_task import make_called_off
@@ -52,7 +52,7 @@ class ModelServer:
     def __init__(self, worker: Worker, key: Key, engine: EngineClient, storage: Storage, *, in_calls: bool) -> None:
         self._key, self._engine, self._storage = key, engine, storage
         self._call_lock = asyncio.Lock() if in_calls else None
-        self._active: set[Answering] = set()
+        self._active: set[RemoteEngineServer] = set()
         self._ended: RftError | None = None
         worker.handlers[OPERATION] = self._answer
 
@@ -63,7 +63,7 @@ class ModelServer:
             answering.end(error)
 
     async def _answer(self, comm: Comm, key: Sequence[str]) -> Status:
-        answering = Answering(comm, alone=self._call_lock)
+        answering = RemoteEngineServer(comm, alone=self._call_lock)
         self._active.add(answering)  # first, because the engine may end meanwhile
         if self._ended is None and tuple(key) == self._key:
             answering.begin(self._engine, self._storage)

@@ -113,7 +113,7 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
                 explore_step=unit.explore_step,
                 unit=unit.unit_index,
                 num_tasks=len(unit.tasks),
-                flush_age_s=None if unit.is_eval else config.explorer.flush_age_s,
+                max_commit_delay_s=None if unit.is_eval else config.explorer.max_commit_delay_s,
                 committed=committed_slots,
             ) as writer,
         ):

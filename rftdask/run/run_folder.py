@@ -82,7 +82,7 @@ _FREE_KEYS = {
     "explorer.rollout_model.tensor_parallel_size",
     "synchronizer.poll_interval_s",
     "synchronizer.sync_timeout",
-    "synchronizer.whole_interval",
+    "synchronizer.full_publish_interval",
     "trainer.eval_interval",
     "trainer.gradient_checkpointing",
     "trainer.max_checkpoints_to_keep",

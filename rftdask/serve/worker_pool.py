@@ -22,7 +22,7 @@ from distributed.comm.core import Comm
 from rftdask.cluster.base import Cluster
 from rftdask.cluster.layout import EXPLORER_RESOURCE
 from rftdask.engines.client import LOAD_TIMEOUT_S, AskedEngine
-from rftdask.engines.remote import Answering, RemoteEngine, RemoteEngines
+from rftdask.engines.remote import RemoteEngine, RemoteEngines, RemoteEngineServer
 from rftdask.errors import ProcessLostError, RftError, RoleError, UserError
 from rftdask.processes.dask_task import workers_of
 from rftdask.rollouts.work_unit_task import WarmUp, own_engine
@@ -125,14 +125,14 @@ def host_engines(dask_worker: Worker) -> None:
 async def host(comm: Comm, run: Sequence[Any]) -> Status:
     """Start an engine for a server, and end it when the connection ends. run: the fields of a WarmUp."""
     warm_up = WarmUp(*run)
-    answering = Answering(comm, may_load=True)
+    answering = RemoteEngineServer(comm, may_load=True)
     # A daemon: a model that takes minutes to load does not hold up the end of the worker.
     threading.Thread(target=_hold_engine, args=(warm_up, answering), name="hosted-engine", daemon=True).start()
     await answering.run()
     return Status.dont_reply
 
 
-def _hold_engine(run: WarmUp, answering: Answering) -> None:
+def _hold_engine(run: WarmUp, answering: RemoteEngineServer) -> None:
     try:
         with own_engine(run, answering.over.is_set) as engine:
             answering.begin(engine, open_storage(run.url))

@@ -1,8 +1,8 @@
-"""Storage: a folder tree named by a URL, reached by a few atomic verbs through which everything durable goes.
+"""Storage: a folder tree named by a URL. Everything durable is read and written by its few atomic methods.
 
-Holds the interface (base.py) and its backends: local disks, NFS and Lustre (local.py), the memory of one process
-(memory.py), anything fsspec can reach (fsspec_store.py); JSON that carries its checksum; and a doctor that tries what a
-user's own storage keeps. It does not know what is stored: no runs, no experiences, no checkpoints.
+Contains the interface (base.py) and its backends: local disks, NFS and Lustre (local.py), the memory of one process
+(memory.py), and all protocols of fsspec (fsspec_store.py). Also JSON with a checksum, and a doctor that tests a user's
+storage. The folder knows nothing of runs, experiences or checkpoints.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COLLAPSED = re.compile(r"[a-z][a-z0-9]+:/")
 def open_storage(url: str | Path) -> Storage:
     """Open the storage at `url`: a path or file:// (local, NFS, Lustre), memory:// (this process), else any fsspec URL.
 
-    Nothing is created or contacted before the first call. Credentials come from the environment, never the URL.
+    Nothing is created or contacted before the first call. Credentials come from the environment, never from the URL.
     Raises: UserError: an unknown protocol, its package is not installed, or the URL names no bucket.
     """
     text = str(url)

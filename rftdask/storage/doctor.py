@@ -1,7 +1,7 @@
-"""Does the user's own storage keep what `Storage` promises, and what does each verb cost?
+"""Doctor: checks whether a user's storage keeps the promises of `Storage`, and measures the time of each method.
 
-It knows the interface alone. It cannot see what another machine would: the attribute cache of an NFS client may show a
-new name up to a minute late there.
+It knows only the interface. It runs on one machine: on another one, the attribute cache of an NFS client may show a new
+name up to a minute late.
 Invariant: it writes only in a new folder below the URL, removes it at the end, and every wait has a deadline.
 """
 
@@ -23,23 +23,23 @@ from rftdask.storage import open_storage
 from rftdask.storage.base import Storage
 from rftdask.storage.memory import MemoryStorage
 
-_SPAWN = multiprocessing.get_context("spawn")  # in a fork fsspec's event loop is dead
-_DEADLINE_S = 120.0  # a process that has not answered by then has failed its check
-_BUDGET_S = 1.0  # no verb is measured longer, but for its first call
+_SPAWN = multiprocessing.get_context("spawn")  # fsspec's event loop does not survive a fork
+_DEADLINE_S = 120.0  # seconds until a process without an answer has failed its check
+_BUDGET_S = 1.0  # seconds to measure one method, not counting its first call
 _WORDS = {True: "ok", False: "BROKEN", None: "not checked"}
 _NUM_RACERS, _NUM_NAMES, _NUM_CALLS, _VALUE_BYTES = 4, 50, 100, 100_000
 
 
 class Check(NamedTuple):
-    """One promise, e.g. Check("create-only", True, "50 of 50 names had one winner among 4 processes")."""
+    """Result for one promise, e.g. Check("create-only", True, "50 of 50 names had one winner among 4 processes")."""
 
     name: str
-    ok: bool | None  # None: not checked here; `detail` says why
+    ok: bool | None  # None: not checked, for the reason in `detail`
     detail: str
 
 
 class Cost(NamedTuple):
-    """Time of one verb over `num_calls` calls, milliseconds."""
+    """Time of one method over `num_calls` calls, milliseconds."""
 
     verb: str
     num_calls: int
@@ -53,18 +53,18 @@ class DoctorReport:
     checks: tuple[Check, ...]
     costs: tuple[Cost, ...]
     was_missing: bool = False
-    """No such folder was to be seen before the check."""
+    """True if the folder did not exist before the check."""
 
     @property
     def is_safe(self) -> bool:
-        """True if no promise was seen broken. Evidence, not proof: a rare race may hide."""
+        """True if no promise was seen broken. This is evidence, not proof: a rare race may remain undetected."""
         return all(check.ok is not False for check in self.checks)
 
     def render(self) -> str:
-        """The report for a terminal: the verdict, then a line for each check and each cost."""
+        """Format the report for a terminal: the verdict, then one line per check and per method."""
         broken = ", ".join(check.name for check in self.checks if check.ok is False)
         lines = [f"storage {self.url}: {f'BROKEN: {broken}' if broken else 'nothing broken, seen from this machine'}"]
-        lines += ["  no such folder was to be seen before; is it the one you mean?"] * self.was_missing
+        lines += ["  the folder did not exist before; check that the URL is right"] * self.was_missing
         lines += [f"  {check.name:<18}{_WORDS[check.ok]:<13}{check.detail}" for check in self.checks]
         lines += [f"  {'cost (ms)':<18}{'p50':>9}{'p99':>9}{'calls':>8}"] * bool(self.costs)
         lines += [f"  {c.verb:<18}{c.p50_ms:>9.2f}{c.p99_ms:>9.2f}{c.num_calls:>8}" for c in self.costs]
@@ -72,7 +72,8 @@ class DoctorReport:
 
 
 def check_storage(url: str | Path) -> DoctorReport:
-    """Check `url` in a probe folder below it, in about 15 s. What fails is in the report.
+    """Check `url` in a probe folder below it, in about 15 s. Failures are in the report.
+
     Starts processes by spawn, so a script that calls it needs `if __name__ == "__main__":`.
     Raises: UserError: the URL cannot be opened at all.
     """
@@ -80,28 +81,27 @@ def check_storage(url: str | Path) -> DoctorReport:
     name = f"rftdask-doctor-{uuid.uuid4().hex[:8]}"
     store = open_storage(f"{home.url.rstrip('/')}/{name}")
     probe = home.local_file(name)
-    # Not `Path.exists`, which raises where a folder above may not be looked into; the checks tell that in words.
+    # Not `Path.exists`, which raises if a parent is not accessible; the checks report that.
     missing = [] if probe is None else [folder for folder in probe.parents if not os.path.exists(folder)]
-    alone = "memory lives in one process: for tests and notebooks only" * isinstance(store, MemoryStorage)
+    one_process = "memory lives in one process: for tests and notebooks only" * isinstance(store, MemoryStorage)
     costs: list[Cost] = []
     plan: list[tuple[str, str, Callable[[], Check]]] = [
         ("write and read", "", lambda: _measure(store, costs)),
-        ("create-only", alone, lambda: check_race(store)),
-        ("atomic replace", alone, lambda: check_replace(store)),
-        ("list after write", alone, lambda: check_list(store)),
+        ("create-only", one_process, lambda: check_race(store)),
+        ("atomic replace", one_process, lambda: check_replace(store)),
+        ("list after write", one_process, lambda: check_list(store)),
     ]
     checks: list[Check] = []
     try:
         for check_name, why_not, check in plan:
-            if not checks or checks[0].ok:  # where nothing can be written, no promise can be tried
+            if not checks or checks[0].ok:  # if nothing can be written, the other checks are pointless
                 checks.append(Check(check_name, None, why_not) if why_not else _run(check_name, check))
     finally:
 
         def remove() -> Check:
-            # Also after a failure: what was tried leaves nothing behind.
             home.remove(name)
-            for folder in missing:  # of a name that was mistyped nothing is left, either
-                with suppress(OSError):  # somebody uses it by now
+            for folder in missing:  # created by this check
+                with suppress(OSError):  # another process uses it now
                     folder.rmdir()
             return Check("remove", f"{name}/" not in home.list(), f"the probe folder was {name}")
 
@@ -111,21 +111,21 @@ def check_storage(url: str | Path) -> DoctorReport:
 
 @contextmanager
 def _processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """Spawned processes, which are killed if the block raises."""
+    """Provide spawned processes, which are killed if the block raises."""
     with ProcessPoolExecutor(count, _SPAWN) as pool:
         try:
             yield pool
         except BaseException:
-            # The pool waits for its processes, however long a call to a share that is gone holds them.
+            # The pool would wait for its processes, and a call to a lost share may hang.
             for process in list(pool._processes.values()):
                 process.kill()
             raise
 
 
 def check_race(store: Storage) -> Check:
-    """Processes create the same names at once; each name must have exactly one winner, and hold its bytes."""
+    """Let processes create the same names concurrently. Each name must have exactly one winner, and its bytes."""
     with _processes(_NUM_RACERS) as pool:
-        start_s = time.time() + 3.0  # by then all of them are connected
+        start_s = time.time() + 3.0  # when all of them are connected
         racers = [pool.submit(_race, store, k, start_s) for k in range(_NUM_RACERS)]
         wins = [racer.result(timeout=_DEADLINE_S) for racer in racers]
     winners = [[str(me).encode() for me, won in enumerate(wins) if k in won] for k in range(_NUM_NAMES)]
@@ -136,7 +136,7 @@ def check_race(store: Storage) -> Check:
 
 
 def check_replace(store: Storage) -> Check:
-    """A process replaces a file for a while; every read meanwhile must find one whole value."""
+    """Read a file while another process replaces it. Every read must return one whole value."""
     store.put("replace", bytes(_VALUE_BYTES))
     num_reads = num_torn = num_absent = 0
     with _processes(1) as pool:
@@ -146,7 +146,7 @@ def check_replace(store: Storage) -> Check:
             num_reads += 1
             try:
                 data = store.get("replace")
-                # Every value is one byte repeated, so a read that mixes two of them shows.
+                # Every value is one byte repeated, so a mixture of two values is detected.
                 num_torn += data != data[:1] * _VALUE_BYTES
             except NotFoundError:
                 num_absent += 1
@@ -156,11 +156,11 @@ def check_replace(store: Storage) -> Check:
 
 
 def check_list(store: Storage) -> Check:
-    """Once put has returned in another process, our next listing must show the name."""
+    """Check that a listing shows a name as soon as `put` has returned in another process."""
     lags_s = []
     with _processes(1) as pool:
         for name in (f"listed-{k}" for k in range(10)):
-            store.list()  # what a cache would remember
+            store.list()  # fills a cache, if there is one
             pool.submit(store.put, name, b"x").result(timeout=_DEADLINE_S)
             start, lag_s = time.monotonic(), 0.0
             while name not in store.list() and lag_s < _DEADLINE_S:
@@ -171,7 +171,7 @@ def check_list(store: Storage) -> Check:
 
 
 def _measure(store: Storage, costs: list[Cost]) -> Check:
-    # Random, so that no compression on the way makes it small.
+    # Random, so that the data cannot be compressed.
     small, large = os.urandom(1024), os.urandom(256 * 1024)
     calls: dict[str, Callable[[int], object]] = {
         "put 1 KiB": lambda k: store.put(f"small/{k}", small),
@@ -190,10 +190,10 @@ def _measure(store: Storage, costs: list[Cost]) -> Check:
             times_ms.append((time.perf_counter() - start) * 1e3)
         times_ms.sort()
         p50_ms, p99_ms = times_ms[len(times_ms) // 2], times_ms[int((len(times_ms) - 1) * 0.99)]
-        # Of few calls the 99th percentile may lie below the median by the rounding of places.
+        # With few calls, rounding may put the 99th percentile below the median.
         costs.append(Cost(verb, len(times_ms), p50_ms, max(p50_ms, p99_ms)))
     same = [store.get("small/0"), store.get("new/0"), store.get("large/0")] == [small, small, large]
-    return Check("write and read", same, "what was written came back " + ("the same" if same else "different"))
+    return Check("write and read", same, "what was read is " + ("what was written" if same else "not what was written"))
 
 
 def _run(name: str, check: Callable[[], Check]) -> Check:
@@ -204,7 +204,7 @@ def _run(name: str, check: Callable[[], Check]) -> Check:
 
 
 def _race(store: Storage, me: int, start_s: float) -> set[int]:
-    # Connects, so that the race is between requests and not between connections.
+    # Connect first, so that requests race and not connections.
     store.list()
     time.sleep(max(0.0, start_s - time.time()))
     return {k for k in range(_NUM_NAMES) if store.put_new(f"race-{k}", str(me).encode())}

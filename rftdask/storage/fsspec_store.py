@@ -1,8 +1,8 @@
-"""Storage on anything fsspec can reach: s3, gs, abfs and the rest.
+"""Storage on object stores and everything else that fsspec supports: s3, gs, abfs and others.
 
-It does not know local disks (fsspec's local "create" is a race and nothing there is synced; see local.py).
-Invariant: one object is one request that the service applies whole, listings are never cached, and a request is only
-repeated by `_call` here: the client's own hidden repeats would make a lost reply look like a lost race.
+Not for local disks: fsspec's local "create" has a race, and syncs nothing (see local.py).
+Invariant: a write is one request, which the service applies as a whole. Listings are never cached. Only `_call` repeats
+requests: hidden retries of the client would make a lost reply look like a lost race.
 """
 
 from __future__ import annotations
@@ -27,35 +27,36 @@ T = TypeVar("T")
 
 PACKAGES = dict.fromkeys(("s3", "s3a"), "s3fs") | dict.fromkeys(("gs", "gcs"), "gcsfs")
 PACKAGES |= dict.fromkeys(("abfs", "abfss", "az"), "adlfs")
-"""Protocol -> pip package. These, and only these, have a conditional create that the service itself decides:
-S3 If-None-Match (s3fs), GCS ifGenerationMatch=0 (gcsfs), Azure If-None-Match (adlfs); all three are mode="create"."""
+"""Protocol -> pip package. Only these protocols have a conditional create that the service decides: S3 If-None-Match
+(s3fs), GCS ifGenerationMatch=0 (gcsfs), Azure If-None-Match (adlfs); all three as mode="create"."""
 
 _S3 = ("s3", "s3a")
-_TOKEN = "rftdask-token"  # Key of the S3 object metadata that tells which call of `put_new` made the object.
+_TOKEN = "rftdask-token"
+"""Key of the S3 object metadata that identifies the call of `put_new` that created the object."""
 
 _SETTINGS = ("AWS_", "FSSPEC_", "AZURE_", "GOOGLE_", "GCSFS_")
-"""Environment variables that decide to which service a client connects, and as whom."""
+"""Prefixes of the environment variables that determine service and account of a client."""
 _FILESYSTEMS: dict[tuple[Any, ...], Any] = {}
 _LOCK = threading.Lock()
 
 _CLIENTS = ("aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests", "urllib3")
-"""Packages whose own errors (not OSError) may mean a fault of the network or the service."""
+"""Packages whose own errors (not OSError) may indicate a fault of the network or the service."""
 
 _FINAL = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 _FINAL_ERRNO = (errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.ENAMETOOLONG, errno.EMSGSIZE, errno.ENOSPC)
 _REPEAT_STATUS = (408, 409, 429)
-"""HTTP: timeout; a conflicting conditional write is under way; slow down. 500 and above are repeated too."""
+"""HTTP status of retryable requests: timeout, conflicting conditional write, slow down. Also 500 and above."""
 
 
 class FsspecStorage(Storage):
-    """`FsspecStorage("s3://bucket/runs")`; the bucket must exist. Start processes by spawn: its loop dies in a fork.
+    """`FsspecStorage("s3://bucket/runs")`; the bucket must exist.
 
-    `has_create_only` trusts the protocol; a server that speaks S3 but ignores If-None-Match is
-    found by `check_storage`.
+    Start processes by spawn: the event loop of fsspec does not survive a fork.
+    `has_create_only` trusts the protocol; `check_storage` detects an S3 server that ignores If-None-Match.
     """
 
     def __init__(self, url: str, sleep: Callable[[float], None] = time.sleep) -> None:
-        """sleep: between tries; tests give their own."""
+        """sleep: called between tries; tests pass their own."""
         self._sleep = sleep
         self.url = url.rstrip("/")
         self._protocol = url.partition("://")[0]
@@ -67,58 +68,57 @@ class FsspecStorage(Storage):
         return FsspecStorage, (self.url,)
 
     def put(self, path: str, data: Data) -> None:
-        """One request; a service shows the new object whole or not yet."""
+        """Send one request; the service shows the new object as a whole."""
         target = self._at(path)
-        whole = bytes(data)  # clients take nothing else; of bytes it is no copy
-        self._call("put", target, lambda: self._fs.pipe_file(target, whole))
+        content = bytes(data)  # the only type that clients accept; no copy if it is bytes
+        self._call("put", target, lambda: self._fs.pipe_file(target, content))
 
     def put_new(self, path: str, data: bytes) -> bool:
-        """Create as the interface says where `has_create_only`; elsewhere a look and then a put, which two may win.
+        """See Storage. Without `has_create_only`, a check and then a put, which two callers may win.
 
-        A reply lost inside gcsfs or adlfs, which repeat by themselves, reads as False: the safe side.
+        If a reply is lost inside gcsfs or adlfs, whose retries are hidden, the result is False, which is safe.
         """
         target = self._at(path)
-        # It goes with the object as metadata: whoever reads "exists" sees by it whether the object is its own.
+        # Stored as metadata, so that a caller that gets "exists" can find out whether the object is its own.
         token = uuid.uuid4().hex
         options: dict[str, Any] = {"Metadata": {_TOKEN: token}} if self._protocol in _S3 else {}
-        in_doubt = False  # an earlier try may have made the object although it seemed to fail
+        in_doubt = False  # an earlier try may have created the object although it seemed to fail
 
         def create() -> bool:
             nonlocal in_doubt
             try:
                 self._fs.pipe_file(target, data, mode="create", **options)
                 return True
-            except Exception as error:  # every client has its own tree; all but "exists" rise again
-                if _says_exists(error):
-                    # True all the same if it was made by this very call, whose reply was lost.
+            except Exception as error:  # every client has its own error classes; all but "exists" are raised
+                if _is_existing(error):
+                    # True if an earlier try of this call created it, and its reply was lost.
                     if self._protocol in _S3:
                         return bool(self._fs.metadata(target).get(_TOKEN) == token)
-                    # By content, where there is no metadata to ask for; and only after a fault, so that another's equal
-                    # bytes pass for ours in that case alone.
+                    # Without metadata, compare the content, but only after a fault: otherwise equal bytes of another
+                    # writer would pass for ours.
                     return in_doubt and bool(self._fs.cat_file(target) == data)
-                # A fault that may have hit the reply only: the object may be there, and the next try would hear
-                # "exists".
+                # Perhaps only the reply was lost, and the next try gets "exists".
                 in_doubt = in_doubt or _is_transient(error)
                 raise
 
         return self._call("put_new", target, create)
 
     def get(self, path: str) -> bytes:
-        """One request on S3, so that the bytes are of one version of the object."""
+        """See Storage. One request on S3, so that the bytes are of one version of the object."""
         target = self._at(path)
-        # More than one request would mix two versions of an object that is replaced meanwhile (s3fs, above 50 MiB).
+        # s3fs splits requests above 50 MiB, which could mix two versions of an object.
         options = {"max_concurrency": 1} if self._protocol in _S3 else {}
         data: bytes = self._call("get", target, lambda: self._fs.cat_file(target, **options))
         return data
 
     def get_part(self, path: str, start: int, stop: int) -> bytes:
-        """See Storage; by one request of a range, which must begin before the end of the object."""
+        """See Storage. One range request, which must begin before the end of the object."""
         target = self._at(path)
         data: bytes = self._call("get", target, lambda: self._fs.cat_file(target, start=start, end=stop))
         return data
 
     def list(self, folder: str = "") -> list[str]:
-        """Asked of the service each time; the services promise that a write is listed once it has returned."""
+        """See Storage. The services guarantee that a write is listed once it has returned."""
         target = self._at(folder) if folder else self._root
         try:
             entries = self._call("list", target, lambda: self._fs.ls(target, detail=True, refresh=True))
@@ -126,29 +126,28 @@ class FsspecStorage(Storage):
             return []
         names = set()
         for entry in entries:
-            # Clients differ in what they list: with a slash or without, and some list the folder itself.
+            # Clients differ: names with or without a slash, and some list the folder itself.
             full = entry["name"].rstrip("/")
-            if full != target:  # the marker of an empty folder, or `target` is a file
+            if full != target:  # equal for the marker of an empty folder, or if `target` is a file
                 names.add(full.rpartition("/")[2] + ("/" if entry["type"] == "directory" else ""))
         return sorted(names)
 
     def remove(self, path: str) -> None:
-        """Object by object: unlike on a disk, a reader may see a folder half gone. Raises: StorageError: some stay."""
+        """Remove object by object: a reader may see half a folder. Raises: StorageError: some objects remain."""
         target = self._at(path)
 
         def remove() -> None:
             try:
-                # Tried again it removes what is left: objects that are gone are no error.
                 self._fs.rm(target, recursive=True)
             except FileNotFoundError:
                 return
-            if left := self._fs.find(target):  # s3fs drops the errors of single objects
-                raise OSError(errno.EBUSY, f"{len(left)} objects are still there, first {left[0]}")
+            if remaining := self._fs.find(target):  # s3fs ignores the errors of single objects
+                raise OSError(errno.EBUSY, f"{len(remaining)} objects remain, first {remaining[0]}")
 
         self._call("remove", target, remove)
 
     def local_copy(self, path: str) -> AbstractContextManager[Path]:
-        """Fetched to a temporary folder, which goes with the context."""
+        """Download to a temporary folder, which is removed with the context."""
         target = self._at(path)
         files: list[str] = self._call("local_copy", target, lambda: self._fs.find(target))
         if not files:
@@ -167,11 +166,11 @@ class FsspecStorage(Storage):
         try:
             return patience.call(operation)
         except (FileNotFoundError, IsADirectoryError) as error:
-            # A write makes its folders, so nothing can be missing for it but the bucket.
+            # Writes create folders, so only the bucket can be missing.
             if verb.startswith("put"):
                 raise StorageError(f"{verb} {target} failed: {error}; check that the bucket exists") from error
             raise NotFoundError(f"{target} does not exist") from error
-        except Exception as error:  # a decision: what a client raises becomes our error, what we broke stays
+        except Exception as error:  # errors of clients become StorageError; our own bugs are raised as they are
             if not (isinstance(error, OSError) or _is_from_client(error)):
                 raise
             kind = StorageError if _is_transient(error) else StorageRefusedError
@@ -182,11 +181,11 @@ class FsspecStorage(Storage):
 
 
 def _open_filesystem(url: str, protocol: str) -> Any:
-    """The client for `url`, one for all storages of this process that differ by their folders alone.
+    """Return the client for `url`, which all storages of this process on the same service and account share.
 
-    Making one costs a tenth of a second and connections of its own; and one of s3fs that is collected while another
-    event loop runs, such as Dask's, closes itself in that loop, and fails. It is not fsspec's own shared instance,
-    which other code may have, with its cache of listings and its hidden repeats.
+    Making one takes 0.1 s and opens connections. An s3fs client that is garbage collected while another event loop
+    runs, such as Dask's, fails when it closes itself in that loop. The shared instance of fsspec is not used: other
+    code may use it, with a cache of listings and hidden retries.
     """
     if "::" in url:
         raise UserError(f"{url}: chained URLs add caches and lose atomic writes; give the plain URL")
@@ -201,7 +200,7 @@ def _open_filesystem(url: str, protocol: str) -> Any:
         with _LOCK:
             if key not in _FILESYSTEMS:
                 filesystem, _ = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
-                if protocol in _S3:  # both repeat requests by themselves, which would hide a lost reply from put_new
+                if protocol in _S3:  # hidden retries of s3fs and botocore would hide a lost reply from put_new
                     filesystem.retries = 1
                     filesystem.config_kwargs = {**filesystem.config_kwargs, "retries": {"max_attempts": 0}}
                 _FILESYSTEMS[key] = filesystem
@@ -215,8 +214,8 @@ def _open_filesystem(url: str, protocol: str) -> Any:
         raise UserError(f"{url}: {error}; use {known} or another protocol of fsspec") from error
 
 
-def _says_exists(error: Exception) -> bool:
-    """HTTP 412 on a create: something is there. Not every S3 server says which condition failed."""
+def _is_existing(error: Exception) -> bool:
+    """Return True if a create failed because the object exists (HTTP 412). Not every S3 server names the condition."""
     response = getattr(error.__cause__, "response", None)
     return isinstance(error, FileExistsError) or (
         isinstance(response, dict) and response.get("Error", {}).get("Code") in ("PreconditionFailed", "412")
@@ -234,6 +233,6 @@ def _is_transient(error: BaseException) -> bool:
         return error.errno not in _FINAL_ERRNO
     if not _is_from_client(error) or "Credential" in type(error).__name__:
         return False
-    # A client error with a status is an answer: repeated only if the service asks for it, or failed itself.
+    # A client error with a status is a reply: retried only if the service requests it, or if the service failed.
     status = getattr(error, "status_code", None) or getattr(error, "code", None)  # azure, gcsfs; None: no reply
     return not isinstance(status, int) or status >= 500 or status in _REPEAT_STATUS

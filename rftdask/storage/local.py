@@ -1,9 +1,9 @@
 """Storage in a folder of a POSIX file system: a local disk, NFS, Lustre.
 
-It knows nothing of fsspec. A write is a temporary file in the same folder, fsync, one rename or link, fsync of the
-folder: without the first fsync a power loss can leave the name with torn bytes, without the second the name can vanish.
-Invariant: a visible name always has all its bytes; what an operation leaves behind when killed has a hidden name.
-`Posix` has the calls of the operating system and knows no order; `LocalStorage` has the order.
+A write is a temporary file in the same folder, fsync, one rename or link, fsync of the folder. Without the first fsync
+a power loss can leave the name with torn bytes, without the second one the name can vanish.
+Invariant: a visible name always has all its bytes; a killed operation leaves only hidden names behind.
+`Posix` makes the calls of the operating system, `LocalStorage` orders them.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from rftdask.storage.base import TMP_PREFIX, Data, Patience, Storage, check_path
 T = TypeVar("T")
 
 _MAX_TRIES = 5
-"""Tries, without a pause, when a folder vanishes under a write: collected by somebody, or its NFS handle is stale."""
+"""Tries, without a pause, if a folder vanishes during a write: it was removed, or its NFS handle is stale."""
 
 _VANISHED = (errno.ENOENT, errno.ESTALE)
 
 _PAGE_BYTES = 4096
-"""Of which the address, the place and the size of a write past the cache have to be multiples on any disk."""
+"""Alignment of address, offset and size of a direct write that every disk accepts."""
 _DIRECT_BYTES = 64 * 2**20
-"""From which a write goes past the cache, and its pieces."""
+"""Smallest size of a direct write, past the page cache, and the size of its pieces."""
 
 _TRANSIENT = (
     *(errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ETIMEDOUT, errno.ENOTCONN),
     *(errno.ESHUTDOWN, errno.ECONNREFUSED, errno.ECONNRESET),
     *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
 )
-"""What file systems over a network say while their server is away; it may be back soon."""
+"""Errors of network file systems while their server is unreachable."""
 
 _ADVICE = {
-    errno.ENOSPC: "free some space, and the same command goes on; or move the run to a larger disk",
-    errno.EDQUOT: "the quota is used up: free some space or ask for more, and the same command goes on",
+    errno.ENOSPC: "free some space and run the same command again to continue, or move the run to a larger disk",
+    errno.EDQUOT: "the quota is used up: free some space or request more, then run the same command again to continue",
     errno.EROFS: "the file system is read-only: mount it writable or choose another folder",
     errno.EACCES: "check the owner and the mode of the folder",
     errno.EPERM: "check owner and mode; create-only writes also need hard links, which some file systems lack",
@@ -59,20 +59,20 @@ _ADVICE = {
 
 
 class Posix:
-    """The real calls. Each raises OSError as the system does; paths are absolute.
+    """The calls of the operating system. Each raises OSError as the system does; paths are absolute.
 
-    The seam at which crash tests stand: one implementation stops the process between two calls, another is a disk that
-    forgets what was not synced.
+    Crash tests replace it: one implementation stops the process between two calls, another simulates a disk that loses
+    everything that was not synced.
     """
 
-    # ---- what changes the disk
+    # ---- calls that change the disk
 
     def create(self, path: str) -> int:
-        """Descriptor of a new, empty file."""
+        """Create an empty file and return its descriptor. Raises: FileExistsError."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, data: Data) -> None:
-        """Write all of the bytes; the system may take them in pieces."""
+        """Write all of the bytes."""
         rest = memoryview(data)
         if len(rest) >= _DIRECT_BYTES:
             rest = rest[_write_direct(descriptor, rest) :]
@@ -80,116 +80,116 @@ class Posix:
             rest = rest[os.write(descriptor, rest) :]
 
     def sync(self, descriptor: int) -> None:
-        """Make the bytes written so far survive a power loss; says nothing of the name."""
+        """Make the bytes written so far survive a power loss, but not the name of the file."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Close a descriptor; the bytes may still be in the cache of the system."""
+        """Close a descriptor; the bytes may still be in the page cache."""
         os.close(descriptor)
 
     def rename(self, source: str, target: str) -> None:
-        """Give the file or folder at `source` the name `target`, in place of a file that has it."""
+        """Rename `source` to `target`, replacing a file."""
         os.replace(source, target)
 
     def link(self, source: str, target: str) -> None:
-        """Give the file a second name. Raises: FileExistsError: the name is taken."""
+        """Give the file a second name. Raises: FileExistsError."""
         os.link(source, target)
 
     def unlink(self, path: str) -> None:
-        """Take a name away; raises FileNotFoundError if there is none."""
+        """Remove a name. Raises: FileNotFoundError."""
         os.unlink(path)
 
     def make_folder(self, path: str) -> None:
-        """Make one folder, whose parent must be there. Raises: FileExistsError."""
+        """Create one folder; its parent must exist. Raises: FileExistsError."""
         os.mkdir(path)
 
     def remove_tree(self, path: str) -> None:
-        """Remove a file, or a folder with all below it, in no order."""
+        """Remove a file, or a folder with everything below it, in no particular order."""
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         else:
             os.unlink(path)
 
     def sync_folder(self, path: str) -> int:
-        """Make the names in a folder survive a power loss; returns its inode."""
+        """Make the names in a folder survive a power loss; return its inode."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             inode = os.fstat(descriptor).st_ino
             os.fsync(descriptor)
             return inode
         except OSError as error:
-            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):  # some network file systems have no such call
+            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):  # some network file systems lack this call
                 return inode
             raise
         finally:
             os.close(descriptor)
 
     def pause(self, seconds: float) -> None:
-        """Let it pass, before what failed is tried again."""
+        """Sleep before a retry."""
         time.sleep(seconds)
 
     def restrict(self, path: str) -> None:
-        """Leave a file or folder to its owner: mode 0600 or 0700, whatever the umask."""
+        """Restrict a file or folder to its owner: mode 0600 or 0700, regardless of the umask."""
         os.chmod(path, 0o700 if os.path.isdir(path) else 0o600)
 
-    # ---- what only looks
+    # ---- calls that only read
 
     def is_restricted(self, path: str) -> bool:
-        """Whether a folder is there that only its owner may enter."""
+        """Return True if the folder exists and only its owner may enter it."""
         with suppress(OSError):
             return not stat.S_IMODE(os.stat(path).st_mode) & 0o077
         return False
 
     def read(self, path: str) -> bytes:
-        """All the bytes of a regular file. Raises: OSError ENODEV: it is a FIFO, a socket or a device."""
+        """Return all bytes of a regular file. Raises: OSError ENODEV: it is a FIFO, a socket or a device."""
         return self._read(path, 0, None)
 
     def read_part(self, path: str, start: int, size: int) -> bytes:
-        """Some bytes of it, fewer where it ends. Raises: as `read`."""
+        """Return `size` bytes of a regular file, or fewer at its end. Raises: as `read`."""
         return self._read(path, start, size)
 
     def _read(self, path: str, start: int, size: int | None) -> bytes:
-        # Without O_NONBLOCK the opening of a FIFO would wait for somebody to write to it.
+        # Without O_NONBLOCK, opening a FIFO would block until there is a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(errno.ENODEV, "it is no regular file", path)
+                raise OSError(errno.ENODEV, "it is not a regular file", path)
             if size is None:
                 return file.readall()
             file.seek(start)
             parts = [file.read(size)]
-            # The system may give fewer bytes than asked for; none is the end.
+            # A read may return fewer bytes than requested; no bytes mean the end.
             while parts[-1] and sum(map(len, parts)) < size:
                 parts.append(file.read(size - sum(map(len, parts))))
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def scan(self, path: str) -> list[tuple[str, bool]]:
-        """(name, whether it is a folder) of everything directly in a folder."""
+        """Return (name, is a folder) of everything directly in a folder."""
         with os.scandir(path) as entries:
             return [(entry.name, entry.is_dir()) for entry in entries]
 
     def is_folder(self, path: str) -> bool:
-        """True if it is a folder, or a link to one."""
+        """Return True for a folder, or a link to one."""
         return os.path.isdir(path)
 
     def is_same_file(self, path: str, other: str) -> bool:
-        """True if both are names of one file; False if one of them is none."""
+        """Return True if both are names of one file; False if one of them does not exist."""
         with suppress(OSError):
             return os.path.samefile(path, other)
         return False
 
 
 def _write_direct(descriptor: int, data: memoryview) -> int:
-    """Write to a new file past the cache of the system what of `data` lies in whole pages; how many bytes that were.
+    """Write the whole pages of `data` to a new file past the page cache; return the number of bytes written.
 
-    Weights are written once and are larger than caches: copied into it they take a core that trains meanwhile, and the
-    place of what is read again. Where memory or file system do not allow it nothing is written.
+    Weights are written once and are larger than the cache: copying them into it would occupy a core during training,
+    and evict what is read again. Writes nothing if the memory or the file system does not support it.
     """
     if data.readonly or not hasattr(os, "O_DIRECT"):
         return 0
     if ctypes.addressof(ctypes.c_char.from_buffer(data)) % _PAGE_BYTES:
         return 0
     flags, place, end = fcntl.fcntl(descriptor, fcntl.F_GETFL), 0, len(data) - len(data) % _PAGE_BYTES
-    with suppress(OSError):  # such as EINVAL; what else is wrong, the ordinary write meets again, and tells
+    with suppress(OSError):  # such as EINVAL; the ordinary write reports any other error
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
         while place < end:
             place += os.write(descriptor, data[place : min(place + _DIRECT_BYTES, end)])
@@ -198,16 +198,16 @@ def _write_direct(descriptor: int, data: memoryview) -> int:
 
 
 class LocalStorage(Storage):
-    """`LocalStorage("/scratch/runs")`; the folder is made by the first write."""
+    """`LocalStorage("/scratch/runs")`; the first write creates the folder."""
 
     def __init__(self, root: str | Path, posix: Posix | None = None) -> None:
-        """`posix`: the system's calls; crash tests give their own."""
+        """posix: calls of the system; crash tests pass their own."""
         self.url = os.path.abspath(os.path.expanduser(root))
         self._posix = posix or Posix()
-        # Folders, by path and inode, whose parents this process has made durable.
+        # (path, inode) of the folders whose parents this process has made durable.
         self._synced: set[tuple[str, int]] = set()
         self._is_private: bool | None = None
-        """Whether only the owner may enter the root, which all below it follows; None: not looked yet."""
+        """True if only the owner may enter the root; new files follow it. None: not checked yet."""
 
     def __reduce__(self) -> tuple[type[LocalStorage], tuple[str, Posix]]:
         return LocalStorage, (self.url, self._posix)
@@ -221,19 +221,19 @@ class LocalStorage(Storage):
         self._is_private = True
 
     def put(self, path: str, data: Data) -> None:
-        """A temporary file, fsync, rename, fsync of the folder: durable when it returns."""
+        """Write a temporary file, fsync, rename it, fsync the folder."""
         self._write("put", path, data)
 
     def put_new(self, path: str, data: bytes) -> bool:
-        """As `put`, with link(2) in place of the rename: the file system itself picks one winner."""
+        """As `put`, with link(2) instead of the rename: the file system picks one winner."""
         return self._write("put_new", path, data)
 
     def get(self, path: str) -> bytes:
-        """A file that is replaced meanwhile is read whole: the descriptor keeps the one that was opened."""
+        """See Storage. A file that is replaced meanwhile is read whole: the descriptor keeps the opened one."""
         return self._get(path, self._posix.read)
 
     def get_part(self, path: str, start: int, stop: int) -> bytes:
-        """See Storage; no other byte is read."""
+        """See Storage. Reads no other bytes."""
         return self._get(path, lambda target: self._posix.read_part(target, start, max(0, stop - start)))
 
     def _get(self, path: str, call: Callable[[str], bytes]) -> bytes:
@@ -248,7 +248,7 @@ class LocalStorage(Storage):
         return self._call("get", target, read)
 
     def list(self, folder: str = "") -> list[str]:
-        """Without the temporary files of writers, dead or alive."""
+        """See Storage. Temporary files of live and dead writers are omitted."""
         target = self._at(folder) if folder else self.url
 
         def scan() -> list[str]:
@@ -256,42 +256,41 @@ class LocalStorage(Storage):
                 entries = self._posix.scan(target)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-            shown = ((name, is_folder) for name, is_folder in entries if not name.startswith(TMP_PREFIX))
-            return sorted(f"{name}/" if is_folder else name for name, is_folder in shown)
+            visible = ((name, is_folder) for name, is_folder in entries if not name.startswith(TMP_PREFIX))
+            return sorted(f"{name}/" if is_folder else name for name, is_folder in visible)
 
         return self._call("list", target, scan)
 
     def remove(self, path: str) -> None:
-        """A rename out of sight first, so that no reader sees half a folder."""
+        """Rename to a hidden name first, so that no reader sees half a folder."""
         target = self._at(path)
         folder = os.path.dirname(target)
-        # In the same folder, so that the rename stays within one file system; `list` hides the name.
-        doomed = _tmp_name(folder)
-        # Tried again after a fault, it must not rename again: by then another may have made `target` anew.
+        # In the same folder, so that the rename stays within one file system.
+        hidden = _tmp_name(folder)
+        # A retry must not rename again: another process may have created `target` anew.
         is_hidden = False
 
         def remove() -> None:
             nonlocal is_hidden
             with suppress(FileNotFoundError, NotADirectoryError):
                 if not is_hidden:
-                    # First out of sight, for good: half a folder is never seen under its name. Killed here: it is gone
-                    # for every reader, and what lies under the hidden name goes with the folder above it.
-                    self._posix.rename(target, doomed)
+                    # Killed after this: the target is gone for every reader, and the hidden rest is removed with the
+                    # folder above it.
+                    self._posix.rename(target, hidden)
                     is_hidden = True
-                # The new name is durable before the first file goes: after a power loss the old one would come back,
-                # with a part of its files.
+                # Durable before the first file is removed: otherwise a power loss could restore the old name with a
+                # part of its files.
                 self._sync_folder(folder)
-                self._posix.remove_tree(doomed)
+                self._posix.remove_tree(hidden)
 
         self._call("remove", target, remove)
 
     def local_file(self, path: str) -> Path | None:
-        """See Storage."""
         return Path(self._at(path))
 
     @contextmanager
     def local_copy(self, path: str) -> Iterator[Path]:
-        """No copy: the file or folder itself, which must not be changed."""
+        """Return the file or folder itself, which must not be changed."""
         target = Path(self._at(path))
         if not target.exists():
             raise NotFoundError(f"{target} does not exist")
@@ -301,14 +300,14 @@ class LocalStorage(Storage):
         return f"{self.url}/{check_path(path)}"
 
     def _write(self, verb: str, path: str, data: Data) -> bool:
-        """Write a file durably by "put" or "put_new"; True unless put_new lost."""
+        """Write a file durably for `verb` "put" or "put_new"; True unless put_new found the file existing."""
         target = self._at(path)
         folder = os.path.dirname(target)
-        in_doubt = False  # an earlier try may have made the name although it failed
+        in_doubt = False  # an earlier try may have created the name although it failed
 
         def write() -> bool:
             nonlocal in_doubt
-            # A new name for each try: what a killed one left is never written on.
+            # A new name for each try: the file of a killed try is never reused.
             tmp = _tmp_name(folder)
             try:
                 try:
@@ -319,11 +318,11 @@ class LocalStorage(Storage):
                 try:
                     self._restrict(tmp)
                     self._posix.write(descriptor, data)
-                    # Before the name is given: a power loss after it would leave the name with torn bytes.
+                    # Before the rename: otherwise a power loss could leave the name with torn bytes.
                     self._posix.sync(descriptor)
                 finally:
                     self._posix.close(descriptor)
-                # Killed before the next call: nothing but a hidden file. Killed after it: all of the bytes.
+                # Killed before the next call: only a hidden file. Killed after it: all of the bytes.
                 was_in_doubt, in_doubt = in_doubt, True
                 if verb == "put":
                     self._posix.rename(tmp, target)
@@ -332,9 +331,9 @@ class LocalStorage(Storage):
                     created = self._link(tmp, target) or (was_in_doubt and self._posix.read(target) == data)
             finally:
                 with suppress(OSError):
-                    # After a rename there is nothing left under it; after a link it is a second name of the target.
+                    # Gone after a rename; a second name of the target after a link.
                     self._posix.unlink(tmp)
-            # Only now does the name survive a power loss; also for who lost put_new: False means it is there for good.
+            # Now the name survives a power loss, even if put_new lost: False means that the file exists durably.
             self._sync_folder(folder)
             return created
 
@@ -343,7 +342,7 @@ class LocalStorage(Storage):
                 try:
                     return write()
                 except OSError as error:
-                    # A folder that vanished is made anew by the next try; what else fails here does so again.
+                    # The next try creates the folder again; other errors would recur.
                     if error.errno not in _VANISHED:
                         raise
             return write()
@@ -354,7 +353,7 @@ class LocalStorage(Storage):
         def is_transient(error: BaseException) -> bool:
             return isinstance(error, OSError) and error.errno in _TRANSIENT
 
-        # Faults of a file server that is away are waited out; a full disk or a wrong owner does not pass by itself.
+        # Waits for an unreachable file server; a full disk or a wrong owner needs the user.
         patience = Patience(f"{verb} {target}", is_transient, self._posix.pause)
         try:
             return patience.call(operation)
@@ -365,12 +364,15 @@ class LocalStorage(Storage):
             raise kind(f"{verb} {target} failed{tries}: {error.strerror or error}; {advice}") from error
 
     def _link(self, tmp: str, target: str) -> bool:
-        """True if `target` is `tmp` now, by link(2): one winner, also on NFS, and unlike O_EXCL it never shows part."""
+        """Link `target` to `tmp`, with one winner even on NFS; True if both are the same file now.
+
+        Unlike with O_EXCL, the target never shows a part of the bytes.
+        """
         try:
             self._posix.link(tmp, target)
             return True
         except OSError as error:
-            # An NFS client may send the call again after a lost reply, and hear "exists" about its own link.
+            # An NFS client may repeat the call after a lost reply, and get "exists" about its own link.
             if self._posix.is_same_file(tmp, target):
                 return True
             if isinstance(error, FileExistsError):
@@ -378,32 +380,32 @@ class LocalStorage(Storage):
             raise
 
     def _make_folders(self, folder: str) -> None:
-        """`mkdir -p`, with the parent of every new folder synced."""
+        """Create folders like `mkdir -p`, and sync the parent of every new one."""
         if self._posix.is_folder(folder):
             return
         parent = os.path.dirname(folder)
-        self._make_folders(parent)  # from the top down: a folder is never durable below one that is not
-        with suppress(FileExistsError):  # another process was faster; if it is a file, the write says ENOTDIR
+        self._make_folders(parent)  # top down: a folder must not be durable before its parent is
+        with suppress(FileExistsError):  # another process was faster; if it is a file, the write raises ENOTDIR
             self._posix.make_folder(folder)
             if folder.startswith(f"{self.url}/"):
                 self._restrict(folder)
         self._posix.sync_folder(parent)
 
     def _restrict(self, path: str) -> None:
-        """What is new follows the root, so that no process needs a setting to know."""
+        """Restrict a new file if the root is restricted, so that no process needs a setting for this."""
         if self._is_private is None:
             self._is_private = self._posix.is_restricted(self.url)
         if self._is_private:
-            with suppress(OSError):  # a file system that keeps no modes; nobody else enters the root
+            with suppress(OSError):  # a file system without modes; nobody else can enter the root
                 self._posix.restrict(path)
 
     def _sync_folder(self, folder: str) -> None:
         """Make the names in `folder` durable, and once per folder those of its parents.
 
-        The parents too because another process may have made them and died before it could.
+        Another process may have created the parents and died before it synced them.
         """
         inode = self._posix.sync_folder(folder)
-        # By the inode too: a folder that was removed and made again has not been made durable yet.
+        # With the inode: a folder that was removed and created again is not durable yet.
         if (folder, inode) in self._synced:
             return
         parent = folder

@@ -1,7 +1,7 @@
 """Storage in the memory of one process, for tests and notebooks.
 
-It does not know other processes: each has its own tree under the same URL, and a pickle carries the URL alone.
-Invariant: one lock guards every tree, so each verb is one step, and all handles of one URL see the same files.
+Each process has its own tree under the same URL, and a pickle contains only the URL.
+Invariant: one lock guards every tree, so each method is atomic, and all handles of one URL see the same files.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class MemoryStorage(Storage):
         return MemoryStorage, (self.url,)
 
     def put(self, path: str, data: Data) -> None:
-        """Keeps a copy of the bytes, so a buffer that is changed later does not change the file."""
+        """Store a copy of the bytes, so that a later change of the buffer does not change the file."""
         check_path(path)
         with _LOCK:
             self._files[path] = bytes(data)
 
     def put_new(self, path: str, data: bytes) -> bool:
-        """The look and the write are under one lock, so one of several wins."""
+        """Check and write under one lock, so exactly one concurrent caller succeeds."""
         check_path(path)
         with _LOCK:
             if path in self._files:
@@ -45,7 +45,6 @@ class MemoryStorage(Storage):
             return True
 
     def get(self, path: str) -> bytes:
-        """The bytes as they were put; immutable, so they are shared."""
         check_path(path)
         with _LOCK:
             if path not in self._files:
@@ -53,28 +52,26 @@ class MemoryStorage(Storage):
             return self._files[path]
 
     def list(self, folder: str = "") -> list[str]:
-        """Folders are not kept: they are what the paths of the files say."""
+        """See Storage. Folders exist only as prefixes of file paths."""
         start = check_path(folder) + "/" if folder else ""
         with _LOCK:
             below = [path.removeprefix(start) for path in self._files if path.startswith(start)]
         return sorted({name + slash for name, slash, _ in (path.partition("/") for path in below)})
 
     def remove(self, path: str) -> None:
-        """The file, or all whose paths begin with it and a slash."""
         with _LOCK:
             for name in self._below(path):
                 del self._files[name]
 
     def local_copy(self, path: str) -> AbstractContextManager[Path]:
-        """Written to a temporary folder, which goes with the context."""
+        """Write the files to a temporary folder, which is removed with the context."""
         with _LOCK:
-            # Copied out under the lock: files are written to disk without it.
-            found = {name: self._files[name] for name in self._below(path)}
-        if not found:
+            files = {name: self._files[name] for name in self._below(path)}
+        if not files:
             raise NotFoundError(f"{self.url}/{path} does not exist")
-        return temporary_copy(path, {name: partial(Path.write_bytes, data=data) for name, data in found.items()})
+        return temporary_copy(path, {name: partial(Path.write_bytes, data=data) for name, data in files.items()})
 
     def _below(self, path: str) -> tuple[str, ...]:
-        """The file at `path`, or the files in the folder there. The lock is held."""
+        """Return the file at `path`, or the files below it. Call with the lock held."""
         check_path(path)
         return tuple(name for name in self._files if name == path or name.startswith(path + "/"))

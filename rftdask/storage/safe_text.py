@@ -1,6 +1,6 @@
-"""Text that others wrote, as it may be stored and shown: without secrets, and plain on a terminal.
+"""Makes untrusted text safe to store and show: secrets are masked, and control characters are escaped.
 
-It does not know where the text goes. Invariants: `find_secret(mask(text))` is empty, `safe(safe(text)) == safe(text)`.
+Invariants: `find_secret(mask(text))` is empty, `safe(safe(text)) == safe(text)`.
 """
 
 from __future__ import annotations
@@ -15,26 +15,29 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
+
+# ---- secrets
+
 _MASK = "***"
-_SHORTEST = 8
-"""Characters of a variable's value that is looked for: shorter ones are in other words by chance."""
+_MIN_VALUE_CHARS = 8
+"""Shortest value of a variable that is searched for: shorter ones occur in other words by chance."""
 
 _NAME = re.compile(r"api_?key|passw|secret|credential|(^|_)(auth|access|bearer|api|hf)_?token$", re.IGNORECASE)
 _VARIABLE = re.compile(r"(^|_)(token|pass|passphrase|pat|private_key|access_key|access_key_id)$", re.IGNORECASE)
-"""Further names of environment variables; as an argument's, `eos_token` or `pass` is none."""
+"""Further names of secrets, only for environment variables: arguments such as `eos_token` or `pass` are not secret."""
 _PARAMETER = re.compile(
     r"^(sig|token|pwd|x-(amz|goog)-(signature|credential|security-token)|.*signature)$", re.IGNORECASE
 )
-"""Further names in the query of a URL."""
+"""Further names of secrets, only in the query of a URL."""
 _NO_SECRET = re.compile(r"(empty|null|none|true|false|\**|[/~.].*|[0-9]{1,3})$", re.IGNORECASE | re.DOTALL)
-"""Values under the name of a secret that are none: nothing, a switch, a count, the path of a file."""
+"""Values that are not secret under any name: nothing, a switch, a count, a file path."""
 
 _REFERENCE = re.compile(r"\$\{oc\.env: *\w+ *(, *(null|EMPTY|''|\"\")? *)?\}")
-"""An environment variable as a configuration names it, without a default that tells something."""
+"""An environment variable in a configuration, with no default or an empty one."""
 _SHELL = re.compile(r"^[\"']?\$.*|^[\"']?`.*", re.DOTALL)
-"""A value that the shell is to look up: $NAME, $(command)."""
+"""A value that the shell expands: $NAME, $(command)."""
 
-# Each takes a time that grows with the text and no faster: logs have lines of megabytes.
+# Each pattern matches in linear time: logs have lines of megabytes.
 _IN_URL = re.compile(r"(?<=\w)://[^\s/@:\"']*:([^\s/\"'<>]+)@")
 _IN_QUERY = re.compile(r"[?&;]([\w.-]+)=([^&;\s\"'#<>]+)")
 _ASSIGNED = re.compile(r"(?<![?&;\w.-])(?:-{1,2})?([A-Za-z_][\w-]*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s;&|,)\"']+)")
@@ -54,102 +57,102 @@ _BEARER = re.compile(r"\bbearer +([\w.~+/=-]{16,})", re.IGNORECASE)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether an argument of this name is a secret. `api_key_env` names a variable, and is none."""
+    """Return True if an argument of this name is a secret. `api_key_env` names a variable, and is not."""
     return bool(_NAME.search(name.replace("-", "_"))) and not name.endswith(("_env", "_ENV"))
 
 
 def is_left_to_environment(text: str) -> bool:
-    """Whether a secret of this text would be in the environment alone: it says ${oc.env:NAME}, without a default."""
+    """Return True if a secret is only referenced by ${oc.env:NAME}, without a default."""
     return bool(_REFERENCE.search(text)) and "${" not in _REFERENCE.sub("", text)
 
 
 def find_secret(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """What is secret in `text`, in words without it: "a password in a URL"; "": nothing is.
+    """Describe the first secret in `text` without its value, such as "a password in a URL"; "": there is none.
 
-    environment: variables whose values are looked for, if they are named like secrets. None: those of this process.
+    environment: variables with the names of secrets, whose values are searched for. None: those of this process.
     """
-    return min(_found(text, environment), default=(0, 0, ""))[2]
+    return min(_secrets(text, environment), default=(0, 0, ""))[2]
 
 
 def mask(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """`text` with *** in place of every secret."""
+    """Return `text` with *** in place of every secret."""
     reached, parts = 0, []
-    for start, end, _ in sorted(_found(text, environment)):
-        # What is found may overlap, such as a token in a URL; each character is masked once.
+    for start, end, _ in sorted(_secrets(text, environment)):
+        # Secrets may overlap, such as a token in a URL; each character is masked once.
         if end > reached:
             parts += [text[reached : max(start, reached)], _MASK if start >= reached else ""]
             reached = end
     masked = "".join([*parts, text[reached:]])
-    # What was masked may have hidden where the next one begins.
+    # Masking may reveal the beginning of another secret.
     return text if masked == text else mask(masked, environment)
 
 
-def _found(text: str, environment: Mapping[str, str] | None) -> Iterator[tuple[int, int, str]]:
-    """(start, end, what it is) of every secret."""
+def _secrets(text: str, environment: Mapping[str, str] | None) -> Iterator[tuple[int, int, str]]:
+    """Yield (start, end, description) of every secret."""
 
-    def told(match: re.Match[str], group: int, what: str) -> Iterator[tuple[int, int, str]]:
+    def secret(match: re.Match[str], group: int, what: str) -> Iterator[tuple[int, int, str]]:
         (start, end), quotes = match.span(group), match[group][0] in "\"'" and group > 1
-        # A reference to a variable tells nothing, and *** is what `mask` has put there itself.
+        # A reference to a variable is not secret, and *** was put there by `mask`.
         if _REFERENCE.sub("", match[group].strip("\"'")).strip("*"):
             yield start + quotes, end - quotes, what
 
     for match in _IN_URL.finditer(text):
-        yield from told(match, 1, "a password in a URL")
+        yield from secret(match, 1, "a password in a URL")
     for match in _SHAPES.finditer(text):
-        yield from told(match, 1, f"what looks like a token ({match[1][:4]}...)")
+        yield from secret(match, 1, f"what looks like a token ({match[1][:4]}...)")
     for match in _BEARER.finditer(text):
-        yield from told(match, 1, "what looks like a bearer token")
+        yield from secret(match, 1, "what looks like a bearer token")
     for match in _IN_QUERY.finditer(text):
         if is_secret_name(match[1]) or _PARAMETER.search(match[1]):
-            yield from told(match, 2, f"the secret {match[1]} of a URL")
+            yield from secret(match, 2, f"the secret {match[1]} of a URL")
     for pattern in (_ASSIGNED, _ITEM):
         for match in pattern.finditer(text):
             value = match[2].strip("\"'")
-            # TOKEN=... is an environment variable; in small letters it may be an argument that holds no secret.
-            named = is_secret_name(match[1]) or (match[1].isupper() and _VARIABLE.search(match[1]))
-            if named and not _SHELL.match(value) and not _NO_SECRET.match(value):
-                yield from told(match, 2, f"a value for {match[1]}")
-    if len(text) < _SHORTEST:
+            # TOKEN=... is an environment variable; in lower case it may be an argument that is not secret.
+            is_named = is_secret_name(match[1]) or (match[1].isupper() and _VARIABLE.search(match[1]))
+            if is_named and not _SHELL.match(value) and not _NO_SECRET.match(value):
+                yield from secret(match, 2, f"a value for {match[1]}")
+    if len(text) < _MIN_VALUE_CHARS:
         return
     for name, value in (os.environ if environment is None else environment).items():
-        # Whose value is the path of a file, such as that of one's credentials, is no secret.
-        if len(value) < _SHORTEST or value not in text or _NO_SECRET.match(value):
+        if len(value) < _MIN_VALUE_CHARS or value not in text or _NO_SECRET.match(value):
             continue
         if is_secret_name(name) or _VARIABLE.search(name):
             for match in re.finditer(rf"(?<!\w){re.escape(value)}(?!\w)", text):
                 yield *match.span(), f"the value of the environment variable {name}"
 
 
-_WIDEST = 80
-_MOST_ITEMS = 6
+# ---- control characters
+
+_MAX_CELL_CHARS, _MAX_CELL_ITEMS = 80, 6
 
 
 def printable(text: str, keep: str = "") -> str:
-    """`text` with every character that is not plainly visible, but for those of `keep`, as an escape."""
+    """Return `text` with every character that is not printable as an escape, except those in `keep`."""
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def safe(text: str) -> str:
-    """`text` for a terminal, a log or a page: secrets masked; all but line ends and tabs as `printable`."""
+    """Return `text` for a terminal, a log or a page: secrets masked, all but line ends and tabs `printable`."""
     return mask(printable(text, keep="\n\t"))
 
 
 class SafeFormatter(logging.Formatter):
-    """Formats records of a log as `safe` text, tracebacks included."""
+    """Formats log records as `safe` text, including tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line with its traceback, masked as a whole: a secret may stand in either."""
+        """Mask message and traceback together: a secret may be in either."""
         return safe(super().format(record))
 
 
 def safe_console() -> Console:
-    """A console of rich that writes out whatever a terminal would obey, in every text that it draws."""
+    """Return a rich console that escapes all control characters in the texts that it draws."""
     from rich.console import Console  # late: 50 ms that `import rftdask` does not need
 
     class SafeConsole(Console):
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
             for segment in super().render(renderable, options):
-                # Control segments are rich's own, such as those that move the cursor; no text of others becomes one.
+                # Control segments, such as cursor movements, are made by rich and never from untrusted text.
                 is_plain = segment.control or segment.text.isprintable()
                 yield segment if is_plain else segment._replace(text=printable(segment.text, keep="\n"))
 
@@ -157,16 +160,16 @@ def safe_console() -> Console:
 
 
 def cell(value: Any) -> str:
-    """A value in one line of a table."""
+    """Format a value as one line of a table cell."""
     if value is None:
         return ""
     if isinstance(value, bool | int):
         return str(value)
     if isinstance(value, float):
-        # Four digits of what is small; a large number whole, because 1.234e+06 reads badly in a column.
+        # Four significant digits, but large numbers as integers: 1.234e+06 reads badly in a column.
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     if isinstance(value, list):
-        shown = ", ".join(cell(item) for item in value[:_MOST_ITEMS])
-        return f"[{shown}{', ...' if len(value) > _MOST_ITEMS else ''}]"
+        items = ", ".join(cell(item) for item in value[:_MAX_CELL_ITEMS])
+        return f"[{items}{', ...' if len(value) > _MAX_CELL_ITEMS else ''}]"
     text = printable(str(value))
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
+    return text if len(text) <= _MAX_CELL_CHARS else f"{text[: _MAX_CELL_CHARS - 3]}..."

@@ -1,10 +1,10 @@
-"""Staging: models and datasets on a node's own disk, where a site wants them read from. One process of the node copies,
-the others wait for it; nobody else's copy is trusted.
+"""Staging: copies of models and datasets on a node's own disk, for sites that want them read from there. One process of
+the node copies, and the others wait for it; copies of other users are not trusted.
 
-A copy is named by what it is of: the path, and size and time of change of every file. It is made under another name,
-hashed while it is written, read back, and renamed, so that what has its name is whole. Who uses one holds a lock of the
-kernel on it as long as it lives; those that nobody holds are removed by who ends last on the node, unless they are to
-stay. It knows no cluster: a job says where by the environment.
+The name of a copy is a hash of the path, and of size and modification time of every file. A copy is written under
+another name, hashed while it is written, read back and renamed, so that it is complete under its name. A process that
+uses a copy holds a kernel lock on it until it ends. The last process on the node removes unlocked copies, unless KEEP
+is set. Staging knows no cluster: environment variables of the job configure it.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from rftdask.errors import StorageError, UserError, WaitTimeout
 
 FOLDER = "RFTDASK_STAGE_TO"
-"""Environment: the folder of this node; unset or empty: nothing is staged."""
+"""Environment variable: the folder of this node. Unset or empty: nothing is staged."""
 KEEP = "RFTDASK_STAGE_KEEP"
-"""Environment: 1 where copies stay when nobody uses them any more."""
+"""Environment variable: 1 keeps copies that nobody uses any more."""
 DEADLINE_S = 3600.0
-"""For another process of the node to make a copy."""
-_LOOK_S = 0.1
+"""Seconds to wait for another process of the node to make a copy."""
+_POLL_INTERVAL_S = 0.1
 _CHUNK_BYTES = 8 << 20
 
-_held: dict[Path, int] = {}
-"""Locks of the copies that this process uses; the kernel ends them with it."""
+_locks: dict[Path, int] = {}
+"""Lock descriptors of the copies that this process uses; the kernel releases them when it ends."""
 
 log = logging.getLogger(__name__)
 
 
 def stage_here(folder: str, keep: bool) -> None:
-    """Have this process and those that it starts stage to a folder, whose variables are filled in."""
+    """Let this process and its children stage to `folder`, in which environment variables are expanded."""
     os.environ.update({FOLDER: os.path.expandvars(folder), KEEP: str(int(keep))})
 
 
 def staged(path: str, deadline_s: float = DEADLINE_S) -> str:
-    """The copy on this node of a file or folder; `path` itself where nothing is staged, it is not there (such as a
-    name on the Hub), or the node has no room for it, which is logged.
+    """Return the copy of a file or folder on this node, making it if necessary.
 
-    Raises: WaitTimeout: another process did not make the copy in time; StorageError: it cannot be copied, or what was
-    written is not what was read; UserError: the folder is another user's.
+    Returns `path` itself if nothing is staged, if it does not exist (such as a name on the Hub), or if the node has no
+    room for it, which is logged.
+    Raises: WaitTimeout: another process did not make the copy in time; StorageError: copying failed, or the copy read
+    back differs; UserError: the folder belongs to another user.
     """
     root, source = os.environ.get(FOLDER), Path(path)
     if not root or not source.exists():
@@ -58,42 +58,43 @@ def staged(path: str, deadline_s: float = DEADLINE_S) -> str:
     base = Path(root).expanduser() / f"rftdask-stage-{os.getuid()}"
     if source.is_relative_to(base):
         return path
-    files = sorted(each for each in source.rglob("*") if each.is_file()) if source.is_dir() else [source]
-    sizes = {str(file.relative_to(source.parent)): file.stat() for file in files}
-    told = [f"{source}", *(f"{name} {found.st_size} {found.st_mtime_ns}" for name, found in sizes.items())]
+    files = sorted(file for file in source.rglob("*") if file.is_file()) if source.is_dir() else [source]
+    stats = {str(file.relative_to(source.parent)): file.stat() for file in files}
+    identity = [f"{source}", *(f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in stats.items())]
     _make_private(base)
-    place = base / hashlib.sha256("\n".join(told).encode()).hexdigest()[:24]
+    place = base / hashlib.sha256("\n".join(identity).encode()).hexdigest()[:24]
     copy, deadline = place / source.name, time.monotonic() + deadline_s
-    while not (_lock(place, fcntl.LOCK_SH) and _is_whole(copy, sizes)):
+    while not (_lock(place, fcntl.LOCK_SH) and _is_whole(copy, stats)):
         if _lock(place, fcntl.LOCK_EX):
-            if not _is_whole(copy, sizes) and not _fill(place, source, files):
+            if not _is_whole(copy, stats) and not _fill(place, source, files):
                 _unlock(place)
                 return path
         elif time.monotonic() > deadline:
             raise WaitTimeout(
-                f"{path} was not staged to {base} in {deadline_s:.0f} s by the process of this node that does it; "
-                "cluster.stage_to names the folder"
+                f"another process of this node did not finish staging {path} to {base} in {deadline_s:.0f} s; "
+                "cluster.local_cache_dir names the folder"
             )
         else:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
     return str(copy)
 
 
 def source_of(path: str) -> str:
-    """What a path that `staged` gave is a copy of; any other path is its own."""
+    """Return the original of a copy made by `staged`; any other path unchanged."""
     note = Path(path).parent / "source"
     return note.read_text() if note.is_file() and f"rftdask-stage-{os.getuid()}" in path else path
 
 
 def sweep() -> None:
-    """Let go of all copies, and remove those of this node that nobody uses, unless they are to stay. Idempotent."""
-    for place in list(_held):
+    """Release all copies, and remove those of this node that nobody uses unless KEEP is set. Idempotent."""
+    for place in list(_locks):
         _unlock(place)
     root = os.environ.get(FOLDER)
     if not root or os.environ.get(KEEP) == "1":
         return
-    for place in _places(Path(root).expanduser() / f"rftdask-stage-{os.getuid()}"):
-        if _lock(place, fcntl.LOCK_EX):  # nobody has it, and nobody gets it while it goes
+    for lock in (Path(root).expanduser() / f"rftdask-stage-{os.getuid()}").glob("*.lock"):
+        place = lock.with_suffix("")
+        if _lock(place, fcntl.LOCK_EX):  # nobody uses it, and nobody can while it is removed
             shutil.rmtree(place, ignore_errors=True)
             place.with_suffix(".lock").unlink(missing_ok=True)
             _unlock(place)
@@ -102,54 +103,49 @@ def sweep() -> None:
 atexit.register(sweep)
 
 
-def _places(base: Path) -> Iterator[Path]:
-    if base.is_dir():
-        yield from (lock.with_suffix("") for lock in base.glob("*.lock"))
-
-
 def _make_private(base: Path) -> None:
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = base.lstat()
-    # Where all users share a disk, anybody may have put a folder or a link of this name there.
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise UserError(f"{base} belongs to somebody else; name another folder as cluster.stage_to")
+    status = base.lstat()
+    # On a shared disk anybody may have created a folder or a link of this name.
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise UserError(f"{base} belongs to another user; name another folder as cluster.local_cache_dir")
 
 
 def _lock(place: Path, kind: int) -> bool:
-    """Whether this process has the lock of a copy as `kind` now, without waiting; if not, it has none."""
+    """Try to take the lock of a copy as `kind`, without waiting; False: this process has no lock on it."""
     lock = place.with_suffix(".lock")
     while True:
-        if place not in _held:
-            _held[place] = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if place not in _locks:
+            _locks[place] = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(_held[place], kind | fcntl.LOCK_NB)
+            fcntl.flock(_locks[place], kind | fcntl.LOCK_NB)
         except BlockingIOError:
             _unlock(place)
             return False
         with suppress(FileNotFoundError):
-            # Who removed the copy removed its lock, too; then this one is of a file that nobody else will look at.
-            if os.path.samestat(os.fstat(_held[place]), lock.stat()):
+            # A process that removes a copy also unlinks its lock file. Then this lock is useless: try again.
+            if os.path.samestat(os.fstat(_locks[place]), lock.stat()):
                 return True
         _unlock(place)
 
 
 def _unlock(place: Path) -> None:
-    if (held := _held.pop(place, None)) is not None:
-        os.close(held)
+    if (descriptor := _locks.pop(place, None)) is not None:
+        os.close(descriptor)
 
 
-def _is_whole(copy: Path, files: dict[str, os.stat_result]) -> bool:
-    # It got its name when it had been read back; a site that cleans its disks may have taken parts of it since.
+def _is_whole(copy: Path, stats: dict[str, os.stat_result]) -> bool:
+    # It was read back before it got its name, but a site that cleans its disks may have removed parts since.
     with suppress(OSError):
-        return all((copy.parent / name).stat().st_size == found.st_size for name, found in files.items())
+        return all((copy.parent / name).stat().st_size == status.st_size for name, status in stats.items())
     return False
 
 
 def _fill(place: Path, source: Path, files: list[Path]) -> bool:
-    """Copy; False: there is no room."""
+    """Make the copy; False if there is no room."""
     partial = place.with_suffix(".partial")
-    for left in (partial, place):
-        shutil.rmtree(left, ignore_errors=True)
+    for remains in (partial, place):
+        shutil.rmtree(remains, ignore_errors=True)
     needed, free = sum(file.stat().st_size for file in files), shutil.disk_usage(place.parent).free
     if needed > free:
         log.warning("%s is not staged: it has %d bytes, and %s has room for %d", source, needed, place.parent, free)
@@ -158,7 +154,7 @@ def _fill(place: Path, source: Path, files: list[Path]) -> bool:
     partial.mkdir(mode=0o700)
     try:
         _copy(partial, source, files)
-    except OSError as error:  # others use the disk, too, and what is copied may go meanwhile
+    except OSError as error:  # other processes may fill the disk, or remove the source
         shutil.rmtree(partial, ignore_errors=True)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(f"{source} cannot be staged to {place.parent}: {error}") from error
@@ -183,4 +179,4 @@ def _copy(partial: Path, source: Path, files: list[Path]) -> None:
             os.fsync(copied.fileno())
         with target.open("rb") as copied:
             if hashlib.file_digest(copied, "sha256").digest() != read.digest():
-                raise StorageError(f"{target} is not what was written to it; the disk of this node is damaged")
+                raise StorageError(f"{target} reads back differently than written; the disk of this node is damaged")

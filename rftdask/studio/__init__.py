@@ -1,1 +1,1 @@
-"""Studio: the runs of a folder as pages in a browser, from their files alone."""
+"""The studio: runs in a browser, with a form to configure them and buttons to start and stop them."""

@@ -1,7 +1,7 @@
-"""Form: a configuration as fields, one for each key of the schema, and back; what it comes to, and what is wrong.
+"""Form: a configuration as one text field per key of the schema, and back; its plan, memory and problems.
 
-Starts nothing and writes nothing. Invariants: what a form gives is what `load_config` reads, so nothing is allowed here
-that a file may not say; its runs are below the studio's folder, whatever it says; no code of the user's is imported.
+It starts nothing and writes nothing. Invariants: `load_config` reads the result of a form, so a form allows nothing
+that a file does not; its runs are always below the studio's folder; no user code is imported.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from yaml import YAMLError
 
 from rftdask.cluster.layout import TRAINER_RESOURCE, plan_machines
 from rftdask.config import Config, load_config, make_plan
-from rftdask.config.base import Filled, Named, Section, child_of, default_of, marks_of, plain
-from rftdask.config.error_text import allowed_values
+from rftdask.config.base import Computed, PluginName, Section, child_of, default_of, marks_of, plain
+from rftdask.config.check import allowed_values
 from rftdask.config.yaml_source import escape, to_yaml
 from rftdask.driver.init_config import explanations
 from rftdask.driver.memory_estimate import can_be_sized, tell_memory
 from rftdask.errors import ConfigError, RftError, UserError
 
 ROOT = "checkpoint_root_dir"
-"""The one key that is not the user's here."""
+"""The only key that the user cannot set; it is always the studio's folder."""
 FIRST = (
     "name",
     "model.model_path",
@@ -48,29 +48,29 @@ FIRST = (
     "buffer.explorer_input.eval_tasksets",
     "cluster.type",
 )
-"""Keys that nearly every configuration has, in the order in which somebody thinks of them."""
+"""Keys of nearly every configuration, in the order of the first section of the form."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A field of the form. Its text is "" where the configuration does not say it."""
+    """A field of the form. Its text is "" if the configuration does not set the key."""
 
     path: str
     kind: Literal["text", "number", "bool", "choice", "yaml"]
     text: str
-    """What the key does."""
+    """Explanation of the key."""
     default: str
-    """What holds where nothing is said."""
+    """Default value, as a text of the form."""
     choices: tuple[str, ...] = ()
-    """All values of a choice; of another kind values that there are names for."""
+    """All values of a choice; for other kinds suggested values."""
 
     @property
     def section(self) -> str:
-        """First part of its path; "" at the top."""
+        """First part of the path; "" for a top-level key."""
         return self.path.partition(".")[0] if "." in self.path else ""
 
     def value(self, text: str) -> Any:
-        """What a text of the form stands for. Raises: ValueError: no YAML, where it has to be."""
+        """Parse a text of the form. Raises: ValueError: not valid YAML (except for kind "text")."""
         if self.kind == "text":
             return text
         if "${" in text and self.kind != "yaml":
@@ -82,7 +82,7 @@ class Key:
         return value["value"]
 
     def show(self, value: Any) -> str:
-        """The text for a value: the inverse of `value`."""
+        """Format a value as a text of the form; inverse of `value`."""
         if isinstance(value, str) and (self.kind == "text" or "${" in value):
             return value
         return _as_yaml(value)
@@ -90,7 +90,7 @@ class Key:
 
 @cache
 def form_keys() -> Mapping[str, Key]:
-    """Every key by its path. What has sections for items, such as tasksets and stages, is one key of YAML."""
+    """Return every key by its path. A list of sections, such as tasksets or stages, is one key of kind "yaml"."""
     return {key.path: key for key in _keys(Config, "")}
 
 
@@ -104,11 +104,11 @@ def _keys(section: type[Section], path: str) -> Iterator[Key]:
         marks, text = marks_of(info), re.sub(r"(?<!\n)\n(?!\n)", " ", texts.get(name, ""))
         kinds = {kind for kind in _leaves(info.annotation) if kind is not type(None)}
         choices = [str(value) for value in allowed_values(info.annotation)]
-        names = [known for mark in marks if isinstance(mark, Named) for known in mark.registered()]
-        filled = next((mark.rule for mark in marks if isinstance(mark, Filled)), "")
+        names = [known for mark in marks if isinstance(mark, PluginName) for known in mark.registered()]
+        filled = next((mark.rule for mark in marks if isinstance(mark, Computed)), "")
         default = f"computed: {filled}" if filled else "" if info.is_required() else _as_yaml(plain(default_of(info)))
         if child is not None:
-            text += f"\n\nEach has: {', '.join(child[1].model_fields)}."
+            text += f"\n\nFields of an item: {', '.join(child[1].model_fields)}."
         kind: Literal["text", "number", "bool", "choice", "yaml"] = "yaml"
         if choices and kinds <= {str}:
             kind = "choice"
@@ -122,7 +122,7 @@ def _keys(section: type[Section], path: str) -> Iterator[Key]:
 
 
 def _leaves(annotation: Any) -> Iterator[Any]:
-    """The types that a value may have; of a Literal those of its values."""
+    """Yield the types that a value may have; for a Literal, the types of its values."""
     parts = get_args(annotation)
     if not parts:
         yield annotation
@@ -149,14 +149,14 @@ def _as_yaml(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Fields:
-    """What a form holds: texts by path, and as YAML what no key stands for, such as names of another system's."""
+    """Contents of a form: texts by path, and other keys as YAML, such as Trinity-RFT's names."""
 
     texts: Mapping[str, str] = field(default_factory=dict)
     rest: str = ""
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any]) -> Fields:
-        """The fields of a file's content, as OmegaConf reads it without resolving anything."""
+        """Convert the contents of a file, read by OmegaConf without resolving interpolations."""
         texts, rest = dict[str, str](), dict[str, Any]()
         keys = form_keys()
 
@@ -176,7 +176,7 @@ class Fields:
 
     @classmethod
     def of_file(cls, text: str) -> Fields:
-        """Raises: UserError: it is no YAML."""
+        """Convert the text of a file. Raises: UserError: not valid YAML."""
         try:
             tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         except (OmegaConfBaseException, YAMLError) as error:
@@ -187,46 +187,45 @@ class Fields:
 
     @classmethod
     def of_run(cls, config: Config) -> Fields:
-        """What somebody must have said to get this configuration: what differs from the defaults."""
+        """Convert a configuration to the fields that a user must set to get it: those that differ from the defaults."""
         tree = config.to_dict()
-        said = dict[str, Any]()
-        computed = dict[str, Any]()
+        changed, computed = dict[str, Any](), dict[str, Any]()
         for path, key in form_keys().items():
             value = _get(tree, path)
             if value is None or path == ROOT or _as_yaml(value) == key.default:
                 continue
-            (computed if key.default.startswith("computed: ") else said)[path] = value
-        # Of computed values those that do not come by themselves.
+            (computed if key.default.startswith("computed: ") else changed)[path] = value
+        # Keep a computed value only if the rule would compute another one.
         try:
-            again = load_config(_tree_of(said), was_checked=True).to_dict()
+            recomputed = load_config(_tree_of(changed), was_checked=True).to_dict()
         except ConfigError:
-            again = {}
-        said |= {path: value for path, value in computed.items() if _get(again, path) != value}
-        return cls.of_tree(_tree_of(said))
+            recomputed = {}
+        changed |= {path: value for path, value in computed.items() if _get(recomputed, path) != value}
+        return cls.of_tree(_tree_of(changed))
 
     def tree(self, root: str) -> tuple[dict[str, Any], dict[str, str]]:
-        """(the configuration as a file would hold it, with runs below `root`; what is wrong with texts, by path)."""
+        """Return the contents of a configuration file with its runs below `root`, and the problems of texts by path."""
         problems, tree = dict[str, str](), dict[str, Any]()
         if self.rest.strip():
             try:
                 rest = OmegaConf.to_container(OmegaConf.create(self.rest), resolve=False)
                 if not isinstance(rest, dict):
-                    raise ValueError("it holds no keys")
+                    raise ValueError("not a mapping of keys")
                 tree = {str(key): value for key, value in rest.items()}
             except (OmegaConfBaseException, YAMLError, ValueError) as error:
                 problems[""] = f"the other keys are not valid YAML: {str(error).splitlines()[0]}"
-        # In the order of the schema, the root beside the name.
+        # In the order of the schema, so that the root follows the name.
         for path, key in form_keys().items():
             if path == ROOT:
                 tree[ROOT] = escape(root)
             elif (text := self.texts.get(path, "")).strip():
                 try:
-                    # A line may have been pasted with spaces around it; a text of several keeps its end.
+                    # Pasted lines may have spaces around them; texts of several lines keep their end.
                     _put(tree, path, key.value(text if "\n" in text.strip() else text.strip()))
                 except ValueError as error:
                     problems[path] = str(error)
         for path in self.texts.keys() - form_keys().keys():
-            problems[path] = "there is no such key"
+            problems[path] = "unknown key"
         return tree, problems
 
 
@@ -243,7 +242,7 @@ def _put(tree: dict[str, Any], path: str, value: Any) -> None:
     for part in sections:
         below = node.setdefault(part, {})
         if not isinstance(below, dict):
-            raise ValueError(f"{part} holds a value among the other keys, and no section")
+            raise ValueError(f"{part} is a section, but the other keys set it to a value")
         node = below
     node[last] = value
 
@@ -257,33 +256,35 @@ def _tree_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a form comes to."""
+    """Result of checking a form."""
 
     yaml: str
     problems: Mapping[str, str]
-    """By the key that is wrong; of the whole at ""."""
+    """Problems by key; "" for the form as a whole."""
     warnings: tuple[str, ...] = ()
     plan: str = ""
     memory: str = ""
     config: Config | None = None
-    """None: something is wrong with it."""
+    """None: the form has problems."""
 
 
 def check_form(fields: Fields, root: str, gpu: str = "") -> Checked:
-    """Read the form as a file would be read, and say what it would do. gpu: what is to have room for it, or ""."""
+    """Read the form like a file, and return its plan and problems. gpu: GPU model or memory size to estimate for, or
+    "".
+    """
     tree, problems = fields.tree(root)
-    text = f"# Written by rftdask studio; `rftdask validate` explains what it comes to.\n{to_yaml(tree)}"
+    text = f"# Written by rftdask studio; `rftdask validate` shows its plan.\n{to_yaml(tree)}"
     config: Config | None = None
     try:
         config = load_config(tree)
     except ConfigError as error:
         for line in error.problems:
-            # "path: what is wrong", with the stage in front where it is of one.
-            found = re.match(r"(?:stages\[\d+\] \([^)]*\): )?([\w.\[\]]+): (.*)", line, re.DOTALL)
-            path, told = (re.sub(r"\[.*", "", found[1]), found[2]) if found else ("", line)
+            # "path: problem", after the stage if the problem is in one.
+            match = re.match(r"(?:stages\[\d+\] \([^)]*\): )?([\w.\[\]]+): (.*)", line, re.DOTALL)
+            path, problem = (re.sub(r"\[.*", "", match[1]), match[2]) if match else ("", line)
             if path not in form_keys():
-                path, told = "", line
-            problems[path] = f"{problems[path]}\n{told}" if path in problems else told
+                path, problem = "", line
+            problems[path] = f"{problems[path]}\n{problem}" if path in problems else problem
     if problems or config is None:
         return Checked(text, problems)
     try:
@@ -293,6 +294,6 @@ def check_form(fields: Fields, root: str, gpu: str = "") -> Checked:
         return Checked(text, {"": str(error)}, config.warnings, make_plan(config).render())
     try:
         memory = tell_memory(config, gpu) if can_be_sized(config) else "not known: the model is not on this machine"
-    except (RftError, OSError, ValueError) as error:  # the model is not here, or has no sizes
+    except (RftError, OSError, ValueError) as error:  # the model is not on this machine, or its config has no sizes
         memory = f"not known: {error}"
     return Checked(text, {}, config.warnings, plan, memory, config)

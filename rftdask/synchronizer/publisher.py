@@ -78,7 +78,7 @@ class _Written:
 class Publisher:
     """Example, on each rank:
 
-    publisher = Publisher(storage, "main", whole_interval=10)
+    publisher = Publisher(storage, "main", full_publish_interval=10)
     publisher.publish(1, engine.weights(), engine.fingerprint())   # complete
     publisher.publish(2, engine.weights(), engine.fingerprint())   # as a delta from version 1
     """
@@ -87,18 +87,18 @@ class Publisher:
         self,
         storage: Storage,
         lineage: str,
-        whole_interval: int = 1,
+        full_publish_interval: int = 1,
         writers: Writers | None = None,
         holder: InMemoryPublisher | None = None,
     ) -> None:
         """
         Args:
-            whole_interval: publish every n-th version completely. 1: every version; larger: the bytes of the last
-                version stay in memory.
+            full_publish_interval: publish every n-th version completely. 1: every version; larger: the bytes of the
+                last version stay in memory.
             writers: all ranks, which make every call together. None: a single rank.
             holder: keeps the files of this rank in memory until `write_held`. None: write them at once.
         """
-        self._storage, self._lineage, self._interval = storage, lineage, whole_interval
+        self._storage, self._lineage, self._interval = storage, lineage, full_publish_interval
         self._writers: Writers = writers or _SingleWriter()
         self._holder = holder
         self._last: _Written | None = None

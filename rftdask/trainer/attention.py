@@ -1,13 +1,12 @@
-"""Attention over packed rows: every token sees its own row up to itself, and nothing of any other; what rows that begin
-alike have in common lies in the sequence once (`pack_rows`).
+"""Attention over packed rows: every token attends to its own row up to itself, and to no other row.
 
-It is an attention implementation of transformers, found under the name `PACKED`; a model that is given `spans` along
-with its tokens passes them on to it. Without `spans` it is plain SDPA, so generating and scoring unpacked rows work as
-before. It knows no model: whether one computes packed rows rightly is measured when it is loaded (`pack_if_equal`).
+An attention implementation of transformers, registered as `PACKED`; a model called with `spans` passes them on to it.
+Without `spans` it is plain SDPA, so generation and scoring of unpacked rows work as before. A model is tested when it
+is loaded, and packs rows only if the results are right (`pack_if_equal`).
 
-How: on a GPU in half precision the variable-length kernel of PyTorch, one call for all rows. Elsewhere SDPA over
-batches of pieces of one size, which need neither a mask nor padding. A block-diagonal mask over the whole sequence
-took 10 to 50 times as long on a CPU; padding rows of like length into fewer batches gained nothing.
+On a GPU in half precision the variable-length kernel of PyTorch handles all rows in one call. Elsewhere SDPA runs over
+batches of pieces of one size, without mask and padding. On a CPU a block-diagonal mask over the whole sequence took
+10 to 50 times as long; padding rows of similar length into fewer batches gained nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from rftdask.trainer.sequence import SequenceSplit
 PACKED = "rftdask_packed"
 _LAYERS = {"full_attention", "sliding_attention"}
 _CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
-"""Most that hidden states may differ, relative to their norm: far more than rounding, far less than another row."""
+"""Largest relative difference of hidden states: far above rounding, far below the effect of another row."""
 
 
 def packed_attention(
@@ -47,27 +46,28 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **more: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: query [1, heads, S, size], key and value with fewer heads; returns [1, S, heads, size].
+    """Attention function of transformers: query [1, heads, S, size], key and value with fewer heads.
 
-    split: the tokens given are this rank's part of those that `spans` tells of.
-    Raises: ValueError: the layer asks for what packed rows cannot have: learned biases, sinks or capped scores.
+    Args: split: None: the tokens are the whole sequence; else they are this rank's part of it.
+    Returns: ([1, S, heads, size], None).
+    Raises: ValueError: the layer uses learned biases, sinks or capped scores, which packed rows do not support.
     """
-    # Generating, or rows given one by one: then it is SDPA with the mask that transformers made.
+    # Generation or unpacked rows: SDPA with the mask of transformers.
     if spans is None:
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
-    beyond = [name for name in ("position_bias", "s_aux", "softcap") if more.get(name) is not None]
-    if beyond:
-        raise ValueError(f"{type(module).__name__} uses {', '.join(beyond)}, which packed rows cannot have")
+    unsupported = [name for name in ("position_bias", "s_aux", "softcap") if options.get(name) is not None]
+    if unsupported:
+        raise ValueError(f"{type(module).__name__} uses {', '.join(unsupported)}, unsupported for packed rows")
     # [1, heads, S, size] -> [S, heads, size], as the kernel and the split take it.
     query_S, key_S, value_S = (tensor.transpose(1, 2)[0] for tensor in (query, key, value))
-    if query.is_cuda and torch.is_autocast_enabled("cuda"):  # custom kernels are not cast by it
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):  # autocast does not cast inputs of custom kernels
         half = torch.get_autocast_dtype("cuda")
         query_S, key_S, value_S = query_S.to(half), key_S.to(half), value_S.to(half)
-    # From here on all tokens of some heads, in place of some tokens of all heads.
+    # From some tokens of all heads to all tokens of some heads.
     if split is not None:
         query_S, key_S, value_S = split.to_heads(query_S, key_S, value_S)
     if query.is_cuda and query_S.dtype in (torch.float16, torch.bfloat16) and not dropout:
@@ -85,15 +85,15 @@ def _has_switch(kernel: Callable[..., object]) -> bool:
 def _by_kernel(
     query_S: Tensor, key_S: Tensor, value_S: Tensor, spans: Spans, scaling: float | None, window: int | None
 ) -> Tensor:
-    # Late: as it is imported it registers operators, a tenth of a second that no CPU has a use for.
+    # Late: the import registers operators for a tenth of a second, which a CPU does not need.
     from torch.nn.attention.varlen import varlen_attn
 
-    # What sees the most lies first.
+    # Pieces are sorted by the tokens that they see, the most first.
     longest, most = max(spans.lengths), spans.seen[0]
-    # The kernel counts the tokens before one and not the one itself; -1: no limit. It aligns the ends of a piece and of
-    # what that sees.
+    # The kernel counts the tokens before a token, not the token itself; -1: no limit. It aligns the ends of queries and
+    # keys.
     left = -1 if window is None or window >= most else window - 1
-    # PyTorch 2.11 shares heads of keys among those of queries unasked, and does not know the switch that 2.12 wants.
+    # PyTorch 2.12 needs a switch for grouped-query attention that 2.11, which always supports it, does not know.
     switch: dict[str, Any] = {"enable_gqa": query_S.shape[1] != key_S.shape[1]} if _has_switch(varlen_attn) else {}
     if spans.seen_K is not None:
         key_S, value_S = key_S.index_select(0, spans.seen_K), value_S.index_select(0, spans.seen_K)
@@ -127,18 +127,18 @@ def _by_length(
         end, seen_end = begin + pieces * length, seen_begin + pieces * seen
         keys, values = key_S[begin:end], value_S[begin:end]
         if length < seen:
-            assert spans.seen_K is not None, "who sees more than itself is told what"
-            places = spans.seen_K[seen_begin:seen_end]
-            keys, values = key_S.index_select(0, places), value_S.index_select(0, places)
+            assert spans.seen_K is not None, "a piece that sees more than itself has positions in seen_K"
+            positions = spans.seen_K[seen_begin:seen_end]
+            keys, values = key_S.index_select(0, positions), value_S.index_select(0, positions)
         # [pieces * length, heads, size] -> [pieces, heads, length, size], without a copy.
         query = query_S[begin:end].unflatten(0, (pieces, length)).transpose(1, 2)
         key, value = (t.unflatten(0, (pieces, seen)).transpose(1, 2) for t in (keys, values))
         mask = None
         if length < seen or (window is not None and window < seen):
-            # A token sees itself and what is before it, with a window the window - 1 before it.
-            place = torch.arange(seen, device=query_S.device)
-            behind = place[seen - length :, None] - place[None, :]
-            mask = (behind >= 0) & (behind < (window or seen))
+            # A token sees itself and the tokens before it, with a window only the last window - 1 of them.
+            position = torch.arange(seen, device=query_S.device)
+            distance = position[seen - length :, None] - position[None, :]
+            mask = (distance >= 0) & (distance < (window or seen))
         out = scaled_dot_product_attention(
             query,
             key,
@@ -159,27 +159,28 @@ AttentionMaskInterface.register(PACKED, sdpa_mask)
 
 
 def hidden_states(model: torch.nn.Module, rows: PackedRows) -> Tensor:
-    """[S, H] last hidden states of the rows' tokens (if they are split, of this rank's); `model` is a causal language
-    model or its body.
+    """Return [S, H] last hidden states of the rows' tokens, or of this rank's part if the rows are split.
 
-    A model that does not pack computes one row after another: slower on many short rows, padded nowhere all the same.
+    A model that does not pack computes one row after another, without padding: slower for many short rows.
+
+    Args: model: a causal language model or its body.
     """
     body: Any = getattr(model, "base_model", model)
     if body.config._attn_implementation == PACKED and (rows.images is None or packs_images(body)):
         return _packed_states(body, rows)
-    assert rows.split is None, "only rows that are packed are split, see `check_splits`"
-    return _states_alone(body, rows)
+    assert rows.split is None, "only packed rows are split, see `check_splits`"
+    return _unpacked_states(body, rows)
 
 
 def _packed_states(body: Any, rows: PackedRows) -> Tensor:
-    given: dict[str, Any] = {"position_ids": rows.positions_S[None]}
+    inputs: dict[str, Any] = {"position_ids": rows.positions_S[None]}
     if rows.images is not None:
         pieces = list(zip(_seen(rows), rows.spans.lengths, strict=True))
-        given = packed_with_images(body, pieces, rows.images.names_P, rows.images.processor)
+        inputs = packed_with_images(body, pieces, rows.images.names_P, rows.images.processor)
     states: Tensor = body(
         input_ids=rows.tokens_S[None],
-        **given,
-        # Four dimensions: models take it for a finished mask and build none, which would be [S, S].
+        **inputs,
+        # Four dimensions: models take it for a finished mask, and do not build one of [S, S].
         attention_mask=rows.tokens_S.new_ones((1, 1, 1, 1), dtype=torch.bool),
         use_cache=False,
         spans=rows.spans,
@@ -189,14 +190,14 @@ def _packed_states(body: Any, rows: PackedRows) -> Tensor:
 
 
 def _seen(rows: PackedRows) -> Sequence[Tensor]:
-    """Of each piece the tokens that it sees."""
+    """Return the tokens that each piece sees."""
     seen_K = rows.spans.seen_K
     tokens_K = rows.tokens_S if seen_K is None else rows.tokens_S[seen_K]
     return torch.split(tokens_K, list(rows.spans.seen))
 
 
-def _states_alone(body: Any, rows: PackedRows) -> Tensor:
-    """The same of each piece by a pass of its own, over all that it sees."""
+def _unpacked_states(body: Any, rows: PackedRows) -> Tensor:
+    """Return [S, H] states from one pass for each piece, over all tokens that it sees."""
     states = []
     for piece, (tokens, length) in enumerate(zip(_seen(rows), rows.spans.lengths, strict=True)):
         inputs: dict[str, Any] = {"input_ids": tokens[None]}
@@ -208,40 +209,37 @@ def _states_alone(body: Any, rows: PackedRows) -> Tensor:
 
 @torch.no_grad()
 def pack_if_equal(model: PreTrainedModel) -> bool:
-    """Let `model` compute rows packed if it then says of each what it says of it alone; whether it does.
+    """Switch `model` to packed attention if its results for a few rows stay the same; returns True if it packs.
 
-    Models with a state that crosses rows (some linear attentions) or attention of their own are found here. Layers that
-    differ from full attention only in rows longer than those tried here are known by name.
+    This excludes models whose state crosses rows (some linear attentions) or which have attention of their own.
     """
     body: Any = model.base_model
-    usual = model.config._attn_implementation
-    # Sliding windows and chunks differ from full attention only in long rows, so they are known by name.
+    original = model.config._attn_implementation
+    # Layers that differ from full attention only in longer rows than those tried here are excluded by name.
     if not set(getattr(model.config.get_text_config(), "layer_types", None) or ()) <= _LAYERS:
         return False
     embeddings: Any = model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
-    # Of different lengths, so that a state that crosses from one row to the next shows.
+    # Different lengths reveal a state that crosses from one row to the next.
     tokens = [np.arange(begin, end) % vocabulary for begin, end in ((0, 3), (0, 7), (1, 4), (0, 5))]
     both = [pack_rows(tokens, np.full(4, 2), np.ones(4), model.device, lean=lean) for lean in (False, True)]
-    alone = torch.cat([_states_alone(body, rows) for rows in both])
+    unpacked = torch.cat([_unpacked_states(body, rows) for rows in both])
     try:
         model.set_attn_implementation(PACKED)
         packed = torch.cat([_packed_states(body, rows) for rows in both])
     except (ValueError, TypeError, RuntimeError, AttributeError):
-        # NaN compares as not close, so the model is trained row by row.
-        packed = torch.full_like(alone, torch.nan)
-    equal = bool((packed - alone).norm() <= _CLOSE[alone.dtype] * alone.norm())
-    if not equal:
-        # As it was: the model is then trained row by row, slower and right.
-        model.set_attn_implementation(usual)
+        packed = torch.full_like(unpacked, torch.nan)  # compares as different
+    equal = bool((packed - unpacked).norm() <= _CLOSE[unpacked.dtype] * unpacked.norm())
+    if not equal:  # the model is trained row by row, slower but right
+        model.set_attn_implementation(original)
     return equal
 
 
 def check_splits(model: PreTrainedModel, num_parts: int) -> None:
-    """Whether a sequence can be split over ranks. Raises: ValueError: the model does not pack, or has odd heads."""
+    """Raises: ValueError: ranks cannot split sequences: the model does not pack, or has too few or odd heads."""
     name = type(model).__name__
     if model.config._attn_implementation != PACKED:
-        raise ValueError(f"{name} does not compute packed rows, which is what ranks split a sequence by")
+        raise ValueError(f"{name} does not compute packed rows, so ranks cannot split a sequence")
     heads = model.config.get_text_config().num_attention_heads
     if heads % num_parts:
         raise ValueError(f"{name} has {heads} attention heads, which {num_parts} ranks cannot split evenly")

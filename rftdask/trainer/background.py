@@ -1,7 +1,7 @@
-"""Background: one job at a time in a thread beside the training. What the job is it does not know.
+"""Background: runs one job at a time in a daemon thread next to the training.
 
-Invariant: an error of a job is the error of every later call, so that nothing is begun after it and the run ends with
-its reason.
+Invariant: the error of a job is raised by every later call, so no job starts after it and the run ends with its cause.
+A ThreadPoolExecutor does not fit: the interpreter joins its threads at exit, and a job may wait for a rank that died.
 """
 
 from __future__ import annotations
@@ -15,49 +15,44 @@ Result = TypeVar("Result")
 
 
 class Background:
-    """Jobs that write what was staged.
-
-    Example:
-        published = background.start(lambda: publish_weights(...))   # waits for the job before
-        background.check()                                           # in every turn: raises what went wrong
-        background.flush()                                           # at the end
+    """Example:
+    published = background.start(lambda: publish_weights(...))   # waits for the previous job
+    background.check()                                           # raises its error once it has failed
+    background.flush()                                           # waits for the last job
     """
 
     def __init__(self, name: str) -> None:
-        """name: of the threads."""
+        """name: name of the threads."""
         self._name = name
-        self._last: Future[Any] | None = None
+        self._last: Future[Any] = Future()
+        self._last.set_result(None)
 
     def start(self, job: Callable[[], Result]) -> Future[Result]:
-        """Begin a job when the one before has ended; its result to be. Raises: as `check`."""
+        """Start a job after the previous one has ended. Raises: the error of the previous one."""
         self.flush()
         future: Future[Result] = Future()
 
-        def work() -> None:
+        def run() -> None:
             try:
                 future.set_result(job())
-            except BaseException as error:  # carried to the thread that trains, and raised there
+            except BaseException as error:
                 future.set_exception(error)
 
         self._last = future
-        # Daemon: a process that must end ends; what was written so far has no manifest, and so is not there.
-        threading.Thread(target=work, name=self._name, daemon=True).start()
+        threading.Thread(target=run, name=self._name, daemon=True).start()
         return future
 
     def check(self) -> None:
-        """Look after the job, without waiting. Raises: what went wrong in it."""
-        if self._last is not None and self._last.done():
+        """Raise the error of the job if it has failed, without waiting."""
+        if self._last.done():
             self._last.result()
 
     def flush(self) -> None:
-        """Wait until the job has ended. Raises: as `check`."""
-        if self._last is not None:
-            self._last.result()  # it ends: storage has its retries, a process group its deadline
+        """Wait for the job. Raises: its error."""
+        self._last.result()  # it ends: storage has retries, a process group a deadline
 
     def __enter__(self) -> Background:
         return self
 
-    def __exit__(self, *raised: object) -> None:
-        # However the job ended: who leaves by an error raises that.
-        if self._last is not None:
-            self._last.exception()
+    def __exit__(self, *error: object) -> None:
+        self._last.exception()  # waits, without replacing an error of the block

@@ -1,7 +1,7 @@
-"""Checkpoint: everything a run resumes from, in `global_step_<N>/`, made to exist by its manifest.
+"""Checkpoint: everything a run resumes from, in `global_step_<N>/`; it exists once its manifest is written.
 
-Invariants: the pointer moves only after the manifest; the newest valid checkpoint is never removed; a folder that is
-not valid is not a checkpoint, and the next older one is taken.
+Invariants: the pointer moves only after the manifest; the newest valid checkpoint is never removed; an invalid folder
+is not a checkpoint, and the next older one is used.
 """
 
 from __future__ import annotations
@@ -46,36 +46,36 @@ from rftdask.trainer.background import Background
 from rftdask.trainer.ranks import Ranks
 
 INTERIM = "interim"
-"""In the manifest of a checkpoint that goes when there are newer ones."""
+"""Key in the manifest of a checkpoint that is removed when newer ones exist."""
 STATE_FILE = "trainer_state.json"
 HF_FOLDER = "actor/huggingface"
 
 
 def checkpoint_folder(step: int) -> str:
-    """The folder of the checkpoint of an optimizer step, below the run's."""
+    """Return the folder of a step's checkpoint, below that of the run."""
     return f"global_step_{step}"
 
 
 def checkpoint_steps(storage: Storage) -> list[int]:
-    """Steps of all checkpoint folders, ascending; a folder may not be valid."""
+    """Return the steps of all checkpoint folders, valid or not, ascending."""
     return numbers_in(storage.list(), "global_step_", "/")
 
 
 def newest_valid_checkpoint(storage: Storage) -> int | None:
-    """Step of the newest checkpoint whose every byte is verified; None if there is none."""
+    """Return the step of the newest checkpoint after verifying every byte of it; None: no valid checkpoint exists."""
     return next(
         (s for s in reversed(checkpoint_steps(storage)) if is_valid(storage, checkpoint_folder(s), version=s)), None
     )
 
 
 def oldest_resume_point(storage: Storage) -> ResumePoint | None:
-    """Of the oldest checkpoint there is, valid or not: an earlier one than needed does no harm. None: there is none.
+    """Return the resume point of the oldest checkpoint, valid or not; None: no checkpoint exists.
 
-    Raises: DamagedError: it cannot be read.
+    An earlier one than needed does no harm. Raises: DamagedError: it cannot be read.
     """
     for step in checkpoint_steps(storage):
         manifest = read_manifest(storage, checkpoint_folder(step))
-        # A folder without one is half written or half removed, and so no checkpoint to resume from.
+        # A folder without a manifest is half written or half removed.
         if manifest is not None:
             state = parse_object(read_file(storage, checkpoint_folder(step), manifest, STATE_FILE))
             return ResumePoint(step, int(state["source"]["low"]))
@@ -83,33 +83,32 @@ def oldest_resume_point(storage: Storage) -> ResumePoint | None:
 
 
 class CheckpointFiles(Mapping[str, bytes]):
-    """The files that a manifest names, of which nothing but heads is held: what is asked for is read, and verified on
-    the way.
+    """Files of a checkpoint, which are read and verified on access; only heads are held in memory.
 
-    Raises: NotFoundError, DamagedError: by all that reads, as `read_file`.
+    Raises: NotFoundError, DamagedError: on any read, as `read_file`.
     """
 
     def __init__(self, storage: Storage, folder: str, manifest: Manifest, heads: Mapping[str, bytes]) -> None:
-        """heads: of files of tensors, by name, that were verified; those of others are read."""
+        """heads: verified heads of tensor files, by file name; other heads are read on demand."""
         self._storage, self._folder, self._manifest, self._heads = storage, folder, manifest, heads
         self.blocks = blocks_of(manifest)
-        """(file, number) of all of them."""
+        """(file, number) of every block."""
 
     def __getitem__(self, name: str) -> bytes:
         path, entry = f"{self._folder}/{name}", self._manifest.files[name]
         return b"".join(read_block(self._storage, path, entry, number) for number in block_numbers(entry))
 
     def head(self, name: str) -> bytes:
-        """The beginning of a file of tensors, up to their first byte."""
-        held = self._heads.get(name)
-        return _verify(self._storage, f"{self._folder}/{name}", self._manifest.files[name], 0) if held is None else held
+        """See `ChunkedReader`."""
+        head = self._heads.get(name)
+        return _verify(self._storage, f"{self._folder}/{name}", self._manifest.files[name], 0) if head is None else head
 
     def span(self, name: str, number: int) -> tuple[int, int]:
-        """First byte of a block in its file, and the byte after its last."""
+        """See `ChunkedReader`."""
         return block_span(self._manifest.files[name], number)
 
     def stream(self, blocks: Sequence[tuple[str, int]]) -> Iterator[Data]:
-        """Blocks one after the other, in pieces, as `stream_blocks`."""
+        """See `ChunkedReader`."""
         return stream_blocks(self._storage, self._folder, self._manifest, blocks)
 
     def __contains__(self, name: object) -> bool:
@@ -123,7 +122,7 @@ class CheckpointFiles(Mapping[str, bytes]):
 
 
 def _verify(storage: Storage, path: str, entry: FileEntry, number: int) -> bytes:
-    """As `verify_block`; the head of the file, if it is one of tensors and this is its first block."""
+    """Verify a block; returns the head of the file if this is the first block of a tensor file, else b""."""
     head, size = bytearray(), BLOCK_BYTES if number == 0 and path.endswith(".safetensors") else 0
     for piece in stream_block(storage, path, entry, number):
         if len(head) < size:
@@ -134,10 +133,13 @@ def _verify(storage: Storage, path: str, entry: FileEntry, number: int) -> bytes
 
 
 def turns_of(strategy: str, hosts: Sequence[str]) -> list[int]:
-    """When each rank writes, by `trainer.save_strategy`; those of one turn write at once. hosts: of each rank."""
+    """Return the turn in which each rank writes, by `trainer.save_strategy`; ranks of one turn write at once.
+
+    hosts: host name of each rank.
+    """
     if strategy == "unrestricted":
         return [0] * len(hosts)
-    # One turn for each machine, in the order of its first rank: its ranks share a disk, machines do not.
+    # One turn per machine, in the order of first ranks.
     if strategy == "single_node":
         order = list(dict.fromkeys(hosts))
         return [order.index(host) for host in hosts]
@@ -145,12 +147,11 @@ def turns_of(strategy: str, hosts: Sequence[str]) -> list[int]:
 
 
 class Checkpoints:
-    """Writes and reads the checkpoints of one lineage: each rank what it holds, rank 0 the manifest when all have
-    written.
+    """Writes and reads the checkpoints of one lineage: each rank writes its files, then rank 0 the manifest.
 
-    `save` returns when it was given the state; a thread writes it beside the training. The next `save` waits for the
-    last, and `flush` for all. A write that failed on any rank is the error of the next call, on every rank, and no
-    checkpoint: it has no manifest. All calls but those that read are made by all ranks.
+    `save` returns once a thread has started writing in the background. The next `save` waits for the previous one, and
+    `flush` for all. If a write fails on any rank, no manifest is written, and the next call raises the error on every
+    rank. All ranks make all calls except those that read.
     """
 
     def __init__(
@@ -165,9 +166,9 @@ class Checkpoints:
     ) -> None:
         """
         Args:
-            max_to_keep: 0 keeps all.
-            ranks: None: this one is alone.
-            writers: the same ranks over a process group of their own, since its calls are made from a thread.
+            max_to_keep: 0: all checkpoints are kept.
+            ranks: None: a single rank.
+            writers: the same ranks over a separate process group, which the writing thread uses.
             strategy: `trainer.save_strategy`; single_thread writes in the caller's thread.
         """
         self._storage, self._lineage, self._max_to_keep = storage, lineage, max_to_keep
@@ -178,9 +179,9 @@ class Checkpoints:
         self._background = Background("saver")
         self._spare: Mapping[str, Data] = {}
         self._interim: dict[int, bool] = {}
-        """By step, what was read in its manifest."""
+        """Step -> value in its manifest, cached."""
         self.on_commit: Callable[[int], None] = lambda step: None
-        """Told of every checkpoint that was made to exist; from any thread."""
+        """Called with the step of every written checkpoint, from any thread."""
 
     def save(
         self,
@@ -191,24 +192,24 @@ class Checkpoints:
         *,
         interim: bool = False,
     ) -> None:
-        """Write this rank's `files` and, on rank 0, the manifest with `state`, which is JSON; then drop the oldest
-        checkpoints beyond the limit.
+        """Write this rank's `files` and, on rank 0, the manifest with `state`; then remove the oldest checkpoints.
 
-        relies_on: waits, before the manifest is written, until what `state` says of other files is true; what it
-            returns is added to the manifest.
-        interim: it goes when there are newer ones, whatever the limit.
-
-        Raises: RftError: this checkpoint or the one before could not be written.
+        Args:
+            state: JSON types.
+            relies_on: called before the manifest is written; waits until the files that `state` refers to are written.
+                Its result is added to the manifest.
+            interim: the checkpoint is removed when newer ones exist, whatever the limit.
+        Raises: RftError: this checkpoint or the previous one could not be written.
         """
         self.flush()
-        # A resumed trainer repeats steps that were saved before it died; rank 0 says so for all.
-        is_there = self.ranks.is_rank0 and is_valid(self._storage, checkpoint_folder(step), version=step)
-        if is_there:
+        # A resumed trainer repeats steps that were saved before it died; rank 0 decides for all ranks.
+        exists = self.ranks.is_rank0 and is_valid(self._storage, checkpoint_folder(step), version=step)
+        if exists:
             self._settle(step)
-        # All or none: a rank that went on to write would wait for the reports of those that returned.
-        if self.ranks.broadcast(is_there):
+        # All ranks or none: a rank that wrote would wait for the reports of the others.
+        if self.ranks.broadcast(exists):
             self._spare = files
-            return  # its files are what the manifest says, and must stay so
+            return  # a valid checkpoint is never overwritten
         write = partial(self._write, step, files, state, relies_on, {INTERIM: True} if interim else {})
         if self._in_background:
             self._background.start(write)
@@ -216,16 +217,16 @@ class Checkpoints:
             write()
 
     def take_spare(self) -> Mapping[str, Data]:
-        """What was given to `save` and is needed no more; once. All was flushed."""
+        """Return the files of the last `save` for reuse, once. Call after `flush`."""
         spare, self._spare = self._spare, {}
         return spare
 
     def check(self) -> None:
-        """Look after what is written in the background, without waiting. Raises: what went wrong there."""
+        """Raise the error of the background write, if it has failed, without waiting."""
         self._background.check()
 
     def flush(self) -> None:
-        """Wait until all is written. Raises: as `check`."""
+        """Wait until everything is written. Raises: the error of the write."""
         self._background.flush()
 
     def _write(
@@ -238,43 +239,42 @@ class Checkpoints:
     ) -> None:
         folder = checkpoint_folder(step)
         report: dict[str, Any] = {}
-        # All ranks go through all turns, also those that write in another one: `all_gather` is a call of everybody.
         for turn in range(max(self._turns) + 1):
             if turn:
-                self._writers.all_gather(None)  # all of the turn before have written
+                self._writers.all_gather(None)  # waits for the ranks of the previous turn; a call of all ranks
             if turn == self._turns[self._writers.rank]:
                 try:
-                    # Without a manifest they are no checkpoint yet.
                     entries = put_files(self._storage, folder, files)
                     report = {"files": {name: entry.to_json() for name, entry in entries.items()}}
                 except RftError as error:
                     if self.ranks.size == 1:
                         raise
                     report = failure(error)
-        # Also the sign that all have written: the manifest below names files of every rank.
+        # Also waits until all ranks have written.
         reports = self._writers.all_gather(report)
         self._spare = files
         check_reports(reports, f"checkpoint {step}")
         if not self.ranks.is_rank0:
             return
-        all_entries = {name: FileEntry.from_json(entry) for told in reports for name, entry in told["files"].items()}
-        # The state, then the manifest, then the pointer: a kill at any line leaves the checkpoint before as the newest.
+        all_entries = {name: FileEntry.from_json(entry) for r in reports for name, entry in r["files"].items()}
+        # State, manifest, pointer: a kill in between leaves the previous checkpoint as the newest.
         all_entries |= put_files(self._storage, folder, {STATE_FILE: json.dumps(state, sort_keys=True).encode()})
-        # What an engine that evaluates the checkpoint must compute stands where it looks, in the manifest.
+        # Engines that evaluate the checkpoint read the fingerprint from the manifest.
         extra |= {key: value for key, value in state.items() if key == "fingerprint"} | dict(relies_on())
         commit_folder(self._storage, folder, Manifest(self._lineage, step, all_entries, extra))
         self._settle(step)
         self.on_commit(step)
 
     def files(self, step: int) -> CheckpointFiles | None:
-        """The files of a checkpoint; None if it is not there."""
+        """Return the files of a checkpoint; None: it does not exist."""
         folder = checkpoint_folder(step)
         manifest = read_manifest(self._storage, folder)
         return None if manifest is None else CheckpointFiles(self._storage, folder, manifest, {})
 
     def complete(self, step: int, files: Mapping[str, Data], *, interim: bool) -> None:
-        """Add files to a checkpoint, unless it has them already, and keep it for good unless it is interim; its
-        manifest changes in one atomic step. On rank 0.
+        """Add missing files to a checkpoint and mark it permanent, unless `interim`. Called on rank 0.
+
+        The manifest is replaced atomically.
         """
         manifest = read_manifest(self._storage, checkpoint_folder(step))
         if manifest is None:
@@ -285,12 +285,12 @@ class Checkpoints:
             extend_folder(self._storage, checkpoint_folder(step), replace(manifest, extra=extra), missing)
 
     def load_newest(self) -> tuple[int, dict[str, Any], Mapping[str, bytes]] | None:
-        """(step, state, files) of the newest valid checkpoint, on all ranks what rank 0 found; None if there is none.
+        """Return (step, state, files) of the newest valid checkpoint, the same on all ranks; None: none exists.
 
-        Raises: DamagedError: it is of another lineage.
+        Raises: DamagedError: it belongs to another lineage.
         """
-        # Read and verified by all ranks together, before anything is changed by it. It is read again by who loads it,
-        # since to hold what was verified would take as much memory as the state itself.
+        # All ranks together verify it before anything changes. Loading reads it again: holding the verified bytes would
+        # take as much memory as the state.
         steps = self.ranks.broadcast(checkpoint_steps(self._storage) if self.ranks.is_rank0 else None)
         for step in reversed(steps):
             files = self._try_read(step)
@@ -301,36 +301,36 @@ class Checkpoints:
         assert files is not None
         state = self.ranks.broadcast(parse_object(files[STATE_FILE]) if self.ranks.is_rank0 else None)
         if self.ranks.is_rank0:
-            self._settle(step)  # whoever saved it may have been killed before it could
+            self._settle(step)  # its writer may have been killed before this
         return step, state, files
 
     def _try_read(self, step: int) -> CheckpointFiles | None:
-        """A checkpoint whose share of this rank is verified; None: something of it is not what it must be.
+        """Verify this rank's share of a checkpoint and return its files; None: the checkpoint is damaged.
 
-        Raises: DamagedError: it is of another lineage.
+        Raises: DamagedError: it belongs to another lineage.
         """
         folder = checkpoint_folder(step)
         try:
             manifest = read_manifest(self._storage, folder)
             if manifest is None or manifest.version != step:
                 return None
-            found = read_blocks(_verify, self._storage, folder, manifest, self.ranks.rank, self.ranks.size)
-            heads = {name: head for (name, _), head in found if head}
+            blocks = read_blocks(_verify, self._storage, folder, manifest, self.ranks.rank, self.ranks.size)
+            heads = {name: head for (name, _), head in blocks if head}
         except (NotFoundError, DamagedError):
             return None
-        # Step numbers of two lineages mean different weights; one must not resume from the other's.
+        # Equal step numbers of two lineages mean different weights.
         if manifest.lineage != self._lineage:
             raise DamagedError(f"{folder} is of lineage {manifest.lineage}, this trainer works on {self._lineage}")
         return CheckpointFiles(self._storage, folder, manifest, heads)
 
     def _settle(self, newest: int) -> None:
-        """Point to `newest`, which was verified or written just now, and drop the oldest before it beyond the limit."""
-        # Before anything is removed, so that the pointer never names a folder that is gone.
+        """Move the pointer to `newest`, which is valid, and remove the oldest checkpoints beyond the limit."""
+        # Before anything is removed, so that the pointer never names a missing folder.
         move_pointer(self._storage, CHECKPOINT_POINTER, newest)
-        # Those after it stay out of the count: they are not valid, and are written again when their step comes.
+        # Later folders do not count: they are invalid, and will be written again.
         older = [step for step in checkpoint_steps(self._storage) if step < newest]
         surplus = older[: max(0, len(older) + 1 - self._max_to_keep)] if self._max_to_keep > 0 else []
-        # One stays, to fall back to where a disk gives the newest back damaged.
+        # One interim checkpoint stays, in case the newest one is damaged.
         surplus += [step for step in older if self._is_interim(step)][:-1]
         for step in dict.fromkeys(surplus):
             remove_folder(self._storage, checkpoint_folder(step))
@@ -338,7 +338,7 @@ class Checkpoints:
     def _is_interim(self, step: int) -> bool:
         if step not in self._interim:
             manifest = None
-            with suppress(DamagedError):  # nothing is removed by what cannot be read
+            with suppress(DamagedError):  # an unreadable checkpoint is kept
                 manifest = read_manifest(self._storage, checkpoint_folder(step))
             self._interim[step] = manifest is not None and bool(manifest.extra.get(INTERIM))
         return self._interim[step]

@@ -1,6 +1,6 @@
-"""Process ranks: the ranks of one gang as processes that meet over torch.distributed, gloo on the CPU, NCCL on GPUs.
+"""Process ranks: a gang of processes connected by torch.distributed, with gloo on the CPU and NCCL on GPUs.
 
-Every call ends by the deadline of the process group. Invariant: as of `Ranks`.
+Every call ends by the deadline of the process group. Invariant: as for `Ranks`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class ProcessRanks(Ranks):
     """The ranks of a process group of torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """group: None takes all ranks of the process."""
+        """group: None: all ranks of the process."""
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def broadcast(self, message: Any) -> Any:
-        """See Ranks; two messages, since the others must know how many bytes to take."""
+        """See Ranks; two messages, since receivers must know the number of bytes."""
         data = json.dumps(message).encode() if self.is_rank0 else b""
         size = torch.tensor([len(data)])
         dist.broadcast(size, group=self.group, group_src=0)
@@ -36,7 +36,7 @@ class ProcessRanks(Ranks):
         return json.loads(_as_bytes(content))
 
     def all_gather(self, message: Any) -> list[Any]:
-        """See Ranks; as JSON, whose floats are the shortest text that gives the same number again."""
+        """See Ranks; as JSON, which keeps floats exact."""
         return [json.loads(data) for data in self.all_gather_bytes(json.dumps(message).encode())]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -44,7 +44,6 @@ class ProcessRanks(Ranks):
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group)
         longest = max(int(size) for size in sizes)
-        # Filled up with zeros to the longest, and cut again by the sizes that were told before.
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(data)] = _as_tensor(data)
         parts = [torch.empty_like(padded) for _ in sizes]
@@ -52,75 +51,76 @@ class ProcessRanks(Ranks):
         return [_as_bytes(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
     def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
-        """See Ranks; no byte goes to a rank that it is not for."""
+        """See Ranks; each byte goes only to its receiver."""
         send = [len(part) for part in parts]
         receive = [sizes[self.rank] for sizes in self.all_gather(send)]
-        found = self.all_to_all(_as_tensor(b"".join(parts)), send, receive)
-        return [_as_bytes(part) for part in found.split(receive)]
+        received = self.all_to_all(_as_tensor(b"".join(parts)), send, receive)
+        return [_as_bytes(part) for part in received.split(receive)]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See Ranks; by NCCL where the tensor is on a GPU."""
+        """See Ranks; by NCCL if the tensor is on a GPU."""
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """See Ranks; by one exchange."""
-        found = rows.new_empty((sum(receive), *rows.shape[1:]))
-        dist.all_to_all_single(found, rows.contiguous(), list(receive), list(send), group=self.group)
-        return found
+        """See Ranks."""
+        received = rows.new_empty((sum(receive), *rows.shape[1:]))
+        dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=self.group)
+        return received
 
     def neighbors(self, size: int) -> Ranks:
-        """See Ranks; makes a process group for each gang."""
+        """See Ranks; creates a process group for each group of neighbors."""
         if size == self.size:
             return self
-        members = range(self.size) if self.group is None else dist.get_process_group_ranks(self.group)
-        # Every rank makes every group, in the same order: torch demands it also of those that are in none of them.
-        groups = [dist.new_group(list(members[first : first + size])) for first in range(0, self.size, size)]
-        return ProcessRanks(groups[self.rank // size])
+        return self._split([slice(first, first + size) for first in range(0, self.size, size)], self.rank // size)
 
     def across(self, size: int) -> Ranks:
-        """See Ranks; makes a process group for each gang."""
-        members = range(self.size) if self.group is None else dist.get_process_group_ranks(self.group)
-        # As in `neighbors`: all ranks make all groups.
-        groups = [dist.new_group(list(members[place::size])) for place in range(size)]
-        return ProcessRanks(groups[self.rank % size])
+        """See Ranks; creates a process group for each position."""
+        return self._split([slice(first, None, size) for first in range(size)], self.rank % size)
+
+    def _split(self, parts: Sequence[slice], own_part: int) -> Ranks:
+        numbers = list(range(self.size)) if self.group is None else dist.get_process_group_ranks(self.group)
+        # torch requires that every rank creates every group, in the same order.
+        groups = [dist.new_group(numbers[part]) for part in parts]
+        return ProcessRanks(groups[own_part])
 
 
 def all_ranks() -> Ranks:
-    """All ranks that this process has met; a gang of one where it has met none."""
-    met = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return ProcessRanks() if met else Ranks()
+    """Return all ranks of this process's gang; a gang of one if torch.distributed is not initialized."""
+    connected = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return ProcessRanks() if connected else Ranks()
 
 
 _OWN_FAULTS = ("ncclInvalidUsage", "ncclInvalidArgument")
-"""What NCCL says of a mistake, such as two ranks on one GPU; it would come again."""
+"""NCCL's names of permanent errors, such as two ranks on one GPU."""
 
 
 def lost_peer(error: RuntimeError) -> RoleError | None:
-    """The error in our words, if ranks cannot speak with each other: PeerLostError where another one does not answer,
-    another RoleError where NCCL says that this one is wrong. None: it is of another kind.
+    """Translate an error of communication between ranks; None: the error is of another kind.
+
+    PeerLostError if another rank does not answer, else a RoleError for a mistake of this rank that NCCL reports.
     """
     text = str(error)
     if "NCCL" in text or "nccl" in text:
-        # All that NCCL says of it: the cause is in its last line. Below are the frames of torch's own code.
+        # NCCL names the cause in its last line. Frames of torch's code follow.
         lines = [line.strip() for line in text.partition("Exception raised from")[0].splitlines()]
-        told = "; ".join(line for line in lines if line)[:1000]
+        report = "; ".join(line for line in lines if line)[:1000]
         if any(fault in text for fault in _OWN_FAULTS):
-            return RoleError(f"NCCL: {told}")
-        return PeerLostError(f"NCCL: {told}{_recorded()}")
-    # By their words: torch has no class for what gloo and NCCL say of a broken connection.
+            return RoleError(f"NCCL: {report}")
+        return PeerLostError(f"NCCL: {report}{_last_calls()}")
+    # By text: torch has no class for gloo's errors of a broken connection.
     if isinstance(error, dist.DistError) or "gloo" in text:
-        return PeerLostError(f"another rank does not answer: {text.splitlines()[0][:300]}{_recorded()}")
+        return PeerLostError(f"another rank does not answer: {text.splitlines()[0][:300]}{_last_calls()}")
     return None
 
 
-def _recorded() -> str:
-    told = flight_recorder.of_this_process()
-    return f"; {told}" if told else ""
+def _last_calls() -> str:
+    calls = flight_recorder.of_this_process()
+    return f"; {calls}" if calls else ""
 
 
 def _as_tensor(data: bytes) -> Tensor:
-    # A bytearray: torch warns of memory that cannot be written to.
+    # A bytearray: torch warns of read-only memory.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 

@@ -1,7 +1,7 @@
 """Rank: the child process of one trainer rank. It builds the trainer's parts from the config and runs its loop.
 
-It tells its supervisor what happens by events; nothing that matters is in them. It ends with `Ended`, or with an error
-that its supervisor passes on.
+It reports to its supervisor by events, which a run does not depend on. It ends with `Ended`, or with an error that its
+supervisor forwards.
 """
 
 from __future__ import annotations
@@ -9,24 +9,38 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 
 from rftdask.algorithm.algorithm import Algorithm
 from rftdask.algorithm.compose import build_algorithm
+from rftdask.algorithm.drop_reasons import DropReason
+from rftdask.algorithm.operators import MaskResponseTruncated, Operator, RewardShapingMapper
 from rftdask.buffer.batches.backpressure import unread_limit
-from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
+from rftdask.buffer.batches.batch import TrainingBatch, batch_from_table, column_of, numbers_of, supervised_batch
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.lineage import lineage_of, parent_storage, read_parent
 from rftdask.buffer.batches.log_source import LogSource
-from rftdask.buffer.batches.operator_pipeline import operators_of
+from rftdask.buffer.batches.operator_pipeline import operators_of, run_pipeline
 from rftdask.buffer.batches.replay_priority import make_replay
 from rftdask.buffer.batches.selection import SampleRule, make_sample_strategy
-from rftdask.buffer.batches.source import BatchSource, DatasetSource, Demonstrations, ReplayedSource, RowOrder
+from rftdask.buffer.batches.source import (
+    BASELINE,
+    BatchFilter,
+    BatchSource,
+    DatasetSource,
+    Demonstrations,
+    ReplayedSource,
+    RowOrder,
+    with_rewards,
+)
 from rftdask.buffer.log import open_log
 from rftdask.config import Config, load_config
 from rftdask.config.plugins import find_part, trait
@@ -47,32 +61,35 @@ from rftdask.synchronizer.published import read_requested_version, read_requeste
 from rftdask.synchronizer.styles import SyncStyle, make_sync_rules
 from rftdask.synchronizer.transports.group_broadcast import RendezvousServer
 from rftdask.synchronizer.transports.memory import InMemoryPublisher
-from rftdask.trainer.batch_filters import AlgorithmFilter
 from rftdask.trainer.checkpoint import Checkpoints
+from rftdask.trainer.engines.micro_batches import DeviceBatch
 from rftdask.trainer.process_ranks import ProcessRanks, all_ranks, lost_peer
-from rftdask.trainer.trainer import Trainer, take_turn
+from rftdask.trainer.trainer import Trainer, acquire_device
 
 _WEIGHTS_TO_KEEP = 8
-"""By a trainer whose explorers, if any, are other runs of `rftdask`: enough for one that is slow to load."""
-_RENDEZVOUS_S = 120
-"""For all ranks to come together. They load torch first, which takes a while on a busy machine."""
-_ANSWER_S = 1800
-"""For a rank to take part in what the others wait for. One that died is noticed at once; this is for one that hangs,
-and is longer than what a rank may have to do alone, such as writing weights. A wait for data is no wait of ranks: rank
-0 says several times a second that it waits.
+"""Published versions kept by a trainer whose explorers are other runs of `rftdask`; enough for a slow one."""
+_RENDEZVOUS_TIMEOUT_S = 120
+"""Seconds for all ranks to connect. They import torch first, which takes long on a busy machine."""
+_COLLECTIVE_TIMEOUT_S = 1800
+"""Seconds for a rank to join a collective call. A rank that died is noticed at once; this limit is for one that hangs,
+and exceeds the time that a rank may be busy, for example writing weights. Ranks do not wait for data: meanwhile rank 0
+sends a message several times a second.
 """
 RowReader = SftRows | PreferenceRows | LabeledRows | TextRows
-"""Makes sequences of the rows of a dataset."""
-_LOOK_EVERY_S = 0.2
-"""Between two looks for the file that asks the trainer to stop."""
+"""Converts rows of a dataset to sequences."""
+_POLL_INTERVAL_S = 0.2
+"""Seconds between two reads of a request file in storage."""
+NO_BASELINE = "no_baseline"
+"""Drop reason of rollouts whose greedy sibling failed."""
 
 
 def serve(spec: Mapping[str, Any], channel: Channel) -> None:
-    """Entry of the child process: meet the other ranks, build the trainer, run it to its end.
+    """Entry point of the child process: connect the ranks, build the trainer, and run it.
 
-    spec: the fields of `gang.RankSpec`. Raises: PeerLostError: another rank does not answer; what the trainer raises.
+    Args: spec: the fields of `gang.RankSpec`.
+    Raises: PeerLostError: another rank does not answer; errors of the trainer.
     """
-    # Before any tensor: torch would take all cores for each of the ranks that share this machine.
+    # Before any tensor is created: by default torch uses all cores in every rank.
     torch.set_num_threads(int(os.environ["RFTDASK_THREADS"]))
     config = load_config(spec["config"], was_checked=True)
     rank, size = spec["rank"], spec["world_size"]
@@ -83,24 +100,24 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     trainer: Trainer | None = None
     try:
         dist.init_process_group(
-            # Small messages go over the CPU, also where gradients do not.
+            # Small messages always go over the CPU.
             backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=meeting_place(spec["rendezvous"], rank, size),
+            store=rendezvous_store(spec["rendezvous"], rank, size),
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=_ANSWER_S),
+            timeout=timedelta(seconds=_COLLECTIVE_TIMEOUT_S),
         )
         storage = open_storage(spec["url"])
 
         def emit(event: Event) -> None:
             channel.send(CODEC.encode(event))
 
-        turn = DeviceTurn.of_this_process(alone=True)
-        if turn is not None:  # before a model is loaded onto the device
-            take_turn(turn, all_ranks(), config.synchronizer.sync_timeout, lambda: emit(Alive()))
+        device_lock, timeout_s = DeviceTurn.of_this_process(alone=True), float(config.synchronizer.sync_timeout)
+        if device_lock is not None:  # before a model is loaded onto the device
+            acquire_device(device_lock, all_ranks(), timeout_s, lambda: emit(Alive()))
         with MetricsWriter(storage, "trainer") as metrics:
             trainer = build_trainer(config, storage, spec["total_steps"], metrics, emit, spec["address"])
-            trainer.turn, trainer.turn_timeout_s = turn, config.synchronizer.sync_timeout
+            trainer.device_lock, trainer.device_timeout_s = device_lock, timeout_s
             ended = trainer.run()
     except (RuntimeError, MemoryError) as error:
         doing = "the trainer loads its model" if trainer is None else trainer.doing
@@ -108,32 +125,32 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
             raise memory from error
         if not isinstance(error, RuntimeError):
             raise
-        # Where a peer has died torch raises a bare RuntimeError. Told apart, this rank is not taken for the cause.
+        # torch raises a bare RuntimeError if a peer died; as a PeerLostError it does not count as the cause.
         lost = lost_peer(error)
         if lost is None:
             raise
         raise lost from error
     channel.send(CODEC.encode(ended))
-    # No goodbye: taking the process group down waits for ranks that may be gone, and the process ends here anyway.
+    # The process group is not destroyed: that would wait for ranks that may be gone, and the process ends anyway.
 
 
-def meeting_place(rendezvous: str, rank: int, size: int) -> Any:
-    """The store by which ranks find each other; it knows no keys, so it is as narrow as their machines allow."""
-    # torch exports its stores at run time, and says so to no type checker; its own module is private and moves.
+def rendezvous_store(rendezvous: str, rank: int, size: int) -> Any:
+    """Return the store by which ranks find each other, as private as possible: it has no authentication."""
+    # torch exports its stores at run time only, and their module is private.
     stores: Any = dist
     if size == 1:
         return stores.HashStore()
-    timeout = timedelta(seconds=_RENDEZVOUS_S)
-    # All ranks are on one machine: a folder of the user alone, and no port that others could reach.
+    timeout = timedelta(seconds=_RENDEZVOUS_TIMEOUT_S)
+    # On one machine a private folder is used instead of a port that others could reach.
     if os.path.isabs(rendezvous):
         store = stores.FileStore(os.path.join(rendezvous, "store"), size)
         store.set_timeout(timeout)
         return store
     host, _, port = rendezvous.rpartition(":")
     listening = {}
-    if rank == 0:  # else torch would listen on all interfaces
-        own = socket.create_server((host, int(port)), family=socket.getaddrinfo(host, None)[0][0])
-        listening = {"master_listen_fd": own.detach()}
+    if rank == 0:  # otherwise torch would listen on all interfaces
+        server = socket.create_server((host, int(port)), family=socket.getaddrinfo(host, None)[0][0])
+        listening = {"master_listen_fd": server.detach()}
     return stores.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timeout, **listening)
 
 
@@ -145,60 +162,62 @@ def build_trainer(
     emit: Callable[[Event], None],
     address: str = "",
 ) -> Trainer:
-    """Build the trainer of this rank, all its models loaded.
+    """Build the trainer of this rank, and load its models.
 
-    total_steps: steps of whole batches that the data fills; None: it is not known. address: of its Dask worker.
+    Args:
+        total_steps: steps of whole batches in the data; None: unknown.
+        address: address of this rank's Dask worker.
     Raises: UserError, DataError.
     """
     ranks = all_ranks()
     lineage, parent = lineage_of(storage), read_parent(storage)
-    # First: parts that do not go together are told before any model is loaded.
+    # First, so that an inconsistent algorithm is reported before any model is loaded.
     algorithm = build_algorithm(config)
     limit = config.train_step_limit(total_steps)
-    planned = None if parent is None else parent.schedule_steps  # a replay decays as its parent did
+    planned = None if parent is None else parent.schedule_steps  # a replay has its parent's learning rates
     registered, folders = registered_train_engines(), config.explorer.plugin_dirs
     engine = find_part("trainer engine", config.trainer.trainer_type, registered, folders)
-    # The threads that save, publish and read ahead speak to their like on the other ranks while the ranks train.
-    # Made here, since making a group is a call of all ranks, in one order.
-    timeout = timedelta(seconds=_ANSWER_S)
+    # The threads that save, publish and prefetch communicate while the ranks train, hence groups of their own. Creating
+    # a group is a call of all ranks, in one order.
+    timeout = timedelta(seconds=_COLLECTIVE_TIMEOUT_S)
     savers, publishers, readers = (
         ProcessRanks(dist.new_group(backend="gloo", timeout=timeout)) if ranks.size > 1 else None for _ in range(3)
     )
     rules = make_sync_rules(config)
     publishes = algorithm.schema == "experience" or config.evaluates_training
     holder = build_holder(config, storage, address) if config.sync_method != "checkpoint" else None
-    looked_s, stop_found = 0.0, False
+    stop_read_s, stop_requested = 0.0, False
 
     def publish_due(step: int, published: int) -> bool:
         if config.evaluates_training:
             return bool(config.eval_interval) and step % config.eval_interval == 0
-        # From storage at each question, since the explorer may ask for newer weights at any time.
-        asked = read_requested_version(storage) if rules.style is SyncStyle.EXPLORER_DRIVEN else 0
-        return rules.publish_due(step, published, asked)
+        # Read on every call, since the explorer may request newer weights at any time.
+        requested = read_requested_version(storage) if rules.style is SyncStyle.EXPLORER_DRIVEN else 0
+        return rules.publish_due(step, published, requested)
 
-    asked_s, answered = 0.0, 0
+    whole_read_s, last_whole = 0.0, 0
 
-    def whole_asked(version: int) -> bool:
-        nonlocal asked_s, answered
+    def whole_requested(version: int) -> bool:
+        nonlocal whole_read_s, last_whole
         now = time.monotonic()
-        if version == answered or now - asked_s < _LOOK_EVERY_S:
+        if version == last_whole or now - whole_read_s < _POLL_INTERVAL_S:
             return False
-        asked_s = now
-        asked = read_requested_whole(storage)
-        # Older ones may be held as well; of deltas the bytes of the newest alone are here.
-        if asked == answered or (asked != version and (holder is None or asked > version)):
+        whole_read_s = now
+        requested = read_requested_whole(storage)
+        # Only the newest delta is kept as bytes; a holder also has older versions.
+        if requested == last_whole or (requested != version and (holder is None or requested > version)):
             return False
-        answered = asked
+        last_whole = requested
         return True
 
     def should_stop() -> bool:
-        # Asked before every batch, several times a second: a look at a remote storage each time would cost more.
-        nonlocal looked_s, stop_found
+        # Called several times a second, which is too often to read a remote storage.
+        nonlocal stop_read_s, stop_requested
         now = time.monotonic()
-        # Once found it stays found: who put the file may take it away for the next start.
-        if not stop_found and now - looked_s > _LOOK_EVERY_S:
-            looked_s, stop_found = now, storage.exists(STOP_FILE)
-        return stop_found
+        # Remembered: the file may be removed for the next start.
+        if not stop_requested and now - stop_read_s > _POLL_INTERVAL_S:
+            stop_read_s, stop_requested = now, storage.exists(STOP_FILE)
+        return stop_requested
 
     return Trainer(
         engine=engine.from_config(config, algorithm, planned or limit or total_steps, ranks),
@@ -216,14 +235,14 @@ def build_trainer(
         section=config.trainer,
         total_steps=limit,
         lineage=lineage,
-        # Nobody explores with what a dataset or the replay of another lineage makes; a dataset's may be evaluated.
+        # Weights trained on a dataset, or by a replay of another lineage, are not explored with.
         publish_due=publish_due if publishes and parent is None else None,
         should_stop=should_stop,
         emit=emit,
         publishers=publishers,
         readers=readers,
-        whole_asked=whole_asked,
-        whole_interval=config.synchronizer.whole_interval,
+        whole_requested=whole_requested,
+        full_publish_interval=config.synchronizer.full_publish_interval,
         holder=holder,
         max_weights_to_keep=0 if config.has_both_roles else _WEIGHTS_TO_KEEP,
         ranks=ranks,
@@ -233,7 +252,7 @@ def build_trainer(
 
 
 def build_holder(config: Config, storage: Storage, address: str) -> InMemoryPublisher:
-    """Who holds what this rank publishes, for engines on its machine and, by `synchronizer.sync_method`, on others."""
+    """Build the holder of published weights, for engines on this machine and, by `sync_method`, on others."""
     if config.cluster.is_one_machine:
         return InMemoryPublisher(storage)
     return InMemoryPublisher(
@@ -242,7 +261,7 @@ def build_holder(config: Config, storage: Storage, address: str) -> InMemoryPubl
 
 
 def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> BatchSource:
-    """Where the batches come from: the experience log, or a dataset; of a replay, what its parent's ledger says first.
+    """Build the source of batches: the experience log or a dataset; a replay first follows its parent's ledger.
 
     Raises: UserError, DataError.
     """
@@ -250,7 +269,6 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
     section, schema = config.buffer.trainer_input.experience_buffer, config.algorithm.schema_type
     source: BatchSource
     if schema != "experience":
-        # One row of a dataset is one sequence, or two for a pair: "chosen" and "rejected" are trained in one batch.
         dataset, reader = build_reader(section, schema, config, load_tokenizer(config))
         source = DatasetSource(
             reader.read,
@@ -265,9 +283,9 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
         )
     else:
         rules, strategy, log = make_sync_rules(config), make_sample_strategy(config), open_log(storage, config)
-        # A finished log is read in order, whatever style made it: the same files, the same batches.
+        # A finished log is read in order, so that the same files give the same batches.
         in_order = rules.style is SyncStyle.FIXED or (config.mode == "train" and log.sealed_at() is not None)
-        # Beside an explorer the bound is the one that its style keeps; a trainer alone has only what was asked for.
+        # With an explorer the style bounds staleness; without one only the config does.
         rule = SampleRule(
             groups_per_batch=config.num_own_rollouts // config.algorithm.repeat_times,
             tasks_per_step=config.buffer.batch_size,
@@ -279,7 +297,7 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
         if config.num_demonstrations:
             shown = config.buffer.trainer_input.auxiliary_buffers[config.demonstrations]
             dataset, reader = build_reader(shown, "sft", config, load_tokenizer(config))
-            # The order of demonstrations is a function of the step, so a checkpoint need not keep where it stood.
+            # The order of demonstrations is a function of the step, so checkpoints do not store a position.
             order = RowOrder(len(dataset), _order_seed(shown))
             demonstrations = Demonstrations(reader.read, dataset.fingerprint, order, config.num_demonstrations)
         source = LogSource(
@@ -296,12 +314,12 @@ def build_source(config: Config, storage: Storage, algorithm: Algorithm) -> Batc
         )
     if parent is None:
         return source
-    # `source` then only reads: which rows a step trains is what the parent has written down.
+    # The parent's ledger then decides which rows a step trains; `source` only reads them.
     return ReplayedSource(Ledger(parent_storage(storage), parent.lineage), ledger, source)
 
 
 def read_held_out(config: Config) -> list[TrainingBatch]:
-    """The rows to evaluate on, in batches of `train_batch_size`; none of no such dataset. Raises: DataError."""
+    """Read the held-out rows in batches of `train_batch_size`; []: no evaluation dataset. Raises: DataError."""
     section = config.buffer.trainer_input.eval_buffer
     if section is None:
         return []
@@ -315,18 +333,18 @@ def read_held_out(config: Config) -> list[TrainingBatch]:
 
 
 def build_batch_filter(config: Config, algorithm: Algorithm) -> AlgorithmFilter:
-    """What is dropped when a batch is formed."""
+    """Build the filter that drops rows when a batch is formed."""
     baseline = config.algorithm.repeat_times if config.algorithm.greedy_baseline else None
-    at_commit = config.data_processor.experience_pipeline.stage == "commit"  # then the explorer has run them
+    at_commit = config.data_processor.experience_pipeline.stage == "commit"  # the explorer has applied them
     return AlgorithmFilter(algorithm, [] if at_commit else operators_of(config), baseline)
 
 
 def build_reader(
     section: ExperienceBufferConfig, schema: str, config: Config, tokenizer: Tokenizer
 ) -> tuple[Dataset, RowReader]:
-    """A dataset and how its rows become sequences: one each for "sft" and "cpt", two for pairs.
+    """Open a dataset with its row reader, which makes one sequence of a row, or two of a pair.
 
-    Raises: DataError: there is no such dataset, or it lacks a column.
+    Raises: DataError: the dataset does not exist, or lacks a column.
     """
     dataset = open_dataset(
         section.path or "", split=section.split, subset_name=section.subset_name, table=section.table
@@ -338,3 +356,63 @@ def build_reader(
 def _order_seed(section: ExperienceBufferConfig) -> int | None:
     """Seed of the order of a dataset's rows; None: as stored."""
     return section.data_selector.seed if trait(section.data_selector.selector, "seeded") else None
+
+
+class AlgorithmFilter(BatchFilter):
+    """Drops of greedy baselines, then of the operators in order, then of the algorithm's advantage function.
+
+    It only uses rewards and statistics of the rows, never a model, so that the ledger can record every drop before the
+    batch is trained. Only `reward_shaping_mapper` changes rewards, row by row.
+    """
+
+    def __init__(self, algorithm: Algorithm, operators: Sequence[Operator], baseline_rollout: int | None) -> None:
+        """baseline_rollout: number of the rollout whose reward is the baseline of its group; None: no baseline."""
+        self._algorithm = algorithm
+        self._operators = tuple(operators)
+        self._shaping = tuple(operator for operator in operators if isinstance(operator, RewardShapingMapper))
+        self._baseline_rollout = baseline_rollout
+        self.columns = ("metrics",) if self._operators else ()
+
+    def reasons(self, table: pa.Table, step: int) -> list[str]:
+        """See BatchFilter; each stage sees the rows that the previous one kept."""
+        reasons = [""] * len(table)
+        if self._baseline_rollout is not None:
+            # The rollout numbered `repeat_times` was sampled at temperature 0, as a baseline.
+            greedy = numbers_of(table.column("rollout")) == self._baseline_rollout
+            groups = batch_from_table(table).groups
+            has_baseline = zip(greedy, np.isin(groups, groups[greedy]), strict=True)
+            reasons = [BASELINE if is_greedy else "" if ok else NO_BASELINE for is_greedy, ok in has_baseline]
+        for stage in (self._operator_drops, self._advantage_drops):
+            kept = np.array([i for i, reason in enumerate(reasons) if not reason], dtype=np.int64)
+            codes = stage(table.take(column_of(kept)), step) if len(kept) else []
+            for row, code in zip(kept, codes, strict=True):
+                reasons[row] = "" if code == DropReason.KEPT else DropReason(code).name.lower()
+        return reasons
+
+    def rewards(self, table: pa.Table) -> np.ndarray:
+        """See BatchFilter; the recorded rewards after the operators that shape rewards."""
+        if not self._shaping:
+            return super().rewards(table)
+        shaped, _ = run_pipeline(self._shaping, table)
+        return shaped.rewards_N.numpy().astype(np.float32)
+
+    def masked(self, table: pa.Table) -> np.ndarray:
+        """See BatchFilter; rows that operators mask."""
+        masking = [operator for operator in self._operators if isinstance(operator, MaskResponseTruncated)]
+        masked_N = run_pipeline(masking, table)[0].masked_N if masking else None
+        return super().masked(table) if masked_N is None else masked_N.numpy()
+
+    def _operator_drops(self, table: pa.Table, step: int) -> list[int]:
+        if not self._operators:
+            return [DropReason.KEPT] * len(table)
+        return [int(code) for code in run_pipeline(self._operators, table)[0].reasons_N]
+
+    def _advantage_drops(self, table: pa.Table, step: int) -> list[int]:
+        advantage = self._algorithm.advantage_fn
+        # Most functions never drop rows, so their advantages are not computed here.
+        if advantage is None or advantage.without_filtering() == advantage:
+            return [DropReason.KEPT] * len(table)
+        # With shaped rewards, which may make a flat group uneven, or the reverse.
+        batch = DeviceBatch(batch_from_table(with_rewards(table, self.rewards(table))), torch.device("cpu"))
+        inputs = replace(batch.advantage_inputs(step), **batch.token_inputs(batch, {}))
+        return [int(code) for code in advantage(inputs).drops_N]

@@ -1,7 +1,7 @@
-"""Ranks: what the ranks of one gang say to each other. It knows neither batches nor models, nor torch's processes.
+"""Ranks: communication between the ranks of one gang. It knows neither batches nor models, nor torch's processes.
 
-Small messages are JSON, and go over the CPU; tensors are added where they lie. Every call is made by all ranks in the
-same order. Invariant: what `all_gather` and `all_reduce` give is the same, to the bit, on all ranks.
+Small messages are JSON and go over the CPU; tensors are summed on their device. All ranks make every call, in the same
+order. Invariant: `all_gather` and `all_reduce` return the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Ranks:
-    """One rank's view of its gang; this base is a gang of one, which needs no torch.
+    """One rank's view of its gang; this base class is a gang of one, which does not need torch.
 
     Example, on both of two ranks: ranks.all_gather({"rank": ranks.rank}) == [{"rank": 0}, {"rank": 1}]
     """
@@ -23,50 +23,50 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: ProcessGroup | None = None
-    """Of torch.distributed; None: all ranks of the process, or a gang that is not of processes."""
+    """Process group of torch.distributed; None: all ranks of the process, or no processes."""
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this is rank 0, which owns ledger, pointers, metrics and the commit of checkpoints."""
+        """True for rank 0, which owns ledger, pointers, metrics and the commit of checkpoints."""
         return self.rank == 0
 
     def broadcast(self, message: Any) -> Any:
-        """The message of rank 0, whatever the others give. JSON types."""
+        """Return the message of rank 0; those of other ranks are ignored. JSON types."""
         return message
 
     def all_gather(self, message: Any) -> list[Any]:
-        """What every rank gives, in their order. JSON types; floats come through unchanged."""
+        """Return the messages of all ranks, by rank. JSON types; floats are unchanged."""
         return [message]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """What every rank gives, in their order."""
+        """Return the bytes of all ranks, by rank."""
         return [data]
 
     def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
-        """What every rank has for this one, in their order. parts: what this one has for each."""
+        """Send parts[r] to rank r; return the parts received, by rank."""
         return list(parts)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks, in place."""
+        """Sum a tensor over the ranks, in place."""
         return tensor
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """What every rank has for this one, in their order: `send` rows go to each, `receive` come from each."""
+        """Send the next send[r] rows to rank r; return the rows received, receive[r] from rank r, by rank."""
         return rows
 
     def neighbors(self, size: int) -> Ranks:
-        """The gang of this rank among gangs of `size` neighbors each. Called by all ranks of the process group."""
+        """Return the group of `size` neighbors that includes this rank. Called by all ranks of the process group."""
         return self
 
     def across(self, size: int) -> Ranks:
-        """The gang of the ranks with this one's place among `size` neighbors. Called as `neighbors`."""
+        """Return the ranks with the same position among their `size` neighbors. Called by all ranks."""
         return self
 
     def add_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Sums by name; a rank may lack some."""
+        """Return sums over the ranks by name; a rank may lack some names."""
         sums: dict[str, float] = {}
-        # In the order of the ranks on all of them, so that sums are equal to the bit.
-        for part in self.all_gather(metrics):
-            for name, value in part.items():
+        # In the order of the ranks, so that sums are equal to the bit.
+        for rank_metrics in self.all_gather(metrics):
+            for name, value in rank_metrics.items():
                 sums[name] = sums.get(name, 0.0) + value
         return sums

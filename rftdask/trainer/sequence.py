@@ -1,10 +1,10 @@
-"""Sequence: one packed sequence split over neighboring ranks, each with a run of its tokens (DeepSpeed Ulysses,
-arXiv:2309.14509). It knows neither models nor losses.
+"""Sequence parallelism: one packed sequence split over neighboring ranks (DeepSpeed Ulysses, arXiv:2309.14509).
 
-All but attention looks at one token at a time, and is computed where the token lies. For attention the ranks swap: from
-all heads of some tokens to some heads of all tokens, and back. What is said of tokens is then brought together, so each
-rank of the group makes the same loss of the same rows; the gradient of a number goes to the rank that computed it.
-Invariant: added over the ranks of a group, gradients are those of one rank with the whole sequence.
+Each rank has a contiguous run of the tokens. Everything but attention is computed per token. For attention the ranks
+exchange data, from all heads of some tokens to some heads of all tokens, and back. Values of tokens are then summed, so
+that each rank of the group computes the same loss of the same rows; the gradient of a value goes to the rank that
+computed it. Invariant: gradients summed over a group equal those of one rank with the whole sequence. The module knows
+neither models nor losses.
 """
 
 from __future__ import annotations
@@ -23,26 +23,25 @@ from torch.autograd.function import once_differentiable
 from rftdask.trainer.ranks import Ranks
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-# Layers are compiled, exchanges with other ranks are not. PyTorch's decorator itself says nothing of types.
+# Layers are compiled, exchanges between ranks are not. PyTorch's decorator is untyped.
 _not_compiled: Callable[[_Function], _Function] = torch.compiler.disable
 
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """How one sequence of tokens is split. Letters: S tokens of it; s tokens of this rank; h heads of this rank.
+    """Split of one sequence of tokens. Letters: S tokens of the sequence; s tokens and h heads of this rank.
 
     Example: 7 tokens over two ranks are tokens 0, 1, 2 and 3, 4, 5, 6.
     """
 
     ranks: Ranks
-    """Of the group, in the order of their parts."""
+    """Ranks of the group, in the order of their parts."""
     num_tokens: int
     """S."""
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens of each rank; they differ by one at most."""
-        # By multiplication, so that the parts of all ranks meet without a word between them.
+        """Number of tokens of each rank; they differ by one at most."""
         ends = [self.num_tokens * number // self.ranks.size for number in range(self.ranks.size + 1)]
         return tuple(end - begin for begin, end in pairwise(ends))
 
@@ -54,21 +53,21 @@ class SequenceSplit:
 
     @_not_compiled
     def to_heads(self, query: Tensor, *keys_and_values: Tensor) -> list[Tensor]:
-        """[s, heads, size] of own tokens -> [S, h, size] of own heads, by one exchange.
+        """Exchange [s, heads, size] of own tokens for [S, h, size] of own heads.
 
-        Keys and values may have fewer heads than queries; they are repeated as often as gives each rank whole heads.
-        Raises: ValueError: the ranks do not divide the heads of the query.
+        Keys and values may have fewer heads than queries; they are repeated until each rank gets whole heads.
+        Raises: ValueError: the number of ranks does not divide the heads of the query.
         """
         size = self.ranks.size
         if query.shape[1] % size:
             raise ValueError(f"{query.shape[1]} attention heads cannot be split over {size} ranks")
-        # Fewer heads of keys than ranks: each is given to as many ranks as use it.
+        # With fewer key heads than ranks, each head goes to all ranks that use it.
         times = size // math.gcd(size, keys_and_values[0].shape[1])
         tensors = [query, *(t.repeat_interleave(times, 1) if times > 1 else t for t in keys_and_values)]
-        # [ranks, s, numbers for that rank]: what goes to one rank lies together.
+        # [ranks, s, values for that rank]: contiguous by receiver.
         parts = torch.cat([t.unflatten(1, (size, -1)).flatten(2) for t in tensors], dim=2).transpose(0, 1)
         swapped = self._swap(parts.flatten(0, 1), self._own_sizes, self.sizes)
-        # Query, keys and values went in one exchange, side by side; here they are parted again.
+        # Split the exchanged columns into query, keys and values.
         widths = [t.shape[1] // size * t.shape[2] for t in tensors]
         return [
             part.unflatten(1, (t.shape[1] // size, t.shape[2]))
@@ -77,15 +76,16 @@ class SequenceSplit:
 
     @_not_compiled
     def to_tokens(self, values: Tensor) -> Tensor:
-        """[S, h, size] of own heads -> [s, heads, size] of own tokens."""
+        """Exchange [S, h, size] of own heads for [s, heads, size] of own tokens."""
         swapped = self._swap(values.flatten(1), self.sizes, self._own_sizes)
         # [ranks * s, h * size] -> [ranks, s, h, size] -> [s, ranks, h, size] -> [s, heads, size].
         parts: Tensor = swapped.unflatten(0, (self.ranks.size, -1)).unflatten(2, values.shape[1:])
         return parts.transpose(0, 1).flatten(1, 2)
 
     def whole(self, values: Tensor) -> Tensor:
-        """The sum over the group of what each rank gives for its own tokens, 0 elsewhere; the same on all of them, to
-        the bit. The gradient of the sum is that of a rank's own part: all make the same loss, which counts once.
+        """Sum values over the group; each rank has those of its own tokens and 0 elsewhere.
+
+        The result is the same on all ranks, to the bit. Gradients are not summed: all ranks compute the same loss.
         """
         add: Callable[[Tensor, Ranks], Tensor] = _Sum.apply
         return add(values, self.ranks)
@@ -100,7 +100,7 @@ class SequenceSplit:
 
 
 class _Swap(torch.autograd.Function):
-    """`Ranks.all_to_all`; its gradient goes back the same way."""
+    """`Ranks.all_to_all` with a gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: Sequence[int], receive: Sequence[int], ranks: Ranks) -> Tensor:
@@ -117,11 +117,11 @@ class _Swap(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, ranks: Ranks) -> Tensor:
-        # A clone: the reduction works in place, and the input is the caller's.
+        # Cloned, since the reduction works in place.
         return ranks.all_reduce(values.clone())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # Not summed over the ranks: each of them has computed this same gradient of the same loss.
+        # Not summed: each rank has computed this gradient of the same loss.
         return gradient, None

@@ -26,7 +26,7 @@ import torch
 
 from rftdask.algorithm import entropy, kl, selectors
 from rftdask.algorithm.advantages import group, tokens, turns
-from rftdask.algorithm.losses.imitation import jsd, mix, mix_chord, sft, sft_is, sft_phi
+from rftdask.algorithm.losses.imitation import jsd, mix, mix_chord, sft, sft_is
 from rftdask.algorithm.losses.preference import bradley_terry, dpo, kto, orpo, simpo
 from rftdask.algorithm.losses.ratio import decoupled_ppo, dppo, gspo, importance_sampling, m2po, ppo, sapo
 from rftdask.algorithm.losses.reinforce import cispo, opmd, rec, sppo, topr, vespo
@@ -57,7 +57,7 @@ LOSSES: Mapping[type, tuple[str, Mapping[str, Any]]] = {
     mix_chord.MixChord: ("mix_chord", {}),
     sft.Sft: ("sft", {}),
     sft_is.SftIs: ("sft-sft_is", {}),
-    sft_phi.SftPhi: ("sft-sft_phi", {}),
+    sft_is.SftPhi: ("sft-sft_phi", {}),
     dpo.Dpo: ("dpo", {}),
     kto.Kto: ("kto", {}),
     orpo.Orpo: ("orpo", {}),

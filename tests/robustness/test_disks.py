@@ -44,7 +44,7 @@ from tests.integration.run_cases import (
 )
 from tests.unit.trainer.trainer_cases import fill_log, make_trainer
 
-FULL = "No space left on device; free some space, and the same command goes on"
+FULL = "No space left on device; free some space and run the same command again to continue"
 NOBODY = 65534
 
 

@@ -41,11 +41,10 @@ LAYERS = (
     {"buffer", "engines"},
     {"run"},
     {"rollouts", "trainer"},
-    {"cluster", "compat", "reports"},
-    {"explorer", "serve", "testing"},
-    {"driver.init_config", "driver.jobs", "driver.memory_estimate", "driver.preflight"},
-    {"studio"},  # its pages are the report that the driver writes at the end of a run
+    {"cluster", "compat"},
+    {"explorer", "reports", "serve", "testing"},
     {"driver"},
+    {"studio"},
     {"cli"},
     {"", "__main__"},  # the package itself, which users import
 )

@@ -186,20 +186,20 @@ class TestContract:
     """The contract of engines, except for tests that need a separate engine."""
 
     test_nothing = EngineContract.test_no_requests_no_generations
-    test_order = EngineContract.test_one_generation_for_each_request_in_their_order
-    test_logprobs = EngineContract.test_one_logprob_for_each_token_and_none_above_zero
-    test_scores = EngineContract.test_the_logprobs_of_given_tokens_are_those_of_sampling_them
-    test_max_tokens = EngineContract.test_no_response_exceeds_its_own_max_tokens
-    test_length = EngineContract.test_a_response_that_was_cut_off_says_length
+    test_order = EngineContract.test_one_generation_per_request_in_order
+    test_logprobs = EngineContract.test_one_logprob_per_token_and_none_above_zero
+    test_scores = EngineContract.test_logprobs_of_given_tokens_equal_those_of_sampling
+    test_max_tokens = EngineContract.test_no_response_exceeds_its_max_tokens
+    test_length = EngineContract.test_a_truncated_response_has_finish_reason_length
     test_other_seeds = EngineContract.test_another_seed_gives_other_tokens
     test_neighbors = EngineContract.test_tokens_do_not_depend_on_the_seeds_of_neighbors
     test_seeds = EngineContract.test_the_largest_and_negative_seeds_are_seeds
-    test_later = EngineContract.test_requests_that_come_later_get_what_they_get_alone
-    test_unwanted = EngineContract.test_what_nobody_wants_any_more_holds_up_nothing
-    test_unknown = EngineContract.test_dropping_what_has_ended_or_never_came_is_nothing
-    test_streams = EngineContract.test_tokens_are_told_while_others_come_and_are_those_of_the_answer
-    test_short = ContinuousContract.test_a_short_request_that_comes_later_is_answered_first
-    test_slot = ContinuousContract.test_a_long_request_that_nobody_wants_is_not_finished
+    test_later = EngineContract.test_later_requests_get_the_same_tokens_as_alone
+    test_unwanted = EngineContract.test_a_cancelled_request_delays_nothing
+    test_unknown = EngineContract.test_dropping_an_ended_or_unknown_request_has_no_effect
+    test_streams = EngineContract.test_streamed_tokens_equal_those_of_the_result
+    test_short = ContinuousContract.test_a_later_short_request_is_answered_first
+    test_slot = ContinuousContract.test_a_cancelled_long_request_is_not_finished
 
     def test_the_same_call_twice_gives_the_same_tokens(self, engine: Engine) -> None:
         once, again = ([generation.tokens for generation in engine.generate(REQUESTS)] for _ in range(2))
@@ -422,7 +422,7 @@ def test_a_delta_becomes_the_whole_that_is_loaded(
     version 1.
     """
     storage = open_storage(str(tmp_path / "run"))
-    publisher = Publisher(storage, "main", whole_interval=2)
+    publisher = Publisher(storage, "main", full_publish_interval=2)
     tensors = load_file(weights_of(folders[0])[0])
     published = []
     for version in (1, 2):
@@ -532,7 +532,7 @@ def check_images(models: Sequence[Path], folder: Path, then: Callable[[VllmEngin
     after it loads new weights. then: further checks.
     """
     images = ImageProcessor(str(models[0]), folder=ImageFolder(folder))
-    encode, names = images.own.tokenizer.encode, [images.folder.put(picture(seed)) for seed in range(3)]
+    encode, names = images.hf_processor.tokenizer.encode, [images.folder.put(picture(seed)) for seed in range(3)]
     names[1] = images.folder.put(picture(1, (84, 140)))
     greedy = SamplingParams(8, temperature=0.0, ignore_eos=True, bad_tokens=((images.placeholder_id,),))
     # No image, one, two, and the same tokens with other images: caches must not be confused.

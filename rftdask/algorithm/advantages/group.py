@@ -1,7 +1,7 @@
 """Advantages that compare the rollouts of one task: one number per experience.
 
-With r the reward, mu and sigma mean and standard deviation over the valid rollouts of the task. Knows nothing of
-tokens. Invariant: a task with one valid rollout gives a finite advantage: 0 where the baseline is the task's own mean.
+r is the reward; mu and sigma are mean and standard deviation over the valid rollouts of the task. Knows nothing of
+tokens. Invariant: a task with one valid rollout has a finite advantage, which is 0 if the baseline is the task mean.
 """
 
 from dataclasses import dataclass, replace
@@ -30,23 +30,22 @@ class Grpo(AdvantageFn):
     """(r - mu) / (sigma + epsilon). GRPO, arXiv:2402.03300, section 4.1. A lone rollout: 0, counted in
     singleton_groups.
 
-    std "none" is r - mu, Dr. GRPO, arXiv:2503.20783. std_cal_level "batch": mean of the task, sigma of the batch's
-    rewards,
-    arXiv:2508.08221. rank_penalty: r (1 - p rank / n), rank by mean logprob within the task, the likeliest last,
-    arXiv:2506.02355.
+    std "none": r - mu, Dr. GRPO, arXiv:2503.20783. std_cal_level "batch": mean of the task, sigma of all rewards of
+    the batch, arXiv:2508.08221. rank_penalty: r (1 - p rank / n), with ranks by mean logprob within the task, the most
+    likely last, arXiv:2506.02355.
     """
 
     epsilon: float = 1e-6
     std: str = "sample"
     """"sample" divides by n - 1, "population" by n, "none" does not divide by sigma."""
     std_threshold: float | None = None
-    """Drop tasks with sigma at or below it, lone rollouts included; None: drop none."""
+    """Drop tasks with sigma at or below this, including single rollouts. None: drop none."""
     rank_penalty: float | None = None
-    """p; needs rollout_logprobs_Q and loss_mask_Q. None: no penalty."""
+    """p of the rank penalty; needs rollout_logprobs_Q and loss_mask_Q. None: no penalty."""
     std_cal_level: str = "group"
     """"group" or "batch"."""
     duplicate_experiences: bool = False
-    """Not supported: an experience is trained at most once."""
+    """Not supported, since an experience is trained at most once."""
 
     advantage_name = "grpo"
     takes_parts = True
@@ -58,50 +57,50 @@ class Grpo(AdvantageFn):
         require(self.epsilon >= 0.0, f"epsilon must be >= 0, got {self.epsilon}")
         require(
             not self.duplicate_experiences,
-            "duplicate_experiences would train an experience twice; refill with dapo_dynamic_sampling instead",
+            "duplicate_experiences would train an experience twice; use dapo_dynamic_sampling instead",
         )
 
     @property
     def uses_tokens(self) -> bool:
-        """With a rank penalty, which is by logprobs."""
+        """True with a rank penalty, which uses logprobs."""
         return self.rank_penalty is not None
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """In float64: rewards that differ little would lose their difference to the mean in float32."""
+        """Computed in float64, since small differences between rewards vanish in float32."""
         rewards_N = inputs.rewards_N.double()
         if self.rank_penalty is not None:
             rewards_N = rewards_N * (1.0 - self.rank_penalty * self._likelihood_rank(inputs))
         stats = group_stats(
             rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups, sample=self.std != "population"
         )
-        # mean_G[group_N]: [G] -> [N], the statistics of a row's own task.
+        # mean_G[group_N]: [G] -> [N], the statistics of the task of each row.
         centered_N = rewards_N - stats.mean_G[inputs.group_N]
         advantages_N = centered_N
         if self.std != "none":
             divisor_N = stats.std_G[inputs.group_N]
             if self.std_cal_level == "batch":
-                # The spread of one task rests on few rewards; that of the batch is the same divisor for all tasks.
+                # The standard deviation of the batch is a more stable divisor than that of a few rewards.
                 batch_N = torch.zeros_like(inputs.group_N)
                 whole = group_stats(rewards_N, batch_N, inputs.used_N, 1, sample=self.std != "population")
                 divisor_N = whole.std_G[batch_N]
-            # Equal rewards teach nothing: 0, also where epsilon is 0.
+            # Equal rewards have advantage 0, also if epsilon is 0.
             advantages_N = torch.where(divisor_N > 0.0, centered_N / (divisor_N + self.epsilon), 0.0)
         drops_N = base_drops(inputs)
         if self.std_threshold is not None:
-            # Of the task, also where the divisor is the batch's: what a task can teach is in its own spread.
+            # The threshold applies to the task, also if the divisor is that of the batch.
             drops_N[inputs.used_N & (stats.std_G <= self.std_threshold)[inputs.group_N]] = DropReason.LOW_STD
         return result(inputs, advantages_N, stats.metrics(), drops_N)
 
-    def without_drops(self) -> AdvantageFn:
-        """The same with no threshold."""
+    def without_filtering(self) -> AdvantageFn:
+        """Copy without the threshold."""
         return replace(self, std_threshold=None)
 
     def _likelihood_rank(self, inputs: AdvantageInputs) -> Tensor:
-        """[N] rank / n of the mean logprob within the task, in [0, 1): the likeliest has the largest."""
+        """[N] rank / n of the mean logprob within the task, in [0, 1), largest for the most likely rollout."""
         inputs.check(("rollout_logprobs_Q", "loss_mask_Q"))
         assert inputs.rollout_logprobs_Q is not None and inputs.loss_mask_Q is not None
         sums_N = inputs.row_sums(torch.where(inputs.loss_mask_Q, inputs.rollout_logprobs_Q, 0.0))
-        # Rows that do not count rank behind all others, and so move nobody.
+        # Unused rows rank last and do not affect the others.
         means_N = torch.where(inputs.used_N, sums_N / inputs.row_sums(inputs.loss_mask_Q).clamp(min=1), torch.inf)
         counts_G = group_sums(inputs.used_N, inputs.group_N, inputs.num_groups)
         return ranks_in_group(means_N, inputs.group_N) / counts_G[inputs.group_N].clamp(min=1.0)
@@ -109,31 +108,31 @@ class Grpo(AdvantageFn):
 
 @dataclass(frozen=True)
 class Reinforce(AdvantageFn):
-    """r itself, no baseline. REINFORCE, Williams 1992; used by TOPR, arXiv:2503.14286."""
+    """r without a baseline. REINFORCE, Williams 1992; used by TOPR, arXiv:2503.14286."""
 
     advantage_name = "reinforce"
     uses_groups = False
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """The statistics are for the metrics alone."""
+        """Advantages; the statistics are only for metrics."""
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
         return result(inputs, inputs.rewards_N, stats.metrics())
 
 
 @dataclass(frozen=True)
 class Rloo(AdvantageFn):
-    """r minus the mean of the task's other rollouts, n / (n - 1) (r - mu). RLOO, arXiv:2402.14740. A lone rollout:
-    0."""
+    """r minus the mean of the other rollouts of the task, n / (n - 1) (r - mu). RLOO, arXiv:2402.14740. A single
+    rollout: 0."""
 
     advantage_name = "rloo"
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """By the mean over all n rollouts of the task, from which the mean of the others follows."""
+        """Advantages from the mean over all n rollouts, which determines the mean of the others."""
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
-        # count_N - 1 is 0 for a lone rollout, whose centered reward is 0 as well.
+        # count_N - 1 is 0 for a single rollout, whose centered reward is 0 as well.
         count_N = stats.count_G[inputs.group_N]
         centered_N = inputs.rewards_N - stats.mean_G[inputs.group_N]
-        # r less the mean of the other n - 1: the rollout's own reward, taken out of mu, is the factor n / (n - 1).
+        # Removing the rollout's reward from mu gives the factor n / (n - 1).
         return result(inputs, centered_N * count_N / (count_N - 1.0).clamp(min=1.0), stats.metrics())
 
 
@@ -166,19 +165,19 @@ class OpmdAdvantage(AdvantageFn):
         baseline_G = stats.mean_G
         if self.opmd_baseline == "logavgexp":
             scaled_N = torch.where(inputs.used_N, inputs.rewards_N, -torch.inf).double() / self.tau
-            # Less the largest of the task, so that no exp overflows; a task without rows has none.
+            # Minus the maximum of the task, so that no exp overflows; a task without rows has none.
             peak_G = torch.full_like(stats.count_G, -torch.inf).scatter_reduce(0, inputs.group_N, scaled_N, "amax")
             peak_G = peak_G.nan_to_num(neginf=0.0)
             sums_G = group_sums((scaled_N - peak_G[inputs.group_N]).exp(), inputs.group_N, inputs.num_groups)
             means_G = sums_G / stats.count_G.clamp(min=1.0)
-            # tau log mean exp(r / tau), the peak added back.
+            # tau log mean exp(r / tau), with the maximum added back.
             baseline_G = self.tau * (peak_G + means_G.clamp(min=1e-300).log())
         return result(inputs, inputs.rewards_N - baseline_G[inputs.group_N], stats.metrics())
 
 
 @dataclass(frozen=True)
 class Asymre(AdvantageFn):
-    """r - (mu + shift): shift < 0 leans on what worked. AsymRE, arXiv:2506.20520. A lone rollout: -shift."""
+    """r - (mu + shift); shift < 0 emphasizes successes. AsymRE, arXiv:2506.20520. A single rollout: -shift."""
 
     baseline_shift: float = -0.1
 
@@ -186,7 +185,7 @@ class Asymre(AdvantageFn):
     deprecated_names = ("asymre_verl",)
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """The shift is in units of the reward."""
+        """Advantages; the shift is in units of the reward."""
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
         baseline_N = stats.mean_G[inputs.group_N] + self.baseline_shift
         return result(inputs, inputs.rewards_N - baseline_N, stats.metrics())
@@ -194,17 +193,16 @@ class Asymre(AdvantageFn):
 
 @dataclass(frozen=True)
 class Drpo(AdvantageFn):
-    """r - mu, with the correct rollouts weighted by brevity among themselves. After DRPO, arXiv:2510.04474.
+    """r - mu, with correct rollouts weighted by their brevity. After DRPO, arXiv:2510.04474.
 
-    The weight of a correct rollout (r above `threshold`) is exp(-length / (lambda * max length)) over its mean among
-    the task's correct rollouts; all others weigh 1. A correct answer is never punished for being long, only
-    preferred less. The paper puts these weights into DisCO's discriminative objective; here they multiply Dr. GRPO's
+    The weight of a correct rollout (r above `threshold`) is exp(-length / (lambda * max length)) divided by its mean
+    over the correct rollouts of the task; the weight of the others is 1. A long correct response is not penalized, only
+    preferred less. The paper applies these weights to DisCO's discriminative objective; here they multiply the Dr. GRPO
     advantage.
     """
 
     length_lambda: float = 0.5
-    """Temperature of the preference for short answers, in units of the task's longest correct one; large: no
-    preference."""
+    """Temperature of the preference for short responses, relative to the longest correct one. Large: no preference."""
     threshold: float = 0.0
     """A rollout is correct if its reward is above this."""
 
@@ -215,23 +213,23 @@ class Drpo(AdvantageFn):
         require(self.length_lambda > 0.0, f"length_lambda must be > 0, got {self.length_lambda}")
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """Lengths are trained tokens [N]; a task without a correct rollout gets r - mu as it is."""
+        """Advantages from lengths in trained tokens [N]. A task without a correct rollout gets r - mu."""
         assert inputs.lengths_N is not None
         group_N, num_groups = inputs.group_N, inputs.num_groups
         stats = group_stats(inputs.rewards_N, group_N, inputs.used_N, num_groups)
         correct_N = inputs.used_N & (inputs.rewards_N > self.threshold)
         lengths_N = torch.where(correct_N, inputs.lengths_N, 0).double()
-        # Lengths relative to the longest correct one: the preference does not depend on the scale of the task.
+        # Lengths are relative to the longest correct one, independent of the scale of the task.
         longest_G = torch.zeros_like(stats.mean_G).scatter_reduce(0, group_N, lengths_N, "amax")
         brevity_N = torch.exp(-lengths_N / (self.length_lambda * longest_G[group_N].clamp(min=1.0)))
-        # Divided by their mean among the correct ones, the weights shift reward between them and add none.
+        # Dividing by the mean shifts reward between correct rollouts without adding any.
         mean_G = group_stats(brevity_N, group_N, correct_N, num_groups).mean_G
         weight_N = torch.where(correct_N, brevity_N / mean_G[group_N].clamp(min=1e-12), 1.0)
         return result(inputs, weight_N * (inputs.rewards_N - stats.mean_G[group_N]), stats.metrics())
 
 
 class DrpoAlgorithm(AlgorithmType):
-    """PPO's loss with short correct answers preferred; no KL."""
+    """PPO's loss with a preference for short correct responses; no KL."""
 
     algorithm_type = "drpo"
     advantage_fn = "drpo"
@@ -240,36 +238,35 @@ class DrpoAlgorithm(AlgorithmType):
 
 @dataclass(frozen=True)
 class BestOfN(AdvantageFn):
-    """1 for the best rollouts of each task, whose rewards are not below a threshold; all others are dropped. RAFT,
-    arXiv:2304.06767, section 3: the policy imitates argmax r of its n samples of a prompt.
+    """1 for the best rollouts of each task with rewards not below a threshold; all others are dropped. RAFT,
+    arXiv:2304.06767, section 3: the policy imitates the argmax of r over n samples of a prompt.
 
-    Of equal rewards the earlier rollout is taken, so that a task that is always solved weighs no more than one that is
-    solved once.
+    Ties go to the earlier rollout, so that a task that is always solved has no more weight than one solved once.
     """
 
     best: int | None = 1
-    """Rollouts of a task that are trained; None: all that the threshold leaves."""
+    """Number of rollouts per task to train. None: all at or above the threshold."""
     threshold: float | None = None
-    """Drop rollouts with a reward below it, also the best; None: none."""
+    """Drop rollouts with a reward below this, also the best one. None: drop none."""
 
     advantage_name = "best_of_n"
-    selects_alone = True
+    only_selects = True
 
     def __post_init__(self) -> None:
         require(self.best is None or self.best > 0, f"best must be > 0 or None, got {self.best}")
         chosen = self.best is not None or self.threshold is not None
-        require(chosen, "best and threshold are both None: every rollout would be imitated")
+        require(chosen, "best and threshold are both None, so every rollout would be imitated; set one of them")
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """Ranks are among the used rollouts of the task."""
+        """Selection by rank among the used rollouts of the task."""
         drops_N, rewards_N = base_drops(inputs), inputs.rewards_N.double()
         if self.threshold is not None:
-            # First, so that a best rollout below the threshold has this reason.
+            # Checked first, so that a best rollout below the threshold has this reason.
             drops_N[inputs.used_N & (rewards_N < self.threshold)] = DropReason.REWARD_RANGE
         if self.best is not None:
-            # Rank 0 is the best; rows that do not count come last.
+            # Rank 0 is the best; unused rows come last.
             keys_N = torch.where(inputs.used_N, -rewards_N, torch.inf)
-            # Ties go by position, which is that of the rollouts here and not that of the rows.
+            # Ties go by the position of the rollout, not of the row.
             order_N = torch.arange(len(keys_N)) if inputs.rollout_N is None else torch.argsort(inputs.rollout_N)
             ranks_N = torch.empty_like(order_N)
             ranks_N[order_N] = ranks_in_group(keys_N[order_N], inputs.group_N[order_N])
@@ -278,18 +275,18 @@ class BestOfN(AdvantageFn):
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
         return result(inputs, torch.ones_like(rewards_N), stats.metrics(), drops_N)
 
-    def without_drops(self) -> AdvantageFn:
-        """The same for rollouts that were chosen: no reward is below the threshold any more."""
-        # At -inf it drops nothing, and is not None: a rule without either is refused.
+    def without_filtering(self) -> AdvantageFn:
+        """Copy for selected rollouts."""
+        # -inf drops nothing; None is rejected if `best` is None as well.
         return replace(self, best=None, threshold=-torch.inf)
 
 
 @dataclass(frozen=True)
 class RecAdvantage(AdvantageFn):
-    """r - mu, or (r - mu) / (sigma_population + epsilon). REC, arXiv:2509.24203. A lone rollout: 0.
+    """r - mu, or (r - mu) / (sigma_population + epsilon). REC, arXiv:2509.24203. A single rollout: 0.
 
-    drop "balance": where more rollouts are below mu than not, drop surplus ones at random (seed and step fix which);
-    mu and sigma are those of the rest.
+    drop "balance": if more than half of the rollouts are below mu, drop the surplus at random (by seed and step); mu
+    and sigma are those of the rest.
     """
 
     epsilon: float = 1e-6
@@ -305,7 +302,7 @@ class RecAdvantage(AdvantageFn):
             one_of("drop", self.drop, ("balance",))
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """What is dropped leaves the statistics first, so the mean is that of the rest."""
+        """Advantages; dropped rollouts are excluded from the statistics."""
         drops_N = base_drops(inputs)
         used_N = inputs.used_N
         if self.drop == "balance":
@@ -318,20 +315,20 @@ class RecAdvantage(AdvantageFn):
             advantages_N = advantages_N / (stats.std_G[inputs.group_N] + self.epsilon)
         return result(inputs, advantages_N, stats.metrics(), drops_N)
 
-    def without_drops(self) -> AdvantageFn:
-        """The same with every rollout kept."""
+    def without_filtering(self) -> AdvantageFn:
+        """Copy that keeps every rollout."""
         return replace(self, drop=None)
 
     def _surplus_negatives(self, inputs: AdvantageInputs) -> Tensor:
-        """[N] bool: as many rows below mu as exceed the number of the others in the task, drawn at random."""
+        """[N] bool, True for the randomly drawn surplus of rows below mu over the other rows of the task."""
         groups = (inputs.group_N, inputs.num_groups)
         stats = group_stats(inputs.rewards_N, inputs.group_N, inputs.used_N, inputs.num_groups)
         negative_N = inputs.used_N & (inputs.rewards_N < stats.mean_G[inputs.group_N])
         num_negative_G = group_sums(negative_N, *groups)
-        surplus_G = 2.0 * num_negative_G - stats.count_G  # rows below mu, less the n - num_negative others
-        # On the CPU in float64 whatever the device, so that each machine drops the same rows.
+        surplus_G = 2.0 * num_negative_G - stats.count_G  # rows below mu minus the n - num_negative other rows
+        # On the CPU in float64, so that every machine drops the same rows.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + inputs.step)
         draw_N = torch.rand(len(negative_N), generator=generator, dtype=torch.float64).to(negative_N.device)
-        # Draws are below 1, so rows that are not negative rank last and are never among the surplus.
+        # Draws are below 1, so other rows rank last and are never part of the surplus.
         ranks_N = ranks_in_group(torch.where(negative_N, draw_N, 2.0), inputs.group_N)
         return negative_N & (ranks_N < surplus_G[inputs.group_N])

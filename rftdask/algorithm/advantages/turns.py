@@ -1,4 +1,4 @@
-"""Advantages of rollouts with several turns: each turn is a row here, the task compares rollouts.
+"""Advantages of rollouts with several turns. Each turn is a row; a task compares rollouts.
 
 Knows nothing of tokens. Invariant: a rollout counts once in its task's baseline, however many turns it has.
 """
@@ -25,18 +25,18 @@ from rftdask.algorithm.checks import one_of, require
 
 @dataclass(frozen=True)
 class StepWiseGrpo(Grpo):
-    """GRPO, which compares rollouts and gives every turn the advantage of its rollout, divided by the number of the
-    rollout's turns if asked. As in rLLM and Trinity-RFT."""
+    """GRPO over rollouts, which gives every turn the advantage of its rollout, optionally divided by the number of
+    turns. As in rLLM and Trinity-RFT."""
 
     enable_step_norm: bool = False
-    """Divide by the number of the rollout's turns, so that a long rollout has no more weight than a short one."""
+    """Divide by the number of turns, so that a long rollout has no more weight than a short one."""
 
     advantage_name = "step_wise_grpo"
     deprecated_names = ()
     compares_turns = True
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """GRPO's of the rollouts, each as one row, at every turn of them."""
+        """GRPO advantages of the rollouts, for all their turns."""
         result = of_rollouts(super().compute, inputs)
         if not self.enable_step_norm:
             return result
@@ -55,8 +55,8 @@ class Gigpo(AdvantageFn):
     """A_episode + omega A_step. GiGPO, arXiv:2505.10978.
 
     A_episode compares the rollouts' total rewards within the task; A_step compares the discounted returns of all
-    turns of the task taken from the same environment state. Both are x - mean, divided by sigma + epsilon if fnorm
-    is "std". A state seen once, or not told by the workflow: A_step 0. A lone rollout: A_episode 0.
+    turns of the task that start in the same environment state. Both are x - mean, divided by sigma + epsilon if fnorm
+    is "std". A state that occurs once or is unknown: A_step 0. A single rollout: A_episode 0.
     """
 
     omega: float = 1.0
@@ -66,7 +66,7 @@ class Gigpo(AdvantageFn):
     """"none" or "std" (sample)."""
     epsilon: float = 1e-6
     anchor_scope: str = "task"
-    """Turns compared: "task" (the paper), or "batch": equal states of all tasks."""
+    """Scope of the comparison of turns: "task" as in the paper, or "batch": equal states of all tasks."""
 
     advantage_name = "gigpo"
     compares_turns = True
@@ -77,11 +77,11 @@ class Gigpo(AdvantageFn):
         require(0.0 <= self.gamma <= 1.0, f"gamma must be within [0, 1], got {self.gamma}")
 
     def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-        """Needs rollout_N and turn_N for rollouts of several turns; state_N [N] is negative where none was told."""
+        """Advantages. Needs rollout_N and turn_N for rollouts of several turns. state_N [N]: negative if unknown."""
         turns = Turns.of(inputs)
         rewards_N = inputs.rewards_N.double()
         if inputs.turn_rewards_N is not None:
-            # What the turns leave of the rollout's reward is the last turn's, so they add up to it.
+            # The last turn gets the rest of the reward, so that turn rewards add up to it.
             given_N = torch.where(inputs.used_N, inputs.turn_rewards_N.double(), 0.0)
             rest_N = rewards_N - group_sums(given_N, turns.rollout_N, turns.num_rollouts)[turns.rollout_N]
             rewards_N = given_N + torch.where(turns.is_last_N, rest_N, 0.0)
@@ -89,22 +89,22 @@ class Gigpo(AdvantageFn):
             rewards_N = torch.where(turns.is_last_N, rewards_N, 0.0)
         rewards_N = torch.where(inputs.used_N, rewards_N, 0.0)
         totals_R = group_sums(rewards_N, turns.rollout_N, turns.num_rollouts)
-        # One row of each rollout makes the statistics, so a long one does not weigh more.
+        # One row per rollout enters the statistics, so that long rollouts do not weigh more.
         first_N = inputs.used_N & (turns.position_N == 0)
         episode_N, stats = self._centered(totals_R[turns.rollout_N], inputs.group_N, first_N, inputs.num_groups)
         advantages_N = episode_N
         metrics = stats
         if inputs.state_N is not None:
-            # The sum over later turns k of gamma^(k - t) r_k, by one vector operation for each number of a turn.
+            # Sum over later turns k of gamma^(k - t) r_k, with one vector operation per turn number.
             returns_N, ahead_R = torch.zeros_like(rewards_N), rewards_N.new_zeros(turns.num_rollouts)
             for position in range(int(turns.count_N.max()) - 1 if len(rewards_N) else -1, -1, -1):
                 rows = ((turns.position_N == position) & (turns.position_N < turns.count_N)).nonzero().squeeze(-1)
-                # ahead_R: of each rollout the return of the turn behind.
+                # ahead_R: return of the following turn of each rollout.
                 returns_N[rows] = rewards_N[rows] + self.gamma * ahead_R[turns.rollout_N[rows]]
                 ahead_R[turns.rollout_N[rows]] = returns_N[rows]
             known_N = inputs.used_N & (inputs.state_N >= 0)
             scope_N = inputs.group_N if self.anchor_scope == "task" else torch.zeros_like(inputs.group_N)
-            # Anchor groups: the turns of a task (or of the batch) that were taken from equal states.
+            # Anchor groups: turns of a task (or of the batch) that start in equal states.
             _, anchor_N = torch.unique(torch.stack([scope_N, inputs.state_N]), dim=1, return_inverse=True)
             num_anchors = int(anchor_N.max()) + 1
             step_N, anchors = self._centered(returns_N, anchor_N, known_N, num_anchors)
@@ -118,14 +118,14 @@ class Gigpo(AdvantageFn):
         """[N] value minus its group's mean (statistics over `used_N` rows), normalized; 0 where the group has one
         row."""
         stats = group_stats(values_N, group_N, used_N, num_groups)
-        # Without a norm the divisor is 1, but for epsilon.
+        # Without normalization the divisor is 1.
         divisor_N = stats.std_G[group_N] if self.fnorm == "std" else torch.ones_like(values_N)
         centered_N = (values_N - stats.mean_G[group_N]) / (divisor_N + self.epsilon)
         return torch.where(stats.count_G[group_N] > 1, centered_N, 0.0), stats.metrics()
 
 
 class GigpoAlgorithm(AlgorithmType):
-    """PPO's loss with groups within groups: rollouts of a task, turns from one state."""
+    """PPO's loss with nested groups: rollouts of a task, and turns from one state."""
 
     algorithm_type = "gigpo"
     advantage_fn = "gigpo"

@@ -1,17 +1,17 @@
-"""The losses, one file an algorithm, as in its paper.
+"""Losses, one file per algorithm, as in its paper.
 
-    ratio/      r = pi / pi_old of the sampled token, clipped or gated, times the advantage: PPO and what came of it
-    reinforce/  log pi times the advantage and a weight that carries no gradient
-    imitation/  log pi of what somebody else wrote: SFT, mixtures with rollouts
-    preference/ what somebody prefers: DPO and its kin, by pairs of responses; KTO, by verdicts on single ones
+    ratio/      r = pi / pi_old of the sampled token, clipped or gated, times the advantage: PPO and its successors
+    reinforce/  log pi times the advantage and a weight without gradient
+    imitation/  log pi of given responses: SFT and mixtures with rollouts
+    preference/ DPO and its variants for pairs of responses; KTO for single responses with a verdict
 
-Every file reads alike. Symbols: pi the policy that is trained, pi_old the policy that sampled (or the trainer's before
-the step), A the advantage, sg() stops the gradient. Suffixes are shapes: B sequences of T tokens, P pairs. A
-loss gives one number per token, [B, T]; what stands outside the loss mask weighs 0 later, and log-ratios are held
-within +-20. Gradients are autograd's. `base.py` has what all of them take.
+Symbols: pi is the trained policy, pi_old the policy that sampled (or the trainer's before the step), A the advantage,
+sg() stops the gradient. Suffixes are shapes: B sequences of T tokens, P pairs. A loss returns one number per token,
+[B, T]. Positions outside the loss mask get weight 0 later, and log-ratios are clamped to +-20. Gradients come from
+autograd. `base.py` defines the inputs.
 
-An algorithm type (`class ...Algorithm`) is the name and the defaults that `algorithm.algorithm_type` chooses; it stands
-beside the loss that makes it special, or, where the loss is PPO's, beside its advantage (../advantages/).
+An algorithm type (`class ...Algorithm`) is a value of `algorithm.algorithm_type` with its defaults. It is defined next
+to the loss that characterizes it or, if the loss is PPO's, next to its advantage (../advantages/).
 
-Knows nothing of aggregation, of the KL and entropy terms, of models or of where batches come from.
+Knows nothing of aggregation, KL and entropy terms, models, or the source of batches.
 """

@@ -1,9 +1,11 @@
-"""Audit: where every committed experience is: trained at a step, dropped for a reason, or waiting. Derived from log and
-ledger, which names a batch before it is trained: who counts says how far the steps came.
+"""Audit: the state of every committed experience: trained at a step, dropped for a reason, or waiting.
 
-A shard that was damaged after some of its rows were trained is in quarantine, and its work unit has run again: what was
-trained of it stays trained, its other rows are dropped as "damaged", and the new copies of the first as "repeat". The
-same holds of a shard that is lost and of which a skipped step names rows.
+The audit is derived from the log and the ledger. The ledger names a batch before it is trained, so the caller passes
+the last step that was trained.
+
+If a shard is damaged after some of its rows were trained, it is in quarantine and its work unit has run again. The
+trained rows stay trained, the other rows of the shard are dropped as "damaged", and the new copies of the trained rows
+as "repeat". The same holds for a lost shard of which a skipped step names rows.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from rftdask.buffer.log.shard import ShardName, repeated_shards
 from rftdask.errors import DamagedError, DataError, NotFoundError
 
 REPEAT = "repeat"
-"""Rows of a work unit that ran twice: the other copy was taken."""
+"""Rows of a work unit that ran twice; the other copy was used."""
 DAMAGED = "damaged"
-"""Rows of a shard in quarantine that were not used before; its unit ran again. Only where others of it were used."""
+"""Unused rows of a quarantined shard, if other rows of the shard were used. Its unit ran again."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,9 @@ class Audit:
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Reason -> experiences."""
     reused: int = 0
-    """Times that experiences were trained again, with replay; they count once in `trained`."""
+    """Additional times that experiences were trained, with replay; each experience counts once in `trained`."""
     problems: tuple[str, ...] = ()
-    """A sentence for each promise that is broken."""
+    """One sentence per broken promise."""
 
 
 def audit_log(
@@ -46,18 +48,18 @@ def audit_log(
 ) -> Audit:
     """Account for every row: committed = trained + dropped + waiting.
 
-    Only shards of repeated units are read; the others are known by their names, also those that retention removed,
-    which count as committed.
+    Only shards of repeated units are read. The others are counted by their names, including shards that retention
+    removed, which count as committed.
 
     Args:
         tasks_per_unit: tasks of a whole work unit.
-        max_uses: most entries that may train one row, by the config; None: any number.
-        trained_step: the last step that is known to be made; what later entries use waits for theirs. inf: all are.
-    Raises: DamagedError: a ledger entry, or a record of the log.
+        max_uses: most entries that may train one row, from the config; None: any number.
+        trained_step: the last step that was trained; rows of later entries count as waiting. inf: all were trained.
+    Raises: DamagedError: a ledger entry or a record of the log is damaged.
     """
     problems: list[str] = []
-    used: dict[str, Counter[int]] = defaultdict(Counter)  # shard -> row -> entries that name it, for whatever reason
-    set_aside: dict[str, set[int]] = defaultdict(set)  # shard -> rows that an entry names as dropped
+    used: dict[str, Counter[int]] = defaultdict(Counter)  # shard -> row -> number of entries that name it
+    dropped_rows: dict[str, set[int]] = defaultdict(set)  # shard -> rows that an entry names as dropped
     settled: set[Position] = set()
     dropped: Counter[str] = Counter()
     trained = reused = 0
@@ -70,43 +72,42 @@ def audit_log(
             continue
         settled.update(entry.positions)
         skipped |= skipped_sources([entry])
-        # Rows of the log by what became of them; those of a dataset are no experiences.
         for rows in (*entry.use, *entry.drop):
-            if rows.of_dataset:
+            if rows.of_dataset:  # not an experience
                 continue
             seen, numbers = used[rows.source], rows.rows
             is_skipped = rows.reason.startswith(SKIPPED)
             if is_skipped and max_uses != 1:
-                numbers = tuple(row for row in numbers if not seen[row])  # others count where they were trained
+                numbers = tuple(row for row in numbers if not seen[row])  # the others count where they were trained
             again = sum(1 for row in numbers if seen[row]) if max_uses != 1 else 0
             seen.update(numbers)
             if rows.reason:
                 dropped[rows.reason] += len(numbers)
-                set_aside[rows.source].update(() if is_skipped else numbers)
+                dropped_rows[rows.source].update(() if is_skipped else numbers)
             else:
                 trained += len(numbers) - again if step <= trained_step else 0
                 reused += again
-        if max_uses != 1:  # else a row named twice is found below, in one entry or in two
+        if max_uses != 1:  # otherwise `_broken_limits` reports a row named twice, in one entry or in two
             named = Counter((part.source, row) for part in entry.use if not part.of_dataset for row in part.rows)
             if twice := sorted(key for key, count in named.items() if count > 1):
                 problems.append(f"step {entry.step} trains row {twice[0][1]} of {twice[0][0]} more than once")
 
     present = log.shards()
     kept = {*present, *log.removed()}
-    # Of shards that are set aside only those count of which something was used: the others' rows were committed anew.
+    # A quarantined shard counts only if some rows of it were used; the rows of the others were committed again.
     gone = {*log.quarantined(), *filter(None, map(ShardName.try_parse, skipped))} - kept
     damaged = [name for name in gone if name.text in used]
     dropped[DAMAGED] += sum(name.num_rows - len(used[name.text]) for name in damaged)
     shards = sorted({*kept, *damaged})
 
-    # Of these shards that are not readable one copy was taken.
+    # Only readable shards: of the others one copy was used.
     readable = {*present}
     repeated = [name for name in repeated_shards(shards) if name in readable]
     dropped[REPEAT] += _num_repeats(log, repeated, used, settled, tasks_per_unit, problems)
-    # By the names, which say how many rows each has; nothing of them has to be there any more.
+    # By the names, which contain the number of rows: the files may have been removed.
     committed = sum(name.num_rows for name in shards)
     waiting = committed - trained - dropped.total()
-    problems += _broken_limits(used, set_aside, {name.text: name.num_rows for name in shards}, max_uses)
+    problems += _broken_limits(used, dropped_rows, {name.text: name.num_rows for name in shards}, max_uses)
     if waiting < 0:
         problems.append(f"{-waiting} more experiences are accounted for than were committed")
     by_reason = {reason: count for reason, count in dropped.items() if count}
@@ -121,23 +122,23 @@ def _num_repeats(
     tasks_per_unit: int,
     problems: list[str],
 ) -> int:
-    """Rows of groups that stand in several shards, less the copy that was taken or will be: the first, while none is.
+    """Count the rows of groups that occur in several shards, without the copy that was used or, if none was, the first.
 
-    What cannot be told is added to `problems`.
+    Shards that cannot be read because of their schema are added to `problems`.
     """
     num_rows, taken = 0, set(settled)
     for name in repeated:
         try:
             table = log.read(name)
-        except (DamagedError, NotFoundError):  # of no use to anybody: the other copy is
+        except (DamagedError, NotFoundError):  # nobody can use this copy, so the other one is used
             num_rows += name.num_rows - len(used.get(name.text, ()))
             continue
-        except DataError as error:  # of another schema: only who can read it knows
+        except DataError as error:  # another schema version
             problems.append(str(error))
             continue
         for group in groups_of_shard(table, name, tasks_per_unit):
             numbers = {*group.trainable_rows, *(row for _, others in group.other_rows for row in others)}
-            # Rows that the ledger names are counted by what it says of them.
+            # Rows that the ledger names were counted there.
             if numbers.isdisjoint(used.get(name.text, ())):
                 num_rows += len(numbers) if group.position in taken else 0
                 taken.add(group.position)
@@ -146,15 +147,15 @@ def _num_repeats(
 
 def _broken_limits(
     used: Mapping[str, Counter[int]],
-    set_aside: Mapping[str, Collection[int]],
+    dropped_rows: Mapping[str, Collection[int]],
     num_rows: Mapping[str, int],
     max_uses: int | None,
 ) -> list[str]:
-    """Sentences on rows that the ledger names and the log does not have, or names too often."""
+    """Return one sentence per row that the ledger names too often, or that the log does not have."""
     problems = [f"{source} is in the ledger and not in the log" for source in used if source not in num_rows]
     for source, counts in used.items():
-        # A row may be trained `max_uses` times; one that was dropped is never seen again.
-        dropped = set_aside.get(source, ())
+        # A row may be trained `max_uses` times; a dropped row must not be named again.
+        dropped = dropped_rows.get(source, ())
         limits = {row: 1 if row in dropped else max_uses for row in counts}
         twice = sorted(row for row, limit in limits.items() if limit is not None and counts[row] > limit)
         if twice:

@@ -1,8 +1,8 @@
-"""Back-pressure: how far explorers may be ahead of what the trainer has read. A pure rule, and the count it needs.
+"""Back-pressure: how far explorers may be ahead of the trainer. A pure rule, and the count that it needs.
 
-How much lies unread is known without any message: the schedule says how many groups come before a work unit, and
-the ledger how many are settled. Bytes are estimated by the mean size of the experiences committed so far.
-Invariant: what the next train batch may need is always let through, so nobody waits for ever.
+The number of unread groups is known without messages: the schedule gives the number of groups before a work unit, and
+the ledger the number of settled groups. Bytes are estimated from the mean size of the experiences committed so far.
+Invariant: work that the next training batch may need is always admitted, so explorer and trainer cannot deadlock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rftdask.buffer.batches.ledger import Ledger
 from rftdask.config import Config
 
 SETTLED_NOTE = "settled_groups"
-"""Note of a ledger entry: groups that it and all entries before it settle."""
+"""Note of a ledger entry: number of groups that it and all entries before it settle."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class UnreadLimit:
     max_experiences: int | None
     max_bytes: int | None
     always: int
-    """Experiences that may be unread whatever the limits say: those of a train batch."""
+    """Number of experiences that may be unread regardless of the limits: those of a training batch."""
 
     def admits(self, unread: int, mean_bytes: float) -> bool:
-        """True if a work unit may begin before which `unread` experiences are unread or still under way.
+        """Return True if a work unit may begin while `unread` experiences before it are unread or being sampled.
 
-        mean_bytes: of an experience; 0 while none is known, which lets it begin.
+        mean_bytes: mean size of an experience; 0 while unknown, which admits the unit.
         """
-        # Without this the trainer might wait for a batch that the limit keeps from being filled.
+        # Without this the trainer might wait for a batch that the limit prevents from being filled.
         if unread < self.always:
             return True
         if self.max_experiences is not None and unread >= self.max_experiences:
@@ -39,7 +39,7 @@ class UnreadLimit:
 
 
 def unread_limit(config: Config) -> UnreadLimit | None:
-    """The limit of unread experiences that the config sets; None: only the sync style holds explorers back."""
+    """Return the limit of unread experiences in the config; None if only the sync style holds explorers back."""
     section = config.buffer.trainer_input.experience_buffer
     if config.mode != "both" or (section.capacity is None and section.max_unread_bytes is None):
         return None
@@ -47,11 +47,11 @@ def unread_limit(config: Config) -> UnreadLimit | None:
 
 
 class Backpressure:
-    """The unread limit of one explorer, with what it takes to apply it.
+    """Applies the unread limit in one explorer.
 
     Example:
         backpressure = Backpressure(config, Ledger(storage))
-        backpressure.add(num_rollouts=64, num_bytes=250_000)      # as work units are committed
+        backpressure.add(num_rollouts=64, num_bytes=250_000)      # when a work unit was committed
         if backpressure.has_room(num_groups=512): ...             # may the unit after 512 groups begin?
     """
 
@@ -63,17 +63,17 @@ class Backpressure:
         self._num_rollouts = self._num_bytes = 0
 
     def add(self, num_rollouts: int, num_bytes: int) -> None:
-        """Rollouts were committed; they say how large one is in the mean."""
+        """Add committed rollouts to the mean size of a rollout."""
         self._num_rollouts += num_rollouts
         self._num_bytes += num_bytes
 
     def has_room(self, num_groups: int) -> bool:
-        """True if a work unit may begin before which the schedule has so many groups."""
+        """Return True if the work unit that follows `num_groups` groups of the schedule may begin."""
         if self._limit is None:
             return True
-        # Of what this explorer has committed; a resumed one begins without, and lets units begin until it knows.
+        # Counts only what this explorer has committed: a resumed one starts at 0, which admits units.
         mean_bytes = self._num_bytes / max(1, self._num_rollouts)
-        # What was settled when the ledger was last read may be enough, and saves another look.
+        # The count of the last reading may be enough, which saves reading the ledger again.
         if self._limit.admits((num_groups - self._num_settled) * self._repeat_times, mean_bytes):
             return True
         self._num_settled = self._settled.count()
@@ -81,18 +81,18 @@ class Backpressure:
 
 
 class SettledGroups:
-    """Counts the groups that the ledger has settled. Reading on costs one look at the next entry."""
+    """Counts the groups that the ledger has settled. An update reads only the new entries and tries one more."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._step: int | None = None  # The last entry that is counted; None before the first look.
+        self._step: int | None = None  # The last entry counted; None before the first call.
         self._count = 0
 
     def count(self) -> int:
-        """Count up to the last entry there is now."""
+        """Return the number of groups settled up to the newest entry."""
         if self._step is None:
             self._step = step = self._ledger.last_step()
-            # From the newest entry back to one that notes the count, or to the first: most runs read one.
+            # Backwards from the newest entry to one that notes the count, or to the first: most runs read one.
             while step > 0:
                 entry = self._ledger.read(step)
                 if entry is not None and SETTLED_NOTE in entry.notes:

@@ -1,7 +1,7 @@
 """TrainingBatch: the rows of one optimizer step as flat numpy arrays. No padding, no torch, no storage.
 
 Letters: N rows; L_i = tokens of row i; R_i = response tokens of row i; S = sum of L_i; Q = sum of R_i; K turns of all
-rows; X experts that a token takes.
+rows; X experts per token (all layers together).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import pyarrow.compute as pc
 class TrainingBatch:
     """Rows to train, in the order of the ledger.
 
-    Example: two rows of 3 and 2 tokens, a prompt token each: tokens [5, 6, 7, 5, 8], lengths [3, 2], prompt_lengths
-    [1, 1], loss_mask [True, True, True].
+    Example: two rows of 3 and 2 tokens, with one prompt token each: tokens [5, 6, 7, 5, 8], lengths [3, 2],
+    prompt_lengths [1, 1], loss_mask [True, True, True].
     """
 
     tokens: np.ndarray
-    """[S] int32, rows after another; of those that are `held`."""
+    """[S] int32, row after row; only of rows that are `held`."""
     lengths: np.ndarray
     """[N] int64, L_i."""
     prompt_lengths: np.ndarray
     """[N] int64."""
     rollout_logprobs: np.ndarray
-    """[Q] float32, of rows that are `held`; zeros where nothing was sampled (supervised rows, what was added between
+    """[Q] float32, only of rows that are `held`; zeros where nothing was sampled (supervised rows, tokens added between
     turns)."""
     loss_mask: np.ndarray
-    """[Q] bool, of rows that are `held`."""
+    """[Q] bool, only of rows that are `held`."""
     rewards: np.ndarray
     """[N] float32."""
     groups: np.ndarray
@@ -43,43 +43,42 @@ class TrainingBatch:
     min_policy_versions: np.ndarray
     """[N] int64."""
     rollouts: np.ndarray
-    """[N] int64: number of the rollout that each row is a part of, from 0."""
+    """[N] int64: number of the rollout that contains each row, from 0."""
     ordinals: np.ndarray
     """[N] int64: place of the row in its rollout."""
     num_turns: np.ndarray
-    """[N] int64, at least 1: turns of each row, whose numbers, lengths, states and rewards stand below, row by row."""
+    """[N] int64, at least 1: number of turns of each row. The [K] fields list the turns row by row."""
     turns: np.ndarray
     """[K] int64: place of the turn in its rollout."""
     turn_lengths: np.ndarray
-    """[K] int64: response tokens from the end of the turn before to its own end; of a row they add up to R_i."""
+    """[K] int64: response tokens from the end of the previous turn to the end of this one; they sum to R_i per row."""
     experts: np.ndarray
     """[N] bool: rows of a dataset, which have neither rewards nor logprobs nor a policy version."""
     uids: tuple[str, ...]
     baselines: np.ndarray | None = None
-    """[N] float32: reward of the greedy rollout of the row's task; None where there are no such rollouts."""
+    """[N] float32: reward of the greedy rollout of the row's task; None if there are no greedy rollouts."""
     states: np.ndarray | None = None
-    """[K] int64: number of the environment's state before the turn, -1 where unknown; None: all are."""
+    """[K] int64: number of the environment state before the turn, -1: unknown. None: all are unknown."""
     turn_rewards: np.ndarray | None = None
-    """[K] float32: what the turn itself earned, 0 where unknown; None: all are."""
+    """[K] float32: reward of the turn, 0 if unknown. None: all are unknown."""
     routed_experts: np.ndarray | None = None
-    """[S, X] int16: experts that the tokens took when they were sampled, -1 where unknown, as of the last of each row;
-    None: all are."""
+    """[S, X] int16: experts that each token was routed to when it was sampled, -1: unknown, as for the last token of
+    each row. None: all are unknown."""
     images: tuple[tuple[str, ...], ...] | None = None
-    """[N] names of the images of each row, in their order; None: no row has any."""
+    """[N] names of the images of each row, in their order; None: no row has images."""
     held: np.ndarray | None = None
-    """[N] bool: rows whose tokens, with all that is said of each, are here; the others are for other ranks. None: all
-    are here."""
+    """[N] bool: rows whose token-level data is in this batch; the others are on other ranks. None: all rows."""
     trained_of_turns: np.ndarray | None = None
-    """[K] int64: trained tokens of each turn, where not all masks are here; see `num_trained_of_turns`."""
+    """[K] int64: trained tokens of each turn, if not all rows are held; see `num_trained_of_turns`."""
     logprob_sums: np.ndarray | None = None
-    """[N] float64, the same of logprobs; see `trained_logprobs`."""
+    """[N] float64: sums of trained logprobs, if not all rows are held; see `trained_logprobs`."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
     def sampled(self) -> bool:
-        """True if there are rollouts among the rows."""
+        """True if some rows are rollouts."""
         return not bool(self.experts.all())
 
     @property
@@ -90,56 +89,66 @@ class TrainingBatch:
 
     @property
     def num_trained_of_turns(self) -> np.ndarray:
-        """[K] int64: trained tokens of each turn, of all rows."""
+        """[K] int64: trained tokens of each turn, of held and other rows."""
         return _sums(self.loss_mask, self.turn_lengths) if self.trained_of_turns is None else self.trained_of_turns
 
     @property
     def num_trained(self) -> np.ndarray:
-        """[N] int64: trained tokens of each row, of all rows."""
+        """[N] int64: trained tokens of each row, held or not."""
         return _sums(self.num_trained_of_turns, self.num_turns)
 
     @property
     def trained_logprobs(self) -> np.ndarray:
-        """[N] float64: sum of `rollout_logprobs` over the trained tokens of each row, of all rows."""
+        """[N] float64: sum of `rollout_logprobs` over the trained tokens of each row, held or not."""
         if self.logprob_sums is not None:
             return self.logprob_sums
         return _sums(np.where(self.loss_mask, self.rollout_logprobs, 0.0).astype(np.float64), self.response_lengths)
 
     def rollout_rewards(self) -> tuple[np.ndarray, np.ndarray]:
-        """[K] rewards and [K] groups of the sampled rollouts, each once, whatever its rows; the first one's counts."""
-        # A reward stands in every row of its rollout.
-        # `unique` sorts, so rollouts come by their number, whatever the order of the rows.
+        """Return ([M] rewards, [M] groups) of the M sampled rollouts, ordered by number, each from its first row."""
+        # Every row of a rollout has its reward. `unique` sorts by rollout number.
         _, first = np.unique(self.rollouts[~self.experts], return_index=True)
         return self.rewards[~self.experts][first], self.groups[~self.experts][first]
 
     def group_reward_stds(self) -> np.ndarray:
-        """[G] population standard deviation of the rewards of the rollouts within each group."""
+        """Return the population standard deviation of the rollout rewards within each of the G groups, [G]."""
         rewards, groups = self.rollout_rewards()
         _, groups = np.unique(groups, return_inverse=True)
         counts = np.bincount(groups)
-        # In two passes, as in `group_stats`: the mean of squares less the square of the mean would lose digits.
+        # In two passes, as in `group_stats`: the mean of squares minus the square of the mean would lose digits.
         means = np.bincount(groups, rewards) / counts
         stds: np.ndarray = np.sqrt(np.bincount(groups, (rewards - means[groups]) ** 2) / counts)
         return stds
 
     @property
     def is_held(self) -> np.ndarray:
-        """[N] bool: whether the tokens of a row are here."""
+        """[N] bool: rows whose tokens are in this batch."""
         return np.ones(len(self), bool) if self.held is None else self.held
 
     def row_tokens(self) -> list[np.ndarray]:
-        """[L_i] of every row, views; [0] of rows that are not held."""
-        return np.split(self.tokens, self._held_ends()[:-1])
+        """Views of the tokens of every row, [L_i]; [0] for rows that are not held."""
+        return self._split(self.tokens, self.lengths)
 
     def row_experts(self) -> list[np.ndarray] | None:
-        """[L_i, X] of every row, views; [0, X] of rows that are not held. None: unknown of all."""
-        return None if self.routed_experts is None else np.split(self.routed_experts, self._held_ends()[:-1])
+        """Views of the experts of every row, [L_i, X]; [0, X] for rows that are not held. None: all unknown."""
+        return None if self.routed_experts is None else self._split(self.routed_experts, self.lengths)
+
+    def row_logprobs(self) -> list[np.ndarray]:
+        """Views of the rollout logprobs of every row, [R_i]; [0] for rows that are not held."""
+        return self._split(self.rollout_logprobs, self.response_lengths)
+
+    def row_masks(self) -> list[np.ndarray]:
+        """Views of the loss mask of every row, [R_i]; [0] for rows that are not held."""
+        return self._split(self.loss_mask, self.response_lengths)
+
+    def _split(self, values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+        return np.split(values, np.cumsum(lengths * self.is_held)[:-1])
 
     def holding(self, rows: Sequence[int] | np.ndarray) -> TrainingBatch:
-        """The same rows, with the tokens of these alone, of those that are held."""
-        keep, here = np.isin(np.arange(len(self)), rows) & self.is_held, self.is_held
-        kept = np.repeat(keep[here], self.lengths[here])
-        kept_responses = np.repeat(keep[here], self.response_lengths[here])
+        """Return the same batch, holding tokens only of those of `rows` that are held now."""
+        held, keep = self.is_held, np.isin(np.arange(len(self)), rows) & self.is_held
+        kept = np.repeat(keep[held], self.lengths[held])
+        kept_responses = np.repeat(keep[held], self.response_lengths[held])
         return replace(
             self,
             tokens=self.tokens[kept],
@@ -151,20 +160,8 @@ class TrainingBatch:
             logprob_sums=self.trained_logprobs,
         )
 
-    def _held_ends(self) -> np.ndarray:
-        """[N] places in S at which the rows end."""
-        return np.cumsum(self.lengths * self.is_held)
-
-    def row_logprobs(self) -> list[np.ndarray]:
-        """[R_i] of every row, views; [0] of rows that are not held."""
-        return np.split(self.rollout_logprobs, np.cumsum(self.response_lengths * self.is_held)[:-1])
-
-    def row_masks(self) -> list[np.ndarray]:
-        """[R_i] of every row, views; [0] of rows that are not held."""
-        return np.split(self.loss_mask, np.cumsum(self.response_lengths * self.is_held)[:-1])
-
     def by_turns(self) -> TrainingBatch:
-        """Each turn as a row, with its own tokens alone, those added before it included: for what compares turns."""
+        """Return a batch with one row per turn: its response tokens, and those added before it. For comparing turns."""
 
         def of_row(values: np.ndarray) -> np.ndarray:
             return np.repeat(values, self.num_turns)
@@ -194,7 +191,7 @@ class TrainingBatch:
 
 
 def _sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The sum of each run of `values`, which have these lengths; int64 of bools."""
+    """Sums of consecutive runs of `values` with these lengths; int64 for bools."""
     ends = np.concatenate([[0], np.cumsum(values)])
     stops = np.cumsum(lengths)
     sums: np.ndarray = ends[stops] - ends[stops - lengths]
@@ -202,41 +199,40 @@ def _sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 GROUP_KEY = ("taskset", "epoch", "task_index")
-"""Columns in which the rows of a group are equal, and those of two groups are not."""
+"""Columns that identify the group of a row."""
 BATCH_COLUMNS = (
     *("uid", *GROUP_KEY, "rollout", "turn", "tokens", "prompt_length", "rollout_logprobs", "loss_mask_runs"),
     *("reward", "min_policy_version", "temperature", "env_state", "turn_reward", "turns"),
     *("routed_experts", "images"),
 )
-"""Columns of the schema of experiences that a batch is made of."""
+"""Columns of the schema of experiences that a batch needs."""
 
 
 def batch_from_table(table: pa.Table, baselines: pa.Table | None = None) -> TrainingBatch:
-    """Make a batch of the rows of `table` (`BATCH_COLUMNS` at least), in its order.
+    """Make a batch from the rows of `table` (at least `BATCH_COLUMNS`), in its order.
 
     Groups and rollouts are numbered by first appearance. No Python loop runs over tokens.
-    Args: baselines: rows whose rewards are the baselines of their groups; of a group, its last row counts.
+    Args: baselines: rows whose rewards are the baselines of their groups; the last row of a group counts.
     """
-    # Lists as Arrow has them: flat values and lengths, which is the form of the batch, too.
+    # Arrow stores lists as flat values and lengths, as the batch does.
     tokens = _array(table.column("tokens"))
     lengths = numbers_of(tokens.value_lengths()).astype(np.int64)
     prompt_lengths = numbers_of(table.column("prompt_length")).astype(np.int64)
-    # Rows of the same taskset, epoch and task are siblings, wherever they stand.
     groups = _numbers(table, GROUP_KEY, np.zeros(len(table), np.int64))
 
     baseline_rewards = None
     if baselines is not None:
         keys = [zip(*(t.column(c).to_pylist() for c in GROUP_KEY), strict=True) for t in (baselines, table)]
-        # By name and not by number: the baselines are another table, with other codes.
+        # By key and not by group number: the baselines are another table, with other codes.
         reward_of_group = dict(zip(keys[0], baselines.column("reward").to_pylist(), strict=True))
-        # nan marks a group without a baseline; filters have dropped its rows before anything is computed of it.
+        # nan: a group without a baseline, whose rows filters drop before anything is computed from it.
         baseline_rewards = np.array([reward_of_group.get(key, np.nan) for key in keys[1]], dtype=np.float32)
 
     num_turns, turns, turn_lengths, states, turn_rewards = _turns(table, lengths - prompt_lengths)
-    # Columns that most workflows leave empty are None, so that nothing is computed of them.
+    # Columns that most workflows leave empty are None, so that nothing is computed from them.
     state_numbers = rewards_of_turns = None
     if states.null_count < len(states):
-        # Codes and not texts: which states are equal is all that is asked of them.
+        # Codes instead of texts: states are only compared for equality.
         state_numbers = numbers_of(states.dictionary_encode().indices.fill_null(-1)).astype(np.int64)
     if turn_rewards.null_count < len(turn_rewards):
         rewards_of_turns = numbers_of(turn_rewards.fill_null(0.0)).astype(np.float32)
@@ -273,24 +269,24 @@ def _images(column: pa.ListArray) -> tuple[tuple[str, ...], ...] | None:
 
 
 def _experts(column: pa.ListArray, lengths: np.ndarray) -> np.ndarray | None:
-    """[S, X] of rows of `lengths` tokens, of which some tell the experts of all but their last token."""
-    told = numbers_of(pc.indices_nonzero(column.is_valid())).astype(np.int64)
-    values, num_tokens = _flat(column, np.int16), int((lengths[told] - 1).sum())
+    """[S, X] experts of rows of `lengths` tokens. Rows that recorded them have values for all but their last token."""
+    recorded = numbers_of(pc.indices_nonzero(column.is_valid())).astype(np.int64)
+    values, num_tokens = _flat(column, np.int16), int((lengths[recorded] - 1).sum())
     if not len(values):
         return None
     experts = np.full((int(lengths.sum()), len(values) // num_tokens), -1, np.int16)
-    is_told = np.repeat(np.isin(np.arange(len(lengths)), told), lengths)
-    is_told[np.cumsum(lengths) - 1] = False
-    experts[is_told] = values.reshape(num_tokens, -1)
+    is_recorded = np.repeat(np.isin(np.arange(len(lengths)), recorded), lengths)
+    is_recorded[np.cumsum(lengths) - 1] = False
+    experts[is_recorded] = values.reshape(num_tokens, -1)
     return experts
 
 
 def _turns(
     table: pa.Table, response_lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, pa.Array, pa.Array]:
-    """([N] turns of each row; [K] places in the rollout; [K] lengths; [K] states; [K] rewards of the turns).
+    """Return ([N] number of turns, [K] places in the rollout, [K] lengths, [K] states, [K] turn rewards).
 
-    response_lengths: [N]. A row whose turns are null is one turn.
+    response_lengths: [N]. A row whose `turns` is null is one turn.
     """
     column = _array(table.column("turns"))
     states, rewards = _array(table.column("env_state")), _array(table.column("turn_reward"))
@@ -298,23 +294,23 @@ def _turns(
     if column.null_count == len(column):
         return np.ones(len(table), np.int64), ordinals, response_lengths, states, rewards
     counts = numbers_of(column.value_lengths().fill_null(0)).astype(np.int64)
-    told = column.flatten()
+    recorded = column.flatten()
     num_turns = np.maximum(counts, 1)
     starts = np.cumsum(num_turns) - num_turns
-    # [K]: whether the turn is one that a row tells, in order; the others are whole rows.
-    is_told = np.repeat(counts > 0, num_turns)
-    first = np.zeros(len(is_told), bool)
+    # [K]: True for a turn that its row lists; the others are whole rows.
+    is_recorded = np.repeat(counts > 0, num_turns)
+    first = np.zeros(len(is_recorded), bool)
     first[starts] = True
 
     def merged(of_row: np.ndarray, name: str) -> np.ndarray:
         values = np.repeat(of_row, num_turns)
-        values[is_told] = told.field(name).to_numpy(zero_copy_only=False)
+        values[is_recorded] = recorded.field(name).to_numpy(zero_copy_only=False)
         return values
 
     ends = merged(response_lengths, "end")
-    # From the end before, which in the first turn of a row is its beginning.
+    # A turn begins where the previous one ends, the first of a row at 0.
     lengths = ends - np.where(first, 0, np.roll(ends, 1))
-    # Object arrays for the two that may be null: they are few, and null in most runs.
+    # Object arrays for the two columns that may be null: they are short, and null in most runs.
     objects = [np.array(values.to_pylist(), object) for values in (states, rewards)]
     merged_states = pa.array(merged(objects[0], "env_state"), pa.string(), from_pandas=True)
     merged_rewards = pa.array(merged(objects[1], "turn_reward"), pa.float32(), from_pandas=True)
@@ -322,23 +318,23 @@ def _turns(
 
 
 def numbers_of(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """The values of a column of numbers, nan where they are null; not to be written to.
+    """Return the values of a numeric column, nan for nulls; read-only.
 
-    Not by Arrow's `to_numpy`, nor `column_of` by its `array`: at their first use these import pandas, for which a rank
-    has no other use before its first batch.
+    Avoids Arrow's `to_numpy`, as `column_of` avoids `pa.array`: at their first use these import pandas, which a rank
+    does not need otherwise before its first batch.
     """
     array = _array(column) if isinstance(column, pa.ChunkedArray) else column
     return np.from_dlpack(array) if not array.null_count else array.to_numpy(zero_copy_only=False)
 
 
 def column_of(numbers: np.ndarray) -> pa.Array:
-    """The same numbers ([N], of any type but bool) for Arrow, without a copy where they lie one after another."""
+    """Return `numbers` ([N], any type but bool) as an Arrow array, without a copy if they are contiguous."""
     values = pa.py_buffer(np.ascontiguousarray(numbers))
     return pa.Array.from_buffers(pa.from_numpy_dtype(numbers.dtype), len(numbers), [None, values])
 
 
 def _array(column: pa.ChunkedArray) -> pa.Array:
-    """The column as one array: `combine_chunks` copies also what is one already."""
+    """Return the column as one array; `combine_chunks` would copy even a single chunk."""
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
@@ -347,24 +343,23 @@ def _flat(array: pa.ListArray, dtype: type) -> np.ndarray:
 
 
 def _numbers(table: pa.Table, names: Sequence[str], numbers: np.ndarray) -> np.ndarray:
-    """Number the rows by the values of `numbers` and of these columns together: [N] int64, by first appearance."""
+    """Number the rows by the combination of `numbers` and these columns: [N] int64, by first appearance."""
     for name in names:
         codes = _array(table.column(name)).dictionary_encode()
-        if len(codes.dictionary) > 1:  # else it tells no two rows apart
-            # Two numbers as one: the value so far in the high part, this column's in the low.
+        if len(codes.dictionary) > 1:  # otherwise the column is constant
+            # Two numbers in one: the previous ones in the high part, this column's in the low part.
             pairs = numbers * len(codes.dictionary) + numbers_of(codes.indices)
             numbers = numbers_of(column_of(pairs).dictionary_encode().indices).astype(np.int64)  # dense again
     return numbers
 
 
 def _expand_masks(runs: pa.ListArray, response_lengths: np.ndarray) -> np.ndarray:
-    """Expand run lengths, of which the first of a row is trained, to [Q] bool; rows without runs are all True."""
+    """Expand run lengths, the first of each row trained, to [Q] bool; rows without runs are all True."""
     counts = numbers_of(runs.value_lengths()).astype(np.int64)
     if not counts.any():
         return np.ones(int(response_lengths.sum()), dtype=bool)
     lengths = numbers_of(runs.flatten()).astype(np.int64)
-    # A row without runs becomes one run of its whole length.
-    # Rows without runs have no number in `lengths`; `where` is the place at which theirs is put in.
+    # A row without runs becomes one run of its whole length, inserted at `where`.
     where = np.repeat(np.cumsum(counts) - counts, counts == 0)
     lengths = np.insert(lengths, where, response_lengths[counts == 0])
     counts = np.where(counts == 0, 1, counts)
@@ -376,13 +371,13 @@ def _expand_masks(runs: pa.ListArray, response_lengths: np.ndarray) -> np.ndarra
 SupervisedRow = (
     tuple[Sequence[int], int, Sequence[bool] | None] | tuple[Sequence[int], int, Sequence[bool] | None, float]
 )
-"""(tokens, prompt length, loss mask of the response or None for all of it), and a reward, if it has one."""
+"""(tokens, prompt length, loss mask of the response or None for all of it), with a reward if the row has one."""
 
 
 def supervised_batch(rows: Sequence[SupervisedRow], uids: Sequence[str], group_size: int = 1) -> TrainingBatch:
-    """Make a batch without rollouts: logprobs are zeros, and so are rewards of rows that have none.
+    """Make a batch of supervised rows. Logprobs are zeros, as are the rewards of rows without one.
 
-    group_size: rows that belong together, next to each other; 2 for pairs.
+    group_size: number of consecutive rows that form a group; 2 for pairs.
     """
     lengths = np.array([len(row[0]) for row in rows], dtype=np.int64)
     prompts = np.array([row[1] for row in rows], dtype=np.int64)
@@ -411,12 +406,12 @@ def supervised_batch(rows: Sequence[SupervisedRow], uids: Sequence[str], group_s
 
 
 def mismatched(batch: TrainingBatch, max_tokens: int) -> TrainingBatch:
-    """Each prompt with the response of the row one group before it, the first group's with those of the last; a
-    sequence longer than `max_tokens` loses its end.
+    """Join each prompt with the response of the same row of the previous group, the first group with the last one.
 
-    Groups are of one size, so that the other response is to another prompt, unless there is but one group.
+    Sequences are cut to `max_tokens`. All groups must have the same size, so that the response belongs to another
+    prompt, unless there is only one group.
     """
-    # Rows of one group: a shift by less would give a prompt the other response to itself.
+    # A whole group: a smaller shift would pair a prompt with another response to itself.
     shift = int((batch.groups == batch.groups[0]).sum())
     tokens, masks, rows = batch.row_tokens(), batch.row_masks(), list[SupervisedRow]()
     for row, prompt in enumerate(batch.prompt_lengths.tolist()):
@@ -427,37 +422,35 @@ def mismatched(batch: TrainingBatch, max_tokens: int) -> TrainingBatch:
 
 
 _UNKNOWN = {"baselines": 0.0, "states": -1, "turn_rewards": 0.0, "routed_experts": -1, "held": True}
-"""Values for the rows, turns or tokens of a part that has none, such as demonstrations, where others have."""
-_OF_OTHERS = {"states": "turns", "turn_rewards": "turns", "routed_experts": "tokens"}
-"""What tells their number, where it is not that of the rows."""
-
+"""Fill values for the rows, turns or tokens of a part without the field, such as demonstrations."""
+_LENGTH_FIELDS = {"states": "turns", "turn_rewards": "turns", "routed_experts": "tokens"}
+"""Field of the same length, for fields that do not have one value per row."""
 _COUNTED = {"trained_of_turns": "num_trained_of_turns", "logprob_sums": "trained_logprobs"}
-"""What is known of all rows, by where it comes from."""
+"""Field -> property that has its value for every row of a part."""
 
 
 def join_batches(parts: Sequence[TrainingBatch]) -> TrainingBatch:
-    """Join the rows of all parts, in order; groups and rollouts are numbered through by first appearance."""
-    # Field by field, end to end; only what is numbered within a part is numbered anew.
+    """Concatenate the rows of all parts; groups and rollouts are renumbered by first appearance."""
     joined: dict[str, Any] = {"uids": tuple(uid for part in parts for uid in part.uids), "images": None}
     if any(part.images is not None for part in parts):
         joined["images"] = tuple(names for part in parts for names in part.images or ((),) * len(part))
     for name in (f.name for f in fields(TrainingBatch) if f.name not in joined):
         values = [getattr(part, name) for part in parts]
         if name in ("groups", "rollouts"):
-            # A row's uid ends with the number of its rollout and its own: without them it is the same wherever the row
-            # was read. A dataset's rows have none, and no group of them is parted.
-            parted = 2 if name == "groups" else 1
+            # A uid ends with the numbers of the rollout and of the row: its prefix identifies group or rollout across
+            # parts. Rows of a dataset have no such uid, and their groups are never split.
+            num_suffixes = 2 if name == "groups" else 1
             keys = [
-                ("", number, int(own)) if expert else (uid.rsplit("/", parted)[0], 0, 0)
+                ("", number, int(group)) if expert else (uid.rsplit("/", num_suffixes)[0], 0, 0)
                 for number, (part, value) in enumerate(zip(parts, values, strict=True))
-                for uid, own, expert in zip(part.uids, value, part.experts, strict=True)
+                for uid, group, expert in zip(part.uids, value, part.experts, strict=True)
             ]
             numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
             joined[name] = np.array([numbers[key] for key in keys], dtype=np.int64)
             continue
-        # Equal states of two parts get two numbers. States are compared within a group alone, which no part shares.
+        # Equal states of two parts get different numbers: states are only compared within a group, and no group is in
+        # two parts.
         if name == "states":
-            # Each part's numbers after those of the parts before it; -1 stays.
             begin = 0
             for i, value in enumerate(values):
                 if value is not None and len(value):
@@ -470,7 +463,7 @@ def join_batches(parts: Sequence[TrainingBatch]) -> TrainingBatch:
         if name in _COUNTED:
             joined[name] = np.concatenate([getattr(part, _COUNTED[name]) for part in parts])
             continue
-        counted = _OF_OTHERS.get(name, "lengths")
+        counted = _LENGTH_FIELDS.get(name, "lengths")
         filled = [
             np.full((len(getattr(part, counted)), *known.shape[1:]), _UNKNOWN[name], known.dtype)
             if value is None

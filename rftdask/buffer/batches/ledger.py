@@ -1,21 +1,21 @@
-"""The ledger: which experiences each optimizer step trains, one file a step, written before the step is trained.
+"""The ledger: which experiences each optimizer step trains, one file per step, written before the step is trained.
 
-`ledger/<lineage>/<step>.json` is created once (`put_new`) and never changed. Invariant: if the file is there, it is the
-batch of that step, for ever; only the user may say, as durably, that nobody trains it (`skipped/<step>.json` beside it,
-which every reader of the entry follows). Everything else follows from that:
+`ledger/<lineage>/<step>.json` is created once (`put_new`) and never changed. Invariant: if the file exists, it is the
+batch of that step permanently. Only the user can decide, equally durably, that nobody trains it
+(`skipped/<step>.json` in the same folder, which every reader of the entry follows). Everything else follows from that:
 
-- a trainer that resumes finds the files and trains the very same batches again;
-- two trainers on one lineage both try to create the next file; one wins, the other stops (`FencedError`);
-- shards carry no marks: what is trained, dropped or still waiting is derived from these files and the log (audit.py).
+- a trainer that resumes reads the files and trains exactly the same batches again;
+- two trainers on one lineage both try to create the next file; one succeeds, the other stops (`FencedError`);
+- shards carry no marks: whether rows are trained, dropped or waiting follows from these files and the log (audit.py).
 
-A file holds one entry, here step 7, with a checksum over the rest (storage/checked_json.py):
+A file holds one entry, here of step 7, with a checksum over the rest (storage/checked_json.py):
 
     {"step": 7, "lineage": "main",
      "use":  [{"source": "00000007-0000-9f3a61c2b07d-n8-v6-6-1c291ca3.parquet", "rows": [0, 1, 2, 4], "reason": ""}],
      "drop": [{"source": "00000007-0000-9f3a61c2b07d-n8-v6-6-1c291ca3.parquet", "rows": [3], "reason": "failed"}],
      "positions": [[7, 0]], "notes": {}, "crc32": "5a3c0b12"}
 
-The ledger knows neither how a batch is chosen (selection.py) nor what its rows hold.
+The ledger knows neither how a batch is chosen (selection.py) nor the content of its rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rftdask.storage.base import numbers_in
 from rftdask.storage.checked_json import dump_checked, load_checked
 
 SKIPPED = "skipped: "
-"""First characters of the reason of rows whose step the user has skipped; the user's own reason follows."""
+"""Prefix of the drop reason of rows whose step the user has skipped; the user's own reason follows."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class Rows:
     """
 
     source: str
-    """A shard's name, or "dataset:<fingerprint>" for rows of a dataset."""
+    """Name of a shard, or "dataset:<fingerprint>" for rows of a dataset."""
     rows: tuple[int, ...]
     """Row numbers from 0."""
     reason: str = ""
-    """Why the rows were dropped: a status, "stale", an operator's or filter's reason. Empty: they are trained."""
+    """Drop reason: a status, "stale", or the reason of an operator or filter. Empty: the rows are trained."""
 
     @property
     def of_dataset(self) -> bool:
-        """True for rows of a dataset, which may be trained again and again; False for rows of the log."""
+        """True for rows of a dataset, which may be trained repeatedly; False for rows of the log."""
         return self.source.startswith("dataset:")
 
 
@@ -68,33 +68,33 @@ class LedgerEntry:
     use: tuple[Rows, ...]
     """Trained at this step, in this order."""
     drop: tuple[Rows, ...] = ()
-    """Set aside for good when this batch was formed, with the reason."""
+    """Dropped permanently when this batch was formed, with the reason."""
     positions: tuple[tuple[int, int], ...] = ()
-    """(explore step, slot) of every group this entry settles, trained or dropped."""
+    """(explore step, slot) of every group that this entry settles, trained or dropped."""
     notes: dict[str, float] = field(default_factory=dict)
-    """Numbers for who reads it later, such as "num_missing_groups"; no other batch depends on most of them."""
+    """Numbers for later readers, such as "num_missing_groups"; other batches depend on few of them."""
 
     def to_json(self) -> bytes:
-        """The content of the file."""
+        """Return the content of the file."""
         return dump_checked(asdict(self))
 
     @classmethod
     def from_json(cls, data: bytes) -> LedgerEntry:
-        """Inverse of `to_json`. Raises: ValueError, KeyError, TypeError: it is no entry, or not what was written."""
-        # The checksum first: of damage that is still JSON nothing else would tell.
+        """Inverse of `to_json`. Raises: ValueError, KeyError, TypeError: not an entry, or the checksum is wrong."""
+        # The checksum first: nothing else detects damage that is still valid JSON.
         tree = load_checked(data)
-        # JSON has lists where the entry has tuples; as tuples they compare equal to what was written.
+        # Tuples, so that the entry equals the one written.
         use, drop = (tuple(Rows(r["source"], tuple(r["rows"]), r["reason"]) for r in tree[k]) for k in ("use", "drop"))
         positions = tuple((int(step), int(slot)) for step, slot in tree["positions"])
         return cls(tree["step"], tree["lineage"], use, drop, positions, tree["notes"])
 
     def skipped(self, because: str) -> LedgerEntry:
-        """The entry of a step that trains nothing: what it used is dropped, and what it settled stays settled."""
+        """Return the entry as one that trains nothing: used rows are dropped, and settled groups stay settled."""
         return replace(self, use=(), drop=(*self.drop, *(replace(r, reason=f"{SKIPPED}{because}") for r in self.use)))
 
 
 def skipped_sources(entries: Iterable[LedgerEntry]) -> set[str]:
-    """Sources of which a step that was skipped names rows; the log may have lost them."""
+    """Return the sources whose rows a skipped step names; the log may have lost them."""
     return {rows.source for entry in entries for rows in entry.drop if rows.reason.startswith(SKIPPED)}
 
 
@@ -112,14 +112,13 @@ class Ledger:
         self.lineage = lineage
 
     def path(self, step: int) -> str:
-        """Where the entry of `step` is, below the run folder."""
+        """Return the path of the entry of `step`, relative to the run folder."""
         return f"ledger/{self.lineage}/{step:08d}.json"
 
     def read(self, step: int) -> LedgerEntry | None:
-        """Read the batch of `step`; None if it is not written yet.
+        """Return the entry of `step`; None if it is not written yet.
 
-        Raises: DamagedError: the file is there but cannot be read. It is never guessed: the rows it names may be
-        trained.
+        Raises: DamagedError: the file exists but cannot be read. A batch is never guessed: its rows may be trained.
         """
         try:
             data = self._storage.get(self.path(step))
@@ -133,60 +132,62 @@ class Ledger:
             ) from error
         # A checksum proves the content and not the name: a copied file would be another step's batch.
         if (entry.step, entry.lineage) != (step, self.lineage):
-            raise DamagedError(f"{self.path(step)} says step {entry.step} of lineage {entry.lineage}: files were moved")
-        # Applied to what every reader gets, so that the rows of a skipped step are trained by nobody, replays included.
+            raise DamagedError(
+                f"{self.path(step)} holds step {entry.step} of lineage {entry.lineage}: files were moved; restore the "
+                "ledger from a backup"
+            )
+        # Applied for every reader, so that nobody trains the rows of a skipped step, replays included.
         return entry.skipped(self.skips[step]) if step in self.skips else entry
 
     @cached_property
     def skips(self) -> dict[int, str]:
-        """Why steps were skipped, by step, as it was when it was first asked. Raises: DamagedError: a file of them."""
-        found = {}
+        """Step -> reason of the skipped steps, as of the first access. Raises: DamagedError: a file of them."""
+        reasons = {}
         for step in numbers_in(self._storage.list(f"ledger/{self.lineage}/skipped"), suffix=".json"):
             try:
-                found[step] = str(load_checked(self._storage.get(self._skip_path(step)))["because"])
+                reasons[step] = str(load_checked(self._storage.get(self._skip_path(step)))["because"])
             except (ValueError, KeyError) as error:
                 raise DamagedError(f"{self._skip_path(step)} is damaged ({error}); restore it from a backup") from error
-        return found
+        return reasons
 
     def skip(self, step: int, because: str) -> bool:
-        """Settle durably that nobody trains the batch of `step`; False if that was said before. For who owns the role
-        of the trainer, while no checkpoint has trained it.
+        """Record durably that nobody trains the batch of `step`; False if it was skipped before.
 
-        Killed before: the batch is to be trained. Killed after: it is not, on every resume and replay.
+        Only the owner of the trainer role may call this, while no checkpoint has trained the step.
+        Killed before: the batch is trained. Killed after: it is skipped by every resume and replay.
         """
-        said = {"step": step, "lineage": self.lineage, "because": because, "time_s": time.time()}
-        # Create-only, as the entry: the first reason stands.
-        return self._storage.put_new(self._skip_path(step), dump_checked(said))
+        record = {"step": step, "lineage": self.lineage, "because": because, "time_s": time.time()}
+        # Create-only like the entry: the first reason stays.
+        return self._storage.put_new(self._skip_path(step), dump_checked(record))
 
     def _skip_path(self, step: int) -> str:
         return f"ledger/{self.lineage}/skipped/{step:08d}.json"
 
     def write(self, entry: LedgerEntry) -> None:
-        """Settle the batch of a step, durably. Raises: FencedError: it is written already: another trainer is at work.
+        """Record the batch of a step durably. Raises: FencedError: the entry exists: another trainer wrote it.
 
-        Killed before: the step has no batch, and the next life forms one. Killed after: the next life replays it.
+        Killed before: the step has no batch, and the next trainer forms one. Killed after: the next trainer replays it.
         """
-        # Create-only, which is what fences two trainers: of two that form the same step one is refused.
+        # Create-only, which fences two trainers: of two that form the same step, one is refused.
         if not self._storage.put_new(self.path(entry.step), entry.to_json()):
             raise FencedError(
-                f"{self.path(entry.step)} was written by somebody else: another trainer works on lineage "
-                f"{self.lineage}; stop it, or fork a lineage of your own"
+                f"{self.path(entry.step)} was written by another trainer on lineage {self.lineage}; stop it, or fork "
+                "a lineage of your own"
             )
 
     def last_step(self) -> int:
-        """The newest step written down; 0 if none. Lists them all."""
+        """Return the newest recorded step; 0 if there is none. Lists all entries."""
         return max(self.steps(), default=0)
 
     def steps(self) -> list[int]:
-        """The steps written down, ascending."""
+        """Return the recorded steps, ascending."""
         return numbers_in(self._storage.list(f"ledger/{self.lineage}"), suffix=".json")
 
     def last_of_run(self, first: int) -> int:
-        """The last of the steps written down without a gap from `first` on; first - 1 if that is not there.
+        """Return the last step recorded without a gap from `first` on; first - 1 if `first` is not recorded.
 
-        For who resumes: some twenty reads at most, where `last_step` lists every entry there is.
+        Takes about twenty reads at most, where `last_step` lists every entry.
         """
-
         # Strides double until one lands beyond the end, then halve back to it.
         last, stride, is_beyond = first - 1, 1, False
         while stride:
@@ -201,36 +202,38 @@ class Ledger:
 
 
 class Fence:
-    """The ledger as its one trainer reads it, step after step: what was there when it began is replayed, and nothing
-    that it has not written itself may appear after that.
+    """The ledger as its only trainer reads it, step by step.
 
-    Example: Fence(ledger).read(7) is None   # mine to form and write
+    Entries that existed when the trainer began are replayed; after that only its own entries may appear.
+
+    Example: Fence(ledger).read(7) is None   # this trainer forms and writes it
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._replay_until: int | None = None
-        """The last step that was written down before this trainer came; None until it asks for its first."""
+        """The last step recorded before this trainer began; None until the first `read`."""
 
     def read(self, step: int) -> LedgerEntry | None:
-        """Read the batch of `step`; None: it is this trainer's to form.
+        """Return the entry of `step`; None if this trainer must form it.
 
-        Raises: FencedError: it appeared since this trainer began: another one is at work; DamagedError: it is damaged,
-        or it is missing and was there, for later ones are.
+        Raises: FencedError: the entry appeared since this trainer began: another one is running; DamagedError: the
+        entry is damaged, or it is missing although later ones exist.
         """
         ledger = self._ledger
         if self._replay_until is None:
-            # Fixed at the first question: what is written later by anybody else is a race, not a history.
+            # Fixed at the first read: what another process writes later is a race, not history.
             self._replay_until = ledger.last_of_run(step)
         entry, until = ledger.read(step), self._replay_until
         if entry is not None:
             if step > until:
                 raise FencedError(
-                    f"{ledger.path(step)} appeared while this trainer was at step {step - 1}: another one is at work"
+                    f"{ledger.path(step)} appeared while this trainer was at step {step - 1}: another trainer is "
+                    "running on this lineage; stop one of them"
                 )
             return entry
-        # A gap before the first new entry of this life is a lost file. Read again: another trainer may have written
-        # both entries between our two looks, which is its race to win or lose, and no damage.
+        # A gap before the first new entry of this trainer is a lost file. Read again: another trainer may have written
+        # both entries between our two reads, which is a race and not damage.
         gap = step == until + 1 and ledger.read(step + 1) is not None and ledger.read(step) is None
         if step <= until or gap:
             raise DamagedError(

@@ -1,9 +1,9 @@
-"""Priority replay: which groups make the next batch when a group may be trained more than once. Pure rules.
+"""Priority replay: which groups form the next batch if a group may be trained more than once. Pure rules.
 
-Invariants: use counts are a fold over ledger entries and kept nowhere else; a group is used again whole, the very rows
-that were trained before; none is used once its oldest token is staler than the bound. After k batches at most
-k * groups_per_batch fresh groups are settled, so what the explorer may count on holds as without replay.
-Source of the priorities: the replay buffer of Trinity-RFT, whose config keys they have.
+Invariants: use counts are a fold over ledger entries and stored nowhere else. A group is reused whole, with exactly the
+rows that were trained before, and never once its oldest token is staler than the bound. After k batches at most
+k * groups_per_batch fresh groups are settled, as without replay; the explorer relies on this.
+Source of the priorities: the replay buffer of Trinity-RFT, with the same config keys.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from rftdask.config import Config, fill_from_environment
 from rftdask.config.plugins import bind_arguments, find_part, read_parts
 
 TIME_NOTE = "time_s"
-"""Note of a ledger entry: when it was formed, in Unix seconds. Cooldowns are measured between such stamps."""
+"""Note of a ledger entry: time when it was formed, in Unix seconds. Cooldowns are measured between these times."""
 
 
 # ---- priority functions
 
 
 class PriorityFunction(ABC):
-    """Base of the priority functions (`replay_buffer.priority_fn`): which groups come first.
+    """Base of the priority functions (`replay_buffer.priority_fn`), which decide which groups come first.
 
-    A function of your own is a class with `priorities`; its arguments are those of `__init__`, given as
-    `replay_buffer.priority_fn_args`.
+    Subclass it and implement `priorities`; `replay_buffer.priority_fn_args` are the arguments of `__init__`.
 
     Example:
         class Newest(PriorityFunction):
@@ -40,21 +39,21 @@ class PriorityFunction(ABC):
     """
 
     priority_fn: ClassVar[str | None] = None
-    """Name in the configuration; None: it is given as package.module.Name, or by its class name in a plug-in folder."""
+    """Name in the configuration. None: package.module.Name, or the class name if it is in a plug-in folder."""
 
     @property
     def max_uses(self) -> int | None:
-        """Times that a group may be trained in all; None: no limit."""
+        """Total number of times that a group may be trained; None: no limit."""
         return None
 
     @abstractmethod
     def priorities(self, versions_N: np.ndarray, uses_N: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """Compute the priority of every candidate of a batch; the largest come first, equal ones in their order.
+        """Compute the priority of every candidate of a batch; the largest come first, ties in the given order.
 
         Args:
             versions_N: [N] float64, oldest policy version of each group.
-            uses_N: [N] float64, how often each was trained.
-            random: of this batch: a function of the run's seed and the step, so a resumed run draws the same.
+            uses_N: [N] float64, number of times each was trained.
+            random: seeded by the run's seed and the step, so a resumed run draws the same numbers.
         Returns: [N] float64.
         """
 
@@ -66,31 +65,28 @@ class LinearDecay(PriorityFunction):
     priority_fn = "linear_decay"
 
     decay: float = 2.0
-    """Policy versions that a use costs."""
+    """Policy versions that each use costs."""
 
     def priorities(self, versions_N: np.ndarray, uses_N: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """See PriorityFunction; [N] version - decay * uses."""
         return versions_N - self.decay * uses_N
 
 
 @dataclass(frozen=True)
 class DecayLimitRandomization(LinearDecay):
-    """decay_limit_randomization: version - decay * uses + sigma * noise, and a limit of uses."""
+    """decay_limit_randomization: version - decay * uses + sigma * noise, with a limit of uses."""
 
     priority_fn = "decay_limit_randomization"
 
     use_count_limit: int | None = 3
-    """Times that a group is trained in all; None: no limit."""
+    """Total number of times that a group may be trained; None: no limit."""
     sigma: float = 0.0
     """Standard deviation of the noise, in policy versions."""
 
     @property
     def max_uses(self) -> int | None:
-        """See PriorityFunction."""
         return self.use_count_limit
 
     def priorities(self, versions_N: np.ndarray, uses_N: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """See PriorityFunction; [N] version - decay * uses, with noise of `sigma` versions."""
         values_N = super().priorities(versions_N, uses_N, random)
         return values_N + self.sigma * random.standard_normal(len(values_N)) if self.sigma > 0 else values_N
 
@@ -100,7 +96,7 @@ PRIORITY_FUNCTIONS = read_parts("rftdask.buffer.batches.replay_priority", "prior
 
 @dataclass(frozen=True)
 class Replay:
-    """The rule by which groups are used more than once.
+    """The rule for using groups more than once.
 
     Example: Replay(LinearDecay(decay=2.0), reuse_cooldown_s=30.0)
     """
@@ -110,7 +106,7 @@ class Replay:
     """Seconds between the batches of two uses of a group; None: groups are used once, by priority."""
     seed: int = 0
     after_the_end: bool = False
-    """Whether used groups alone may make a batch when no fresh one can come any more."""
+    """True if a batch may consist only of used groups once no fresh ones can come."""
 
     @property
     def max_uses(self) -> int | None:
@@ -118,17 +114,20 @@ class Replay:
         return 1 if self.reuse_cooldown_s is None else self.priority_fn.max_uses
 
     def priorities(self, versions: Sequence[int], uses: Sequence[int], step: int) -> np.ndarray:
-        """[N] float64 of the candidates of batch `step`; the noise is a function of (seed, step) and of their order."""
-        # Philox is keyed, not advanced: the noise of a step does not depend on how many steps this process has seen.
+        """Return the priorities of the candidates of batch `step`, [N] float64.
+
+        The noise is a function of (seed, step) and of the order of the candidates.
+        """
+        # Keyed, not advanced: the noise of a step does not depend on how many steps this process has seen.
         key = np.array([self.seed % 2**64, step], dtype=np.uint64)
         random = np.random.Generator(np.random.Philox(key=key))
         return self.priority_fn.priorities(np.asarray(versions, np.float64), np.asarray(uses, np.float64), random)
 
 
 def make_replay(config: Config) -> Replay | None:
-    """Make the replay buffer of the config; None without one.
+    """Make the replay rule of the config; None if it is disabled.
 
-    Raises: UserError: there is no such priority function, or it does not take the arguments.
+    Raises: UserError: an unknown priority function, or arguments that it does not take.
     """
     section = config.buffer.trainer_input.experience_buffer.replay_buffer
     if not section.enable:
@@ -146,7 +145,7 @@ def make_replay(config: Config) -> Replay | None:
 
 
 def max_uses(config: Config) -> int | None:
-    """Most ledger entries that may train one experience; None: any number."""
+    """Return the most ledger entries that may train one experience; None: any number."""
     replay = make_replay(config)
     return 1 if replay is None else replay.max_uses
 
@@ -170,38 +169,37 @@ class UseCounts:
         """The last entry folded in."""
 
     def first_step(self, step: int) -> int:
-        """The oldest entry that matters for the batch of `step`: what was trained before it is too stale by now.
+        """Return the oldest entry that matters for the batch of `step`; groups trained before it are too stale.
 
-        A group sampled by version v is trained after step v at the earliest, therefore the bound limits the fold.
+        A group sampled by version v is trained after step v at the earliest, so the bound limits the fold.
         """
         return self.step + 1 if self._max_staleness is None else max(self.step + 1, step - self._max_staleness)
 
     def fold(self, entry: LedgerEntry, version_of: Callable[[Rows], int]) -> None:
-        """Count the uses in an entry; entries come in order. version_of: oldest version of some rows of the log."""
+        """Count the uses in an entry; call in order. version_of: returns the oldest version of some rows of the log."""
         self.step = entry.step
         if self._replay.reuse_cooldown_s is None:
             return
-        # An entry of an earlier version has no stamp, and counts as long ago.
+        # Entries of earlier releases have no time, and count as long ago.
         at_s = entry.notes.get(TIME_NOTE, 0.0)
         for rows in (rows for rows in entry.use if not rows.of_dataset):
-            # A group is the very rows that were trained: if a filter took others another time, that is another group.
+            # A group is identified by its trained rows: other rows of the same task are another group.
             key = (rows.source, rows.rows)
-            # The version is read from the shard once, at the first use.
             group = self._groups.get(key) or UsedGroup(rows.source, rows.rows, version_of(rows), 0, at_s)
             self._groups[key] = replace(group, num_uses=group.num_uses + 1, last_used_s=at_s)
-        # What is too old or used up by now stays so: the fold holds no more than may still be trained.
+        # Groups that are too old or used up stay so, and are dropped.
         self._groups = {(group.source, group.rows): group for group in self._usable(entry.step)}
 
     def ready(self, policy_version: int, now_s: float) -> list[UsedGroup]:
-        """Return those that have cooled down and are within the bounds."""
+        """Return the groups that have cooled down and are within the bounds."""
         return [group for group in self._usable(policy_version) if self._is_cool(group, now_s)]
 
     def is_cooling(self, policy_version: int, now_s: float) -> bool:
-        """True if waiting would make more of them ready."""
+        """Return True if more groups become ready by waiting."""
         return any(not self._is_cool(group, now_s) for group in self._usable(policy_version))
 
     def _usable(self, policy_version: int) -> list[UsedGroup]:
-        """Those within the bounds of staleness and of uses, cool or not, in an order that the ledger alone decides."""
+        """Return the groups within the bounds of staleness and uses, cool or not; their order depends on the ledger."""
         oldest = None if self._max_staleness is None else policy_version - self._max_staleness
         limit = self._replay.priority_fn.max_uses
         groups = (self._groups[key] for key in sorted(self._groups))
@@ -212,7 +210,7 @@ class UseCounts:
         ]
 
     def _is_cool(self, group: UsedGroup, now_s: float) -> bool:
-        # Written so that a clock that was set back cannot keep a group for longer than its cooldown from then on.
+        # A negative difference counts as cool: a clock that was set back must not block a group.
         return not 0.0 <= now_s - group.last_used_s < (self._replay.reuse_cooldown_s or 0.0)
 
 
@@ -225,30 +223,29 @@ def select_with_reuse(
     replay: Replay,
     count: int | None = None,
 ) -> Selection | None:
-    """Select the groups of the next batch by priority, fresh ones and used ones; None while too few are there.
+    """Select the groups of the next batch by priority among fresh and used ones; None while there are too few.
 
     A fresh group that failed or is too stale is settled first and takes the place of a fresh one; only used groups may
-    fill that place. In order, the fresh candidates are those positions that are next, whatever else is there.
-    Args: as of `select_groups`; used: in a fixed order.
+    fill the gap. With an ordered rule, the fresh candidates are the next positions.
+    Args: as `select_groups`; used: in a fixed order.
     """
     wanted = rule.groups_per_batch if count is None else count
     positions = next_positions(cursor, wanted, rule.tasks_per_step) if rule.ordered else sorted(waiting)
     if any(position not in waiting for position in positions):
         return None
     fresh = [waiting[position] for position in positions]
-    # What is rejected now would be rejected by every later batch too, so it is settled at once.
+    # A group that is rejected now would be rejected by every later batch, so it is settled at once.
     unusable = [group for group in fresh if rule.rejects(group, policy_version)][:wanted]
     good = [group for group in fresh if not rule.rejects(group, policy_version)]
     versions = [group.min_policy_version for group in good] + [group.min_policy_version for group in used]
     uses = [0] * len(good) + [group.num_uses for group in used]
-    # Fresh groups first, then used ones, both in a fixed order: the noise is drawn by place.
+    # Fresh groups first, then used ones, both in a fixed order: the noise is drawn by index.
     values = replay.priorities(versions, uses, step=policy_version + 1)
-    # Down the list by priority, until the batch is full.
     taken: list[int] = []
     places_of_fresh = wanted - len(unusable)
     for number in np.argsort(-values, kind="stable").tolist():
         is_fresh = number < len(good)
-        # Without this bound a batch could settle more fresh groups than the explorer counts on.
+        # Without this bound a batch could settle more fresh groups than the explorer expects.
         if len(taken) < wanted and (places_of_fresh or not is_fresh):
             places_of_fresh -= is_fresh
             taken.append(number)

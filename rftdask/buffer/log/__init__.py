@@ -1,7 +1,7 @@
-"""The experience log: what was sampled, in shards that are committed once and never change.
+"""The experience log: everything sampled, in shards that are committed once and never change.
 
-Holds the schema of a row (schema.py), the shard and its name (shard.py), the interface of a log (log.py) and its
-backends (file_log.py, sql_log.py), the writer of a work unit (writer.py), and what becomes of old shards
+Contains the schema of a row (schema.py), the shard and its name (shard.py), the interface of a log (log.py) and its
+backends (file_log.py, sql_log.py), the writer of a work unit (writer.py), and the treatment of old shards
 (compaction.py, retention.py). It does not know what was trained: the ledger does (rftdask/buffer/batches).
 """
 
@@ -18,15 +18,15 @@ __all__ = ["EXPERIENCES", "ExperienceLog", "open_log"]
 
 
 def open_log(storage: Storage, config: Config, folder: str = EXPERIENCES) -> ExperienceLog:
-    """Open the log below `folder` of the run (or stage) with this config, whose run folder is `storage`.
+    """Open the log in `folder` of the run (or stage) with this config and this run folder.
 
-    The backend follows from the config alone, so whoever reads the run later opens the same.
+    The backend depends only on the config, so later readers of the run open the same log.
     Raises: UserError: a package for the database is missing, or the environment lacks a variable that its URL names.
     """
     if folder == EXPERIENCES and read_parent(storage) is not None:
         return open_log(parent_storage(storage), config)  # a lineage trains the experiences of its run again
     buffer = config.buffer.trainer_input.experience_buffer
-    # What learns from a dataset names the dataset there; its evaluations are a log like any other.
+    # A run that learns from a dataset names the dataset there; the log of its evaluations has the default backend.
     kind = buffer.storage_type if config.algorithm.schema_type == "experience" else "queue"
     if kind == "sql":
         try:

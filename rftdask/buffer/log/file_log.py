@@ -1,7 +1,7 @@
-"""The experience log as files: immutable shards in small buckets. Committing is one atomic put; a name in the listing
-is the commit.
+"""The experience log as files: immutable shards in small buckets. A commit is one atomic put: a listed name is
+committed.
 
-It knows how shards are found and set aside; what is in one is the part of a subclass: Parquet, or JSON lines.
+`FileLog` finds and quarantines shards; its subclasses define the format of a shard: Parquet, or JSON lines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rftdask.storage.base import in_order
 from rftdask.storage.checked_json import dump_checked, load_checked
 
 STEPS_PER_BUCKET = 64
-"""Keeps a bucket to some hundreds of shards, so that one listing stays flat in cost."""
+"""Limits a bucket to some hundreds of shards, so that the cost of listing one does not grow."""
 
 _SEALED = "SEALED.json"
 _MAX_PARSED = 8  # Buckets whose names are kept parsed.
@@ -45,7 +45,7 @@ class FileLog(ExperienceLog):
     """A log whose shards are files of one format."""
 
     suffix: str
-    """Of the names of its shards."""
+    """Suffix of the names of its shards."""
     num_readers = NUM_THREADS
 
     def __init__(self, storage: Storage, folder: str = EXPERIENCES, run: str = "") -> None:
@@ -53,83 +53,82 @@ class FileLog(ExperienceLog):
         self._storage = storage
         self._gone: set[str] = set()  # Quarantined shards whose originals are gone.
         self._parsed: dict[str, dict[str, ShardName | None]] = {}
-        """Of buckets listed lately, the names: a waiting trainer looks often, and parsing costs more than listing."""
+        """Parsed names of recently listed buckets: a waiting trainer polls, and parsing costs more than listing."""
 
     @abstractmethod
     def _encode(self, experiences: Sequence[Experience], explore_step: int, unit: int) -> tuple[ShardName, bytes]:
-        """The name and the bytes of a shard."""
+        """Return the name and the bytes of a shard."""
 
     @abstractmethod
     def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:
-        """The rows, verified, of these columns at least. Raises: DamagedError; DataError: another schema."""
+        """Return the verified rows, with at least these columns. Raises: DamagedError; DataError: another schema."""
 
     def path(self, name: ShardName) -> str:
-        """Where a shard that was not compacted is, below the run folder."""
+        """Return the path of a loose shard, relative to the run folder."""
         return f"{self.folder}/{self._bucket(name.explore_step)}/{name.text}"
 
     def check(self) -> None:
-        """One listing; a folder that is not there yet is an empty log."""
+        """Make one listing; a missing folder is an empty log."""
         self._storage.list(self.folder)
 
     def commit(
         self, experiences: Sequence[Experience], *, explore_step: int, unit: int, part: Part | None = None
     ) -> ShardName:
-        """One `put`, which shows all of the file or nothing: no record beside it could be lost, or be wrong."""
+        """Make one `put`, which shows the whole file or nothing. No second record can be lost, or be wrong."""
         name, data = self._encode(experiences, explore_step, unit)
-        # A field of the name alone: the bytes of a part are those of a whole unit with the same rows.
+        # Only the name has the part: the bytes are those of a whole unit with the same rows.
         name = replace(name, part=part)
         self._storage.put(self.path(name), data)
         return name
 
     def find_all(self, explore_step: int, unit: int) -> list[ShardName]:
-        """One listing of the bucket of this step; a unit that runs again sees by it what it has committed before."""
         names = self._names_in(self._bucket(explore_step))
         return [n for n in names if (n.explore_step, n.unit) == (explore_step, unit)]
 
     def shards(self, first_step: int = 1) -> list[ShardName]:
-        """Lists the folder and each bucket from the one of `first_step` on; earlier buckets cost nothing."""
+        """List the folder, and each bucket from that of `first_step` on."""
         first = self._bucket(first_step)
         folders = (folder.rstrip("/") for folder in self._storage.list(self.folder))
         buckets = [bucket for bucket in folders if bucket.isdigit() and bucket >= first]
         return _sorted(n for bucket in buckets for n in self._names_in(bucket) if n.explore_step >= first_step)
 
     def read(self, name: ShardName, columns: Sequence[str] | None = None) -> pa.Table:
-        """Reads the whole file, because its checksum covers all of it; `columns` saves decoding alone."""
+        """Read the whole file, because its checksum covers all of it; `columns` only saves decoding."""
         return self._decode(name, self._storage.get(self.path(name)), columns)
 
     def quarantine(self, name: ShardName, reason: str) -> None:
-        """Move it to `quarantine/`, with its reason in a file beside it."""
-        # A copy, its reason, then the original goes: a kill in between leaves the shard listed, and it is set aside
-        # again. Its unit runs again only when the original is gone.
+        """Move the shard to `quarantine/`, with the reason in a second file."""
+        # Copy, write the reason, remove the original: after a kill in between the shard is still listed, and is
+        # quarantined again. Its unit runs again only when the original is gone.
         base = f"{self.folder}/quarantine/{name.text}"
         try:
             self._storage.put(base, self._storage.get(self.path(name)))
         except NotFoundError:
-            return  # somebody else set it aside
+            return  # another process quarantined it
         self._storage.put(base + ".reason.json", json.dumps({"shard": name.text, "reason": reason}).encode())
         self._storage.remove(self.path(name))
 
     def num_quarantined(self) -> int:
-        """Those whose originals are gone: one that is only copied so far is still listed, and counts there."""
-        # Asked every few seconds: one listing, and of each name once whether its original is gone.
+        """Return the number of quarantined shards whose originals are gone."""
+        # Called every few seconds: one listing, and one check per shard until its original is gone.
         for name in self.quarantined():
             if name.text not in self._gone and not self._storage.exists(self.path(name)):
                 self._gone.add(name.text)
         return len(self._gone)
 
     def quarantined(self) -> list[ShardName]:
-        """As `quarantine/` lists them; the files with reasons have names that no shard has."""
+        """List `quarantine/`; the names of the reason files are not shard names."""
         return self._names_in("quarantine")
 
     def remove(self, names: Sequence[ShardName]) -> None:
-        """Removes the files; `removed/<bucket>.json` keeps the names, which tell how many rows there were."""
-        # The names are written down before the first shard goes, so that counts still add up after a kill.
+        """Remove the files; `removed/<bucket>.json` keeps the names, which contain the numbers of rows."""
+        # The names are recorded before the first shard is removed, so that counts still add up after a kill.
         buckets: dict[str, set[str]] = defaultdict(set)
         for name in names:
             buckets[self._bucket(name.explore_step)].add(name.text)
         for bucket, texts in sorted(buckets.items()):
             record = f"{self.folder}/{_REMOVED}/{bucket}.json"
-            # A pass that is made again after a kill finds them written down and does not write the record again.
+            # A repeated pass finds the names recorded, and does not write the record again.
             known = {name.text for name in self._read_removed(record)}
             if not texts <= known:
                 self._storage.put(record, dump_checked({"shards": sorted(texts | known)}))
@@ -137,7 +136,7 @@ class FileLog(ExperienceLog):
             self._storage.remove(self.path(name))
 
     def removed(self, first_step: int = 1) -> list[ShardName]:
-        """Also names whose files a kill has left: they count as removed from the moment they are written down."""
+        """Return the recorded names, including shards whose files still exist after a kill."""
         folder = f"{self.folder}/{_REMOVED}"
         first = self._bucket(first_step)
         buckets = [n for n in self._storage.list(folder) if n.removesuffix(".json").isdigit()]
@@ -154,15 +153,12 @@ class FileLog(ExperienceLog):
         return [name for text in texts if (name := ShardName.try_parse(text)) is not None]
 
     def seal(self, num_explore_steps: int) -> None:
-        """One small file beside the buckets."""
         self._storage.put(f"{self.folder}/{_SEALED}", dump_checked({"num_explore_steps": num_explore_steps}))
 
     def unseal(self) -> None:
-        """Removes that file; nothing happens if there is none."""
         self._storage.remove(f"{self.folder}/{_SEALED}")
 
     def sealed_at(self) -> int | None:
-        """None without the file. Raises: DamagedError: its checksum does not fit."""
         try:
             data = self._storage.get(f"{self.folder}/{_SEALED}")
         except NotFoundError:
@@ -173,11 +169,10 @@ class FileLog(ExperienceLog):
             raise DamagedError(f"{self.folder}/{_SEALED} is damaged ({data[:40]!r}); remove it to go on") from error
 
     def _names_in(self, folder: str) -> list[ShardName]:
-        # Names never change their meaning, so what was parsed at the last look is taken from there.
         before = self._parsed.get(folder, {})
         texts = self._storage.list(f"{self.folder}/{folder}")
         parsed = {text: before[text] if text in before else ShardName.try_parse(text) for text in texts}
-        # All at once: a run moves from bucket to bucket, so those that are dropped are mostly done with.
+        # Drop all at once: a run moves from bucket to bucket, so most of them are no longer needed.
         if len(self._parsed) >= _MAX_PARSED:
             self._parsed.clear()
         self._parsed[folder] = parsed
@@ -189,19 +184,19 @@ class FileLog(ExperienceLog):
 
 
 def _sorted(names: Iterable[ShardName]) -> list[ShardName]:
-    # Not the order of the class, which compares name by name: a waiting trainer sorts some hundreds at each look.
+    # Faster than the comparison of the dataclass: a waiting trainer sorts hundreds of names in each poll.
     return sorted(names, key=lambda n: (n.explore_step, n.unit, n.writer, n.text))
 
 
 class ParquetLog(FileLog):
-    """Shards as Parquet files, which DuckDB, pandas and Dask read as they are; they can be compacted. The default."""
+    """Shards as Parquet files, readable by DuckDB, pandas and Dask; they can be compacted. The default."""
 
     suffix = "parquet"
 
     def __init__(self, storage: Storage, folder: str = EXPERIENCES, run: str = "") -> None:
         super().__init__(storage, folder, run)
         self._compacted = CompactedShards(storage, folder)
-        # Over a network fewer bytes are worth more than a fast decoder; on a local disk it is the other way round.
+        # Over a network, size matters more than the speed of decoding; on a local disk it is the other way round.
         self._codec = "zstd" if "://" in storage.url and not storage.url.startswith("memory") else "lz4"
 
     def _encode(self, experiences: Sequence[Experience], explore_step: int, unit: int) -> tuple[ShardName, bytes]:
@@ -213,22 +208,22 @@ class ParquetLog(FileLog):
         return decode_shard(name, data, columns)
 
     def shards(self, first_step: int = 1) -> list[ShardName]:
-        """Those in files of their own and those in merged ones, each once, in the order of steps and units."""
-        loose = self.loose_shards(first_step)  # first: what a pass moves meanwhile is then in its record
+        """Return loose and compacted shards, each once, ordered by step and unit."""
+        loose = self.loose_shards(first_step)  # first: shards that a pass moves meanwhile are then in its record
         moved = self.compacted_shards(first_step)
         return _sorted({*loose, *moved}) if moved else loose
 
     def loose_shards(self, first_step: int = 1) -> list[ShardName]:
-        """Those in files of their own, some of which a pass under way may have merged already."""
+        """Return the shards in files of their own, some of which a running pass may have merged already."""
         return super().shards(first_step)
 
     def compacted_shards(self, first_step: int = 1, last_step: int | None = None) -> list[ShardName]:
-        """By the records of the merged files; the bounds are explore steps, both included."""
+        """Read the records of the merged files; both bounds are inclusive."""
         names = self._compacted.names(self._bucket(first_step), None if last_step is None else self._bucket(last_step))
         return [n for n in names if first_step <= n.explore_step and (last_step is None or n.explore_step <= last_step)]
 
     def read(self, name: ShardName, columns: Sequence[str] | None = None) -> pa.Table:
-        """From its own file while there is one, else from the merged file."""
+        """Read the shard's own file, or the merged file if it has none."""
         try:
             return super().read(name, columns)
         except NotFoundError:
@@ -237,13 +232,13 @@ class ParquetLog(FileLog):
             return rows if columns is None else rows.select(columns)
 
     def quarantine(self, name: ShardName, reason: str) -> None:
-        """Raises: DamagedError: it was compacted, so other shards are in the file and it cannot run again."""
+        """See FileLog. Raises: DamagedError: the shard was compacted: other shards share its file."""
         if self._compacted.has(self._bucket(name.explore_step), name):
             raise DamagedError(f"{reason}; it was compacted and cannot run again: restore the file from a backup")
         super().quarantine(name, reason)
 
     def compact(self, names: Sequence[ShardName], should_stop: Callable[[], bool] = lambda: False) -> Compaction:
-        """Bucket by bucket; a shard goes only after the file with it was read back whole. See compaction.py."""
+        """Compact bucket by bucket; a shard is removed only after its merged file was read back whole."""
         sizes: dict[ShardName, int] = {}
 
         def read(name: ShardName) -> pa.Table | None:
@@ -251,7 +246,7 @@ class ParquetLog(FileLog):
                 data = self._storage.get(self.path(name))
                 table = self._decode(name, data, None)
             except (DamagedError, NotFoundError, DataError):
-                return None  # it stays as it is
+                return None  # this shard is not compacted
             sizes[name] = len(data)
             return table
 
@@ -260,18 +255,17 @@ class ParquetLog(FileLog):
             if should_stop():
                 break
             shards = list(group)
-            # What a pass before this one has merged and not removed is only removed, after another look at the file.
+            # Shards that a previous pass merged but did not remove are only removed, after another check of the file.
             merged = self._compacted.names(bucket, bucket)
             small = [name for name in shards if name not in merged]
-            # One shard alone gains nothing; it waits for a pass that finds others of its bucket.
+            # A single shard gains nothing; it waits for a later pass.
             if len(small) > 1:
-                # Read ahead by some threads, and written while the next are read: the merger holds one file, not the
-                # bucket.
+                # Threads read ahead while files are written: the merger holds one file, not the bucket.
                 tables = zip(small, in_order(read, small, NUM_THREADS), strict=True)
                 done += self._compacted.write(bucket, ((name, table) for name, table in tables if table is not None))
-            # Its file was verified when it was written; that was in an earlier life, and the shards go now.
+            # These files were last verified by an earlier process.
             self._compacted.check(bucket, merged.intersection(shards))
-            # Only what a record names, which is on storage by now. Killed here: the next pass removes the rest.
+            # Remove only shards that a record on storage names. Killed here: the next pass removes the rest.
             gone = self._compacted.names(bucket, bucket).intersection(shards)
             for _ in in_order(self._storage.remove, [self.path(name) for name in _sorted(gone)], NUM_THREADS):
                 pass
@@ -284,11 +278,11 @@ class ParquetLog(FileLog):
 
 
 class JsonlLog(FileLog):
-    """Shards as files of JSON lines, for people: one experience a line, with every field, nothing rounded.
+    """Shards as files of JSON lines, readable by people: one experience per line, with every field, nothing rounded.
 
-    A line is {"schema": "1.0", "run": ..., "uid": ..., ...}, its fields those of `SCHEMA`. Numbers are the shortest
-    that give the same float32 again, so a line read back is the very same experience. A file is several times the size
-    of Parquet and slower to read.
+    A line is {"schema": "1.0", "run": ..., "uid": ..., ...} with the fields of `SCHEMA`. A number is the shortest text
+    of the same float32, so a line reads back as exactly the same experience. Files are several times larger than
+    Parquet, and slower to read.
     """
 
     suffix = "jsonl"
@@ -305,13 +299,13 @@ class JsonlLog(FileLog):
 
 
 def to_lines(table: pa.Table, head: Mapping[str, str] | None = None) -> bytes:
-    """A table of `SCHEMA` as JSON lines, each beginning with `head`; the same rows give the same bytes.
+    """Encode a table of `SCHEMA` as JSON lines, each beginning with `head`; the same rows give the same bytes.
 
-    What a column of a later minor version lacks is left out, so a row without it has the bytes it had before.
+    Null values of `ADDED_COLUMNS` are omitted, so such a row has the same bytes as in earlier schema versions.
     """
 
     def shortest(column: pa.ChunkedArray) -> pa.ChunkedArray:
-        # float32 as the float64 nearest to its shortest text, which is then what Python prints: 0.1, not 0.10000000149.
+        # float32 via its shortest text to float64, which Python then prints as 0.1 instead of 0.10000000149.
         if pa.types.is_float32(column.type):
             return column.cast(pa.string()).cast(pa.float64())
         if pa.types.is_list(column.type) and pa.types.is_float32(column.type.value_type):
@@ -329,16 +323,16 @@ def to_lines(table: pa.Table, head: Mapping[str, str] | None = None) -> bytes:
 
 
 def from_lines(name: ShardName, data: bytes) -> pa.Table:
-    """The rows, verified. Raises: DamagedError: they do not fit the name; DataError: another schema."""
+    """Decode and verify the rows. Raises: DamagedError: they do not match the name; DataError: another schema."""
     check_bytes(name, data)
     try:
-        # The last element is what follows the last newline, which is nothing.
+        # The last element follows the last newline, and is empty.
         rows = [json.loads(line) for line in data.decode().split("\n")[:-1]]
         versions = {str(row["schema"]) for row in rows}
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"shard {name.text}: its checksum fits, but it is not JSON lines: {error!r}") from error
     check_version(name, versions)
-    # Older shards lack ADDED_COLUMNS; newer ones may have more fields, which are left out below.
+    # Older shards lack ADDED_COLUMNS; newer ones may have more fields, which are ignored below.
     missing = {field for row in rows for field in SCHEMA.names if field not in row} - set(ADDED_COLUMNS)
     if missing or len(rows) != name.num_rows:
         raise DamagedError(f"shard {name.text}: {len(rows)} rows, fields missing: {sorted(missing) or 'none'}")

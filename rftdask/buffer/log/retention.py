@@ -1,8 +1,8 @@
-"""Retention: which trained shards are removed or compacted, and the order of writing that keeps the books.
+"""Retention: which trained shards are removed or compacted, in a write order that keeps the counts consistent.
 
-Invariants: a shard is removed only if all its groups are settled in every checkpoint that is kept and no ledger entry
-after the oldest of them names it, so whatever is resumed or replayed finds its rows; what is removed is written down
-first, so that counts still add up. A pass that was killed is finished by the next.
+Invariants: a shard is removed only if all its groups are settled in every kept checkpoint and no ledger entry after the
+oldest of them names it, so every resume and replay finds its rows. Names are recorded before shards are removed, so
+that counts still add up. The next pass finishes a pass that was killed.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ _DONE = f"{EXPERIENCES}/removed/UNTIL.json"
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The oldest checkpoint that is kept, from which a run may be resumed."""
+    """The oldest kept checkpoint, from which a run may be resumed."""
 
     step: int
-    """The last optimizer step it has trained."""
+    """The last optimizer step that it has trained."""
     explore_step: int
-    """Every explore step before this one is settled there."""
+    """First explore step that is not settled in it."""
 
 
 def removable(
     names: Sequence[ShardName], section: RetentionConfig, before: int, needed: Collection[str]
 ) -> list[ShardName]:
-    """Select the shards of explore steps < `before` that may go.
+    """Select the shards of explore steps < `before` that may be removed or compacted.
 
-    Units that ran twice stay where rows are lost: only their rows tell what is a repeat.
-    Args: needed: names of shards that must stay, as the ledger has them.
+    Shards of units that ran twice are never removed: their rows are needed to find the repeats.
+    Args: needed: names of shards that must stay, as in the ledger.
     """
     if section.keep == "all":
         return []
     repeated = set() if section.keep == "compact" else set(repeated_shards(names))
-    share_kept = section.keep_share if section.keep == "thin" else 0.0
-    # Drawn by its numbers alone, so that every pass and every process draws the same.
+    share_kept = section.keep_fraction if section.keep == "thin" else 0.0
+    # A hash of the unit instead of a random number: every pass and every process draws the same.
     drawn = {name: zlib.crc32(f"{name.explore_step}/{name.unit}".encode()) / 2**32 for name in names}
     old = [name for name in names if name.explore_step < before and drawn[name] >= share_kept]
-    # A shard that the ledger names is needed for a replay, however old its explore step is.
+    # The ledger may name a shard of an old explore step, which a replay then needs.
     return [name for name in old if name not in repeated and name.text not in needed]
 
 
@@ -60,9 +60,9 @@ def apply_retention(
     oldest: ResumePoint,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Remove or compact the shards that `section` does not keep as they are; return how many.
+    """Remove or compact the shards that `section` does not keep as they are; return their number.
 
-    Lists only what no earlier pass has gone through. A pass that was killed is made again by the next.
+    Lists only the steps that no earlier pass has finished.
     """
     # Counted from the oldest checkpoint, not from the newest step: a resume may begin there.
     before = oldest.explore_step - section.keep_steps
@@ -71,20 +71,20 @@ def apply_retention(
     try:
         done = int(load_checked(storage.get(_DONE))["explore_step"])
     except (NotFoundError, ValueError, KeyError, TypeError):
-        done = 1  # every pass may be made again
+        done = 1  # passes can be repeated
     if section.keep == "all" or before <= done:
         return 0
-    # What a resumed trainer replays: the entries after the checkpoint, with the shards that they name.
+    # A resumed trainer replays the entries after the checkpoint, and needs the shards that they name.
     later_steps = range(oldest.step + 1, ledger.last_of_run(oldest.step + 1) + 1)
     entries = [entry for step in later_steps if (entry := ledger.read(step)) is not None]
     needed = {rows.source for entry in entries for rows in (*entry.use, *entry.drop)}
-    doomed = removable(log.loose_shards(done), section, before, needed)
+    names = removable(log.loose_shards(done), section, before, needed)
     if section.keep == "compact":
-        log.compact(doomed, should_stop)
+        log.compact(names, should_stop)
         if should_stop():
-            return 0  # perhaps not all of it; the next pass sees
+            return 0  # perhaps incomplete; the next pass continues
     else:
-        log.remove(doomed)
-    # Last: a kill before it repeats the pass, which finds less to do.
+        log.remove(names)
+    # Written last: if killed before, the next pass repeats the work.
     storage.put(_DONE, dump_checked({"explore_step": before}))
-    return len(doomed)
+    return len(names)

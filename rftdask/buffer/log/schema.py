@@ -1,12 +1,12 @@
-"""Experience: one trainable token sequence, and the Parquet schema in which it rests.
+"""Experience: one trainable token sequence, and the Parquet schema that stores it.
 
-A rollout task is generated at least once and trained at most once: both are decided by the `uid`, which is known
-before the rollout starts. This module knows neither storage nor shards.
+A rollout is generated at least once and trained at most once. It is identified by its `uid`, which is known before the
+rollout starts. This module knows neither storage nor shards.
 
 Shapes: L = tokens of prompt and response, P = prompt tokens, R = L - P = response tokens.
 
-Rows become columns without a Python loop over tokens. Token ids and logprobs that come as numpy arrays cost a copy;
-other sequences cost their conversion, some 30 times as much, but are the same experience.
+Rows become columns without a Python loop over tokens. Token ids and logprobs in numpy arrays cost one copy; other
+sequences cost about 30 times as much, but make the same experience.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ import numpy as np
 import pyarrow as pa
 
 SCHEMA_VERSION = "1.5"
-"""major.minor: a minor change adds nullable columns only; a reader refuses another major."""
+"""major.minor. A minor change only adds nullable columns; a reader refuses another major version."""
 ADDED_COLUMNS = ("env_state", "turn_reward", "turns", "routed_experts", "images", "version_starts", "session")
-"""Columns that shards of 1.0 lack (`turns`: also of 1.1, `routed_experts`: of 1.2, `images`: of 1.3, the last two: of
-1.4); read from those, they are null."""
+"""Columns that shards of schema 1.0 lack; read from those, they are null. `turns` was added in 1.2, `routed_experts` in
+1.3, `images` in 1.4, the last two in 1.5, the others in 1.1."""
 EXPERTS_COLUMN = "routed_experts.list.element"
-"""As Parquet calls what a row's experts are."""
+"""Parquet path of the values of column routed_experts."""
 
 
 class Status(StrEnum):
-    """The end of a rollout. Only OK and TRUNCATED may enter a loss or a baseline."""
+    """How a rollout ended. Only OK and TRUNCATED may enter a loss or a baseline."""
 
     OK = "ok"
-    TRUNCATED = "truncated"  # the response met its token limit
+    TRUNCATED = "truncated"  # the response reached its token limit
     FAILED = "failed"  # the workflow, the reward or the engine raised; see `error`
     TIMEOUT = "timeout"  # the attempt's deadline passed
-    FILTERED = "filtered"  # an operator set it aside; see `error`
-    POISONED = "poisoned"  # its task killed the workers that ran it, time after time, and was set aside; see `error`
+    FILTERED = "filtered"  # an operator dropped it; see `error`
+    POISONED = "poisoned"  # its task was given up after repeatedly crashing the workers that ran it; see `error`
 
     @property
     def trainable(self) -> bool:
@@ -49,37 +49,37 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Turn:
-    """One call of the policy in a row that holds several: what was added before it, then what it sampled.
+    """One call of the policy in a row with several calls: tokens added before it, then the tokens that it sampled.
 
     Example: Turn(number=1, start=14, end=20, text_start=40, text_end=61, source="tool", seed=7): the second call of its
-    rollout sampled tokens 14 to 19 of the response; what stands between the turn before and them came from a tool.
+    rollout sampled tokens 14 to 19 of the response. The tokens between the previous turn and token 14 came from a tool.
     """
 
     number: int
     """Place among the calls of the rollout, from 0."""
     start: int
     end: int
-    """The tokens that it sampled: response tokens start to end - 1 of the row, counted from 0 behind the prompt."""
+    """Sampled tokens: response tokens start to end - 1 of the row, counted from 0 after the prompt."""
     text_start: int
     text_end: int
-    """The same in characters of `response_text`."""
+    """The same range in characters of `response_text`."""
     source: str
-    """Role of the last message before it, such as "user" or "tool"; "": a text without roles."""
+    """Role of the last message before the turn, such as "user" or "tool"; "": a text without roles."""
     seed: int
     min_policy_version: int = 0
     max_policy_version: int = 0
-    """Oldest and newest weights that sampled a token of it."""
+    """Versions of the oldest and newest weights that sampled a token."""
     env_state: str | None = None
     turn_reward: float | None = None
-    """As of `Experience`."""
+    """See `Experience`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Experience:
-    """One trainable token sequence, or the record that a rollout gave none.
+    """One trainable token sequence, or the record that a rollout produced none.
 
-    A conversation is one, as long as each prompt of the policy goes on where the turn before ended: the first prompt,
-    then all that was sampled and, not trained, all that was added between. Where a prompt does not, another begins.
+    A conversation is one experience as long as each prompt continues the previous turn: the first prompt, then all
+    sampled tokens and, untrained, all tokens added between turns. Another prompt begins a new experience.
 
     Example: Experience(taskset="gsm8k", epoch=0, task_index=17, rollout=3, explore_step=5, tokens=[...],
     prompt_length=40,
@@ -91,30 +91,30 @@ class Experience:
     task_index: int
     """Row of the task in its taskset, before any shuffling."""
     rollout: int
-    """0 <= rollout < repeat_times: which sibling of its group. `repeat_times`: the greedy one, which is not trained."""
+    """Number in its group, 0 <= rollout < repeat_times. `repeat_times`: the greedy rollout, which is not trained."""
     explore_step: int
     """The explore step that ran the task, counted from 1."""
     turn: int = 0
-    """Ordinal of the row in its rollout. Up to 1.1 of the schema each call of the policy was a row."""
+    """Ordinal of the row in its rollout. Up to schema 1.1 each call of the policy was a row."""
     attempt: int = 0
-    """Which try gave this row; not part of the uid."""
+    """Number of the attempt that produced this row; not part of the uid."""
     status: Status = Status.OK
     tokens: Sequence[int] | np.ndarray = ()
     """[L] token ids of prompt and response, exactly as the engine saw and sampled them; int32 if an array."""
     prompt_length: int = 0
     """P."""
     rollout_logprobs: Sequence[float] | np.ndarray = ()
-    """[R] natural-log probabilities of the response tokens under softmax(logits / temperature) when sampled; 0 where a
-    token was not sampled."""
+    """[R] natural-log probabilities of the response tokens under softmax(logits / temperature) when sampled; 0 for
+    tokens that were not sampled."""
     loss_mask: Sequence[bool] | np.ndarray | None = None
-    """[R] True where the token is trained; None trains all of the response."""
+    """[R] True where the token is trained; None trains the whole response."""
     reward: float | None = None
-    """None when the rollout failed: a failure is not a reward of zero."""
+    """None if the rollout failed: a failure is not a reward of zero."""
     min_policy_version: int = 0
     max_policy_version: int = 0
-    """Oldest and newest weights that sampled a token of it; equal unless weights changed in flight."""
+    """Versions of the oldest and newest weights that sampled a token; equal unless weights changed in flight."""
     weights_hash: str = ""
-    """Content hash of the newest of those weights; the integer alone does not name weights."""
+    """Content hash of the newest of those weights; a version does not identify weights across runs."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
@@ -122,68 +122,70 @@ class Experience:
     prompt_text: str = ""
     response_text: str = ""
     truth: str = ""
-    """The task's reference answer as text, empty if there is none."""
+    """Reference answer of the task as text; "": there is none."""
     error: str = ""
     """For FAILED, TIMEOUT and FILTERED: the reason in one line."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     env_state: str | None = None
-    """State of the environment before the turn, by any name under which equal states are equal; None: unknown."""
+    """Name of the environment state before the turn, the same for equal states; None: unknown."""
     turn_reward: float | None = None
-    """What the turn itself earned; None: unknown. Whatever `reward` has beyond the turns' sum is the last turn's."""
+    """Reward of the turn; None: unknown. The part of `reward` beyond the sum over turns belongs to the last turn."""
     turns: Sequence[Turn] | None = None
-    """The calls of the policy that the row holds, in their order; None: one, number `turn` of its rollout, whose tokens
-    are the whole response. A row has either these or an env_state and turn_reward of its own."""
+    """Calls of the policy in the row, in order. None: one call, number `turn` of its rollout, whose tokens are the
+    whole response. A row has either `turns`, or its own env_state and turn_reward."""
     routed_experts: np.ndarray | None = None
-    """[L - 1, X] int16: the experts that each token but the last took when it was computed, X of all layers together,
-    from the first on; None: not recorded."""
+    """[L - 1, X] int16: experts of each token but the last, X of all layers together, first layer first; None: not
+    recorded."""
     images: Sequence[str] | None = None
-    """Names of the images in its prompts, in their order: SHA-256 of files in media/ of the run folder, whose tokens
-    are among `tokens` (data/images.py), of a video `video:` and that; None: there are none."""
+    """Names of the images in its prompts, in order: SHA-256 of files in media/ of the run folder, with prefix `video:`
+    for videos. Their tokens are among `tokens` (data/images.py). None: there are none."""
     version_starts: Sequence[tuple[int, int]] | None = None
-    """(place among the response tokens, policy version), in their order: what was sampled from that place on, to the
-    next one, was sampled by that version. None: `min_policy_version` sampled all of it, where it is also the newest;
-    else nobody knows which version sampled which token."""
+    """(place among the response tokens, policy version), in order: tokens from that place to the next one were sampled
+    by that version. None: if `min_policy_version` is also the newest version, it sampled all tokens; otherwise the
+    version of a token is unknown."""
     session: str | None = None
-    """Name of the session that it is of, among those of `rftdask serve`; None: it was not served."""
+    """Name of its `rftdask serve` session; None: it was not served."""
 
     @property
     def group_id(self) -> str:
-        """Of the rollouts of one task in one explore step, whose rewards are compared with each other."""
+        """Id of the rollouts of one task in one explore step, whose rewards are compared with each other."""
         return f"{self.taskset}/{self.epoch}/{self.task_index}"
 
     @property
     def uid(self) -> str:
-        """Known before the rollout starts; what is generated at least once and trained at most once."""
-        # group_id, written out: one of these is made for every row of a shard.
+        """Id that is known before the rollout starts."""
+        # Not by `group_id`: this is computed for every row of a shard.
         return f"{self.taskset}/{self.epoch}/{self.task_index}/{self.rollout}/{self.turn}"
 
     def __eq__(self, other: object) -> bool:
-        """The same values in every field, whether in arrays or in other sequences."""
+        """Compare the values of every field, in arrays or in other sequences."""
         if not isinstance(other, Experience):
             return NotImplemented
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return all(
-            np.array_equal(own, others) and (own is None) == (others is None)
-            if isinstance(own, np.ndarray) or isinstance(others, np.ndarray)
-            else own == others
-            for own, others in pairs
+            np.array_equal(left, right) and (left is None) == (right is None)
+            if isinstance(left, np.ndarray) or isinstance(right, np.ndarray)
+            else left == right
+            for left, right in pairs
         )
 
     __hash__ = None  # type: ignore[assignment]  # metrics are a mapping
 
 
 def sampled_spans(row: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """[start, end) of the response tokens that each turn of a row (of a table of `SCHEMA`) has sampled."""
+    """Return [start, end) of the response tokens that each turn of a row (of a table of `SCHEMA`) sampled."""
     if row["turns"] is None:
         return [(0, len(row["rollout_logprobs"]))]
     return [(turn["start"], turn["end"]) for turn in row["turns"]]
 
 
 def token_versions(row: Mapping[str, Any]) -> list[int | None]:
-    """Policy version that sampled each response token of a row (of a table of `SCHEMA`); None where it was added
-    between turns, or where nobody knows."""
+    """Return the policy version that sampled each response token of a row (of a table of `SCHEMA`).
+
+    None: the token was added between turns, or its version is unknown.
+    """
     versions: list[int | None] = [None] * len(row["rollout_logprobs"])
-    # Each turn knows its own where no weights were loaded meanwhile, also in rows of before there were starts.
+    # A turn within which no weights were loaded has one version, even in rows older than `version_starts`.
     turns = row["turns"] or [row]
     for turn, (begin, end) in zip(turns, sampled_spans(row), strict=True):
         if turn["min_policy_version"] == turn["max_policy_version"]:
@@ -196,8 +198,10 @@ def token_versions(row: Mapping[str, Any]) -> list[int | None]:
 
 
 def conversation(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a row (of a table of `SCHEMA`) says, part by part: ("prompt", ...), then of each turn what was added before
-    it, by its source ("tool", ...), and what the policy wrote ("turn 1", ...), counted through the rollout.
+    """Split the texts of a row (of a table of `SCHEMA`) into (label, text) parts.
+
+    The first is ("prompt", ...). For each turn follow the text added before it, labeled by its source ("tool", ...),
+    and the text that the policy wrote ("turn 1", ...), numbered within the rollout.
     """
     parts, end = [("prompt", row["prompt_text"])], 0
     if row["turns"] is None:
@@ -211,7 +215,7 @@ def conversation(row: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _list_of(kind: pa.DataType) -> pa.DataType:
-    # Non-null elements cost no definition levels: 1.5-2x faster to read.
+    # Without nulls there are no definition levels, which makes reading 1.5 to 2 times faster.
     return pa.list_(pa.field("element", kind, nullable=False))
 
 
@@ -228,7 +232,7 @@ _COLUMNS = {
     "tokens": _list_of(pa.int32()),
     "prompt_length": pa.int32(),
     "rollout_logprobs": _list_of(pa.float32()),
-    # Run lengths, beginning with a trained run: [3, 2, 4] = 3 trained, 2 not, 4 trained. Empty = all trained.
+    # Run lengths, the first one trained: [3, 2, 4] = 3 trained, 2 not, 4 trained. Empty = all trained.
     "loss_mask_runs": _list_of(pa.int32()),
     "reward": pa.float32(),
     "min_policy_version": pa.int64(),
@@ -241,7 +245,7 @@ _COLUMNS = {
     "metrics": pa.map_(pa.string(), pa.float64()),
     "env_state": pa.string(),
     "turn_reward": pa.float32(),
-    # The fields of `Turn`, in its order.
+    # The fields of `Turn`, in order.
     "turns": _list_of(
         pa.struct(
             [
@@ -256,7 +260,7 @@ _COLUMNS = {
             ]
         )
     ),
-    # Token after token, the same number of each.
+    # Token by token, the same number for each.
     "routed_experts": _list_of(pa.int16()),
     "images": _list_of(pa.string()),
     "version_starts": _list_of(
@@ -273,17 +277,17 @@ SCHEMA = pa.schema(
 
 
 _ALL_TRAINED: tuple[int, ...] = ()
-"""Runs of most rows; a new list for each would wake the garbage collector for every shard."""
+"""Runs of most rows; a new list per row would trigger the garbage collector for every shard."""
 
 
 def mask_to_runs(mask: Sequence[bool] | np.ndarray | None) -> list[int]:
-    """Run lengths of `mask`, the first run counting True; [] for None or a mask that is all True."""
+    """Return the run lengths of `mask`, the first run counting True; [] for None or a mask that is all True."""
     if mask is None:
         return []
     array = np.asarray(mask, bool)
     if array.all():
         return []
-    # Places at which a run ends and the next begins; their distances are the lengths.
+    # Places where one run ends and the next begins.
     edges = np.flatnonzero(array[1:] != array[:-1]) + 1
     runs: list[int] = np.diff(edges, prepend=0, append=len(array)).tolist()
     return runs if array[0] else [0, *runs]
@@ -297,12 +301,12 @@ def runs_to_mask(runs: Sequence[int], length: int) -> list[bool]:
 
 
 def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa.Table:
-    """Make a table of `SCHEMA` with a row for each experience, in the order given.
+    """Make a table of `SCHEMA` with one row per experience, in the same order.
 
-    Raises: ValueError: lengths that do not fit, or a trainable row without a reward; OverflowError: a token id that is
-    no int32, or more tokens than one shard can address.
+    Raises: ValueError: inconsistent lengths, or a trainable row without a reward; OverflowError: a token id beyond
+    int32, or more tokens than one shard can address.
     """
-    # Before any byte is on storage: a shard is immutable.
+    # Checked before anything is written: a shard is immutable.
     for e in experiences:
         response_length = len(e.tokens) - e.prompt_length
         if len(e.rollout_logprobs) != response_length:
@@ -331,7 +335,7 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
         if e.reward is None and e.status.trainable:
             raise ValueError(f"experience {e.uid}: status {e.status} without a reward")
 
-    # Columns that are lists or maps are made from whole arrays; the others, one value a row, by their names below.
+    # Lists and maps are built from flat arrays, the other columns below from one attribute per row.
     metrics = [experience.metrics for experience in experiences]
     metrics_type = SCHEMA.field("metrics").type
     masks = [_ALL_TRAINED if e.loss_mask is None else mask_to_runs(e.loss_mask) for e in experiences]
@@ -360,25 +364,25 @@ def experiences_to_table(experiences: Sequence[Experience], run: str = "") -> pa
     }
     for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
         if name not in columns:
-            # attrgetter and map: a loop in C, since this runs for every column of every shard.
+            # attrgetter and map loop in C: this runs for every column of every shard.
             columns[name] = pa.array(list(map(attrgetter(name), experiences)), kind)
     schema = SCHEMA.with_metadata({**(SCHEMA.metadata or {}), b"rftdask.run": json.dumps(run).encode()})
     return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=schema)
 
 
 def _lists(rows: Sequence[Sequence[Any] | np.ndarray], dtype: type[np.number[Any]]) -> pa.Array:
-    """A list column of `dtype`. Raises: OverflowError: an integer that does not fit."""
+    """Make a list column of `dtype`. Raises: OverflowError: an integer that does not fit."""
 
     def as_array(row: Sequence[Any] | np.ndarray) -> np.ndarray:
         if isinstance(row, np.ndarray) and row.dtype != dtype and np.issubdtype(dtype, np.integer):
-            return np.array(row.tolist(), dtype)  # numpy would wrap around what is too large
+            return np.array(row.tolist(), dtype)  # a cast between arrays would wrap around
         return np.asarray(row, dtype)
 
     filled = [row for row in rows if len(row)]
     try:
-        # casting="no" tells apart what can be joined as it is from what must be converted, row by row.
+        # casting="no" raises TypeError if a row must be converted.
         values = np.concatenate(filled, dtype=dtype, casting="no") if filled else np.zeros(0, dtype)
-    except TypeError:  # some are not arrays of this type
+    except TypeError:
         values = np.concatenate([as_array(row) for row in filled])
     kind = pa.from_numpy_dtype(dtype)
     return pa.ListArray.from_arrays(pa.array(_offsets(rows)), pa.array(values, kind), type=_list_of(kind))
@@ -393,7 +397,7 @@ def _experts(rows: Sequence[np.ndarray | None]) -> pa.Array:
 
 
 def _offsets(rows: Sequence[Any]) -> np.ndarray:
-    """[N + 1] int32, where each row begins. Raises: OverflowError: more values than a list column can address."""
+    """Return the begin of each row, [N + 1] int32. Raises: OverflowError: more values than a list can address."""
     ends = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=ends[1:])
     if ends[-1] > np.iinfo(np.int32).max:

@@ -1,9 +1,9 @@
-"""Shard: one immutable file of experiences, whose name says what a planner needs and whose bytes prove themselves.
+"""Shard: one immutable file of experiences. Its name has everything a planner needs, and a checksum of its bytes.
 
-A shard holds a work unit (number `unit` of explore step `explore_step`) whole, all its groups in the order of the
-tasks, or some of its groups, whole ones, if they were done long before the others: its name then says which. So what is
-done can be read off a listing, and a unit run twice gives two shards with the same groups, of which the reader takes
-one. This module knows no storage.
+A shard holds a whole work unit (number `unit` of explore step `explore_step`), all its groups in the order of the
+tasks. Or it holds some whole groups of the unit that were done long before the others; its name then lists them. So a
+listing shows which work is done, and a unit that ran twice gives two shards with the same groups, of which the reader
+uses one. This module knows no storage.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _NAME = re.compile(
 )
 
 MAX_PART_TASKS = 512
-"""Larger work units are committed whole: the bits of a part would make too long a file name."""
+"""Larger work units are committed whole: the bits of a part would make the file name too long."""
 _PAGE_BYTES = 1 << 16
-"""Of a column: a page that stays in the processor's cache is a tenth cheaper to write than the usual megabyte."""
+"""Page size of a column. A page that fits the processor's cache is 10 % cheaper to write than the usual megabyte."""
 
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """The groups of a work unit that a shard holds, if not all.
+    """The groups of a work unit that a shard holds, if it does not hold all.
 
-    Example: Part((0, 1, 3), num_tasks=8), which a name says as "p0b-8": bits 0, 1 and 3, of 8.
+    Example: Part((0, 1, 3), num_tasks=8) is "p0b-8" in a name: bits 0, 1 and 3 of 8.
     """
 
     slots: tuple[int, ...]
@@ -52,23 +52,23 @@ class Part:
 
     @property
     def text(self) -> str:
-        """As a name says it, such as "p0b-8"."""
+        """The part in a shard name, such as "p0b-8"."""
         return f"p{sum(1 << slot for slot in self.slots):0{-(-self.num_tasks // 4)}x}-{self.num_tasks}"
 
     @classmethod
     def parse(cls, bits: str, num_tasks: str) -> Part:
-        """Inverse of `text`, by its two numbers: hexadecimal bits, and tasks."""
+        """Inverse of `text`, from its two numbers: hexadecimal bits, and tasks."""
         mask = int(bits, 16)
         return cls(tuple(slot for slot in range(mask.bit_length()) if mask >> slot & 1), int(num_tasks))
 
 
 @dataclass(frozen=True, order=True)
 class ShardName:
-    """A shard's file name, parsed.
+    """The parsed file name of a shard.
 
     Example: "00000012-0003-9f3a61c2b07d-n64-v10-11-1c291ca3.parquet" is unit 3 of explore step 12, written by 9f3a...,
-    with 64 rows sampled by versions 10 to 11; crc32 of the file last, and the format of the file. With "-p0b-8" before
-    the rows it holds three of the eight groups of its unit, see `Part`.
+    with 64 rows sampled by versions 10 to 11, then the crc32 of the file and its format. With "-p0b-8" before the
+    number of rows it holds three of the eight groups of its unit, see `Part`.
     """
 
     explore_step: int
@@ -76,11 +76,11 @@ class ShardName:
     unit: int
     """Number of the work unit in its explore step, from 0."""
     writer: str
-    """Hexadecimal, random for each incarnation of a process: two attempts at a unit never share a name."""
+    """Hexadecimal, random for each log instance: two attempts at a unit never share a name."""
     num_rows: int
     min_policy_version: int
     max_policy_version: int
-    """Oldest and newest weights that sampled a token of it."""
+    """Versions of the oldest and newest weights that sampled a token."""
     crc32: int
     """Checksum of all bytes."""
     suffix: str = "parquet"
@@ -98,32 +98,31 @@ class ShardName:
 
     @classmethod
     def try_parse(cls, text: str) -> ShardName | None:
-        """The parsed name, or None for a file that is not ours."""
+        """Return the parsed name, or None for another kind of file."""
         match = _NAME.fullmatch(text)
         if match is None:
             return None
         step, unit, writer, bits, num_tasks, rows, low, high, crc, suffix = match.groups()
         part = None if bits is None else Part.parse(bits, num_tasks)
         name = cls(int(step), int(unit), writer, int(rows), int(low), int(high), int(crc, 16), suffix, part)
-        return name if name.text == text else None  # other zeros or digits would name another path
+        return name if name.text == text else None  # other leading zeros would give another path
 
 
 def done_units(names: Iterable[ShardName]) -> set[tuple[int, int]]:
-    """The (explore step, unit) of the work units all of whose groups are in these shards."""
+    """Return the (explore step, unit) of the work units all of whose groups are in these shards."""
     done: set[tuple[int, int]] = set()
-    # Slots by unit, for units that came in parts.
-    held: dict[tuple[int, int], set[int]] = defaultdict(set)
+    slots_of_unit: dict[tuple[int, int], set[int]] = defaultdict(set)
     for name in names:
         key = (name.explore_step, name.unit)
-        held[key].update(name.part.slots if name.part else ())
-        # Parts of several attempts add up: it does not matter who committed which group.
-        if name.part is None or len(held[key]) == name.part.num_tasks:
+        slots_of_unit[key].update(name.part.slots if name.part else ())
+        # Parts of several attempts add up: it does not matter which attempt committed a group.
+        if name.part is None or len(slots_of_unit[key]) == name.part.num_tasks:
             done.add(key)
     return done
 
 
 def repeated_shards(names: Iterable[ShardName]) -> list[ShardName]:
-    """The shards of work units of which a group may stand in several."""
+    """Return the shards of the work units that may have a group in several shards."""
     units: dict[tuple[int, int], list[ShardName]] = defaultdict(list)
     for name in names:
         units[(name.explore_step, name.unit)].append(name)
@@ -131,7 +130,7 @@ def repeated_shards(names: Iterable[ShardName]) -> list[ShardName]:
     for shards in units.values():
         parts = [name.part for name in shards if name.part is not None]
         slots = [slot for part in parts for slot in part.slots]
-        # Parts that share no group are one copy of the unit; a whole one repeats whatever stands beside it.
+        # Parts that share no group are one copy of the unit; a whole shard repeats every other one.
         if len(shards) > 1 and (len(parts) < len(shards) or len(set(slots)) < len(slots)):
             repeated += shards
     return repeated
@@ -142,7 +141,7 @@ def encode_shard(
 ) -> tuple[ShardName, bytes]:
     """Encode experiences as a Parquet file; return its name and bytes. The same experiences give the same bytes.
 
-    Args: codec: lz4 for file systems, where time counts; zstd for object stores, where bytes do.
+    Args: codec: lz4 for file systems, where time matters; zstd for object stores, where size matters.
     Raises: ValueError: as `experiences_to_table`.
     """
     sink = pa.BufferOutputStream()
@@ -151,11 +150,11 @@ def encode_shard(
         sink,
         compression=codec,
         compression_level=1 if codec == "zstd" else None,
-        # Few rows and many different values: dictionaries and statistics cost more to write than they save. Not of
-        # experts, which are few: 7 bits in place of 32 where there are 128.
+        # Few rows and many different values: dictionaries and statistics cost more to write than they save, except for
+        # experts: 128 of them need 7 bits instead of 32.
         use_dictionary=[EXPERTS_COLUMN],
         write_statistics=False,
-        # 5 % smaller and a fifth slower to write: worth it where bytes travel.
+        # 5 % smaller and 20 % slower to write: worth it over a network.
         use_byte_stream_split=["rollout_logprobs.list.element"] if codec == "zstd" else False,
         data_page_size=_PAGE_BYTES,
         # One row group: a shard is read whole.
@@ -174,22 +173,22 @@ def shard_name(
     writer: str,
     suffix: str = "parquet",
 ) -> ShardName:
-    """The name of a shard that holds these experiences as the bytes `data`."""
-    # 0 for a shard without rows, which still says that its unit is done.
+    """Return the name of a shard that holds these experiences as the bytes `data`."""
+    # 0 for a shard without rows, which still marks its unit as done.
     low = min((e.min_policy_version for e in experiences), default=0)
     high = max((e.max_policy_version for e in experiences), default=0)
     return ShardName(explore_step, unit, writer, len(experiences), low, high, zlib.crc32(data), suffix)
 
 
 def decode_shard(name: ShardName, data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """Decode the rows, verified, with these columns of `SCHEMA`, or with every column that is there.
+    """Decode and verify the rows, with these columns of `SCHEMA`; None: with every column of the file.
 
-    Raises: DamagedError: bytes or rows do not fit the name; DataError: another schema.
+    Raises: DamagedError: bytes or rows do not match the name; DataError: another schema.
     """
     check_bytes(name, data)
     try:
-        # Not read_table: it looks for a data set first, which costs as much as the reading of a small shard. Not the
-        # checksums of the pages: that of all the bytes was just found right, and is of the very bytes that are read.
+        # Not read_table: it looks for a data set first, which costs as much as reading a small shard. Without the page
+        # checksums: the checksum of all bytes was just verified.
         with pq.ParquetFile(pa.BufferReader(data), pre_buffer=False) as file:
             table = file.read(columns, use_threads=False)
     except (pa.ArrowException, OSError) as error:
@@ -204,7 +203,7 @@ def decode_shard(name: ShardName, data: bytes, columns: Sequence[str] | None = N
 
 
 def with_added_columns(table: pa.Table, wanted: Sequence[str]) -> pa.Table:
-    """Rows that an earlier minor version may have written; of the columns that it lacks the wanted ones, all null."""
+    """Return the table with null columns for the wanted ones that an earlier schema version lacks."""
     for column in ADDED_COLUMNS:
         if column in wanted and column not in table.column_names:
             kind = SCHEMA.field(column)
@@ -213,7 +212,7 @@ def with_added_columns(table: pa.Table, wanted: Sequence[str]) -> pa.Table:
 
 
 def check_bytes(name: ShardName, data: bytes) -> None:
-    """Raises: DamagedError: the bytes are not those of the shard."""
+    """Raise DamagedError if the bytes are not those of the shard."""
     if zlib.crc32(data) != name.crc32:
         raise DamagedError(
             f"shard {name.text}: crc32 {zlib.crc32(data):08x} does not match its name ({len(data)} bytes)"
@@ -221,8 +220,8 @@ def check_bytes(name: ShardName, data: bytes) -> None:
 
 
 def check_version(name: ShardName, versions: Iterable[str]) -> None:
-    """Raises: DataError: the shard is of a schema of another major version."""
-    # Later minor versions add columns that this reader does not look at.
+    """Raise DataError if the shard has a schema of another major version."""
+    # Later minor versions add columns that this reader ignores.
     if other := {v for v in versions if v.partition(".")[0] != SCHEMA_VERSION.partition(".")[0]}:
         raise DataError(
             f"shard {name.text}: schema version {', '.join(sorted(other)) or 'unknown'}, this rftdask reads "

@@ -158,9 +158,9 @@ def driver_shell(
 def staging(config: Config) -> list[str]:
     """Return the shell that says where on its node a job puts models and datasets; its variables are the node's."""
     section = config.cluster
-    if section.stage_to is None:
+    if section.local_cache_dir is None:
         return []
-    return [f'export {FOLDER}="{section.stage_to}" {KEEP}={int(section.stage_keep)}']
+    return [f'export {FOLDER}="{section.local_cache_dir}" {KEEP}={int(section.stage_keep)}']
 
 
 def batch_script(

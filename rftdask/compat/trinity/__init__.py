@@ -1,8 +1,8 @@
-"""User code of Trinity-RFT 0.6: its import names, base classes and registries over ours.
+"""User code of Trinity-RFT 0.6: its import names, base classes and registries, backed by this package.
 
-A plug-in that says `from trinity.common.workflows import Workflow` gets the classes of this package (`install`, called
-by config/plugins.py when such a file is imported). Each base class says by `__rftdask_part__` what stands for a
-subclass of it here: a workflow, a reward function, an operator, a selector, a loss. Nothing of Trinity-RFT is needed.
+A plug-in with `from trinity.common.workflows import Workflow` gets the classes of this package. config/plugins.py calls
+`install` when it imports such a file. `__rftdask_part__` of each base class returns what stands for a subclass here: a
+workflow, a reward function, an operator, a selector, a loss. Trinity-RFT need not be installed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from types import ModuleType
 from rftdask.compat.trinity import (
     algorithm,
     experience,
-    marks,
     model,
     monitor,
     operators,
@@ -48,17 +47,16 @@ _MODULES = {
     "algorithm.advantage_fn.advantage_fn": algorithm,
     "algorithm.policy_loss_fn": algorithm,
     "algorithm.policy_loss_fn.policy_loss_fn": algorithm,
-    "utils.annotations": marks,
     "utils.monitor": monitor,
     "utils.registry": registry,
 }
-"""Name below `trinity` -> the module that a user's import gets."""
+"""Name below `trinity` -> module that a user's import gets."""
 
 
 def install() -> None:
-    """Let `import trinity...` give the modules of this package, in this process, from now on. Idempotent.
+    """Make `import trinity...` return the modules of this package, in this process. Idempotent.
 
-    Raises: UserError: Trinity-RFT itself has been imported here.
+    Raises: UserError: Trinity-RFT itself has been imported.
     """
     there = sys.modules.get("trinity")
     if there is not None:
@@ -68,10 +66,13 @@ def install() -> None:
     root = ModuleType("trinity", "Trinity-RFT's names, by rftdask.compat.trinity")
     log = ModuleType("trinity.utils.log")
     vars(log)["get_logger"] = get_logger
-    # Those of ours last: they take the place of a bare package of the same name.
+    marks = ModuleType("trinity.utils.annotations")
+    vars(marks).update(dict.fromkeys(("Deprecated", "Experimental"), lambda marked: marked))
+    # Our modules last: they replace bare packages of the same name.
     made: dict[str, ModuleType] = {"trinity": root}
     made |= {f"trinity.{name}": ModuleType(f"trinity.{name}") for name in _PACKAGES}
-    made |= {"trinity.utils.log": log} | {f"trinity.{name}": module for name, module in _MODULES.items()}
+    made |= {"trinity.utils.log": log, "trinity.utils.annotations": marks}
+    made |= {f"trinity.{name}": module for name, module in _MODULES.items()}
     for name, module in made.items():
         if module.__spec__ is None:  # else `find_spec` of it is an error
             module.__spec__ = ModuleSpec(name, None)
@@ -82,5 +83,5 @@ def install() -> None:
 
 
 def get_logger(name: str | None = None, **_: object) -> logging.Logger:
-    """A logger of Python's own."""
+    """Return a logger of Python's logging."""
     return logging.getLogger(name)

@@ -42,11 +42,11 @@ class AlgorithmType(ABC):
     @classmethod
     @abstractmethod
     def default_config(cls) -> dict[str, Any]:
-        """The parts that it chooses."""
+        """Return the parts that it chooses."""
 
     @classmethod  # noqa: B027 -- few types check anything
     def check_config(cls, config: Any) -> None:
-        """Not called: configurations are checked by their own rules."""
+        """Not called: rftdask checks configurations with its own rules."""
 
     @classmethod
     def __rftdask_part__(cls) -> type[OurAlgorithmType]:
@@ -60,26 +60,26 @@ class AlgorithmType(ABC):
 
 
 class AdvantageFn(ABC):
-    """Base of advantage functions; those that work on veRL's batches do not run here."""
+    """Base of advantage functions. Those on veRL's batches do not run here."""
 
     @abstractmethod
     def __call__(self, exps: Any, **kwargs: Any) -> Any:
-        """(experiences, metrics)."""
+        """Return (experiences, metrics)."""
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """Default arguments."""
+        """Return the default arguments."""
         return {}
 
     @classmethod
     def compute_in_trainer(cls) -> bool:
-        """Whether it works on veRL's batches."""
+        """True if it works on veRL's batches."""
         return True
 
     @classmethod
     def __rftdask_part__(cls) -> type[OurAdvantageFn]:
         raise UserError(
-            f"advantage function {cls.__name__} works on veRL's DataProto, which is not here; derive it from "
+            f"advantage function {cls.__name__} works on veRL's DataProto, which is not available here; derive it from "
             "GroupAdvantage, or from rftdask.algorithm.advantages.base.AdvantageFn (docs/extending.md)"
         )
 
@@ -89,45 +89,45 @@ class GroupAdvantage(AdvantageFn):
 
     @abstractmethod
     def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
-        """Experiences by group."""
+        """Return the experiences by group."""
 
     @abstractmethod
     def calculate_group_advantage(
         self, group_id: str, exps: list[Experience]
     ) -> tuple[list[Experience], dict[str, Any]]:
-        """Set `advantages` of the experiences of a group; those that are not returned are left out."""
+        """Set `advantages` of a group's experiences. Experiences that are not returned are dropped."""
 
     def __call__(self, exps: list[Experience], **kwargs: Any) -> tuple[list[Experience], dict[str, Any]]:
-        """All groups."""
+        """Process all groups."""
         return self.process(exps)
 
     def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
-        """All groups; metrics are means over them."""
+        """Process all groups. Metrics are means over them."""
         kept: list[Experience] = []
         values: dict[str, list[float]] = {}
         for group_id, group in self.group_experiences(exps).items():
-            found, metrics = self.calculate_group_advantage(group_id, group)
-            kept += found
+            returned, metrics = self.calculate_group_advantage(group_id, group)
+            kept += returned
             for key, value in (metrics or {}).items():
                 values.setdefault(f"group_advantages/{key}/mean", []).append(float(value))
-        return kept, {key: sum(each) / len(each) for key, each in values.items()}
+        return kept, {key: sum(numbers) / len(numbers) for key, numbers in values.items()}
 
     @classmethod
     def compute_in_trainer(cls) -> bool:
-        """It works on experiences."""
+        """False: it works on experiences."""
         return False
 
     @classmethod
     def __rftdask_part__(cls) -> type[OurAdvantageFn]:
-        own = cls
+        user_class = cls
 
         class Adapted(OurAdvantageFn):
             def __init__(self, **arguments: Any) -> None:
-                self._own = own(**{**own.default_args(), **arguments})
+                self._own = user_class(**{**user_class.default_args(), **arguments})
 
             def compute(self, inputs: AdvantageInputs) -> AdvantageResult:
-                """Rollouts as experiences of as many tokens as they have; one number for each comes back."""
-                given: dict[str, int] = {}
+                """Pass rollouts as experiences of their lengths; each gets one number."""
+                rows: dict[str, int] = {}
                 exps: list[Experience] = []
                 runs: dict[int, int] = {}
                 for row in inputs.used_N.nonzero().flatten().tolist():
@@ -137,22 +137,22 @@ class GroupAdvantage(AdvantageFn):
                     eid = EID(task=group, run=runs[group])
                     reward = float(inputs.rewards_N[row])
                     exps.append(Experience(tokens=torch.zeros(length + 1, dtype=torch.int32), eid=eid, reward=reward))
-                    given[eid.uid] = row
+                    rows[eid.uid] = row
                 after, metrics = self._own.process(exps)
                 advantages_N = torch.zeros_like(inputs.rewards_N, dtype=torch.float32)
                 drops_N = base_drops(inputs)
-                drops_N[list(given.values())] = int(DropReason.LEFT_OUT)
+                drops_N[list(rows.values())] = int(DropReason.LEFT_OUT)
                 for experience in after:
-                    row = given[experience.eid.uid]
+                    row = rows[experience.eid.uid]
                     drops_N[row] = int(DropReason.KEPT)
-                    advantages_N[row] = _one_number(own.__name__, experience)
+                    advantages_N[row] = _one_number(user_class.__name__, experience)
                 return result(inputs, advantages_N, metrics, drops_N)
 
-        return named(Adapted, own)
+        return named(Adapted, user_class)
 
 
 def _one_number(name: str, experience: Experience) -> float:
-    """The advantage of a rollout. Raises: ValueError: there is none, or its tokens have different ones."""
+    """Return the advantage of a rollout. Raises: ValueError: it has none, or its tokens have different ones."""
     if experience.advantages is None:
         raise ValueError(f"{name} set no advantages of an experience that it returned")
     values = torch.as_tensor(experience.advantages, dtype=torch.float32).flatten()
@@ -164,18 +164,18 @@ def _one_number(name: str, experience: Experience) -> float:
 
 
 class PolicyLossFn(ABC):
-    """Base of policy losses: tensors by the names of the arguments of `__call__`, a number out."""
+    """Base of policy losses, called with tensors by the names of their arguments."""
 
     def __init__(self, backend: str = "verl") -> None:
         self.backend = backend
 
     @abstractmethod
     def __call__(self, logprob: Tensor, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
-        """(loss, metrics) of a micro-batch."""
+        """Return (loss, metrics) of a micro-batch."""
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """Default arguments."""
+        """Return the default arguments."""
         return {}
 
     @classmethod
@@ -194,7 +194,7 @@ class PolicyLossFn(ABC):
                 self._own = own(**{**defaults, **arguments})
 
             def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-                """Its number at each token: weighted by the tokens of a micro-batch, it is their part of the mean."""
+                """Return the number at each token, which is weighted by the tokens of a micro-batch."""
                 given: Mapping[str, Any] = {
                     "logprob": inputs.policy_logprobs_BT,
                     "old_logprob": inputs.old_logprobs_BT,
@@ -207,21 +207,21 @@ class PolicyLossFn(ABC):
                     raise ValueError(f"{own.__name__} takes {', '.join(unknown)}, which is not available here")
                 loss, metrics = self._own(**{name: given[name] for name in names if name in given})
                 share = inputs.token_weights_BT.sum()
-                told = {
+                weighted = {
                     key: torch.as_tensor(value, dtype=torch.float32).detach() * share for key, value in metrics.items()
                 }
-                return loss.expand_as(inputs.policy_logprobs_BT), told
+                return loss.expand_as(inputs.policy_logprobs_BT), weighted
 
         return named(Adapted, own, drop=("backend", "loss_agg_mode"))
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Sum where the mask is set."""
+    """Return the sum where the mask is set."""
     return (values * mask).sum() if axis is None else (values * mask).sum(axis)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Mean where the mask is set; 0 where it is nowhere."""
+    """Return the mean where the mask is set; 0 if it is set nowhere."""
     count = mask.sum() if axis is None else mask.sum(axis)
     return masked_sum(values, mask, axis) / count.clamp(min=1)
 
@@ -229,7 +229,7 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor
 def aggregate_loss(
     values: Tensor, mask: Tensor, loss_agg_mode: str = "token-mean", normalizer: float | None = None
 ) -> Tensor:
-    """Losses of tokens as one number. Raises: ValueError: another mode."""
+    """Return token losses as one number. Raises: ValueError: unknown mode."""
     if loss_agg_mode == "token-mean":
         return masked_mean(values, mask)
     if loss_agg_mode == "seq-mean-token-sum":

@@ -1,5 +1,7 @@
-"""Experience and EID, as user code makes and reads them. What is trained are the calls of the policy as they were
-recorded (rollouts/policy/recording.py), not these objects: of them rewards, metrics and info are read.
+"""Experience and EID, with the interface of Trinity-RFT.
+
+Training uses the recorded calls of the policy (rollouts/policy/recording.py), not these objects. Only their rewards,
+metrics and info are read.
 """
 
 from __future__ import annotations
@@ -25,38 +27,37 @@ class EID:
 
     @property
     def uid(self) -> str:
-        """Of the experience."""
+        """Identity of the experience."""
         return f"{self.batch}/{self.task}/{self.run}/{self.step}/{self.suffix}"
 
     @property
     def sid(self) -> str:
-        """Of its step."""
+        """Identity of its step."""
         return f"{self.batch}/{self.task}/{self.step}"
 
     @property
     def rid(self) -> str:
-        """Of its run."""
+        """Identity of its run."""
         return f"{self.batch}/{self.task}/{self.run}"
 
     @property
     def tid(self) -> str:
-        """Of its task."""
+        """Identity of its task."""
         return f"{self.batch}/{self.task}"
 
 
 _TENSORS = {"tokens": torch.int32, "action_mask": torch.bool, "chosen": torch.int32, "rejected": torch.int32} | {
     name: torch.float32 for name in ("logprobs", "token_level_reward", "advantages", "returns", "teacher_logprobs")
 }
-"""Fields that are tensors, with the type that a list becomes."""
+"""Fields that are tensors, and the dtype for lists."""
 
 
 class Experience:
-    """Keyword arguments alone; `tokens` is required, and lists become tensors. Without `action_mask` (and without
-    chosen and rejected) every token after `prompt_length` is the policy's.
-    """
+    """An experience. Takes keyword arguments only; `tokens` is required, and lists become tensors. Without
+    `action_mask`, chosen and rejected, the policy sampled every token after `prompt_length`."""
 
     is_conversation = False
-    """Whether it stands for all calls of the policy so far; set where one is converted."""
+    """True if it stands for all calls of the policy so far."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class Experience:
 
 
 def group_by(experiences: Sequence[Experience], id_type: str) -> dict[str, list[Experience]]:
-    """Experiences by task, run or step, in their order. Raises: ValueError: another id_type."""
+    """Return experiences by task, run or step, in their order. Raises: ValueError: unknown id_type."""
     ids = {"task": "tid", "run": "rid", "step": "sid"}
     if id_type not in ids:
         raise ValueError(f"id_type {id_type!r} is not one of {', '.join(ids)}")

@@ -1,7 +1,7 @@
-"""ModelWrapper: the policy, or an auxiliary model, as workflows of Trinity-RFT ask it.
+"""ModelWrapper: the policy or an auxiliary model, with the interface of Trinity-RFT for workflows.
 
-Over the handle of an attempt (rollouts/policy/base.py), which records every call of the policy with its tokens. Here
-the answers are kept once more, as experiences, so that it is known which of them a workflow returns.
+It wraps the handle of a rollout (rollouts/policy/base.py), which records every call of the policy with its tokens.
+Answers are kept again as experiences, to know which of them a workflow returns.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ T = TypeVar("T")
 
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "min_tokens", "repetition_penalty", "tools")
 _WITHOUT_EFFECT = {"logprobs", "n", "seed"}
-"""Logprobs are always recorded, seeds are the rollout's own, and n is a number of calls."""
+"""Logprobs are always recorded, seeds belong to the rollout, and n is the number of calls."""
 
 
 class ModelWrapper:
-    """A model; the methods without _async are for code that blocks, in another thread than the event loop's."""
+    """A model. Methods without _async are for blocking code in another thread than the event loop's."""
 
     enable_history = True
-    """Every call is recorded, so what needs a history always has one."""
+    """Always True, because every call is recorded."""
     api_key = "EMPTY"
     model_version = 0
-    """Which weights answer is in the recorded experience, call by call; a workflow is not told."""
+    """Always 0; the recorded experiences have the policy version of each call."""
 
     def __init__(self, asked: AuxiliaryModel, wait: Callable[[Any], Any], name: str) -> None:
-        """wait: gives the result of a coroutine, for code that blocks."""
+        """wait: returns the result of a coroutine, for blocking code."""
         self._asked = asked
         self._wait = wait
         self.model_path = self.model_name = name
@@ -51,13 +51,13 @@ class ModelWrapper:
     # ---- text
 
     async def chat_async(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[Experience]:
-        """`n` answers to a chat."""
+        """Return `n` answers to a chat."""
         times, sampling = _options(options)
         asked = [self._recorded(await self._asked.chat(messages, **sampling), messages) for _ in range(times)]
         return asked
 
     async def generate_async(self, prompts: Sequence[str] | str, **options: Any) -> list[Experience]:
-        """`n` continuations of each text."""
+        """Return `n` continuations of each text."""
         times, sampling = _options(options)
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         return [
@@ -65,7 +65,7 @@ class ModelWrapper:
         ]
 
     async def logprobs_async(self, tokens: Sequence[int], temperature: float | None = None) -> Any:
-        """Raises: NotImplementedError: a workflow has no tokenizer here; see PolicyModel.logprobs."""
+        """Raises: NotImplementedError: workflows have no tokenizer here; see PolicyModel.logprobs."""
         raise NotImplementedError(
             "logprobs of token ids are not available here; those of sampled tokens are in each experience"
         )
@@ -73,11 +73,10 @@ class ModelWrapper:
     async def convert_messages_to_experience_async(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, temperature: float | None = None
     ) -> Experience:
-        """The conversation as one experience: of the tokens that were sampled, and those between. Raises: ValueError:
-        the policy has not been asked.
-        """
+        """Return the conversation as one experience: sampled tokens, and those between. Raises: ValueError: the policy
+        was not called."""
         if not self.answers:
-            raise ValueError("there is no conversation to convert: the policy was not asked")
+            raise ValueError("there is no conversation to convert: the policy was not called")
         last = self.answers[-1]
         tokens = last.tokens.tolist()
         sampled = [False] * len(tokens)
@@ -101,36 +100,36 @@ class ModelWrapper:
         return converted
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[Experience]:
-        """As chat_async."""
+        """See chat_async."""
         answers: list[Experience] = self._wait(self.chat_async(messages, **options))
         return answers
 
     def generate(self, prompts: Sequence[str] | str, **options: Any) -> list[Experience]:
-        """As generate_async."""
+        """See generate_async."""
         answers: list[Experience] = self._wait(self.generate_async(prompts, **options))
         return answers
 
     def logprobs(self, tokens: Sequence[int], temperature: float | None = None) -> Any:
-        """As logprobs_async."""
+        """See logprobs_async."""
         return self._wait(self.logprobs_async(tokens, temperature))
 
     def convert_messages_to_experience(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, temperature: float | None = None
     ) -> Experience:
-        """As convert_messages_to_experience_async."""
+        """See convert_messages_to_experience_async."""
         converted: Experience = self._wait(self.convert_messages_to_experience_async(messages, tools, temperature))
         return converted
 
     # ---- openai's interface
 
     def get_openai_client(self) -> OpenAI:
-        """An `openai.OpenAI`, which also knows its `model_path`."""
+        """Return an `openai.OpenAI` with an attribute `model_path`."""
         client: OpenAI = self._on_the_loop(lambda: cast(Any, self._asked).blocking_client_of(_Recorder(self)))
         vars(client)["model_path"] = self.model_path
         return client
 
     def get_openai_async_client(self) -> AsyncOpenAI:
-        """An `openai.AsyncOpenAI`, which also knows its `model_path`."""
+        """Return an `openai.AsyncOpenAI` with an attribute `model_path`."""
         client: AsyncOpenAI = self._on_the_loop(lambda: cast(Any, self._asked).async_client_of(_Recorder(self)))
         vars(client)["model_path"] = self.model_path
         return client
@@ -138,27 +137,27 @@ class ModelWrapper:
     # ---- history and state
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """The answers since the history was cleared. Raises: ValueError: there are none."""
+        """Return the answers since the history was cleared. Raises: ValueError: there are none."""
         if not self.history:
-            raise ValueError("the history is empty: the model was not asked since it was cleared")
-        found = list(self.history)
+            raise ValueError("the history is empty: the model was not called since it was cleared")
+        answers = list(self.history)
         if clear_history:
             self.history.clear()
-        return found
+        return answers
 
     def set_workflow_state(self, state: dict[str, Any]) -> None:
-        """Say where the workflow stands; a failed rollout tells it."""
+        """Record the state of the workflow, which a failed rollout reports."""
         self._state.update(state)
         set_state = getattr(self._asked, "set_state", None)
         if set_state is not None:
             self._on_the_loop(lambda: set_state(**state))
 
     def clean_workflow_state(self) -> None:
-        """Forget the state."""
+        """Clear the state."""
         self._state.clear()
 
     def get_workflow_state(self) -> dict[str, Any]:
-        """The state."""
+        """Return the state."""
         return dict(self._state)
 
     def _on_the_loop(self, call: Callable[[], T]) -> T:
@@ -173,7 +172,7 @@ class ModelWrapper:
         return call()
 
     def _recorded(self, response: Response, asked: Any) -> Experience:
-        # A model behind an API tells no tokens.
+        # A model behind an API returns no tokens.
         prompt, tokens = response.prompt_tokens or (0,), response.tokens or (0,)
         text = asked if isinstance(asked, str) else "\n".join(str(message.get("content")) for message in asked)
         experience = Experience(
@@ -191,14 +190,14 @@ class ModelWrapper:
 
 
 class _Recorder:
-    """What an OpenAI client asks: the model, with each answer kept as an experience."""
+    """Backend of an OpenAI client: the model, with every answer kept as an experience."""
 
     def __init__(self, model: ModelWrapper) -> None:
         self._model = model
 
     async def openai(self, path: str, body: Any, stream: EventStream | None = None) -> OpenAIAnswer:
         if body.get("tool_choice") == "required":
-            # A call can be forced in one format alone; agents that want one ask again where there was none.
+            # Only one format supports forced calls; agents that need a call retry.
             body = {**body, "tool_choice": "auto"}
         answer = await cast(Answering, self._model._asked).openai(path, body, stream)
         for response in answer.responses:
@@ -207,7 +206,7 @@ class _Recorder:
 
 
 def _options(given: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """(how many answers, the sampling). Raises: TypeError: something else is asked for."""
+    """Return (number of answers, sampling). Raises: TypeError: unknown option."""
     options = {key: value for key, value in given.items() if value is not None}
     if unknown := sorted(set(options) - {*_SAMPLING, *_WITHOUT_EFFECT}):
         raise TypeError(f"chat and generate take {', '.join((*_SAMPLING, 'n'))}, not {', '.join(unknown)}")

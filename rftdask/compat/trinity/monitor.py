@@ -16,7 +16,7 @@ MONITOR = Registry("monitor", partial(read_parts, "rftdask.monitor.trackers", "m
 
 
 class Monitor(ABC):
-    """Base of monitors; one is made for each role."""
+    """Base of monitors. Each role has its own."""
 
     def __init__(self, project: str, name: str, role: str, config: Any = None) -> None:
         self.project = project
@@ -31,15 +31,15 @@ class Monitor(ABC):
 
     @abstractmethod
     def log(self, data: dict[str, Any], step: int, commit: bool = False) -> None:
-        """Show metrics."""
+        """Log metrics."""
 
     @abstractmethod
     def close(self) -> None:
-        """End."""
+        """Finish logging."""
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """Default arguments."""
+        """Return the default arguments."""
         return {}
 
     @classmethod
@@ -54,14 +54,14 @@ class Monitor(ABC):
                 self._monitors: dict[str, Monitor] = {}
 
             def log(self, role: str, step: int, metrics: Mapping[str, float], time_s: float | None = None) -> None:
-                """To the monitor of the role, which is made at its first row."""
+                """Log to the monitor of the role, created at its first row."""
                 if role not in self._monitors:
                     given = {"project": self._run.project, "group": "", "name": self._run.name, "role": role}
                     self._monitors[role] = own(**given, config=self._config)
                 self._monitors[role].log(dict(metrics), step, commit=True)
 
             def close(self) -> None:
-                """Close those there are."""
+                """Close all monitors."""
                 while self._monitors:
                     self._monitors.popitem()[1].close()
 

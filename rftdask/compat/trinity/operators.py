@@ -29,14 +29,14 @@ SELECTORS = Registry("selectors", partial(registered_parts, "selector"))
 
 
 class ExperienceOperator(ABC):
-    """Base of operators: experiences in, those that stay out, with their rewards."""
+    """Base of operators, which filter experiences and set their rewards."""
 
     @abstractmethod
     def process(self, exps: list[Experience]) -> Any:
-        """(experiences, metrics)."""
+        """Return (experiences, metrics)."""
 
     def close(self) -> Any:  # noqa: B027 -- most have nothing to release
-        """Release what it holds."""
+        """Release resources."""
 
     @classmethod
     def __rftdask_part__(cls) -> type[Operator]:
@@ -44,12 +44,12 @@ class ExperienceOperator(ABC):
 
 
 class ExperienceOperatorV1(ExperienceOperator):
-    """The same, which awaits."""
+    """Base of asynchronous operators."""
 
     auxiliary_models: dict[Any, Any]
 
     def set_auxiliary_model(self, auxiliary_models: dict[Any, Any] | None = None) -> None:
-        """Operators have no models here: an empty one."""
+        """Called with an empty dict: operators have no models here."""
         self.auxiliary_models = auxiliary_models or {}
 
     async def prepare(self) -> None:
@@ -58,16 +58,16 @@ class ExperienceOperatorV1(ExperienceOperator):
 
 def _operator(cls: type[ExperienceOperator]) -> type[Operator]:
     class Adapted(Operator):
-        """Rows as experiences without tokens: reward, metrics and group are what an operator sees."""
+        """Passes rows as experiences without tokens, with reward, metrics and group."""
 
         def __init__(self, **arguments: Any) -> None:
             self._own = cls(**arguments)
             self._is_prepared = False
 
         def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
-            given = _as_experiences(table)
-            after, metrics = self._process(list(given.values()))
-            rows = {experience.eid.uid: row for row, experience in given.items()}
+            before = _as_experiences(table)
+            after, metrics = self._process(list(before.values()))
+            rows = {experience.eid.uid: row for row, experience in before.items()}
             if added := [experience.eid.uid for experience in after if experience.eid.uid not in rows]:
                 raise ValueError(f"{cls.__name__} added {len(added)} experiences; an operator may drop or reward rows")
             rewards_N = table.rewards_N.clone()
@@ -95,24 +95,24 @@ def _operator(cls: type[ExperienceOperator]) -> type[Operator]:
                     await own.prepare()
                 return await own.process(exps)
 
-            found: tuple[list[Experience], dict[str, Any]] = asyncio.run(process())
+            result: tuple[list[Experience], dict[str, Any]] = asyncio.run(process())
             self._is_prepared = True
-            return found
+            return result
 
     return named(Adapted, cls)
 
 
 def _as_experiences(table: ExperienceTable) -> dict[int, Experience]:
-    """Row -> experience, of the rows that are kept."""
+    """Return row -> experience, for the rows that are kept."""
     runs: dict[int, int] = {}
-    found: dict[int, Experience] = {}
+    experiences: dict[int, Experience] = {}
     truncated = [False] * len(table.group_N) if table.truncated_N is None else table.truncated_N.tolist()
     for row in table.keep_N.nonzero().flatten().tolist():
         group = int(table.group_N[row])
         runs[group] = runs.get(group, -1) + 1
         stats = {key: float(value[row]) for key, value in table.stats.items() if not bool(torch.isnan(value[row]))}
         reward = float(table.rewards_N[row])
-        found[row] = Experience(
+        experiences[row] = Experience(
             tokens=(0, 0),
             eid=EID(task=group, run=runs[group]),
             reward=None if reward != reward else reward,
@@ -120,39 +120,40 @@ def _as_experiences(table: ExperienceTable) -> dict[int, Experience]:
             metrics=stats,
             truncate_status="response_truncated" if truncated[row] else None,
         )
-    return found
+    return experiences
 
 
 def named(adapted: type[T], cls: type, drop: Sequence[str] = ()) -> type[T]:
-    """`adapted` as what stands for the user's `cls`: with its name, its module and, but for `drop`, its arguments."""
+    """Give `adapted` the name, the module and the arguments, without `drop`, of the user's `cls`."""
     adapted.__name__ = adapted.__qualname__ = cls.__name__
     adapted.__module__ = cls.__module__
     signature = inspect.signature(cls)
-    kept = [each for name, each in signature.parameters.items() if name not in drop]
+    kept = [parameter for name, parameter in signature.parameters.items() if name not in drop]
     setattr(adapted, "__signature__", signature.replace(parameters=kept))  # noqa: B010 -- mypy knows no such attribute
     return adapted
 
 
 class BaseSelector:
-    """Base of selectors: indices of tasks, batch by batch. It is asked for whole epochs; `feedback` is not called."""
+    """Base of selectors, which return indices of tasks in batches. Here a batch is an epoch, and `feedback` is not
+    called."""
 
     def __init__(self, data_source: Any, config: DataSelectorConfig) -> None:
         self.data_source = data_source
         self.config = config
 
     def get_indices(self, batch_size: int, return_extra_info: bool = False) -> list[int]:
-        """The next tasks."""
+        """Return the next tasks."""
         raise NotImplementedError
 
     def feedback(self, indices: list[int], values: list[float]) -> None:
-        """What came of tasks."""
+        """Take the results of tasks. Not called."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands."""
+        """Return the state."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore a state."""
 
     @classmethod
     def __rftdask_part__(cls) -> type[Selector]:
@@ -163,7 +164,7 @@ class BaseSelector:
                 self._config = DataSelectorConfig(seed=seed, kwargs=kwargs)
 
             def order(self, features_NF: Features, epoch: int, random: np.random.BitGenerator) -> Order:
-                """The epoch's tasks, by a selector that has given those of the epochs before it."""
+                """Return the epoch's tasks, from a new selector that first returns the epochs before."""
                 size = len(features_NF)
                 selector = own(SimpleNamespace(dataset_size=size, dataset=None), self._config)
                 for _ in range(epoch):

@@ -1,4 +1,4 @@
-"""Registries: names for classes of a plug-in, by the one rule of plug-ins (config/plugins.py)."""
+"""Registries: names of a plug-in's classes, by the rule of config/plugins.py."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _Class = TypeVar("_Class", bound=type)
 
 
 class Registry:
-    """Example: @WORKFLOWS.register_module("my_workflow") above a class of a plug-in folder's file."""
+    """Example: @WORKFLOWS.register_module("my_workflow") above a class in a file of a plug-in folder."""
 
     def __init__(self, name: str, ours: Callable[[], Mapping[str, Any]] = dict) -> None:
-        """ours: call for the names of this package, which cannot be taken."""
+        """ours: returns the names of this package, which cannot be taken."""
         self.name = name
         self.modules: dict[str, type] = {}
         self._ours = ours
 
     def get(self, module_key: str | None) -> Any:
-        """The class of that name. Raises: ValueError: there is none."""
+        """Return the class of that name. Raises: ValueError: unknown name."""
         if module_key is None:
             return None
         if module_key not in self.modules:
@@ -29,7 +29,7 @@ class Registry:
     def register_module(
         self, module_name: str | None, module_cls: _Class | None = None, force: bool = False, lazy: bool = False
     ) -> Any:
-        """Register a class, or be a decorator that does. Raises: KeyError: the name is taken."""
+        """Register a class, or return a decorator that does. Raises: KeyError: the name is taken."""
 
         def decorate(cls: _Class) -> _Class:
             name = module_name or cls.__name__
@@ -44,7 +44,7 @@ class Registry:
 
 
 class Unsupported(Registry):
-    """A registry of parts that do not run here."""
+    """Registry of parts that do not run here."""
 
     def register_module(
         self, module_name: str | None, module_cls: _Class | None = None, force: bool = False, lazy: bool = False

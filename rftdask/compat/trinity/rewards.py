@@ -1,4 +1,4 @@
-"""Reward functions as classes, theirs and, by their names, ours."""
+"""Reward functions as classes: the user's, and by name those of this package."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ REWARD_FUNCTIONS = Registry("reward_functions", registered_rewards)
 
 
 class RewardFn(ABC):
-    """Base of reward functions: made with `reward_fn_args`, called with response and truth."""
+    """Base of reward functions, created with `reward_fn_args` and called with response and truth."""
 
     @abstractmethod
     def __init__(self, **kwargs: Any) -> None: ...
 
     @abstractmethod
     def __call__(self, **kwargs: Any) -> dict[str, float]:
-        """Parts of the reward by name; their sum is the reward."""
+        """Return the parts of the reward by name; the reward is their sum."""
 
     @classmethod
     def __rftdask_part__(cls) -> Callable[..., Reward]:
@@ -44,7 +44,8 @@ class RewardFn(ABC):
 
 
 def reward_class(task: Task) -> Any:
-    """The class of the task's reward function; of one of this package, a class that calls it. None: it has none."""
+    """Return the class of the task's reward function; for one of this package, a class that calls it. None: no reward
+    function."""
     return _class_of(task.reward_fn, task) if task.reward_fn else None
 
 
@@ -62,7 +63,7 @@ def _ours(name: str, task: Task | None = None) -> type[RewardFn]:
         def __call__(self, response: str, truth: Any = None, **given: Any) -> dict[str, float]:  # type: ignore[override]
             like = task or Task("", 0, 0)
             asked = Task(like.taskset, like.epoch, like.index, like.prompt, like.messages, str(truth or ""))
-            # There a call may give some of them, too, beside much that only others take.
+            # In Trinity-RFT a call may also pass some of them, and arguments that only other rewards take.
             takes = parameters_of(get_reward(name), supplied=3) or {}
             own = {key: value for key, value in given.items() if key in takes}
             found = compute_reward(asked, response, name, {**self._arguments, **own})

@@ -1,4 +1,4 @@
-"""The sections of a configuration that user code reads, and the task that a workflow is given."""
+"""Configuration sections that user code reads, and the task of a workflow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rftdask.data.task import Task as OurTask
 
 @dataclass
 class FormatConfig:
-    """`format` of a taskset, as far as a task tells it."""
+    """`format` of a taskset, as far as a task knows it."""
 
     prompt_type: str = "messages"
     prompt_key: str = "prompt"
@@ -34,7 +34,7 @@ class FormatConfig:
 
 @dataclass
 class GenerationConfig:
-    """`rollout_args` of a taskset. None: as the taskset says, which the model knows."""
+    """`rollout_args` of a taskset. None: the taskset's value, which the model knows."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -55,12 +55,12 @@ class DataSelectorConfig:
 
 
 class Config(SimpleNamespace):
-    """A configuration, for annotations of user code."""
+    """Configuration, for annotations of user code."""
 
 
 @dataclass
 class Task:
-    """A task as a workflow of Trinity-RFT reads it."""
+    """A task, with the interface of Trinity-RFT."""
 
     workflow: Any = None
     repeat_times: int | None = None
@@ -77,25 +77,25 @@ class Task:
 
     @property
     def task_desc(self) -> Any:
-        """The prompt."""
+        """Prompt."""
         return self.raw_task.get(self.format_args.prompt_key)
 
     @property
     def truth(self) -> Any:
-        """The true answer."""
+        """True answer."""
         return self.raw_task.get(self.format_args.response_key)
 
     def to_dict(self) -> dict[str, Any]:
-        """The row."""
+        """Return the row."""
         return self.raw_task
 
     def to_workflow(self, model: Any, auxiliary_models: list[Any] | None = None) -> Any:
-        """The workflow, made for this task."""
+        """Create the workflow for this task."""
         return self.workflow(task=self, model=model, auxiliary_models=auxiliary_models)
 
 
 def read_task(task: OurTask, workflow: Any, reward_fn: Any) -> Task:
-    """Ours as theirs. Prompt and answer get keys of their own where the row has them under none."""
+    """Convert one of our tasks. Prompt and answer get their own keys if the row lacks them."""
     row = dict(task.row)
     messages = list(task.messages)
     prompt = next((str(m["content"]) for m in reversed(messages) if m["role"] == "user"), "") or task.prompt

@@ -1,8 +1,7 @@
-"""Workflows: the base classes of user code, and what runs a subclass of them here.
+"""Workflows: base classes of user code, and their adapter.
 
-A workflow there may make all rollouts of a task; here each rollout is one of its own, so every workflow is asked for
-one (`set_repeat_times(1, 0)`, n = 1). What is trained are the calls of the policy as they were recorded; what a
-workflow returns says with which reward.
+In Trinity-RFT a workflow may make all rollouts of a task. Here it is called once for each rollout (`set_repeat_times(1,
+0)`, n = 1). Training uses the recorded calls of the policy; the returned experiences carry the reward.
 """
 
 from __future__ import annotations
@@ -67,20 +66,20 @@ class Workflow:
         return type(self).is_async
 
     def reset(self, task: Task) -> None:
-        """Take another task. Here each rollout has an instance of its own."""
+        """Take another task. Not called: each rollout has a new instance."""
         raise NotImplementedError
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Say how many rollouts to make."""
+        """Set the number of rollouts."""
         self.repeat_times = repeat_times
         self.run_id_base = run_id_base
 
     def run(self) -> list[Experience]:
-        """Make the rollouts."""
+        """Run the rollouts."""
         raise NotImplementedError
 
     async def run_async(self) -> list[Experience]:
-        """Make the rollouts."""
+        """Run the rollouts."""
         raise NotImplementedError
 
     @classmethod
@@ -93,7 +92,7 @@ class Workflow:
 
 
 async def run_workflow(cls: type[Workflow], task: OurTask, model: PolicyModel) -> Reward:
-    """One rollout of `task` by a workflow of Trinity-RFT. Raises: what it raises; ValueError: see `reward_of`."""
+    """Run one rollout of `task` by a workflow of Trinity-RFT. Raises: its exceptions; ValueError: see `reward_of`."""
     wait = model.blocking().wait
     policy = ModelWrapper(model, wait, "policy")
     names: Sequence[str] = getattr(model, "auxiliary_names", ())
@@ -109,17 +108,17 @@ async def run_workflow(cls: type[Workflow], task: OurTask, model: PolicyModel) -
     if cls.is_async:
         rows = await make().run_async()
     else:
-        # Made there, too: a constructor may ask the model.
+        # Created in the thread as well, because a constructor may call the model.
         rows = await asyncio.to_thread(lambda: make().run())
     return reward_of(rows, policy.answers, cls.__qualname__)
 
 
 def reward_of(rows: Sequence[Experience] | None, answers: Sequence[Experience], name: str) -> Reward:
-    """The reward of a rollout whose workflow returned `rows`, and whose policy gave `answers`.
+    """Return the reward of a rollout whose workflow returned `rows`, and whose policy gave `answers`.
 
-    A row is one of the answers, or the whole conversation. Where rows differ, the last one's reward is the rollout's;
-    `info` of rows that are answers may have an env_state_hash and a step_reward.
-    Raises: ValueError: there is no row, or one without a reward; answers were left out, which would be trained, too.
+    A row is one of the answers, or the whole conversation. If rows differ, the last one's reward counts. `info` of rows
+    that are answers may have an env_state_hash and a step_reward.
+    Raises: ValueError: there are no rows; a row has no reward; or answers are missing, although every call is trained.
     """
     if not rows:
         raise ValueError(f"{name} returned no experiences")
@@ -164,14 +163,14 @@ class MultiTurnWorkflow(Workflow):
     def process_messages_to_experience(
         self, messages: Any, reward: float, info: dict[str, Any] | None = None, truncate_status: str | None = None
     ) -> Experience:
-        """The conversation so far with its reward; 0 where its last answer met the limit."""
+        """Return the conversation so far with its reward; 0 if its last answer was truncated."""
         converted = self.model.convert_messages_to_experience(messages)
         return self._with_reward(converted, reward, info or {}, truncate_status)
 
     async def process_messages_to_experience_async(
         self, messages: Any, reward: float, info: dict[str, Any] | None = None, truncate_status: str | None = None
     ) -> Experience:
-        """As process_messages_to_experience."""
+        """See process_messages_to_experience."""
         converted = await self.model.convert_messages_to_experience_async(messages)
         return self._with_reward(converted, reward, info or {}, truncate_status)
 
@@ -187,7 +186,7 @@ class MultiTurnWorkflow(Workflow):
 
 
 class BaseSimpleWorkflow(Workflow):
-    """Base of workflows of one question."""
+    """Base of workflows with one question."""
 
     def __init__(self, *, task: Task, model: ModelWrapper, auxiliary_models: list[ModelWrapper] | None = None) -> None:
         self.reset(task)
@@ -213,7 +212,7 @@ class BaseSimpleWorkflow(Workflow):
         return asdict(self.task.rollout_args)
 
     def format_messages(self) -> list[dict[str, Any]]:
-        """The chat to be answered."""
+        """Return the chat to answer."""
         messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         messages.append({"role": "user", "content": self.task_desc})
         return messages + ([{"role": "assistant", "content": self.reply_prefix}] if self.reply_prefix else [])
@@ -228,28 +227,28 @@ class BaseSimpleWorkflow(Workflow):
 
 
 class SimpleWorkflow(BaseSimpleWorkflow):
-    """Ask once."""
+    """One question, one answer."""
 
     can_reset = True
     can_repeat = True
 
     def run(self) -> list[Experience]:
-        """The answer, with its reward."""
+        """Return the answer with its reward."""
         return self._rewarded(self.model.chat(self.format_messages(), **self.rollout_args))
 
 
 class AsyncSimpleWorkflow(BaseSimpleWorkflow):
-    """Ask once."""
+    """Asynchronous SimpleWorkflow."""
 
     is_async = True
 
     async def run_async(self) -> list[Experience]:
-        """The answer, with its reward."""
+        """Return the answer with its reward."""
         return self._rewarded(await self.model.chat_async(self.format_messages(), **self.rollout_args))
 
 
 class MathWorkflow(SimpleWorkflow):
-    """Ask once, with a system prompt for math where the task has none."""
+    """SimpleWorkflow with a system prompt for math, if the task has none."""
 
     def reset(self, task: Task) -> None:
         """See BaseSimpleWorkflow; the default reward is math_reward."""
@@ -260,11 +259,11 @@ class MathWorkflow(SimpleWorkflow):
 
 
 class AsyncMathWorkflow(AsyncSimpleWorkflow, MathWorkflow):
-    """MathWorkflow, which awaits."""
+    """Asynchronous MathWorkflow."""
 
 
 class _StepWorkflow(Workflow):
-    """A loop of steps: `step` asks the model, and says whether to go on."""
+    """A loop of steps. `step` calls the model and returns whether to continue."""
 
     def __init__(
         self,
@@ -280,7 +279,7 @@ class _StepWorkflow(Workflow):
 
     @property
     def max_step_num(self) -> int:
-        """Steps at most."""
+        """Maximum number of steps."""
         raise NotImplementedError
 
     def _taken(self, step: int) -> list[Experience]:
@@ -290,23 +289,23 @@ class _StepWorkflow(Workflow):
         return rows
 
     def step(self, step_num: int) -> bool:
-        """Ask the model."""
+        """Call the model. Returns True to continue."""
         raise NotImplementedError
 
     async def step_async(self, step_num: int) -> bool:
-        """Ask the model."""
+        """Call the model. Returns True to continue."""
         raise NotImplementedError
 
 
 class StepWiseRewardWorkflow(_StepWorkflow):
-    """Each step has its reward."""
+    """Base of workflows with a reward for each step."""
 
     def reward(self, exps: list[Experience], step_num: int) -> float:
-        """Of a step."""
+        """Return the reward of a step."""
         raise NotImplementedError
 
     def run(self) -> list[Experience]:
-        """All steps."""
+        """Run all steps."""
         rows: list[Experience] = []
         for number in range(self.max_step_num):
             goes_on = self.step(step_num=number)
@@ -321,16 +320,16 @@ class StepWiseRewardWorkflow(_StepWorkflow):
 
 
 class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
-    """StepWiseRewardWorkflow, which awaits."""
+    """Asynchronous StepWiseRewardWorkflow."""
 
     is_async = True
 
     async def reward_async(self, exps: list[Experience], step_num: int) -> float:
-        """Of a step."""
+        """Return the reward of a step."""
         raise NotImplementedError
 
     async def run_async(self) -> list[Experience]:
-        """All steps."""
+        """Run all steps."""
         rows: list[Experience] = []
         for number in range(self.max_step_num):
             goes_on = await self.step_async(step_num=number)
@@ -345,14 +344,14 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
 
 
 class RewardPropagationWorkflow(_StepWorkflow):
-    """All steps have the reward of the whole."""
+    """Base of workflows whose steps share the reward of the whole."""
 
     def reward(self, exps: list[Experience]) -> float:
-        """Of the whole."""
+        """Return the reward of the whole."""
         raise NotImplementedError
 
     def run(self) -> list[Experience]:
-        """All steps."""
+        """Run all steps."""
         rows: list[Experience] = []
         number = 0
         for number in range(self.max_step_num):
@@ -364,16 +363,16 @@ class RewardPropagationWorkflow(_StepWorkflow):
 
 
 class AsyncRewardPropagationWorkflow(RewardPropagationWorkflow):
-    """RewardPropagationWorkflow, which awaits."""
+    """Asynchronous RewardPropagationWorkflow."""
 
     is_async = True
 
     async def reward_async(self, exps: list[Experience]) -> float:
-        """Of the whole."""
+        """Return the reward of the whole."""
         raise NotImplementedError
 
     async def run_async(self) -> list[Experience]:
-        """All steps."""
+        """Run all steps."""
         rows: list[Experience] = []
         number = 0
         for number in range(self.max_step_num):

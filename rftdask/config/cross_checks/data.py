@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from rftdask.config.check import show
 from rftdask.config.cross_checks.rule import Rules, is_number
-from rftdask.config.error_text import show
 from rftdask.config.plugins import trait
 from rftdask.config.schema.algorithm import EXPERT_RATIO, is_share, registered_parts, takes_demonstrations
 from rftdask.config.schema.buffer import ExperienceBufferConfig, TasksetConfig
@@ -13,7 +13,7 @@ from rftdask.config.yaml_source import Problem, names_environment
 RULES = Rules()
 
 _DATABASES = ("sqlite:////", "postgresql://", "postgresql+")
-"""What the URL of a database begins with."""
+"""Prefixes of database URLs."""
 
 _DATASET_TYPES = ("file", "sql")
 """Values of storage_type that a dataset may have."""
@@ -23,7 +23,7 @@ _DATASET_TYPES = ("file", "sql")
 def _data_fits_mode(config: Config) -> Iterator[Problem]:
     source, at = config.buffer.explorer_input, "buffer.explorer_input"
     if source.taskset is not None and source.tasksets:
-        yield f"{at}.tasksets", "given beside taskset; give one of them"
+        yield f"{at}.tasksets", "taskset is given as well; give only one of them"
     explores = config.mode in ("both", "explore") and config.algorithm.schema_type == "experience"
     if explores and not source.train_tasksets:
         yield f"{at}.taskset.path", f"required in mode {config.mode}: the tasks to explore"
@@ -32,7 +32,7 @@ def _data_fits_mode(config: Config) -> Iterator[Problem]:
     # A name is part of the uid of every experience, so two tasksets must not share one.
     names = [taskset.name for taskset in (*source.train_tasksets, *source.eval_tasksets)]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield at, f"{names.count(name)} tasksets are named {name!r}; each needs a name of its own"
+        yield at, f"{names.count(name)} tasksets are named {name!r}; give each a unique name"
 
 
 @RULES.reading("mode", "algorithm.algorithm_type", "buffer.trainer_input")
@@ -61,7 +61,7 @@ def _held_out_rows_are_a_dataset(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("algorithm.algorithm_type", "checkpoint_root_dir", "buffer.trainer_input")
 def _log_has_a_place(config: Config) -> Iterator[Problem]:
-    """Of the experience log: a path is for databases, and a database has one kind of URL."""
+    """Check the path of the experience log: only databases have one, with a certain kind of URL."""
     buffer, at = config.buffer.trainer_input.experience_buffer, "buffer.trainer_input.experience_buffer.path"
     if config.algorithm.schema_type != "experience" or buffer.storage_type != "sql":
         return
@@ -74,14 +74,17 @@ def _log_has_a_place(config: Config) -> Iterator[Problem]:
 @RULES.reading("private", "checkpoint_root_dir")
 def _modes_are_of_folders(config: Config) -> Iterator[Problem]:
     if config.private and "://" in config.checkpoint_job_dir.removeprefix("file://"):
-        yield "private", f"{config.checkpoint_root_dir} is no folder; who may read it is said by those who keep it"
+        yield (
+            "private",
+            f"{config.checkpoint_root_dir} is not a local folder; set access rules at the storage service",
+        )
 
 
 @RULES.reading("algorithm.algorithm_type", "buffer.explorer_input", "buffer.trainer_input")
 def _tables_are_in_a_database(config: Config) -> Iterator[Problem]:
-    """Of datasets with storage_type sql."""
+    """Check the paths of datasets with storage_type sql."""
     source, read = config.buffer.explorer_input, config.buffer.trainer_input
-    # By their keys below `buffer`, so that a mistake is told where it was made.
+    # By their keys below `buffer`, so that a mistake is reported at its key.
     datasets: dict[str, TasksetConfig | ExperienceBufferConfig] = {}
     if source.taskset is not None:
         datasets["explorer_input.taskset"] = source.taskset
@@ -98,10 +101,10 @@ def _tables_are_in_a_database(config: Config) -> Iterator[Problem]:
 
 
 def _no_database(at: str, path: str) -> Iterator[Problem]:
-    """What is wrong with the URL of a database."""
+    """Report a URL that is not a database URL."""
     # A URL that comes from a variable is known only where the run will be.
     if not names_environment(path) and not path.startswith(_DATABASES):
-        yield at, f"{show(path)} is no database; use postgresql://user@host/name or sqlite:///file.db"
+        yield at, f"{show(path)} is not a database URL; use postgresql://user@host/name or sqlite:///file.db"
 
 
 _WEIGHTS = ("quality", "difficulty", "usage_frequency", "diversity")
@@ -109,7 +112,7 @@ _WEIGHTS = ("quality", "difficulty", "usage_frequency", "diversity")
 
 @RULES.reading("mode", "algorithm.algorithm_type", "buffer", "data_processor.task_pipeline")
 def _pipeline_makes_a_dataset(config: Config) -> Iterator[Problem]:
-    """What Data-Juicer itself says of its operators is found where it is (`check_pipeline`)."""
+    """Check the pipeline. `check_pipeline` reports the problems that Data-Juicer finds in its operators."""
     pipeline, at = config.data_processor.task_pipeline, "data_processor.task_pipeline"
     if pipeline == TaskPipelineConfig():
         return
@@ -122,11 +125,11 @@ def _pipeline_makes_a_dataset(config: Config) -> Iterator[Problem]:
             yield f"{at}.operators[{number}].args", f"{show(entry['args'])} is not {{argument: value}}"
     for name, weight in pipeline.priority_weights.items():
         if name not in _WEIGHTS:
-            yield f"{at}.priority_weights.{name}", f"unknown; there are {', '.join(_WEIGHTS)}"
+            yield f"{at}.priority_weights.{name}", f"unknown; choose from {', '.join(_WEIGHTS)}"
         elif not is_number(weight):
             yield f"{at}.priority_weights.{name}", f"{show(weight)} is not a number"
     if pipeline.top_k == 0:
-        yield f"{at}.top_k", "0 leaves no row; -1 stands for all"
+        yield f"{at}.top_k", "0 keeps no row; use -1 to keep all"
     dataset = config.pipeline_dataset
     if dataset is not None and dataset.storage_type == "sql":
         where = ".".join(map(str, config.pipeline_place or ()))
@@ -141,8 +144,8 @@ def _operators_have_their_stage(config: Config) -> Iterator[Problem]:
     for number, entry in enumerate(pipeline.operators):
         part = registered_parts("operator").get(str(entry.get("name")))
         if pipeline.stage == "batch" and part is not None and trait(part, "only_at_commit"):
-            why = "a batch is formed of rows without their text, again by each later start, which must drop the same"
-            yield f"{at}.stage", f"batch: operators[{number}] {entry['name']} runs at commit alone ({why}); set commit"
+            why = "batches have no text, and every start must drop the same rows"
+            yield f"{at}.stage", f"batch: operators[{number}] {entry['name']} runs only at commit ({why}); set commit"
 
 
 @RULES.reading("buffer.trainer_input.auxiliary_buffers")
@@ -166,10 +169,10 @@ def _demonstrations_are_there(config: Config) -> Iterator[Problem]:
         return
     ratio = (config.algorithm.sample_strategy_args or {}).get("expert_data_ratio", EXPERT_RATIO)
     if not is_share(ratio):
-        yield "algorithm.sample_strategy_args.expert_data_ratio", f"{ratio!r} is not a number from 0 to below 1"
+        yield "algorithm.sample_strategy_args.expert_data_ratio", f"{ratio!r} is not a number in [0, 1)"
     buffer = config.buffer.trainer_input.auxiliary_buffers.get(config.demonstrations)
     at = f"buffer.trainer_input.auxiliary_buffers.{config.demonstrations}"
-    # Who only explores or evaluates reads no demonstrations.
+    # Commands that only explore or evaluate read no demonstrations.
     if config.mode in ("both", "train") and (buffer is None or not buffer.path):
         yield f"{at}.path", f"required for {algorithm}: the demonstrations, a dataset in the format of sft"
 
@@ -198,7 +201,10 @@ def _replay_fits(config: Config) -> Iterator[Problem]:
     if not section.enable:
         return
     if config.algorithm.schema_type != "experience":
-        yield f"{at}.enable", f"{config.algorithm.algorithm_type} learns from a dataset, which it reads again anyway"
+        yield (
+            f"{at}.enable",
+            f"{config.algorithm.algorithm_type} learns from a dataset, whose rows repeat each epoch; leave it out",
+        )
     # Without a cooldown each group is used once, and none of the following can happen.
     cooldown, cool = section.reuse_cooldown_time, f"{at}.reuse_cooldown_time"
     if cooldown is None:
@@ -207,10 +213,10 @@ def _replay_fits(config: Config) -> Iterator[Problem]:
         why = "compares with a greedy rollout, which is used once"
         yield cool, f"{config.algorithm.algorithm_type} {why}; leave it out"
     if config.mode == "both" and config.synchronizer.sync_style == "fixed" and cooldown > 0:
-        why = f"{cooldown} s: style fixed repeats a run bit by bit, and a clock does not"
+        why = f"{cooldown} s: style fixed repeats a run bit by bit, which a clock prevents"
         yield cool, f"{why}; set 0, or choose another synchronizer.sync_style"
     if cooldown >= buffer.max_read_timeout:
-        why = "after which a batch is made of what is there"
+        why = "after which a batch is formed from the available groups; lower it"
         yield cool, f"{cooldown} s is not below max_read_timeout {buffer.max_read_timeout} s, {why}"
     if section.priority_fn_args.get("decay") == 0 and section.priority_fn == "linear_decay":
         yield f"{at}.priority_fn_args.decay", "0 would train the newest groups for ever; use more than 0"
@@ -255,11 +261,11 @@ def _selectors_go_together(config: Config) -> Iterator[Problem]:
         if trait(part, "epoch_each_step") and len(types) > 1:
             yield at, f"{name} cannot be mixed with other selectors ({names}); use one for all tasksets"
         if trait(part, "learns") and len(selectors) > 1:
-            yield at, f"{name} is for one taskset, and there are {len(selectors)}; merge them or use shuffle"
+            yield at, f"{name} takes one taskset, not {len(selectors)}; merge them or use shuffle"
     # Each taskset has its own number in the seed of its order, so one seed gives them different orders.
     seeds = sorted({selector.seed for selector in selectors if trait(selector.selector, "seeded")})
     if len(seeds) > 1:
-        yield at, f"data_selector.seed differs between tasksets ({seeds}); give one, their orders differ anyway"
+        yield at, f"data_selector.seed differs between tasksets ({seeds}); give one seed; the orders differ anyway"
     for selector in selectors:
         features, count = trait(selector.selector, "features"), trait(selector.selector, "num_features")
         what = f"for {selector.selector_type}: {features}"
@@ -287,8 +293,8 @@ def _temperatures_have_a_way(config: Config) -> Iterator[Problem]:
     for place, taskset in places.items():
         given = taskset.rollout_args
         if (given.final_temperature is None) != (given.temperature_steps is None):
-            yield f"{at}.{place}.rollout_args.final_temperature", "goes together with temperature_steps; give both"
+            yield f"{at}.{place}.rollout_args.final_temperature", "requires temperature_steps as well; give both"
     for number, taskset in enumerate(source.eval_tasksets):
         if taskset.rollout_args.final_temperature is not None or taskset.rollout_args.temperature_steps is not None:
             key = f"{at}.eval_tasksets[{number}].rollout_args.final_temperature"
-            yield key, "evaluations of all steps are compared with each other, so their temperature stays"
+            yield key, "evaluations are compared across steps, so their temperature must not change; leave it out"

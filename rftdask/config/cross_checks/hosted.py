@@ -1,4 +1,4 @@
-"""Rules of a policy that is trained and sampled at a service: `model.tinker`."""
+"""Rules for a policy that is trained and sampled at a service: `model.tinker`."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ _IDLE = (
     *("gradient_checkpointing", "torch_compile", "reshard_after_forward", "prefetch_layers", "micro_batch_size"),
     *("max_token_len_per_gpu", "use_dynamic_bsz", "master_weights", "offload_policy", "save_strategy"),
 )
-"""Keys of section trainer that change how a model is computed here: a warning where it is not."""
+"""Keys of section trainer that only matter for local training: a warning otherwise."""
 
 
 @RULES.reading("model.tinker", "trainer.trainer_type", "explorer.rollout_model.engine_type", "mode")
@@ -22,12 +22,15 @@ def _both_sides_are_at_the_service(config: Config) -> Iterator[Problem]:
     trains, samples = config.trainer.is_hosted, config.explorer.rollout_model.traits.is_hosted
     enabled = "model.tinker.enable: true sets both"
     if trains and not samples:
-        yield "trainer.trainer_type", f"tinker: its weights are at the service, for engine_type tinker; {enabled}"
+        yield (
+            "trainer.trainer_type",
+            f"tinker requires engine_type tinker; {enabled}",
+        )
     elif samples and not trains:
-        yield "explorer.rollout_model.engine_type", f"tinker samples what trainer_type tinker trains; {enabled}"
+        yield "explorer.rollout_model.engine_type", f"tinker requires trainer_type tinker; {enabled}"
     tinker = config.model.tinker
     if not (tinker.train_mlp or tinker.train_attn or tinker.train_unembed):
-        yield "model.tinker", "an adapter in no layer; leave one of train_mlp, train_attn and train_unembed true"
+        yield "model.tinker", "the adapter has no layers; set train_mlp, train_attn or train_unembed to true"
 
 
 @RULES.reading("model", "trainer", "explorer", "algorithm", "buffer", "synchronizer", "cluster.colocate")
@@ -37,40 +40,46 @@ def _the_service_can_do_it(config: Config) -> Iterator[Problem]:
     algorithm, model, trainer, sync = config.algorithm, config.model, config.trainer, config.synchronizer
     optimizer = algorithm.optimizer
     others = {
-        "model.lora_configs": (bool(model.lora_configs), "its adapter is that of model.tinker; leave it out"),
+        "model.lora_configs": (bool(model.lora_configs), "the adapter is configured in model.tinker; leave it out"),
         "model.min_response_tokens": (model.min_response_tokens > 0, "its sampler has no such limit; leave it out"),
         "model.repetition_penalty": (model.repetition_penalty != 1, "its sampler has none; leave it out"),
-        "model.temperature": (model.temperature != 1, "it trains logprobs of temperature 1 alone; leave it out"),
-        "trainer.num_ranks": ((trainer.num_ranks or 1) > 1, "one rank asks it, and it has its own; leave it out"),
-        "trainer.tensor_parallel_size": (trainer.tensor_parallel_size > 1, "it computes; leave it out"),
+        "model.temperature": (model.temperature != 1, "it only trains logprobs of temperature 1; leave it out"),
+        "trainer.num_ranks": ((trainer.num_ranks or 1) > 1, "the service has its own ranks; leave it out"),
+        "trainer.tensor_parallel_size": (
+            trainer.tensor_parallel_size > 1,
+            "the service has its own; leave it out",
+        ),
         "trainer.ulysses_sequence_parallel_size": (
             trainer.ulysses_sequence_parallel_size > 1,
-            "it computes; leave it out",
+            "the service has its own; leave it out",
         ),
-        "trainer.router_aux_loss_coef": (trainer.router_aux_loss_coef > 0, "it tells no routers; leave it out"),
+        "trainer.router_aux_loss_coef": (trainer.router_aux_loss_coef > 0, "it does not report routers; leave it out"),
         "trainer.save_hf_checkpoint": (
             trainer.save_hf_checkpoint == "always",
-            "the model is there; `tinker checkpoint download` brings its adapter",
+            "the service keeps the model; use `tinker checkpoint download` for its adapter",
         ),
-        "algorithm.enable_router_replay": (algorithm.enable_router_replay, "it tells no experts; leave it out"),
+        "algorithm.enable_router_replay": (algorithm.enable_router_replay, "it does not report experts; leave it out"),
         "algorithm.optimizer.optimizer_type": (
             optimizer.optimizer_type.lower() not in ("adam", "adamw"),
-            "it has AdamW; use adamw",
+            "it only has AdamW; use adamw",
         ),
         "algorithm.optimizer.optimizer_args": (
             bool(set(optimizer.optimizer_args or {}) - {"eps"}),
-            "of AdamW there are eps, and the keys beside this one; leave others out",
+            "its AdamW takes only eps and the keys of this section; leave others out",
         ),
         "algorithm.algorithm_type": (
             algorithm.trains_critic or algorithm.trains_reward_model or algorithm.needs_teacher,
-            f"{algorithm.algorithm_type} has a critic, a teacher or a head of its own, and it tells logprobs alone; "
+            f"{algorithm.algorithm_type} needs a critic, a teacher or a head, and the service only returns logprobs; "
             "choose another, or trainer_type torch",
         ),
         "synchronizer.sync_method": (
             sync.sync_method in ("memory", "nccl"),
-            "weights stay there, and their names are files; leave it out",
+            "weights stay at the service, and files name them; leave it out",
         ),
-        "synchronizer.whole_interval": (sync.whole_interval > 1, "weights stay there; leave it out"),
+        "synchronizer.full_publish_interval": (
+            sync.full_publish_interval > 1,
+            "the service keeps them; leave it out",
+        ),
         "cluster.colocate": (bool(config.cluster.colocate), "no GPU is shared; leave it out (mode: both)"),
     }
     source = config.buffer.explorer_input
@@ -78,16 +87,16 @@ def _the_service_can_do_it(config: Config) -> Iterator[Problem]:
     for place, taskset in zip(places, source.train_tasksets, strict=True):
         others[f"buffer.explorer_input.{place}.rollout_args.temperature"] = (
             taskset.rollout_args.temperature not in (None, 1, model.temperature),
-            "it trains logprobs of temperature 1 alone; leave it out",
+            "it only trains logprobs of temperature 1; leave it out",
         )
     for path, (is_asked, why) in others.items():
         if is_asked:
-            yield path, f"trainer_type tinker: not at the service: {why}"
+            yield path, f"not available with trainer_type tinker: {why}"
 
 
 def hosted_warnings(config: Config) -> Iterator[Problem]:
-    """(path, message) of keys without effect."""
+    """Yield (path, message) for keys without effect."""
     if config.trainer.is_hosted:
         for key in _IDLE:
             if getattr(config.trainer, key) != default_of(TrainerConfig.model_fields[key]):
-                yield f"trainer.{key}", "ignored: the Tinker service computes as it sees fit"
+                yield f"trainer.{key}", "ignored: the Tinker service decides"

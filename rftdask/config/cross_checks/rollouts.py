@@ -1,10 +1,10 @@
-"""Rules of engines, models and workers of the explorer."""
+"""Rules for engines, models and workers of the explorer."""
 
 from collections.abc import Iterator
 
 from rftdask.config.base import default_of
+from rftdask.config.check import show
 from rftdask.config.cross_checks.rule import Rules
-from rftdask.config.error_text import show
 from rftdask.config.schema.cluster import JobConfig, count_gres
 from rftdask.config.schema.explorer import InferenceModelConfig, registered_engines
 from rftdask.config.schema.run import Config
@@ -14,7 +14,7 @@ RULES = Rules()
 
 _SPLITS = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel")
 _REFUSED = (*_SPLITS, "extra_engine_args")
-"""Keys that change what an engine computes on: an error where it does not follow them."""
+"""Keys that change the results of an engine: an error if it does not follow them."""
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "repetition_penalty", "enable_thinking"),
     *("min_response_tokens", "max_response_tokens", "max_prompt_tokens", "max_model_len"),
@@ -23,7 +23,7 @@ _SAMPLING = (
 _OF_SERVICES = ("requests_per_minute", "tokens_per_minute", "max_retries")
 """Keys of a model behind an API."""
 _IGNORED = ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "gpu_memory_utilization")
-"""Keys that change how fast it computes the same: a warning where it does not follow them."""
+"""Keys that only change the speed of an engine: a warning if it does not follow them."""
 
 
 @RULES.reading("explorer.rollout_model", "explorer.auxiliary_models", "model.lora_configs")
@@ -31,11 +31,14 @@ def _engines_can_do_it(config: Config) -> Iterator[Problem]:
     for path, section in config.explorer.engines():
         for key in _set_without_effect(section, _REFUSED):
             remedy = f"leave it out or use {' or '.join(_engines_that_follow(key))}"
-            yield f"{path}.{key}", f"engine_type {section.engine_type} cannot do it; {remedy}"
-    # Who samples without a part of the adapter samples from another policy than the one that is trained.
+            yield f"{path}.{key}", f"engine_type {section.engine_type} does not support it; {remedy}"
+    # Sampling without a part of the adapter would sample from another policy than the trained one.
     engine, loras = config.explorer.rollout_model, config.model.lora_configs or ()
     if any(lora.use_dora for lora in loras) and not engine.traits.takes_dora:
-        yield "model.lora_configs[0].use_dora", f"engine_type {engine.engine_type} has no DoRA; use transformers"
+        yield (
+            "model.lora_configs[0].use_dora",
+            f"engine_type {engine.engine_type} does not support DoRA; use transformers",
+        )
 
 
 @RULES.reading("explorer.rollout_model", "explorer.auxiliary_models", "algorithm")
@@ -68,7 +71,7 @@ def _engines_keep_their_promises(config: Config) -> Iterator[Problem]:
         told = " + ".join(f"{share:g}" for share in shares)
         yield (
             f"{engines[-1][0]}.gpu_memory_utilization",
-            f"{told} of a GPU that they share; give each a part of it, together 0.95 at most "
+            f"{told} exceeds the GPU that they share; set shares that add up to 0.95 at most "
             f"({', '.join(path for path, _ in engines)})",
         )
 
@@ -81,11 +84,11 @@ def _weights_load_in_flight_where_they_can(config: Config) -> Iterator[Problem]:
     if config.synchronizer.sync_style != "fully_async":
         yield key, f"sync_style {config.synchronizer.sync_style} loads at its boundaries; use fully_async"
     if config.cluster.colocate:
-        yield key, "an engine that takes turns with a trainer has nothing under way as it loads; leave it out"
+        yield key, "an engine that shares its GPU with a trainer has no running requests when it loads; leave it out"
     if not engine.traits.loads_in_flight:
-        yield key, f"engine_type {engine.engine_type} loads when nothing is under way; leave it out"
+        yield key, f"engine_type {engine.engine_type} loads only when no request is running; leave it out"
     elif config.model.lora_configs and not engine.traits.loads_adapters_in_flight:
-        why = f"engine_type {engine.engine_type} loads adapters when nothing is under way"
+        why = f"engine_type {engine.engine_type} loads adapters only when no request is running"
         yield key, f"{why}; leave it out, or use transformers"
 
 
@@ -97,9 +100,9 @@ def _images_are_read(config: Config) -> Iterator[Problem]:
         supervised["trainer_input.experience_buffer"] = read.experience_buffer
     for at, buffer in supervised.items():
         if buffer.format.image_key:
-            yield f"buffer.{at}.format.image_key", "images are of tasks, and not of rows to learn from; leave it out"
+            yield f"buffer.{at}.format.image_key", "only tasks may have images; leave it out"
         if buffer.format.video_key:
-            yield f"buffer.{at}.format.video_key", "videos are of tasks, and not of rows to learn from; leave it out"
+            yield f"buffer.{at}.format.video_key", "only tasks may have videos; leave it out"
     if not config.reads_images:
         return
     at = "buffer.explorer_input.taskset.format.image_key"
@@ -108,17 +111,17 @@ def _images_are_read(config: Config) -> Iterator[Problem]:
     if not any(taskset.format.image_key for taskset in tasksets):
         at = at.replace("image_key", "video_key")
     if any((t.format.image_key or t.format.video_key) and t.format.prompt_type == "raw" for t in tasksets):
-        why = "images and videos are shown by a chat template, and prompt_type raw has none"
+        why = "images and videos need a chat template, which prompt_type raw lacks"
         yield at, f"{why}; use messages or plaintext"
     if config.has_explorer and not engine.traits.reads_images:
-        yield at, f"engine_type {engine.engine_type} is given no images here; use engine_type transformers"
+        yield at, f"engine_type {engine.engine_type} does not support images here; use engine_type transformers"
     elif config.has_explorer and config.reads_videos and not engine.traits.reads_videos:
         at = "buffer.explorer_input.taskset.format.video_key"
-        yield at, f"engine_type {engine.engine_type} is given no videos here; use engine_type transformers"
+        yield at, f"engine_type {engine.engine_type} does not support videos here; use engine_type transformers"
     others = {
         "trainer.ulysses_sequence_parallel_size": trainer.ulysses_sequence_parallel_size > 1,
         "trainer.tensor_parallel_size": trainer.tensor_parallel_size > 1,
-        "trainer.trainer_strategy fsdp2, whose ranks make as many passes as each other": (
+        "trainer.trainer_strategy fsdp2, whose ranks must make equally many passes": (
             trainer.trainer_strategy == "fsdp2" and (trainer.num_ranks or 1) > 1
         ),
         "algorithm.enable_router_replay": config.algorithm.enable_router_replay,
@@ -130,22 +133,22 @@ def _images_are_read(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("synchronizer")
 def _what_is_held_is_whole(config: Config) -> Iterator[Problem]:
-    interval, method = config.synchronizer.whole_interval, config.synchronizer.sync_method
+    interval, method = config.synchronizer.full_publish_interval, config.synchronizer.sync_method
     if interval > 1 and method in ("memory", "nccl"):
-        why = f"{interval}: deltas are files, and sync_method {method} writes whole versions alone"
-        yield "synchronizer.whole_interval", f"{why}; set 1, or sync_method: checkpoint"
+        why = f"{interval}: deltas are files, and sync_method {method} writes only full versions"
+        yield "synchronizer.full_publish_interval", f"{why}; set 1, or sync_method: checkpoint"
 
 
 @RULES.reading("cluster")
 def _options_are_read(config: Config) -> Iterator[Problem]:
-    if config.cluster.stage_to is not None and config.cluster.type == "existing":
+    if config.cluster.local_cache_dir is not None and config.cluster.type == "existing":
         yield (
-            "cluster.stage_to",
-            "workers of an existing cluster are started by others; export RFTDASK_STAGE_TO where they start, and leave "
+            "cluster.local_cache_dir",
+            "the workers of an existing cluster are started elsewhere; export RFTDASK_STAGE_TO there, and leave "
             "it out here",
         )
     if config.cluster.options and not config.cluster.takes_options:
-        yield "cluster.options", f"cluster.type {config.cluster.type} has no options of its own; leave it out"
+        yield "cluster.options", f"cluster.type {config.cluster.type} takes no options; leave it out"
 
 
 @RULES.reading("cluster")
@@ -153,7 +156,7 @@ def _gpus_are_asked_for_once(config: Config) -> Iterator[Problem]:
     for role in ("controller", "trainer", "explorer", "auxiliary"):
         job: JobConfig = getattr(config.cluster.slurm, role)
         if job.gpus_per_node and count_gres(job.gres):
-            told = f"gres asks for {job.gres}, too, and SLURM takes one of them; leave one out"
+            told = f"gres {job.gres} requests GPUs as well, and SLURM takes only one of the two; leave one out"
             yield f"cluster.slurm.{role}.gpus_per_node", told
 
 
@@ -161,7 +164,7 @@ def _gpus_are_asked_for_once(config: Config) -> Iterator[Problem]:
 def _the_policy_is_named_elsewhere(config: Config) -> Iterator[Problem]:
     in_model = "lengths and sampling of the policy; set the same key in section model"
     whats = {"model_path": in_model, **dict.fromkeys(_SAMPLING, in_model)}
-    of_auxiliary = dict.fromkeys(("name", "teaches", "prompt_price", "response_price"), "auxiliary models")
+    of_auxiliary = dict.fromkeys(("name", "teacher_for", "prompt_price", "response_price"), "auxiliary models")
     for key, what in {**whats, **of_auxiliary}.items():
         value = getattr(config.explorer.rollout_model, key)
         if value is not None:
@@ -177,50 +180,53 @@ def _teachers_are_there(config: Config) -> Iterator[Problem]:
         if config.mode not in ("both", "train"):
             return
         if not models or not models[0].model_path:
-            yield at, f"required for {algorithm}: its teacher, of the policy's vocabulary; give [{{model_path: ...}}]"
+            yield at, f"required for {algorithm}: a teacher with the policy's vocabulary; give [{{model_path: ...}}]"
         else:
             yield from _teaching_is_shared_out(config)
         return
     # A name is looked up when a workflow asks, hours into a run; a second one of it would never be found.
     names = [model.name or model.model_path for model in models]
     for number, model in enumerate(models):
-        if model.teaches is not None:
-            yield f"{at}[{number}].teaches", f"{algorithm} has no teachers; leave it out"
+        if model.teacher_for is not None:
+            yield f"{at}[{number}].teacher_for", f"{algorithm} has no teachers; leave it out"
         if not model.model_path:
-            yield f"{at}[{number}].model_path", "required: what workflows ask by model.auxiliary(name)"
+            yield f"{at}[{number}].model_path", "required: the model that workflows get by model.auxiliary(name)"
         elif names.count(names[number]) > 1:
-            yield f"{at}[{number}].name", f"{names[number]!r} is the name of another model, too; give each its own"
+            yield (
+                f"{at}[{number}].name",
+                f"{names[number]!r} also names another model; give each a unique name",
+            )
 
 
 def _teaching_is_shared_out(config: Config) -> Iterator[Problem]:
-    """Whatever is trained has one teacher; the names of what only a log knows are not known here."""
+    """Check that every trained taskset has one teacher. Tasksets that only a log contains are unknown here."""
     models, at = config.explorer.auxiliary_models, "explorer.auxiliary_models"
-    taught = [name for model in models for name in model.teaches or ()]
+    taught = [name for model in models for name in model.teacher_for or ()]
     trained = [str(taskset.name) for taskset in config.buffer.explorer_input.train_tasksets if config.mode == "both"]
     trained += [config.dataset_name] * bool(config.num_demonstrations or config.algorithm.schema_type != "experience")
-    num_others = sum(model.teaches is None for model in models)
+    num_others = sum(model.teacher_for is None for model in models)
     if num_others > 1:
-        yield at, f"{num_others} of them have no `teaches`, which is to name the tasksets of all teachers but one"
+        yield at, f"{num_others} models have no `teacher_for`; all teachers but one must list their tasksets"
     for number, model in enumerate(models):
         if not model.model_path:
-            yield f"{at}[{number}].model_path", "required: a teacher, of the policy's vocabulary"
-        for name in model.teaches or ():
+            yield f"{at}[{number}].model_path", "required: a teacher with the policy's vocabulary"
+        for name in model.teacher_for or ():
             if taught.count(name) > 1:
-                yield f"{at}[{number}].teaches", f"{name!r} has another teacher, too; leave it out of one"
+                yield f"{at}[{number}].teacher_for", f"{name!r} has two teachers; remove it from one"
             elif config.mode == "both" and name not in trained:
-                yield f"{at}[{number}].teaches", f"{name!r} is not trained; there are {', '.join(trained)}"
+                yield f"{at}[{number}].teacher_for", f"{name!r} is not trained; choose from {', '.join(trained)}"
     for name in trained if not num_others else ():
         if name not in taught:
-            yield at, f"{name!r} has no teacher; name it in the `teaches` of one"
+            yield at, f"{name!r} has no teacher; add it to the `teacher_for` of one"
 
 
 @RULES.reading("mode", "algorithm", "model.external_model", "explorer")
 def _external_is_not_trained(config: Config) -> Iterator[Problem]:
-    """A model behind an API gives text: no tokens and no logprobs, and nobody can load weights into it."""
+    """A model behind an API returns text without tokens and logprobs, and takes no weights."""
     remotes = [model for model in config.explorer.auxiliary_models if model.traits.is_external]
     if remotes and config.algorithm.needs_teacher and config.mode in ("both", "train"):
         number = config.explorer.auxiliary_models.index(remotes[0])
-        why = f"{remotes[0].engine_type}: a model behind an API gives no teacher's logprobs"
+        why = f"{remotes[0].engine_type}: a model behind an API returns no teacher logprobs"
         yield f"explorer.auxiliary_models[{number}].engine_type", why
     if not config.is_external:
         return
@@ -228,7 +234,10 @@ def _external_is_not_trained(config: Config) -> Iterator[Problem]:
     # Both ways to name such a model; the message is for the key that was used.
     key = f"{at}.enable" if config.model.external_model.enable else "explorer.rollout_model.engine_type"
     if config.mode != "bench":
-        yield key, f"a model behind an API gives no tokens and logprobs to train on; use mode bench, not {config.mode}"
+        yield (
+            key,
+            f"a model behind an API returns no tokens or logprobs to train; use mode bench, not {config.mode}",
+        )
     if not config.model.external_model.model_name:
         yield f"{at}.model_name", "required: the model's name at the service"
 
@@ -236,28 +245,28 @@ def _external_is_not_trained(config: Config) -> Iterator[Problem]:
 @RULES.reading("explorer", "algorithm", "model.external_model")
 def _auxiliary_models_are_placed(config: Config) -> Iterator[Problem]:
     if config.explorer.rollout_model.engine_num < 1:
-        yield "explorer.rollout_model.engine_num", "0: the policy has one engine at least; give 1 or more"
+        yield "explorer.rollout_model.engine_num", "0: the policy needs at least one engine; give 1 or more"
     usual = {key: default_of(InferenceModelConfig.model_fields[key]) for key in _OF_SERVICES}
     for path, section in config.explorer.engines():
         is_policy = path == "explorer.rollout_model"
         for key in _OF_SERVICES:
             is_remote = config.is_external if is_policy else section.traits.is_external
             if getattr(section, key) != usual[key] and not is_remote:
-                yield f"{path}.{key}", f"a limit of a model behind an API, and engine_type is {section.engine_type}"
+                yield f"{path}.{key}", f"only for models behind an API, and engine_type is {section.engine_type}"
         if not is_policy and section.is_apart and section.traits.is_hosted:
-            yield f"{path}.engine_num", "the Tinker service computes, so it needs no workers; leave it out"
+            yield f"{path}.engine_num", "the Tinker service runs the model, so it needs no workers; leave it out"
 
 
 @RULES.reading("explorer")
 def _workers_are_between_limits(config: Config) -> Iterator[Problem]:
     fewest, most = config.explorer.min_workers, config.explorer.max_workers
     if fewest is not None and most is not None and fewest > most:
-        yield "explorer.min_workers", f"{fewest}: more than explorer.max_workers, {most}; lower one or raise the other"
+        yield "explorer.min_workers", f"{fewest} exceeds explorer.max_workers {most}; lower one or raise the other"
 
 
 @RULES.reading("synchronizer.sync_style", "explorer.over_rollout", "explorer.dynamic_timeout", "mode")
 def _fixed_is_repeatable(config: Config) -> Iterator[Problem]:
-    """In style fixed two runs are equal bit by bit; which rollouts a clock calls off is not."""
+    """In style fixed two runs are equal bit by bit, which rollouts cancelled by a clock would break."""
     explorer = config.explorer
     if config.synchronizer.sync_style != "fixed" or config.mode != "both":
         return
@@ -270,17 +279,17 @@ def _fixed_is_repeatable(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("monitor")
 def _trackers_are_named_once(config: Config) -> Iterator[Problem]:
-    """Where a tracker has come to is kept by its name."""
+    """The position of a tracker is stored by its name."""
     seen = {config.monitor.monitor_type}
-    for number, tracker in enumerate(config.monitor.also):
+    for number, tracker in enumerate(config.monitor.extra_monitors):
         name = str(tracker.get("name", ""))
         if name in seen:
-            yield f"monitor.also[{number}].name", f"{name} is there already; a tracker is named once"
+            yield f"monitor.extra_monitors[{number}].name", f"{name} is listed twice; list each tracker once"
         seen.add(name)
 
 
 def engine_warnings(config: Config) -> Iterator[Problem]:
-    """(path, message) of keys without effect."""
+    """Yield (path, message) for keys without effect."""
     for path, section in config.explorer.engines():
         for key in _set_without_effect(section, _IGNORED):
             tuned = " and ".join(_engines_that_follow(key))
@@ -288,7 +297,7 @@ def engine_warnings(config: Config) -> Iterator[Problem]:
 
 
 def _set_without_effect(section: InferenceModelConfig, keys: tuple[str, ...]) -> list[str]:
-    """Those of `keys` that differ from their defaults and that the section's engine does not follow."""
+    """Return those of `keys` that differ from their defaults and that the section's engine does not follow."""
     defaults = {key: default_of(InferenceModelConfig.model_fields[key]) for key in keys}
     return [key for key in keys if key not in section.traits.config_keys and getattr(section, key) != defaults[key]]
 

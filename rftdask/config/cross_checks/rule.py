@@ -10,10 +10,10 @@ Rule = Callable[[Config], Iterator[Problem]]
 
 
 class Rules(list[tuple[tuple[str, ...], Rule]]):
-    """(keys it reads, the rule), in the order in which they are written."""
+    """List of (keys it reads, rule), in the order written."""
 
     def reading(self, *keys: str) -> Callable[[Rule], Rule]:
-        """Decorator: adds a rule, which is left out when one of these keys is broken."""
+        """Return a decorator that adds a rule. The rule is skipped if one of these keys is broken."""
 
         def add(rule: Rule) -> Rule:
             self.append((keys, rule))
@@ -23,10 +23,10 @@ class Rules(list[tuple[tuple[str, ...], Rule]]):
 
 
 def is_natural(value: object) -> bool:
-    """An integer from 0 on; `True` is none."""
+    """Return True for an integer of at least 0, but not for `True`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def is_number(value: object) -> bool:
-    """An integer or a float; `True` is none."""
+    """Return True for an integer or float, but not for `True`."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,10 +1,9 @@
-"""Rules of lengths, batches, ranks and staleness."""
+"""Rules for lengths, batches, ranks and staleness."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from rftdask.config.cross_checks.rule import Rules, is_natural
-from rftdask.config.plugins import argument_problems
+from rftdask.config.plugins import argument_problems, read_library_part
 from rftdask.config.schema.algorithm import registered_parts
 from rftdask.config.schema.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig
 from rftdask.config.schema.run import Config
@@ -50,7 +49,7 @@ def _reward_models_are_whole(config: Config) -> Iterator[Problem]:
     if not config.algorithm.trains_reward_model:
         return
     if config.mode == "bench":
-        yield "mode", "a reward model answers no tasks; use mode train, and its scores as the reward_model reward"
+        yield "mode", "a reward model generates no answers; use mode train, and its scores as the reward_model reward"
     parts = {
         "model.lora_configs": bool(config.model.lora_configs),
         "trainer.ulysses_sequence_parallel_size": config.trainer.ulysses_sequence_parallel_size > 1,
@@ -77,22 +76,22 @@ def _schedule_takes_its_arguments(config: Config) -> Iterator[Problem]:
     for argument, message in argument_problems(SCHEDULES[name], section.lr_scheduler_args or {}):
         yield f"{at}.lr_scheduler_args.{argument}", message
     if section.min_lr_ratio and name not in ("constant", "constant_with_warmup", "linear", "cosine"):
-        yield f"{at}.min_lr_ratio", f"{name} ends where lr_scheduler_args say; this is of linear and cosine alone"
+        yield f"{at}.min_lr_ratio", f"only for linear and cosine; {name} takes lr_scheduler_args"
 
 
 @RULES.reading("algorithm.optimizer.optimizer_type", "algorithm.optimizer.betas", "algorithm.optimizer.weight_decay")
 def _optimizer_takes_its_settings(config: Config) -> Iterator[Problem]:
     section, usual = config.algorithm.optimizer, OptimizerConfig()
     name = section.optimizer_type
-    # muon is AdamW where weights are no matrices of hidden layers; what others take, `ModelOptimizer` asks them.
-    if name not in OPTIMIZERS.places or name.lower() == "muon":
+    # muon uses AdamW for weights other than hidden matrices. `ModelOptimizer` checks optimizers that are not listed.
+    if name not in OPTIMIZERS or name.lower() == "muon":
         return
-    takes = replace(OPTIMIZERS, supplied=())[name].parameters
+    takes = read_library_part(name, OPTIMIZERS.places[name]).parameters
     if takes is None:  # PyTorch is not on this machine
         return
     for key in ("betas", "weight_decay"):
         if key not in takes and getattr(section, key) != getattr(usual, key):
-            yield f"algorithm.optimizer.{key}", f"{name} has none; leave it out"
+            yield f"algorithm.optimizer.{key}", f"optimizer {name} does not have it; leave it out"
 
 
 @RULES.reading(
@@ -107,13 +106,13 @@ def _groups_are_whole(config: Config) -> Iterator[Problem]:
     if config.algorithm.schema_type != "experience":
         return
     size, group, at = config.buffer.train_batch_size, config.algorithm.repeat_times, "buffer.train_batch_size"
-    # Demonstrations belong to no group, so only the rollouts beside them are counted.
+    # Demonstrations belong to no group, so only the rollouts are counted.
     own, experts = config.num_own_rollouts, config.num_demonstrations
     split = f"multiple of algorithm.repeat_times {group}, and groups are never split"
     if experts and (own < group or own % group):
         demonstrations = f"{experts} demonstrations (expert_data_ratio {config.algorithm.expert_ratio})"
         remedy = "leave it out for the size that fits batch_size"
-        yield at, f"{size} - {demonstrations} = {own} rollouts, which is no {split}; {remedy}"
+        yield at, f"{size} - {demonstrations} = {own} rollouts, not a {split}; {remedy}"
     elif not experts and size % group:
         below, above = size // group * group, (size // group + 1) * group
         yield at, f"{size} is not a {split}; use {f'{below} or {above}' if below else above}"
@@ -170,7 +169,7 @@ def _ranks_make_whole_groups(config: Config) -> Iterator[Problem]:
             yield key, f"{size} ranks {what}, and trainer_strategy single is one rank; use ddp or fsdp2"
         # A number of ranks that is not given follows from the GPUs, and is checked where they are known.
         elif num_ranks is not None and num_ranks % size:
-            why = f"groups of {size} ranks {what}, and num_ranks {num_ranks} is no multiple of {size}"
+            why = f"groups of {size} ranks {what}, and num_ranks {num_ranks} is not a multiple of {size}"
             yield key, f"{why}; use num_ranks {-(-num_ranks // size) * size}"
     # The plan of a model that cuts its layers knows whole weights, whole sequences and eager layers.
     others = {
@@ -189,7 +188,7 @@ def _narrow_weights_are_rounded_at_random(config: Config) -> Iterator[Problem]:
     strategy = config.trainer.trainer_strategy
     others = {
         f"optimizer_type {name}, which rounds to nearest, so that small steps are lost; use torchao.optim.AdamW8bit": (
-            name in OPTIMIZERS.places
+            name in OPTIMIZERS
         ),
         f"trainer_strategy {strategy}, which computes in the data type of the weights; use fsdp2": strategy != "fsdp2",
         "model.lora_configs, whose adapters are small; leave it out": bool(config.model.lora_configs),
@@ -203,10 +202,10 @@ def _narrow_weights_are_rounded_at_random(config: Config) -> Iterator[Problem]:
 def _routers_are_heard(config: Config) -> Iterator[Problem]:
     trainer = config.trainer
     others = {
-        "ulysses_sequence_parallel_size, where each rank hears a part of a sequence": (
+        "ulysses_sequence_parallel_size, where each rank sees a part of a sequence": (
             trainer.ulysses_sequence_parallel_size > 1
         ),
-        "torch_compile, which calls routers unheard": trainer.torch_compile,
+        "torch_compile, which hides the routers": trainer.torch_compile,
     }
     for other, chosen in others.items():
         if trainer.router_aux_loss_coef and chosen:
@@ -220,13 +219,13 @@ def _routers_are_replayed(config: Config) -> Iterator[Problem]:
         return
     explores = config.mode in ("both", "explore", "serve")
     others = {
-        f"{config.algorithm.algorithm_type}, which learns from a dataset: no engine has told its experts": (
+        f"{config.algorithm.algorithm_type}, which learns from a dataset: no engine reported its experts": (
             config.algorithm.schema_type != "experience"
         ),
-        f"engine_type {engine.engine_type}, which does not tell its experts here; use transformers": (
+        f"engine_type {engine.engine_type}, which does not report its experts here; use transformers": (
             explores and not engine.traits.records_experts
         ),
-        "trainer.torch_compile, which calls routers unheard": trainer.torch_compile,
+        "trainer.torch_compile, which hides the routers": trainer.torch_compile,
     }
     for other, chosen in others.items():
         if chosen:

@@ -1,4 +1,4 @@
-"""What is accepted and may surprise: keys that are ignored, and settings that idle.
+"""Warnings: keys that are ignored, and settings that have no effect.
 
 Pure: a Config in, messages out.
 """
@@ -16,17 +16,17 @@ from rftdask.config.schema.trainer import CriticConfig
 from rftdask.config.yaml_source import Problem
 
 _EVAL_INTERVAL = default_of(ExplorerConfig.model_fields["eval_interval"])
-"""Moving the default is not worth a warning."""
+"""The default is rounded without a warning."""
 
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 
 
 def warn(config: Config) -> Iterator[Problem]:
-    """(path, message) of what is accepted and may surprise."""
+    """Yield (path, message) for accepted settings that may surprise."""
     buffer = config.buffer
     times = config.algorithm.repeat_times
     if config.algorithm.compares_groups and times < 2 and config.mode != "bench":
-        why = f"{config.algorithm.algorithm_type} compares the rollouts of a task, so a lone one teaches nothing"
+        why = f"{config.algorithm.algorithm_type} compares rollouts of a task, so a single one gives no gradient"
         yield "algorithm.repeat_times", f"{times}: {why}; use 2 or more"
     if buffer.total_steps is not None and buffer.total_epochs != 1:
         yield "buffer.total_epochs", "ignored: buffer.total_steps is given and decides"
@@ -36,7 +36,7 @@ def warn(config: Config) -> Iterator[Problem]:
     if config.algorithm.schema_type == "experience" and log.path and log.storage_type != "sql":
         yield "buffer.trainer_input.experience_buffer.path", "ignored: rollouts are read from the log of the run"
     read = config.demonstrations if config.num_demonstrations else None
-    why = f"{config.algorithm.algorithm_type} mixes no data into its own"
+    why = f"{config.algorithm.algorithm_type} does not mix in other data"
     if read is not None:
         why = f"sample_strategy mix reads {read}"
     for name in sorted(set(source.auxiliary_buffers) - {read}):
@@ -47,8 +47,8 @@ def warn(config: Config) -> Iterator[Problem]:
         why = f"{wanted} is not a multiple of explorer_sync_interval {config.synchronizer.explorer_sync_interval}"
         yield "explorer.eval_interval", f"{why}: evaluated every {interval} steps"
     if (page := config.cluster.dashboard_address) and not page.startswith(_LOOPBACK):
-        told = f"{page}: Dask's dashboard has no password, and whoever reaches the port sees it"
-        yield "cluster.dashboard_address", f"{told}; 127.0.0.1:8787 is for this machine alone"
+        told = f"{page}: Dask's dashboard has no password and is open to everyone who reaches the port"
+        yield "cluster.dashboard_address", f"{told}; use 127.0.0.1:8787 for this machine only"
     yield from _of_kl(config)
     yield from _of_task_pipeline(config)
     yield from _of_another_place(config)
@@ -74,7 +74,7 @@ def warn(config: Config) -> Iterator[Problem]:
         }
         for name, is_chosen in chosen.items():
             if is_chosen:
-                yield f"trainer.{name}", f"ignored: trainer_strategy {trainer.trainer_strategy} keeps all in place"
+                yield f"trainer.{name}", f"ignored: trainer_strategy {trainer.trainer_strategy} shards nothing"
     if config.model.custom_chat_template and config.model.chat_template_path:
         yield "model.chat_template_path", "ignored: model.custom_chat_template is given and wins"
     if not config.continue_from_checkpoint and config.mode in ("bench", "serve"):
@@ -82,25 +82,25 @@ def warn(config: Config) -> Iterator[Problem]:
 
 
 def _of_kl(config: Config) -> Iterator[Problem]:
-    """An estimate of the KL where it holds the policy at nothing; docs/algorithms.md derives where each one does."""
+    """Warn about KL estimates that do not hold the policy; docs/algorithms.md derives which."""
     if config.algorithm.kl_loss_fn == "k1":
-        why = "in a loss it holds the policy at nothing, for its gradient is 0 on average"
+        why = "as a loss its gradient is 0 on average, so it does not hold the policy"
         yield "algorithm.kl_loss_fn", f"k1: {why}; use k2 here, or k1 as kl_penalty_fn"
     penalty = config.algorithm.kl_penalty_fn
     if penalty in registered_parts("kl_penalty_fn").keys() - {"none", "k1"}:
-        why = "of the estimates only k1, which has a sign, holds the policy if rewards pay for it"
+        why = "as a penalty only the signed estimate k1 holds the policy"
         yield "algorithm.kl_penalty_fn", f"{penalty}: {why}; use k1 here, or {penalty} as kl_loss_fn"
 
 
 def _of_task_pipeline(config: Config) -> Iterator[Problem]:
     pipeline, at = config.data_processor.task_pipeline, "data_processor.task_pipeline"
     if (pipeline.operators or pipeline.config_path) and config.pipeline_place is None:
-        yield at, "ignored: there is no taskset to make"
+        yield at, "ignored: no taskset reads the result"
     if pipeline.config_path is not None and pipeline.operators:
         yield f"{at}.operators", "ignored: config_path is given and wins"
     for name in ("diversity", "usage_frequency"):
         if pipeline.priority_weights.get(name):
-            yield f"{at}.priority_weights.{name}", "without effect: before a run nothing measures it"
+            yield f"{at}.priority_weights.{name}", "without effect: it is not measured before a run"
 
 
 def _of_sync_method(config: Config) -> Iterator[Problem]:
@@ -111,7 +111,7 @@ def _of_sync_method(config: Config) -> Iterator[Problem]:
 
 
 def _of_another_place(config: Config) -> Iterator[Problem]:
-    """Keys of a section that stands in several places, set where nothing reads them."""
+    """Warn about keys of a section with several places, set where nothing reads them."""
     source, at = config.buffer.trainer_input, "buffer.trainer_input"
     of_dataset: tuple[str, ...] = ("split", "format")
     of_log: tuple[str, ...] = ("capacity", "max_unread_bytes", "max_read_timeout", "retention")
@@ -133,7 +133,7 @@ def _of_another_place(config: Config) -> Iterator[Problem]:
             "ignored: there is neither buffer.trainer_input.eval_buffer nor, on a dataset, eval_tasksets",
         )
     if config.algorithm.trains_reward_model and config.buffer.explorer_input.eval_tasksets:
-        yield "buffer.explorer_input.eval_tasksets", "ignored: a reward model answers no tasks; use eval_buffer"
+        yield "buffer.explorer_input.eval_tasksets", "ignored: a reward model generates no answers; use eval_buffer"
     for path, section, keys, why in places:
         for key in keys:
             if getattr(section, key) != default_of(ExperienceBufferConfig.model_fields[key]):
@@ -148,7 +148,7 @@ def _of_another_place(config: Config) -> Iterator[Problem]:
         if model.engine_num and not (model.is_apart and not config.algorithm.needs_teacher):
             yield f"{path}.engine_num", f"ignored: {why}"
         if model.seed != config.seed:
-            yield f"{path}.seed", "ignored: all that a rollout asks is drawn by explorer.rollout_model.seed"
+            yield f"{path}.seed", "ignored: explorer.rollout_model.seed decides for all requests of a rollout"
 
 
 _OF_ROWS = (
@@ -160,13 +160,13 @@ _OF_DATASETS = ("split", "subset_name")
 
 
 def _of_other_rows(config: Config) -> Iterator[Problem]:
-    """Columns that are named for tasks or for rows to learn from, where the others are read."""
+    """Warn about columns for tasks that are set for supervised rows, and the reverse."""
     inputs, source, at = config.buffer.explorer_input, config.buffer.trainer_input, "buffer.trainer_input"
     given = [("taskset", inputs.taskset), *((f"tasksets[{n}]", each) for n, each in enumerate(inputs.tasksets))]
     given += [(f"eval_tasksets[{n}]", each) for n, each in enumerate(inputs.eval_tasksets)]
     for name, taskset in given:
         for key in () if taskset is None else _changed(taskset.format, _OF_ROWS):
-            why = "ignored: it is of rows to learn from, and these are tasks"
+            why = "ignored: it belongs to supervised rows, and these are tasks"
             yield f"buffer.explorer_input.{name}.format.{key}", why
     rows = [] if config.algorithm.schema_type == "experience" else [("experience_buffer", source.experience_buffer)]
     if (shown := source.auxiliary_buffers.get(config.demonstrations)) is not None and config.num_demonstrations:
@@ -174,7 +174,7 @@ def _of_other_rows(config: Config) -> Iterator[Problem]:
     rows += [] if source.eval_buffer is None else [("eval_buffer", source.eval_buffer)]
     for name, dataset in rows:
         for key in _changed(dataset.format, _OF_TASKS):
-            yield f"{at}.{name}.format.{key}", "ignored: it is of tasks, and these are rows to learn from"
+            yield f"{at}.{name}.format.{key}", "ignored: it belongs to tasks, and these are supervised rows"
     if config.algorithm.schema_type == "experience":
         log = source.experience_buffer
         is_given = {key: getattr(log, key) != default_of(type(log).model_fields[key]) for key in _OF_DATASETS}
@@ -182,7 +182,7 @@ def _of_other_rows(config: Config) -> Iterator[Problem]:
         for key in (key for key, given in is_given.items() if given):
             yield f"{at}.experience_buffer.{key}", "ignored: rollouts are read from the log of the run"
     if source.experience_buffer.data_selector.feature_keys:
-        yield f"{at}.experience_buffer.data_selector.feature_keys", "ignored: only tasks are ordered by what they hold"
+        yield f"{at}.experience_buffer.data_selector.feature_keys", "ignored: only tasks are ordered by their columns"
 
 
 def _changed(form: FormatConfig, keys: tuple[str, ...]) -> list[str]:
@@ -190,7 +190,7 @@ def _changed(form: FormatConfig, keys: tuple[str, ...]) -> list[str]:
 
 
 def _idle_boundaries(config: Config) -> Iterator[Problem]:
-    """In style fixed no side waits for what the other cannot have made; but then some boundaries bring nothing new."""
+    """In style fixed no side waits for what the other cannot have made, but some synchronizations bring nothing new."""
     sync = config.synchronizer
     if config.mode != "both" or sync.sync_style != "fixed":
         return

@@ -1,4 +1,4 @@
-"""Section `cluster`: on which machines the workers of a run are. A kind of cluster is a class of rftdask.cluster."""
+"""Section `cluster`: machines of the workers. Each kind of cluster is a class of rftdask.cluster."""
 
 import re
 from functools import partial
@@ -6,11 +6,11 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from rftdask.config.base import Count, Free, Later, Named, Natural, Seconds, Section, no_items
+from rftdask.config.base import Count, Later, Natural, OpenDict, PluginName, Seconds, Section, empty_dict
 from rftdask.config.plugins import read_parts
 
 registered_clusters = partial(read_parts, "rftdask.cluster", "cluster_type")
-"""Call for cluster.type -> class, of the clusters of this package; read from their source, for they import Dask."""
+"""Returns cluster.type -> class, of this package's clusters, read from their source because they import Dask."""
 
 
 def _walltime(text: str) -> str:
@@ -26,9 +26,8 @@ def _memory(text: str) -> str:
 
 
 def count_gres(gres: str | None) -> int:
-    """GPUs in "gpu:2", "gpu:a100:4(S:0-1)", "gpu:2080ti:4", "gpu:1g.10gb:7" (parts of one) or "gres/gpu:1"; 0
-    without.
-    """
+    """Return the GPUs in "gpu:2", "gpu:a100:4(S:0-1)", "gpu:2080ti:4", "gpu:1g.10gb:7" (slices of one) or "gres/gpu:1";
+    0: none."""
     # A type may begin with a digit, and has a letter somewhere; gpu_mem and its kin are other resources.
     found = re.findall(r"(?<!\w)gpu(?!\w)(?::\w*[A-Za-z][\w.-]*)?(?::(\d+))?", gres or "")
     return sum(int(count or 1) for count in found)
@@ -48,51 +47,52 @@ _AFTER = r"(singleton|(after|afterany|afterok|afternotok|afterburstbuffer|afterc
 
 
 class JobConfig(Section):
-    """`cluster.slurm.<role>`: what each job of a role asks of SLURM."""
+    """`cluster.slurm.<role>`: resources of each SLURM job of a role."""
 
     partition: str | None = None
     """Partition. None: the site's default."""
     account: str | None = None
-    """Account that pays."""
+    """Account that is charged. None: the user's default."""
     gres: str | None = None
-    """Generic resources of each node of the job, such as gpu:1, gpu:h100:8 or gpu:1g.10gb:7."""
+    """Generic resources of each node of the job, such as gpu:1, gpu:h100:8 or gpu:1g.10gb:7. None: no --gres."""
     gpus_per_node: Annotated[str, Field(pattern=r"^([A-Za-z0-9_.-]+:)?[1-9]\d*$")] | None = None
-    """GPUs of each node of the job, such as 8 or h100:8, for sites that take --gpus-per-node and no --gres."""
+    """GPUs of each node of the job, such as 8 or h100:8, for sites that take --gpus-per-node but not --gres. None: no
+    --gpus-per-node."""
     exclusive: bool = False
-    """The job shares its nodes with no other, and has all of their memory."""
+    """Share no node with other jobs, and use all of its memory."""
     qos: str | None = None
-    """Quality of service."""
+    """Quality of service. None: the site's default."""
     reservation: str | None = None
-    """Reservation whose nodes it uses."""
+    """Reservation whose nodes the job uses. None: no reservation."""
     constraint: str | None = None
-    """Features that its node must have."""
+    """Features that the nodes must have. None: any nodes."""
     walltime: Annotated[str, AfterValidator(_walltime)] | None = None
-    """Longest time, as SLURM writes it: 04:00:00. None: the partition's default."""
+    """Time limit in SLURM's format: 04:00:00. None: the partition's default."""
     cpus: Count = 1
-    """Cores of the job; of each rank or engine where it has several."""
+    """CPU cores of the job; for jobs of several ranks or engines, of each."""
     memory: Annotated[str, AfterValidator(_memory)] = "4GB"
-    """Memory of the job; of each rank or engine where it has several."""
+    """Memory of the job; for jobs of several ranks or engines, of each."""
     directives: tuple[str, ...] = ()
-    """Further #SBATCH lines, without the #SBATCH."""
+    """Further #SBATCH lines, without #SBATCH."""
     prologue: tuple[str, ...] = ()
-    """Lines of shell before the command: modules to load, variables, an environment to activate."""
+    """Shell lines before the command: modules to load, variables, an environment to activate."""
 
     @property
     def num_gpus(self) -> int:
-        """Of each node."""
+        """GPUs of each node."""
         return count_gres(f"gpu:{self.gpus_per_node}" if self.gpus_per_node else self.gres)
 
 
 class WorkerJobConfig(JobConfig):
-    """`cluster.slurm.trainer`, `.explorer` and `.auxiliary`: jobs whose nodes have several ranks or engines each."""
+    """`cluster.slurm.trainer`, `.explorer` and `.auxiliary`: jobs with several ranks or engines on each node."""
 
     nodes: Count | None = None
-    """Nodes of each job. None: one, and for a trainer as many as all of its ranks take."""
+    """Nodes of each job. None: one; for a trainer, as many as all its ranks need."""
     tasks_per_node: Count | None = None
-    """Ranks or engines on each node of a job. None: as many as its GPUs are for, or as SLURM likes without GPUs."""
+    """Ranks or engines on each node of a job. None: as many as fit its GPUs; without GPUs, SLURM decides."""
 
     def workers_per_node(self, gpus_each: int) -> int:
-        """Of workers with `gpus_each` GPUs, as far as it is said here; 0: it is not."""
+        """Return the workers with `gpus_each` GPUs on each node; 0: unknown."""
         return self.tasks_per_node or self.num_gpus // gpus_each
 
 
@@ -100,94 +100,96 @@ class SlurmConfig(Section):
     """`cluster.slurm`: the jobs of a run on SLURM."""
 
     controller: JobConfig = JobConfig()
-    """The one job of `rftdask submit`: scheduler, driver and the light roles. It needs no GPU."""
+    """The job of `rftdask submit`: scheduler, driver and light roles. It needs no GPU."""
     trainer: WorkerJobConfig = WorkerJobConfig()
     """One job for all ranks of the trainer."""
     explorer: WorkerJobConfig = WorkerJobConfig()
-    """A job for each engine, or for as many as the GPUs of its nodes are for; good for preemptible partitions."""
+    """One job per engine, or per as many engines as fit the GPUs of its nodes. Suits preemptible partitions."""
     auxiliary: WorkerJobConfig = WorkerJobConfig()
-    """The same for engines of auxiliary models that have workers of their own; all are as large as the largest."""
+    """The same for engines of auxiliary models with their own workers; all jobs have the size of the largest."""
     profile: str | None = None
-    """Name of a file ~/.config/rftdask/NAME.yaml or /etc/rftdask/NAME.yaml, or the path of one, with a section
-    `cluster` that a site writes once; what the configuration says itself counts. None once it is loaded: what the file
-    says has taken its place."""
+    """Name of a file ~/.config/rftdask/NAME.yaml or /etc/rftdask/NAME.yaml, or a path, with a section `cluster` for a
+    whole site. Keys of the configuration override it. None: no profile; always None after loading, because the profile
+    is merged."""
     template: Annotated[str, AfterValidator(_template)] | None = None
-    """Jinja template of every script, which extends or replaces the one of `rftdask submit --print-templates`; or the
-    path of its file, in whose place its text is once it is loaded. None: that one."""
+    """Jinja template of all job scripts, which extends or replaces the one of `rftdask submit --print-templates`; or
+    the path of its file, replaced by its text when loaded. None: the built-in template."""
     mail: str | None = None
-    """Address to which SLURM writes when a job that drives the run ends or fails."""
+    """Address for SLURM's mail when a job of the driver ends or fails. None: no mail."""
     dependency: Annotated[str, Field(pattern=rf"^{_AFTER}([,?]{_AFTER})*$")] | None = None
-    """Jobs of others that the first job of a submission waits for, as --dependency of sbatch: afterok:1234."""
+    """Jobs that the first job of a submission waits for, in the format of sbatch --dependency: afterok:1234. None: no
+    wait."""
     heterogeneous: bool = True
-    """Whether `rftdask submit --single-allocation` may ask for a heterogeneous job; false: one job whose nodes are all
-    alike, some for each role."""
+    """Allow a heterogeneous job for `rftdask submit --single-allocation`. False: one job with nodes all alike, some for
+    each role."""
 
 
 class ClusterConfig(Section):
-    """`cluster`: where the Dask workers live. How roles are placed on them follows from the other sections."""
+    """`cluster`: where the Dask workers run. The placement of roles on them follows from other sections."""
 
     type: Annotated[
         str,
-        Named("cluster", registered_clusters),
+        PluginName("cluster", registered_clusters),
         Later(
             "this kind of cluster; docs/slurm.md, Kubernetes, has a way with cluster.type existing",
             ("moab", "kubernetes", "ssh"),
         ),
     ] = "local"
-    """local: processes on this machine. local-cuda: the same, started by dask-cuda (extra gpu). slurm: a job for all
-    ranks, and jobs of engines (extra slurm). pbs, lsf, sge, htcondor, oar: a job for each worker, through dask-jobqueue
-    (extra slurm). joined: workers that `rftdask join` brings. existing: a Dask scheduler that is there already, see
+    """local: processes on this machine. local-cuda: the same, started by dask-cuda (extra gpu). slurm: one job for all
+    ranks, and jobs of engines (extra slurm). pbs, lsf, sge, htcondor, oar: one job for each worker, through
+    dask-jobqueue (extra slurm). joined: workers started by `rftdask join`. existing: a running Dask scheduler, see
     `options`."""
-    options: Free = no_items()
-    """existing: {address} or {scheduler_file}, and {tls_ca_file, tls_cert, tls_key} where it has TLS. pbs to oar:
-    arguments for dask-jobqueue's job class, for all roles, and below `trainer`, `explorer` and `auxiliary` for one."""
+    options: OpenDict = empty_dict()
+    """existing: {address} or {scheduler_file}, and with TLS {tls_ca_file, tls_cert, tls_key}. pbs to oar: arguments of
+    dask-jobqueue's job class for all roles; below `trainer`, `explorer` and `auxiliary`, for one role."""
     slurm: SlurmConfig = SlurmConfig()
-    """slurm: what the jobs of each role ask for."""
+    """slurm: resources of the jobs of each role."""
     interface: str | None = None
-    """Network interface of the machine of the scheduler that the workers reach. None: the one that leads outside."""
+    """Network interface through which workers reach the scheduler. None: the one of the default route."""
     python: str | None = None
-    """Batch systems: interpreter of the jobs, where that is another than the one that submits, such as of an
-    environment with the extra train. None: the one that submits."""
-    stage_to: str | None = None
-    """Batch systems, joined: folder on each node's own disk, such as $TMPDIR or /local/$USER, to which models and
-    datasets in files are copied once before they are read; the shell of a job fills in its variables. None: they are
-    read where they are."""
+    """Batch systems: Python interpreter of the jobs, such as one of an environment with the extra train. None: the
+    interpreter that submits."""
+    local_cache_dir: str | None = None
+    """Batch systems, joined: folder on each node's local disk, such as $TMPDIR or /local/$USER, to which models and
+    dataset files are copied once before they are read. The shell of the job expands variables. None: files are read in
+    place."""
     stage_keep: bool = False
-    """Copies stay in stage_to when nobody on the node uses them any more, for the next run; else they are removed."""
+    """Keep the copies in local_cache_dir for the next run. False: the last process on a node that uses them removes
+    them."""
     private_folder: str | None = None
-    """Folder that all machines see and only its owner may read, for the scheduler's address and the TLS keys. None:
-    inside the run folder, or below ~/.rftdask where that is not a local path."""
+    """Folder that all machines see and only its owner can read, for the scheduler's address and the TLS keys. None: in
+    the run folder; if that is not a local path, below ~/.rftdask."""
     tls: bool = True
-    """Encrypt and authenticate what the processes of a cluster say to each other, also on one machine. A scheduler
-    without it obeys anybody who reaches its port, so every user of its machine."""
+    """Encrypt and authenticate the connections of a cluster, also on one machine. Without it, every user who reaches
+    the scheduler's port controls it."""
     dashboard_address: str | None = None
-    """host:port of Dask's dashboard, such as 127.0.0.1:8787; it has no password. None: no dashboard."""
+    """host:port of Dask's dashboard, such as 127.0.0.1:8787. It has no password. None: no dashboard."""
     max_queue_s: Seconds = 7 * 86400.0
-    """How long the workers of a role may wait in the queue of a batch system before the run fails."""
+    """Maximum seconds that the workers of a role wait in the queue of a batch system before the run fails."""
     node_num: Natural = 0
-    """Number of machines to place roles on. 0: detect; slurm: those of the partition."""
+    """Machines for all roles. 0: detect; slurm: those of the partition."""
     gpu_per_node: Natural = 0
-    """GPUs of each machine. 0: detect, which may find none."""
+    """GPUs of each machine. 0: detect; there may be none."""
     colocate: bool | None = None
-    """Trainer and engines take turns on the same GPUs: who waits has its weights in host memory. None: where a machine
-    has fewer GPUs than all of them need. `mode: colocate` is `mode: both` with this on."""
+    """Trainer and engines use the same GPUs alternately; the idle side keeps its weights in host memory. None: if a
+    machine has too few GPUs for both. `mode: colocate` means `mode: both` with this on."""
     num_cpus: Count | None = None
-    """CPU cores to share out among the roles as threads. None: all cores of the machine."""
+    """CPU cores to distribute among the roles as threads. None: all cores of the machine."""
 
     @property
     def takes_options(self) -> bool:
-        """Whether `options` means something to this kind of cluster; one of the user's own may read what it likes."""
+        """True if this kind of cluster reads `options`. Clusters of the user's own may read any."""
         part = registered_clusters().get(self.type)
         return part is None or bool(part.traits["takes_options"])
 
     @property
     def is_one_machine(self) -> bool:
-        """Whether all workers are processes of the driver's machine."""
+        """True if all workers are processes of the driver's machine."""
         part = registered_clusters().get(self.type)
         return bool(part and part.traits["is_one_machine"])
 
     @property
     def spans_nodes(self) -> bool:
-        """Whether an engine may have several whole nodes of this kind of cluster."""
+        """True if one engine may use several whole nodes of this kind of cluster."""
         part = registered_clusters().get(self.type)
         return bool(part and part.traits["spans_nodes"])

@@ -1,4 +1,4 @@
-"""Section `explorer`: the engines that sample, and the limits of a rollout."""
+"""Section `explorer`: engines that sample, and limits of a rollout."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -9,23 +9,23 @@ from pydantic import Field
 from rftdask.config.base import (
     NAME,
     Aliases,
+    Computed,
     Count,
-    Filled,
-    Free,
     Later,
-    Named,
     Natural,
+    OpenDict,
+    PluginName,
     Seconds,
     Section,
     absent,
-    no_items,
+    empty_dict,
 )
-from rftdask.config.plugins import RegisteredPart, known_part, read_parts
+from rftdask.config.plugins import RegisteredPart, lookup_part, read_parts
 from rftdask.config.schema.model import ModelConfig
 from rftdask.errors import UserError
 
 registered_engines = partial(read_parts, "rftdask.engines", "engine_type")
-"""Call for engine_type -> class, of the engines of this package; read from their source: they load torch and vLLM."""
+"""Returns engine_type -> class, of this package's engines, read from their source because they load torch and vLLM."""
 
 
 # fmt: off
@@ -56,55 +56,56 @@ class EngineTraits:
     """
 
     engine_type: ClassVar[str] = ""
-    """Name in a configuration. A class without one is named as `package.module.Name`."""
+    """Name in a configuration. Classes without one are named as `package.module.Name`."""
     is_external: ClassVar[bool] = False
-    """The model runs elsewhere and speaks text: no tokens or logprobs to train on, no weights to load."""
+    """The model runs elsewhere and returns text: no tokens or logprobs to train on, no weights to load."""
     has_model: ClassVar[bool] = True
-    """It computes with a model's weights. False: no model folder and no tokenizer are needed, and nothing that it
-    loads can be verified."""
+    """The engine computes with a model's weights. False: no model folder and no tokenizer are needed, and loaded
+    weights cannot be verified."""
     is_hosted: ClassVar[bool] = False
-    """A service computes with the model: its tokenizer is here, but neither its weights nor a GPU for them."""
+    """A service runs the model: the tokenizer is local, but neither weights nor a GPU are."""
     repeats_bits: ClassVar[bool] = False
-    """The same requests given at once give the same bits each time."""
+    """Equal requests submitted together give equal bits every time."""
     loads_in_flight: ClassVar[bool] = False
-    """It may load weights while requests are under way, whose generations tell the oldest and the newest, or
-    which token is of which (`Generation.sampled_by`)."""
+    """The engine can load weights during requests. Their generations report the oldest and newest version, or the
+    version of each token (`Generation.sampled_by`)."""
     guides_sampling: ClassVar[bool] = False
-    """It samples by `SamplingParams.grammar` and `bad_tokens`."""
+    """The engine follows `SamplingParams.grammar` and `bad_tokens`."""
     loads_adapters_in_flight: ClassVar[bool] = True
-    """The same of adapters; of an engine that may load weights so."""
+    """The same for adapters, if `loads_in_flight`."""
     records_experts: ClassVar[bool] = False
-    """It can tell which experts of a mixture of experts its tokens took."""
+    """The engine can report the experts of each token in a mixture of experts."""
     reads_images: ClassVar[bool] = False
-    """It generates from prompts with images, if its model reads any."""
+    """The engine accepts prompts with images, if its model does."""
     reads_videos: ClassVar[bool] = False
-    """The same of videos."""
+    """The engine accepts prompts with videos, if its model does."""
     image_models: ClassVar[tuple[str, ...]] = ()
-    """Types of models (`model_type`) of whose images it computes what the trainer does, as was seen; (): of any."""
+    """Model types (`model_type`) for whose images engine and trainer were verified to agree. (): any."""
     leaves_device: ClassVar[bool] = False
-    """Its `leave_device` frees the memory of its GPUs, so that a trainer and it can take turns on them."""
+    """`leave_device` frees the memory of its GPUs, so that engine and trainer can use them alternately."""
     spans_nodes: ClassVar[bool] = False
-    """Its tensor and pipeline parallel parts may be on several nodes of a job (engines/vllm_follower.py)."""
+    """Tensor and pipeline parallel ranks may run on several nodes of a job (engines/vllm_follower.py)."""
     takes_dora: ClassVar[bool] = True
-    """It serves adapters that were trained with DoRA."""
+    """The engine serves adapters trained with DoRA."""
     required_package: ClassVar[str | None] = None
-    """Optional package that it imports; the extra of rftdask that installs it has the same name."""
+    """Optional package that the engine imports. The extra of rftdask that installs it has the same name. None: no
+    package."""
     config_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys of its section that it follows, of those that not every engine follows."""
+    """Keys of the engine's section that this engine follows and others may not."""
     takes_share: ClassVar[bool] = False
-    """It takes its share of a GPU (`gpu_memory_utilization`) as it starts, by the memory that it finds free: another
-    that does so waits until it is ready, and the shares of one GPU are 1 together at most."""
+    """The engine reserves its share of a GPU (`gpu_memory_utilization`) at start, from the memory that is free then.
+    Other such engines wait until it is ready, and the shares on one GPU add up to 1 at most."""
     refused_args: ClassVar[Mapping[str, str]] = {}
-    """Names in extra_engine_args that are refused, as it is built on them, and why."""
+    """Names in extra_engine_args that are refused because the engine depends on them, each with the reason."""
     refused_policy_args: ClassVar[Mapping[str, str]] = {}
-    """The same for the policy alone, whose tokens and logprobs they would change."""
+    """The same for the policy only, whose tokens and logprobs they would change."""
     memory_keys: ClassVar[str] = (
         "explorer.tasks_per_batch, algorithm.repeat_times or model.max_response_tokens lower, or "
         "explorer.rollout_model.engine_type: vllm"
     )
-    """What to change where its GPU's memory is out, as it ends a sentence."""
+    """Settings to change if its GPU runs out of memory, as the end of a sentence."""
     imports_ahead: ClassVar[tuple[str, ...]] = ()
-    """Modules that an engine's process may have imported before its environment is known. None: it imports itself."""
+    """Modules that the engine's process may import before its environment is known. (): none."""
 
 
 class InferenceModelConfig(Section):
@@ -112,111 +113,114 @@ class InferenceModelConfig(Section):
 
     engine_type: Annotated[
         str,
-        Named("engine", registered_engines, needed=True),
+        PluginName("engine", registered_engines, needed=True),
         Aliases(
             {"vllm_async": "vllm", "openai": "external"},
             "vLLM's asynchronous engine is the only one there is, and a model behind an API is external to a run",
         ),
         Later("this engine", ("sglang",)),
     ] = "transformers"
-    """transformers: PyTorch on CPU or one GPU. vllm: continuous batches on one or several GPUs, or on a CPU; needs the
+    """transformers: PyTorch on CPU or one GPU. vllm: continuous batching on one or several GPUs, or on a CPU; needs the
     extra `vllm`. external: a model behind an OpenAI-compatible API, whose address and key are in the environment
-    variables that model.external_model names. tinker: a model at the Tinker service, the policy's with `model.tinker`;
-    needs the extra `tinker`. fake: random tokens, for tests. package.module.Name: an engine of your own, a subclass of
+    variables named by model.external_model. tinker: a model at the Tinker service, for the policy with `model.tinker`;
+    needs the extra `tinker`. fake: random tokens, for tests. package.module.Name: your own subclass of
     rftdask.engines.base.Engine."""
-    engine_num: Annotated[Natural, Filled("1; auxiliary_models: 0")] = absent()
-    """Engines, each a Dask worker of its own, with as many GPUs as it works on. auxiliary_models: 0 loads the model
-    beside the policy in each explorer worker, on its GPUs; with more, all explorers of the run share these."""
+    engine_num: Annotated[Natural, Computed("1; auxiliary_models: 0")] = absent()
+    """Number of engines, each a Dask worker with the GPUs it needs. auxiliary_models: 0 loads the model with the policy
+    in each explorer worker, on its GPUs; with more, all explorers of the run share the engines."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of the weights, in which the trainer publishes them, too. auto: float32 on CPU, bfloat16 on GPU."""
-    seed: Annotated[int, Filled("seed")] = absent()
-    """Seed of the sampling; every rollout gets its own stream from it."""
+    """Data type of the weights, in which the trainer also publishes them. auto: float32 on CPU, bfloat16 on GPU."""
+    seed: Annotated[int, Computed("seed")] = absent()
+    """Sampling seed; every rollout gets its own stream from it."""
     model_path: str | None = None
-    """auxiliary_models: folder in the Hugging Face layout, or a name on the Hub; a teacher has the vocabulary of the
-    policy. Of engine external: the model's name at the service."""
+    """auxiliary_models: folder in the Hugging Face layout, or a name on the Hub. A teacher must have the policy's
+    vocabulary. Engine external: the model's name at the service."""
     name: str | None = None
-    """auxiliary_models: what workflows call it: model.auxiliary(name). None: its model_path."""
-    teaches: tuple[str, ...] | None = None
-    """auxiliary_models, of several teachers: names of the tasksets and of the dataset whose rows it scores. None: of
-    those that no other teaches."""
+    """auxiliary_models: name for workflows: model.auxiliary(name). None: its model_path."""
+    teacher_for: tuple[str, ...] | None = None
+    """auxiliary_models, with several teachers: tasksets and dataset whose rows this teacher scores. None: those without
+    another teacher."""
     temperature: float | None = Field(default=None, ge=0)
-    """auxiliary_models: how it samples where workflows ask it. None, here and below: as section `model` says."""
+    """auxiliary_models: sampling temperature of workflows' requests. None, here and below: the value in section
+    `model`."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """auxiliary_models: likeliest tokens that it samples among; 1 is all."""
+    """auxiliary_models: sample among the most likely tokens with this total probability. 1: all."""
     top_k: int | None = Field(default=None, ge=-1)
-    """auxiliary_models: the same by their number; -1 is all."""
+    """auxiliary_models: sample among this many most likely tokens. -1: all."""
     repetition_penalty: float | None = Field(default=None, gt=0)
-    """auxiliary_models: divides the logits of tokens seen before; 1 is none."""
+    """auxiliary_models: divisor of the logits of tokens seen before. 1: none."""
     enable_thinking: bool | None = None
     """auxiliary_models: as `model.enable_thinking`, for its own chat template."""
     min_response_tokens: Natural | None = None
-    """auxiliary_models: no end of sequence is sampled before this many tokens."""
+    """auxiliary_models: minimum response length in tokens."""
     max_response_tokens: Count | None = None
-    """auxiliary_models: longest response."""
+    """auxiliary_models: maximum response length in tokens."""
     max_prompt_tokens: Count | None = None
-    """auxiliary_models: longest prompt. None: what its own max_model_len leaves, else as section `model` says."""
+    """auxiliary_models: maximum prompt length in tokens. None: what its max_model_len leaves, else the value in section
+    `model`."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
-    """auxiliary_models: prompt and response together, by which vLLM sizes its cache. None: as long as the model and its
-    cache allow."""
+    """auxiliary_models: maximum length of prompt and response together, which sets the size of vLLM's cache. None: as
+    long as model and cache allow."""
     requests_per_minute: Count | None = None
-    """external: requests within any minute at most, of all explorer workers of the run together; each has an equal
-    share. Tries again count. None: no limit of ours."""
+    """external: maximum requests in any minute, of all explorer workers of the run; each worker gets an equal share.
+    Retries count. None: no limit here."""
     tokens_per_minute: Count | None = None
-    """external: the same of tokens of prompts and answers; an answer counts as its longest until it is there."""
+    """external: maximum tokens of prompts and answers in any minute. An answer counts as its maximum until it arrives.
+    None: no limit here."""
     max_retries: Natural = 8
-    """external: further tries of a request that the service was too busy for (408, 409, 429, 5xx, lost connections),
-    after the pause that it asks for, else a growing one."""
+    """external: retries of a request that failed because the service was busy (408, 409, 429, 5xx, lost connections),
+    after the pause that it requests, else after growing pauses."""
     prompt_price: float | None = Field(default=None, ge=0)
-    """auxiliary_models: what a million tokens of prompts cost, in any currency; metrics and the summary of the run have
-    the sum. None: nothing, or it is not counted."""
+    """auxiliary_models: price of a million prompt tokens, in any currency; metrics and summary report the sum. None:
+    not counted."""
     response_price: float | None = Field(default=None, ge=0)
-    """auxiliary_models: the same of answers."""
+    """auxiliary_models: price of a million response tokens. None: not counted."""
     tool_call_parser: ToolCallParser | None = None
-    """How the model writes calls of tools, for workflows that ask by `model.openai_client()`. hermes: JSON within
-    <tool_call>. openai: gpt-oss's channels. template: as the tokenizer's response_template says. none: calls stay text.
-    The others are vLLM's and need it. None: what the model's chat template shows, else hermes."""
+    """Format of the model's tool calls, for workflows that use `model.openai_client()`. hermes: JSON in <tool_call>.
+    openai: channels of gpt-oss. template: the tokenizer's response_template. none: calls stay text. The others are
+    vLLM's and need it. None: detected from the model's chat template, else hermes."""
     reasoning_parser: ReasoningParser | None = None
-    """How the model tells thoughts from its answer, for the same workflows. think, deepseek_r1, deepseek_v3,
-    qwen3: they end with </think>. openai_gptoss, template, none: as above. The others are vLLM's. None: what the chat
-    template shows, else none."""
+    """Format of the model's thoughts, for the same workflows. think, deepseek_r1, deepseek_v3, qwen3: they end with
+    </think>. openai_gptoss, template, none: as for tool_call_parser. The others are vLLM's. None: detected from the
+    chat template, else none."""
     tensor_parallel_size: Count = 1
     """vLLM: GPUs of one engine, splitting each layer."""
     data_parallel_size: Count = 1
-    """vLLM: copies inside one engine, each with GPUs of its own."""
+    """vLLM: copies in one engine, each on its own GPUs."""
     pipeline_parallel_size: Count = 1
     """vLLM: GPUs of one engine, splitting the stack of layers."""
     enable_expert_parallel: bool = False
-    """vLLM: split the experts over the GPUs."""
-    extra_engine_args: Free = no_items()
-    """vLLM: further arguments of its AsyncEngineArgs; they win over those that follow from other keys."""
+    """vLLM: distribute the experts over the GPUs."""
+    extra_engine_args: OpenDict = empty_dict()
+    """vLLM: further arguments of AsyncEngineArgs; they override those derived from other keys."""
     enforce_eager: bool = False
-    """vLLM: no CUDA graphs; on a CPU there are none."""
+    """vLLM: use no CUDA graphs."""
     enable_prefix_caching: bool = True
-    """vLLM: reuse the attention cache of equal prefixes, within one policy version."""
+    """vLLM: reuse the attention cache of equal prefixes within one policy version."""
     enable_chunked_prefill: bool = True
     """vLLM: split long prompts."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """vLLM: share of the GPU's memory. Engines of one explorer worker share its GPUs, and 1 is all of them."""
+    """vLLM: share of the GPU's memory. Engines of one explorer worker share its GPUs. 1: all memory."""
 
     def dtype_on(self, device: str) -> str:
-        """The data type of the weights on "cpu" or "cuda"."""
+        """Return the data type of the weights on "cpu" or "cuda"."""
         if self.dtype == "auto":
             return "bfloat16" if device == "cuda" else "float32"
         return self.dtype
 
     @property
     def traits(self) -> type[EngineTraits]:
-        """What holds for every engine of this type. Raises: UserError: an engine of the user's own is not found."""
-        part = known_part("engine", self.engine_type, registered_engines())
-        # A class made of the traits alone: the engine's own would import torch.
+        """Traits of the engine type. Raises: UserError: the user's own engine is not found."""
+        part = lookup_part("engine", self.engine_type, registered_engines())
+        # A class with only the traits, because the engine's class would import torch.
         if isinstance(part, RegisteredPart):
             return type(part.attribute, (EngineTraits,), dict(part.traits))
         if not (isinstance(part, type) and issubclass(part, EngineTraits)):
-            raise UserError(f"engine {self.engine_type!r} is no class of engines; see docs/extending.md")
+            raise UserError(f"engine {self.engine_type!r} is not an engine class; see docs/extending.md")
         return part
 
     def own_model(self, model: ModelConfig) -> ModelConfig:
-        """The lengths and sampling of an auxiliary model: its own, else the policy's `model`."""
+        """Return lengths and sampling of an auxiliary model; absent keys come from the policy's `model`."""
         response, longest = self.max_response_tokens or model.max_response_tokens, self.max_model_len
         left = model.max_prompt_tokens if longest is None else max(1, longest - response)
         prompt = self.max_prompt_tokens or left
@@ -230,17 +234,17 @@ class InferenceModelConfig(Section):
 
     @property
     def asked_name(self) -> str:
-        """What workflows call an auxiliary model."""
+        """Name of an auxiliary model for workflows."""
         return self.name or self.model_path or ""
 
     @property
     def is_apart(self) -> bool:
-        """Whether an auxiliary model has workers of its own, unless it is a teacher."""
+        """True if an auxiliary model has its own workers. Not for teachers."""
         return self.engine_num > 0 and not self.traits.is_external
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that one engine works on, where there are any."""
+        """GPUs of one engine, if the machine has any."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
 
@@ -248,117 +252,117 @@ class OverRolloutConfig(Section):
     """`explorer.over_rollout`: do not wait for the slowest tasks."""
 
     ratio: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the tasks of a work unit that may be missing; 0 waits for all."""
+    """Share of a work unit's tasks that may be missing. 0: wait for all."""
     wait_after_min: float = Field(default=30.0, ge=0)
-    """Seconds that the rest have once enough are done; then they are called off, and end as timeouts."""
+    """Seconds that the remaining tasks get once enough are done; then they are cancelled and count as timeouts."""
     return_partial_tasks: bool = False
-    """Keep the finished rollouts of tasks of which others were called off; else they are set aside."""
+    """Keep the finished rollouts of cancelled tasks. False: they are set aside."""
 
 
 class DynamicTimeoutConfig(Section):
-    """`explorer.dynamic_timeout`: a time limit that follows the mean."""
+    """`explorer.dynamic_timeout`: a time limit derived from the mean duration."""
 
     enable: bool = False
-    """Use it."""
+    """Use the dynamic limit."""
     warmup_min_steps: Natural = 1
-    """Explore steps that a worker takes before it begins."""
+    """Explore steps of a worker before the limit applies."""
     ratio: float = Field(default=3.0, gt=0)
-    """Limit of an attempt as a multiple of the mean time of the worker's tasks; never above max_timeout."""
+    """Limit of an attempt as a multiple of the worker's mean task duration. Never above max_timeout."""
 
 
 class SandboxConfig(Section):
-    """`explorer.sandbox`: processes in which workflows and rewards from elsewhere run, so that one that hangs, dies or
-    eats memory costs its own rollout only."""
+    """`explorer.sandbox`: processes for workflows and rewards of the user's, so that one that hangs, dies or exhausts
+    memory fails only its own rollout."""
 
     mode: Literal["auto", "always", "never"] = "auto"
-    """auto: what is not this package's own and not declared in_process. never: all on one event loop, for debugging."""
+    """auto: code that is neither this package's nor declared in_process. always: all. never: none; everything runs on
+    one event loop, for debugging."""
     max_processes: Count = 128
-    """Of one explorer worker at the same time; further rollouts wait their turn."""
+    """Maximum processes of one explorer worker at the same time. Further rollouts wait."""
     max_memory_gb: float | None = Field(default=4.0, gt=0)
-    """Memory of one rollout with all it starts, beyond what the imports take. None: no limit."""
+    """GB of memory of one rollout with its child processes, beyond the imports. None: no limit."""
     bubblewrap: bool = False
-    """Run sandboxes under `bwrap`: they see the machine read-only, an empty /tmp, only their own processes and no
-    network; each rollout begins in an empty folder of its own."""
+    """Run sandboxes under `bwrap`: the file system is read-only, /tmp is empty, only their own processes are visible,
+    and there is no network. Each rollout starts in an empty folder."""
     bubblewrap_network: bool = False
-    """Leave them the network."""
+    """Allow network access under bubblewrap."""
 
 
 class ExplorerConfig(Section):
     """`explorer`: how tasks become experiences."""
 
     name: str = Field(default="explorer", pattern=NAME)
-    """Name in plans and estimates. Commands of mode explore with different names share the work of one run."""
+    """Name in plans and estimates. Commands in mode explore with different names share the work of one run."""
     min_workers: Count | None = None
-    """Explorer workers that a run starts with, and never asks for fewer. None: rollout_model.engine_num, or max_workers
-    if that is less."""
+    """Explorer workers at the start, and the minimum later. None: rollout_model.engine_num, or max_workers if that is
+    less."""
     max_workers: Count | None = None
-    """Explorer workers that a run asks for at most, as long as there are work units for them. None:
-    rollout_model.engine_num, or min_workers if that is more."""
+    """Maximum explorer workers that a run requests while work units wait. None: rollout_model.engine_num, or
+    min_workers if that is more."""
     tasks_per_batch: Count | None = None
-    """Tasks in one work unit, the unit of work sent to an engine. None: an even share of
-    an explore step for each engine there may be, 64 at most."""
+    """Tasks in one work unit, which is sent to one engine. None: an equal share of an explore step for each possible
+    engine, 64 at most."""
     slots_per_engine: Count | Literal["memory"] | None = None
-    """Rollouts that an engine has under way at once; others wait. Save in style fixed, those of the next work unit take
-    the slots that are left. None: as many as the rollouts of one work unit. memory: as many as its memory of keys and
-    values has room for, by the mean length of the worker's last rollouts, and not fewer than that; an engine that does
-    not say how much it has, has that many."""
-    flush_age_s: float | None = Field(default=0.25, gt=0)
-    """Seconds that the finished rollouts of a task wait for the other tasks of their work unit before they are
-    committed without them. None: a batch is committed as a whole."""
+    """Concurrent rollouts of an engine; others wait. Except in style fixed, the next work unit fills free slots. None:
+    as many as one work unit has rollouts. memory: as many as its key-value cache holds, by the mean length of the
+    worker's last rollouts, but not fewer than with None; engines that do not report their cache size use None."""
+    max_commit_delay_s: float | None = Field(default=0.25, gt=0)
+    """Seconds that finished rollouts of a task wait for the other tasks of their work unit before they are committed in
+    a part of their own. None: work units are committed as a whole."""
     max_timeout: Seconds = 1800.0
-    """Seconds for one attempt at one rollout."""
+    """Seconds for one attempt of a rollout."""
     max_retry_times: Natural = 2
     """Further attempts after a failed one."""
-    env_vars: dict[Annotated[str, Field(pattern=r"^[^=\x00]+$")], str] = no_items()
-    """Environment of the explorer's processes. A secret is given as ${oc.env:NAME}, never written down."""
+    env_vars: dict[Annotated[str, Field(pattern=r"^[^=\x00]+$")], str] = empty_dict()
+    """Environment variables of the explorer's processes. Write a secret as ${oc.env:NAME}; it is never stored."""
     plugin_dirs: tuple[str, ...] = ()
-    """Folders whose modules are imported where rollouts run, for the workflows and rewards they register."""
+    """Folders whose modules are imported where rollouts run, for the workflows and rewards that they register."""
     sandbox: SandboxConfig = SandboxConfig()
-    """Processes for workflows and rewards from elsewhere."""
+    """Processes for workflows and rewards of the user's."""
     rollout_model: InferenceModelConfig = InferenceModelConfig()
     """Engines of the policy."""
     auxiliary_models: tuple[InferenceModelConfig, ...] = ()
-    """Models that workflows may ask, such as judges: beside the policy in each explorer worker, on workers of their own
-    (`engine_num`), or behind an API. Those of on_policy_distill and jsd are teachers, which the trainer loads."""
+    """Models that workflows may use, such as judges: with the policy in each explorer worker, on their own workers
+    (`engine_num`), or behind an API. For on_policy_distill and jsd they are teachers, which the trainer loads."""
     eval_interval: Count = 100
-    """Explore steps between evaluations; lowered to a multiple of the explorer's synchronization interval."""
+    """Explore steps between evaluations, rounded down to a multiple of the explorer's synchronization interval."""
     eval_on_startup: bool = True
     """Evaluate the initial weights."""
     bench_on_latest_checkpoint: bool = False
-    """Mode bench: only the newest checkpoint."""
+    """Mode bench: evaluate only the newest checkpoint."""
     over_rollout: OverRolloutConfig = OverRolloutConfig()
     """Do not wait for the slowest tasks."""
     dynamic_timeout: DynamicTimeoutConfig = DynamicTimeoutConfig()
-    """A time limit that follows the mean."""
+    """Time limit derived from the mean duration."""
     listen_address: str = "127.0.0.1"
-    """Mode serve, and `rftdask serve`: address to listen at; who reaches it needs the key."""
+    """Mode serve, and `rftdask serve`: address to listen on. Clients need the key."""
     proxy_port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """Mode serve, and `rftdask serve`: 0 takes a free one."""
+    """Mode serve, and `rftdask serve`: port to listen on. 0: any free port."""
 
     def engines(self) -> list[tuple[str, InferenceModelConfig]]:
-        """(path, section) of the policy's engines and of the auxiliary ones."""
+        """Return (path, section) of the policy's engine and of the auxiliary ones."""
         auxiliary = [(f"explorer.auxiliary_models[{i}]", model) for i, model in enumerate(self.auxiliary_models)]
         return [("explorer.rollout_model", self.rollout_model), *auxiliary]
 
     @property
     def gpus_per_worker(self) -> int:
-        """GPUs that one explorer worker works on, where there are any: as many as its largest engine takes."""
+        """GPUs of one explorer worker, if the machine has any: as many as its largest engine needs."""
         beside = [model for model in self.auxiliary_models if not model.is_apart]
         return max(engine.num_gpus for engine in (self.rollout_model, *beside))
 
     def teacher_of(self, name: str) -> int | None:
-        """Number of the auxiliary model that teaches a taskset or dataset; None: none does."""
+        """Return the index of the auxiliary model that teaches a taskset or dataset; None: no teacher."""
         models = list(enumerate(self.auxiliary_models))
-        rest = next((number for number, model in models if model.teaches is None), None)
-        return next((number for number, model in models if name in (model.teaches or ())), rest)
+        rest = next((number for number, model in models if model.teacher_for is None), None)
+        return next((number for number, model in models if name in (model.teacher_for or ())), rest)
 
     @property
     def fewest_workers(self) -> int:
-        """Explorer workers that a run starts with, and never asks for fewer."""
+        """Explorer workers at the start of a run, and the minimum later."""
         usual = self.rollout_model.engine_num
         return self.min_workers or min(usual, self.max_workers or usual)
 
     @property
     def most_workers(self) -> int:
-        """Explorer workers that a run asks for at most."""
+        """Maximum explorer workers that a run requests."""
         return self.max_workers or max(self.rollout_model.engine_num, self.fewest_workers)

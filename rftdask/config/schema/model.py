@@ -1,42 +1,42 @@
-"""Section `model`: what is trained, with which lengths and sampling."""
+"""Section `model`: the trained model, its lengths and sampling."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import Count, Filled, Natural, Section, absent
+from rftdask.config.base import Computed, Count, Natural, Section, absent
 
 
 class LoraConfig(Section):
     """One item of `model.lora_configs`."""
 
     path: str | None = None
-    """Folder of a trained adapter to begin with. None: a fresh one."""
+    """Folder of a trained adapter to start from. None: a new adapter."""
     lora_rank: Count = 32
     """Rank of the update."""
     lora_alpha: Count = 32
-    """Scale of the update, divided by the rank."""
+    """Scale of the update, before division by the rank."""
     lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the adapter. auto: float32."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Which layers get an adapter."""
+    """Layers that get an adapter."""
     exclude_modules: str | tuple[str, ...] | None = None
-    """Which layers get none."""
+    """Layers without an adapter. None: no exceptions."""
     use_rslora: bool = False
     """Divide the scale by the square root of the rank, so that large ranks learn as fast as small ones."""
     use_dora: bool = False
-    """Train the magnitude of each weight's columns apart from their direction. Slower, sometimes better."""
+    """Train magnitude and direction of the weights' columns separately. Slower, sometimes better."""
 
 
 class ExternalModelConfig(Section):
     """`model.external_model`: a model behind an OpenAI-compatible API, for mode bench."""
 
     enable: bool = False
-    """Evaluate it in place of the policy."""
+    """Evaluate this model instead of the policy."""
     base_url_env: str = "OPENAI_BASE_URL"
-    """Environment variable that holds the address."""
+    """Environment variable with the address."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key."""
+    """Environment variable with the key."""
     model_name: str | None = None
     """Name of the model at the service."""
 
@@ -46,60 +46,60 @@ class TinkerConfig(Section):
     in the environment variable TINKER_API_KEY."""
 
     enable: bool = False
-    """Train and sample there: `trainer.trainer_type` and `explorer.rollout_model.engine_type` are tinker. The model is
-    the one that the service knows by the name in `model_path`, from which the tokenizer comes, too."""
+    """Train and sample at the service: sets `trainer.trainer_type` and `explorer.rollout_model.engine_type` to tinker.
+    `model_path` is the model's name at the service and the source of the tokenizer."""
     rank: Count = 16
     """Rank of the adapter."""
     seed: int | None = None
-    """Seed of its first weights. None: the run's."""
+    """Seed of the initial adapter weights. None: the run's seed."""
     train_mlp: bool = True
-    """Whether it is in the MLP layers, experts included,"""
+    """Adapt the MLP layers, including experts."""
     train_attn: bool = True
-    """in the attention layers,"""
+    """Adapt the attention layers."""
     train_unembed: bool = True
-    """and in the output layer."""
+    """Adapt the output layer."""
     base_url: str | None = None
-    """Address of the service. None: that in the environment variable TINKER_BASE_URL, else the hosted one."""
+    """Address of the service. None: the environment variable TINKER_BASE_URL, else the hosted service."""
 
 
 class ModelConfig(Section):
     """`model`: the policy, its lengths in tokens and its sampling."""
 
     model_path: str = Field(min_length=1)
-    """Folder in the Hugging Face layout, or a name on the Hugging Face Hub. The tokenizer comes from it too."""
+    """Folder in the Hugging Face layout, or a name on the Hugging Face Hub. Also the source of the tokenizer."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with the model. Off unless you trust its author."""
+    """Run the Python code that comes with the model. Only for authors you trust."""
     critic_model_path: str | None = None
-    """Model whose body the critic of ppo begins with. None or empty: `model_path`."""
+    """Model whose body initializes the critic of ppo. None or "": `model_path`."""
     custom_chat_template: str | None = None
-    """Jinja chat template used in place of the tokenizer's. Wins over `chat_template_path`."""
+    """Jinja chat template that replaces the tokenizer's. Overrides `chat_template_path`. None: no replacement."""
     chat_template_path: str | None = None
-    """File that holds a chat template."""
+    """File with a chat template. None: the tokenizer's."""
     enable_thinking: bool | None = None
-    """Whether the chat template asks the model to think, given to it as `enable_thinking`. None: the template's own
+    """Value of `enable_thinking` for the chat template, which makes the model think or not. None: the template's
     default."""
     temperature: float = Field(default=1.0, ge=0)
-    """Sampling temperature of training rollouts; 0 is greedy."""
+    """Sampling temperature of training rollouts. 0: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample among the likeliest tokens that together have this probability; 1 is all."""
+    """Sample among the most likely tokens with this total probability. 1: all."""
     top_k: int = Field(default=-1, ge=-1)
-    """Sample among this many likeliest tokens; -1 is all."""
-    max_model_len: Annotated[int, Filled("max_prompt_tokens + max_response_tokens")] = absent(ge=2)
-    """Longest sequence, prompt and response together. None: the sum of the two limits below."""
-    max_prompt_tokens: Annotated[Count, Filled("what max_model_len leaves")] = absent()
-    """Longest prompt. None: what `max_model_len` leaves, or half of it."""
-    max_response_tokens: Annotated[Count, Filled("what max_model_len leaves")] = absent()
-    """Longest response. None: what `max_model_len` leaves, or half of it."""
+    """Sample among this many most likely tokens. -1: all."""
+    max_model_len: Annotated[int, Computed("max_prompt_tokens + max_response_tokens")] = absent(ge=2)
+    """Maximum length of prompt and response together. None: the sum of the two limits below."""
+    max_prompt_tokens: Annotated[Count, Computed("what max_model_len leaves")] = absent()
+    """Maximum prompt length. None: what `max_model_len` leaves, or half of it."""
+    max_response_tokens: Annotated[Count, Computed("what max_model_len leaves")] = absent()
+    """Maximum response length. None: what `max_model_len` leaves, or half of it."""
     min_response_tokens: Natural = 0
-    """No end of sequence is sampled before this many tokens."""
+    """Minimum response length; no end of sequence is sampled before it."""
     enable_prompt_truncation: bool = True
-    """True: a prompt that is too long is cut and its rollout is not trained on. False: its task fails."""
+    """True: a prompt that is too long is truncated, and its rollout is not trained. False: its task fails."""
     repetition_penalty: float = Field(default=1.0, gt=0)
-    """Divides the logits of tokens seen before; 1 is none."""
+    """Divisor of the logits of tokens seen before. 1: none."""
     lora_configs: Annotated[tuple[LoraConfig, ...] | None, Field(max_length=1)] = None
-    """The adapter to train in place of all weights, one at most. Needs the extra `lora`."""
+    """Adapter to train instead of all weights, one at most. Needs the extra `lora`. None: train all weights."""
     external_model: ExternalModelConfig = ExternalModelConfig()
-    """A model behind an API, evaluated in mode bench; its environment variables are also those of auxiliary models of
-    engine external."""
+    """A model behind an API, evaluated in mode bench. Auxiliary models with engine external use the same environment
+    variables."""
     tinker: TinkerConfig = TinkerConfig()
     """The policy at the Tinker service. Needs the extra `tinker`."""

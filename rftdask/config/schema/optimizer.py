@@ -1,15 +1,15 @@
-"""Section `algorithm.optimizer`: how weights move, and how fast. All steps are updates, counted from 1, of which
-a batch may make several (`trainer.ppo_epochs`).
+"""Section `algorithm.optimizer`: optimizer and learning rate schedule. Steps are updates, counted from 1; one batch may
+make several (`trainer.ppo_epochs`).
 
-Schedules are those of transformers; their arguments are read from its source, so that a configuration is checked
-without importing it.
+Schedules are those of transformers. Their arguments are read from its source, so that checking a configuration does not
+import it.
 """
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rftdask.config.base import Filled, Free, Later, Named, Section, absent
+from rftdask.config.base import Computed, Later, OpenDict, PluginName, Section, absent
 from rftdask.config.plugins import LibraryParts
 
 _OF_TRANSFORMERS = "transformers.optimization.get_"
@@ -28,7 +28,8 @@ SCHEDULES = LibraryParts(
     },
     supplied=("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"),
 )
-"""The names of `transformers.get_scheduler` whose rate is a function of the step, so that a resumed run has it."""
+"""Names of `transformers.get_scheduler` whose rate depends only on the step, so that a resumed run computes the same.
+"""
 
 
 _CLASSES = {
@@ -45,10 +46,11 @@ _CLASSES = {
     "Rprop": "rprop",
     "SGD": "sgd",
 }
-"""Of torch.optim, with their files; not LBFGS, which asks for the loss several times a step, and SparseAdam."""
+"""Classes of torch.optim and their files. Without LBFGS, which evaluates the loss several times a step, and SparseAdam.
+"""
 OPTIMIZERS = LibraryParts(
     {
-        # The reference system calls so what is AdamW there, too; torch.optim.Adam is named by its path.
+        # AdamW, as in Trinity-RFT. torch.optim.Adam is named by its path.
         "adam": "torch.optim.adamw.AdamW",
         **{n: f"torch.optim.{file}.{name}" for name, file in _CLASSES.items() for n in (name.lower(), name)},
     },
@@ -58,17 +60,16 @@ OPTIMIZERS = LibraryParts(
 
 
 class OptimizerConfig(Section):
-    """`algorithm.optimizer`: AdamW and its learning rate schedule. All steps are updates, of which a batch may make
-    several."""
+    """`algorithm.optimizer`: optimizer and learning rate schedule. Steps are updates; one batch may make several."""
 
     lr: float = Field(default=1e-6, ge=0)
     """Peak learning rate."""
     lr_warmup_steps: int = Field(default=-1, ge=-1)
     """Steps of linear warm-up from 0. -1: `lr_warmup_steps_ratio` decides."""
     lr_warmup_steps_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Warm-up as a share of all steps, used when `lr_warmup_steps` is -1."""
+    """Warm-up as a share of all steps, if `lr_warmup_steps` is -1."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Where the schedules linear and cosine end, as a share of `lr`; the others say it by their arguments."""
+    """Final rate of the schedules linear and cosine, as a share of `lr`. Other schedules have arguments for it."""
     lr_scheduler_type: Annotated[
         Literal[
             "constant",
@@ -84,22 +85,24 @@ class OptimizerConfig(Section):
         ],
         Later("a rate that follows a measured loss", ("reduce_lr_on_plateau", "greedy")),
     ] = "constant"
-    """Schedule, by its name in `transformers.get_scheduler`; constant warms up, too, where it is told to."""
-    lr_scheduler_args: Free | None = None
-    """Arguments of the schedule as transformers calls them, for example {num_cycles: 2} of cosine_with_restarts."""
+    """Schedule, by its name in `transformers.get_scheduler`. constant also warms up if warm-up steps are set."""
+    lr_scheduler_args: OpenDict | None = None
+    """Arguments of the schedule, named as in transformers, for example {num_cycles: 2} for cosine_with_restarts. None:
+    defaults."""
     optimizer_type: Annotated[
         str,
-        Named("optimizer", lambda: OPTIMIZERS, arguments="optimizer_args", complete=False),
+        PluginName("optimizer", lambda: OPTIMIZERS, arguments="optimizer_args", complete=False),
     ] = "adam"
-    """adamw (also called adam), adafactor, muon, sgd and others of torch.optim (docs/trainer.md); or another as
+    """adamw (also called adam), adafactor, muon, sgd and others of torch.optim (docs/trainer.md); or
     package.module.Name, such as torchao.optim.AdamW8bit."""
-    optimizer_args: Free | None = None
-    """Its arguments but for those that are keys here, for example {momentum: 0.9} of sgd."""
+    optimizer_args: OpenDict | None = None
+    """Arguments of the optimizer that are not keys of this section, for example {momentum: 0.9} for sgd. None:
+    defaults."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """Decay of the first and second moment, of optimizers that have them."""
+    """Decay rates of the first and second moment, for optimizers that have them."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """Weight decay, of optimizers that have it; decoupled from the gradient by adamw, muon and adafactor."""
+    """Weight decay, for optimizers that have it; adamw, muon and adafactor decouple it from the gradient."""
     decay_all_weights: bool = False
-    """Whether norms, biases and embeddings decay, too."""
-    clip_grad: Annotated[float, Filled("trainer.grad_clip")] = absent(ge=0)
-    """Largest norm of the gradient. The same quantity as `trainer.grad_clip`; set one of them."""
+    """Apply weight decay also to norms, biases and embeddings."""
+    clip_grad: Annotated[float, Computed("trainer.grad_clip")] = absent(ge=0)
+    """Maximum gradient norm. Same quantity as `trainer.grad_clip`; set one of them."""

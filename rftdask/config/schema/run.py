@@ -1,6 +1,6 @@
-"""The whole configuration of a run, `Config`, with its small sections: monitor, log, data processing, stages.
+"""Configuration of a run, `Config`, with its small sections: monitor, log, data processing, stages.
 
-Made by rftdask.config.load; a Config made any other way has not been checked. Invariant: a Config never changes, and
+Create it with rftdask.config.load; a Config made otherwise is unchecked. Invariant: a Config never changes, and
 `load_config(config.to_dict())` equals it.
 """
 
@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
-from rftdask.config.base import Count, Filled, Free, Named, Section, no_items, plain
+from rftdask.config.base import Computed, Count, OpenDict, PluginName, Section, empty_dict, plain
 from rftdask.config.plugins import read_parts
 from rftdask.config.schema.algorithm import AlgorithmConfig, registered_parts, takes_demonstrations
 from rftdask.config.schema.buffer import BufferConfig, ExperienceBufferConfig, TasksetConfig
@@ -24,18 +24,18 @@ from rftdask.config.schema.trainer import SynchronizerConfig, TrainerConfig
 from rftdask.config.yaml_source import escape, fill_from_environment, to_yaml
 
 MAX_TASKS_PER_UNIT = 64
-"""Largest work unit by default: some seconds of work, and what a lost worker costs at most."""
+"""Default maximum size of a work unit: some seconds of work, which is also the maximum loss with a worker."""
 EXPERT_BUFFER = "sft_dataset"
-"""Auxiliary buffer of the demonstrations, where there is one of this name and sample_strategy_args name no other."""
+"""Default auxiliary buffer of demonstrations, if it exists and sample_strategy_args name no other."""
 
 MADE_ROWS = "dataset/rows.jsonl"
-"""In the run folder: the dataset that `data_processor.task_pipeline` makes."""
+"""Dataset that `data_processor.task_pipeline` writes, relative to the run folder."""
 
 Mode = Literal["both", "explore", "train", "bench", "serve", "colocate"]
 
 
 _LONGEST_NAME = 200
-"""Bytes of a folder's name; file systems take 255, and some of what is in it is named after it."""
+"""Maximum bytes of a folder name. File systems allow 255, and longer names are derived from it."""
 
 
 def _relative(name: str) -> str:
@@ -49,84 +49,86 @@ def _relative(name: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_relative)]
-"""A folder name or several joined by /, without . and .. in it."""
+"""A folder name or several joined by /, without . and .."""
 
 
 def count_demonstrations(batch_size: int, ratio: float) -> int:
-    """Demonstrations in a batch of `batch_size` of which they are at least the share `ratio`."""
+    """Return the demonstrations in a batch of `batch_size` with at least the share `ratio`."""
     return math.ceil(ratio * batch_size - 1e-9)  # less the rounding of 0.1 * 30
 
 
 class MonitorConfig(Section):
-    """`monitor`: where metrics go besides the run folder, which always has them."""
+    """`monitor`: destinations of metrics in addition to the run folder."""
 
     monitor_type: Annotated[
         str,
-        Named("monitor", partial(read_parts, "rftdask.monitor.trackers", "monitor_type"), "monitor_args", supplied=1),
+        PluginName(
+            "monitor", partial(read_parts, "rftdask.monitor.trackers", "monitor_type"), "monitor_args", supplied=1
+        ),
     ] = "tensorboard"
-    """Tracker: tensorboard, wandb, mlflow, swanlab, trackio, none (only the files in the run folder), or one of your
-    own."""
-    monitor_args: Free = no_items()
-    """Arguments of the tracker. Keys and tokens are read by the tracker from its environment variables."""
-    also: Annotated[
-        tuple[Free, ...],
-        Named("monitor", partial(read_parts, "rftdask.monitor.trackers", "monitor_type"), supplied=1),
+    """Tracker: tensorboard, wandb, mlflow, swanlab, trackio, none (only files in the run folder), or your own."""
+    monitor_args: OpenDict = empty_dict()
+    """Arguments of the tracker. It reads keys and tokens from its environment variables."""
+    extra_monitors: Annotated[
+        tuple[OpenDict, ...],
+        PluginName("monitor", partial(read_parts, "rftdask.monitor.trackers", "monitor_type"), supplied=1),
     ] = ()
-    """Further trackers beside it: [{name, args}, ...], each once."""
+    """Additional trackers: [{name, args}, ...], each name once."""
     detailed_stats: bool = False
-    """Maximum, minimum and standard deviation of evaluation metrics beside the mean: <metric>/max, /min, /std."""
+    """Log maximum, minimum and standard deviation of evaluation metrics: <metric>/max, /min, /std."""
 
 
 class TaskPipelineConfig(Section):
-    """`data_processor.task_pipeline`: Data-Juicer's operators over a dataset, once before the run; see docs/data.md."""
+    """`data_processor.task_pipeline`: Data-Juicer operators applied to a dataset before the run; see docs/data.md."""
 
-    operators: tuple[Free, ...] = ()
-    """[{name, args}, ...] of Data-Juicer, run in this order."""
+    operators: tuple[OpenDict, ...] = ()
+    """[{name, args}, ...] of Data-Juicer, in this order."""
     num_process: Count = 4
-    """Processes of each operator, at most."""
+    """Maximum processes of each operator."""
     config_path: str | None = None
-    """A recipe of Data-Juicer (YAML) in place of `operators`."""
-    inputs: Annotated[tuple[str, ...], Filled("the path of the taskset, or the recipe's dataset_path")] = ()
-    """Datasets, one after another; whatever the `path` of a taskset may be. The result is in the run folder, and the
-    first taskset reads it, or experience_buffer in mode train."""
+    """Data-Juicer recipe (YAML) instead of `operators`. None: no recipe."""
+    inputs: Annotated[tuple[str, ...], Computed("the path of the taskset, or the recipe's dataset_path")] = ()
+    """Datasets, concatenated; the `path` of the taskset is not read. The result is in the run folder, and the first
+    taskset reads it; in mode train, experience_buffer."""
     target_fields: tuple[str, ...] = ()
-    """Columns without which a row is dropped. The first is what operators of text read; none: `format.prompt_key`."""
-    priority_weights: Free = no_items()
-    """Weights of quality, difficulty, usage_frequency and diversity in the priority, by which rows are sorted. None
-    given: 1, -0.7, -0.5 and 0.8."""
+    """Columns that every row must have; other rows are dropped. Text operators read the first. (): `format.prompt_key`.
+    """
+    priority_weights: OpenDict = empty_dict()
+    """Weights of quality, difficulty, usage_frequency and diversity in the priority that sorts rows. {}: 1, -0.7, -0.5
+    and 0.8."""
     top_k: int = Field(default=-1, ge=-1)
-    """Rows that stay, of the largest priority. -1: all."""
+    """Number of rows with the highest priority to keep. -1: all."""
 
 
 class ExperiencePipelineConfig(Section):
-    """`data_processor.experience_pipeline`: experiences filtered and shaped between explorer and trainer."""
+    """`data_processor.experience_pipeline`: filters and transforms experiences between explorer and trainer."""
 
-    operators: Annotated[tuple[Free, ...], Named("operator", partial(registered_parts, "operator"))] = ()
-    """[{name, args}, ...], run in this order; see docs/algorithms.md."""
+    operators: Annotated[tuple[OpenDict, ...], PluginName("operator", partial(registered_parts, "operator"))] = ()
+    """[{name, args}, ...], in this order; see docs/algorithms.md."""
     stage: Literal["batch", "commit"] = "batch"
-    """batch: on every train batch before it is written down. commit: in the explorer, on every work unit before it
-    is committed; what is dropped is committed as filtered. data_juicer runs at commit alone."""
+    """batch: applied to every train batch before it is recorded. commit: applied by the explorer to every work unit
+    before it is committed; dropped experiences are committed as filtered. data_juicer runs only at commit."""
 
 
 class DataProcessorConfig(Section):
     """`data_processor`: pipelines for tasks and experiences."""
 
     task_pipeline: TaskPipelineConfig = TaskPipelineConfig()
-    """The dataset, before the run."""
+    """Pipeline for the dataset, before the run."""
     experience_pipeline: ExperiencePipelineConfig = ExperiencePipelineConfig()
-    """Experiences, during the run."""
+    """Pipeline for experiences, during the run."""
 
 
 class DataJuicerServiceConfig(Section):
-    """`service.data_juicer`: who runs Data-Juicer's operators, before the run and during it."""
+    """`service.data_juicer`: where Data-Juicer's operators run, before and during the run."""
 
     server_url: Annotated[str, Field(pattern=r"^https?://[^/\s]")] | None = None
-    """Address, with its port (5005 by itself), of a running service of Data-Juicer (Trinity-RFT's), which whoever has
-    operators can reach. None: a process beside them, in an environment of its own (`rftdask data setup`)."""
+    """URL of a running Data-Juicer service (Trinity-RFT's), with its port (5005 by default), reachable from all
+    processes with operators. None: a process next to them, in its own environment (`rftdask data setup`)."""
 
 
 class ServiceConfig(Section):
-    """`service`: what others serve to the run."""
+    """`service`: external services of the run."""
 
     data_juicer: DataJuicerServiceConfig = DataJuicerServiceConfig()
     """Data-Juicer."""
@@ -136,25 +138,25 @@ class LogConfig(Section):
     """`log`: messages for people."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Least important message shown."""
+    """Lowest level that is shown."""
 
 
 class StageConfig(Section):
-    """An item of `stages`: what it sets is merged, field by field, over the rest of the file; lists are replaced."""
+    """An item of `stages`: its keys are merged, field by field, over the rest of the file; lists are replaced."""
 
     stage_name: str = Field(pattern=r"^[^/\\.\x00-\x1f\x7f-\x9f][^/\\\x00-\x1f\x7f-\x9f]*$")
-    """The stage's run is `<name>/<stage_name>`. Unique."""
+    """Unique name. The stage's run is `<name>/<stage_name>`."""
     mode: Literal["both", "explore", "train", "bench", "serve", "colocate"] | None = None
     """Mode of the stage. None: the file's."""
-    algorithm: Free | None = None
+    algorithm: OpenDict | None = None
     """Part of section algorithm."""
-    buffer: Free | None = None
+    buffer: OpenDict | None = None
     """Part of section buffer."""
-    data_processor: Free | None = None
+    data_processor: OpenDict | None = None
     """Part of section data_processor."""
-    explorer: Free | None = None
+    explorer: OpenDict | None = None
     """Part of section explorer."""
-    trainer: Free | None = None
+    trainer: OpenDict | None = None
     """Part of section trainer."""
 
 
@@ -177,22 +179,22 @@ class Config(Section):
     checkpoint_root_dir: str = Field(default="./runs", min_length=1)
     """Where runs live: a local path or any fsspec URL."""
     private: bool = False
-    """Only its owner may read the run: its folder has mode 0700 and its files 0600, whatever the umask. For folders:
-    who may read a bucket is said there."""
+    """Restrict the run to its owner: folders have mode 0700 and files 0600, whatever the umask. Only for local folders;
+    buckets have their own access rules."""
     continue_from_checkpoint: bool = True
-    """True: continue the run found in the folder. False: each start begins a new one beside it when the folder is not
-    empty, with the time (UTC) at the end of its name; jobs of `rftdask submit` continue the one that it began."""
+    """True: continue the run in the folder. False: each start creates a new run next to it if the folder is not empty,
+    with the UTC time at the end of its name; jobs of `rftdask submit` continue the one that it created."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
-    """Seed of everything that has none of its own."""
+    """Seed of everything without its own seed."""
     deterministic: bool | None = None
-    """Same configuration, same bits. False allows faster kernels. None: True if the trainer runs on CPUs, else False;
-    the first start writes which into run.json."""
+    """Same configuration, same bits. False: allow faster kernels. None: True if the trainer runs on CPUs, else False;
+    the first start writes the choice to run.json."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """What is optimized."""
+    """The objective."""
     model: ModelConfig
-    """What is trained."""
+    """The trained model."""
     cluster: ClusterConfig = ClusterConfig()
-    """Where."""
+    """The machines."""
     buffer: BufferConfig = BufferConfig()
     """Batches and data."""
     explorer: ExplorerConfig = ExplorerConfig()
@@ -206,11 +208,11 @@ class Config(Section):
     data_processor: DataProcessorConfig = DataProcessorConfig()
     """Pipelines."""
     service: ServiceConfig = ServiceConfig()
-    """What others serve."""
+    """External services."""
     log: LogConfig = LogConfig()
     """Messages."""
     stages: tuple[StageConfig, ...] = ()
-    """Runs one after the other, each on the weights of the one before."""
+    """Runs that follow each other, each on the weights of the previous one."""
 
     _warnings: tuple[str, ...] = PrivateAttr(())
     _origin: str = PrivateAttr("")
@@ -221,32 +223,32 @@ class Config(Section):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What was accepted and has no effect, or not the one expected: one line each, beginning with the key."""
+        """Keys that were accepted but have no effect, or not the expected one: one line each, starting with the key."""
         return self._warnings
 
     @property
     def origin(self) -> str:
-        """The system for which the file was read, if not this one, and why: "Trinity-RFT (--from trinity)"."""
+        """System for which the file was read, if not this one, and why: "Trinity-RFT (--from trinity)"."""
         return self._origin
 
     @property
     def reference_defaults(self) -> tuple[str, ...]:
-        """Defaults of that system that now stand here, and differ from ours: one line each, beginning with the key."""
+        """Defaults of that system which differ from ours and are now set: one line each, starting with the key."""
         return self._defaults
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """What was read otherwise than it is written: lines "- key: value" and "+ key: value", by their keys."""
+        """Differences between the file and what was read: lines "- key: value" and "+ key: value", sorted by key."""
         return self._changes
 
     @property
     def is_external(self) -> bool:
-        """Whether a model behind an API stands in for the policy."""
+        """True if a model behind an API replaces the policy."""
         return self.model.external_model.enable or self.explorer.rollout_model.traits.is_external
 
     @property
     def checkpoint_job_dir(self) -> str:
-        """Folder of the run: root/project/group/name. Local roots are made absolute; URLs stay as they are."""
+        """Run folder: root/project/group/name. Local roots are made absolute; URLs are unchanged."""
         parts = [part for part in (self.project, self.group, self.name) if part]
         # A URL is joined as text: a path on this machine would lose the second slash of s3://.
         url = re.match(r"([A-Za-z][A-Za-z0-9+.-]*://)(.*)", self.checkpoint_root_dir)
@@ -256,9 +258,8 @@ class Config(Section):
 
     @property
     def tasks_per_unit(self) -> int:
-        """Tasks of a work unit: as configured, else an even share of an explore step for every engine that there may
-        be, at most MAX_TASKS_PER_UNIT.
-        """
+        """Tasks of a work unit: as configured, else an equal share of an explore step for every possible engine, at
+        most MAX_TASKS_PER_UNIT."""
         if self.explorer.tasks_per_batch is not None:
             return min(self.explorer.tasks_per_batch, self.buffer.batch_size)
         return min(-(-self.buffer.batch_size // self.explorer.most_workers), MAX_TASKS_PER_UNIT)
@@ -270,16 +271,14 @@ class Config(Section):
 
     @property
     def slots_per_engine(self) -> int:
-        """Rollouts that an engine has under way at once: as configured, else those of a work unit. Of `memory` the
-        fewest.
-        """
+        """Concurrent rollouts of an engine: as configured, else those of a work unit. For `memory`, the minimum."""
         configured = self.explorer.slots_per_engine
         per_task = self.algorithm.repeat_times + self.algorithm.greedy_baseline
         return configured if isinstance(configured, int) else self.tasks_per_unit * per_task
 
     @property
     def evaluates_training(self) -> bool:
-        """Whether a trainer that learns from a dataset has an explorer beside it, which evaluates what it publishes."""
+        """True if a trainer that learns from a dataset has an explorer, which evaluates its published weights."""
         learns_alone = self.mode == "train" and self.algorithm.schema_type != "experience"
         # A reward model answers no tasks.
         return (
@@ -288,50 +287,48 @@ class Config(Section):
 
     @property
     def reads_images(self) -> bool:
-        """Whether tasks of this command may have images, or videos, which are images that move."""
+        """True if tasks of this command may have images, or videos."""
         source = self.buffer.explorer_input
         tasksets = (*source.train_tasksets, *source.eval_tasksets)
         return self.reads_videos or any(taskset.format.image_key for taskset in tasksets)
 
     @property
     def reads_videos(self) -> bool:
-        """Whether tasks of this command may have videos."""
+        """True if tasks of this command may have videos."""
         source = self.buffer.explorer_input
         return any(taskset.format.video_key for taskset in (*source.train_tasksets, *source.eval_tasksets))
 
     @property
     def command_name(self) -> str:
-        """Name of this command among those that work on its run at once, in paths: its mode, and where several
-        explorers may, the explorer's name as well.
-        """
+        """Name of this command in paths: its mode, and if several explorers may share the run, the explorer's name."""
         named = self.mode == "explore" and self.explorer.name != "explorer"
         return f"{self.mode}.{quote(self.explorer.name, safe='')}" if named else self.mode
 
     @property
     def has_explorer(self) -> bool:
-        """Whether this command has engines."""
+        """True if this command has engines."""
         return self.mode != "train" or self.evaluates_training
 
     @property
     def models_apart(self) -> tuple[InferenceModelConfig, ...]:
-        """Auxiliary models of this command that have workers of their own."""
+        """Auxiliary models of this command with their own workers."""
         asked = () if self.algorithm.needs_teacher or not self.has_explorer else self.explorer.auxiliary_models
         return tuple(model for model in asked if model.is_apart)
 
     @property
     def models_beside(self) -> tuple[InferenceModelConfig, ...]:
-        """Auxiliary models that each explorer worker of this command loads beside the policy."""
+        """Auxiliary models that each explorer worker of this command loads with the policy."""
         asked = () if self.algorithm.needs_teacher or not self.has_explorer else self.explorer.auxiliary_models
         return tuple(model for model in asked if not (model.is_apart or model.traits.is_external))
 
     @property
     def has_both_roles(self) -> bool:
-        """Whether this command has a trainer, and engines that follow it."""
+        """True if this command has a trainer, and engines that follow it."""
         return self.mode == "both" or self.evaluates_training
 
     @property
     def sync_method(self) -> Literal["checkpoint", "memory", "nccl"]:
-        """How weights travel in this command, whatever `synchronizer.sync_method` leaves open."""
+        """How weights travel in this command, with auto resolved."""
         return self.sync_choice[0]
 
     @property
@@ -340,15 +337,15 @@ class Config(Section):
         chosen = self.synchronizer.sync_method
         # Without a trainer or without engines there is nobody to hold weights, or nobody to hand them to.
         if not self.has_both_roles:
-            return "checkpoint", f"mode {self.mode} has one role alone"
+            return "checkpoint", f"mode {self.mode} has only one role"
         if self.trainer.is_hosted:
             return "checkpoint", "the service keeps them, and files name them"
         if chosen != "auto":
             return chosen, "sync_method says so"
         if "://" not in self.checkpoint_root_dir or self.checkpoint_root_dir.startswith(("file:", "local:")):
             return "checkpoint", "the run is in a folder"
-        if self.synchronizer.whole_interval > 1:
-            return "checkpoint", f"deltas are files (whole_interval {self.synchronizer.whole_interval})"
+        if self.synchronizer.full_publish_interval > 1:
+            return "checkpoint", f"deltas are files (full_publish_interval {self.synchronizer.full_publish_interval})"
         if not self.cluster.is_one_machine:
             return "checkpoint", f"a {self.cluster.type} cluster may be several machines"
         # On one machine nobody has to be asked for them, and an upload of each version is what costs.
@@ -356,9 +353,8 @@ class Config(Section):
 
     @property
     def pipeline_place(self) -> tuple[str | int, ...] | None:
-        """Location of the dataset that `data_processor.task_pipeline` makes: that of the first taskset, or of what is
-        learned from. None: there is none. The same in all modes, whose commands may share a run.
-        """
+        """Location of the dataset that `data_processor.task_pipeline` makes: the first taskset, or the dataset that is
+        trained. None: there is none. The same in all modes, whose commands may share a run."""
         source = self.buffer.explorer_input
         if not (self.data_processor.task_pipeline.operators or self.data_processor.task_pipeline.config_path):
             return None
@@ -371,13 +367,13 @@ class Config(Section):
 
     @property
     def makes_dataset(self) -> bool:
-        """Whether this command makes it: the one that reads it."""
+        """True if this command makes the dataset, because it reads it."""
         modes = ("both", "explore") if self.algorithm.schema_type == "experience" else ("train",)
         return self.pipeline_place is not None and self.mode in modes
 
     @property
     def pipeline_dataset(self) -> TasksetConfig | ExperienceBufferConfig | None:
-        """What stands at `pipeline_place`."""
+        """Section at `pipeline_place`."""
         if (place := self.pipeline_place) is None:
             return None
         trains = place[-1] == "experience_buffer"
@@ -386,8 +382,7 @@ class Config(Section):
     @property
     def eval_interval(self) -> int:
         """Steps between evaluations of tasks. Explore steps: a multiple of the explorer's synchronization interval, at
-        least one; beside training on a dataset train steps, 0: before the first and after the last alone.
-        """
+        least one. With training on a dataset: train steps; 0: only before the first and after the last."""
         if self.evaluates_training:
             return self.trainer.eval_interval
         every = self.synchronizer.explorer_sync_interval
@@ -395,25 +390,26 @@ class Config(Section):
 
     @property
     def num_demonstrations(self) -> int:
-        """Demonstrations in one train batch; 0 unless the sample strategy is mix."""
+        """Demonstrations in one train batch; 0: the sample strategy has none."""
         if not takes_demonstrations(self.algorithm.sample_strategy):
             return 0
         return count_demonstrations(self.buffer.train_batch_size, self.algorithm.expert_ratio)
 
     @property
     def num_own_rollouts(self) -> int:
-        """Rollouts in one train batch; the rest of it are demonstrations."""
+        """Rollouts in one train batch; the rest are demonstrations."""
         return self.buffer.train_batch_size - self.num_demonstrations
 
     @property
     def num_mini_batches(self) -> int:
-        """Updates of one pass over a batch."""
+        """Updates in one pass over a batch."""
         whole = self.buffer.train_batch_size
         return whole // (self.trainer.ppo_mini_batch_size or whole)
 
     def trainer_memory_keys(self, *, of_passes: bool = True) -> str:
-        """The keys that lower the memory of a rank, of those that are not set so already, as they end a sentence.
-        of_passes: those of forward and backward passes, too; else what lies there between them is to be less.
+        """Return the keys that lower a rank's memory and are not set already, as the end of a sentence.
+
+        of_passes: include those for forward and backward passes. False: only those for memory in use between passes.
         """
         trainer, keys = self.trainer, list[str]()
         if of_passes:
@@ -430,9 +426,7 @@ class Config(Section):
 
     @property
     def demonstrations(self) -> str:
-        """Name of the auxiliary buffer that strategy mix takes its demonstrations from: as given, else `EXPERT_BUFFER`
-        if there is one, else the first there is.
-        """
+        """Auxiliary buffer of strategy mix: as configured, else `EXPERT_BUFFER` if it exists, else the first."""
         buffers = self.buffer.trainer_input.auxiliary_buffers
         default = EXPERT_BUFFER if EXPERT_BUFFER in buffers else next(iter(buffers), EXPERT_BUFFER)
         given = (self.algorithm.sample_strategy_args or {}).get("sft_dataset_name", default)
@@ -440,14 +434,14 @@ class Config(Section):
 
     @property
     def dataset_name(self) -> str:
-        """Name of the dataset whose rows are trained: the buffer's, or beside rollouts that of the demonstrations."""
+        """Name of the dataset that is trained: the buffer's; in mode mix, that of the demonstrations."""
         alone = self.algorithm.schema_type != "experience"
         return self.buffer.trainer_input.experience_buffer.name if alone else self.demonstrations
 
     def train_step_limit(self, planned: int | None) -> int | None:
-        """The last train step; None: the trainer ends when the experiences do.
+        """Return the last train step; None: the trainer ends when the experiences do.
 
-        planned: steps of whole batches that the experiences fill. Partial batches need more of them, and so may replay.
+        planned: steps of whole batches that the experiences fill. Partial batches need more steps, and replay may too.
         """
         if self.algorithm.schema_type != "experience":
             return planned
@@ -456,19 +450,20 @@ class Config(Section):
         return planned
 
     def stage_configs(self) -> list["Config"]:
-        """The stages in order, each a whole Config without stages; [self] when there are none."""
+        """Return the stages in order, each a whole Config without stages; [self] if there are none."""
         return list(self._stages) or [self]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that `load_config` turns into an equal Config: defaults included, derived values and secrets not.
+        """Return plain data that `load_config` turns into an equal Config: with defaults, without derived values and
+        secrets.
 
-        With stages, keys computed from others are left to be computed by each stage. A literal "${" comes escaped.
+        With stages, each stage computes its keys that depend on others. A literal "${" is escaped.
         """
         tree: dict[str, Any] = escape(self._unfilled if self._unfilled is not None else plain(self))
         return tree
 
     def to_yaml(self) -> str:
-        """`to_dict` as YAML."""
+        """Return `to_dict` as YAML."""
         return to_yaml(self.to_dict())
 
     def __eq__(self, other: object) -> bool:

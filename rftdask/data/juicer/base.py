@@ -1,11 +1,11 @@
-"""Juicer: operators of Data-Juicer over rows, wherever it runs: in a process beside ours, or in somebody's service.
+"""Juicer: runs operators of Data-Juicer over rows, in a child process or in an HTTP service.
 
     pipeline = Pipeline([{"text_length_filter": {"min_len": 10}}], text_key="prompt")
     with open_juicer(pipeline, log_file, what="...") as juicer:
-        for result in juicer.run([{"prompt": "1+1?"}]):     # in the order in which Data-Juicer leaves them
+        for result in juicer.run([{"prompt": "1+1?"}]):     # in the order of Data-Juicer
             print(result.row, result.changed, result.stats)
 
-What comes back names its row by number, so that whoever asks keeps the rows as they were but for what was changed.
+Results name their rows by number and contain only changes, so that the caller keeps everything else unchanged.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from rftdask.config.base import plain
 from rftdask.errors import DataError, UserError
 
 SILENCE_S = 1800.0
-"""Longest silence of an operator: a model that it loads or downloads, or one answer of a server."""
+"""Longest time without output of an operator, which may load or download a model, or wait for a server."""
 RECIPE = {"process", "text_keys", "np", "dataset_path", "custom_operator_paths"}
-"""Keys of a recipe that are taken."""
-_IDLE_IN_RECIPE = {
+"""Keys of a recipe that are used."""
+_IGNORED_IN_RECIPE = {
     *("project_name", "job_id", "executor_type", "export_path", "export_type", "export_shard_size", "work_dir"),
     *("export_in_parallel", "export_original_dataset", "keep_stats_in_res_ds", "keep_hashes_in_res_ds", "temp_dir"),
     *("use_cache", "ds_cache_dir", "cache_compress", "use_checkpoint", "open_tracer", "op_list_to_trace", "trace_num"),
     *("open_monitor", "op_fusion", "fusion_strategy", "debug", "strict_preflight", "turbo", "save_stats_in_one_file"),
 }
-"""Keys of a recipe that change no row: where things go, and how fast."""
+"""Keys of a recipe that do not change rows, only places and speed; they are ignored."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What is run over the rows."""
+    """Operators with their settings."""
 
     operators: Sequence[Mapping[str, Mapping[str, Any]]]
     """[{name: args}, ...], run in this order."""
     text_key: str
-    """The column that operators of text read, unless their own `text_key` says another one."""
+    """Column that text operators read, unless an operator has its own `text_key`."""
     num_process: int = 1
-    """Processes of each operator, at most. 1: none beside the one that has Data-Juicer, fastest for few rows."""
+    """Maximum number of processes per operator. 1: no additional processes, fastest for few rows."""
     custom_operator_paths: Sequence[str] = ()
-    """Files and folders with operators of the user's."""
+    """Files and folders with the user's own operators."""
 
     @property
     def names(self) -> list[str]:
@@ -55,46 +55,47 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class OperatorResult:
-    """What an operator left."""
+    """Effect of an operator on the number of rows."""
 
     operator: str
-    """Its name; of a service, which tells of all together, the names with commas between them."""
+    """Name of the operator; from a service, which reports all operators together, the names joined by commas."""
     rows: int
+    """Number of rows that remain."""
     dropped: Sequence[int]
-    """Numbers of the rows that are gone, ascending."""
+    """Numbers of the dropped rows, ascending."""
 
 
 @dataclass(frozen=True)
 class RowResult:
-    """A row that is left. Example: RowResult(3, {"text": "HI"}, [], {"text_len": 2})"""
+    """A row that remains. Example: RowResult(3, {"text": "HI"}, [], {"text_len": 2})"""
 
     row: int
-    """Its number among the rows that went in."""
+    """Number among the input rows."""
     changed: Mapping[str, Any]
     """Columns that operators changed or added."""
     removed: Sequence[str]
-    """Columns that are gone."""
+    """Columns that operators removed."""
     stats: Mapping[str, Any]
-    """What filters measured of it, by name."""
+    """Statistics from filters, by name."""
 
 
 class Juicer(ABC):
-    """One pipeline, for any number of `run`s; a context manager."""
+    """One pipeline, for any number of `run` calls; a context manager."""
 
     @abstractmethod
     def run(
         self, rows: Sequence[Mapping[str, Any]], say: Callable[[OperatorResult], None] = lambda result: None
     ) -> list[RowResult]:
-        """Run the operators over the rows, one after another. say: is told what each one left, as it is done.
+        """Run the operators over the rows, one after another. say: called with the result of each one.
 
-        Raises: DataError: an operator failed on the rows; NotInstalledError: it needs a package; ProcessLostError: what
-            has Data-Juicer died or does not answer; WaitTimeout: it has been silent too long. After an error it is
-            closed.
+        Raises: DataError: an operator failed on the rows; NotInstalledError: it needs a package; ProcessLostError: the
+            process died or the service does not answer; WaitTimeout: no output for too long. An error closes the
+            object.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it; idempotent."""
+        """Release it. Idempotent."""
 
     def __enter__(self) -> Self:
         return self
@@ -104,9 +105,9 @@ class Juicer(ABC):
 
 
 def read_recipe(path: str, where: str) -> dict[str, Any]:
-    """The keys `RECIPE` of a recipe of Data-Juicer (YAML).
+    """Read the keys `RECIPE` of a Data-Juicer recipe (YAML).
 
-    where: the key of the configuration that names it. Raises: DataError: it is none, or asks for what is not taken.
+    where: configuration key with `path`. Raises: DataError: not a recipe, or it has unsupported keys.
     """
     at = f"{where} {path}"
     try:
@@ -114,16 +115,16 @@ def read_recipe(path: str, where: str) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(f"{at}: {error}") from error
     if not isinstance(recipe, dict) or not isinstance(recipe.get("process"), list):
-        raise DataError(f"{at}: it is no recipe of Data-Juicer, which has a list `process`")
-    if unknown := sorted(set(recipe) - RECIPE - _IDLE_IN_RECIPE):
-        raise DataError(f"{at}: {', '.join(unknown)}: not taken here; of a recipe {', '.join(sorted(RECIPE))} are")
+        raise DataError(f"{at}: not a recipe of Data-Juicer, which has a list `process`")
+    if unknown := sorted(set(recipe) - RECIPE - _IGNORED_IN_RECIPE):
+        raise DataError(f"{at}: {', '.join(unknown)}: not supported; recipes may use {', '.join(sorted(RECIPE))}")
     return {key: value for key, value in recipe.items() if key in RECIPE}
 
 
 def read_operators(entries: Sequence[Any], where: str) -> list[dict[str, Any]]:
-    """Operators as {name: args}, of entries that are that, or a name, or {name: ..., args: ...}.
+    """Normalize operators to {name: args}; entries may also be a name, or {name: ..., args: ...}.
 
-    Raises: UserError: an entry is none of these.
+    Raises: UserError: another kind of entry.
     """
     operators = []
     for number, entry in enumerate(plain(tuple(entries))):
@@ -132,12 +133,12 @@ def read_operators(entries: Sequence[Any], where: str) -> list[dict[str, Any]]:
         if isinstance(entry, dict) and not named and len(entry) == 1:
             ((name, args),) = entry.items()
         if not isinstance(name, str) or not isinstance(args, dict | None):
-            told = "an operator is a name, {name: {argument: value}}, or {name: ..., args: {argument: value}}"
-            raise UserError(f"{where}[{number}]: {entry!r}: {told}")
+            forms = "a name, {name: {argument: value}}, or {name: ..., args: {argument: value}}"
+            raise UserError(f"{where}[{number}]: {entry!r}: an operator is {forms}")
         operators.append({name: args or {}})
     return operators
 
 
 def as_list(value: Any) -> list[str]:
-    """One text or several, as a recipe gives them; none of an empty one."""
-    return [str(each) for each in (value if isinstance(value, list) else [value] if value else [])]
+    """Return one text or a list of texts of a recipe as a list; an empty text as []."""
+    return [str(item) for item in (value if isinstance(value, list) else [value] if value else [])]

@@ -1,11 +1,11 @@
-"""JuicerProcess: our end of the process that has Data-Juicer (runner.py), in the Python of its own environment.
+"""JuicerProcess: client of the process that runs Data-Juicer (runner.py), with the Python of its own environment.
 
     with JuicerProcess(environment, Pipeline(operators, "prompt"), log_file) as process:
         results = process.run(rows)
 
-What it and its libraries say goes to `log_file`, whose tail is part of the error when it dies. It may work for hours,
-so its deadline is one of silence: neither an answer nor a byte in its log. It cannot install anything, neither through
-Data-Juicer (runner.py) nor through pip or uv. When this end goes, it ends with all that it has forked.
+The output of the process goes to `log_file`, whose last lines are part of the error if it dies. It may work for hours,
+so its deadline is one of silence: neither an answer nor a byte in its log. It cannot install packages, neither through
+Data-Juicer (runner.py) nor through pip or uv. When this client ends, the process ends with all its forks.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from rftdask.data.juicer.environment import Environment
 from rftdask.errors import DataError, NotInstalledError, ProcessLostError, UserError, WaitTimeout
 from rftdask.storage.safe_text import safe
 
-_LOOK_S, _CLOSE_S = 1.0, 5.0
+_POLL_INTERVAL_S, _CLOSE_S = 1.0, 5.0
 _TAIL_LINES = 20
-_MOST_LOG_BYTES = 1 << 20
-"""Of a process that is asked thousands of times; what one `run` says is kept whole."""
+_MAX_LOG_BYTES = 1 << 20
+"""Size of the log at which the next `run` truncates it: a process may serve thousands of calls."""
 _RUNNER = Path(__file__).with_name("runner.py")
 _NO_INSTALLS = {"PIP_NO_INDEX": "1", "UV_OFFLINE": "1"}
-"""Of the programs that some operators call in place of Data-Juicer's own installer."""
+"""Environment of the process: some operators call pip or uv instead of Data-Juicer's own installer."""
 
 
 class JuicerProcess(Juicer):
@@ -50,12 +50,13 @@ class JuicerProcess(Juicer):
         only_check: bool = False,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """Start it and wait until its operators are made, or only looked at: that they and their arguments exist.
+        """Start the process and wait until its operators are made.
 
+        Args: only_check: only check that the operators and their arguments exist.
         Raises: UserError: an operator or an argument does not exist; NotInstalledError: an operator needs a package.
         """
         self._log_file, self._silence_s = log_file, silence_s
-        # Whatever of ours is in the environment is for our interpreter; Ray is never started.
+        # PYTHONPATH is for our interpreter, and RAY_JOB would start Ray.
         variables = {key: value for key, value in os.environ.items() if key not in ("RAY_JOB", "PYTHONPATH")}
         try:
             with log_file.open("ab") as log:
@@ -65,10 +66,10 @@ class JuicerProcess(Juicer):
                     stdout=subprocess.PIPE,
                     stderr=log,
                     env={**variables, **_NO_INSTALLS},
-                    start_new_session=True,  # Ctrl-C is for this end; and so that its forks end with it
+                    start_new_session=True,  # not interrupted by Ctrl-C, and killed together with its forks
                 )
         except OSError as error:
-            raise NotInstalledError(f"{environment.python}: {error}; make it again: rftdask data setup") from error
+            raise NotInstalledError(f"{environment.python}: {error}; run `rftdask data setup` again") from error
         self._lines: queue.Queue[bytes] = queue.Queue()
         threading.Thread(target=self._pump, name="data-juicer-reader", daemon=True).start()
         try:
@@ -81,9 +82,8 @@ class JuicerProcess(Juicer):
     def run(
         self, rows: Sequence[Mapping[str, Any]], say: Callable[[OperatorResult], None] = lambda result: None
     ) -> list[RowResult]:
-        """See Juicer."""
         try:
-            if self._log_file.stat().st_size > _MOST_LOG_BYTES:
+            if self._log_file.stat().st_size > _MAX_LOG_BYTES:
                 os.truncate(self._log_file, 0)
             with tempfile.TemporaryDirectory(prefix="rftdask-") as folder:
                 source, out = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
@@ -92,20 +92,19 @@ class JuicerProcess(Juicer):
                         try:
                             file.write(json.dumps(row) + "\n")
                         except TypeError as error:
-                            told = f"row {number} for Data-Juicer: {error}; it takes what JSON can say"
-                            raise DataError(told) from error
+                            raise DataError(f"row {number} for Data-Juicer: {error}; it takes only JSON") from error
                 self._send({"rows": str(source), "out": str(out)})
                 while "done" not in (message := self._receive()):
                     say(OperatorResult(message["operator"], message["rows"], message["dropped"]))
                 with out.open(encoding="utf-8") as file:
                     return [RowResult(**json.loads(line)) for line in file]
         except BaseException:
-            # It has ended, or is in the middle of something: what it says next would be taken for another answer.
+            # If it is still running, its next message would be taken for the answer to another request.
             self.close()
             raise
 
     def close(self) -> None:
-        """End the process and what it has forked."""
+        """Kill the process and its forks."""
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(_CLOSE_S)
@@ -129,18 +128,18 @@ class JuicerProcess(Juicer):
             raise self._death() from error
 
     def _receive(self) -> dict[str, Any]:
-        heard, said = time.monotonic(), -1
+        last_output_s, log_bytes = time.monotonic(), -1
         while True:
             try:
-                line = self._lines.get(timeout=_LOOK_S)
+                line = self._lines.get(timeout=_POLL_INTERVAL_S)
                 break
             except queue.Empty:
-                if (size := self._log_file.stat().st_size) != said:
-                    heard, said = time.monotonic(), size
-                elif time.monotonic() - heard > self._silence_s:
+                if (size := self._log_file.stat().st_size) != log_bytes:
+                    last_output_s, log_bytes = time.monotonic(), size
+                elif time.monotonic() - last_output_s > self._silence_s:
                     self.close()
                     raise WaitTimeout(
-                        f"Data-Juicer has said nothing for {self._silence_s:.0f} s and was ended{self._tail()}"
+                        f"Data-Juicer had no output for {self._silence_s:.0f} s and was killed{self._tail()}"
                     ) from None
         if not line:
             raise self._death()
@@ -150,19 +149,18 @@ class JuicerProcess(Juicer):
         return message
 
     def _error(self, error: str, operator: str, kind: str, packages: Sequence[str]) -> UserError:
-        who = f"operator {operator} of Data-Juicer" if operator else "Data-Juicer"
+        subject = f"operator {operator} of Data-Juicer" if operator else "Data-Juicer"
         if kind == "needs":
             needed = " ".join(f"--with {package!r}" for package in packages)
             why = f" ({safe(error)})" if error else ""
-            return NotInstalledError(f"{who} needs {', '.join(packages)}: rftdask data setup {needed}{why}")
+            return NotInstalledError(f"{subject} needs {', '.join(packages)}: rftdask data setup {needed}{why}")
         if kind == "wrong":
-            return UserError(f"{who}: {safe(error)}")
-        return DataError(f"{who} failed: {safe(error)}{self._tail()}")
+            return UserError(f"{subject}: {safe(error)}")
+        return DataError(f"{subject} failed: {safe(error)}{self._tail()}")
 
     def _death(self) -> ProcessLostError:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # Its pipe ends a moment before it does, and the code says what ended it.
-            self._process.wait(_CLOSE_S)
+            self._process.wait(_CLOSE_S)  # the pipe closes a moment before the process ends
         code = self._process.returncode
         return ProcessLostError(f"the process of Data-Juicer ended with code {code}{self._tail()}", code)
 

@@ -1,16 +1,16 @@
-"""Runner: Data-Juicer's operators over rows in files. Run by the Python of its environment, where rftdask is not.
+"""Runner: runs Data-Juicer's operators over rows in files, with the Python of its environment, which has no rftdask.
 
-    python -I runner.py            lines of JSON on stdin and stdout, everything else that is said goes to stderr
+    python -I runner.py            lines of JSON on stdin and stdout, all other output goes to stderr
     > {"operators": [{name: args}, ...], "text_key": ..., "num_process": ..., "custom_operator_paths": [...],
        "only_check": false}
     < {"ready": true}
     > {"rows": FILE.jsonl, "out": FILE.jsonl}
-    < {"operator": name, "rows": left, "dropped": [numbers of rows]}       one for each operator
+    < {"operator": name, "rows": remaining, "dropped": [numbers of rows]}  one for each operator
     < {"done": rows}
-    < {"error": text, "operator": name, "kind": "needs" | "wrong" | "failed", "packages": [...]}, in place of any
+    < {"error": text, "operator": name, "kind": "needs" | "wrong" | "failed", "packages": [...]}, instead of any reply
 
-A line of `out` is {"row": number, "changed": {column: value}, "removed": [column], "stats": {name: value}}. It ends
-when its stdin closes, whatever it does. Only the standard library and Data-Juicer are imported here.
+A line of `out` is {"row": number, "changed": {column: value}, "removed": [column], "stats": {name: value}}. The process
+ends as soon as its stdin closes. It imports only the standard library and Data-Juicer.
 """
 
 import importlib
@@ -27,19 +27,19 @@ from typing import Any
 
 Row = dict[str, Any]
 ROW = "__rftdask_row__"
-"""Column with the number of each row, by which it is known wherever it goes."""
+"""Column with the number of each row."""
 PRIVATE = "__dj__"
-"""Beginning of the columns that operators keep for each other."""
+"""Prefix of the internal columns of operators."""
 STATS = f"{PRIVATE}stats__"
-OTHER_ROWS = "it makes other rows of those it is given; only filters, mappers, deduplicators and selectors do not"
+OTHER_ROWS = "it makes new rows; only filters, mappers, deduplicators and selectors keep them"
 
 
 class Failed(Exception):
-    """What is told in place of an answer: text, operator, kind, packages."""
+    """An error reply: text, operator, kind, packages."""
 
 
 def load(module: str) -> Any:
-    """A module of Data-Juicer; by name, since a type check runs where it is not installed."""
+    """Import a module of Data-Juicer; by name, because type checks run where it is not installed."""
     return importlib.import_module(f"data_juicer.{module}")
 
 
@@ -51,25 +51,25 @@ def refuse_installs() -> None:
 
     load("utils.lazy_loader").LazyLoader._install_package = classmethod(refuse)
     if importlib.util.find_spec("torch") is None:
-        # After each operator it empties the memory of GPUs, and asks torch to do it.
+        # After each operator it frees GPU memory, which needs torch.
         models = load("utils.model_utils").MODEL_ZOO
         load("ops.base_op").free_models = lambda clear_model_zoo=True: models.clear()
 
 
 def missing_package(error: BaseException | None) -> str | None:
-    """The package that an error says is missing, also one that wraps it; None if it says nothing of the kind."""
+    """Return the package whose absence caused an error, directly or through its causes; None: another error."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if isinstance(error, ImportError) and error.name and not error.name.startswith("data_juicer"):
-            # Of a module its package; what Data-Juicer would install may be a requirement, and is one already.
+            # A module name gives its package; the name from `refuse_installs` is a requirement already.
             return error.name.partition(".")[0] if isinstance(error, ModuleNotFoundError) else error.name
         error = error.__cause__ or error.__context__
     return None
 
 
 def load_operators(spec: dict[str, Any]) -> list[Any]:
-    """The operators, each made. Raises: Failed: all that is wrong or missing, at once."""
+    """Make the operators. Raises: Failed: everything that is wrong or missing, at once."""
     refuse_installs()
     preflight, ops = load("core.preflight"), load("ops")
     if spec["custom_operator_paths"]:
@@ -79,7 +79,7 @@ def load_operators(spec: dict[str, Any]) -> list[Any]:
     try:
         preflight.pre_instantiation_check(process)
     except preflight.PipelineConfigError as error:
-        text = "; ".join(str(each) for each in error.errors)
+        text = "; ".join(map(str, error.errors))
         raise Failed(text, error.errors[0].op_name, "wrong", []) from error
     operators: list[Any] = []
     needed: dict[str, str] = {}
@@ -96,18 +96,17 @@ def load_operators(spec: dict[str, Any]) -> list[Any]:
         raise Failed("", ", ".join(dict.fromkeys(needed.values())), "needs", list(needed))
     for operator in operators:
         if operator.num_proc == 1:
-            # To Data-Juicer one process is one more than this: a fork for each step of each operator, of which eight
-            # rows take 1.7 s in place of 0.07.
+            # One process would be a fork for each step of each operator: 1.7 s instead of 0.07 s for eight rows.
             operator.num_proc, operator.auto_op_parallelism = None, False
     return operators
 
 
 def process_rows(operators: list[Any], rows: list[Row], say: Callable[[Row], None]) -> Iterator[Row]:
-    """Run the operators over the rows, one after another. Yields the lines of `out`."""
+    """Run the operators over the rows, one after another; yield the lines of `out`."""
     dataset = load("core.data").NestedDataset.from_list(number_rows(rows))
-    before = dataset.to_list()  # as the dataset has them, which is not always as they were
+    before = dataset.to_list()  # a dataset may change types
     for operator in operators:
-        name, there = operator._name, numbers_of(dataset)
+        name, numbers = operator._name, numbers_of(dataset)
         try:
             dataset = dataset.process([operator], open_monitor=False)
         except Exception as error:
@@ -116,28 +115,28 @@ def process_rows(operators: list[Any], rows: list[Row], say: Callable[[Row], Non
             raise Failed(f"{type(error).__name__}: {error}", name, kind, [package] if package else []) from error
         if ROW not in dataset.column_names:
             raise Failed(OTHER_ROWS, name, "wrong", [])
-        say({"operator": name, "rows": len(dataset), "dropped": sorted(there - numbers_of(dataset))})
+        say({"operator": name, "rows": len(dataset), "dropped": sorted(numbers - numbers_of(dataset))})
     yield from compare_rows(rows, before, dataset.to_list())
 
 
 def number_rows(rows: Sequence[Row]) -> list[Row]:
-    """The rows with their numbers, and all columns in each: a dataset takes them from the first."""
+    """Add to each row its number, and all columns: a dataset takes its columns from the first row."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     return [{**dict.fromkeys(columns), **row, ROW: number} for number, row in enumerate(rows)]
 
 
 def compare_rows(rows: Sequence[Row], before: Sequence[Row], after: Sequence[Row]) -> Iterator[Row]:
-    """The lines of `out`: what became of each row that is left. before: as the dataset had them at the beginning."""
-    for left in after:
-        row = dict(left)
+    """Yield the lines of `out`, one per remaining row. before: rows of the dataset before the first operator."""
+    for remaining in after:
+        row = dict(remaining)
         number, stats = row.pop(ROW), row.pop(STATS, None) or {}
-        was = before[number]
+        old = before[number]
         yield {
             "row": number,
             "changed": {
                 key: value
                 for key, value in row.items()
-                if not key.startswith(PRIVATE) and (key not in was or was[key] != value)
+                if not key.startswith(PRIVATE) and (key not in old or old[key] != value)
             },
             "removed": [key for key in rows[number] if key not in row],
             "stats": {key: value for key, value in stats.items() if value is not None},
@@ -145,16 +144,16 @@ def compare_rows(rows: Sequence[Row], before: Sequence[Row], after: Sequence[Row
 
 
 def numbers_of(dataset: Any) -> set[int]:
-    """Numbers of the rows that are in a dataset."""
+    """Return the numbers of the rows in a dataset."""
     return set(dataset.with_format(None)[ROW][:]) if len(dataset) else set()
 
 
 def main() -> None:
-    """Serve whoever started this, as above."""
+    """Serve the parent process."""
     source, sink = os.dup(0), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # for what libraries print, whose last lines before a kill are those one wants to see
+    os.dup2(2, 1)  # prints of libraries go to stderr, line by line, so that the last lines before a kill are kept
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace")
-    # Operators fork, and a fork closes sys.stdin, which a thread that reads it would hold for ever.
+    # Operators fork, and a fork closes sys.stdin, which would deadlock with a thread that reads it.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     lines: queue.Queue[bytes] = queue.Queue()
 
@@ -164,7 +163,7 @@ def main() -> None:
             *whole, rest = (rest + data).split(b"\n")
             for line in whole:
                 lines.put(line)
-        # Whoever started this is gone, and what it forked goes along.
+        # The parent is gone: end with all forks.
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(0)

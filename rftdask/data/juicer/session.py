@@ -1,4 +1,4 @@
-"""How a pipeline gets what runs it: a service where the configuration names one, or else a process of ours."""
+"""Opens a Juicer: the HTTP service if the configuration names one, otherwise a child process."""
 
 from __future__ import annotations
 
@@ -8,28 +8,33 @@ from rftdask.config import Config
 from rftdask.data.juicer.base import SILENCE_S, Juicer, Pipeline
 from rftdask.data.juicer.environment import find_environment
 from rftdask.data.juicer.process import JuicerProcess
-from rftdask.data.juicer.service import KEY, JuicerService
 from rftdask.errors import NotInstalledError, ProcessLostError, WaitTimeout
 
 
 def open_juicer(
     pipeline: Pipeline, log_file: Path, what: str, *, server_url: str | None = None, silence_s: float = SILENCE_S
 ) -> Juicer:
-    """The operators of `pipeline`, made. what: the key that wants them, for messages; log_file: of a process.
+    """Open a pipeline. what: the key that needs it, for messages; log_file: log of the process.
 
-    Raises: as JuicerProcess and JuicerService; NotInstalledError: there is no environment for a process.
+    Raises: as JuicerProcess and JuicerService; NotInstalledError: a process has no environment.
     """
+    from rftdask.data.juicer.service import JuicerService  # late: imports pyarrow, which no check of a file needs
+
     if server_url:
         return JuicerService(server_url, pipeline, silence_s=silence_s)
     return JuicerProcess(find_environment(what), pipeline, log_file, silence_s=silence_s)
 
 
 def check_juicer(pipeline: Pipeline, log_file: Path, what: str, *, server_url: str | None = None) -> None:
-    """Raises: UserError: an operator or an argument does not exist, or the service refuses them; NotInstalledError:
-    there is no environment for a process, or the service does not answer from this machine.
+    """Check the operators and arguments of a pipeline.
+
+    Raises: UserError: one does not exist, or the service refuses it; NotInstalledError: a process has no environment,
+    or this machine gets no answer from the service.
     """
     if not server_url:
         return JuicerProcess(find_environment(what), pipeline, log_file, only_check=True).close()
+    from rftdask.data.juicer.service import KEY, JuicerService  # late: as above
+
     try:
         with JuicerService(server_url, pipeline) as service:
             service.check()
@@ -37,8 +42,8 @@ def check_juicer(pipeline: Pipeline, log_file: Path, what: str, *, server_url: s
         raise NotInstalledError(f"{what}: {error}; start the service, or leave {KEY} out") from error
 
 
-def check_environment(stage: Config) -> None:
-    """Raises: NotInstalledError: a stage needs the environment of Data-Juicer, and there is none."""
+def check_juicer_env(stage: Config) -> None:
+    """Raise NotInstalledError if the stage needs the environment of Data-Juicer, and it does not exist."""
     if stage.service.data_juicer.server_url:
         return
     if stage.makes_dataset:

@@ -1,1 +1,1 @@
-"""What became of every experience: the files of a run as SQL tables, the trace of one experience, pages to browse."""
+"""Lineage of every experience: the files of a run as SQL tables, traces of experiences, and pages to browse them."""

@@ -1,7 +1,7 @@
-"""Browse: the experiences of a run as a person looks for them: a filtered, sorted list, and one with its tokens.
+"""Browse: a filtered, sorted list of the experiences of a run, and single experiences with their tokens.
 
-Holds values, and knows no page (see `studio`). Invariant: what is said is in the tables; nothing is computed that an
-algorithm would compute otherwise, so no advantages, only the distance of a reward to the mean of its group.
+It returns values; `studio` renders the pages. Invariant: values come from the tables, without computations that an
+algorithm might do differently, so no advantages, only rewards minus group means.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rftdask.data.images import FOLDER as IMAGE_FOLDER
 from rftdask.data.images import data_url, file_of
 from rftdask.errors import DamagedError, DataError, NotFoundError, StorageError
 from rftdask.reports.lineage.tables import EXPERIENCE_SCHEMA, STATE_SCHEMA, RunTables
-from rftdask.reports.run_reader import Stage
+from rftdask.reports.run_reader import StageReader
 from rftdask.storage import Storage
 from rftdask.trainer.checkpoint import HF_FOLDER, checkpoint_folder, checkpoint_steps
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PAGE_SIZE = 50
 PROBABILITY_LEVELS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.03)
-"""Lower ends of the classes in which a token is shown, the likeliest first."""
+"""Lower bounds of the probability classes of tokens, the most likely first."""
 LEVELS = tuple(
     f"{high:.0%} to {low:.0%}" if high < 1 else f"above {low:.0%}"
     for high, low in zip((1.0, *PROBABILITY_LEVELS), (*PROBABILITY_LEVELS, 0.0), strict=True)
@@ -56,12 +56,12 @@ _TEXT_COLUMNS = ["prompt_text", "response_text", "truth", "error"]
 
 @dataclass(frozen=True)
 class Filter:
-    """The experiences that a page asks for in its query string. An empty field means any."""
+    """Filter of experiences from the query string of a page. An empty field matches everything."""
 
     stage: str = ""
     explore_step: str = ""
     step: str = ""
-    """Optimizer step that used or dropped it."""
+    """Optimizer step that used or dropped the experience."""
     status: str = ""
     state: str = ""
     """trained, dropped, waiting, or the reason of a drop."""
@@ -70,18 +70,17 @@ class Filter:
     task: str = ""
     """Part of the uid, or the name of a served session."""
     text: str = ""
-    """Part of the prompt or the response, in any case."""
+    """Part of the prompt or the response, case-insensitive."""
     sort: str = ""
 
     @classmethod
     def from_query(cls, query: Mapping[str, str]) -> Filter:
-        """Unknown keys are left out. Raises: DataError: a number that is none, or an unknown order."""
+        """Parse a query string; unknown keys are ignored. Raises: DataError: an invalid number or order."""
         wanted = cls(**{name: query[name].strip() for name in asdict(cls()) if name in query})
         for name in {"explore_step", "step", "min_reward", "max_reward"}.intersection(wanted.query):
             value = wanted.query[name]
             try:
-                # Filters go into comparisons with columns: a text there would be an error of the table, not of the
-                # user.
+                # Checked here, because comparing a column with a text would raise an error about the table.
                 is_number = math.isfinite(float(value))
             except ValueError:
                 is_number = False
@@ -93,12 +92,12 @@ class Filter:
 
     @property
     def query(self) -> dict[str, str]:
-        """The values of the query string, which `from_query` reads back."""
+        """Values of the query string; inverse of `from_query`."""
         return {name: value for name, value in asdict(self).items() if value}
 
 
 class ListPage(NamedTuple):
-    """One page of the list; `page` counts from 1, `num_rows` are those of all pages."""
+    """One page of the list; `page` counts from 1, and `num_rows` includes all pages."""
 
     rows: list[dict[str, Any]]
     num_rows: int
@@ -107,7 +106,7 @@ class ListPage(NamedTuple):
 
 
 class Token(NamedTuple):
-    """One token of an experience; `logprob` is None where nothing was sampled."""
+    """One token of an experience; `logprob` is None for a token that was not sampled."""
 
     number: int
     id: int
@@ -115,42 +114,42 @@ class Token(NamedTuple):
     logprob: float | None = None
     is_trained: bool = False
     source: str = ""
-    """Of a token between two turns who added it, such as "tool"; "": it was sampled, or is of the prompt."""
+    """Source of a token added between two turns, such as "tool"; "" for sampled tokens and the prompt."""
     version: int | None = None
-    """Policy version that sampled it; None: none did, or nobody knows."""
+    """Policy version that sampled the token. None: not sampled, or unknown."""
 
     @property
     def probability(self) -> float:
-        """When it was sampled; 0 for a token that was not."""
+        """Probability when the token was sampled; 0 if it was not sampled."""
         return 0.0 if self.logprob is None else math.exp(min(0.0, self.logprob))
 
     @property
     def level(self) -> int:
-        """Class of its probability: 0 the likeliest, len(PROBABILITY_LEVELS) the least."""
+        """Probability class, from 0 (most likely) to len(PROBABILITY_LEVELS)."""
         return sum(self.probability < low for low in PROBABILITY_LEVELS)
 
 
 class Shown(NamedTuple):
-    """One experience for a page."""
+    """One experience with everything that its page shows."""
 
     row: Mapping[str, Any]
     tokens: Sequence[Token]
     states: Sequence[Mapping[str, Any]]
     """Lines of the table `states`."""
     siblings: Sequence[Mapping[str, Any]]
-    """Rows of its group in the same shard, with `minus_mean`: reward minus the mean over the group."""
+    """Rows of the group in the same shard, with `minus_mean`: reward minus group mean."""
     images: Sequence[str] = ()
-    """Those in its prompts, as data URLs; of one that is gone an empty one."""
+    """Images of the prompts as data URLs; "data:," for a missing image."""
 
 
 class Browser:
-    """The experiences of one run, read once; make another to see what has come since.
+    """Experiences of one run, read once; create a new browser to see newer ones.
 
     Example: browser = Browser("runs/project/name"); browser.page(Filter(status="failed"), 1).rows
     """
 
     def __init__(self, url: str | Path, *, evals: bool = False) -> None:
-        """evals: the answers of evaluations, which no ledger knows. Raises: DataError: `url` is no run folder."""
+        """evals: True for answers to evaluations, which no ledger contains. Raises: DataError: not a run folder."""
         self.url, self.evals = str(url), evals
         self.tables = tables = RunTables(url)
         self._experiences = tables.table("eval_experiences" if evals else "experiences")
@@ -160,11 +159,11 @@ class Browser:
         """Files that could not be read."""
 
     def choices(self, *columns: str) -> list[str]:
-        """Values that these columns of the list have, for a menu."""
+        """List the distinct values of these columns, for a menu."""
         return sorted({str(value) for column in columns for value in self.rows[column].dropna().unique()})
 
     def page(self, wanted: Filter, number: int, size: int = PAGE_SIZE) -> ListPage:
-        """Page `number` of what `wanted` lets through, or the last page if there are fewer."""
+        """Return page `number` of the matching experiences, or the last page if there are fewer."""
         rows = self.rows
         keep = rows["uid"].notna()  # all of them
         for name, value in wanted.query.items():
@@ -182,30 +181,30 @@ class Browser:
                 case "task":
                     keep &= rows["uid"].str.contains(value, regex=False) | (rows["session"] == value)
                 case "text":
-                    # A NUL between the two: no text of a user's runs from the prompt into the response.
+                    # The NUL prevents matches that span prompt and response.
                     texts = rows["prompt_text"] + "\0" + rows["response_text"]
                     keep &= texts.str.contains(value, case=False, regex=False)
-        found = rows[keep]
+        matches = rows[keep]
         if sort := wanted.sort:
-            found = found.sort_values(sort.removeprefix("-"), ascending=not sort.startswith("-"), kind="stable")
-        num_pages = max(1, math.ceil(len(found) / size))
+            matches = matches.sort_values(sort.removeprefix("-"), ascending=not sort.startswith("-"), kind="stable")
+        num_pages = max(1, math.ceil(len(matches) / size))
         number = min(max(1, number), num_pages)
-        return ListPage(records(found.iloc[(number - 1) * size : number * size]), len(found), number, num_pages)
+        return ListPage(records(matches.iloc[(number - 1) * size : number * size]), len(matches), number, num_pages)
 
     def show(self, stage: str, shard: str, row: int) -> Shown | None:
-        """One experience, or None if the run has none there."""
+        """Return one experience, or None if it does not exist."""
         place = (stage, shard, row)
         rows, states, lines = self._index
         if place not in rows:
             return None
         experience = self._experiences.take(rows[place]).to_pylist()[0]
         group = self.rows.iloc[lines[place]]
-        group = group.drop_duplicates("row")  # a row that several ledger entries name has several lines
+        group = group.drop_duplicates("row")  # a row has one line per ledger entry that names it
         group = group.assign(minus_mean=group["reward"] - group["reward"].mean())
 
         start, ids = experience["prompt_length"], experience["tokens"]
         mask = runs_to_mask(experience["loss_mask_runs"], len(ids) - start)
-        # [L]: the prompt was sampled by nobody, so it has neither logprobs nor a mask; nor has what was added to it.
+        # [L]: prompt tokens and added tokens were not sampled, so they have neither logprobs nor a mask.
         sampled: list[tuple[float | None, bool, str, int | None]] = [(None, False, "", None)] * start
         versions = token_versions(experience)
         sources = [turn["source"] or "added" for turn in experience["turns"] or [{"source": ""}]]
@@ -214,14 +213,14 @@ class Browser:
             sampled += [(experience["rollout_logprobs"][n], mask[n], "", versions[n]) for n in range(begin, end)]
         spell = self._spell[stage]
         tokens = [Token(n, token, spell(token), *sampled[n]) for n, token in enumerate(ids)]
-        told = self._states.take(states.get(place, [])).to_pylist()
-        [storage] = [each.storage for each in self.tables.stages if each.name == stage]
+        state_rows = self._states.take(states.get(place, [])).to_pylist()
+        [storage] = [reader.storage for reader in self.tables.stages if reader.name == stage]
         images = [_image(storage, name) for name in experience["images"] or ()]
-        return Shown(experience, tokens, told, records(group), images)
+        return Shown(experience, tokens, state_rows, records(group), images)
 
     @cached_property
     def _index(self) -> tuple[dict[Place, list[int]], dict[Place, list[int]], dict[Place, list[int]]]:
-        """By place: row numbers of `_experiences`, of `_states`, and of the whole group in `rows`."""
+        """Row numbers in `_experiences`, in `_states`, and of the whole group in `rows`, by place."""
         rows: dict[Place, list[int]] = {}
         states: dict[Place, list[int]] = {}
         for table, numbers in ((self._experiences, rows), (self._states, states)):
@@ -232,15 +231,15 @@ class Browser:
         for number, (stage, shard, row, group) in enumerate(
             zip(*(self.rows[n] for n in (*_PLACE, "group")), strict=True)
         ):
-            # One list object for all rows of a group: what is appended to it later is seen by the earlier ones.
+            # All rows of a group share one list object, so earlier rows see later appends.
             lines[stage, shard, row] = groups.setdefault((stage, shard, group), [])
             groups[stage, shard, group].append(number)
         return rows, states, lines
 
     @cached_property
     def rows(self) -> pd.DataFrame:
-        """One line for each line of `states`, without tokens: columns of the tables, `response_length` in tokens,
-        `surprise` (mean logprob of the response), and `group`, whose rows of one shard are siblings.
+        """One line per line of `states`, without tokens: columns of the tables, `response_length` in tokens, `surprise`
+        (mean logprob of the response), and `group`, the key of the rows of one task.
         """
         states = self._states.drop_columns(["uid"]).to_pandas().astype({"step": "Int64"})
         return answer_rows(self._experiences).merge(states, how="left", on=["stage", "shard", "row"])
@@ -253,14 +252,14 @@ def _image(storage: Storage, name: str) -> str:
 
 
 def answer_rows(table: pa.Table) -> pd.DataFrame:
-    """A line for each row of a table of experiences; see `Browser.rows`, whose states it lacks."""
+    """Return one line per row of a table of experiences, with the columns of `Browser.rows` except the states."""
     frame = table.select([*_LIST_COLUMNS, *_NUMBERS, *_TEXT_COLUMNS]).to_pandas()
     frame["turns"] = turns = table["turns"].to_pylist()
     frame["response_length"] = [
-        length if told is None else sum(turn["end"] - turn["start"] for turn in told)
-        for length, told in zip(pc.list_value_length(table["rollout_logprobs"]).to_pylist(), turns, strict=True)
+        length if spans is None else sum(span["end"] - span["start"] for span in spans)
+        for length, spans in zip(pc.list_value_length(table["rollout_logprobs"]).to_pylist(), turns, strict=True)
     ]
-    # What was not sampled has a logprob of 0, and adds nothing to the sum.
+    # Tokens that were not sampled have a logprob of 0, so they do not change the sum.
     logprobs = zip(table["rollout_logprobs"].to_pandas(), frame["response_length"], strict=True)
     frame["surprise"] = [sum(values) / count if count else math.nan for values, count in logprobs]
     groups = frame[["taskset", "epoch", "task_index"]].astype(str)
@@ -268,31 +267,30 @@ def answer_rows(table: pa.Table) -> pd.DataFrame:
     return frame
 
 
-def some_answers(url: str | Path, *, evals: bool = False, most: int) -> tuple[pd.DataFrame, int]:
-    """(about `most` lines as those of `answer_rows`, how many there are): whole shards, evenly from the first to the
-    last. One shard after another is in memory, and tokens of none are kept. Raises: DataError: `url` is no run folder.
+def sample_answers(tables: RunTables, *, evals: bool = False, max_rows: int) -> tuple[pd.DataFrame, int]:
+    """Return about `max_rows` lines like `answer_rows`, and the number of all rows. Whole shards are sampled evenly
+    from the first to the last; only one is in memory at a time, and tokens are not kept.
     """
     import pandas as pd  # late: half a second
 
-    tables = RunTables(url)
-    frames, there = [answer_rows(EXPERIENCE_SCHEMA.empty_table())], 0
+    frames, total = [answer_rows(EXPERIENCE_SCHEMA.empty_table())], 0
     for stage in tables.stages:
         names = [name.rstrip("/") for name in stage.storage.list("eval") if name.endswith("/")] if evals else []
         for folder in [f"eval/{name}" for name in names] if evals else [EXPERIENCES]:
             shards = open_log(stage.storage, stage.config, folder).shards(0)
             num_rows = sum(name.num_rows for name in shards)
-            there += num_rows
-            # Of an evaluation the same tasks each time: those of its first unit are the first ones.
-            wanted = [name for name in shards if name.unit == 0] if evals and num_rows > most else shards
-            every = max(1, -(-sum(name.num_rows for name in wanted) // most))
-            kept = {name.text for name in wanted[::every]}
+            total += num_rows
+            # The first work unit of each evaluation has the same tasks.
+            candidates = [name for name in shards if name.unit == 0] if evals and num_rows > max_rows else shards
+            every = max(1, -(-sum(name.num_rows for name in candidates) // max_rows))
+            kept = {name.text for name in candidates[::every]}
             frames += [answer_rows(rows) for _, rows in tables.read_shards(stage, folder, kept)]
-    return pd.concat(frames, ignore_index=True), there
+    return pd.concat(frames, ignore_index=True), total
 
 
 def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """A dict for each row; what is missing is None."""
-    # Column by column: pandas would look at every value once for each of its types.
+    """Return a dict per row; missing values are None."""
+    # Column by column, because pandas converts whole rows slowly.
     columns = [
         [
             None if is_missing else value
@@ -303,8 +301,10 @@ def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
     return [dict(zip(rows.columns, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
-def _read_spelling(stage: Stage) -> Callable[[int], str]:
-    """Spells a token by the tokenizer of the stage's newest checkpoint or of its model; without one, as its number."""
+def _read_spelling(stage: StageReader) -> Callable[[int], str]:
+    """Return a function from token id to text, by the tokenizer of the newest checkpoint or the model; without a
+    tokenizer, the text is the number.
+    """
     if not stage.config.explorer.rollout_model.traits.has_model:
         return lambda token: bytes([token % 256]).decode("latin-1")
     data = None
@@ -313,7 +313,7 @@ def _read_spelling(stage: Stage) -> Callable[[int], str]:
             data = stage.storage.get(f"{checkpoint_folder(step)}/{HF_FOLDER}/tokenizer.json")
             break
         except (NotFoundError, DamagedError):
-            continue  # a checkpoint without a Hugging Face folder, or one being removed
+            continue  # the checkpoint has no Hugging Face folder, or is being removed
     file = Path(stage.config.model.model_path) / "tokenizer.json"
     if data is None and file.is_file():
         data = file.read_bytes()
@@ -327,8 +327,8 @@ def _read_spelling(stage: Stage) -> Callable[[int], str]:
         text: str = tokenizer.decode([token], skip_special_tokens=False)
         raw: str = tokenizer.id_to_token(token) or f"<{token}>"
         if not text or "\ufffd" in text:
-            return raw  # part of a character: only the token's own spelling tells it from others
-        # Decoders drop the space that begins a text; alone, every token begins one.
+            return raw  # part of a character: only the token's own spelling is unambiguous
+        # Decoders drop the leading space of a text, and here each token is a text.
         return f" {text}" if raw[0] in "\u2581\u0120" and not text.startswith(" ") else text
 
     return spell

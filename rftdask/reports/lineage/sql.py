@@ -1,7 +1,6 @@
-"""SQL over a run: its tables in a DuckDB of their own, in memory.
+"""SQL over a run: its tables in an in-memory DuckDB.
 
-It knows nothing of what the tables mean. Invariant: a query reads those tables only that it names, and no Python
-variable or downloaded extension becomes part of it.
+Invariant: a query reads only the tables that it names, and can use neither Python variables nor downloaded extensions.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     import duckdb
 
 _CONFINED_MEMORY = "4GB"
-"""Of what a confined statement sorts and groups; the tables of the run do not count."""
+"""Memory for the sorting and grouping of a confined statement, not counting the tables of the run."""
 
 OVERVIEW = """
 select experiences.stage, explore_step as explored, max(max_policy_version) as version, count(*) as rows,
@@ -41,13 +40,13 @@ select experiences.stage, explore_step as explored, max(max_policy_version) as v
 from experiences join states using (stage, shard, row)
 group by experiences.stage, explore_step order by all
 """
-"""A line for each explore step: what became of its rollouts."""
+"""Statement with a line per explore step: the states of its rollouts."""
 
 
 def open_tables(url: str | Path) -> duckdb.DuckDBPyConnection:
-    """A connection to the tables of the run at `url`, all of them; see `TABLES`.
+    """Connect to all tables of the run at `url`; see `TABLES`.
 
-    Warns: of files that could not be read. Raises: UserError: duckdb is not installed; DataError: no run folder.
+    Warns: a file could not be read. Raises: UserError: duckdb is not installed; DataError: not a run folder.
     """
     tables = RunTables(url)
     connection = _connect(tables, TABLES)
@@ -63,11 +62,13 @@ def query(
     deadline_s: float | None = None,
     max_rows: int | None = None,
 ) -> pa.Table:
-    """The rows that `sql` gives; of the run only what it names is read.
+    """Run a statement over the tables that it names and return its rows.
 
-    confined: it may neither read nor write a file, nor load an extension; for a statement that somebody else may have
-    written, such as one in a URL. deadline_s: it is ended after so many seconds. max_rows: it gives no more.
-    Raises: UserError: duckdb is not installed, or says what is wrong with the statement.
+    Args:
+        confined: True denies access to files and extensions, for untrusted statements such as one in a URL.
+        deadline_s: interrupt the statement after this many seconds. None: no limit.
+        max_rows: return at most this many rows. None: all.
+    Raises: UserError: duckdb is not installed, or rejects the statement.
     """
     connection = _connect(tables, [name for name in TABLES if re.search(rf"\b{name}\b", sql, re.IGNORECASE)])
     import duckdb  # late, as below
@@ -81,10 +82,10 @@ def query(
     if deadline_s is not None:
         timer.start()
     try:
-        found = connection.sql(sql)
-        if found is None:
+        result = connection.sql(sql)
+        if result is None:
             return pa.table({})
-        return (found if max_rows is None else found.limit(max_rows)).to_arrow_table()
+        return (result if max_rows is None else result.limit(max_rows)).to_arrow_table()
     except duckdb.Error as error:
         raise UserError(f"{error}\n(tables: {', '.join(TABLES)}; docs/lineage.md explains their columns)") from error
     finally:
@@ -93,13 +94,13 @@ def query(
 
 
 def warn_of(problems: Iterable[str]) -> None:
-    """For callers from Python: a file that was left out must be seen."""
+    """Emit a Python warning for each file that was left out."""
     for problem in problems:
         warnings.warn(f"left out: {problem}", stacklevel=3)
 
 
 def to_csv(table: pa.Table) -> str:
-    """The table as CSV with a line of names; lists and maps as JSON."""
+    """Format a table as CSV with a header; lists and maps as JSON."""
     sink = io.StringIO()
     writer = csv.writer(sink, lineterminator="\n")
     writer.writerow(table.column_names)
@@ -109,7 +110,7 @@ def to_csv(table: pa.Table) -> str:
 
 
 def to_json(table: pa.Table) -> str:
-    """A list of objects, one for each row; NaN and infinities are null."""
+    """Format a table as a JSON list of objects, one per row; NaN and infinities are null."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, float):
@@ -122,28 +123,28 @@ def to_json(table: pa.Table) -> str:
 
 
 def to_terminal(table: pa.Table, max_rows: int = 100) -> Group:
-    """The first `max_rows` rows as a table for a terminal, and a line if there are more."""
+    """Format the first `max_rows` rows for a terminal, with a line below if there are more."""
     shown = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for field in table.schema:
         is_number = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
-        # Text, not str: brackets in what a model wrote are no markup.
+        # Text instead of str, so that rich does not parse brackets as markup.
         shown.add_column(Text(printable(field.name)), justify="right" if is_number else "left", overflow="fold")
     for row in table.slice(0, max_rows).to_pylist():
         shown.add_row(*(Text(cell(value)) for value in row.values()))
-    more = [Text(f"{max_rows} of {table.num_rows:,} rows; --csv gives all")] * (table.num_rows > max_rows)
+    more = [Text(f"{max_rows} of {table.num_rows:,} rows; --csv prints all")] * (table.num_rows > max_rows)
     return Group(shown, *more)
 
 
 def _connect(tables: RunTables, names: Iterable[str]) -> duckdb.DuckDBPyConnection:
     try:
-        import duckdb  # late: an extra of its own, for those who ask
+        import duckdb  # late: an optional package
     except ImportError:
         raise UserError("SQL over a run needs DuckDB: pip install 'rftdask[sql]'") from None
     connection = duckdb.connect(":memory:")
-    # Else a name in a query that is no table would be looked up among Python's variables.
+    # Otherwise DuckDB would look up unknown names among Python's variables.
     connection.execute("set python_enable_replacements = false")
     connection.execute("set autoinstall_known_extensions = false")
     for name in names:
-        # Arrow as it is: DuckDB reads the memory, and nothing is copied.
+        # DuckDB reads the Arrow memory without a copy.
         connection.register(name, tables.table(name))
     return connection

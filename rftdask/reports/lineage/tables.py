@@ -1,9 +1,9 @@
 """Tables: the files of a run as Arrow tables, one row per experience, ledger line, optimizer step, checkpoint, ...
 
-It knows neither SQL nor pages. It reads through `Storage` alone, therefore any URL will do, and it writes nothing: what
-cannot be read is left out and named in `problems`, where a role of the run would set it aside. Invariants: a row says
-where it is from: `stage`, and for experiences and ledger lines `shard` and `row`; every experience has a line in
-`states`, several only where several ledger lines name it (a lineage of its own, or a strategy that uses rows again).
+It reads through `Storage`, so any URL works, and writes nothing: unreadable files are left out and listed in
+`problems`, while a role of the run would quarantine them. Invariants: a row contains its origin: `stage`, and for
+experiences and ledger lines `shard` and `row`; every experience has a line in `states`, and several only if several
+ledger lines name it (in other lineages, or with a strategy that reuses rows).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rftdask.buffer.log.schema import SCHEMA
 from rftdask.buffer.log.shard import ShardName, repeated_shards
 from rftdask.errors import DamagedError, DataError, NotFoundError
 from rftdask.monitor.metrics import read_metrics
-from rftdask.reports.run_reader import Stage, open_stages
+from rftdask.reports.run_reader import StageReader, open_stages
 from rftdask.storage.base import in_order
 from rftdask.synchronizer.manifest import read_manifest
 from rftdask.synchronizer.published import (
@@ -40,12 +40,12 @@ from rftdask.trainer.checkpoint import checkpoint_folder, checkpoint_steps
 if TYPE_CHECKING:
     import pandas as pd
 
-_NUM_READERS = 8  # Small files read at once: on object stores a read is mostly waiting.
+_NUM_READERS = 8  # small files read concurrently: on object stores a read is mostly latency
 TRAINED, DROPPED, WAITING = "trained", "dropped", "waiting"
 
-# The slot is the place of a row's group in the explore step, from 0; null for an answer of an evaluation.
+# slot: position of the row's group in the explore step, from 0; null for an answer to an evaluation.
 EXPERIENCE_SCHEMA = pa.schema([("stage", "string"), ("shard", "string"), ("row", "int32"), ("slot", "int32"), *SCHEMA])
-# The place is that in the batch, from 0, null for a dropped row; the reason is null for a trained one.
+# place: position in the batch, from 0, null for a dropped row. reason: null for a trained row.
 LEDGER_SCHEMA = pa.schema(
     {"stage": "string", "lineage": "string", "step": "int64"}
     | {"place": "int32", "shard": "string", "row": "int64", "reason": "string"}
@@ -53,8 +53,8 @@ LEDGER_SCHEMA = pa.schema(
 POSITION_SCHEMA = pa.schema(
     {"stage": "string", "lineage": "string", "step": "int64", "explore_step": "int64", "slot": "int32"}
 )
-# The uid is null where a row cannot be read any more, the reason unless it was dropped; lineage and step are those of
-# the ledger entry that names the row, null where none does.
+# uid: null if the row cannot be read any more. reason: null unless the row was dropped. lineage, step: of the ledger
+# entry that names the row, or null.
 STATE_SCHEMA = pa.schema(
     {"stage": "string", "shard": "string", "row": "int32", "uid": "string"}
     | {"state": "string", "reason": "string", "lineage": "string", "step": "int64"}
@@ -63,22 +63,22 @@ CHECKPOINT_SCHEMA = pa.schema(
     {"stage": "string", "step": "int64", "lineage": "string", "folder": "string"}
     | {"num_files": "int32", "size_bytes": "int64", "content_hash": "string"}
 )
-# The content hash is what experiences name as weights_hash.
+# content_hash: equal to weights_hash of the experiences sampled with these weights.
 WEIGHTS_SCHEMA = pa.schema(
     {"stage": "string", "version": "int64", "lineage": "string", "folder": "string"}
     | {"size_bytes": "int64", "content_hash": "string"}
 )
 
 TABLES = ("experiences", "ledger", "steps", "checkpoints", "evals", "eval_experiences", "weights", "states")
-"""Names of all tables; docs/lineage.md says what their columns mean."""
+"""Names of all tables; docs/lineage.md explains their columns."""
 
 _Read = TypeVar("_Read")
 _LostShard = tuple[str, str, int, str | None]
-"""(stage, shard, number of rows, why those that no ledger names count as dropped or None if they wait)."""
+"""(stage, shard, number of rows, drop reason of the rows that no ledger entry names, None if they are waiting)."""
 
 
 class RunTables:
-    """The tables of one run, each read when it is first asked for.
+    """Tables of one run, each read on first access.
 
     Example:
         tables = RunTables("runs/project/name")
@@ -86,24 +86,24 @@ class RunTables:
     """
 
     def __init__(self, url: str | Path) -> None:
-        """Raises: DataError: `url` is no run folder."""
+        """Raises: DataError: `url` is not a run folder."""
         self.stages = open_stages(url)
         self.problems: list[str] = []
-        """What could not be read, and is therefore missing from the tables."""
+        """Errors of files that could not be read and are missing from the tables."""
         self._tables: dict[str, pa.Table] = {}
 
     def table(self, name: str) -> pa.Table:
-        """One of `TABLES`. All shards that it is made of are held in memory."""
+        """Return one of `TABLES`. All its shards are held in memory."""
         if name not in self._tables:
             self._tables[name] = getattr(self, f"_{name}")()
         return self._tables[name]
 
     def read_shards(
-        self, stage: Stage, folder: str = EXPERIENCES, only: Container[str] | None = None
+        self, stage: StageReader, folder: str = EXPERIENCES, only: Container[str] | None = None
     ) -> Iterator[tuple[ShardName, pa.Table]]:
-        """Every readable shard of one log with its rows, in the order of the log; columns as in `EXPERIENCE_SCHEMA`.
+        """Yield every readable shard of one log with its rows, in order; columns as in `EXPERIENCE_SCHEMA`.
 
-        only: names of the shards to read; None: all of them.
+        Args: only: names of the shards to read. None: all.
         """
         log = open_log(stage.storage, stage.config, folder)
         for name in log.shards(0):
@@ -112,7 +112,7 @@ class RunTables:
             table = self._try(partial(log.read, name))
             if table is None:
                 continue
-            slots = None  # nothing says how many tasks a unit of an evaluation has
+            slots = None  # the number of tasks per unit of an evaluation is not recorded
             if folder == EXPERIENCES:
                 slots = pa.array(group_slots(table, name, stage.config.tasks_per_unit), "int32")
             place = {
@@ -125,17 +125,17 @@ class RunTables:
 
     @cached_property
     def positions(self) -> pa.Table:
-        """The groups that each ledger entry has settled, as in `POSITION_SCHEMA`."""
+        """Groups settled by each ledger entry, as in `POSITION_SCHEMA`."""
         return _table(
             [(stage.name, entry.lineage, entry.step, *p) for stage, entry in self._entries for p in entry.positions],
             POSITION_SCHEMA,
         )
 
     def _try(self, read: Callable[[], _Read]) -> _Read | None:
-        """The result, or None and a line in `problems`: one bad file must not hide the others."""
+        """Return the result, or None after recording the error in `problems`: one bad file must not hide the others."""
         try:
             return read()
-        except (DamagedError, DataError, NotFoundError) as error:  # DataError: of another schema
+        except (DamagedError, DataError, NotFoundError) as error:  # DataError: another schema
             self.problems.append(str(error))
             return None
 
@@ -146,9 +146,9 @@ class RunTables:
         names = ((stage, name) for stage in self.stages for name in stage.storage.list("eval") if name.endswith("/"))
         return self._all_rows((stage, f"eval/{name.rstrip('/')}") for stage, name in names)
 
-    def _all_rows(self, folders: Iterable[tuple[Stage, str]]) -> pa.Table:
+    def _all_rows(self, folders: Iterable[tuple[StageReader, str]]) -> pa.Table:
         tables = [rows for stage, folder in folders for _, rows in self.read_shards(stage, folder)]
-        # A log of a later minor version has more columns; what an older shard lacks of them is null.
+        # Logs of a later minor version have more columns, which are null in older shards.
         return pa.concat_tables([EXPERIENCE_SCHEMA.empty_table(), *tables], promote_options="default")
 
     def _ledger(self) -> pa.Table:
@@ -161,9 +161,9 @@ class RunTables:
         return _table(lines, LEDGER_SCHEMA)
 
     @cached_property
-    def _entries(self) -> list[tuple[Stage, LedgerEntry]]:
-        """The ledger entries of all lineages, by stage."""
-        entries: list[tuple[Stage, LedgerEntry]] = []
+    def _entries(self) -> list[tuple[StageReader, LedgerEntry]]:
+        """Ledger entries of all lineages, by stage."""
+        entries: list[tuple[StageReader, LedgerEntry]] = []
         for stage in self.stages:
             for lineage in (name.rstrip("/") for name in stage.storage.list("ledger") if name.endswith("/")):
                 ledger = Ledger(stage.storage, lineage)
@@ -173,19 +173,18 @@ class RunTables:
 
     def _states(self) -> pa.Table:
         experiences, ledger = self.table("experiences"), self.table("ledger")
-        return row_states(experiences, ledger, self.positions, self.made_steps, self._lost_shards())
+        return row_states(experiences, ledger, self.positions, self.completed_steps, self._lost_shards())
 
     @cached_property
-    def made_steps(self) -> dict[str, int]:
-        """The last step that is known to be made, by stage; without a stage whose files do not tell."""
-        # One by one, so that a damaged stage leaves the others their answer.
-        found = {stage.name: self._try(partial(getattr, stage, "made_step")) for stage in self.stages}
-        return {name: step for name, step in found.items() if step is not None}
+    def completed_steps(self) -> dict[str, int]:
+        """Last completed step by stage, without stages whose metrics are damaged."""
+        steps = {stage.name: self._try(partial(getattr, stage, "completed_step")) for stage in self.stages}
+        return {name: step for name, step in steps.items() if step is not None}
 
     def _lost_shards(self) -> Iterator[_LostShard]:
-        """Shards that the audit counts, and that the table of experiences does not have."""
-        there = set(self.table("experiences")["shard"].unique().to_pylist())
-        # A skipped step may name shards that were lost before; they count as dropped there.
+        """Yield the shards that the audit counts but the table of experiences lacks."""
+        readable = set(self.table("experiences")["shard"].unique().to_pylist())
+        # A skipped step can name shards that were lost earlier; they count as dropped.
         skipped = skipped_sources(entry for _, entry in self._entries)
         named = set(self.table("ledger")["shard"].unique().to_pylist())
         for stage in self.stages:
@@ -193,10 +192,10 @@ class RunTables:
             kept = {*stage.log.shards(0), *removed}
             gone = {*stage.log.quarantined(), *filter(None, map(ShardName.try_parse, skipped))} - kept
             damaged = {name for name in gone if name.text in named}
-            # A damaged copy of a batch that ran twice is of no use to anybody: the other one counts.
+            # If a work unit ran twice and one copy is damaged, the other copy counts.
             repeated = set(repeated_shards(kept | damaged)) - removed
             for name in sorted(kept | damaged):
-                if name.text not in there:
+                if name.text not in readable:
                     reason = DAMAGED if name in damaged else REPEAT if name in repeated else None
                     yield stage.name, name.text, name.num_rows, reason
 
@@ -206,26 +205,24 @@ class RunTables:
         return pa.Table.from_pylist([row | {"step": step} for step, row in rows if row], CHECKPOINT_SCHEMA)
 
     def _weights(self) -> pa.Table:
-        """Published folders, then the weights that checkpoints keep of versions whose folder is gone."""
+        """Published weights, then the weights in checkpoints whose published folder was removed."""
         rows = []
         for stage in self.stages:
             published = published_versions(stage.storage)
             rows += [self._folder(stage, weights_folder(version)) for version in published]
-            # Published weights are removed as explorers move on; a checkpoint of the same step still has them.
-            gone = [step for step in checkpoint_steps(stage.storage) if step not in published]
-            rows += [self._folder(stage, checkpoint_folder(step), of_weights=True) for step in gone]
+            removed = [step for step in checkpoint_steps(stage.storage) if step not in published]
+            rows += [self._folder(stage, checkpoint_folder(step), of_weights=True) for step in removed]
         return pa.Table.from_pylist([row for row in rows if row], WEIGHTS_SCHEMA)
 
-    def _folder(self, stage: Stage, folder: str, of_weights: bool = False) -> dict[str, Any] | None:
-        """What the tables of checkpoints and weights say of a folder with a manifest."""
+    def _folder(self, stage: StageReader, folder: str, of_weights: bool = False) -> dict[str, Any] | None:
+        """Return the row of a folder in the table of checkpoints or weights; None without a readable manifest."""
         manifest = self._try(partial(read_manifest, stage.storage, folder))
-        # Half written or half removed: no folder for anybody.
-        if manifest is None:
+        if manifest is None:  # partially written or partially removed
             return None
         content_hash = self._try(partial(hash_of_weights, manifest))
         if of_weights:
             content_hash, manifest = hash_as_published(manifest), as_published(manifest)
-            if not manifest.files:  # a trainer engine of the user's own may keep them under other names
+            if not manifest.files:  # a custom trainer engine may store them under other names
                 return None
         return {
             "stage": stage.name,
@@ -244,7 +241,7 @@ class RunTables:
         return self._metrics("eval", ["stage", "version", "taskset"])
 
     def _metrics(self, role: str, first: list[str]) -> pa.Table:
-        """Rows of `role`, the columns `first` in front. The step of an eval is the policy version that it looked at."""
+        """Return the metrics of `role`, with the columns `first` first. The step of an eval is its policy version."""
         import pandas as pd  # late: half a second
 
         frames = []
@@ -274,48 +271,47 @@ def row_states(
     experiences: pa.Table,
     ledger: pa.Table,
     positions: pa.Table,
-    made_steps: Mapping[str, int],
+    completed_steps: Mapping[str, int],
     lost: Iterable[_LostShard] = (),
 ) -> pa.Table:
-    """Lines of `STATE_SCHEMA` for the rows of `experiences`, in their order, then for those of the `lost` shards.
+    """Return lines of `STATE_SCHEMA` for the rows of `experiences`, in order, then for those of the `lost` shards.
 
-    They give for each row what the audit gives as counts. A work unit that ran twice stands in two shards. Of each
-    group one copy is taken, or will be (the first, while none is taken); the rows of the other are dropped as "repeat",
-    which the ledger does not write down. A copy whose twin is lost is known by the `positions` that are settled. What
-    a step is to train waits until it is made; of a stage that `made_steps` does not name all are.
+    Summed up, they equal the counts of the audit. A work unit that ran twice has two shards. The trainer takes one copy
+    of each group (the first by name, unless the other was taken already), and drops the rows of the other copy as
+    "repeat" without a ledger entry. If the copy that was taken is lost, `positions` still lists its group as settled.
+    Rows of a step wait until the step is complete; all steps of a stage missing in `completed_steps` count as complete.
     """
     import pandas as pd  # late: half a second
 
     lines = ledger.select([*_PLACE, "lineage", "step", "reason"]).to_pandas().astype({"step": "Int64"})
     rows = experiences.select([*_PLACE, "uid", *_GROUP[1:], "slot"]).to_pandas()
-    # One line for each time that the ledger names a row, and one for a row that it does not name.
-    found = rows.merge(lines, how="left", on=_PLACE)
-    named = found["step"].notna()
-    # What one shard has of a group is a copy of it; the ledger takes rows of one copy alone.
-    copy = found.groupby([*_GROUP, "shard"], sort=False).ngroup()
-    group = found.groupby(_GROUP, sort=False).ngroup()
-    # A settled position means that a copy was taken, also where that one cannot be read any more.
+    # One line per ledger entry that names the row, and one line for an unnamed row.
+    states = rows.merge(lines, how="left", on=_PLACE)
+    named = states["step"].notna()
+    # The rows of a group in one shard are a copy of the group; the ledger takes rows of one copy only.
+    copy = states.groupby([*_GROUP, "shard"], sort=False).ngroup()
+    group = states.groupby(_GROUP, sort=False).ngroup()
+    # A settled position means that a copy was taken, even if it cannot be read any more.
     settled = positions.select(_POSITION).to_pandas().drop_duplicates().assign(settled=True)
-    is_settled = found[_POSITION].merge(settled, how="left", on=_POSITION)["settled"].notna().set_axis(found.index)
+    is_settled = states[_POSITION].merge(settled, how="left", on=_POSITION)["settled"].notna().set_axis(states.index)
     other_is_taken = named.groupby(group).transform("any") | is_settled
-    # While none is taken the first by name will be: names sort as the log is read.
-    is_first = found["shard"] == found["shard"].groupby(group).transform("min")
-    # A copy of which any row is named is the one that was taken: its other rows wait, and are no repeat.
+    # Otherwise the first copy by name will be taken, since the log is read in the order of names.
+    is_first = states["shard"] == states["shard"].groupby(group).transform("min")
+    # The copy with a named row was taken, so its other rows wait and are not repeats.
     is_repeat = ~named & ~named.groupby(copy).transform("any") & (other_is_taken | ~is_first)
-    parts = [found.assign(reason=found["reason"].astype(object).where(~is_repeat, REPEAT))]
-    # Of rows that nobody can read, the ledger and the names of shards still tell how many there were, and what became
-    # of them.
+    parts = [states.assign(reason=states["reason"].astype(object).where(~is_repeat, REPEAT))]
+    # The number and state of unreadable rows follow from the ledger and the names of the shards.
     for stage, shard, num_rows, reason in lost:
         rows = pd.DataFrame({"row": range(num_rows)}).assign(stage=stage, shard=shard, uid=None)
-        found = rows.merge(lines, how="left", on=_PLACE)
-        is_dropped = found["step"].isna() & (reason is not None)
-        parts.append(found.assign(reason=found["reason"].astype(object).where(~is_dropped, reason)))
+        states = rows.merge(lines, how="left", on=_PLACE)
+        is_dropped = states["step"].isna() & (reason is not None)
+        parts.append(states.assign(reason=states["reason"].astype(object).where(~is_dropped, reason)))
     tables = []
     for part in parts:
         part["state"] = WAITING
-        # The ledger has a batch before it is trained.
-        is_made = part["step"] <= part["stage"].map(made_steps).fillna(np.inf)  # no step: NA, and so False
-        part.loc[is_made.fillna(False), "state"] = TRAINED
+        # The ledger records a batch before training.
+        is_complete = part["step"] <= part["stage"].map(completed_steps).fillna(np.inf)  # NA without a step
+        part.loc[is_complete.fillna(False), "state"] = TRAINED
         part.loc[part["reason"].notna(), "state"] = DROPPED
         tables.append(pa.Table.from_pandas(part[STATE_SCHEMA.names], STATE_SCHEMA, preserve_index=False))
     return pa.concat_tables([table.cast(STATE_SCHEMA) for table in tables])

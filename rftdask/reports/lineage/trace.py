@@ -1,8 +1,8 @@
-"""Trace: the whole life of one experience: who sampled it and with which weights, in which step it was trained or why
-not, and what came of that step. From the files of the run alone.
+"""Trace: the history of one experience, from the files of the run: the weights that sampled it, the step that trained
+it or the reason why none did, and the results of that step.
 
-It does not know which worker it was: a shard carries the random name of its writer, and no host.
-Invariant: what is not on storage any more is said to be gone, never guessed.
+The worker is unknown, because a shard contains the random name of its writer, but no host.
+Invariant: missing files are reported as missing, never guessed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rftdask.buffer.log.schema import conversation, sampled_spans, token_version
 from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DataError
 from rftdask.reports.lineage.tables import DROPPED, TRAINED, WAITING, RunTables, row_states
-from rftdask.reports.run_reader import Stage
+from rftdask.reports.run_reader import StageReader
 from rftdask.run.input_fingerprints import accepted_changes
 from rftdask.storage.safe_text import cell, printable
 
@@ -34,7 +34,7 @@ _MOST_TEXT = 2000
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One look at the policy."""
+    """One evaluation of the policy."""
 
     version: int
     taskset: str
@@ -44,40 +44,40 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Use:
-    """One line of the ledger that names the experience, and what came of that step."""
+    """One line of the ledger that names the experience, and the results of that step."""
 
     step: int
     lineage: str
     reason: str = ""
     """Why it was dropped; empty if the step trains it."""
-    is_made: bool = True
-    """Whether the step was made; else it waits for it."""
+    is_complete: bool = True
+    """False if the experience still waits for the step."""
     place: int | None = None
     batch_rows: int = 0
     """Rows trained at the step; `place` counts them from 0."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the trainer measured at the step; empty until it was made, or if its numbers are gone."""
+    """Trainer metrics of the step; empty until it is complete, or if they were removed."""
     checkpoint: tuple[int, str, str] | None = None
-    """(step, folder, content hash) of the first checkpoint that has learned from it, of those on storage."""
+    """(step, folder, content hash) of the first stored checkpoint that includes the step."""
     evaluations: tuple[tuple[Evaluation | None, Evaluation], ...] = ()
-    """By taskset: the last one before the step, and the first one of weights that have learned from it."""
+    """Last evaluation before the step and first one that includes it, for each taskset."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """One committed row of the uid; there are several when its work unit ran twice."""
+    """One committed row of the uid. A work unit that ran twice committed several."""
 
     shard: ShardName
     row: int
     state: str
     reason: str
     experience: Mapping[str, Any]
-    """The row, as its shard has it."""
+    """The row in its shard."""
     weights: str
-    """What is known of the weights that sampled it."""
+    """Comparison of the recorded weights hash with the stored weights."""
     uses: tuple[Use, ...] = ()
     lost_to: tuple[int, str] | None = None
-    """(step, lineage) that settled its group by a copy that cannot be read any more."""
+    """(step, lineage) that settled the group with another copy, which cannot be read any more."""
 
 
 @dataclass(frozen=True)
@@ -87,21 +87,21 @@ class Trace:
     uid: str
     stage: str
     copies: tuple[Copy, ...]
-    """The one that was trained, or else the first, in front."""
+    """Copies, starting with the trained one."""
     siblings: tuple[Mapping[str, Any], ...]
-    """The rows of its group in the shard of the first copy, itself included, each with its "fate"."""
+    """Rows of the group in the shard of the first copy, including the experience, each with its "fate"."""
     problems: tuple[str, ...] = ()
     """Files that could not be read."""
     accepted: tuple[str, ...] = ()
-    """Changes of rewards, workflows, tasksets and models that somebody accepted while the run went on."""
+    """Changes of rewards, workflows, tasksets and models that a user accepted during the run."""
 
     def render(self) -> str:
-        """The trace for a terminal."""
+        """Format the trace for a terminal."""
         lines = [f"{self.uid}  (stage {self.stage})"]
         for copy in self.copies:
             lines.append("")
             for label, text in _copy_lines(copy):
-                # Further lines of a text stand below its first.
+                # Further lines of a text are aligned below the first.
                 lines += [f"  {label * (n == 0):<12}{line}" for n, line in enumerate(text.split("\n")) if text]
         rewards = [s["reward"] for s in self.siblings if s["reward"] is not None]
         mean = f", mean reward {sum(rewards) / len(rewards):.4g}" if rewards else ""
@@ -121,34 +121,35 @@ class Trace:
 
 
 def trace(url: str | Path, uid: str) -> Trace:
-    """Read the life of the experience `uid` of the run at `url`, or of the first one of a served session, by its name.
+    """Read the history of an experience.
 
-    Raises: DataError: the run has no such experience; the message names the nearest uids.
+    Args: uid: uid of the experience, or the name of a served session, which means its first experience.
+    Raises: DataError: the run has no such experience; the message lists the nearest uids.
     """
     tables = RunTables(url)
     named = "uid" if "/" in uid else "session"
     seen: set[str] = set()
     for stage in tables.stages:
         unit: tuple[int, int] | None = None
-        found: list[pa.Table] = []
+        shards: list[pa.Table] = []
         for name, table in tables.read_shards(stage):
             if unit is None:
                 seen.update(table.column("uid").to_pylist())
                 if len(rows := _where(table, **{named: uid})):
                     uid, unit = rows["uid"][0].as_py(), (name.explore_step, name.unit)
             elif (name.explore_step, name.unit) != unit:
-                break  # a group is in one work unit, in all its copies: the search ends with that
+                break  # all copies of a group belong to one work unit
             if unit is not None:
-                found.append(table)
-        if found:
-            return _trace(tables, stage, uid, pa.concat_tables(found, promote_options="default"))
+                shards.append(table)
+        if shards:
+            return _trace(tables, stage, uid, pa.concat_tables(shards, promote_options="default"))
     nearest = nearest_uids(uid, seen)
-    known = f"; the nearest of {len(seen):,}:\n  " + "\n  ".join(nearest) if nearest else ": it has none at all"
+    known = f"; the nearest of {len(seen):,}:\n  " + "\n  ".join(nearest) if nearest else "; it has no experiences"
     raise DataError(f"the run has no experience {uid!r} (taskset/epoch/task/rollout/row, or a served session){known}")
 
 
 def nearest_uids(uid: str, known: set[str], count: int = _NUM_NEAREST) -> list[str]:
-    """The `count` of `known` that a person who typed `uid` may have meant; a part of a uid means the first below it."""
+    """Return the `count` known uids nearest to `uid`. Missing parts of a uid count as 0."""
     wanted = _parse(uid)
 
     def distance(other: str) -> tuple[Any, ...]:
@@ -160,7 +161,7 @@ def nearest_uids(uid: str, known: set[str], count: int = _NUM_NEAREST) -> list[s
 
 
 def _parse(uid: str) -> tuple[str, list[int]]:
-    """(taskset, [epoch, task index, rollout, turn]); numbers that are missing are 0. A taskset's name may hold "/"."""
+    """Return (taskset, [epoch, task index, rollout, row]). A taskset's name may contain "/"."""
     parts = uid.split("/")
     numbers: list[int] = []
     while parts and len(numbers) < 4 and parts[-1].isdecimal():
@@ -169,37 +170,40 @@ def _parse(uid: str) -> tuple[str, list[int]]:
 
 
 def _where(table: pa.Table, **values: object) -> pa.Table:
-    """The rows whose columns have these values."""
+    """Filter the rows with these column values."""
     for name, value in values.items():
         table = table.filter(pc.equal(table[name], value))
     return table
 
 
-def _trace(tables: RunTables, stage: Stage, uid: str, unit: pa.Table) -> Trace:
-    """The trace of `uid`, of the rows of its work unit."""
+def _trace(tables: RunTables, stage: StageReader, uid: str, unit: pa.Table) -> Trace:
+    """Build the trace of `uid` from the rows of its work unit."""
     mine = _where(unit, uid=uid).slice(0, 1).to_pylist()[0]
     group = _where(unit, taskset=mine["taskset"], epoch=mine["epoch"], task_index=mine["task_index"])
     ledger = _where(tables.table("ledger"), stage=stage.name)
-    # Of its group alone, in place of the table of all states, which would read every shard of the run.
-    states = row_states(group, ledger, tables.positions, tables.made_steps).to_pylist()
+    # Only for this group: the table `states` would read every shard of the run.
+    states = row_states(group, ledger, tables.positions, tables.completed_steps).to_pylist()
     rows = {(row["shard"], row["row"]): row for row in group.to_pylist()}
     copies = []
     for (shard, number), row in rows.items():
         if row["uid"] != uid:
             continue
-        # One for each ledger line that names the row, else one.
-        own = [s for s in states if (s["shard"], s["row"]) == (shard, number)]
-        uses = tuple(_use(tables, stage, ledger, state) for state in own if state["step"])
+        # One state per ledger line that names the row, otherwise one.
+        states_of_row = [s for s in states if (s["shard"], s["row"]) == (shard, number)]
+        uses = tuple(_use(tables, stage, ledger, state) for state in states_of_row if state["step"])
         lost_to = None
-        if not any(state["step"] for state in states):  # no entry names a copy that is there: was another one taken?
+        if not any(
+            state["step"] for state in states
+        ):  # no entry names a readable copy, but another copy may have been taken
             place = {"stage": stage.name, "explore_step": row["explore_step"], "slot": row["slot"]}
             settled = _where(tables.positions, **place).to_pylist()
             lost_to = min(((line["step"], line["lineage"]) for line in settled), default=None)
         name = ShardName.try_parse(shard)
-        assert name is not None  # it came out of a listing of such names
+        assert name is not None  # listings contain valid names only
         weights = _weights_verdict(tables, stage, row)
-        copies.append(Copy(name, number, own[0]["state"], own[0]["reason"] or "", row, weights, uses, lost_to))
-    # What counts comes first: what was trained, and a repeat after its twin.
+        first = states_of_row[0]
+        copies.append(Copy(name, number, first["state"], first["reason"] or "", row, weights, uses, lost_to))
+    # Trained copies come first, repeats last.
     copies.sort(key=lambda copy: (copy.state != TRAINED, copy.reason == REPEAT))
     fates = {(s["shard"], s["row"]): s["reason"] or s["state"] for s in states}
     siblings = tuple({**row, "fate": fates[p]} for p, row in rows.items() if row["shard"] == copies[0].shard.text)
@@ -207,25 +211,25 @@ def _trace(tables: RunTables, stage: Stage, uid: str, unit: pa.Table) -> Trace:
     return Trace(uid, stage.name, tuple(copies), siblings, tuple(tables.problems), accepted)
 
 
-def _weights_verdict(tables: RunTables, stage: Stage, row: Mapping[str, Any]) -> str:
-    """Compare the hash in the row with the weights that the run has of that version."""
+def _weights_verdict(tables: RunTables, stage: StageReader, row: Mapping[str, Any]) -> str:
+    """Compare the hash in the row with the stored weights of that version."""
     version, mine = row["max_policy_version"], row["weights_hash"]
     if not mine:
         return "no hash was recorded"
-    # The model folder is outside the run, and its files have another hash.
+    # The initial model is outside the run, and its files are hashed differently.
     if version == 0:
         return f"hash {mine}: the model the stage began with, {stage.config.model.model_path}"
     known = _where(tables.table("weights"), stage=stage.name, version=version).to_pylist()
     for weights in known:
         if weights["content_hash"] == mine:
-            return f"hash {mine}: that of {weights['folder']}, lineage {weights['lineage']}"
+            return f"hash {mine}: matches {weights['folder']}, lineage {weights['lineage']}"
     if not known:
-        return f"hash {mine}: weights/{version} is not on storage any more to compare it with"
+        return f"hash {mine}: not verified, because weights/{version} is no longer on storage"
     others = ", ".join(f"{w['content_hash']} of {w['folder']}" for w in known)
-    return f"hash {mine} DIFFERS from what the run has of this version: {others}"
+    return f"hash {mine} DIFFERS from the stored weights of this version: {others}"
 
 
-def _use(tables: RunTables, stage: Stage, ledger: pa.Table, state: Mapping[str, Any]) -> Use:
+def _use(tables: RunTables, stage: StageReader, ledger: pa.Table, state: Mapping[str, Any]) -> Use:
     step, lineage, name = state["step"], state["lineage"], stage.name
     if state["reason"]:
         return Use(step, lineage, state["reason"])
@@ -233,7 +237,7 @@ def _use(tables: RunTables, stage: Stage, ledger: pa.Table, state: Mapping[str, 
     place = _where(batch, shard=state["shard"], row=state["row"])["place"][0].as_py()
     measured = _where(tables.table("steps"), stage=name, step=step).to_pylist()
     checkpoints = _where(tables.table("checkpoints"), stage=name, lineage=lineage).to_pylist()
-    # The first checkpoint from its step on is the first that holds what was learned from it.
+    # The first checkpoint at or after the step is the first that includes it.
     later = [(c["step"], c["folder"], c["content_hash"]) for c in checkpoints if c["step"] >= step]
     looks = sorted(_where(tables.table("evals"), stage=name).to_pylist(), key=lambda row: row["version"])
     evaluations = []
@@ -243,13 +247,13 @@ def _use(tables: RunTables, stage: Stage, ledger: pa.Table, state: Mapping[str, 
             for row in looks
             if row["taskset"] == taskset
         ]
-        # Version N is the weights after step N, so version `step` is the first that has learned from it.
+        # Version N has the weights after step N, so version `step` is the first that includes the step.
         before = [None, *(look for look in seen if look.version < step)]
         evaluations += [(before[-1], look) for look in seen if look.version >= step][:1]
     return Use(
         step,
         lineage,
-        is_made=state["state"] == TRAINED,
+        is_complete=state["state"] == TRAINED,
         place=place,
         batch_rows=batch.num_rows - batch["reason"].drop_null().length(),
         metrics={n: float(v) for row in measured for n, v in row.items() if isinstance(v, float) and n != "time_s"},
@@ -258,19 +262,18 @@ def _use(tables: RunTables, stage: Stage, ledger: pa.Table, state: Mapping[str, 
     )
 
 
-# ---- what a person reads
+# ---- text
 
 
 def _copy_lines(copy: Copy) -> list[tuple[str, str]]:
-    """(label, text) of what is known of a copy; an empty text is left out."""
-    # What it says and how it was sampled; where it lies; then what became of it, use by use.
+    """Return (label, text) pairs that describe a copy; empty texts are not shown."""
     row = copy.experience
     num_sampled = sum(end - start for start, end in sampled_spans(row))
     num_added = len(row["rollout_logprobs"]) - num_sampled
     top_k = row["top_k"] if row["top_k"] > 0 else "off"
     mean = f", mean logprob {sum(row['rollout_logprobs']) / num_sampled:.3f}" if num_sampled else ""
     added = f", {num_added} tokens added between turns" if num_added else ""
-    reward = "none: a failure is not a reward of zero" if row["reward"] is None else f"{row['reward']:.4g}"
+    reward = "none (a failure has no reward)" if row["reward"] is None else f"{row['reward']:.4g}"
     lines = [
         *((printable(label), _short(text)) for label, text in conversation(row)),
         ("expected", _short(row["truth"])),
@@ -286,11 +289,11 @@ def _copy_lines(copy: Copy) -> list[tuple[str, str]]:
     ]
     if copy.reason == REPEAT and copy.lost_to:
         step, lineage = copy.lost_to
-        counts = f"the other copy counts, which step {step} used (lineage {lineage})"
+        counts = f"step {step} used the other copy (lineage {lineage})"
         lines.append((DROPPED, f"its work unit ran twice; {counts}"))
-        lines.append(("", "and which cannot be read any more: it was damaged and set aside, or removed"))
+        lines.append(("", "which cannot be read any more: it was damaged and quarantined, or removed"))
     elif copy.reason == REPEAT and not copy.uses:
-        lines.append((DROPPED, "its work unit ran twice; the other copy is the one that counts"))
+        lines.append((DROPPED, "its work unit ran twice; the other copy counts"))
     elif not copy.uses:
         lines.append((WAITING, "no ledger entry names it yet"))
     for use in copy.uses:
@@ -300,13 +303,13 @@ def _copy_lines(copy: Copy) -> list[tuple[str, str]]:
             continue
         place = "" if use.place is None else f", row {use.place + 1} of {use.batch_rows}"
         which = f"step {use.step}{place} (lineage {use.lineage})"
-        if not use.is_made:
-            lines.append((WAITING, f"for {which}: that step was not made yet"))
+        if not use.is_complete:
+            lines.append((WAITING, f"for {which}, which is not complete yet"))
             continue
         lines.append((TRAINED, f"{which}, staleness {staleness(use.step - 1, row['min_policy_version'])}"))
         shown = [f"{name} {cell(use.metrics[name])}" for name in _STEP_METRICS if name in use.metrics]
         lines.append(("", ", ".join(shown) or "the trainer has not reported this step"))
-        since = "none since"
+        since = "none yet"
         if use.checkpoint:
             step, folder, content_hash = use.checkpoint
             since = f"{folder}, {step - use.step} steps later, hash {content_hash}"
@@ -317,12 +320,12 @@ def _copy_lines(copy: Copy) -> list[tuple[str, str]]:
             change = " -> ".join(f"{cell(getattr(look, kind))} at version {look.version}" for look in looks)
             lines.append(("evaluation", f"{printable(after.taskset)}: {kind} {change}"))
         if not use.evaluations:
-            lines.append(("evaluation", "none since"))
+            lines.append(("evaluation", "none yet"))
     return lines
 
 
 def _versions_text(row: Mapping[str, Any]) -> str:
-    """The versions that sampled a row; of several, which tokens of the response each."""
+    """Format the policy versions that sampled a row; if there are several, with the response tokens of each."""
     low, high = row["min_policy_version"], row["max_policy_version"]
     if low == high:
         return str(low)
@@ -331,7 +334,7 @@ def _versions_text(row: Mapping[str, Any]) -> str:
         start, end = end, end + len(list(tokens))
         if version is not None:
             spans.append(f"{version} (tokens {start} to {end - 1})")
-    return f"{low} to {high}: {', '.join(spans) or 'which sampled which token is not known'}"
+    return f"{low} to {high}: {', '.join(spans) or 'the version of each token is not known'}"
 
 
 def _short(text: str) -> str:

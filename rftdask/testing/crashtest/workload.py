@@ -261,7 +261,7 @@ def train(
         total_steps=None,
         lineage=MAIN_LINEAGE,
         max_weights_to_keep=3,
-        whole_interval=3,
+        full_publish_interval=3,
         # After each step: publishing adds places to be killed at.
         publish_due=lambda step, published: True,
         should_stop=should_stop,

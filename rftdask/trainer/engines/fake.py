@@ -1,7 +1,7 @@
-"""The fake at the train engine's seam: no model; its weights are a few bytes derived from what it trained, and as many
-that stay as make what changes a small part of them.
+"""Fake train engine without a model, for tests and benchmarks of everything around the engine.
 
-For tests and benchmarks of everything around the engine. The same batches in the same order give the same weights.
+Its weights are a digest of its training data and frozen bytes, so that a step changes a small part of them. The same
+batches in the same order give the same weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUM_FROZEN = 2048
 
 
 class FakeTrainEngine(TrainEngine):
-    """Folds the uids and rewards it is given into a digest."""
+    """Folds uids, tokens and rewards into a digest."""
 
     trainer_type: ClassVar[str] = "fake"
     has_model: ClassVar[bool] = False
@@ -37,11 +37,11 @@ class FakeTrainEngine(TrainEngine):
         return {"loss": 0.0}
 
     def evaluate(self, batches: Sequence[TrainingBatch]) -> dict[str, float]:
-        """The loss is 0."""
+        """Return a loss of 0."""
         return {"loss": 0.0}
 
     def weights(self) -> Mapping[str, bytes]:
-        """The digest, as a safetensors file."""
+        """Return the digest as a safetensors file."""
         return {MODEL_FILE: self._bytes()}
 
     def _bytes(self) -> bytes:
@@ -49,13 +49,13 @@ class FakeTrainEngine(TrainEngine):
         return save(tensors, {"format": "np"})
 
     def state_files(self) -> dict[str, bytes]:
-        """The digest alone: there is neither optimizer nor random state."""
+        """Return the digest; the fake has neither an optimizer nor a random state."""
         return {CHECKPOINT_MODEL_FILE: self._bytes()}
 
     def load_state_files(self, files: Mapping[str, Data]) -> None:
-        """Go on with the digest of a checkpoint."""
+        """Restore the digest of a checkpoint."""
         self._digest = load(bytes(files[CHECKPOINT_MODEL_FILE]))["digest"].tobytes()
 
     def export_files(self) -> Mapping[str, bytes]:
-        """As `weights`; no model, so no folder that transformers would read."""
+        """Return `weights`; without a model they are not a folder that transformers reads."""
         return self.weights()

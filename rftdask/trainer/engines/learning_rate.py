@@ -1,4 +1,4 @@
-"""The learning rate of each update: the schedules of transformers as pure functions. It knows no model."""
+"""Learning rate of each update: the schedules of transformers as pure functions. It does not know the model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from rftdask.config.schema.optimizer import OptimizerConfig
 
 
 def learning_rate(section: OptimizerConfig, total_steps: int | None) -> Callable[[int], float]:
-    """The rate of an update, a step of the schedule, counted from 1: that of `transformers.get_scheduler` at every
-    step, whose warm-up begins with a step of rate 0.
+    """Return the rate as a function of the update's number, counted from 1.
 
-    total_steps: where a decay ends, and a share of warm-up is taken of; steps beyond it keep its rate. None: not known.
-    Raises: ValueError: it has to be known, or transformers refuses the arguments.
+    The rates equal those of `transformers.get_scheduler`, whose warm-up begins with an update of rate 0.
+
+    Args: total_steps: updates of the run, where a decay ends; later updates keep its last rate. None: unknown.
+    Raises: ValueError: the schedule needs `total_steps`, or transformers rejects the arguments.
     """
     name, lr, warmup = section.lr_scheduler_type, section.lr, section.lr_warmup_steps
     if warmup < 0:
@@ -23,9 +24,9 @@ def learning_rate(section: OptimizerConfig, total_steps: int | None) -> Callable
             raise ValueError("lr_warmup_steps_ratio needs a known number of steps: set trainer.total_steps")
         warmup = int(section.lr_warmup_steps_ratio * (total_steps or 0))
     if name in ("constant", "constant_with_warmup"):
-        # With a warm-up update 1 has rate 0, as with transformers, whose schedulers count from 0.
+        # The schedulers of transformers count from 0, so update 1 of a warm-up has rate 0.
         return lambda step: lr * min(1.0, (step - 1) / warmup) if warmup else lr
-    # Late: its module imports half of transformers, and most runs have a constant rate.
+    # Late: the module imports half of transformers, and most runs have a constant rate.
     from transformers.optimization import get_scheduler
 
     arguments: dict[str, Any] = dict(section.lr_scheduler_args or {})
@@ -33,17 +34,15 @@ def learning_rate(section: OptimizerConfig, total_steps: int | None) -> Callable
         name, arguments = "polynomial", {"lr_end": lr * section.min_lr_ratio}
     elif section.min_lr_ratio:
         name, arguments = "cosine_with_min_lr", {**arguments, "min_lr_rate": section.min_lr_ratio}
-    # A scheduler takes what it needs of an optimizer, and nothing is ever stepped.
+    # A scheduler needs an optimizer; this one is never stepped.
     weightless = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
     try:
-        # Only its function of the step: a scheduler that is stepped would be a state to save.
+        # Only the function of the step is used: a scheduler that is stepped would be state to save.
         shape = get_scheduler(name, weightless, warmup, total_steps, arguments).lr_lambdas[0]
     except (TypeError, ValueError) as error:
         if total_steps is None:
-            name = section.lr_scheduler_type
-            raise ValueError(
-                f"lr_scheduler_type {name} needs a known number of steps: set trainer.total_steps"
-            ) from error
+            text = f"lr_scheduler_type {section.lr_scheduler_type} needs a known number of steps"
+            raise ValueError(f"{text}: set trainer.total_steps") from error
         raise ValueError(f"algorithm.optimizer.lr_scheduler_args: {error}") from error
-    # Transformers counts from 0. Behind their end some shapes rise again, and others divide by what is left.
+    # Clamped at the end, beyond which some schedules rise again and others divide by 0.
     return lambda step: lr * shape(min(step, total_steps or step) - 1)

@@ -1,9 +1,9 @@
-"""The train engine of a model at the Tinker service: it computes the losses of this package here, from the logprobs
-that the service tells, and sends their gradients back; model, adapter and optimizer are there.
+"""Train engine for a model hosted by the Tinker service.
 
-What is published and what is saved are small files that name what the service has saved. What of it the run folder does
-not name any more is deleted there, once something newer is published or saved.
-Letters: N rows of the batch; Q response tokens of all of them; B rows of an update; T of the longest response of them.
+Losses are computed locally from the logprobs that the service returns, and their gradients are sent back; model,
+adapter and optimizer stay at the service. Published and saved files only name weights stored at the service. Weights
+that the run folder no longer names are deleted there once something newer is published or saved.
+Letters: N rows of the batch; Q response tokens of all rows; B rows of an update; T tokens of its longest response.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rftdask.storage.base import Data
 from rftdask.synchronizer.published import CHECKPOINT_ADAPTER_FOLDER, CHECKPOINT_FOLDER
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.learning_rate import learning_rate
-from rftdask.trainer.engines.micro_batches import BatchRows, keeps_proximal, updates_of
+from rftdask.trainer.engines.micro_batches import DeviceBatch, keeps_proximal, split_mini_batches
 from rftdask.trainer.engines.step_metrics import finish_means, mismatch, next_kl_coefs, over_updates
 from rftdask.trainer.ranks import Ranks
 
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 
 STATE_FILE = f"{CHECKPOINT_FOLDER}/tinker_state.json"
 _EPS = 1e-8
-"""Of AdamW, as in PyTorch; the service's own is 1e-12."""
+"""Epsilon of AdamW, as in PyTorch; the service's default is 1e-12."""
 _DELETE_TIMEOUT_S = 60.0
-"""For what a run can do without."""
+"""Short, since a run does not depend on deletion."""
 _CPU = torch.device("cpu")
 T = TypeVar("T")
 
@@ -61,10 +61,10 @@ log = logging.getLogger(__name__)
 
 
 def check_algorithm(config: Config, algorithm: Algorithm) -> None:
-    """Raises: UserError: the algorithm asks for more than logprobs of the policy and of the base model."""
+    """Raises: UserError: the algorithm needs more than logprobs of the policy and of the base model."""
     loss, advantage = algorithm.policy_loss_fn, algorithm.advantage_fn
     needs = () if advantage is None else advantage.needs
-    others = {
+    unsupported = {
         "algorithm.entropy_loss_fn: entropies; set none": algorithm.use_entropy,
         "algorithm.advantage_fn: entropies of the policy": {"entropy_Q", "necs_Q"} & set(needs),
         "algorithm.policy_loss_fn: a teacher": algorithm.use_teacher,
@@ -72,19 +72,19 @@ def check_algorithm(config: Config, algorithm: Algorithm) -> None:
         "algorithm.policy_loss_fn: a reward model": loss.scores_sequences,
         "algorithm.advantage_fn: a critic": algorithm.use_critic,
     }
-    for what, is_asked in others.items():
-        if is_asked:
+    for feature, is_used in unsupported.items():
+        if is_used:
             raise UserError(
-                f"{what}. {config.algorithm.algorithm_type} cannot have it at the Tinker service, which tells "
-                "logprobs alone; choose another, or trainer_type torch"
+                f"{feature}. {config.algorithm.algorithm_type} cannot use it at the Tinker service, which only returns "
+                "logprobs; choose another one, or trainer_type torch"
             )
 
 
 class TinkerTrainEngine(TrainEngine):
-    """Trains a LoRA adapter of `model.model_path`, which is there from the first step on.
+    """Trains a LoRA adapter of `model.model_path`.
 
-    Args: timeout_s: for one answer of the service.
-    Raises: UserError: the service refuses, or cannot do what the algorithm asks for.
+    Args: timeout_s: seconds to wait for one answer of the service.
+    Raises: UserError: the service rejects a request, or cannot run the algorithm.
     """
 
     trainer_type: ClassVar[str] = "tinker"
@@ -97,7 +97,9 @@ class TinkerTrainEngine(TrainEngine):
     ) -> TinkerTrainEngine:
         """See TrainEngine."""
         if ranks.size > 1:
-            raise UserError(f"trainer.num_ranks: {ranks.size} ranks, and one asks the Tinker service; leave it out")
+            raise UserError(
+                f"trainer.num_ranks: {ranks.size}, but the Tinker service is used by one rank; leave it out"
+            )
         return cls(config, algorithm, total_steps=total_steps)
 
     def __init__(
@@ -110,8 +112,8 @@ class TinkerTrainEngine(TrainEngine):
     ) -> None:
         check_algorithm(config, algorithm)
         self._config, self._section, self._timeout_s = config, config.model.tinker, timeout_s
-        # What an advantage function drops was dropped when the batch was formed, and is in the ledger.
-        self._algorithm = algorithm.without_drops()
+        # Rows that the advantage function drops were dropped when the batch was formed.
+        self._algorithm = algorithm.without_filtering()
         per_step = config.trainer.ppo_epochs * config.num_mini_batches
         self._optimizer = config.algorithm.optimizer
         self._rate = learning_rate(self._optimizer, None if total_steps is None else total_steps * per_step)
@@ -123,7 +125,7 @@ class TinkerTrainEngine(TrainEngine):
         if algorithm.use_reference:
             self._reference = open_sampler(self._service, base_model=self._base_model, timeout_s=timeout_s)
         self._step = 0
-        # What this process has saved at the service, or began with, by the step.
+        # Paths that this process saved at the service, or resumed from, by step.
         self._samplers: dict[int, str] = {}
         self._states: dict[int, str] = {}
 
@@ -132,63 +134,63 @@ class TinkerTrainEngine(TrainEngine):
 
     @property
     def _client(self) -> TrainingClient:
-        # Made when it is first needed: who resumes makes it of what was saved.
+        # Created on first use: a resumed run creates it from a checkpoint.
         if self._trained is None:
-            own = self._section
-            made = self._service.create_lora_training_client(
+            section = self._section
+            created = self._service.create_lora_training_client(
                 self._base_model,
-                rank=own.rank,
-                seed=self._config.seed if own.seed is None else own.seed,
-                train_mlp=own.train_mlp,
-                train_attn=own.train_attn,
-                train_unembed=own.train_unembed,
+                rank=section.rank,
+                seed=self._config.seed if section.seed is None else section.seed,
+                train_mlp=section.train_mlp,
+                train_attn=section.train_attn,
+                train_unembed=section.train_unembed,
             )
-            self._trained = self._result(f"an adapter of {self._base_model} is made", made)
+            self._trained = self._result(f"creating an adapter of {self._base_model}", created)
         return self._trained
 
     def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
-        """Score the batch, make its advantages, then its updates."""
+        """Score the batch, compute its advantages, then make its updates."""
         self._check(batch)
-        algorithm, rows = self._algorithm, BatchRows(batch, _CPU)
+        algorithm, device_batch = self._algorithm, DeviceBatch(batch, _CPU)
         for number, kl in enumerate((algorithm.kl_loss_fn, algorithm.kl_penalty_fn)):
             self._kl_coefs[number] = kl.coef_at(step, self._kl_coefs[number])
         scores = self._scores(batch)
         metrics: dict[str, float] = {}
         advantages: Callable[[np.ndarray], Tensor] | None = None
         if algorithm.advantage_fn is not None:
-            advantages, _, metrics = rows.advantages(algorithm, scores, step, self._kl_coefs[1])
+            advantages, _, metrics = device_batch.advantages(algorithm, scores, step, self._kl_coefs[1])
         updates: list[dict[str, float]] = []
-        unit = 2 if algorithm.schema == "dpo" else 1  # a pair is never parted
-        for number, members in updates_of(batch, self._config, step, unit):
-            weights_N = rows.row_weights(self._config, algorithm, members, step)
-            told: dict[str, Tensor] = {}
+        unit = 2 if algorithm.schema == "dpo" else 1  # pairs are never separated
+        for update, indices in split_mini_batches(batch, self._config, step, unit):
+            weights_N = device_batch.row_weights(self._config, algorithm, indices, step)
+            loss_metrics: dict[str, Tensor] = {}
 
-            def loss_of(
+            def compute_loss(
                 data: list[types.Datum],
                 logprobs: list[Tensor],
-                members: np.ndarray = members,
+                indices: np.ndarray = indices,
                 weights_N: Tensor = weights_N,
-                told: dict[str, Tensor] = told,
+                loss_metrics: dict[str, Tensor] = loss_metrics,
                 is_first: bool = not updates,
             ) -> tuple[Tensor, dict[str, float]]:
-                inputs = self._loss_inputs(batch, rows, members, logprobs, weights_N, scores, advantages)
-                loss, more = algorithm.compute_loss(inputs)
+                inputs = self._loss_inputs(batch, device_batch, indices, logprobs, weights_N, scores, advantages)
+                loss, metrics = algorithm.compute_loss(inputs)
                 if not math.isfinite(value := float(loss.detach())):
                     raise RoleError(f"step {step}: the loss is {value}; look at the batch in the ledger")
-                told.update(more)
+                loss_metrics.update(metrics)
                 if algorithm.schema == "experience" and is_first:
-                    told.update(mismatch(inputs))
+                    loss_metrics.update(mismatch(inputs))
                 return loss, {}
 
-            lr = self._rate(number)
-            # Both are sent before either is waited for: the service works in beats, and one is enough for both.
-            gradient = self._client.forward_backward_custom(self._data(batch, members), loss_of)
-            moved = self._client.optim_step(self._adam(lr))
-            self._result(f"step {step} is computed", gradient)
-            self._result(f"step {step} is taken", moved)
-            of_update = {name: float(value) for name, value in told.items()}
-            finish_means(of_update)
-            updates.append(of_update | {"lr": lr})
+            lr = self._rate(update)
+            # Both are sent before waiting: the service works in cycles, and both fit into one.
+            gradient = self._client.forward_backward_custom(self._data(batch, indices), compute_loss)
+            stepped = self._client.optim_step(self._adam(lr))
+            self._result(f"computing step {step}", gradient)
+            self._result(f"updating the weights of step {step}", stepped)
+            update_metrics = {name: float(value) for name, value in loss_metrics.items()}
+            finish_means(update_metrics)
+            updates.append(update_metrics | {"lr": lr})
         metrics |= over_updates(updates)
         self._kl_coefs = next_kl_coefs(algorithm, self._kl_coefs, metrics, len(batch))
         self._step = step
@@ -200,14 +202,12 @@ class TinkerTrainEngine(TrainEngine):
         total = 0.0
         for batch in batches:
             self._check(batch)
-            rows, members = BatchRows(batch, _CPU), np.arange(len(batch))
-            weights_N = rows.row_weights(self._config, self._algorithm)
+            device_batch, indices = DeviceBatch(batch, _CPU), np.arange(len(batch))
+            weights_N = device_batch.row_weights(self._config, self._algorithm)
             logprobs, scores = self._policy_logprobs(batch), self._scores(batch)
-            inputs = self._loss_inputs(batch, rows, members, logprobs, weights_N, scores, None)
-            # So that the mean over all batches is that of one batch of all rows.
-            share = (
-                float(batch.num_trained.sum()) if self._algorithm.loss_agg_mode == "token-mean" else float(len(batch))
-            )
+            inputs = self._loss_inputs(batch, device_batch, indices, logprobs, weights_N, scores, None)
+            # Weighted so that the mean over all batches equals that of one batch of all rows.
+            share = float(batch.num_trained.sum() if self._algorithm.loss_agg_mode == "token-mean" else len(batch))
             total += share
             for name, value in self._algorithm.compute_loss(inputs)[1].items():
                 totals[name] = totals.get(name, 0.0) + share * float(value)
@@ -215,51 +215,50 @@ class TinkerTrainEngine(TrainEngine):
 
     def _check(self, batch: TrainingBatch) -> None:
         if batch.images is not None:
-            raise UserError("rows with images are not trained at the Tinker service here; use trainer_type torch")
+            raise UserError("rows with images cannot be trained at the Tinker service; use trainer_type torch")
         hot = np.flatnonzero((batch.temperatures != 1) & ~batch.experts)
         if len(hot):
             raise DataError(
-                f"{batch.uids[hot[0]]} was sampled at temperature {batch.temperatures[hot[0]]:g}, and the Tinker "
-                "service trains logprobs of temperature 1 alone; sample at 1 (model.temperature, rollout_args)"
+                f"{batch.uids[hot[0]]} was sampled at temperature {batch.temperatures[hot[0]]:g}, but the Tinker "
+                "service only trains logprobs of temperature 1; sample at 1 (model.temperature, rollout_args)"
             )
 
     def _scores(self, batch: TrainingBatch) -> dict[str, Tensor]:
-        """[Q] of what the base model, and the policy before the update, say, as `BatchRows.advantages` takes it."""
+        """Return [Q] logprobs of the base model and of the policy before the update, for `DeviceBatch.advantages`."""
         scores: dict[str, Tensor] = {}
         if self._reference is not None:
-            starts = batch.prompt_lengths
             pairs = [
                 (tokens[:start].tolist(), tokens[start:].tolist())
-                for tokens, start in zip(batch.row_tokens(), starts, strict=True)
+                for tokens, start in zip(batch.row_tokens(), batch.prompt_lengths, strict=True)
             ]
-            told = response_logprobs(self._reference, pairs, timeout_s=self._timeout_s)
-            scores["ref_logprobs_Q"] = torch.tensor([value for row in told for value in row])
+            logprobs = response_logprobs(self._reference, pairs, timeout_s=self._timeout_s)
+            scores["ref_logprobs_Q"] = torch.tensor([value for row in logprobs for value in row])
         if keeps_proximal(self._config, self._algorithm):
-            parts = zip(self._policy_logprobs(batch), batch.response_lengths, strict=True)
-            scores["policy_logprobs_Q"] = torch.cat([row[-length:] for row, length in parts])
+            rows = zip(self._policy_logprobs(batch), batch.response_lengths, strict=True)
+            scores["policy_logprobs_Q"] = torch.cat([row[-length:] for row, length in rows])
         return scores
 
     def _policy_logprobs(self, batch: TrainingBatch) -> list[Tensor]:
-        """Of each row those of all tokens but the first."""
-        asked = self._client.forward(self._data(batch, np.arange(len(batch))), "cross_entropy")
-        output = self._result("a batch is scored", asked)
+        """Return the logprobs of each row's tokens but the first."""
+        answer = self._client.forward(self._data(batch, np.arange(len(batch))), "cross_entropy")
+        output = self._result("scoring a batch", answer)
         return [torch.tensor(row["logprobs"].data, dtype=torch.float32) for row in output.loss_fn_outputs]
 
     @staticmethod
-    def _data(batch: TrainingBatch, members: np.ndarray) -> list[types.Datum]:
+    def _data(batch: TrainingBatch, indices: np.ndarray) -> list[types.Datum]:
         from tinker import types  # late: an optional package
 
         tokens = batch.row_tokens()
         return [
             types.Datum(
                 model_input=types.ModelInput.from_ints(tokens[i][:-1].tolist()),
-                # The weights are of the service's own loss, which nobody asks for.
+                # The weights are required, but belong to a loss of the service that is not used.
                 loss_fn_inputs={
                     "target_tokens": tokens[i][1:].astype(np.int64),
                     "weights": np.zeros(len(tokens[i]) - 1, np.float32),
                 },
             )
-            for i in members
+            for i in indices
         ]
 
     def _adam(self, lr: float) -> types.AdamParams:
@@ -278,20 +277,20 @@ class TinkerTrainEngine(TrainEngine):
     def _loss_inputs(
         self,
         batch: TrainingBatch,
-        rows: BatchRows,
-        members: np.ndarray,
+        device_batch: DeviceBatch,
+        indices: np.ndarray,
         logprobs: Sequence[Tensor],
         weights_N: Tensor,
         scores: Mapping[str, Tensor],
         advantages: Callable[[np.ndarray], Tensor] | None,
     ) -> LossInputs:
-        """logprobs: of each of these rows, of all tokens but the first."""
-        lengths = batch.response_lengths[members]
+        """logprobs: those of each row's tokens but the first."""
+        lengths = batch.response_lengths[indices]
         policy_BT = pad_sequence([row[-n:] for row, n in zip(logprobs, lengths, strict=True)], batch_first=True)
-        return rows.loss_inputs(
+        return device_batch.loss_inputs(
             self._config,
             self._algorithm,
-            members,
+            indices,
             policy_BT,
             weights_N,
             scores,
@@ -300,53 +299,52 @@ class TinkerTrainEngine(TrainEngine):
         )
 
     def weights(self) -> Mapping[str, Data]:
-        """See TrainEngine: the path of what engines sample with."""
+        """See TrainEngine; a file with the path of sampler weights."""
         if self._step not in self._samplers:
             saved = self._client.save_weights_for_sampler(f"step-{self._step}")
-            self._samplers[self._step] = self._result(f"version {self._step} is saved", saved).path
+            self._samplers[self._step] = self._result(f"saving version {self._step}", saved).path
         return sampler_file(self._samplers[self._step])
 
     def state_files(self) -> Mapping[str, Data]:
-        """See TrainEngine: the path of adapter and optimizer, and that of `weights`, for who evaluates a checkpoint."""
+        """See TrainEngine; the path of adapter and optimizer, and that of `weights` to evaluate the checkpoint."""
         files = {f"{CHECKPOINT_ADAPTER_FOLDER}/{name}": data for name, data in self.weights().items()}
         if self._step not in self._states:
             saved = self._client.save_state(f"step-{self._step}", overwrite=True)
-            self._states[self._step] = self._result(f"checkpoint {self._step} is saved", saved).path
+            self._states[self._step] = self._result(f"saving checkpoint {self._step}", saved).path
         state = {"step": self._step, "path": self._states[self._step], "kl_coefs": self._kl_coefs}
         return {**files, STATE_FILE: json.dumps(state).encode()}
 
     def load_state_files(self, files: Mapping[str, Data]) -> None:
-        """See TrainEngine. A new adapter at the service begins with what was saved, its optimizer included."""
+        """See TrainEngine. Creates a new adapter at the service from the saved one and its optimizer."""
         state = json.loads(bytes(files[STATE_FILE]))
         path = state["path"]
-        made = self._service.create_training_client_from_state_with_optimizer(path)
-        self._trained = self._result(f"training goes on from {path}", made)
+        created = self._service.create_training_client_from_state_with_optimizer(path)
+        self._trained = self._result(f"resuming from {path}", created)
         self._step, self._kl_coefs = int(state["step"]), list(state["kl_coefs"])
-        # They are this process's now, and go when newer ones are there.
+        # This process now deletes them once newer ones exist.
         self._states[self._step] = path
         self._samplers[self._step] = sampler_path(bytes(files[f"{CHECKPOINT_ADAPTER_FOLDER}/{SAMPLER_FILE}"]))
 
     def export_files(self) -> Mapping[str, bytes]:
-        """Nothing: the model is at the service, and `tinker checkpoint download` brings its adapter."""
+        """Return {}: the model is at the service; `tinker checkpoint download` fetches its adapter."""
         return {}
 
     def keep_only(self, versions: Collection[int], checkpoints: Collection[int]) -> None:
-        """See TrainEngine: what this process has saved at the service is deleted there."""
+        """See TrainEngine; deletes weights that this process saved at the service."""
         newest = max(versions, default=0), max(checkpoints, default=0)
-        # What is not written yet is not named either; it is newer than all that is there.
+        # Newer steps are kept: the run folder does not name them until they are written.
         states = [step for step in self._states if step not in checkpoints and step < newest[1]]
         samplers = [
             step
             for step in self._samplers
             if step not in (*versions, *checkpoints) and step < newest[step in self._states]
         ]
-        gone = [self._samplers.pop(step) for step in samplers] + [self._states.pop(step) for step in states]
-        for path in gone:
+        for path in [self._samplers.pop(step) for step in samplers] + [self._states.pop(step) for step in states]:
             timeout_s = min(self._timeout_s, _DELETE_TIMEOUT_S)
             try:
-                ask(f"{path} is deleted", partial(self._delete, path), timeout_s=timeout_s)
-            except RftError as error:  # it costs storage there, and nothing here
-                log.warning("%s stays at the service: %s", path, error)
+                ask(f"deleting {path}", partial(self._delete, path), timeout_s=timeout_s)
+            except RftError as error:  # costs storage at the service, but does not affect the run
+                log.warning("could not delete %s at the service: %s", path, error)
 
     def _delete(self, path: str) -> None:
         from tinker import RestClient  # late, as above

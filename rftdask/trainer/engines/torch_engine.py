@@ -1,9 +1,8 @@
-"""The PyTorch train engine: the models of one rank, an optimizer, and a strategy by which the ranks share them.
+"""PyTorch train engine: the models of one rank, an optimizer, and a strategy by which the ranks share them.
 
-Every rank is told of all rows of the batch, and has the tokens of those that it computes. A step: what frozen models
-and the critic say of the rows; then the advantages over the whole batch, of which each rank makes those of its tokens;
-then one update of the policy and one of the critic for each mini-batch of each pass over the batch, by gradients added
-over the ranks.
+Every rank receives metadata for all rows of the batch, and tokens only of the rows that it computes. A step scores the
+rows by the frozen models and the critic, computes advantages over the whole batch, then makes one update of the policy
+and one of the critic for each mini-batch of each epoch, with gradients summed over the ranks.
 Letters: N rows of the batch; B rows of a micro-batch; T response tokens of the longest response.
 """
 
@@ -45,7 +44,7 @@ from rftdask.models.lora import (
     needs_weights,
     without_adapters,
 )
-from rftdask.models.routers import Routers
+from rftdask.models.routers import RouterLoss, Routers
 from rftdask.processes.gpus import use_device
 from rftdask.storage import open_storage
 from rftdask.storage.base import Data
@@ -55,15 +54,14 @@ from rftdask.trainer.attention import PACKED
 from rftdask.trainer.engines.base import TrainEngine
 from rftdask.trainer.engines.critic import Critic
 from rftdask.trainer.engines.micro_batches import (
-    BatchRows,
-    Passes,
+    DeviceBatch,
+    MicroBatchPlan,
     keeps_proximal,
-    plan_passes,
+    plan_micro_batches,
+    split_mini_batches,
     takes_parts,
-    updates_of,
 )
 from rftdask.trainer.engines.optimizer import ModelOptimizer
-from rftdask.trainer.engines.router_loss import RouterLoss
 from rftdask.trainer.engines.step_metrics import finish_means, mismatch, next_kl_coefs, over_updates
 from rftdask.trainer.engines.strategies.base import Strategy, distinct_state, layers_of
 from rftdask.trainer.engines.strategies.ddp import DDP
@@ -90,13 +88,13 @@ from rftdask.trainer.ranks import Ranks
 _OPTIMIZER = "actor/optim.safetensors"
 _COEFS = "actor/kl_coefs.safetensors"
 Scores = tuple[Tensor, Tensor | None]
-"""[B, T] logprobs, and what else was asked for; as of `token_logprobs`."""
+"""[B, T] logprobs, and the second result of `token_logprobs`."""
 
 
 class Scorer(torch.nn.Module):
     """`token_logprobs` of a model as one module, so that a strategy sees where a pass begins and ends.
 
-    routers: of the model, which then take the experts that the rows tell; None: they choose.
+    routers: routers of the model, which replay the experts recorded in the rows; None: they choose.
     """
 
     def __init__(self, model: torch.nn.Module, routers: Routers | None = None) -> None:
@@ -104,18 +102,18 @@ class Scorer(torch.nn.Module):
         self.model, self.routers = model, routers
 
     def forward(self, *, states_alone: bool = False, **inputs: Any) -> Scores | Tensor:
-        """Of the packed rows; arguments as of `token_logprobs`. `states_alone`: `predicting_states`, [Q, H]."""
+        """Return `token_logprobs` of packed rows; with `states_alone` only `predicting_states`, [Q, H]."""
         if self.routers is not None:
-            # For the backward pass, too, which may compute layers again.
+            # Not reset afterwards: the backward pass may recompute layers.
             self.routers.give(inputs["rows"].experts_SX)
         return predicting_states(self.model, **inputs) if states_alone else token_logprobs(self.model, **inputs)
 
 
 class RowScorer(Scorer):
-    """`row_scores` of a reward model, in the place of logprobs."""
+    """`row_scores` of a reward model in place of logprobs."""
 
     def forward(self, **inputs: Any) -> Scores:
-        """([B, T] the score of its row at every response token, None)."""
+        """Return ([B, T] score of the row at every response token, None)."""
         return row_scores(self.model, inputs["rows"]), None
 
 
@@ -126,16 +124,15 @@ class TorchEngine(TrainEngine):
 
     @classmethod
     def from_config(cls, config: Config, algorithm: Algorithm, total_steps: int | None, ranks: Ranks) -> TorchEngine:
-        """See TrainEngine; the strategy is the one that the section and the number of ranks ask for."""
+        """See TrainEngine; the strategy follows from the section and the number of ranks."""
         trainer, device = config.trainer, torch.device(use_device())
-        # One rank; or whole copies; or, below, weights in parts.
         strategy: Strategy = Strategy(ranks) if ranks.size == 1 else DDP(ranks)
         cut = None
         if (size := trainer.tensor_parallel_size) > 1:
             strategy = cut = TensorParallel(ranks, ranks.neighbors(size), ranks.across(size), device)
-        # One rank, too, whose weights lie elsewhere than where they compute, or in another data type.
-        apart = trainer.offload_policy or trainer.master_weights != "float32"
-        if trainer.trainer_strategy == "fsdp2" and (ranks.size > 1 or apart):
+        # Also for a single rank whose weights are offloaded, or stored in another data type than they compute in.
+        converts = trainer.offload_policy or trainer.master_weights != "float32"
+        if trainer.trainer_strategy == "fsdp2" and (ranks.size > 1 or converts):
             strategy = FSDP2(ranks, device, trainer, cut)
         size = trainer.ulysses_sequence_parallel_size
         sequence = ranks.neighbors(size) if size > 1 else None
@@ -153,28 +150,28 @@ class TorchEngine(TrainEngine):
     ) -> None:
         """
         Args:
-            strategy: None is one rank with the whole model.
-            sequence: the ranks, all neighbors of this one, that split each sequence with it; None: nobody does.
-            total_steps: where the decay of the learning rate ends; each is as many updates as a batch makes.
-        Raises: DataError: a model cannot be loaded or split, or the teacher has another vocabulary.
+            strategy: None: one rank with the whole model.
+            sequence: neighboring ranks that split each sequence with this one; None: sequences are not split.
+            total_steps: steps after which the decay of the learning rate ends; None: unknown.
+        Raises: DataError: a model cannot be loaded or split, or a teacher has another vocabulary.
         """
         self._config, self._trainer, self._path = config, config.trainer, config.model.model_path
         self._strategy = strategy or Strategy(Ranks())
         self._ranks, self._sequence = self._strategy.ranks, sequence
-        # Adapters are drawn when they are made, on every rank the same.
+        # New adapters are random, and must be the same on every rank.
         torch.manual_seed(config.seed)
-        # Then an operation without a form that repeats its bits is an error, and no silent difference.
+        # An operation without a deterministic implementation then raises.
         torch.use_deterministic_algorithms(device == "cpu" if config.deterministic is None else config.deterministic)
-        # What an advantage function drops was dropped when the batch was formed, and is in the ledger.
-        self._algorithm = algorithm.without_drops()
+        # Rows that the advantage function drops were dropped when the batch was formed.
+        self._algorithm = algorithm.without_filtering()
         advantage = self._algorithm.advantage_fn
         self._needs = () if advantage is None else advantage.needs
-        # A pair (chosen, rejected) is one term of the loss: both rows must be in the same pass.
-        self._unit = 2 if algorithm.schema == "dpo" else 1  # rows that are never parted
+        # A pair (chosen, rejected) is one term of the loss: both rows must be in the same micro-batch.
+        self._unit = 2 if algorithm.schema == "dpo" else 1
         self._device = torch.device(device)
         self._num_splits = 1 if sequence is None else sequence.size
         trusted = config.model.trust_remote_code
-        # Whatever the files have: these are the weights that the optimizer moves. Others: `_load_base`.
+        # In the data type of the weights that the optimizer moves; frozen models: `_load_base`.
         self._load = partial(
             load_policy,
             dtype=self._trainer.master_weights,
@@ -189,17 +186,17 @@ class TorchEngine(TrainEngine):
             if self._lora is None
             else self._load_base(self._path, self._lora)
         )
-        # Of what engines load: that in which they compute, where it is narrower than the trainer's float32.
+        # The data type in which engines compute, which may be narrower than the trainer's float32.
         engine_dtype = config.explorer.rollout_model.dtype_on(device)
         self._published_dtype = torch.float32 if self._lora is not None else getattr(torch, engine_dtype)
         self._dtype_at_rest = dtype_at_rest(self._path, trust_remote_code=trusted)
         self._adapter_settings = {} if self._lora is None else begin(self._model, self._lora)
-        # Names of the adapters' tensors here -> in their file; empty where all weights are trained.
+        # Tensor names in the model -> in the adapter file; empty if all weights are trained.
         self._adapter = {} if self._lora is None else adapter_names(self._model)
         self._model.train()
         if algorithm.schema not in ("sft", "cpt"):
-            # What is not plain imitation compares logprobs with those of others, who sampled or scored without it: the
-            # noise would be in every ratio and margin.
+            # Logprobs are compared with those of other models, computed without dropout: its noise would be in every
+            # ratio and margin.
             turn_off_dropout(self._model)
         if self._trainer.gradient_checkpointing:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -211,15 +208,14 @@ class TorchEngine(TrainEngine):
                 self._routers = Routers(self._model)
             except DataError as error:
                 raise DataError(f"algorithm.enable_router_replay: {error}; leave it out") from error
-        # Sharded after adapters are in place, and before the optimizer sees the parameters.
+        # After adapters are added, and before the optimizer sees the parameters.
         self._policy = self._prepared(self._model, self._routers)
         if self._routers is not None and self._model.config._attn_implementation != PACKED:
             name = type(self._model).__name__
             raise DataError(f"algorithm.enable_router_replay: {name} does not compute packed rows; leave it out")
         if self._trainer.torch_compile:
             for layer in layers_of(self._model, self._model._no_split_modules or ()):
-                # Each layer and not the whole: they are alike, so one compilation serves all of
-                # them. Lengths differ in every pass.
+                # Layer by layer: they are alike, so one compilation serves all of them. Lengths differ in every pass.
                 layer.compile(dynamic=True)
         optimizer, grad_clip = config.algorithm.optimizer, self._trainer.grad_clip
         total_updates = None
@@ -232,7 +228,7 @@ class TorchEngine(TrainEngine):
         self._reference = self._load_reference() if algorithm.use_reference else None
         models = config.explorer.auxiliary_models if algorithm.use_teacher else ()
         self._teachers = [self._load_frozen(model.model_path or "") for model in models]
-        # Memory of publications and checkpoints that are written, by the names of their files.
+        # Memory of written publications and checkpoints, by file name.
         self._spare: dict[str, Data] = {}
         self._critic: Critic | None = None
         if algorithm.use_critic:
@@ -241,7 +237,7 @@ class TorchEngine(TrainEngine):
             self._critic = Critic(
                 body, self._trainer.critic, optimizer, grad_clip, self._strategy, folders, self._num_splits
             )
-        # [2] float64: coefficients of the KL loss and of the KL penalty, which change if they are adaptive.
+        # [2] float64: coefficients of KL loss and KL penalty, which change if they are adaptive.
         self._kl_coefs = torch.tensor(
             [algorithm.kl_loss_fn.kl_coef, algorithm.kl_penalty_fn.kl_coef], dtype=torch.float64
         )
@@ -250,43 +246,41 @@ class TorchEngine(TrainEngine):
     def _images(self) -> ImageProcessor:
         return ImageProcessor(self._path, trust_remote_code=self._config.model.trust_remote_code)
 
-    def _rows_of(self, batch: TrainingBatch) -> BatchRows:
+    def _device_batch(self, batch: TrainingBatch) -> DeviceBatch:
         if batch.images is not None:
             if isinstance(self._strategy, FSDP2 | TensorParallel) and self._ranks.size > 1:
                 raise UserError(
-                    "rows with images are not computed by ranks that hold parts of a model; set "
+                    "ranks that hold parts of a model cannot compute rows with images; set "
                     "trainer.trainer_strategy: ddp"
                 )
             storage = open_storage(self._config.checkpoint_job_dir)
             while read_parent(storage) is not None:  # a lineage trains experiences of the run that it is in
                 storage = parent_storage(storage)
-            of_rows = [names for names, is_held in zip(batch.images, batch.is_held, strict=True) if is_held]
-            self._images.folder.fetch(storage, [name for names in of_rows for name in names])
+            row_images = [names for names, is_held in zip(batch.images, batch.is_held, strict=True) if is_held]
+            self._images.folder.fetch(storage, [name for names in row_images for name in names])
         processor = None if batch.images is None else self._images
-        return BatchRows(batch, self._device, self._sequence, lean=self._lean, processor=processor, ranks=self._ranks)
+        return DeviceBatch(batch, self._device, self._sequence, lean=self._lean, processor=processor, ranks=self._ranks)
 
     def rows_to_compute(self, batch: TrainingBatch, step: int) -> np.ndarray | None:
-        """See TrainEngine: those of all passes over the batch and over the mini-batches of the step."""
-        if self._algorithm.policy_loss_fn.uses_kl_baseline:
-            return None  # prompts meet responses of other rows
-        if not takes_parts(self._algorithm.advantage_fn):
+        """See TrainEngine; the rows of all passes over the batch and over the mini-batches of the step."""
+        # A KL baseline combines prompts with responses of other rows.
+        if self._algorithm.policy_loss_fn.uses_kl_baseline or not takes_parts(self._algorithm.advantage_fn):
             return None
-        members = [np.arange(len(batch)), *(rows for _, rows in updates_of(batch, self._config, step, self._unit))]
-        plans = [self._plan(batch, rows) for rows in members]
-        plans += [
-            part for rows, plan in zip(members, plans, strict=True) for _, part in self._taught(batch, rows, plan)
-        ]
-        return np.unique(np.concatenate([rows for plan in plans for rows in (*plan.own, plan.filler)]))
+        mini_batches = [indices for _, indices in split_mini_batches(batch, self._config, step, self._unit)]
+        plans = []
+        for indices in [np.arange(len(batch)), *mini_batches]:
+            plan = self._plan(batch, indices)
+            plans += [plan, *(teacher_plan for _, teacher_plan in self._teacher_plans(batch, indices, plan))]
+        return np.unique(np.concatenate([rows for plan in plans for rows in (*plan.micro_batches, plan.filler)]))
 
     def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
-        """Score the batch, make its advantages, then its updates, each one of the policy and one of the critic."""
+        """Score the batch, compute its advantages, then make its updates of policy and critic."""
         algorithm, device = self._algorithm, self._device
         _check_experts(batch, self._routers)
-        # Every rank knows all rows, and the tokens of those alone that are in its passes.
-        rows = self._rows_of(batch)
-        whole = self._plan(batch, np.arange(len(batch)))
-        # What is drawn at a step depends on the seed and the step alone, so there is no random state to keep.
-        # Without a GPU torch.manual_seed keeps what it would tell one, with a stack trace, which takes 0.7 ms.
+        device_batch = self._device_batch(batch)
+        batch_plan = self._plan(batch, np.arange(len(batch)))
+        # Random numbers of a step depend only on seed and step, so no random state is saved. Without a GPU
+        # torch.manual_seed records a stack trace, which takes 0.7 ms.
         set_seed = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
         set_seed(self._config.seed * 2**32 + step)
         for number, kl in enumerate((algorithm.kl_loss_fn, algorithm.kl_penalty_fn)):
@@ -294,108 +288,102 @@ class TorchEngine(TrainEngine):
         updates: list[dict[str, float]] = []
         # Weights and optimizer stay float32, so that a small step is not rounded away; a GPU multiplies in bfloat16.
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            # Once for all updates: what they are compared with is what the batch began with.
-            scores = self._scores(batch, rows, whole)
-            if algorithm.policy_loss_fn.uses_kl_baseline:
-                rows.kl_baseline = self._kl_baseline(mismatched(batch, self._config.model.max_model_len))
+            # Once for all updates, which are compared with the weights before the step.
+            scores = self._scores(batch, device_batch, batch_plan)
             metrics: dict[str, float] = {}
             advantages: Callable[[np.ndarray], Tensor] | None = None
             returns_Q: Tensor | None = None
             if algorithm.advantage_fn is not None:
                 kl_coef = float(self._kl_coefs[1])
-                advantages, returns_Q, metrics = rows.advantages(algorithm, scores, step, kl_coef, whole.computed)
-            for number, members in updates_of(batch, self._config, step, self._unit):
-                # One mini-batch is the whole batch: its passes are planned already.
-                passes = whole if len(members) == len(batch) else self._plan(batch, members)
-                of_update: dict[str, float] = {}
-                # Until its critic has learned what returns look like, advantages are noise to the policy.
+                advantages, returns_Q, metrics = device_batch.advantages(
+                    algorithm, scores, step, kl_coef, batch_plan.computed_rows
+                )
+            for update, indices in split_mini_batches(batch, self._config, step, self._unit):
+                plan = batch_plan if len(indices) == len(batch) else self._plan(batch, indices)
+                update_metrics: dict[str, float] = {}
+                # Until the critic has learned the scale of returns, advantages are noise to the policy.
                 if self._critic is None or step > self._trainer.critic_warmup:
-                    # One denominator for the whole mini-batch: the gradients of passes and ranks then add up to its
-                    # own.
-                    weights_N = rows.row_weights(self._config, algorithm, members, step)
+                    # One denominator for the mini-batch, so gradients of micro-batches and ranks add up to its own.
+                    weights_N = device_batch.row_weights(self._config, algorithm, indices, step)
                     sums: dict[str, Tensor] = {}
-                    # Gradients are added pass by pass; nothing moves before `ModelOptimizer.step`.
-                    for teacher, taught in self._taught(batch, members, passes):
-                        for part in taught.own:
+                    # Gradients accumulate; weights change only in `ModelOptimizer.step`.
+                    for teacher, teacher_plan in self._teacher_plans(batch, indices, plan):
+                        for micro_batch in teacher_plan.micro_batches:
                             with nullcontext() if self._router_loss is None else self._router_loss.listening():
-                                inputs = self._loss_inputs(rows, part, teacher, weights_N, scores, advantages)
-                            loss, more = algorithm.compute_loss(inputs)
+                                inputs = self._loss_inputs(
+                                    device_batch, micro_batch, teacher, weights_N, scores, advantages
+                                )
+                            loss, loss_metrics = algorithm.compute_loss(inputs)
                             if self._router_loss is not None:
-                                # By tokens: the terms of all passes and ranks then add up to a mean over the update.
-                                term = self._router_loss.term(batch.lengths[part].sum() / batch.lengths[members].sum())
-                                loss, more = loss + term, more | {"router_aux_loss": term.detach()}
-                            more |= {} if self._routers is None else self._routers.agreement()
+                                # Weighted by tokens, so the terms add up to a mean over the update.
+                                share = batch.lengths[micro_batch].sum() / batch.lengths[indices].sum()
+                                term = self._router_loss.term(share)
+                                loss, loss_metrics = loss + term, loss_metrics | {"router_aux_loss": term.detach()}
+                            loss_metrics |= {} if self._routers is None else self._routers.agreement()
                             loss.backward()
-                            # Before the first update alone: after it the weights differ from what sampled by more.
+                            # Only in the first update: later ones have weights that differ from the sampler's.
                             if algorithm.schema == "experience" and not updates:
-                                more |= mismatch(inputs)
-                            # Tensors still: a float of each would wait for the device in every pass.
-                            for name, value in more.items():
+                                loss_metrics |= mismatch(inputs)
+                            # Kept as tensors: converting to float would wait for the device in every pass.
+                            for name, value in loss_metrics.items():
                                 sums[name] = sums[name] + value if name in sums else value
-                        # Ranks with fewer passes take part in the exchanges of the others all the same, with a gradient
-                        # of 0.
-                        taught.idle_backward(
-                            rows, lambda model=teacher, **inputs: self._update_scores(model, **inputs)[0]
+                        # Ranks with fewer passes take part in the communication of the others, with gradient 0.
+                        teacher_plan.idle_backward(
+                            device_batch, lambda model=teacher, **inputs: self._update_scores(model, **inputs)[0]
                         )
-                    # Sums over passes and ranks: every loss weighs its tokens by the whole mini-batch, so sums are its
-                    # means.
-                    of_update = passes.add_metrics({name: float(value) for name, value in sums.items()})
-                    finish_means(of_update)
-                    of_update |= self._optimizer.step(number, step)
+                    # Every loss weighs its tokens by the whole mini-batch, so these sums are its means.
+                    update_metrics = plan.add_metrics({name: float(value) for name, value in sums.items()})
+                    finish_means(update_metrics)
+                    update_metrics |= self._optimizer.step(update, step)
                 if self._critic is not None:
                     assert returns_Q is not None
-                    of_update |= self._critic.update(
-                        rows, passes, members, scores["values_Q"], returns_Q, update=number, step=step
+                    update_metrics |= self._critic.update(
+                        device_batch, plan, indices, scores["values_Q"], returns_Q, update=update, step=step
                     )
-                updates.append(of_update)
+                updates.append(update_metrics)
         metrics |= over_updates(updates)
-        # For the step after this one, from numbers that are the same on all ranks.
+        # The metrics are the same on all ranks, and so are the coefficients of the next step.
         self._kl_coefs[:] = torch.tensor(next_kl_coefs(algorithm, self._kl_coefs.tolist(), metrics, len(batch)))
         return metrics
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[TrainingBatch]) -> dict[str, float]:
-        """See TrainEngine; in evaluation mode, so without dropout."""
+        """See TrainEngine; in evaluation mode, without dropout."""
         algorithm, device = self._algorithm, self._device
         totals, total = defaultdict[str, float](float), 0.0
         self._model.eval()
         for batch in batches:
-            rows, passes = (
-                self._rows_of(batch),
-                self._plan(batch, np.arange(len(batch))),
-            )
+            indices = np.arange(len(batch))
+            device_batch, plan = self._device_batch(batch), self._plan(batch, indices)
             sums = defaultdict[str, float](float)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                scores = self._scores(batch, rows, passes)
-                if algorithm.policy_loss_fn.uses_kl_baseline:
-                    rows.kl_baseline = self._kl_baseline(mismatched(batch, self._config.model.max_model_len))
-                weights_N = rows.row_weights(self._config, algorithm)
-                for teacher, taught in self._taught(batch, np.arange(len(batch)), passes):
-                    for part in taught.own:
-                        inputs = self._loss_inputs(rows, part, teacher, weights_N, scores, None)
+                scores = self._scores(batch, device_batch, plan)
+                weights_N = device_batch.row_weights(self._config, algorithm)
+                for teacher, teacher_plan in self._teacher_plans(batch, indices, plan):
+                    for micro_batch in teacher_plan.micro_batches:
+                        inputs = self._loss_inputs(device_batch, micro_batch, teacher, weights_N, scores, None)
                         for name, value in algorithm.compute_loss(inputs)[1].items():
                             sums[name] += float(value)
-                    for _ in range(taught.num_idle):  # the exchanges of ranks with more passes take all
-                        self._update_scores(teacher, **rows.model_inputs(taught.filler))
-            # So that the mean over all batches is that of one batch of all rows.
+                    for _ in range(teacher_plan.num_idle):  # all ranks must take part in each pass
+                        self._update_scores(teacher, **device_batch.model_inputs(teacher_plan.filler))
+            # Weighted so that the mean over all batches equals that of one batch of all rows.
             share = float(batch.num_trained.sum()) if algorithm.loss_agg_mode == "token-mean" else float(len(batch))
             total += share
-            for name, mean in passes.add_metrics(sums).items():
+            for name, mean in plan.add_metrics(sums).items():
                 totals[name] += share * mean
         self._model.train()
         return {name: value / total for name, value in totals.items() if name != "weight_sum"}
 
     @property
     def _lean(self) -> bool:
-        """See `pack_rows`: not where the score of a row is read at its last token, or routers are judged by, or are
-        told, the experts of all tokens."""
+        """See `pack_rows`; False if scores are read at a row's last token, or routers need all tokens' experts."""
         return not (self._algorithm.policy_loss_fn.scores_sequences or self._router_loss or self._routers)
 
-    def _plan(self, batch: TrainingBatch, members: np.ndarray) -> Passes:
-        """What this rank computes of some rows."""
-        return plan_passes(
+    def _plan(self, batch: TrainingBatch, indices: np.ndarray) -> MicroBatchPlan:
+        """Plan the passes of this rank over some rows."""
+        return plan_micro_batches(
             batch.lengths,
-            members,
+            indices,
             self._ranks,
             hidden_size=self._model.config.get_text_config().hidden_size,
             max_tokens=self._trainer.max_tokens_per_micro_batch * self._num_splits,
@@ -403,90 +391,99 @@ class TorchEngine(TrainEngine):
             unit=self._unit,
             together=self._strategy.passes_together,
             group=self._sequence or self._strategy.group,
-            siblings=batch.groups if self._lean else None,  # rollouts of a task have its prompt in common
+            siblings=batch.groups if self._lean else None,  # rollouts of a task share its prompt
         )
 
-    def _taught(self, batch: TrainingBatch, members: np.ndarray, passes: Passes) -> list[tuple[Scorer | None, Passes]]:
-        """Each teacher with the passes over its rows, of those that `passes` are over; without teachers None, with one
-        the teacher, and all of them."""
+    def _teacher_plans(
+        self, batch: TrainingBatch, indices: np.ndarray, plan: MicroBatchPlan
+    ) -> list[tuple[Scorer | None, MicroBatchPlan]]:
+        """Return each teacher with the plan for its rows; without teachers [(None, plan)].
+
+        plan: the plan for all of `indices`.
+        """
         if len(self._teachers) < 2:
-            return [(self._teachers[0] if self._teachers else None, passes)]
-        # All ranks know all rows, and so make the same calls of the same teachers.
-        numbers = teachers_of(batch, self._config)[members]
-        parts = [(teacher, members[numbers == number]) for number, teacher in enumerate(self._teachers)]
-        return [(teacher, self._plan(batch, part)) for teacher, part in parts if len(part)]
+            return [(self._teachers[0] if self._teachers else None, plan)]
+        # All ranks know all rows, so they call the same teachers in the same order.
+        numbers = teachers_of(batch, self._config)[indices]
+        rows = [(teacher, indices[numbers == number]) for number, teacher in enumerate(self._teachers)]
+        return [(teacher, self._plan(batch, taught)) for teacher, taught in rows if len(taught)]
 
     def _kl_baseline(self, batch: TrainingBatch) -> float:
-        """Mean of log p_policy - log p_ref over the sequences of a batch, at least 0: an estimate of a KL divergence
-        where responses are to other prompts."""
-        rows, passes = (
-            self._rows_of(batch),
-            self._plan(batch, np.arange(len(batch))),
-        )
+        """Return the mean of log p_policy - log p_ref over the sequences of a batch, at least 0.
+
+        An estimate of a KL divergence if the responses belong to other prompts.
+        """
+        device_batch, plan = self._device_batch(batch), self._plan(batch, np.arange(len(batch)))
         assert self._reference is not None, "a loss with a KL baseline has a reference"
         policy_Q, ref_Q = (
-            passes.scored(rows, lambda model=model, **inputs: model(**inputs)[0])
+            plan.score_tokens(device_batch, lambda model=model, **inputs: model(**inputs)[0])
             for model in (self._policy, self._reference)
         )
-        drift_N = rows.sums((policy_Q - ref_Q) * rows.loss_mask_Q)
+        drift_N = device_batch.row_sums((policy_Q - ref_Q) * device_batch.loss_mask_Q)
         return max(0.0, float(drift_N.mean()))
 
-    def _scores(self, batch: TrainingBatch, rows: BatchRows, passes: Passes) -> dict[str, Tensor]:
-        """[Q] of what frozen models, the policy and the critic say before the update, of what the algorithm asks
-        for; by the names that `AdvantageInputs` has for it."""
+    def _scores(self, batch: TrainingBatch, device_batch: DeviceBatch, plan: MicroBatchPlan) -> dict[str, Tensor]:
+        """Return [Q] values of frozen models, policy and critic before the update, as the algorithm needs them.
+
+        By their names in `AdvantageInputs`. Also sets `device_batch.kl_baseline` for losses that use one.
+        """
+
+        def score(model: Callable[..., Any], plan: MicroBatchPlan = plan, number: int = 0, **options: Any) -> Tensor:
+            return plan.score_tokens(device_batch, lambda **inputs: model(**inputs, **options)[number])
+
         scores: dict[str, Tensor] = {}
-        if (reference := self._reference) is not None:
-            scores["ref_logprobs_Q"] = passes.scored(rows, lambda **inputs: reference(**inputs)[0])
+        if self._reference is not None:
+            scores["ref_logprobs_Q"] = score(self._reference)
         if "teacher_logprobs_Q" in self._needs:
-            # Each scores its own rows, the others are 0.
-            taught = self._taught(batch, np.arange(len(batch)), passes)
-            each = [part.scored(rows, lambda model=model, **inputs: model(**inputs)[0]) for model, part in taught]
-            scores["teacher_logprobs_Q"] = sum(each[1:], each[0])
+            # Each teacher scores its own rows; the others are 0.
+            teacher_plans = self._teacher_plans(batch, np.arange(len(batch)), plan)
+            first, *others = [score(teacher, teacher_plan) for teacher, teacher_plan in teacher_plans if teacher]
+            scores["teacher_logprobs_Q"] = sum(others, first)
         if "necs_Q" in self._needs:
-            three_Q3 = passes.scored(rows, partial(entropy_signals, self._policy))
+            signals_Q3 = plan.score_tokens(device_batch, partial(entropy_signals, self._policy))
             names = ("policy_logprobs_Q", "entropy_Q", "necs_Q")
-            scores |= dict(zip(names, three_Q3.unbind(-1), strict=True))
+            scores |= dict(zip(names, signals_Q3.unbind(-1), strict=True))
         elif "entropy_Q" in self._needs:
-            scores["entropy_Q"] = passes.scored(rows, lambda **inputs: self._policy(**inputs, with_entropy=True)[1])
+            scores["entropy_Q"] = score(self._policy, number=1, with_entropy=True)
         if keeps_proximal(self._config, self._algorithm) and "policy_logprobs_Q" not in scores:
-            scores["policy_logprobs_Q"] = passes.scored(rows, lambda **inputs: self._policy(**inputs)[0])
+            scores["policy_logprobs_Q"] = score(self._policy)
         if self._critic is not None:
-            scores["values_Q"] = self._critic.values(rows, passes)
+            scores["values_Q"] = self._critic.values(device_batch, plan)
+        if self._algorithm.policy_loss_fn.uses_kl_baseline:
+            device_batch.kl_baseline = self._kl_baseline(mismatched(batch, self._config.model.max_model_len))
         return scores
 
     def _update_scores(self, teacher: Scorer | None, **inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """[B, T] logprobs, entropies and divergences from the teacher of one pass of an update, None where the loss
-        takes none."""
+        """Return [B, T] logprobs, entropies and divergences from the teacher; None for those that the loss ignores."""
         loss, use_entropy, states = self._algorithm.policy_loss_fn, self._algorithm.use_entropy, None
         if loss.uses_teacher:
             assert teacher is not None, "an algorithm with a teacher has loaded it"
             with torch.no_grad():
                 states_QH = teacher(**inputs, states_alone=True)
-            # Not logits but what they are made of: [Q, V] of the teacher for a whole micro-batch would not fit.
+            # Hidden states instead of logits: [Q, V] of the teacher for a whole micro-batch would not fit.
             causal: Any = teacher.model
             states = TeacherStates(states_QH, causal.get_output_embeddings(), loss.divergence)
-        logprobs_BT, more = self._policy(**inputs, with_entropy=use_entropy, teacher=states)
+        logprobs_BT, extra = self._policy(**inputs, with_entropy=use_entropy, teacher=states)
         if states is None:
-            return logprobs_BT, more, None
-        # [B, T, 2] -> two of [B, T].
-        divergence_BT, entropy_BT = more.unbind(-1)
+            return logprobs_BT, extra, None
+        divergence_BT, entropy_BT = extra.unbind(-1)
         return logprobs_BT, entropy_BT if use_entropy else None, divergence_BT
 
     def _loss_inputs(
         self,
-        rows: BatchRows,
-        members: np.ndarray,
+        device_batch: DeviceBatch,
+        indices: np.ndarray,
         teacher: Scorer | None,
         weights_N: Tensor,
         scores: Mapping[str, Tensor],
         advantages: Callable[[np.ndarray], Tensor] | None,
     ) -> LossInputs:
-        """One forward pass of the policy, and of the batch what belongs to its rows."""
-        policy_BT, entropy_BT, divergence_BT = self._update_scores(teacher, **rows.model_inputs(members))
-        return rows.loss_inputs(
+        """Make one forward pass of the policy over some rows, and return the inputs of their loss."""
+        policy_BT, entropy_BT, divergence_BT = self._update_scores(teacher, **device_batch.model_inputs(indices))
+        return device_batch.loss_inputs(
             self._config,
             self._algorithm,
-            members,
+            indices,
             policy_BT,
             weights_N,
             scores,
@@ -497,16 +494,19 @@ class TorchEngine(TrainEngine):
         )
 
     def weights(self) -> Mapping[str, Data]:
-        """See TrainEngine. Adapters keep the names of PEFT's file, and their data type."""
+        """See TrainEngine. Adapters keep PEFT's tensor names and their data type."""
         return self._staged("", None if self._adapter else self._published_dtype)
 
     def reuse(self, files: Mapping[str, Data]) -> None:
-        """See TrainEngine. New pages take the system longer than the copy into them."""
+        """See TrainEngine. Allocating new pages takes longer than the copy into them."""
         self._spare |= {name: data for name, data in files.items() if isinstance(data, memoryview)}
 
     def _staged(self, folder: str, dtype: torch.dtype | None) -> dict[str, Data]:
-        """Files of the weights that are trained, `folder` before their names, of which this rank has its own; of
-        adapters rank 0 has all. dtype: None, as the optimizer moves them. Called by all ranks.
+        """Return this rank's files of the trained weights; rank 0 has all adapters. Called by all ranks.
+
+        Args:
+            folder: prefix of the file names.
+            dtype: None: the data type of the optimizer's weights.
         """
         state, ranks = distinct_state(self._model), self._ranks
         name = folder + (ADAPTER_FILE if self._adapter else model_file(ranks.rank, ranks.size))
@@ -522,13 +522,14 @@ class TorchEngine(TrainEngine):
 
     @torch.no_grad()
     def fingerprint(self) -> Fingerprint:
-        """In float32 also where training multiplies in bfloat16, unless the strategy brings weights together so. Its
-        data type is the narrower one of these weights and of what engines load.
+        """See TrainEngine. Computed in float32, unless the strategy gathers weights in bfloat16.
+
+        Its data type is the narrower one of these weights and of those that engines load.
         """
         sequences = fixed_sequences(self._model.config.get_text_config().vocab_size)
         rows = pack_rows(
             [np.array(sequence) for sequence in sequences],
-            # One token is the prompt, so that every other one is scored; temperature 1.
+            # A prompt of one token, so that all others are scored; temperature 1.
             np.ones(len(sequences), np.int64),
             np.ones(len(sequences), np.float32),
             self._device,
@@ -537,14 +538,14 @@ class TorchEngine(TrainEngine):
         self._model.eval()  # an engine has no dropout
         logprobs_BT, _ = self._policy(rows=rows)
         self._model.train()
-        # Where weights are brought together in bfloat16 their rounding is in the logprobs, and the engine is told so.
+        # If weights are gathered in bfloat16, the logprobs contain their rounding.
         bfloat16 = self._strategy.sharded and self._device.type == "cuda"
         logprobs = tuple(tuple(row) for row in logprobs_BT.cpu().tolist())
         dtype = torch.bfloat16 if bfloat16 else self._published_dtype
         return Fingerprint(sequences, logprobs, str(dtype).removeprefix("torch."))
 
     def state_files(self) -> Mapping[str, Data]:
-        """See TrainEngine; adapters and coefficients by rank 0, all else by all ranks."""
+        """See TrainEngine; rank 0 has the adapters and coefficients, all ranks have the rest."""
         files = self._optimizer.state_files(_OPTIMIZER, self._spare)
         if self._critic is not None:
             files |= self._critic.state_files(self._spare)
@@ -557,23 +558,21 @@ class TorchEngine(TrainEngine):
 
     def load_state_files(self, files: Mapping[str, Data]) -> None:
         """See TrainEngine. Raises: RoleError: the files are of another model or version."""
-        name, own = f"{CHECKPOINT_FOLDER}/{MODEL_FILE}", distinct_state(self._model)
+        name, tensors = f"{CHECKPOINT_FOLDER}/{MODEL_FILE}", distinct_state(self._model)
         if self._adapter:
             name = f"{CHECKPOINT_ADAPTER_FOLDER}/{ADAPTER_FILE}"
-            # The checkpoint has PEFT's names, and the loader fills tensors by name, in place.
-            own = {self._adapter[n]: tensor for n, tensor in own.items() if n in self._adapter}
-        # Before the weights: making the optimizer's state takes a step of rate 0, which may turn the sign of a zero.
+            tensors = {self._adapter[n]: tensor for n, tensor in tensors.items() if n in self._adapter}
+        # Before the weights: creating the optimizer's state takes a step of rate 0, which may flip the sign of a zero.
         self._optimizer.load_state_files(_OPTIMIZER, files)
-        SavedTensors(name, files, self._ranks).load(own)
+        SavedTensors(name, files, self._ranks).load(tensors)
         if self._critic is not None:
             self._critic.load_state_files(files)
-        # What an adaptive controller has learned so far; else the coefficients of the config.
         self._kl_coefs = load(bytes(files[_COEFS]))["kl"]
 
     def leave_device(self) -> None:
-        """See TrainEngine; weights, gradients, frozen models and the state of optimizers go to host memory."""
+        """See TrainEngine; weights, gradients, frozen models and optimizer states move to host memory."""
         for module in self._modules():
-            self._strategy.put_apart(module)
+            self._strategy.offload(module)
         self._host_copy = HostCopy(self._tensors(), self._device)
 
     def return_to_device(self) -> None:
@@ -583,7 +582,7 @@ class TorchEngine(TrainEngine):
             self._host_copy = None
 
     def _tensors(self) -> Iterator[Tensor]:
-        """All that stays on the device from step to step."""
+        """Yield everything that stays on the device between steps."""
         for module in self._modules():
             for parameter in module.parameters():
                 yield from (parameter, *(() if parameter.grad is None else (parameter.grad,)))
@@ -593,20 +592,17 @@ class TorchEngine(TrainEngine):
             yield from self._critic.optimizer.tensors()
 
     def _modules(self) -> list[torch.nn.Module]:
-        """The policy, frozen models and the critic."""
         return [self._policy, *self._frozen, *([] if self._critic is None else [self._critic.model])]
 
     def export_files(self) -> Mapping[str, bytes]:
-        """See TrainEngine; adapters merged into a copy of the model, and all of it in the data type of the model's
-        files.
-        """
+        """See TrainEngine; adapters are merged into a copy of the model. In the data type of the model's files."""
         tensors = self._strategy.full_state(self._model, self._adapter or None)
         if not self._ranks.is_rank0:
             return {}
         model = self._model
         if self._adapter:
-            # Merged into weights of its own: the sum could not be taken out of the policy's again to the bit.
-            # Read again and not copied: the model here may be spread over ranks.
+            # Into a model of its own: merging cannot be undone to the bit. Read from its files, since the model here
+            # may be spread over ranks.
             model, _ = self._load(self._path, device="cpu", num_splits=1)
             add_adapter(model, self._adapter_settings | {"inference_mode": False})
             load_adapter(model, {self._adapter[name]: tensor for name, tensor in tensors.items()}, "the trainer")
@@ -618,13 +614,13 @@ class TorchEngine(TrainEngine):
             return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
     def _load_reference(self) -> Callable[..., Scores]:
-        """The policy as it began: the policy without its adapters, where they began by changing nothing."""
+        """Load the initial policy; with new adapters it is the policy with its adapters turned off."""
         if self._lora is None or self._lora.path is not None:
             return self._load_frozen(self._path, self._lora)
 
         def without(*, rows: PackedRows, **inputs: Any) -> Scores:
             with without_adapters(self._model):
-                # The reference chooses its experts itself, as it does where it is a model of its own.
+                # The reference chooses its experts, as it does if it is a separate model.
                 scores: Scores = self._policy(rows=replace(rows, experts_SX=None), **inputs)
                 return scores
 
@@ -645,28 +641,28 @@ class TorchEngine(TrainEngine):
         return self._frozen[-1]
 
     def _load_base(self, model_path: str, lora: LoraConfig | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """A model whose own weights are not trained, so that they stay as their files have them."""
-        whole = lora is not None and needs_weights(lora)  # adapters that begin with what weights say
-        # Cut layers are left in float32: they have functions of their own around every call.
+        """Load a model with frozen weights, in the data type of its files if possible."""
+        whole = lora is not None and needs_weights(lora)  # such adapters are initialized from the weights
+        # `compute_wide` goes neither with cut layers nor with compiled ones, so those are loaded in float32.
         narrow = not whole and not isinstance(self._strategy, TensorParallel)
-        narrow &= self._strategy.reads_parts or not self._trainer.torch_compile  # nor are those of compiled calls
+        narrow &= self._strategy.reads_parts or not self._trainer.torch_compile
         dtype = frozen_dtype(model_path) if narrow else "float32"
         return self._load(model_path, dtype=dtype, spread=None if whole else self._strategy.reading)
 
     def _prepared(self, model: PreTrainedModel, routers: Routers | None = None) -> Scorer:
-        # Laid out as the policy is, also where it is frozen: a reference takes as much memory.
+        # Frozen models are laid out like the policy: they take as much memory.
         scores_sequences = self._algorithm.policy_loss_fn.scores_sequences
         scorer = (RowScorer if scores_sequences else Scorer)(model, routers)
         self._strategy.prepare(scorer, layers_of(model, model._no_split_modules or ()))
         if not self._strategy.reads_parts:
             compute_wide(model)
-        else:  # weights are made wide as they are brought together
+        else:  # the strategy converts weights as it gathers them
             self._strategy.within(scorer, lambda: check_model(model, self._num_splits, has_logits=not scores_sequences))
         return scorer
 
 
 def teachers_of(batch: TrainingBatch, config: Config) -> np.ndarray:
-    """[N] number of the auxiliary model that teaches each row. Raises: DataError: a row has no teacher."""
+    """Return [N]: the number of each row's auxiliary model. Raises: DataError: a row has no teacher."""
     names = [
         config.dataset_name if expert else uid.partition("/")[0]
         for uid, expert in zip(batch.uids, batch.experts, strict=True)
@@ -674,18 +670,20 @@ def teachers_of(batch: TrainingBatch, config: Config) -> np.ndarray:
     numbers = {name: config.explorer.teacher_of(name) for name in dict.fromkeys(names)}
     if None in numbers.values():
         name = next(name for name, number in numbers.items() if number is None)
-        raise DataError(f"the rows of {name!r} have no teacher; name it in `teaches` of an explorer.auxiliary_models")
+        raise DataError(
+            f"the rows of {name!r} have no teacher; name it in `teacher_for` of an explorer.auxiliary_models"
+        )
     return np.array([numbers[name] for name in names])
 
 
 def _check_experts(batch: TrainingBatch, routers: Routers | None) -> None:
-    """Raises: DataError: a rollout does not tell its experts, or another number of each token than the routers take."""
+    """Raises: DataError: a rollout has no recorded experts, or another number per token than the policy."""
     if routers is None:
         return
     rows, num_choices = batch.row_experts(), routers.num_choices
     remedy = "set algorithm.enable_router_replay in the run that samples, or leave it out here"
     for number in np.flatnonzero(~batch.experts & (batch.lengths > 1) & batch.is_held):
         if rows is None or rows[number][0, 0] < 0:
-            raise DataError(f"{batch.uids[number]} does not tell the experts that its tokens took; {remedy}")
-    if batch.routed_experts is not None and (told := batch.routed_experts.shape[1]) != num_choices:
-        raise DataError(f"a token of the rollouts took {told} experts, of the policy it takes {num_choices}; {remedy}")
+            raise DataError(f"{batch.uids[number]} has no record of the experts that its tokens took; {remedy}")
+    if batch.routed_experts is not None and (recorded := batch.routed_experts.shape[1]) != num_choices:
+        raise DataError(f"the rollouts record {recorded} experts per token, the policy takes {num_choices}; {remedy}")

@@ -97,7 +97,7 @@ def test_a_run_is_watched_compared_and_searched(runs: tuple[Path, RunProcess]) -
         browser.wait_for(f"{state} === 'finished'", DEADLINE_S)
         browser.wait_for(f"{NUM_POINTS} === {NUM_STEPS}")
         assert points <= NUM_STEPS and browser.evaluate("window.isSame"), "the page was not left"
-        assert str(NUM_STEPS) in browser.evaluate("document.querySelector('[data-live=told]').textContent")
+        assert str(NUM_STEPS) in browser.evaluate("document.querySelector('[data-live=result]').textContent")
 
         # The controls of the page.
         look = "document.querySelector('[data-chart=\"trainer.reward\"] canvas').toDataURL()"

@@ -53,7 +53,7 @@ def fill(browser: Chromium, **texts: str) -> None:
 
 def looked(browser: Chromium, condition: str = "document.getElementById('problem').textContent === ''") -> None:
     """Wait until the server has checked the form."""
-    browser.wait_for(f"document.body.dataset.looked > 0 && ({condition})")
+    browser.wait_for(f"document.body.dataset.checked > 0 && ({condition})")
 
 
 def ended(browser: Chromium, what: str, of: str) -> tuple[str, str]:
@@ -110,10 +110,10 @@ def see_why_it_does_not_learn(browser: Chromium) -> None:
     open_run(browser, "rftdask/first")
     warning = browser.evaluate("document.getElementById('warnings').textContent")
     assert "all rewards of the last 5 steps are 0" in warning
-    click(browser, "read its last answers")
+    click(browser, "read the last answers")
     browser.wait_for("document.querySelectorAll('.answer').length >= 4")
     text = browser.evaluate("document.body.textContent")
-    assert "(teaches nothing)" in text and "expected: red" in text
+    assert "(no learning signal)" in text and "expected: red" in text
 
 
 def compare_both(browser: Chromium) -> None:

@@ -39,7 +39,10 @@ def test_the_wheel_contains_configurations_examples_and_schema(tmp_path: Path) -
     assert (tmp_path / "run.yaml").exists() and (tmp_path / "rftdask.schema.json").exists()
     call(rftdask, "validate", "run.yaml")
     # Pages and their scripts are files next to the code.
-    report = "from rftdask.studio import printed; print(printed.__file__)"
+    report = "from rftdask.reports.page import report_file; print(report_file.__file__)"
     assert str(site) in call(python, "-c", report)
-    for file in ("templates/files/printed.html.j2", "templates/parts/base.html.j2", "static/configure.js"):
-        assert (site / "rftdask" / "studio" / file).exists(), file
+    page = "reports/page"
+    for file in (f"{page}/templates/files/report.html.j2", f"{page}/static/studio.js", "studio/static/configure.js"):
+        assert (site / "rftdask" / file).exists(), file
+    assert (site / "rftdask/studio/templates/parts/message.html.j2").exists()
+    assert (site / "rftdask/reports/metrics.toml").exists()

@@ -25,7 +25,7 @@ from tests.e2e.own_stack import STACKS, read_own_calls
 from tests.e2e.toy_runs import DEADLINE_S, run_folder, write_grpo_config
 from tests.integration.run_cases import RunProcess, assert_sound, call_cli, num_steps
 
-ADVICE = "a restart would meet this error again: mend its cause, then run the same command again"
+ADVICE = "a restart would meet this error again: fix its cause, then run the same command again"
 
 
 def test_a_raising_loss_ends_the_run_with_traceback_and_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

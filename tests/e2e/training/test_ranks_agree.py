@@ -303,7 +303,7 @@ def compare_cuts(gangs: dict[int, Ranks], models: list[str]) -> dict[str, float]
 
 def compare_students(gangs: dict[int, Ranks], model: str) -> dict[str, float]:
     """Like `compare`, for two teachers, one with a third of the rows, and for every way to share a model."""
-    teachers = [{"model_path": f"{model}-1", "teaches": ["u"]}, {"model_path": f"{model}-2"}]
+    teachers = [{"model_path": f"{model}-1", "teacher_for": ["u"]}, {"model_path": f"{model}-2"}]
     students: dict[str, Any] = {"algorithm__algorithm_type": "jsd", "explorer__auxiliary_models": teachers}
     alone, _, expected = trained(model, "jsd", Strategy(gangs[1]), **students)
     differences: dict[str, float] = {}

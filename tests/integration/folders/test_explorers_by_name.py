@@ -32,7 +32,7 @@ SETTINGS = (
     "trainer.total_steps=null",
     "synchronizer.sync_style=fully_async",
     "synchronizer.max_staleness=100",
-    "explorer.flush_age_s=null",
+    "explorer.max_commit_delay_s=null",
     "buffer.explorer_input.default_workflow_type=tests.integration.roles.slow_workflow.slow",
 )
 

@@ -25,7 +25,7 @@ from rftdask.rollouts.policy.recording import rollout_seed
 from rftdask.rollouts.runner import TextEngine, run_work_unit
 from rftdask.storage import open_storage
 from rftdask.synchronizer.published import Published
-from rftdask.trainer.engines.micro_batches import BatchRows
+from rftdask.trainer.engines.micro_batches import DeviceBatch
 from rftdask.trainer.rank import build_trainer
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2}
@@ -90,7 +90,7 @@ def test_step_advantages_use_the_states_of_the_workflow(config: Config) -> None:
     log = ParquetLog(open_storage("memory://walks"))
     table = log.read(log.commit(explore(config), explore_step=1, unit=0))
     assert table.column("env_state").to_pylist() == ["at 0,0", "at 0,1", "at 0,0", "at 0,1", "at 0,0"]
-    inputs = BatchRows(batch_from_table(table), torch.device("cpu")).advantage_inputs(1)
+    inputs = DeviceBatch(batch_from_table(table), torch.device("cpu")).advantage_inputs(1)
 
     def advantages(omega: float) -> list[float]:
         algorithm = make_algorithm("gigpo", advantage_fn_args={"omega": omega})

@@ -43,7 +43,7 @@ def test_bench_measures_a_model_behind_an_api(tmp_path: Path, monkeypatch: pytes
 def test_nothing_is_trained_on_a_model_behind_an_api(tmp_path: Path, mode: str) -> None:
     ended = call_cli("validate", str(write_config(tmp_path)), *EXTERNAL, f"mode={mode}")
     assert ended.code == 2
-    assert "model.external_model.enable: a model behind an API gives no tokens and logprobs to train on" in ended.err
+    assert "model.external_model.enable: a model behind an API returns no tokens or logprobs to train" in ended.err
 
 
 @pytest.mark.slow

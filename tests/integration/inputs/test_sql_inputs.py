@@ -80,5 +80,5 @@ def test_a_missing_table_is_reported_before_anything_starts(tmp_path: Path) -> N
     url = to_table(tmp_path / "tasks.jsonl", "tasks")
     at = "buffer.explorer_input.taskset"
     ended = call_cli("run", str(config), f"{at}.storage_type=sql", f"{at}.path={url}", f"{at}.subset_name=task")
-    assert ended.code == 2 and "table 'task': there is no such table; the database has tasks" in ended.err
+    assert ended.code == 2 and "table 'task': the table does not exist; the database has tasks" in ended.err
     assert not (run_folder(config) / "ledger").exists()

@@ -54,10 +54,10 @@ def test_a_run_killed_between_parts_of_a_batch_ends_the_same(tmp_path: Path, mon
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     path = {"PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}"}
     whole, parts = write_config(tmp_path / "whole"), write_config(tmp_path / "parts")
-    with RunProcess("run", str(whole), "explorer.flush_age_s=null", *SETTINGS, env=path) as run:
+    with RunProcess("run", str(whole), "explorer.max_commit_delay_s=null", *SETTINGS, env=path) as run:
         assert run.end().code == 0
     folder = run_folder(parts)
-    settings = ("run", str(parts), "explorer.flush_age_s=0.01", *SETTINGS)
+    settings = ("run", str(parts), "explorer.max_commit_delay_s=0.01", *SETTINGS)
     for _ in range(2):
         with RunProcess(*settings, env=path) as run:
             run.wait_until(lambda run=run: is_paused_half_done(run, folder))

@@ -47,7 +47,7 @@ def config(tmp_path: Path) -> Path:
     return write_config(tmp_path)
 
 
-DELTAS, MEMORY = "synchronizer.whole_interval=5", "synchronizer.sync_method=memory"
+DELTAS, MEMORY = "synchronizer.full_publish_interval=5", "synchronizer.sync_method=memory"
 
 
 def start(config: Path, method: str) -> RunProcess:

@@ -47,7 +47,7 @@ SETTINGS = (
     f"trainer.total_steps={STEPS}",
     "trainer.save_interval=4",
     "explorer.eval_interval=100",
-    "explorer.flush_age_s=0.01",
+    "explorer.max_commit_delay_s=0.01",
     "explorer.sandbox.mode=never",
     "buffer.explorer_input.default_workflow_type=slow_workflow.tailed",
     "--progress",

@@ -92,7 +92,7 @@ def train(config: Config, folder: Path, address: str, places: PlaceCounter) -> N
         engine=FollowedEngine(folder),
         save_interval=SAVE_INTERVAL,
         publish_due=lambda step, published: step > (read_pointer(storage, WEIGHTS_POINTER) or 0),
-        whole_asked=is_asked,
+        whole_requested=is_asked,
         holder=None if config.sync_method == "checkpoint" else build_holder(config, storage, address),
     ).run()
 

@@ -23,7 +23,7 @@ def token_weights(mask_BT: Tensor, mode: str, **given: Any) -> Tensor:
 
 
 def side_by_side(**padded_NT: Tensor | None) -> dict[str, Any]:
-    """What is said of tokens, [N, T] each, as `AdvantageInputs` takes it; what is no token of a row is not trained."""
+    """Token values [N, T] in the form of `AdvantageInputs`; padding is not trained."""
     given = {name.replace("_NT", "_Q"): None if value is None else value.flatten() for name, value in padded_NT.items()}
     shape = next(value.shape for value in padded_NT.values() if value is not None)
     return {"tokens_N": torch.full(shape[:1], shape[1]), **given}
@@ -39,7 +39,7 @@ ADVANTAGE_FNS = load_all("advantage_fn")
 POLICY_LOSS_FNS = load_all("policy_loss_fn")
 KL_FNS = load_all("kl_loss_fn")
 ENTROPY_FNS = load_all("entropy_loss_fn")
-# All that are functions of the rows alone; `data_juicer` has a process: tests/unit/buffer/batches/test_data_juicer.py.
+# All pure functions of the rows; `data_juicer`, which has a process, is tested in test_operator_pipeline_juicer.py.
 OPERATORS = {name: cls for name, cls in load_all("operator").items() if name != "data_juicer"}
 
 
@@ -57,7 +57,7 @@ def inputs(
     mode: str = "token-mean",
     **more: Any,
 ) -> LossInputs:
-    """LossInputs in float64, everything trained and on-policy unless said."""
+    """LossInputs in float64, trained everywhere and on policy by default."""
     logprobs = rows(policy).clone().requires_grad_()
     loss_mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool()
     loss_mask = loss_mask if loss_mask.dim() == 2 else loss_mask[None]
@@ -109,7 +109,7 @@ def random_batch(seed: int, num_rows: int = 6, width: int = 7, dtype: torch.dtyp
 
 
 def with_weights(batch: LossInputs, algorithm: Any, max_tokens: int = 16) -> LossInputs:
-    """The batch with the algorithm's own token weights."""
+    """Batch with the token weights of the algorithm."""
     weights = algorithm.token_weights(
         batch.loss_mask_BT,
         max_tokens=max_tokens,
@@ -120,7 +120,7 @@ def with_weights(batch: LossInputs, algorithm: Any, max_tokens: int = 16) -> Los
 
 
 def take(batch: LossInputs, index: Any) -> LossInputs:
-    """Some rows of a batch, with their weights; the logprobs stay connected to the batch's."""
+    """Rows of a batch with their weights; logprobs stay connected to those of the batch."""
     changes: dict[str, Any] = {}
     for name, value in vars(batch).items():
         if isinstance(value, Tensor):

@@ -1,5 +1,5 @@
-"""What every advantage function promises: rows in any order, failed rows and demonstrations without effect, equal to
-a plain loop over groups, errors that name the experience, the KL penalty off the rewards."""
+"""Promises of every advantage function: any order of rows, no effect of failed rows and demonstrations, equality with a
+plain loop over groups, errors that name the experience, and the KL penalty on rewards."""
 
 import dataclasses
 import math
@@ -78,7 +78,7 @@ def test_the_order_of_rows_changes_nothing(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("reward", [0.0, 1e6, math.nan])
-def test_a_failed_rollout_changes_no_other_row_and_is_dropped(name: str, reward: float) -> None:
+def test_a_failed_rollout_is_dropped_and_affects_no_other_row(name: str, reward: float) -> None:
     inputs = random_inputs(1)
     failed = torch.zeros(24, dtype=torch.bool)
     failed[4:6] = True  # both turns of one rollout
@@ -93,7 +93,7 @@ def test_a_failed_rollout_changes_no_other_row_and_is_dropped(name: str, reward:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_demonstration_is_kept_without_advantage_and_enters_no_baseline(name: str) -> None:
+def test_a_demonstration_is_kept_and_in_no_baseline(name: str) -> None:
     inputs = random_inputs(2)
     expert = torch.zeros(24, dtype=torch.bool)
     expert[:2] = True
@@ -104,7 +104,7 @@ def test_a_demonstration_is_kept_without_advantage_and_enters_no_baseline(name: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_reward_that_is_not_finite_is_an_error_that_names_the_experience(name: str) -> None:
+def test_a_reward_that_is_not_finite_is_an_error_by_name(name: str) -> None:
     inputs = random_inputs(3)
     rewards = inputs.rewards_N.clone()
     rewards[7] = math.nan
@@ -144,7 +144,7 @@ def test_advantages_of_a_group_sum_to_zero(name: str) -> None:
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 0.7, -1e6])
 @pytest.mark.parametrize("count", [1, 3, 7, 10])
-def test_equal_rewards_give_no_advantage_and_are_filtered_even_without_epsilon(reward: float, count: int) -> None:
+def test_equal_rewards_have_advantage_zero_and_are_filtered(reward: float, count: int) -> None:
     inputs = AdvantageInputs(torch.full((count,), reward), torch.zeros(count, dtype=torch.int64))
     result = ADVANTAGE_FNS["grpo"](epsilon=0.0, std_threshold=0.0)(inputs)
     assert result.drops_N.tolist() == [DropReason.LOW_STD] * count
@@ -165,7 +165,7 @@ def test_the_kl_penalty_lowers_the_rewards_before_the_advantages(algorithm_type:
     assert inputs.rollout_logprobs_Q is not None and inputs.ref_logprobs_Q is not None
     assert inputs.loss_mask_Q is not None
     kl = torch.where(inputs.loss_mask_Q, inputs.rollout_logprobs_Q - inputs.ref_logprobs_Q, 0.0)
-    # Of the two turns of a rollout together: what is penalized is the reward of the rollout.
+    # Summed over the two turns, since the penalty applies to the reward of the rollout.
     of_rollout = kl.view(-1, 2 * WIDTH).sum(-1).repeat_interleave(2)
     penalized: dict[str, Any] = {"rewards_N": inputs.rewards_N - 0.5 * of_rollout}
     if algorithm_type == "reinforceplusplus":
@@ -197,11 +197,11 @@ MORE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize("name", COMPARED)
-def test_a_rollout_counts_once_in_its_baseline_whatever_its_turns(name: str, more: bool) -> None:
+def test_a_rollout_counts_once_in_its_baseline(name: str, more: bool) -> None:
     fn = ADVANTAGE_FNS[name](**(MORE.get(name, {}) if more else {}))
     once = random_inputs(5)
     once = replace(once, rollout_N=torch.arange(24), turn_N=torch.zeros(24, dtype=torch.int64))
-    # The same rollouts, cut into turns: a rollout of n tokens is n rows, and its reward is that of each of them.
+    # The same rollouts split into turns: a rollout of n tokens is n rows with the same reward.
     assert once.loss_mask_Q is not None
     trained = once.loss_mask_Q.view(-1, WIDTH)
     row, token = trained.nonzero(as_tuple=True)
@@ -214,7 +214,7 @@ def test_a_rollout_counts_once_in_its_baseline_whatever_its_turns(name: str, mor
     }
     ones = torch.ones_like(row)
     turns = replace(take(once, row), **cut, tokens_N=ones, lengths_N=ones, rollout_N=row, turn_N=token)
-    # A rollout without a trained token has no turn; it is in the baseline of the other batch alone.
+    # A rollout without a trained token has no turn; it is only in the baseline of the other batch.
     once = replace(once, valid_N=trained.any(-1))
     want, got = fn(once), fn(turns)
     torch.testing.assert_close(got.advantages_N, want.per_token(once).view(-1, WIDTH)[row, token])
@@ -223,7 +223,7 @@ def test_a_rollout_counts_once_in_its_baseline_whatever_its_turns(name: str, mor
         assert got.metrics["num_groups"] == want.metrics["num_groups"]
 
 
-def test_the_kl_penalty_of_a_rollout_is_that_of_all_its_turns() -> None:
+def test_the_kl_penalty_covers_all_turns_of_a_rollout() -> None:
     algorithm = make_algorithm(
         "grpo", kl_penalty_fn="k1", kl_penalty_fn_args={"kl_coef": 1.0}, advantage_fn_args={"std": "none"}
     )
@@ -241,7 +241,7 @@ def test_the_kl_penalty_of_a_rollout_is_that_of_all_its_turns() -> None:
     assert algorithm.compute_advantages(given).advantages_N.tolist() == [0.125, 0.125, -0.125]
 
 
-def test_the_coefficient_of_a_kl_term_may_follow_a_schedule_of_steps() -> None:
+def test_a_kl_coefficient_can_follow_a_schedule() -> None:
     args: dict[str, Any] = {"kl_coef": 0.4, "final_coef": 0.0, "schedule_steps": 4}
     linear = make_algorithm("grpo", kl_loss_fn_args=args).kl_loss_fn
     assert [linear.coef_at(step, 9.0) for step in range(1, 8)] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0])
@@ -254,7 +254,7 @@ def test_the_coefficient_of_a_kl_term_may_follow_a_schedule_of_steps() -> None:
         "grpo", kl_loss_fn_args={"kl_coef": 0.0, "final_coef": 0.1, "schedule_steps": 2}
     ).use_reference
     for wrong, message in (
-        ({"final_coef": 0.1}, "final_coef and schedule_steps go together"),
+        ({"final_coef": 0.1}, "final_coef and schedule_steps must be set together"),
         ({"final_coef": 0.1, "schedule_steps": 0}, "schedule_steps must be > 0"),
         ({**args, "schedule": "wavy"}, "schedule"),
         ({**args, "adaptive": True, "target_kl": 0.1, "horizon": 10}, "adaptive"),
@@ -264,7 +264,7 @@ def test_the_coefficient_of_a_kl_term_may_follow_a_schedule_of_steps() -> None:
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 0.97, 1.0])
-def test_discounted_sums_are_those_of_a_loop_from_behind(gamma: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discounted_sums_equal_a_backward_loop(gamma: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "_CACHED", 20)  # a row or two at a time
     for width in (0, 1, 2, 3, 8, 9, 50):
         generator = torch.Generator().manual_seed(shifted_seed(width))

@@ -69,7 +69,7 @@ def test_gae_of_one_response() -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [0.0, 100.0, math.nan])
-def test_gae_steps_over_what_the_policy_did_not_write(elsewhere: float) -> None:
+def test_gae_skips_untrained_tokens(elsewhere: float) -> None:
     mask = row([0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0]).bool()
     values = torch.where(mask, row([0, 0, 4, 5, 6, 0, 0, 7, 9, 0, 0]).float(), elsewhere)
     rewards = row([0, 0, 0.1, 0.1, 0.1, 0, 0, 0.1, 1, 0, 0])
@@ -131,7 +131,7 @@ def test_rec_drops_surplus_negatives_with_a_reason() -> None:
     assert again.drops_N.tolist() == got.drops_N.tolist()
 
 
-def test_drpo_never_punishes_a_correct_answer_for_its_length() -> None:
+def test_drpo_never_penalizes_a_correct_response_for_length() -> None:
     lengths = torch.tensor([10, 100, 1000, 50, 50, 50])
     got = run("drpo", [1, 1, 1, 0, 0, 0], lengths_N=lengths).advantages_N
     assert (got[:3] > 0).all() and got[0] > got[1] > got[2]
@@ -140,7 +140,7 @@ def test_drpo_never_punishes_a_correct_answer_for_its_length() -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opmd", "rec", "step_wise_grpo", "gigpo"])
-def test_a_lone_rollout_has_advantage_zero_and_is_counted(name: str) -> None:
+def test_a_single_rollout_has_advantage_zero_and_is_counted(name: str) -> None:
     got = run(name, [3.0, 1.0, 0.0], [0, 1, 1])
     assert got.advantages_N[0].item() == close(0.0)
     assert got.metrics["singleton_groups"] == 1.0
@@ -159,7 +159,7 @@ def test_batch_level_std_divides_all_groups_by_one_number() -> None:
     assert got.advantages_N.tolist() == close([0.5 / sigma, -0.5 / sigma, 1 / sigma, -1 / sigma])
 
 
-def test_rank_penalty_lowers_the_likeliest_rewards() -> None:
+def test_rank_penalty_lowers_rewards_of_likely_rollouts() -> None:
     logprobs = torch.tensor([[-1.0, -1.0], [-3.0, 99.0]])
     mask = torch.tensor([[True, True], [True, False]])
     fn_args = {"rank_penalty": 0.5, "std": "none"}
@@ -167,7 +167,7 @@ def test_rank_penalty_lowers_the_likeliest_rewards() -> None:
     assert got.advantages_N.tolist() == close([-0.125, 0.125])
 
 
-def test_distillation_is_the_gap_to_the_teacher() -> None:
+def test_distillation_advantage_is_the_gap_to_the_teacher() -> None:
     student, teacher = row([-1.0, -2.0, 7.0]), row([-0.5, -3.0, math.nan])
     given: Any = {"loss_mask_NT": row([1, 1, 0]).bool(), "rollout_logprobs_NT": student, "teacher_logprobs_NT": teacher}
     distill = run("on_policy_distill", [0.0], fn_args={"kl_coef": 2.0}, **given)
@@ -187,7 +187,7 @@ def test_step_wise_grpo_gives_every_turn_the_advantage_of_its_rollout() -> None:
     assert dropped.metrics["dropped/low_std"] == 4.0
 
 
-def test_gigpo_adds_what_the_state_teaches() -> None:
+def test_gigpo_adds_a_step_advantage_per_state() -> None:
     given: Any = {
         "rollout_N": torch.tensor([0, 0, 1, 1]),
         "turn_N": torch.tensor([0, 1, 0, 1]),
@@ -200,7 +200,7 @@ def test_gigpo_adds_what_the_state_teaches() -> None:
     assert got.metrics["singleton_anchors"] == 2.0
 
 
-def test_gigpo_takes_rewards_of_turns_and_gives_the_rest_of_the_reward_to_the_last() -> None:
+def test_gigpo_gives_the_rest_of_the_reward_to_the_last_turn() -> None:
     given: Any = {
         "rollout_N": torch.tensor([0, 0, 1, 1]),
         "turn_N": torch.tensor([0, 1, 0, 1]),
@@ -214,14 +214,14 @@ def test_gigpo_takes_rewards_of_turns_and_gives_the_rest_of_the_reward_to_the_la
     assert got.advantages_N.tolist() == close([0.0625, -0.125, -0.0625, 0.125])
 
 
-def test_gigpo_compares_equal_states_within_the_task_unless_told_otherwise() -> None:
+def test_gigpo_compares_states_within_the_task_by_default() -> None:
     given: Any = {"state_N": torch.tensor([1, 1]), "rollout_N": torch.tensor([0, 1]), "turn_N": torch.tensor([0, 0])}
     assert run("gigpo", [1.0, 0.0], [0, 1], **given).advantages_N.tolist() == close([0.0, 0.0])
     across = run("gigpo", [1.0, 0.0], [0, 1], {"anchor_scope": "batch"}, **given)
     assert across.advantages_N.tolist() == close([0.5, -0.5])
 
 
-def test_clipb_and_clipv_take_tokens_of_losing_rollouts_out_of_the_loss() -> None:
+def test_clipb_and_clipv_mask_tokens_of_failed_rollouts() -> None:
     width = 40
     logprobs = torch.full((2, width), -1.0)
     entropy = torch.full((2, width), 1.0)

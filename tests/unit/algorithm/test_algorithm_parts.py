@@ -1,4 +1,4 @@
-"""Promises of the registered parts: what is read from the source without torch is what the classes are."""
+"""Promises of the registered parts: facts read from the source without torch match the classes."""
 
 import ast
 import dataclasses
@@ -29,7 +29,7 @@ def test_names_and_arguments_are_read_without_torch() -> None:
 
 
 @pytest.mark.parametrize("key", sorted(BASES))
-def test_what_is_read_is_what_the_class_is(key: str) -> None:
+def test_source_reading_matches_the_classes(key: str) -> None:
     for name, part in registered_parts(key).items():
         cls = part.load()
         assert issubclass(cls, BASES[key]) and getattr(cls, LABELS[key]) == name
@@ -48,7 +48,7 @@ def test_class_names_are_unique_below_the_package() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_the_facts_are_those_of_the_composition(name: str) -> None:
+def test_facts_match_the_composed_algorithm(name: str) -> None:
     algorithm = make_algorithm(name)
     advantage = algorithm.advantage_fn
     section = AlgorithmConfig(algorithm_type=name)
@@ -61,7 +61,7 @@ def test_the_facts_are_those_of_the_composition(name: str) -> None:
     assert section.compares_groups == (advantage is not None and advantage.uses_groups)
 
 
-def test_what_an_advantage_needs_is_known() -> None:
+def test_needs_of_advantages_are_read_from_source() -> None:
     for name, cls in ADVANTAGE_FNS.items():
         section = AlgorithmConfig(algorithm_type="grpo", advantage_fn=name)
         assert section.needs_teacher == ("teacher_logprobs_Q" in cls.needs)
@@ -72,7 +72,7 @@ def test_what_an_advantage_needs_is_known() -> None:
     assert AlgorithmConfig(algorithm_type="sft", policy_loss_fn="jsd").needs_teacher
 
 
-def test_old_names_stand_for_names_that_are_there() -> None:
+def test_old_names_map_to_existing_names() -> None:
     twins = {"grpo_verl": "grpo", "opmd_verl": "opmd", "asymre_verl": "asymre"}
     assert old_names("algorithm_type") == old_names("advantage_fn") == twins
 
@@ -85,6 +85,6 @@ def test_no_gradient_is_written_by_hand() -> None:
         )
 
 
-def test_the_aggregations_that_a_configuration_takes_are_those_there_are() -> None:
+def test_configurable_aggregations_are_the_implemented_ones() -> None:
     annotation = AlgorithmConfig.model_fields["loss_agg_mode"].annotation
     assert set(get_args(get_args(annotation)[0])) == set(AGGREGATIONS)

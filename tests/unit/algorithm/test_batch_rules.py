@@ -42,13 +42,13 @@ def test_invalid_rewards_are_dropped() -> None:
     ]
 
 
-def test_reward_std_filter_drops_flat_and_lone_groups() -> None:
+def test_reward_std_filter_drops_flat_and_single_groups() -> None:
     result = make_operator("reward_std_filter")(table([1, 1, 0, 1, 7], [0, 0, 1, 1, 2]))
     assert kept(result) == [False, False, True, True, False]
     assert result[1]["dropped/low_std"] == 3.0
 
 
-def test_dynamic_sampling_keeps_tasks_that_are_neither_solved_nor_hopeless() -> None:
+def test_dynamic_sampling_keeps_partly_solved_tasks() -> None:
     accuracy = torch.tensor([1.0, 1.0, 0.0, 0.0, math.nan, 0.0])
     rewards = [0.9, 0.1, 0.5, 0.5, 1.0, 0.3]
     result = make_operator("dapo_dynamic_sampling")(table(rewards, [0, 0, 1, 1, 2, 2], stats={"accuracy": accuracy}))
@@ -56,13 +56,13 @@ def test_dynamic_sampling_keeps_tasks_that_are_neither_solved_nor_hopeless() -> 
     assert (result[1]["num_groups_all_correct"], result[1]["num_groups_all_wrong"]) == (1.0, 1.0)
 
 
-def test_truncated_responses_are_masked_and_their_rewards_stay_with_the_task() -> None:
+def test_truncated_responses_are_masked_but_keep_their_reward() -> None:
     given = table([0, 1, 9], [0, 0, 0], truncated_N=torch.tensor([True, False, True]))
     given = given.dropping(torch.tensor([False, False, True]), DropReason.REWARD_RANGE)[0]
     result, metrics = make_operator("mask_response_truncated")(given)
     assert result.masked_N is not None and result.masked_N.tolist() == [True, False, False]
     assert metrics == {"num_masked": 1.0}
-    # The task still has a rollout that failed and one that did not.
+    # The task has one failed and one successful rollout.
     assert kept(make_operator("reward_std_filter")(result)) == [True, True, False]
     with pytest.raises(ValueError, match="needs truncated_N"):
         make_operator("mask_response_truncated")(table([1.0]))
@@ -86,7 +86,7 @@ def test_pass_rates_are_the_means_of_the_kept_rollouts() -> None:
     assert (metrics["pass_rate_mean"], metrics["pass_rate_valid_frac"]) == (0.75, 0.5)
 
 
-def test_a_rollout_counts_once_in_its_task_whatever_its_turns() -> None:
+def test_a_rollout_counts_once_in_its_task() -> None:
     # Task 0: a solved rollout of three turns, the first of them dropped, and a failed one; task 1: a lone one of two.
     rows = table([1, 1, 1, 0, 1, 1], [0, 0, 0, 0, 1, 1], rollout_N=torch.tensor([0, 0, 0, 1, 2, 2]))
     rows, _ = rows.dropping(torch.tensor([True, False, False, False, False, False]), DropReason.REWARD_RANGE)
@@ -111,7 +111,7 @@ def test_a_rollout_counts_once_in_its_task_whatever_its_turns() -> None:
     ]
 
 
-def test_operators_run_in_order_over_what_is_still_kept() -> None:
+def test_operators_run_in_order_over_kept_rows() -> None:
     rows = table([-5, 1, 1, 0, 1], [0, 0, 0, 1, 1])
     positive, metrics = make_operator("reward_filter", {"threshold": 0.0})(rows)
     result, more = make_operator("reward_std_filter")(positive)

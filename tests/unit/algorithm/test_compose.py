@@ -83,10 +83,10 @@ def test_partial_arguments_keep_the_other_defaults() -> None:
     assert (advantage.epsilon, advantage.std_threshold) == (1e-4, 0.0)
 
 
-def test_the_aggregation_is_one_setting_wherever_it_is_given() -> None:
+def test_the_aggregation_is_one_setting_in_two_places() -> None:
     inner = make_algorithm("grpo", policy_loss_fn_args={"loss_agg_mode": "seq-mean-token-sum"})
     assert inner.loss_agg_mode == make_algorithm("grpo", loss_agg_mode="seq-mean-token-sum").loss_agg_mode
-    with pytest.raises(UserError, match="give it once"):
+    with pytest.raises(UserError, match="set it once"):
         make_algorithm("grpo", loss_agg_mode="token-mean", policy_loss_fn_args={"loss_agg_mode": "seq-mean-token-sum"})
 
 
@@ -96,7 +96,7 @@ def test_a_reference_is_needed_only_by_an_active_kl() -> None:
     assert make_algorithm("sft", kl_loss_fn="k3").use_reference
 
 
-def test_whole_numbers_are_taken_where_a_fraction_is_meant() -> None:
+def test_integers_are_accepted_for_floats() -> None:
     loss: Any = make_algorithm("ppo", policy_loss_fn_args={"clip_ratio_c": 4}).policy_loss_fn
     assert loss.clip_ratio_c == 4.0
 
@@ -132,7 +132,7 @@ def test_whole_numbers_are_taken_where_a_fraction_is_meant() -> None:
         ({"algorithm_type": "grpo", "policy_loss_fn": "dpo"}, "reads 'dpo' rows"),
         ({"algorithm_type": "dpo", "loss_agg_mode": "token-mean"}, "needs loss_agg_mode 'seq-mean-token-mean'"),
         ({"algorithm_type": "dpo", "kl_penalty_fn": "k1"}, "takes neither"),
-        ({"algorithm_type": "reward_model", "kl_loss_fn": "k2"}, "which has no logprobs: no kl_loss_fn"),
+        ({"algorithm_type": "reward_model", "kl_loss_fn": "k2"}, "which has no logprobs; remove kl_loss_fn"),
         ({"algorithm_type": "raft", "kl_penalty_fn": "k1"}, "use kl_loss_fn"),
         (
             {"algorithm_type": "grpo", "rollout_correction": {"method": "tis"}},
@@ -141,12 +141,12 @@ def test_whole_numbers_are_taken_where_a_fraction_is_meant() -> None:
         ({"algorithm_type": "grpo", "advantage_fn_args": {"duplicate_experiences": True}}, "train an experience twice"),
     ],
 )
-def test_a_mistake_is_an_error_that_says_what_to_do(given: dict[str, Any], message: str) -> None:
+def test_a_mistake_is_an_error_with_a_remedy(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_algorithm(**given)
 
 
-def test_deprecated_twins_are_the_algorithm_they_duplicate_with_one_warning() -> None:
+def test_deprecated_names_are_aliases_with_one_warning() -> None:
     with pytest.warns(FutureWarning, match="algorithm_type 'grpo_verl' is deprecated: it is 'grpo'"):
         assert make_algorithm("grpo_verl") == make_algorithm("grpo")
     with warnings.catch_warnings():
@@ -156,7 +156,7 @@ def test_deprecated_twins_are_the_algorithm_they_duplicate_with_one_warning() ->
         make_algorithm("grpo", advantage_fn="opmd_verl")
 
 
-def test_hand_copied_batch_sizes_of_mix_are_ignored_with_a_warning() -> None:
+def test_batch_sizes_of_mix_are_ignored_with_a_warning() -> None:
     with pytest.warns(FutureWarning, match="'ngpus_trainer' is ignored"):
         make_algorithm("mix", policy_loss_fn_args={"ngpus_trainer": 8, "mu": 0.2})
 
@@ -177,7 +177,7 @@ def test_mu_of_chord_warms_up_and_decays() -> None:
         ("operator", OPERATORS),
     ],
 )
-def test_every_part_is_a_frozen_documented_dataclass_that_builds_from_its_name(key: str, table: dict[str, Any]) -> None:
+def test_every_part_is_a_documented_frozen_dataclass(key: str, table: dict[str, Any]) -> None:
     for name, cls in table.items():
         part = make_part(key, name, {field.name: getattr(cls(), field.name) for field in dataclasses.fields(cls)})
         assert part == cls() and cls.__doc__
@@ -218,7 +218,7 @@ def loss_of(**section: Any) -> float:
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
-def test_each_key_of_a_part_is_in_the_loss(section: dict[str, Any], loss: float) -> None:
+def test_each_key_of_a_part_reaches_the_loss(section: dict[str, Any], loss: float) -> None:
     assert loss_of(**section) == pytest.approx(loss, abs=1e-9)
 
 
@@ -236,7 +236,7 @@ def test_each_key_of_a_part_is_in_the_loss(section: dict[str, Any], loss: float)
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
-def test_each_key_of_a_part_is_in_the_advantages(section: dict[str, Any], advantages: list[float]) -> None:
+def test_each_key_of_a_part_reaches_the_advantages(section: dict[str, Any], advantages: list[float]) -> None:
     batch = AdvantageInputs(
         rewards_N=torch.tensor([1.0, 0.0]),
         group_N=torch.tensor([0, 0]),

@@ -1,5 +1,5 @@
-"""Distillation by derivation: the divergences and their gradients over a whole vocabulary, in float64, against the
-formulas written out word by word; the sampled form is, in expectation, the same gradient.
+"""Distillation by derivation: divergences and gradients over a vocabulary in float64, compared with explicit formulas;
+the sampled form has the same expected gradient.
 """
 
 import math
@@ -47,7 +47,7 @@ def by_hand(policy_V: Tensor, teacher_V: Tensor, beta: float, temperature: float
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("beta", BETAS)
-def test_it_is_the_formula_written_out_over_the_vocabulary(beta: float, temperature: float) -> None:
+def test_jsd_equals_the_formula_over_the_vocabulary(beta: float, temperature: float) -> None:
     policy_QV, teacher_QV = logits(0, 5), logits(1, 5)
     got_Q = Jsd(beta, temperature).divergence(policy_QV, teacher_QV)
     for got, policy_V, teacher_V in zip(got_Q, policy_QV, teacher_QV, strict=True):
@@ -57,7 +57,7 @@ def test_it_is_the_formula_written_out_over_the_vocabulary(beta: float, temperat
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_its_gradient_goes_away_from_what_the_teacher_does_not_say(beta: float) -> None:
+def test_the_jsd_gradient_moves_toward_the_teacher(beta: float) -> None:
     """Derived in `Jsd`, and for the two KLs: Q_v - P_v, and Q_v (log(Q_v / P_v) - KL(Q || P))."""
     policy_V, teacher_V = logits(2)[None].requires_grad_(), logits(3)[None]
     (got_1V,) = torch.autograd.grad(Jsd(beta).divergence(policy_V, teacher_V).sum(), policy_V)
@@ -71,7 +71,7 @@ def test_its_gradient_goes_away_from_what_the_teacher_does_not_say(beta: float) 
     assert got_1V[0].tolist() == pytest.approx(expected, rel=1e-10, abs=1e-14)
 
 
-def test_the_ends_are_the_limits_of_what_lies_between() -> None:
+def test_jsd_at_the_ends_is_the_limit_of_values_between() -> None:
     policy_QV, teacher_QV = logits(4, 6), logits(5, 6)
     small = 1e-7
     near_forward = Jsd(small).divergence(policy_QV, teacher_QV) / small
@@ -80,7 +80,7 @@ def test_the_ends_are_the_limits_of_what_lies_between() -> None:
     torch.testing.assert_close(near_reverse, Jsd(1.0).divergence(policy_QV, teacher_QV), rtol=1e-4, atol=0.0)
 
 
-def test_words_that_one_of_them_never_says_stay_finite() -> None:
+def test_zero_probabilities_stay_finite() -> None:
     policy_QV, teacher_QV = torch.tensor([[0.0, 300.0, -300.0]]), torch.tensor([[0.0, -300.0, 300.0]])
     for beta in BETAS:
         policy_QV = policy_QV.detach().requires_grad_()
@@ -113,7 +113,7 @@ def exact_policy_gradient(log_q_V: Tensor, log_p_V: Tensor, leaf_V: Tensor) -> T
     return gradient_V
 
 
-def test_on_policy_distill_is_in_expectation_the_gradient_of_the_reverse_kl() -> None:
+def test_on_policy_distill_has_the_reverse_kl_gradient() -> None:
     policy_V, teacher_V = logits(6).requires_grad_(), logits(7)
     reverse = Jsd(1.0).divergence(policy_V[None], teacher_V[None])
     (expected_V,) = torch.autograd.grad(reverse.sum(), policy_V)
@@ -128,7 +128,7 @@ def inputs(algorithm: Any, policy_BTV: Tensor, teacher_BTV: Tensor, mask_BT: Ten
     return LossInputs(policy_BT, policy_BT.detach(), mask_BT, weights_BT, divergence_BT=divergence_Q.view_as(policy_BT))
 
 
-def test_what_is_masked_has_no_gradient_and_each_sequence_weighs_alike() -> None:
+def test_masked_tokens_have_no_gradient() -> None:
     """As in the paper's L_GKD, a mean over the tokens of each sequence."""
     algorithm = make_algorithm("jsd")
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
@@ -140,7 +140,7 @@ def test_what_is_masked_has_no_gradient_and_each_sequence_weighs_alike() -> None
     assert float(loss.detach()) == float(metrics["jsd"]) == pytest.approx((one + two) / 4 + other / 2)
 
 
-def test_what_does_not_fit_is_told() -> None:
+def test_mismatched_parts_are_errors() -> None:
     with pytest.raises(UserError, match="beta must be within"):
         make_algorithm("jsd", policy_loss_fn_args={"beta": 1.5})
     with pytest.raises(UserError, match="temperature must be > 0"):

@@ -1,5 +1,5 @@
-"""What every policy loss promises, for each by name: split = whole, first step exact, garbage and
-order harmless, gradients right, nothing that is not finite ever trained, little memory kept."""
+"""Promises of every policy loss: splits add up, the first step is exact, garbage and order have no effect, gradients
+are correct, values that are not finite are never trained, and memory is bounded."""
 
 import math
 from dataclasses import replace
@@ -53,9 +53,7 @@ def whole(name: str, seed: int, mode: str | None = None) -> tuple[Any, LossInput
 @pytest.mark.parametrize("name", LOSSES)
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**6), mode=st.sampled_from(AGGREGATIONS), cut=st.integers(1, 2))
-def test_losses_gradients_and_metrics_of_any_split_add_up_to_the_whole(
-    name: str, seed: int, mode: str, cut: int
-) -> None:
+def test_any_split_adds_up_to_the_whole_batch(name: str, seed: int, mode: str, cut: int) -> None:
     algorithm, batch = whole(name, seed, mode)
     loss, metrics = algorithm.compute_loss(batch)
     (expected,) = torch.autograd.grad(loss, batch.policy_logprobs_BT)
@@ -104,7 +102,7 @@ def test_gradient_of_a_detached_weight_is_minus_the_weight(name: str, weight: An
     torch.testing.assert_close(grad, expected * batch.token_weights_BT)
 
 
-def test_gradient_of_gspo_and_vespo_is_the_weight_of_the_sequence() -> None:
+def test_gspo_and_vespo_gradients_are_the_sequence_weight() -> None:
     batch = inputs([[-1.0, -1.3], [-1.0, -0.5]], [[-1.1, -1.1], [-1.0, -1.1]], [[1.0, 1.0], [2.0, 2.0]])
     log_r = (batch.policy_logprobs_BT - batch.rollout_logprobs_BT).detach()
     weight = log_r.mean(-1, keepdim=True).exp() * batch.advantages()
@@ -116,7 +114,7 @@ def test_gradient_of_gspo_and_vespo_is_the_weight_of_the_sequence() -> None:
 
 
 @pytest.mark.parametrize("name", RATIO_LOSSES)
-def test_on_policy_the_ratio_is_exactly_one_and_the_kl_exactly_zero(name: str) -> None:
+def test_on_policy_the_ratio_is_one_and_the_kl_zero(name: str) -> None:
     algorithm = loss_only(name)
     batch = random_batch(2, dtype=torch.float32)
     same = batch.policy_logprobs_BT.detach().clone()
@@ -134,7 +132,7 @@ def test_on_policy_the_ratio_is_exactly_one_and_the_kl_exactly_zero(name: str) -
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
-def test_what_is_masked_changes_nothing_whatever_it_holds(name: str, garbage: float) -> None:
+def test_masked_positions_change_nothing(name: str, garbage: float) -> None:
     algorithm, batch = whole(name, 7, "token-mean")
     loss, grad = gradient(batch, algorithm)
     changes = {
@@ -179,7 +177,7 @@ def test_the_order_of_rows_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("field", ["policy_logprobs_BT", "rollout_logprobs_BT", "advantages_BT", "ref_logprobs_BT"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_never_trained_and_is_named(field: str, bad: float) -> None:
+def test_a_value_that_is_not_finite_is_an_error_by_name(field: str, bad: float) -> None:
     algorithm = make_algorithm("grpo")
     batch = random_batch(1)
     value = getattr(batch, field).detach().clone()
@@ -190,7 +188,7 @@ def test_what_is_not_finite_is_never_trained_and_is_named(field: str, bad: float
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"jsd"}))
-def test_every_algorithm_type_runs_with_nothing_but_its_name(name: str) -> None:
+def test_every_algorithm_type_runs_by_its_name(name: str) -> None:
     algorithm = make_algorithm(name)
     batch = with_weights(random_batch(0), algorithm)
     loss, grad = gradient(batch, algorithm)
@@ -208,7 +206,7 @@ def test_extreme_ratios_stay_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_backward_keeps_a_bounded_number_of_tensors_of_the_size_of_the_logprobs(name: str) -> None:
+def test_backward_keeps_a_bounded_number_of_tensors(name: str) -> None:
     """Of 16,384 tokens in float32 they are 0.8 MiB, what the logits of a single token of a large vocabulary take."""
     algorithm = loss_only(name)
     batch = with_weights(random_batch(0, 16, 64), algorithm)
@@ -239,7 +237,7 @@ def test_without_gradients_the_value_is_the_same() -> None:
         assert torch.equal(algorithm.compute_loss(batch)[0], loss.detach())
 
 
-def test_m2po_bounds_the_second_moment_of_every_sequence_and_so_of_the_batch() -> None:
+def test_m2po_bounds_the_second_moment_of_every_sequence() -> None:
     loss = POLICY_LOSS_FNS["m2po"](m2_threshold=0.04)
     batch = replace(random_batch(21, 8, 40), proximal_logprobs_BT=None).cleaned()
     log_r = (batch.policy_logprobs_BT - batch.rollout_logprobs_BT).detach()
@@ -254,21 +252,21 @@ def test_m2po_bounds_the_second_moment_of_every_sequence_and_so_of_the_batch() -
         assert len(gone) == 0 or torch.cat([kept, gone.min()[None]]).mean() > 0.04
 
 
-def test_sequence_masking_drops_unwanted_tokens_of_far_sequences_only() -> None:
+def test_sequence_masking_drops_only_distant_failures() -> None:
     batch = inputs([[-1.0, -1.0], [-1.0, -1.0]], [[-0.5, -0.5], [-1.0, -1.0]], [[-1.0, 1.0], [-1.0, 1.0]])
     loss, metrics = loss_only("ppo", enable_sequence_masking=True).compute_loss(batch)
     assert metrics["sequence_mask_frac"].item() == 0.25
     assert loss.item() == pytest.approx((-math.exp(-0.5) + 1.0 - 1.0) / 4)
 
 
-def test_decoupled_ppo_weighs_by_the_proximal_policy_and_clips_around_it() -> None:
+def test_decoupled_ppo_clips_around_the_proximal_policy() -> None:
     batch = inputs([-1.0, -1.0], [-1.5, -9.0], [1.0, 1.0], proximal_logprobs_BT=torch.tensor([[-1.2, -1.2]]).double())
     per_token, metrics = POLICY_LOSS_FNS["decoupled_ppo"]()(batch)
     assert per_token.flatten().tolist() == pytest.approx([-math.exp(0.3) * 1.2, 0.0])
     assert metrics["behavior_cap_frac"].item() == 0.5
 
 
-def test_the_rollout_correction_multiplies_the_policy_loss_but_not_the_kl() -> None:
+def test_rollout_correction_applies_only_to_the_policy_loss() -> None:
     more = {
         "proximal_logprobs_BT": torch.tensor([[-1.0, -1.0]]).double(),
         "ref_logprobs_BT": torch.zeros(1, 2).double(),
@@ -282,7 +280,7 @@ def test_the_rollout_correction_multiplies_the_policy_loss_but_not_the_kl() -> N
 
 
 @pytest.mark.parametrize("name", sorted(KL_FNS.keys() - {"none"}))
-def test_the_distance_to_the_reference_is_float32_whatever_autocast_does(name: str) -> None:
+def test_the_reference_kl_is_float32_under_autocast(name: str) -> None:
     torch.manual_seed(4)
     policy, ref, old = (torch.randn(3, 5).float() - 3 for _ in range(3))
     expected = KL_FNS[name]().per_token(policy, ref, old)
@@ -307,7 +305,7 @@ def kl(of_V: Tensor, to_V: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_corrected_k3_is_the_kl_and_its_gradient_whoever_sampled(seed: int) -> None:
+def test_corrected_k3_is_the_kl_for_any_sampling_policy(seed: int) -> None:
     logits_V, policy_V, old_V, ref_V = enumerated(seed)
     assert (policy_V - old_V).max() > math.log(2.0)  # where Trinity-RFT's bound begins
     wanted = kl(policy_V, ref_V)
@@ -329,7 +327,7 @@ DESCENDS = {
 
 
 @pytest.mark.parametrize("name", sorted(DESCENDS))
-def test_what_an_estimate_in_a_loss_descends(name: str) -> None:
+def test_gradients_of_kl_estimates_in_a_loss(name: str) -> None:
     logits_V, policy_V, _, ref_V = enumerated(0)
     sampled_V = policy_V.detach()
     loss = (sampled_V.exp() * KL_FNS[name]().per_token(policy_V, ref_V, sampled_V)).sum()
@@ -351,7 +349,7 @@ PENALIZES = {
 
 
 @pytest.mark.parametrize("name", sorted(PENALIZES))
-def test_what_a_penalty_of_rewards_descends(name: str) -> None:
+def test_gradients_of_kl_estimates_as_a_reward_penalty(name: str) -> None:
     logits_V, policy_V, _, ref_V = enumerated(0)
     cost_V = KL_FNS[name]().per_token(policy_V, ref_V).detach()
     (found_V,) = torch.autograd.grad((policy_V.detach().exp() * cost_V * policy_V).sum(), logits_V, retain_graph=True)

@@ -56,7 +56,7 @@ def test_cispo_clips_the_weight_on_both_sides() -> None:
     assert sum(tokens("cispo", far, **args)) == close(-2.99305, 4e-6)
 
 
-def test_dual_clip_bounds_the_loss_of_unwanted_tokens() -> None:
+def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
     batch = from_ratios([0.5, 1.0, 10.0], [1.0, -1.0, -4.0])
     assert tokens("ppo", batch, clip_ratio_c=3.0) == close([-0.5, 1.0, 12.0])
     loss, metrics = loss_only("ppo").compute_loss(batch)
@@ -71,7 +71,7 @@ def test_dual_clip_bounds_the_loss_of_unwanted_tokens() -> None:
     ("ratios", "expected"),
     [([1.0, 1.14, 1.28, 0.8], [0.7, -0.684, 1.024, -1.68]), ([1.0, 3.0, 5.0, 0.4], [0.7, -1.8, 4.0, -0.84])],
 )
-def test_cispo_gradient_passes_through_the_logprob_alone(ratios: list[float], expected: list[float]) -> None:
+def test_cispo_gradient_passes_only_through_the_logprob(ratios: list[float], expected: list[float]) -> None:
     advantages, logprobs = [1.0, -0.5, 2.0, -1.0], [-0.7, -1.2, -0.4, -2.1]
     rollout = (torch.tensor(logprobs, dtype=torch.float64) - torch.tensor(ratios, dtype=torch.float64).log())[None]
     batch = inputs(logprobs, rollout, advantages)
@@ -98,7 +98,7 @@ def test_sapo_gate_and_loss() -> None:
     assert tokens("sapo", from_ratios([0.5, 1.5], [-1.0, -1.0])) == close([1.415938, 2.393585])
 
 
-def test_sapo_gradient_fades_far_from_one_instead_of_growing() -> None:
+def test_sapo_gradient_fades_far_from_ratio_one() -> None:
     batch = from_ratios([1.0, 10.0], [1.0, 1.0])
     loss, _ = Sapo()(batch)
     loss.sum().backward()

@@ -1,4 +1,4 @@
-"""Promises of the second-moment bound: what is over is what sorting says, ties and packed rows included."""
+"""Promises of the second-moment bound: it equals sorting, including ties and packed rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def columns(row: list[tuple[float, bool]], dtype: torch.dtype) -> tuple[Tensor, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @settings(max_examples=300, deadline=None)
 @given(rows=st.lists(ROW, min_size=1, max_size=6), bound=BOUNDS, mixed=st.booleans())
-def test_what_is_over_is_what_sorting_says_sequence_by_sequence(
+def test_over_budget_equals_sorting_per_sequence(
     dtype: torch.dtype, rows: list[list[tuple[float, bool]]], bound: float, mixed: bool
 ) -> None:
     sizes_N, counted_N = (torch.cat(parts) for parts in zip(*(columns(row, dtype) for row in rows), strict=True))
@@ -59,7 +59,7 @@ def mixed_ties(sizes_N: Tensor, counted_N: Tensor, sequence_N: Tensor, bound: fl
 
 
 @pytest.mark.parametrize("bound", [0.01, 0.04, 1.0])
-def test_many_random_values_are_cut_where_sorting_cuts(bound: float) -> None:
+def test_over_budget_equals_sorting_for_random_values(bound: float) -> None:
     generator = torch.Generator().manual_seed(shifted_seed(3))
     counted_SL = torch.rand(6, 300, generator=generator) > 0.5
     sizes_SL = torch.randn(6, 300, generator=generator).abs() * torch.tensor([[1.0, 2, 0.1, 0, 9, 0.3]]).T

@@ -1,4 +1,4 @@
-"""Promises to who brings an algorithm: one file, named by its path or by a plug-in folder, checked before it runs."""
+"""Promises of custom algorithms: one file, named by its path or by a plug-in folder, checked before it runs."""
 
 import sys
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     sys.path[:] = before
 
 
-def test_an_algorithm_of_one_file_is_chosen_by_its_class(folder: str) -> None:
+def test_an_algorithm_in_one_file_is_named_by_its_class(folder: str) -> None:
     algorithm = make_algorithm("Squared", kl_loss_fn="Cubic", kl_loss_fn_args={"kl_coef": 0.5}, plugin_dirs=[folder])
     assert (algorithm.name, algorithm.repeat_times) == ("Squared", 8)
     assert type(algorithm.advantage_fn).__name__ == "Sign" and algorithm.policy_loss_fn.scale == 2.0  # type: ignore[attr-defined]
@@ -99,10 +99,12 @@ def test_a_part_is_named_by_its_path(folder: str) -> None:
         ("policy_loss_fn", "squared_ratio_plugin.SquaredRation", {}, "no 'SquaredRation'; did you mean SquaredRatio"),
         ("policy_loss_fn", "SquaredRatio", {"scael": 1.0}, "unknown argument; did you mean scale"),
         ("policy_loss_fn", "SquaredRatio", {"scale": "x"}, "'x' is not float"),
-        ("policy_loss_fn", "Unrelated", {}, "no subclass of rftdask.algorithm.losses.base.PolicyLoss"),
-        ("advantage_fn", "SquaredRatio", {}, "no subclass of rftdask.algorithm.advantages.base.AdvantageFn"),
+        ("policy_loss_fn", "Unrelated", {}, "not a subclass of rftdask.algorithm.losses.base.PolicyLoss"),
+        ("advantage_fn", "SquaredRatio", {}, "not a subclass of rftdask.algorithm.advantages.base.AdvantageFn"),
     ],
 )
-def test_a_mistake_in_a_plugin_is_told(folder: str, key: str, name: str, args: dict[str, object], message: str) -> None:
+def test_a_mistake_in_a_plugin_is_an_error(
+    folder: str, key: str, name: str, args: dict[str, object], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         make_part(key, name, args, [folder])

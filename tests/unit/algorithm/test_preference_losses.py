@@ -1,4 +1,4 @@
-"""The losses of preferences, value and gradient, by formulas derived by hand: in float64, without autograd."""
+"""Preference losses: value and gradient against hand-derived formulas, in float64 without autograd."""
 
 import math
 
@@ -94,14 +94,14 @@ def test_kto_by_hand() -> None:
     assert metrics["reward_accuracy"].item() == pytest.approx(1.0), "1.2 and -0.7 are on their sides of z0"
 
 
-def test_orpo_of_a_response_that_is_certain_is_finite() -> None:
+def test_orpo_of_a_certain_response_is_finite() -> None:
     batch = inputs(torch.tensor([[0.0, 0.0], [-1.0, -1.0]]), mode="seq-mean-token-mean")
     loss, grad = gradient(batch, loss_only("orpo"))
     assert torch.isfinite(loss) and torch.isfinite(grad).all()
 
 
 @pytest.mark.parametrize("name", ["orpo", "simpo", "reward_model"])
-def test_no_reference_is_asked_for(name: str) -> None:
+def test_reference_free_losses_need_no_reference(name: str) -> None:
     assert not make_algorithm(name).use_reference
 
 

@@ -81,7 +81,7 @@ def test_mix_equals_the_golden_value_times_rows() -> None:
     assert (metrics["usual_loss"] * (5 - num_experts) / 0.9).item() == close(0.7236452102661133)
 
 
-def test_a_dual_clip_of_two_is_the_golden_truncation_of_unwanted_tokens() -> None:
+def test_a_dual_clip_of_two_equals_the_golden_truncation() -> None:
     batch, _ = golden_batch("ppo")
     loss = loss_only("ppo", clip_ratio_c=2.0).compute_loss(batch)[0]
     assert loss.item() == close(0.2230827361345291)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.batch import TrainingBatch
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
 from rftdask.buffer.batches.log_source import LogSource
@@ -26,7 +27,7 @@ def new_storage() -> Storage:
 
 
 def entries(storage: Storage) -> list[LedgerEntry]:
-    """All that the ledger holds, in order."""
+    """All entries of the ledger, in order."""
     ledger = Ledger(storage)
     found = [ledger.read(step) for step in range(1, ledger.last_step() + 1)]
     return [entry for entry in found if entry is not None]
@@ -35,7 +36,7 @@ def entries(storage: Storage) -> list[LedgerEntry]:
 def experience(
     task: int = 0, rollout: int = 0, *, step: int = 1, status: Status = Status.OK, **fields: Any
 ) -> Experience:
-    """Two prompt tokens and three response tokens that tell the task and the rollout."""
+    """Two prompt tokens and three response tokens, which contain the task and the rollout."""
     values: dict[str, Any] = {
         "taskset": "t",
         "epoch": 0,
@@ -85,7 +86,7 @@ def commit_batch(
 def make_source(
     storage: Storage, *, log: ExperienceLog | None = None, lineage: str = "main", **options: Any
 ) -> LogSource:
-    """A source over `storage`: four tasks a step in work units of two, two groups a train batch."""
+    """A source over `storage`: four tasks per step in work units of two, two groups per training batch."""
     rule = SampleRule(
         groups_per_batch=options.pop("groups_per_batch", 2),
         tasks_per_step=options.pop("tasks_per_step", 4),
@@ -106,13 +107,13 @@ def make_source(
 
 
 def batch_of(source: BatchSource, step: int) -> tuple[LedgerEntry, TrainingBatch] | None:
-    """The entry of a step and all its rows, as a trainer of one rank takes them."""
+    """The entry of a step and all its rows, as read by a trainer with one rank."""
     entry = source.entry(step)
     return None if entry is None else (entry, source.read(entry))
 
 
 def take(source: LogSource, steps: Sequence[int]) -> list[tuple[str, ...]]:
-    """The uids of the batches of `steps`, which must all be there."""
+    """The uids of the batches of `steps`, which must all exist."""
     batches = []
     for step in steps:
         found = batch_of(source, step)
@@ -121,6 +122,10 @@ def take(source: LogSource, steps: Sequence[int]) -> list[tuple[str, ...]]:
     return batches
 
 
+def audit(storage: Storage) -> Audit:
+    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
+
+
 def find_whole(log: ExperienceLog, explore_step: int, unit: int) -> ShardName | None:
-    """A committed shard of this whole work unit, if there is one."""
+    """A committed shard of this whole work unit; None: there is none."""
     return next((name for name in log.find_all(explore_step, unit) if name.part is None), None)

@@ -1,5 +1,5 @@
-"""Promises of `rftdask data export`: rows to train offline, each of which names the experience that it is made of; what
-is left out has a reason; a work unit that ran twice counts once.
+"""Promises of `rftdask data export`: rows for offline training, each with the experience that it was made from; omitted
+rows have a reason; a work unit that ran twice counts once.
 """
 
 import json
@@ -32,7 +32,7 @@ def rows(case: Case, path: Path, kind: Any, where: str = "") -> tuple[list[dict[
     return found, dict(dropped)
 
 
-def test_answers_are_rows_of_sft_with_where_they_are_from(case: Case, tmp_path: Path) -> None:
+def test_answers_are_sft_rows_with_their_origin(case: Case, tmp_path: Path) -> None:
     found, dropped = rows(case, tmp_path / "sft.jsonl", "sft", "reward >= 1 or error <> ''")
     assert [(row["prompt"], row["response"], row["step"]) for row in found] == [
         *(("?", "A1", 1), ("?", "B1", 1), ("?", "C1", 2)),
@@ -43,7 +43,7 @@ def test_answers_are_rows_of_sft_with_where_they_are_from(case: Case, tmp_path: 
     assert len(rows(case, tmp_path / "sft.jsonl", "sft", "state = 'trained' and step = 1")[0]) == 4
 
 
-def test_each_answer_of_a_conversation_is_a_row_whose_prompt_is_all_before_it(case: Case, tmp_path: Path) -> None:
+def test_each_answer_of_a_conversation_is_a_row(case: Case, tmp_path: Path) -> None:
     log = ParquetLog(case.storage)
     cut = conversation(1)
     log.commit([conversation(0), cut.__class__(**{**vars(cut), "status": Status.TRUNCATED})], explore_step=3, unit=0)
@@ -54,7 +54,7 @@ def test_each_answer_of_a_conversation_is_a_row_whose_prompt_is_all_before_it(ca
         export(case.url, str(tmp_path / "p.jsonl"), "dpo", "explore_step = 3")
 
 
-def test_the_best_and_the_worst_of_a_group_are_a_pair(case: Case, tmp_path: Path) -> None:
+def test_best_and_worst_of_a_group_are_a_pair(case: Case, tmp_path: Path) -> None:
     found, dropped = rows(case, tmp_path / "dpo.jsonl", "dpo")
     assert [(row["chosen"], row["rejected"], row["chosen_reward"]) for row in found][:2] == [
         ("A1", "A0", 1.0),
@@ -65,7 +65,7 @@ def test_the_best_and_the_worst_of_a_group_are_a_pair(case: Case, tmp_path: Path
     assert len(found) == 5 and dropped["groups whose rewards are all the same"] == 1
 
 
-def test_tasks_have_their_own_row_and_what_they_were_worth(case: Case, tmp_path: Path) -> None:
+def test_tasks_are_dataset_rows_with_reward_statistics(case: Case, tmp_path: Path) -> None:
     written, _ = export(case.url, str(tmp_path / "tasks.parquet"), "tasks", "task_index < 4")
     table = pq.read_table(tmp_path / "tasks.parquet").to_pylist()
     assert written == 4
@@ -76,12 +76,12 @@ def test_tasks_have_their_own_row_and_what_they_were_worth(case: Case, tmp_path:
     assert (table[2]["task"], table[2]["step"], table[2]["run"]) == ("sums/2", 2, case.url)
 
 
-def test_what_cannot_be_done_is_told(case: Case, tmp_path: Path) -> None:
+def test_invalid_exports_raise(case: Case, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"must end in \.jsonl or \.parquet"):
         export(case.url, "rows.csv", "sft")
     with pytest.raises(UserError, match=r"(?s)rewards.*docs/lineage\.md"):
         export(case.url, str(tmp_path / "a.jsonl"), "sft", "rewards > 1")
-    with pytest.raises(UserError, match="nothing to write: no experience is there"):
+    with pytest.raises(UserError, match="nothing to write: no experience matches"):
         export(case.url, str(tmp_path / "a.jsonl"), "sft", "reward > 1")
     with pytest.raises(DataError):
         export(str(tmp_path / "none"), str(tmp_path / "a.jsonl"), "sft")

@@ -1,5 +1,5 @@
-"""Promises of `rftdask data refine`: each row that stays says where it is from, each that does not has a reason, the
-result does not depend on how many parts there are or who did them, and the same command goes on where it was ended.
+"""Promises of `rftdask data refine`: each remaining row has its origin, each dropped row a reason, the result does not
+depend on the number of parts or on the workers, and the same command continues where it was interrupted.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def kept(out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("part_rows", [1, 7, 1000])
-def test_what_stays_does_not_depend_on_the_parts(
+def test_the_result_does_not_depend_on_the_parts(
     rows: str, tmp_path: Path, part_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PART_ROWS", part_rows)
@@ -80,7 +80,7 @@ def test_a_score_is_a_column_and_parquet_is_read_by_row_groups(rows: str, tmp_pa
 
 
 @pytest.mark.parametrize("part_rows", [6, 1000])
-def test_filters_and_mappers_of_data_juicer_leave_rows_and_columns(
+def test_filters_and_mappers_change_rows_and_columns(
     rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_rows: int
 ) -> None:
     monkeypatch.setenv(PLACE, str(make_stand_in(tmp_path / "environment")))
@@ -98,11 +98,11 @@ def test_filters_and_mappers_of_data_juicer_leave_rows_and_columns(
     ]
     assert isinstance(dataset[0]["text_len"], float), "in all parts, whatever their numbers are"
     recipe.write_text("text_keys: q\nprocess: [upper_mapper]\n")
-    with pytest.raises(UserError, match="was begun by another command"):
+    with pytest.raises(UserError, match="was made by another command"):
         refine(rows, str(tmp_path / "out"), Steps("n != 1", str(recipe)), here)
 
 
-def test_the_same_command_goes_on_and_another_one_is_refused(rows: str, tmp_path: Path) -> None:
+def test_the_same_command_continues_and_another_is_refused(rows: str, tmp_path: Path) -> None:
     steps, out = Steps(unique=("prompt",)), str(tmp_path / "out")
     done: list[int] = []
 
@@ -115,7 +115,7 @@ def test_the_same_command_goes_on_and_another_one_is_refused(rows: str, tmp_path
         refine(rows, out, steps, ends_early)
     scored = tmp_path / "out/scored/000000.parquet"
     before = scored.stat().st_mtime_ns
-    with pytest.raises(UserError, match="was begun by another command"):
+    with pytest.raises(UserError, match="was made by another command"):
         refine(rows, out, Steps(where="level > 1"), here)
     seen: list[int] = []
 
@@ -127,7 +127,7 @@ def test_the_same_command_goes_on_and_another_one_is_refused(rows: str, tmp_path
     assert seen == [before, before]  # the first part was not done again
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine.txt").write_text("")
-    with pytest.raises(UserError, match="is not empty, and nothing says that this command made it"):
+    with pytest.raises(UserError, match="is not empty, and was not made by this command"):
         refine(rows, str(tmp_path / "full"), steps, here)
 
 
@@ -135,16 +135,16 @@ def test_the_same_command_goes_on_and_another_one_is_refused(rows: str, tmp_path
     ("steps", "told"),
     [
         ({"where": "colour = 1"}, r"--where 'colour = 1': .*colour.*\(columns: prompt, level"),
-        ({"unique": ("text",)}, "--unique text: no such column; there are prompt, level"),
+        ({"unique": ("text",)}, "--unique text: no such column; columns: prompt, level"),
         ({"score": "own_refine_scores.fails"}, r"row rows.jsonl#3: ZeroDivisionError"),
         ({"score": "own_refine_scores.none"}, "has no 'none'"),
-        ({"juicer": "[1"}, "--juicer: not a list of JSON"),
+        ({"juicer": "[1"}, "--juicer: not a JSON list"),
         ({"juicer": "nowhere.yaml"}, "--juicer nowhere.yaml: .*No such file"),
         ({"juicer": '["document_deduplicator"]'}, "--juicer: document_deduplicator: a worker sees a part of the rows"),
-        ({"where": "level > 9"}, "no row of .* stays: 0 of 20 rows stay"),
+        ({"where": "level > 9"}, "no row of .* remains: 0 of 20 rows remain"),
     ],
 )
-def test_a_wrong_step_is_told_with_its_row_or_column(rows: str, tmp_path: Path, steps: Any, told: str) -> None:
+def test_a_wrong_step_raises_with_its_row_or_column(rows: str, tmp_path: Path, steps: Any, told: str) -> None:
     with pytest.raises((DataError, UserError), match=f"(?s){told}"):
         refine(rows, str(tmp_path / "out"), Steps(**steps), here)
 
@@ -154,17 +154,17 @@ def test_steps_and_files_are_checked(tmp_path: Path) -> None:
         Steps()
     with pytest.raises(UserError, match="give both"):
         Steps(unique=("a",), top=3)
-    with pytest.raises(DataError, match=r"no \.jsonl or \.parquet file is there"):
+    with pytest.raises(DataError, match=r"no rows in \.jsonl or \.parquet files"):
         read_parts(str(tmp_path / "absent"))
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\n[1]\n')
     with pytest.raises(DataError, match=r"bad\.jsonl:2: not an object"):
         refine(str(tmp_path / "bad.jsonl"), str(tmp_path / "out"), Steps(unique=("a",)), here)
     told = Refined(3, 1, {"below the top": 2}, {"below the top": ["a#0", "a#1"]})
-    assert told.render() == "1 of 3 rows stay\n  2 below the top, such as a#0, a#1"
+    assert told.render() == "1 of 3 rows remain\n  2 below the top, such as a#0, a#1"
 
 
 @pytest.mark.slow
-def test_workers_of_dask_give_the_same(rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dask_workers_give_the_same_result(rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PART_ROWS", 5)
     steps = Steps("level > 0", unique=("prompt",))
     refine(rows, str(tmp_path / "here"), steps, here)

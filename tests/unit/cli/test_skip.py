@@ -17,12 +17,12 @@ from rftdask.config import load_config
 from rftdask.errors import DamagedError, FencedError, StorageError, UserError
 from rftdask.reports.lineage.tables import RunTables
 from rftdask.reports.lineage.trace import trace
+from rftdask.reports.page.report_file import report_run
 from rftdask.reports.run_reader import open_stages
 from rftdask.reports.status import read_status
 from rftdask.run.lease import Lease
 from rftdask.run.run_folder import open_run, record_run
 from rftdask.storage import Storage, open_storage
-from rftdask.studio.printed import report_run
 from rftdask.synchronizer.published import CHECKPOINT_POINTER, move_pointer, published_versions
 from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.trainer.checkpoint import checkpoint_steps

@@ -377,7 +377,7 @@ def test_every_key_of_a_role_becomes_a_directive() -> None:
 
 def test_a_worker_job_names_its_role_its_keys_and_itself(tmp_path: Path) -> None:
     keys = ("cluster.slurm.trainer.prologue=[module load cuda]", "cluster.interface=ib0")
-    config = configured(tmp_path, *keys, "cluster.stage_to=/local/$USER", "cluster.stage_keep=true")
+    config = configured(tmp_path, *keys, "cluster.local_cache_dir=/local/$USER", "cluster.stage_keep=true")
     script = SlurmCluster.job_script(config, "trainer", 1, "trainer-0", private(config), tmp_path / "log")
     for text in (
         "#SBATCH --job-name=rftdask-trainer-0-try\n",
@@ -460,7 +460,7 @@ def test_an_engine_over_two_nodes_is_a_worker_and_one_that_follows(tmp_path: Pat
         ((engine, "checkpoint_root_dir=s3://bucket/runs"), "must be a folder that they see"),
         ((engine, "synchronizer.sync_method=memory"), "sync_method memory lie on the first of its nodes alone"),
         ((engine, "synchronizer.sync_method=nccl"), "sync_method nccl lie on the first of its nodes alone"),
-        ((engine, "synchronizer.whole_interval=20"), "set synchronizer.whole_interval to 1"),
+        ((engine, "synchronizer.full_publish_interval=20"), "set synchronizer.full_publish_interval to 1"),
     ):
         with pytest.raises(UserError, match=told):
             SlurmCluster.shape(configured(tmp_path, *keys, *changes), "explorer", 3)
@@ -593,7 +593,7 @@ def test_on_every_batch_system_a_job_drives_the_run_and_asks_for_the_others(
 ) -> None:
     options, *said = ELSEWHERE[system]
     walltime = "" if system in ("lsf", "htcondor") else "walltime: '04:00:00', "
-    common = ("cluster.python=python3", "cluster.stage_to=$TMPDIR/staged", f"cluster.type={system}")
+    common = ("cluster.python=python3", "cluster.local_cache_dir=$TMPDIR/staged", f"cluster.type={system}")
     config = configured(tmp_path, *common, f"cluster.options={{cores: 4, memory: 8GB, {walltime}{options}}}")
     monkeypatch.setenv("PATH", str(tmp_path))
     submission = plan_submission(config)

@@ -94,12 +94,12 @@ def test_a_grpo_script_becomes_the_same_run_and_is_not_executed(tmp_path: Path) 
     [taskset] = config.buffer.explorer_input.train_tasksets
     assert (taskset.path, taskset.subset_name) == ("openai/gsm8k", "main")
     assert found.left["seed"] == "make_seed() is computed while the script runs"
-    assert "close: (completions, **columns) -> list is to become" in found.left["reward_funcs"]
+    assert "close: (completions, **columns) -> list must become" in found.left["reward_funcs"]
     assert config.explorer.plugin_dirs == ("plugins",), "all files of the script's own folder would be imported"
     assert {"bf16", "logging_steps", "report_to", "sync_ref_model", "LoraConfig.lora_dropout"} <= found.left.keys()
 
 
-def test_beta_of_rloo_is_a_penalty_and_a_kl_without_correction_is_k3(tmp_path: Path) -> None:
+def test_beta_of_rloo_is_a_penalty_and_uncorrected_kl_is_k3(tmp_path: Path) -> None:
     def parts(config: str) -> dict[str, object]:
         return load_config(read_trl(write(tmp_path, f"args = {config}")).tree).algorithm.model_dump()
 
@@ -155,7 +155,7 @@ def test_a_file_of_verl_becomes_the_same_run(tmp_path: Path) -> None:
     source = config.buffer.explorer_input
     assert [t.path for t in source.train_tasksets] == ["~/gsm8k/train.parquet"] and len(source.eval_tasksets) == 1
     assert source.default_reward_fn_type == "gsm.score" and config.explorer.plugin_dirs == ("plugins",)
-    assert "is to become score(response, truth, task)" in found.left["custom_reward_function.path"]
+    assert "must become score(response, truth, task)" in found.left["custom_reward_function.path"]
     assert "data.filter_overlong_prompts" in found.left and "trainer.logger" in found.left
 
 
@@ -196,10 +196,10 @@ def test_a_value_that_is_refused_here_is_told_where_it_stands(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("system", "text", "told"),
     [
-        ("trl", "parser = HfArgumentParser(GRPOConfig)", "what a script reads from its command line is not in it"),
+        ("trl", "parser = HfArgumentParser(GRPOConfig)", "values from its command line are not in the script"),
         ("trl", "def broken(:", "cannot be read as Python"),
-        ("verl", "a: 1", "no configuration of verl"),
-        ("verl", "algorithm: {algorithm_type: grpo}", "no configuration of verl"),
+        ("verl", "a: 1", "it is not a verl configuration"),
+        ("verl", "algorithm: {algorithm_type: grpo}", "it is not a verl configuration"),
         ("axolotl", "a: 1", "it is trl, verl or trinity"),
     ],
 )

@@ -37,10 +37,10 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
             "the gang starts its ranks, which resume",
             TRAINER + "test_a_checkpoint_keeps_what_a_new_process_needs",
         ),
-        "train": ("`Trainer.run`", TRAINER + "test_a_run_trains_the_whole_log_and_ends_with_weights_and_checkpoint"),
+        "train": ("`Trainer.run`", TRAINER + "test_a_run_trains_the_whole_log_and_saves_the_result"),
         "train_step": (
             "one iteration of `Trainer.run`",
-            TRAINER + "test_the_order_of_a_step_is_batch_train_publish_checkpoint_record",
+            TRAINER + "test_a_step_reads_trains_publishes_saves_then_records",
         ),
         "train_step_num": (
             "the number of the newest ledger entry",
@@ -49,7 +49,7 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         "need_sync": ("`SyncRules.publish_due`", STYLES + "test_the_trainer_publishes_at_intervals_or_on_request"),
         "need_save": (
             "`trainer.save_interval`, `save_minutes`",
-            TRAINER + "test_a_checkpoint_comes_after_so_many_minutes_and_goes_after_two_newer_ones",
+            TRAINER + "test_timed_checkpoints_are_saved_and_removed",
         ),
         "sync_weight": ("`Publisher.publish`: files, manifest, pointer", DUE),
         "save_checkpoint": (
@@ -60,7 +60,7 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         "is_alive": ("the lease of the role, in `rftdask status`", LEASE),
         "get_actor": (
             "no actor: ranks are child processes of Dask workers",
-            "tests/unit/trainer/test_gang.py::test_the_result_is_that_of_rank_zero_and_ranks_go_to_trainer_workers",
+            "tests/unit/trainer/test_gang.py::test_ranks_run_on_trainer_workers_and_rank_0_ends_the_run",
         ),
         "get_weight_sync_info": (NO_GROUP, GROUP),
         "setup_weight_sync_group": (NO_GROUP, GROUP),
@@ -69,12 +69,12 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
     "Explorer": {
         "prepare": (
             "`Explorer.open`; engines warm up in tasks",
-            EXPLORER + "test_a_joining_worker_is_given_units_once_its_engine_is_warm",
+            EXPLORER + "test_a_joining_worker_receives_units_once_warm",
         ),
-        "explore": ("`Explorer.run`", EXPLORER + "test_every_unit_is_submitted_once_and_in_order_within_the_window"),
+        "explore": ("`Explorer.run`", EXPLORER + "test_units_are_submitted_once_in_order_within_the_window"),
         "explore_step": (
             "work units of a step; steps overlap",
-            EXPLORER + "test_a_unit_waits_for_the_steps_that_its_weights_are_trained_from",
+            EXPLORER + "test_a_unit_waits_for_the_steps_that_train_its_weights",
         ),
         "finish_current_steps": (
             "nothing to call: counters decide, and no step is drained",
@@ -90,12 +90,12 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "eval": (
             "work units, in parallel with training",
-            EXPLORER + "test_evaluations_take_half_of_the_engines_while_there_is_training",
+            EXPLORER + "test_evaluations_take_half_of_the_engines_during_training",
         ),
         "benchmark": ("`mode: bench`", EVALUATION + "test_bench_evaluates_its_versions"),
         "save_checkpoint": (
             "nothing to save: the log records finished units",
-            EXPLORER + "test_a_restarted_explorer_runs_what_the_log_does_not_hold",
+            EXPLORER + "test_a_restarted_explorer_runs_only_missing_units",
         ),
         "sync_weight": (
             "`SyncRules.weights_for`; a worker loads what its unit names",

@@ -267,7 +267,7 @@ def attempt(workflow: str, *replies: str, **task: Any) -> list[Experience]:
     return asyncio.run(try_workflow(asked, replies, sandbox=SandboxConfig(mode="never")))
 
 
-def test_a_conversation_that_is_one_experience_trains_each_of_its_calls(plugins: ModuleType) -> None:
+def test_one_experience_of_a_conversation_trains_all_calls(plugins: ModuleType) -> None:
     rows = attempt("asks_twice", "a", "b")
     assert [row.error for row in rows] == [""] * len(rows)
     assert {row.reward for row in rows} == {0.5} and rows[0].metrics["num_turns"] == 2.0
@@ -287,7 +287,7 @@ def test_a_workflow_that_awaits_says_where_each_call_stood(plugins: ModuleType) 
 
 
 @pytest.mark.parametrize("name", ["own_math", "own_trinity_workflows.OwnMath", "OwnMath"])
-def test_a_workflow_is_found_by_its_registered_name_its_class_and_its_path(plugins: ModuleType, name: str) -> None:
+def test_workflows_are_found_by_name_class_and_path(plugins: ModuleType, name: str) -> None:
     [right] = attempt(
         name, "<think>x</think> <answer>2</answer>", reward_fn="says_truth", reward_fn_args={"bonus": 0.5}
     )
@@ -350,7 +350,9 @@ def test_an_algorithm_type_brings_its_advantage_and_its_loss(plugins: ModuleType
 
 
 def test_an_advantage_of_verls_batches_is_refused(plugins: ModuleType) -> None:
-    with pytest.raises(UserError, match="OfVerl works on veRL's DataProto, which is not here; derive it from GroupAdv"):
+    with pytest.raises(
+        UserError, match="OfVerl works on veRL's DataProto, which is not available here; derive it from GroupAdv"
+    ):
         make_part("advantage_fn", "OfVerl")
 
 

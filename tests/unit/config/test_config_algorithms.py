@@ -31,9 +31,9 @@ def test_a_mixed_batch_holds_the_rollouts_of_an_explore_step(ratio: float, batch
     assert make_plan(loaded).stages[0].groups_per_batch == batch_size
 
 
-def test_a_mixed_batch_that_parts_a_group_is_refused_with_its_arithmetic() -> None:
+def test_a_mixed_batch_must_not_split_groups() -> None:
     (line,) = problems(mix({"expert_data_ratio": 0.5}, train_batch_size=20))
-    assert "20 - 10 demonstrations (expert_data_ratio 0.5) = 10 rollouts, which is no multiple" in line
+    assert "20 - 10 demonstrations (expert_data_ratio 0.5) = 10 rollouts, not a multiple" in line
 
 
 def test_a_mixture_needs_its_demonstrations() -> None:
@@ -44,7 +44,7 @@ def test_a_mixture_needs_its_demonstrations() -> None:
     (line,) = problems(mix(trainer_input={"auxiliary_buffers": {"shown": {}}}))
     assert line.startswith("buffer.trainer_input.auxiliary_buffers.shown.path: required")
     (line,) = problems(mix({"expert_data_ratio": 1.0}))
-    assert "1.0 is not a number from 0 to below 1" in line
+    assert "1.0 is not a number in [0, 1)" in line
     (line,) = problems(mix({"ratio": 0.5}))
     assert "takes max_staleness, expert_data_ratio, sft_dataset_name" in line
 
@@ -60,7 +60,7 @@ def test_demonstrations_are_found_without_being_named(buffers: list[str], found:
 
 
 @pytest.mark.parametrize("name", sorted(registered_parts("algorithm_type")))
-def test_an_algorithm_is_chosen_by_its_name_alone_and_asks_for_its_input_by_one_key(name: str) -> None:
+def test_an_algorithm_needs_its_name_and_one_input_key(name: str) -> None:
     tree = sft() if AlgorithmConfig(algorithm_type=name).schema_type != "experience" else grpo()
     tree["algorithm"] = {"algorithm_type": name}
     inputs = {
@@ -92,7 +92,7 @@ def test_a_sample_strategy_goes_with_its_algorithms() -> None:
     assert "default does not go with mix" in line
 
 
-def test_a_student_learns_from_a_share_of_a_dataset_beside_its_rollouts() -> None:
+def test_a_student_learns_from_rollouts_and_a_dataset() -> None:
     """GKD's mix: lambda is 1 - expert_data_ratio."""
     teacher, shown = "explorer.auxiliary_models=[{model_path: t}]", "buffer.trainer_input.auxiliary_buffers.d.path=x"
     mixed = {"algorithm_type": "jsd", "repeat_times": 1, "sample_strategy": "mix"}
@@ -115,7 +115,7 @@ def test_a_student_needs_a_teacher(name: str) -> None:
     tree = grpo(algorithm={"algorithm_type": name})
     (line,) = problems(tree)
     key = "explorer.auxiliary_models"
-    assert line == f"{key}: required for {name}: its teacher, of the policy's vocabulary; give [{{model_path: ...}}]"
+    assert line == f"{key}: required for {name}: a teacher with the policy's vocabulary; give [{{model_path: ...}}]"
     assert "with the teacher big" in make_plan(config(tree, f"{key}=[{{model_path: big}}]")).render()
 
 
@@ -125,7 +125,7 @@ def teachers(*models: dict[str, Any], **buffer: Any) -> dict[str, Any]:
     return {**tree, "buffer": {"batch_size": 4, "explorer_input": {"tasksets": tasksets}, **buffer}}
 
 
-MATH, CODE, POEMS = ({"model_path": name, "teaches": [name]} for name in ("math", "code", "poems"))
+MATH, CODE, POEMS = ({"model_path": name, "teacher_for": [name]} for name in ("math", "code", "poems"))
 REST = {"model_path": "rest"}
 
 
@@ -143,9 +143,9 @@ def test_each_taskset_has_its_teacher(models: tuple[dict[str, Any], ...]) -> Non
     ("models", "problem"),
     [
         ((MATH,), "explorer.auxiliary_models: 'code' has no teacher"),
-        ((REST, REST), "explorer.auxiliary_models: 2 of them have no `teaches`"),
-        ((MATH, CODE, POEMS), "explorer.auxiliary_models[2].teaches: 'poems' is not trained"),
-        ((REST, {"teaches": ["code"]}), "explorer.auxiliary_models[1].model_path: required: a teacher"),
+        ((REST, REST), "explorer.auxiliary_models: 2 models have no `teacher_for`"),
+        ((MATH, CODE, POEMS), "explorer.auxiliary_models[2].teacher_for: 'poems' is not trained"),
+        ((REST, {"teacher_for": ["code"]}), "explorer.auxiliary_models[1].model_path: required: a teacher"),
     ],
 )
 def test_what_has_no_teacher_or_two_is_told(models: tuple[dict[str, Any], ...], problem: str) -> None:
@@ -154,15 +154,15 @@ def test_what_has_no_teacher_or_two_is_told(models: tuple[dict[str, Any], ...], 
 
 
 def test_a_taskset_with_two_teachers_is_told_at_both() -> None:
-    lines = problems(teachers(MATH, {**CODE, "teaches": ["code", "math"]}))
-    assert [line.split(":")[0] for line in lines] == [f"explorer.auxiliary_models[{i}].teaches" for i in (0, 1)]
+    lines = problems(teachers(MATH, {**CODE, "teacher_for": ["code", "math"]}))
+    assert [line.split(":")[0] for line in lines] == [f"explorer.auxiliary_models[{i}].teacher_for" for i in (0, 1)]
 
 
 def test_only_what_has_teachers_is_taught() -> None:
     (line,) = problems(grpo(explorer={"auxiliary_models": [MATH]}))
-    assert line == "explorer.auxiliary_models[0].teaches: grpo has no teachers; leave it out"
-    (line,) = problems(grpo(explorer={"rollout_model": {"teaches": ["math"]}}))
-    assert line.startswith("explorer.rollout_model.teaches: ")
+    assert line == "explorer.auxiliary_models[0].teacher_for: grpo has no teachers; leave it out"
+    (line,) = problems(grpo(explorer={"rollout_model": {"teacher_for": ["math"]}}))
+    assert line.startswith("explorer.rollout_model.teacher_for: ")
 
 
 def test_models_beside_the_policy_need_a_path_and_a_name_each() -> None:
@@ -181,7 +181,7 @@ def test_models_beside_the_policy_need_a_path_and_a_name_each() -> None:
         ({"dynamic_timeout": {"enable": True}}, "explorer.dynamic_timeout.enable"),
     ],
 )
-def test_what_a_clock_decides_is_refused_where_runs_are_repeatable(explorer: dict[str, Any], key: str) -> None:
+def test_style_fixed_refuses_time_dependent_settings(explorer: dict[str, Any], key: str) -> None:
     (line,) = problems(grpo(explorer=explorer))
     assert line.startswith(f"{key}: ") and "in sync_style fixed" in line
     assert config(grpo(explorer=explorer), "synchronizer.sync_style=fully_async").explorer
@@ -205,7 +205,9 @@ def test_each_kind_of_log_is_taken_and_a_path_is_for_databases() -> None:
         (line,) = config(grpo(), f"{EXPERIENCES}.{key}=hard").warnings
         assert line == f"{EXPERIENCES}.{key}: ignored: rollouts are read from the log of the run"
     (line,) = problems(grpo(), f"{EXPERIENCES}.storage_type=sql", f"{EXPERIENCES}.path=mysql://host/db")
-    assert line.startswith(f"{EXPERIENCES}.path: 'mysql://host/db' is no database; use postgresql://user@host/name")
+    assert line.startswith(
+        f"{EXPERIENCES}.path: 'mysql://host/db' is not a database URL; use postgresql://user@host/name"
+    )
     (line,) = problems(grpo(), f"{EXPERIENCES}.storage_type=sql", "checkpoint_root_dir=s3://bucket/runs")
     assert line.startswith(f"{EXPERIENCES}.path: required: a database file cannot lie on remote storage")
     (line,) = problems(sft(), f"{EXPERIENCES}.storage_type=queue")
@@ -246,7 +248,7 @@ def test_a_password_is_never_in_a_config(url: str, monkeypatch: pytest.MonkeyPat
 )
 def test_a_dataset_of_storage_type_sql_is_a_table_of_a_database(tree: dict[str, Any], at: str) -> None:
     (line,) = problems(tree, f"{at}.storage_type=sql", f"{at}.path=rows.jsonl")
-    assert line.startswith(f"{at}.path: 'rows.jsonl' is no database; use postgresql://user@host/name")
+    assert line.startswith(f"{at}.path: 'rows.jsonl' is not a database URL; use postgresql://user@host/name")
     (line,) = problems(tree, f"{at}.storage_type=sql", f"{at}.path=postgresql://me:hunter2@host/db")
     assert line.startswith(f"{at}.path: a password in a URL does not belong in a") and "hunter2" not in line
     assert config(tree, f"{at}.storage_type=sql", f"{at}.path=sqlite:////rows.db").warnings == ()
@@ -266,7 +268,7 @@ def test_a_variable_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) ->
         fill_from_environment("postgresql://me:${oc.env:EXPERIENCES_URL}@host/db")
 
 
-def test_auxiliary_buffers_are_datasets_and_one_that_nothing_reads_is_warned_about() -> None:
+def test_unread_auxiliary_buffers_give_a_warning() -> None:
     (line,) = problems(mix(), "buffer.trainer_input.auxiliary_buffers.more={path: x, storage_type: queue}")
     at = "buffer.trainer_input.auxiliary_buffers.more.storage_type"
     assert line == f"{at}: queue: auxiliary buffers are datasets; use file or sql"
@@ -275,7 +277,7 @@ def test_auxiliary_buffers_are_datasets_and_one_that_nothing_reads_is_warned_abo
         "buffer.trainer_input.auxiliary_buffers.more: ignored: sample_strategy mix reads sft_dataset",
     )
     assert config(grpo(), more).warnings == (
-        "buffer.trainer_input.auxiliary_buffers.more: ignored: grpo mixes no data into its own",
+        "buffer.trainer_input.auxiliary_buffers.more: ignored: grpo does not mix in other data",
     )
 
 
@@ -299,7 +301,7 @@ def test_rows_of_a_dataset_are_counted_not_rollouts(name: str) -> None:
     assert loaded.buffer.trainer_input.experience_buffer.storage_type == "file"
 
 
-def test_what_is_inside_an_auxiliary_buffer_is_checked_like_the_rest() -> None:
+def test_keys_of_auxiliary_buffers_are_checked() -> None:
     tree = mix(trainer_input={"auxiliary_buffers": {"sft_dataset": {"path": "x", "pth": "y"}}})
     (line,) = problems(tree)
     assert line.startswith("buffer.trainer_input.auxiliary_buffers.sft_dataset.pth: unknown key; did you mean path?")
@@ -311,29 +313,29 @@ def test_what_is_inside_an_auxiliary_buffer_is_checked_like_the_rest() -> None:
 @pytest.mark.parametrize(
     ("section", "line"),
     [
-        ({"algorithm_type": "grop"}, "algorithm.algorithm_type: 'grop' is no algorithm type; did you mean grpo"),
-        ({"policy_loss_fn": "ppoo"}, "algorithm.policy_loss_fn: 'ppoo' is no policy loss; did you mean ppo"),
+        ({"algorithm_type": "grop"}, "algorithm.algorithm_type: unknown algorithm type 'grop'; did you mean grpo"),
+        ({"policy_loss_fn": "ppoo"}, "algorithm.policy_loss_fn: unknown policy loss 'ppoo'; did you mean ppo"),
         (
             {"policy_loss_fn_args": {"clip_rnage": 1}},
             "algorithm.policy_loss_fn_args.clip_rnage: unknown argument; did you mean clip_range",
         ),
         ({"advantage_fn_args": {"epsilon": "x"}}, "algorithm.advantage_fn_args.epsilon: 'x' is not float"),
-        ({"kl_loss_fn": "k4"}, "algorithm.kl_loss_fn: 'k4' is no KL estimate; did you mean"),
+        ({"kl_loss_fn": "k4"}, "algorithm.kl_loss_fn: unknown KL estimate 'k4'; did you mean"),
         ({"entropy_loss_fn_args": {"coef": 1.0}}, "algorithm.entropy_loss_fn_args.coef: unknown argument"),
         ({"loss_agg_mode": "token_mean"}, "algorithm.loss_agg_mode: "),
     ],
 )
-def test_a_wrong_name_argument_or_type_of_a_part_is_told_without_torch(section: dict[str, Any], line: str) -> None:
+def test_parts_are_checked_without_torch(section: dict[str, Any], line: str) -> None:
     (problem,) = problems(grpo(algorithm=section))
     assert problem.startswith(line)
 
 
-def test_the_aggregation_may_be_given_among_the_arguments_of_the_loss() -> None:
+def test_loss_arguments_may_include_the_aggregation() -> None:
     loaded = config(grpo(algorithm={"policy_loss_fn_args": {"loss_agg_mode": "token-mean"}}))
     assert loaded.warnings == ()
 
 
-def test_a_part_of_the_users_own_is_imported_by_the_check_of_plugins_alone() -> None:
+def test_only_the_plugin_check_imports_own_parts() -> None:
     loaded = config(grpo(algorithm={"policy_loss_fn": "my_losses.Mine"}))
     with pytest.raises(ConfigError, match=r"algorithm\.policy_loss_fn: .*cannot import 'my_losses'"):
         check_plugins(loaded)
@@ -351,7 +353,7 @@ def test_arguments_of_the_rollout_correction_are_checked(given: dict[str, Any], 
     assert line.startswith(f"algorithm.rollout_correction.{key}: {message}")
 
 
-def test_schedules_are_known_by_the_names_and_arguments_of_transformers() -> None:
+def test_schedules_have_the_arguments_of_transformers() -> None:
     # The type of the key is written out for those who read it, and for mypy.
     assert set(get_args(OptimizerConfig.model_fields["lr_scheduler_type"].annotation)) == set(SCHEDULES)
     assert set(SCHEDULES["polynomial"].parameters or ()) == {"lr_end", "power"}
@@ -370,10 +372,12 @@ def test_schedules_are_known_by_the_names_and_arguments_of_transformers() -> Non
         f"{args}.num_decay_steps: required by warmup_stable_decay, and not given"
     ]
     [line] = lines(lr_scheduler_type="inverse_sqrt", min_lr_ratio=0.1)
-    assert line.startswith("algorithm.optimizer.min_lr_ratio: inverse_sqrt ends where lr_scheduler_args say")
+    assert line.startswith(
+        "algorithm.optimizer.min_lr_ratio: only for linear and cosine; inverse_sqrt takes lr_scheduler_args"
+    )
 
 
-def test_optimizers_are_known_by_the_names_and_arguments_of_torch() -> None:
+def test_optimizers_have_the_arguments_of_torch() -> None:
     def lines(**section: object) -> list[str]:
         return problems(grpo(algorithm={"optimizer": section}))
 
@@ -384,7 +388,9 @@ def test_optimizers_are_known_by_the_names_and_arguments_of_torch() -> None:
     assert lines(optimizer_type="sgd", optimizer_args={"nesterov": "yes"}) == [
         f"{at}.optimizer_args.nesterov: 'yes' is not bool"
     ]
-    assert lines(optimizer_type="sgd", betas=[0.5, 0.9]) == [f"{at}.betas: sgd has none; leave it out"]
+    assert lines(optimizer_type="sgd", betas=[0.5, 0.9]) == [
+        f"{at}.betas: optimizer sgd does not have it; leave it out"
+    ]
     [line] = lines(optimizer_type="lbfgs")
     assert line.startswith(f"{at}.optimizer_type: ")
     other = config(grpo(algorithm={"optimizer": {"optimizer_type": "torch.optim.LBFGX"}}))

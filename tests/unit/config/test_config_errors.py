@@ -63,8 +63,8 @@ def test_the_error_counts_the_problems_and_names_the_file(tmp_path) -> None:
 
 def test_a_key_that_resembles_none_is_told_with_where_keys_are() -> None:
     assert problems(grpo(actor_rollout_ref={"rollout": {"n": 8}})) == [
-        "actor_rollout_ref: unknown key; rftdask schema has all keys, rftdask import translates those of TRL, verl and "
-        "Trinity-RFT"
+        "actor_rollout_ref: unknown key; rftdask schema lists all keys, rftdask import translates those of TRL, "
+        "verl and Trinity-RFT"
     ]
 
 
@@ -112,7 +112,7 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
         ),
         (
             {"explorer": {"rollout_model": {"engine_type": "vlm"}}},
-            "explorer.rollout_model.engine_type: 'vlm' is no engine; did you mean vllm?; one of your own is given as "
+            "explorer.rollout_model.engine_type: unknown engine 'vlm'; did you mean vllm?; give your own as "
             "package.module.Name, or by its name in a file of plugin_dirs",
         ),
         (
@@ -122,15 +122,15 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
         ),
         (
             {"explorer": {"rollout_model": {"tensor_parallel_size": 2}}},
-            "explorer.rollout_model.tensor_parallel_size: engine_type transformers cannot do it; leave it out or use "
-            "vllm",
+            "explorer.rollout_model.tensor_parallel_size: engine_type transformers does not support it; leave it out "
+            "or use vllm",
         ),
         (
             {
                 "explorer": {"rollout_model": {"engine_type": "vllm"}},
                 "model": {"model_path": "m", "max_model_len": 64, "lora_configs": [{"use_dora": True}]},
             },
-            "model.lora_configs[0].use_dora: engine_type vllm has no DoRA; use transformers",
+            "model.lora_configs[0].use_dora: engine_type vllm does not support DoRA; use transformers",
         ),
         (
             {"synchronizer": {"load_in_flight": True}},
@@ -142,8 +142,8 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
                 "explorer": {"rollout_model": {"engine_type": "vllm"}},
                 "model": {"model_path": "m", "max_model_len": 64, "lora_configs": [{}]},
             },
-            "synchronizer.load_in_flight: engine_type vllm loads adapters when nothing is under way; leave it out, or "
-            "use transformers",
+            "synchronizer.load_in_flight: engine_type vllm loads adapters only when no request is running; leave it "
+            "out, or use transformers",
         ),
         (
             {
@@ -151,13 +151,13 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
                     "rollout_model": {"engine_type": "vllm", "extra_engine_args": {"logprobs_mode": "raw_logits"}}
                 }
             },
-            "explorer.rollout_model.extra_engine_args.logprobs_mode: logprobs are those that the trainer computes, of "
-            "softmax(logits / temperature); leave it out",
+            "explorer.rollout_model.extra_engine_args.logprobs_mode: logprobs must be those of "
+            "softmax(logits / temperature), as in the trainer; leave it out",
         ),
         (
             {"explorer": {"rollout_model": {"engine_type": "vllm", "extra_engine_args": {"speculative_config": {}}}}},
-            "explorer.rollout_model.extra_engine_args.speculative_config: that drafts leave the policy's tokens and "
-            "logprobs as they are has not been proven here; leave it out",
+            "explorer.rollout_model.extra_engine_args.speculative_config: it is not verified that speculative "
+            "decoding preserves tokens and logprobs; leave it out",
         ),
         (
             {
@@ -166,8 +166,8 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
                     "auxiliary_models": [{"engine_type": "vllm", "model_path": "judge"}],
                 }
             },
-            "explorer.auxiliary_models[0].gpu_memory_utilization: 0.9 + 0.9 of a GPU that they share; give each a part "
-            "of it, together 0.95 at most (explorer.rollout_model, explorer.auxiliary_models[0])",
+            "explorer.auxiliary_models[0].gpu_memory_utilization: 0.9 + 0.9 exceeds the GPU that they share; set "
+            "shares that add up to 0.95 at most (explorer.rollout_model, explorer.auxiliary_models[0])",
         ),
         (
             {"explorer": {"rollout_model": {"temperature": 0.5}}, "model": {**grpo()["model"], "temperature": 0.7}},
@@ -185,12 +185,11 @@ def test_a_key_of_another_section_is_told_by_its_place() -> None:
         ),
         (
             {"trainer": {"trainer_type": "tinker"}},
-            "trainer.trainer_type: tinker: its weights are at the service, for engine_type tinker; "
-            "model.tinker.enable: true sets both",
+            "trainer.trainer_type: tinker requires engine_type tinker; model.tinker.enable: true sets both",
         ),
         (
             {"explorer": {"rollout_model": {"engine_type": "tinker"}}},
-            "explorer.rollout_model.engine_type: tinker samples what trainer_type tinker trains; "
+            "explorer.rollout_model.engine_type: tinker requires trainer_type tinker; "
             "model.tinker.enable: true sets both",
         ),
     ],
@@ -204,7 +203,7 @@ def test_a_wrong_value_is_told_with_what_is_allowed(section: dict, line: str) ->
     [
         (
             ["trainer.num_ranks=6"],
-            "groups of 4 ranks split sequences, and num_ranks 6 is no multiple of 4; use num_ranks 8",
+            "groups of 4 ranks split sequences, and num_ranks 6 is not a multiple of 4; use num_ranks 8",
         ),
         (
             ["trainer.trainer_strategy=single"],
@@ -220,7 +219,10 @@ def test_ranks_that_split_sequences_make_whole_groups(overrides: list[str], line
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["trainer.num_ranks=3"], "groups of 2 ranks cut layers, and num_ranks 3 is no multiple of 2; use num_ranks 4"),
+        (
+            ["trainer.num_ranks=3"],
+            "groups of 2 ranks cut layers, and num_ranks 3 is not a multiple of 2; use num_ranks 4",
+        ),
         (
             ["trainer.ulysses_sequence_parallel_size=2"],
             "2 does not go with ulysses_sequence_parallel_size; use one of them",
@@ -257,7 +259,7 @@ def test_a_group_is_never_split_over_batches() -> None:
     ]
 
 
-def test_batches_smaller_than_a_group_are_told_the_smallest_batch() -> None:
+def test_too_small_a_batch_names_the_smallest_one() -> None:
     assert problems(grpo(), "buffer.train_batch_size=4")[0].endswith("use 8")
 
 
@@ -282,13 +284,13 @@ def test_each_mode_needs_its_data() -> None:
 
 def test_taskset_and_tasksets_exclude_each_other() -> None:
     assert problems(grpo(), "buffer.explorer_input.tasksets=[{path: b.jsonl}]") == [
-        "buffer.explorer_input.tasksets: given beside taskset; give one of them"
+        "buffer.explorer_input.tasksets: taskset is given as well; give only one of them"
     ]
 
 
 def test_tasksets_have_names_of_their_own() -> None:
     assert problems(grpo(), "buffer.explorer_input.eval_tasksets=[{path: b.jsonl, name: taskset_0}]") == [
-        "buffer.explorer_input: 2 tasksets are named 'taskset_0'; each needs a name of its own"
+        "buffer.explorer_input: 2 tasksets are named 'taskset_0'; give each a unique name"
     ]
 
 
@@ -362,7 +364,7 @@ def test_a_broken_key_does_not_invent_other_mistakes() -> None:
     [
         (
             ["algorithm.repeat_times=1"],
-            "algorithm.repeat_times: 1: grpo compares the rollouts of a task, so a lone one teaches nothing; "
+            "algorithm.repeat_times: 1: grpo compares rollouts of a task, so a single one gives no gradient; "
             "use 2 or more",
         ),
         (
@@ -371,15 +373,15 @@ def test_a_broken_key_does_not_invent_other_mistakes() -> None:
         ),
         (
             ["trainer.trainer_strategy=ddp", "trainer.offload_policy=true"],
-            "trainer.offload_policy: ignored: trainer_strategy ddp keeps all in place",
+            "trainer.offload_policy: ignored: trainer_strategy ddp shards nothing",
         ),
         (
             ["trainer.trainer_strategy=single", "trainer.prefetch_layers=2"],
-            "trainer.prefetch_layers: ignored: trainer_strategy single keeps all in place",
+            "trainer.prefetch_layers: ignored: trainer_strategy single shards nothing",
         ),
         (
             ["trainer.trainer_strategy=ddp", "trainer.reshard_after_forward=false"],
-            "trainer.reshard_after_forward: ignored: trainer_strategy ddp keeps all in place",
+            "trainer.reshard_after_forward: ignored: trainer_strategy ddp shards nothing",
         ),
         (
             [
@@ -414,8 +416,8 @@ def test_a_broken_key_does_not_invent_other_mistakes() -> None:
         ),
         (
             ["explorer.auxiliary_models=[{model_path: judge, seed: 7}]"],
-            "explorer.auxiliary_models[0].seed: ignored: all that a rollout asks is drawn by "
-            "explorer.rollout_model.seed",
+            "explorer.auxiliary_models[0].seed: ignored: explorer.rollout_model.seed decides for "
+            "all requests of a rollout",
         ),
         (
             ["trainer.eval_interval=5"],
@@ -426,13 +428,13 @@ def test_a_broken_key_does_not_invent_other_mistakes() -> None:
         (["trainer.critic_warmup=5"], "trainer.critic_warmup: ignored: grpo has no critic"),
         (
             ["algorithm.kl_loss_fn=k1"],
-            "algorithm.kl_loss_fn: k1: in a loss it holds the policy at nothing, for its gradient is 0 on average; use "
+            "algorithm.kl_loss_fn: k1: as a loss its gradient is 0 on average, so it does not hold the policy; use "
             "k2 here, or k1 as kl_penalty_fn",
         ),
         (
             ["algorithm.kl_penalty_fn=k3"],
-            "algorithm.kl_penalty_fn: k3: of the estimates only k1, which has a sign, holds the policy if rewards pay "
-            "for it; use k1 here, or k3 as kl_loss_fn",
+            "algorithm.kl_penalty_fn: k3: as a penalty only the signed estimate k1 holds the policy; "
+            "use k1 here, or k3 as kl_loss_fn",
         ),
     ],
 )
@@ -442,15 +444,15 @@ def test_what_may_surprise_is_warned_about(overrides: list[str], warning: str) -
 
 def test_routers_are_heard_where_they_can_be() -> None:
     of_two = problems(sft(), "trainer.router_aux_loss_coef=0.1", "trainer.torch_compile=true")
-    assert of_two == ["trainer.router_aux_loss_coef: 0.1 does not go with torch_compile, which calls routers unheard"]
+    assert of_two == ["trainer.router_aux_loss_coef: 0.1 does not go with torch_compile, which hides the routers"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "other"),
     [
-        (["explorer.rollout_model.engine_type=vllm"], "engine_type vllm, which does not tell its experts here; use"),
-        (["explorer.rollout_model.engine_type=fake"], "engine_type fake, which does not tell its experts here; use"),
-        (["trainer.torch_compile=true"], "trainer.torch_compile, which calls routers unheard"),
+        (["explorer.rollout_model.engine_type=vllm"], "engine_type vllm, which does not report its experts here; use"),
+        (["explorer.rollout_model.engine_type=fake"], "engine_type fake, which does not report its experts here; use"),
+        (["trainer.torch_compile=true"], "trainer.torch_compile, which hides the routers"),
     ],
 )
 def test_experts_are_replayed_where_they_can_be(overrides: list[str], other: str) -> None:
@@ -461,16 +463,16 @@ def test_experts_are_replayed_where_they_can_be(overrides: list[str], other: str
 
 def test_rows_of_a_dataset_have_no_experts_to_replay() -> None:
     [found] = problems(sft(), "algorithm.enable_router_replay=true")
-    assert found.endswith("does not go with sft, which learns from a dataset: no engine has told its experts")
+    assert found.endswith("does not go with sft, which learns from a dataset: no engine reported its experts")
 
 
-def test_a_dataset_may_be_trained_beside_tasks_to_evaluate_and_a_reward_model_may_not() -> None:
+def test_reward_models_are_not_evaluated_on_tasks() -> None:
     tasks = "buffer.explorer_input.eval_tasksets=[{path: e}]"
     loaded = config(sft(), tasks, "trainer.eval_interval=5", "explorer.eval_interval=7")
     assert loaded.evaluates_training and loaded.eval_interval == 5 and loaded.warnings == ()
     ignored = config(sft(algorithm={"algorithm_type": "reward_model"}), tasks)
     assert not ignored.has_explorer
-    told = "ignored: a reward model answers no tasks; use eval_buffer"
+    told = "ignored: a reward model generates no answers; use eval_buffer"
     assert ignored.warnings == (f"buffer.explorer_input.eval_tasksets: {told}",)
 
 
@@ -545,7 +547,7 @@ def test_results_that_somebody_needs_again_are_not_removed(keep: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "sql"])
-def test_only_parquet_shards_are_compacted_and_whoever_needs_results_again_finds_them(kind: str) -> None:
+def test_only_parquet_shards_are_compacted(kind: str) -> None:
     buffer = "buffer.trainer_input.experience_buffer"
     selector = "{selector_type: difficulty_based, feature_keys: [weak, strong]}"
     compact = f"{buffer}.retention.keep=compact"
@@ -559,7 +561,7 @@ def test_fewest_explorer_workers_are_not_more_than_most() -> None:
     source = grpo()
     source["explorer"] = {"min_workers": 5, "max_workers": 4}
     (line,) = problems(source)
-    assert line == "explorer.min_workers: 5: more than explorer.max_workers, 4; lower one or raise the other"
+    assert line == "explorer.min_workers: 5 exceeds explorer.max_workers 4; lower one or raise the other"
 
 
 @pytest.mark.parametrize(
@@ -567,21 +569,21 @@ def test_fewest_explorer_workers_are_not_more_than_most() -> None:
     [
         (
             {"default_workflow_type": "math_worklow"},
-            "buffer.explorer_input.taskset.default_workflow_type: 'math_worklow' is no workflow",
+            "buffer.explorer_input.taskset.default_workflow_type: unknown workflow 'math_worklow'",
         ),
         (
             {"default_reward_fn_type": "math_boxed_rewad"},
-            "buffer.explorer_input.taskset.default_reward_fn_type: 'math_boxed_rewad' is no reward function",
+            "buffer.explorer_input.taskset.default_reward_fn_type: unknown reward function 'math_boxed_rewad'",
         ),
     ],
 )
-def test_an_unknown_workflow_or_reward_is_told_with_what_comes_nearest(taskset: dict, line: str) -> None:
+def test_unknown_workflows_and_rewards_name_the_nearest(taskset: dict, line: str) -> None:
     [problem] = problems(grpo(buffer={"explorer_input": {"taskset": {"path": "t.jsonl", **taskset}}}))
     assert problem.startswith(line)
     assert "; did you mean math_" in problem
 
 
-def test_a_workflow_that_a_plug_in_may_have_is_no_error_where_nothing_is_imported() -> None:
+def test_a_workflow_of_a_plugin_is_accepted_unimported() -> None:
     taskset = {"path": "t.jsonl", "default_workflow_type": "no_such_module.workflow"}
     assert load_config(grpo(buffer={"explorer_input": {"taskset": taskset}}))
 
@@ -592,19 +594,17 @@ def test_videos_are_refused_where_nothing_reads_them() -> None:
     for engine in ("vllm", "fake"):
         [line] = problems(grpo(), f"{key}=video", f"explorer.rollout_model.engine_type={engine}")
         kind = "videos" if engine == "vllm" else "images"
-        assert line == f"{key}: engine_type {engine} is given no {kind} here; use engine_type transformers"
+        assert line == f"{key}: engine_type {engine} does not support {kind} here; use engine_type transformers"
     [line] = problems(grpo(), f"{key}=video", "buffer.explorer_input.taskset.format.prompt_type=raw")
-    assert line.startswith(f"{key}: images and videos are shown by a chat template, and prompt_type raw has none")
+    assert line.startswith(f"{key}: images and videos need a chat template, which prompt_type raw lacks")
     own = "buffer.trainer_input.experience_buffer.format.video_key"
-    assert problems(sft(), f"{own}=video") == [
-        f"{own}: videos are of tasks, and not of rows to learn from; leave it out"
-    ]
+    assert problems(sft(), f"{own}=video") == [f"{own}: only tasks may have videos; leave it out"]
 
 
 def test_pixels_are_not_normalized_by_vllm() -> None:
     key = "explorer.rollout_model.extra_engine_args.mm_device_do_normalize"
     [line] = problems(grpo(), f"{key}=true", "explorer.rollout_model.engine_type=vllm")
-    assert line.startswith(f"{key}: the trainer gives the model the pixels that the model's own processor normalizes")
+    assert line.startswith(f"{key}: the trainer normalizes pixels with the processor of the model")
 
 
 @pytest.mark.parametrize(
@@ -612,11 +612,11 @@ def test_pixels_are_not_normalized_by_vllm() -> None:
     [
         (
             {"rollout_model": {"engine_num": 0}},
-            "explorer.rollout_model.engine_num: 0: the policy has one engine at least; give 1 or more",
+            "explorer.rollout_model.engine_num: 0: the policy needs at least one engine; give 1 or more",
         ),
         (
             {"auxiliary_models": [{"model_path": "j", "requests_per_minute": 60}]},
-            "explorer.auxiliary_models[0].requests_per_minute: a limit of a model behind an API, and engine_type is "
+            "explorer.auxiliary_models[0].requests_per_minute: only for models behind an API, and engine_type is "
             "transformers",
         ),
         (
@@ -626,8 +626,8 @@ def test_pixels_are_not_normalized_by_vllm() -> None:
         ),
         (
             {"auxiliary_models": [{"model_path": "q", "engine_type": "tinker", "engine_num": 1}]},
-            "explorer.auxiliary_models[0].engine_num: the Tinker service computes, so it needs no workers; leave it "
-            "out",
+            "explorer.auxiliary_models[0].engine_num: the Tinker service runs the model, so it needs no workers; leave "
+            "it out",
         ),
     ],
 )

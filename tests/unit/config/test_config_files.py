@@ -39,7 +39,7 @@ def test_the_commands_in_its_comments_are_valid(file: Path, command: str) -> Non
     load_config(file, overrides)
 
 
-def test_every_configuration_for_the_command_line_shows_its_commands() -> None:
+def test_each_example_shows_its_commands() -> None:
     assert {file.stem for file, _ in COMMANDS} >= {"gsm8k-grpo", "offline", "sft"}
 
 
@@ -52,6 +52,6 @@ def test_gsm8k_reads_the_answer_after_the_mark() -> None:
     assert (taskset.default_workflow_type, taskset.default_reward_fn_type) == ("math_workflow", "math_reward")
 
 
-def test_explore_and_train_of_the_offline_example_share_one_folder() -> None:
+def test_both_modes_of_the_offline_example_share_one_folder() -> None:
     explore, train = (load_config(FOLDER / "offline.yaml", [f"mode={mode}"]) for mode in ("explore", "train"))
     assert explore.checkpoint_job_dir == train.checkpoint_job_dir

@@ -18,9 +18,9 @@ from config_cases import another_value, config, grpo, problems, reachable, with_
 from pydantic.fields import FieldInfo
 
 from rftdask.config import Config
-from rftdask.config.base import Filled, Later, Named, Section, child_of, default_of, marks_of, plain
+from rftdask.config.base import Computed, Later, PluginName, Section, child_of, default_of, marks_of, plain
+from rftdask.config.check import walk
 from rftdask.config.schema import algorithm, buffer, cluster, explorer, model, optimizer, run, trainer
-from rftdask.config.schema.walk import walk
 from rftdask.config.trinity.reference_keys import REFERENCE_KEYS as WITHOUT_FIELD
 from rftdask.config.trinity.reference_keys import Derived, Ignored, Missing, Renamed, Secret
 from rftdask.config.trinity.translate import MEGATRON, OF_THE_POLICY
@@ -85,7 +85,7 @@ OUR_KEYS = {
     "cluster.interface",
     "cluster.python",
     "cluster.private_folder",
-    "cluster.stage_to",
+    "cluster.local_cache_dir",
     "cluster.stage_keep",
     "cluster.tls",
     "cluster.dashboard_address",
@@ -183,7 +183,7 @@ def is_leaf(path: str) -> bool:
     return not child_of(key) if isinstance(key, FieldInfo) else not isinstance(key, dict)
 
 
-def test_keys_without_a_field_are_listed_by_the_class_of_a_section_that_lacks_them() -> None:
+def test_reference_keys_belong_to_sections_without_the_field() -> None:
     sections = {cls.__name__: cls for module in SCHEMAS for cls in vars(module).values() if isinstance(cls, type)}
     for name, keys in WITHOUT_FIELD.items():
         assert issubclass(sections[name], Section), name
@@ -216,19 +216,19 @@ def test_every_key_of_ours_is_of_the_reference_or_listed_as_ours() -> None:
         "qos",
         "reservation",
         "save_minutes",
-        "flush_age_s",
+        "max_commit_delay_s",
         "slots_per_engine",
         "load_in_flight",
-        "whole_interval",
+        "full_publish_interval",
         "final_temperature",
         "temperature_steps",
         "max_memory_gb",
         "max_processes",
-        "also",  # of the monitor: further trackers
+        "extra_monitors",
         "bubblewrap",
         "bubblewrap_network",
         "mode",
-        "teaches",
+        "teacher_for",
         "requests_per_minute",
         "tokens_per_minute",
         "max_retries",
@@ -237,7 +237,7 @@ def test_every_key_of_ours_is_of_the_reference_or_listed_as_ours() -> None:
         "plugin_dirs",
         "keep",
         "keep_steps",
-        "keep_share",
+        "keep_fraction",
         "dataset_args",
         "label_key",
         "return_assistant_tokens_mask",
@@ -280,7 +280,7 @@ def test_a_key_whose_feature_is_missing_is_refused_when_set(path: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["model_path", "name"])
-def test_the_engine_of_the_policy_has_no_model_or_name_of_its_own(key: str) -> None:
+def test_the_policy_engine_has_no_model_path_or_name(key: str) -> None:
     [line] = problems(with_key(f"explorer.rollout_model.{key}", "other"))
     assert line.startswith(f"explorer.rollout_model.{key}: 'other' is not available in this release (")
 
@@ -295,7 +295,7 @@ def test_the_engine_of_the_policy_has_no_model_or_name_of_its_own(key: str) -> N
         for value in mark.values
     ],
 )
-def test_a_value_whose_feature_is_missing_is_refused_with_what_to_use(path: str, value: str) -> None:
+def test_a_value_of_a_missing_feature_names_an_alternative(path: str, value: str) -> None:
     lines = problems(with_key(path, value))
     where = path.replace("[]", "[0]")
     assert [line for line in lines if line.startswith(f"{where}: {value!r} is not available in this release (")]
@@ -324,7 +324,11 @@ def test_every_derived_key_is_marked_so() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in marked(Filled) if reachable(path) and "tasksets[]" not in path and path != "model.max_model_len"],
+    [
+        path
+        for path in marked(Computed)
+        if reachable(path) and "tasksets[]" not in path and path != "model.max_model_len"
+    ],
 )
 def test_null_in_a_filled_key_means_that_it_is_computed(path: str) -> None:
     assert config(with_key(path, None)) == config(grpo())
@@ -349,7 +353,7 @@ def test_every_key_is_read_by_some_code() -> None:
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
     read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     # The arguments of a part are read through the mark of the key that names it.
-    read |= {mark.arguments for path in marked(Named) for mark in marks(path) if isinstance(mark, Named)}
+    read |= {mark.arguments for path in marked(PluginName) for mark in marks(path) if isinstance(mark, PluginName)}
     unread = {path for path in KEYS if path.rpartition(".")[2].removesuffix("[]") not in read}
     assert {path for path in unread if isinstance(KEYS[path], FieldInfo) and not has_one_value(KEYS[path])} == set()
 

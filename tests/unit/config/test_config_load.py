@@ -83,7 +83,7 @@ _LEAVES = st.one_of(
     )
 )
 @settings(max_examples=50)
-def test_plain_data_is_what_the_reader_of_interpolations_makes_of_it(tree: dict) -> None:
+def test_plain_data_is_read_as_omegaconf_reads_it(tree: dict) -> None:
     assume("added" not in tree)
     told: list[tuple[str, str]] = []
     slow: list[tuple[str, str]] = []
@@ -99,11 +99,12 @@ def test_plain_data_is_what_the_reader_of_interpolations_makes_of_it(tree: dict)
     [
         ("seed", "override 'seed' is not of the form key.sub=value"),
         ("=3", "override '=3' is not of the form key.sub=value"),
-        (["seed=3"], "override ['seed=3'] is not a text; give each as 'key.sub=value'"),
-        ({"seed": 3}, "override {'seed': 3} is not a text; give each as 'key.sub=value'"),
+        (["seed=3"], "override ['seed=3'] is not text; give each as 'key.sub=value'"),
+        ({"seed": 3}, "override {'seed': 3} is not text; give each as 'key.sub=value'"),
         (
             "a.b=3",
-            "a: unknown key; rftdask schema has all keys, rftdask import translates those of TRL, verl and Trinity-RFT",
+            "a: unknown key; rftdask schema lists all keys, rftdask import translates those of TRL, verl and "
+            "Trinity-RFT",
         ),
         ("algorithm.optimizer.rl=1", "algorithm.optimizer.rl: unknown key; did you mean lr?"),
         ("project=[a", "project: the override cannot be applied: while parsing a flow sequence"),
@@ -166,17 +167,17 @@ def test_a_mistake_in_yaml_is_told_with_its_line(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_told() -> None:
-    assert problems("nowhere.yaml", "seed=1") == ["there is no file nowhere.yaml"]
+    assert problems("nowhere.yaml", "seed=1") == ["file nowhere.yaml does not exist"]
     folder = str(Path(__file__).parent)
-    assert problems(folder) == [f"{folder} is no file; give the YAML file of a configuration"]
+    assert problems(folder) == [f"{folder} is not a file; give the YAML file of a configuration"]
 
 
 def test_null_means_not_given() -> None:
     assert config(grpo(explorer=None, log={"level": None}, stages=None)) == config(grpo())
 
 
-@pytest.mark.parametrize("path", ["explorer.flush_age_s", "explorer.sandbox.max_memory_gb"])
-def test_null_is_a_value_of_its_own_where_another_one_is_the_default(path: str) -> None:
+@pytest.mark.parametrize("path", ["explorer.max_commit_delay_s", "explorer.sandbox.max_memory_gb"])
+def test_null_overrides_a_default_that_is_not_null(path: str) -> None:
     loaded = config(grpo(), f"{path}=null")
     *sections, key = path.split(".")
     assert getattr(functools.reduce(getattr, sections, loaded), key) is None
@@ -209,7 +210,7 @@ def test_absent_keys_are_filled_from_those_they_depend_on() -> None:
     assert loaded.buffer.trainer_input.experience_buffer.storage_type == "queue"
 
 
-def test_what_draws_has_the_seed_of_the_run_unless_it_names_its_own() -> None:
+def test_samplers_use_the_seed_of_the_run_by_default() -> None:
     source = ("buffer.explorer_input.eval_tasksets=[{path: e}]", "explorer.auxiliary_models=[{model_path: judge}]")
 
     def seeds(loaded: Config) -> list[int]:
@@ -274,7 +275,7 @@ def test_the_folder_of_a_run_joins_root_project_group_and_name(root: str, folder
     assert loaded.checkpoint_job_dir == folder
 
 
-def test_a_relative_root_is_made_absolute_and_an_empty_group_left_out() -> None:
+def test_the_run_folder_is_absolute_without_empty_parts() -> None:
     assert config(grpo()).checkpoint_job_dir == str(Path.cwd() / "runs" / "rftdask" / "rft")
 
 
@@ -308,7 +309,7 @@ def test_replacing_keys_checks_the_result() -> None:
         replace(loaded, {"buffer.batch_size": 0})
 
 
-def test_a_config_is_plain_json_without_derived_values_and_secrets() -> None:
+def test_to_dict_is_plain_json_without_derived_values() -> None:
     tree = config(grpo()).to_dict()
     assert json.loads(json.dumps(tree)) == tree
     assert "checkpoint_job_dir" not in tree

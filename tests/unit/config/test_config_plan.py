@@ -38,7 +38,7 @@ def test_total_steps_limit_both_sides(tasks: str) -> None:
     source = grpo()
     source["buffer"]["explorer_input"]["taskset"]["path"] = tasks
     (stage,) = make_plan(config(source, "buffer.total_steps=9", "trainer.total_steps=3")).stages
-    assert (stage.explore_steps, stage.experiences, stage.train_steps) == (9, 288, 3)
+    assert (stage.explore_steps, stage.experiences, stage.train_steps) == (3, 96, 3)
 
 
 def test_unknown_sizes_are_not_guessed() -> None:
@@ -110,7 +110,7 @@ FILES, MEMORY = "checkpoint: files of the run, since", "held in /dev/shm"
         (["checkpoint_root_dir=file:///data"], f"{FILES} the run is in a folder"),
         ([SLURM], f"{FILES} the run is in a folder"),
         ([S3], f"memory: {MEMORY}, since one machine runs on an object store"),
-        ([S3, "synchronizer.whole_interval=20"], f"{FILES} deltas are files (whole_interval 20)"),
+        ([S3, "synchronizer.full_publish_interval=20"], f"{FILES} deltas are files (full_publish_interval 20)"),
         ([S3, SLURM], f"{FILES} a slurm cluster may be several machines"),
         ([S3, TINKER], f"{FILES} the service keeps them, and files name them"),
         ([S3, "synchronizer.sync_method=checkpoint"], f"{FILES} sync_method says so"),
@@ -138,10 +138,10 @@ def test_the_plan_says_how_weights_travel_and_why(overrides: list[str], said: st
 
 @pytest.mark.parametrize("mode", ["explore", "train"])
 @pytest.mark.parametrize("chosen", [MEMORY_CHOSEN, NCCL_CHOSEN])
-def test_a_way_that_is_not_taken_is_warned_about_with_the_reason_of_the_plan(mode: str, chosen: str) -> None:
+def test_an_unused_sync_method_gives_a_warning(mode: str, chosen: str) -> None:
     loaded = config(grpo(mode=mode), S3, chosen)
     (stage,) = make_plan(loaded).stages
-    why = f"mode {mode} has one role alone"
+    why = f"mode {mode} has only one role"
     assert stage.weights == f"{FILES} {why}"
     key, _, method = chosen.partition("=")
     assert loaded.warnings == (f"{key}: {method} is not used: {why}, so weights go through files",)
@@ -173,7 +173,7 @@ def test_auxiliary_models_are_told_with_where_they_are() -> None:
         "{name: far, model_path: gpt, engine_type: external}]"
     )
     said = make_plan(config(grpo(), models, "explorer.rollout_model.engine_num=3")).render()
-    assert "judge            3 x vllm engine over 2 GPUs, j, beside the policy in each explorer worker" in said
+    assert "judge            3 x vllm engine over 2 GPUs, j, with the policy in each explorer worker" in said
     assert "far              1 x gpt, behind an API" in said
 
 

@@ -24,7 +24,7 @@ def test_replay_is_off_by_default() -> None:
     assert max_uses(config(grpo())) == 1
 
 
-def test_the_priority_functions_have_the_defaults_of_the_reference() -> None:
+def test_priority_functions_have_the_reference_defaults() -> None:
     cool = f"{AT}.replay_buffer.reuse_cooldown_time=30"
     assert make_replay(config(grpo(), *ON, cool)) == Replay(LinearDecay(2.0), 30.0, seed=42)
     assert max_uses(config(grpo(), *ON, cool)) is None
@@ -65,7 +65,7 @@ def test_without_a_cooldown_time_nothing_is_used_twice() -> None:
         ((*ON, f"{AT}.replay_buffer.reuse_cooldown_time=-1"), "reuse_cooldown_time: "),
         (
             (ON[0], f"{AT}.replay_buffer.reuse_cooldown_time=1"),
-            "style fixed repeats a run bit by bit, and a clock does not",
+            "style fixed repeats a run bit by bit, which a clock prevents",
         ),
         (
             (*ON, f"{AT}.replay_buffer.reuse_cooldown_time=1", "algorithm.algorithm_type=remax"),
@@ -122,8 +122,8 @@ OF_ROWS = ["tools_key", "chosen_key", "rejected_key", "enable_concatenated_multi
 @pytest.mark.parametrize(
     ("base", "path", "keys", "why"),
     [
-        (grpo, "buffer.explorer_input.taskset", OF_ROWS, "it is of rows to learn from, and these are tasks"),
-        (sft, AT, ["workflow_key", "reward_fn_key"], "it is of tasks, and these are rows to learn from"),
+        (grpo, "buffer.explorer_input.taskset", OF_ROWS, "it belongs to supervised rows, and these are tasks"),
+        (sft, AT, ["workflow_key", "reward_fn_key"], "it belongs to tasks, and these are supervised rows"),
     ],
 )
 def test_a_column_that_nothing_reads_is_told(base: Any, path: str, keys: list[str], why: str) -> None:
@@ -132,14 +132,14 @@ def test_a_column_that_nothing_reads_is_told(base: Any, path: str, keys: list[st
         assert f"{path}.format.{key}: ignored: {why}" in config(base(), f"{path}.format.{key}={value}").warnings
 
 
-def test_features_that_order_tasks_are_told_where_rows_are_learned() -> None:
+def test_feature_keys_of_supervised_rows_give_a_warning() -> None:
     of_rows = f"{AT}.data_selector={{selector_type: shuffle, feature_keys: [a]}}"
     assert any("feature_keys: ignored: only tasks" in line for line in config(sft(), of_rows).warnings)
 
 
-def test_images_are_of_tasks_and_arguments_of_an_order_of_its_own() -> None:
+def test_only_tasks_have_images_and_selector_arguments() -> None:
     for override, why in (
-        (f"{AT}.format.image_key=image", "are of tasks, and not of rows to learn from"),
+        (f"{AT}.format.image_key=image", "only tasks may have"),
         (f"{AT}.data_selector={{selector_type: shuffle, kwargs: {{tau: 1}}}}", "shuffle takes no arguments"),
     ):
         (line,) = problems(sft(), override)

@@ -63,7 +63,7 @@ def test_urls_without_secrets_are_taken(url: str) -> None:
     assert config(grpo(), f"{TASKSET}.workflow_args={{url: '{url}'}}")
 
 
-def test_arguments_are_completed_where_they_are_used_and_written_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_are_filled_in_only_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE", "https://me:hunter2@judge")
     monkeypatch.setenv("ROWS", "tasks.jsonl")
     tree = grpo(

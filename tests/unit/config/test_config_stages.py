@@ -60,7 +60,7 @@ def leaves(tree, path=()):
     return {where: value for key, item in tree.items() for where, value in leaves(item, (*path, key)).items()}
 
 
-def test_a_stage_that_gives_one_key_of_a_section_keeps_the_others() -> None:
+def test_a_stage_keeps_keys_that_it_does_not_set() -> None:
     warmup, rl = config(staged()).stage_configs()
     assert (rl.trainer.save_interval, rl.trainer.grad_clip, rl.trainer.total_steps) == (5, 0.3, 7)
     assert (warmup.algorithm.optimizer.lr, warmup.algorithm.optimizer.weight_decay) == (1e-4, 0.1)
@@ -99,7 +99,7 @@ def test_null_in_a_stage_takes_an_inherited_value_back() -> None:
     assert rl.buffer.train_batch_size == 32
 
 
-def test_a_mistake_in_a_stage_names_it_and_a_shared_one_is_told_once() -> None:
+def test_mistakes_name_their_stage_and_shared_ones_appear_once() -> None:
     lines = problems(
         staged(seed="x"),
         "stages[1].trainer.save_intervall=3",
@@ -117,9 +117,7 @@ def test_a_mistake_in_a_stage_names_it_and_a_shared_one_is_told_once() -> None:
 
 
 def test_stages_have_names_of_their_own() -> None:
-    assert problems(staged(), "stages[0].stage_name=rl") == [
-        "stages: 2 stages are named 'rl'; each needs a name of its own"
-    ]
+    assert problems(staged(), "stages[0].stage_name=rl") == ["stages: 2 stages are named 'rl'; give each a unique name"]
 
 
 def test_a_stage_may_set_only_its_own_sections() -> None:
@@ -129,13 +127,13 @@ def test_a_stage_may_set_only_its_own_sections() -> None:
 def test_a_warning_of_a_stage_names_it() -> None:
     loaded = config(staged(), "explorer.runner_per_model=4", "stages[1].trainer.param_offload=true")
     offload = "trainer.param_offload: ignored: use trainer.offload_policy, which offloads all three"
-    runners = "explorer.runner_per_model: ignored: there are no runner processes: rollouts are concurrent coroutines"
+    runners = "explorer.runner_per_model: ignored: rollouts are concurrent coroutines, not runner processes"
     assert loaded.warnings == (runners, f"stages[1] (rl): {offload}")
     assert loaded.stage_configs()[0].warnings == (runners,)
     assert loaded.stage_configs()[1].warnings == (runners, offload)
 
 
-def test_mode_colocate_is_both_with_turns_in_the_file_and_in_a_stage() -> None:
+def test_mode_colocate_means_both_with_colocate() -> None:
     loaded = config(grpo(mode="colocate", cluster={"num_cpus": 4}))
     assert (loaded.mode, loaded.cluster.colocate, loaded.cluster.num_cpus) == ("both", True, 4)
     assert config(loaded.to_dict()) == loaded
@@ -144,14 +142,14 @@ def test_mode_colocate_is_both_with_turns_in_the_file_and_in_a_stage() -> None:
     assert (rl.mode, rl.cluster.colocate) == ("both", True)
 
 
-def test_an_override_that_every_stage_hides_is_told_with_what_to_type() -> None:
+def test_an_override_hidden_by_every_stage_gives_a_warning() -> None:
     stages = [
         {**STAGES[0], "trainer": {"total_steps": 3}},
         {"stage_name": "rl", "trainer": {"total_steps": 5, "save_interval": 5}},
     ]
     tree = grpo(name="two", stages=stages)
     assert config(tree, "trainer.total_steps=9").warnings == (
-        "trainer.total_steps: changes nothing: every stage says its own; set stages[1].trainer.total_steps, or that of "
+        "trainer.total_steps: changes nothing: every stage sets it; set stages[1].trainer.total_steps, or that of "
         "another stage",
     )
     for has_an_effect in ("trainer.save_interval=9", "stages[1].trainer.total_steps=9", "seed=9"):

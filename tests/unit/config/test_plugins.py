@@ -48,7 +48,7 @@ def test_another_thread_that_imports_meanwhile_is_no_error(monkeypatch: pytest.M
     assert outcomes == []
 
 
-def test_a_registered_name_is_found_before_any_plugin_is_imported() -> None:
+def test_registered_names_come_before_plugins() -> None:
     assert find_part("loss", "clip", {"clip": ClipLoss}, ["/nowhere"]) is ClipLoss
 
 
@@ -85,13 +85,13 @@ def test_a_name_that_two_files_define_is_refused(folder: Path) -> None:
     ("name", "message"),
     [
         ("clpi", "unknown loss 'clpi'; did you mean clip?"),
-        ("zzz", "unknown loss 'zzz'; there are clip, sft; one of your own is given as package.module.Name"),
+        ("zzz", "unknown loss 'zzz'; there are clip, sft; give your own as package.module.Name"),
         ("no_such_module.Loss", "cannot import 'no_such_module'"),
         ("collections.OrderdDict", "module 'collections' has no 'OrderdDict'; did you mean OrderedDict"),
         ("a..b", "cannot import"),
     ],
 )
-def test_a_name_that_is_not_there_is_told_with_what_comes_nearest(name: str, message: str) -> None:
+def test_an_unknown_name_lists_the_nearest(name: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         find_part("loss", name, {"clip": ClipLoss, "sft": ClipLoss})
     assert message in str(caught.value)
@@ -133,7 +133,7 @@ def test_arguments_that_fit_bind() -> None:
     bind_arguments("x", ClipLoss, {"clip_range": 1})
 
 
-def test_types_are_checked_where_a_module_keeps_its_annotations_as_text(folder: Path) -> None:
+def test_types_are_checked_for_annotations_kept_as_text(folder: Path) -> None:
     text = "from __future__ import annotations\nclass Late:\n    def __init__(self, level: int | None = None): ...\n"
     (folder / "late.py").write_text(text)
     part = find_part("loss", "Late", {}, [str(folder)])
@@ -198,7 +198,7 @@ DATASET = {
 }
 
 
-def test_the_arguments_of_registered_parts_are_checked_when_a_configuration_is_loaded() -> None:
+def test_loading_checks_arguments_of_registered_parts() -> None:
     with pytest.raises(ConfigError) as caught:
         tracked("monitor={monitor_type: mlflow, monitor_args: {tracking_url: x, tags: 3}}")
     assert caught.value.problems == [
@@ -211,13 +211,13 @@ def test_the_arguments_of_registered_parts_are_checked_when_a_configuration_is_l
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("monitor.monitor_type=tensorbord", "'tensorbord' is no monitor; did you mean tensorboard?"),
-        ("cluster.type=slrum", "'slrum' is no cluster; did you mean slurm?"),
-        ("explorer.rollout_model.engine_type=transformer", "'transformer' is no engine; did you mean transformers?"),
+        ("monitor.monitor_type=tensorbord", "unknown monitor 'tensorbord'; did you mean tensorboard?"),
+        ("cluster.type=slrum", "unknown cluster 'slrum'; did you mean slurm?"),
+        ("explorer.rollout_model.engine_type=transformer", "unknown engine 'transformer'; did you mean transformers?"),
         ("explorer.rollout_model.engine_type=no_such.Engine", "cannot import 'no_such'"),
     ],
 )
-def test_an_unknown_name_is_told_with_its_key_when_a_configuration_is_loaded(override: str, problem: str) -> None:
+def test_loading_reports_unknown_names_with_their_keys(override: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         tracked(override)
     (line,) = caught.value.problems
@@ -235,7 +235,7 @@ ROLLOUTS = {
     [
         (
             "algorithm.algorithm_type=gpro",
-            "algorithm.algorithm_type: 'gpro' is no algorithm type; did you mean gspo or grpo",
+            "algorithm.algorithm_type: unknown algorithm type 'gpro'; did you mean gspo or grpo",
         ),
         ("algorithm.policy_loss_fn=my.X", "algorithm.policy_loss_fn: policy loss 'my.X': cannot import 'my'"),
         (
@@ -244,10 +244,10 @@ ROLLOUTS = {
         ),
         ("algorithm.policy_loss_fn_args={clip_range: wide}", "algorithm.policy_loss_fn_args.clip_range: 'wide' is not"),
         ("algorithm.kl_loss_fn_args={kl_coeff: 1}", "algorithm.kl_loss_fn_args.kl_coeff: unknown argument"),
-        ("algorithm.advantage_fn=rlo", "algorithm.advantage_fn: 'rlo' is no advantage function; did you mean rloo"),
+        ("algorithm.advantage_fn=rlo", "algorithm.advantage_fn: unknown advantage function 'rlo'; did you mean rloo"),
         (
             "buffer.explorer_input.taskset.default_workflow_type=math_worklow",
-            "buffer.explorer_input.taskset.default_workflow_type: 'math_worklow' is no workflow",
+            "buffer.explorer_input.taskset.default_workflow_type: unknown workflow 'math_worklow'",
         ),
         (
             "data_processor.experience_pipeline.operators=[{name: reward_filer}]",
@@ -275,7 +275,7 @@ def test_loss_agg_mode_may_stand_among_the_arguments_of_the_loss() -> None:
     check_plugins(load_config(ROLLOUTS, ["algorithm.policy_loss_fn_args={loss_agg_mode: token-mean}"]))
 
 
-def test_a_plugin_is_imported_and_its_signature_bound_by_check_plugins_alone(folder: Path) -> None:
+def test_only_check_plugins_imports_and_binds_plugins(folder: Path) -> None:
     (folder / "own_tracker.py").write_text(OWN_TRACKER)
     here = f"explorer.plugin_dirs=[{folder}]"
     check_plugins(tracked(here, "monitor={monitor_type: OwnTracker, monitor_args: {address: there}}"))

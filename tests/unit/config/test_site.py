@@ -61,8 +61,8 @@ def test_what_was_loaded_reads_no_file_of_the_site_again(site: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("profile", "told"),
     [
-        ("trainer: {num_ranks: 4}", "a profile has the section cluster alone, and not trainer"),
-        ("cluster: {slurm: {profile: other}}", "cluster.slurm.profile: a profile names no other"),
+        ("trainer: {num_ranks: 4}", "a profile has only the section cluster, and not trainer"),
+        ("cluster: {slurm: {profile: other}}", "cluster.slurm.profile: a profile must not name another profile"),
         ("cluster: [", "not valid YAML"),
         ("cluster: {slurm: {template: none.sh}}", "none.sh cannot be read"),
     ],
@@ -74,4 +74,4 @@ def test_a_profile_that_says_something_else_is_a_mistake(site: Path, profile: st
 
 def test_a_profile_that_is_not_there_is_told_with_the_places(site: Path) -> None:
     [told] = problems(grpo(), "cluster.slurm.profile=marconi")
-    assert f"no profile 'marconi': neither {site}/marconi.yaml nor /etc/rftdask/marconi.yaml" in told
+    assert f"profile 'marconi' does not exist: neither {site}/marconi.yaml nor /etc/rftdask/marconi.yaml" in told

@@ -1,7 +1,7 @@
-"""A service that speaks the protocol of Trinity-RFT's service of Data-Juicer, in a thread of the test.
+"""A service with the protocol of Trinity-RFT's Data-Juicer service, in a thread of the test.
 
-It knows text_length_filter(min_len), upper_mapper, fails_mapper, hangs_mapper (until it is closed) and
-counts_aggregator, reads multipart forms with the parser of the standard library, and keeps a list of what was asked.
+It supports text_length_filter(min_len), upper_mapper, fails_mapper, hangs_mapper (until it is closed) and
+counts_aggregator, parses multipart forms with the standard library, and records its requests in a list.
 """
 
 import email

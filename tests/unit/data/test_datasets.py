@@ -1,6 +1,4 @@
-"""Promises of datasets: the same rows whatever the file format, a fingerprint of the content, and errors
-that say where.
-"""
+"""Promises of datasets: equal rows in every file format, a fingerprint of the content, and errors with a place."""
 
 import json
 import socket
@@ -24,7 +22,7 @@ ROWS = [
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """`rows` in the format the suffix of `path` names."""
+    """Write `rows` in the format of the suffix of `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
@@ -65,7 +63,7 @@ def test_a_folder_gives_the_files_of_the_split(tmp_path: Path, names: list[str])
         open_dataset(str(tmp_path), split="validation")
 
 
-def test_files_that_name_no_split_are_the_training_data_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_files_without_a_split_name_are_training_data(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", ROWS[1:])
     write(tmp_path / "a.parquet", ROWS[:1])
     assert rows_of(open_dataset(str(tmp_path))) == ROWS
@@ -99,7 +97,7 @@ def test_a_missing_file_names_its_nearest_neighbors(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", ROWS)
     with pytest.raises(DataError, match=r"trian\.jsonl does not exist; nearest in .*: train\.jsonl"):
         open_dataset(str(tmp_path / "trian.jsonl"))
-    with pytest.raises(DataError, match="there is no folder"):
+    with pytest.raises(DataError, match="neither does its folder"):
         open_dataset(str(tmp_path / "nowhere" / "train.jsonl"))
 
 
@@ -125,13 +123,13 @@ def test_a_misspelled_folder_is_not_looked_for_on_the_hub(tmp_path: Path, monkey
         ("a.txt", b"no", r"unknown kind of file; use one of \.jsonl"),
     ],
 )
-def test_a_damaged_file_is_an_error_that_says_where(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_a_damaged_file_raises_with_its_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         open_dataset(str(tmp_path / name))
 
 
-def test_a_folder_without_data_says_what_it_holds(tmp_path: Path) -> None:
+def test_a_folder_without_data_is_refused_with_its_content(tmp_path: Path) -> None:
     (tmp_path / "readme.md").write_text("hello")
     with pytest.raises(DataError, match=r"holds \['readme.md'\]"):
         open_dataset(str(tmp_path))
@@ -162,11 +160,11 @@ class TestReasoningGym:
 
 
 @pytest.mark.parametrize("name", ["tasks.jsonl", "folder"])
-def test_a_server_that_accepts_and_says_nothing_is_not_waited_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_times_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "ANSWER_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/{name}"
-        with pytest.raises(DataError, match=f"dataset {url}: its server has not answered for 0 s; is it the right"):
+        with pytest.raises(DataError, match=f"dataset {url}: its server has not answered for 0 s; check the address"):
             open_dataset(url)
 
 

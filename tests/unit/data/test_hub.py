@@ -1,5 +1,5 @@
-"""Names on the Hub, without one. Promises: what the local cache holds whole is used without asking; for another name
-there is one request, also where the server takes it and says nothing, and one line that says what to do.
+"""Names on the Hub, without the Hub. Promises: complete models in the local cache are used without a request; for other
+names there is one request, even if the server accepts it and stays silent, and one line with advice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODEL = "rftdask-tests/no-such-model"
 
 
 class Server:
-    """A socket on this machine in place of the Hub: it refuses connections, or takes them and says nothing."""
+    """A local socket in place of the Hub that refuses connections, or accepts them and stays silent."""
 
     def __init__(self, listens: bool) -> None:
         self.listens = listens
@@ -52,7 +52,7 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The local cache of models, empty."""
+    """An empty local cache of models."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # set for all tests
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
@@ -80,7 +80,7 @@ def put_in_cache(cache: Path, name: str, *, whole: bool) -> Path:
     return snapshot
 
 
-def test_a_model_in_the_cache_is_its_folder_there(cache: Path, silent: Server) -> None:
+def test_a_cached_model_is_its_folder_in_the_cache(cache: Path, silent: Server) -> None:
     snapshot = put_in_cache(cache, MODEL, whole=True)
     assert local_model(MODEL) == str(snapshot)
     require_model(MODEL, "model.model_path")
@@ -88,12 +88,12 @@ def test_a_model_in_the_cache_is_its_folder_there(cache: Path, silent: Server) -
     assert silent.num_connections == 0
 
 
-def test_a_model_that_is_not_whole_in_the_cache_is_asked_for(cache: Path, silent: Server) -> None:
+def test_an_incomplete_cached_model_is_requested(cache: Path, silent: Server) -> None:
     put_in_cache(cache, MODEL, whole=False)
     assert local_model(MODEL) == MODEL
     with pytest.raises(DataError, match=r"^model.model_path: 'rftdask-tests/no-such-model' is not on this machine"):
         require_model(MODEL, "model.model_path")
-    assert read_shape(MODEL).num_parameters > 0, "the shape follows from config.json alone"
+    assert read_shape(MODEL).num_parameters > 0, "the shape follows from config.json"
 
 
 def test_a_model_that_is_nowhere_is_one_line_after_one_request(silent: Server) -> None:
@@ -106,7 +106,7 @@ def test_a_model_that_is_nowhere_is_one_line_after_one_request(silent: Server) -
     (line,) = str(caught.value).splitlines()
     assert f"{silent.url} does not answer (" in line
     assert line.endswith(
-        "give a folder of it (hf download rftdask-tests/no-such-model --local-dir DIR, where there is a network)"
+        "pass a local copy (run hf download rftdask-tests/no-such-model --local-dir DIR on a machine with a network)"
     )
     assert silent.num_connections == silent.listens
 
@@ -125,7 +125,7 @@ def test_a_dataset_that_is_nowhere_is_one_line_after_one_request(silent: Server)
     assert silent.num_connections == silent.listens
 
 
-def test_a_hub_that_answers_anything_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_answer_of_the_hub_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     server = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
@@ -140,6 +140,6 @@ def test_a_hub_that_answers_anything_is_there(monkeypatch: pytest.MonkeyPatch) -
     server.close()
 
 
-def test_a_path_that_is_no_name_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_hub_name_is_unchanged(tmp_path: Path) -> None:
     for path in ("/no/such/folder", "./folder", "~/folder", "gpt2", "a/b/c", str(tmp_path)):
         assert local_model(path) == path

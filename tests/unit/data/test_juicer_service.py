@@ -1,8 +1,8 @@
-"""Promises of `service.data_juicer.server_url`: rows go to a service of Data-Juicer in the reference system's protocol.
+"""Promises of `service.data_juicer.server_url`: rows go to a service in the protocol of the reference system.
 
-- A dataset is made as a process makes it, but that the service tells of all operators together.
-- A session that the service has lost is made again; what is no answer is a typed error with the service's words.
-- The reference system's own service is asked, too, where its package is installed.
+- It makes the same dataset as a process, but reports all operators together.
+- A lost session is created again; invalid answers raise typed errors with the text of the service.
+- The service of the reference system is tested if its package is installed.
 """
 
 import json
@@ -30,7 +30,7 @@ ROWS = [{"q": "why", "n": 1}, {"q": "no"}, {"q": "how many", "n": 2.5}]
 SHORT = {"text_length_filter": {"min_len": 3}}
 
 
-def test_rows_go_there_and_come_back_with_what_became_of_them() -> None:
+def test_rows_come_back_with_their_changes() -> None:
     told: list[OperatorResult] = []
     with serving() as service, JuicerService(service.url, Pipeline([SHORT, {"upper_mapper": {}}], "q")) as juicer:
         assert juicer.run(ROWS, told.append) == [
@@ -44,7 +44,7 @@ def test_rows_go_there_and_come_back_with_what_became_of_them() -> None:
     assert service.asked == ["/health", "/create", "/process_experience", "/process_experience", "/close"]
 
 
-def test_a_session_that_is_lost_is_made_again() -> None:
+def test_a_lost_session_is_created_again() -> None:
     with serving() as service, JuicerService(service.url, Pipeline([SHORT], "q")) as juicer:
         service.sessions.clear()
         assert [result.row for result in juicer.run(ROWS)] == [0, 2]
@@ -56,10 +56,10 @@ def test_a_session_that_is_lost_is_made_again() -> None:
     [
         ("fails_mapper", DataError, r"process_experience: status 500: (.*\n)*RuntimeError: no such verb"),
         ("hangs_mapper", WaitTimeout, "process_experience: no answer after 0 s"),
-        ("counts_aggregator", UserError, "operators counts_aggregator of Data-Juicer at .*: it makes other rows"),
+        ("counts_aggregator", UserError, "operators counts_aggregator of Data-Juicer at .*: it makes new rows"),
     ],
 )
-def test_what_is_no_answer_is_told(operator: str, error: type[RftError], told: str) -> None:
+def test_invalid_answers_raise_typed_errors(operator: str, error: type[RftError], told: str) -> None:
     with serving() as service:
         with (
             JuicerService(service.url, Pipeline([{operator: {}}], "q"), silence_s=0.2) as juicer,
@@ -92,7 +92,7 @@ def tree(folder: Path, url: str, **pipeline: Any) -> dict[str, Any]:
     }
 
 
-def test_a_dataset_is_made_there_without_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_service_makes_a_dataset_without_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLACE, "/nowhere")
     with serving() as service:
         stage = load_config(tree(tmp_path, service.url))
@@ -117,7 +117,7 @@ def test_a_dataset_is_made_there_without_an_environment(tmp_path: Path, monkeypa
         check_pipeline(other)
 
 
-def test_keys_of_the_reference_have_a_meaning_or_are_told(tmp_path: Path) -> None:
+def test_keys_of_the_reference_are_used_or_reported(tmp_path: Path) -> None:
     source = tree(tmp_path, "http://there:5005")
     source["service"]["data_juicer"] |= {"auto_start": False, "port": 5005}
     told = load_config(source)
@@ -131,8 +131,8 @@ def test_keys_of_the_reference_have_a_meaning_or_are_told(tmp_path: Path) -> Non
 
 
 @pytest.mark.extras
-def test_the_service_of_the_reference_is_asked_in_its_protocol(tmp_path: Path) -> None:
-    """Its own server, over fake_data_juicer and a parser of configurations that parses nothing."""
+def test_the_service_of_the_reference_understands_the_client(tmp_path: Path) -> None:
+    """Its own server, over fake_data_juicer and a stub of the config parser."""
     try:
         assert version("trinity-rft") == "0.6.0"
     except PackageNotFoundError:

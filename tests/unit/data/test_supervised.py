@@ -1,4 +1,6 @@
-"""Promises of supervised rows: the response alone is learned; what cannot be told apart from the prompt is refused."""
+"""Promises of supervised rows: only the response is learned; a response that cannot be separated from the prompt is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ EOS = 0
 
 
 class CharTokenizer:
-    """Code points as token ids; a chat is "<role>content" one after the other, with an end mark after each answer."""
+    """Code points as token ids; a chat is a sequence of <role>content, with an end mark after each answer."""
 
     eos_token_id: int | None = EOS
     chat_template = None
@@ -47,7 +49,7 @@ class CharTokenizer:
 
 
 class MovingTemplate(CharTokenizer):
-    """A template that counts the messages first, so that the answer changes the prompt before it."""
+    """A template that begins with the number of messages, so that the answer changes the prompt before it."""
 
     def apply_chat_template(self, messages: Any, **options: Any) -> str:
         return f"{len(messages)}:" + super().apply_chat_template(messages, **options)
@@ -76,19 +78,19 @@ def test_a_raw_row_is_prompt_and_response_and_an_end_token() -> None:
     assert read([{"q": "1+1=", "a": "2"}], prompt_type="raw") == [("1+1=", "2$")]
 
 
-def test_plaintext_is_a_chat_of_the_two_columns_whatever_else_a_row_holds() -> None:
+def test_plaintext_is_a_chat_of_the_two_columns() -> None:
     row = {"q": "hi", "a": "yo", "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
     assert read([row], prompt_type="plaintext") == [("<user>hi<assistant>", "yo|")]
     assert read([row], prompt_type="messages") == [("<user>x<assistant>", "y|")]
 
 
-def test_a_chat_goes_through_the_template_and_ends_as_it_says() -> None:
+def test_a_chat_is_rendered_by_the_template_with_its_end() -> None:
     assert read([{"q": "hi", "a": "yo"}]) == [("<user>hi<assistant>", "yo|")]
     assert read([{"q": "hi", "a": "yo"}], system_prompt="be kind") == [("<system>be kind<user>hi<assistant>", "yo|")]
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_column_of_messages_wins_and_its_last_message_is_learned(as_json: bool) -> None:
+def test_the_last_message_of_a_messages_column_is_learned(as_json: bool) -> None:
     chat: Any = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
@@ -100,9 +102,9 @@ def test_a_column_of_messages_wins_and_its_last_message_is_learned(as_json: bool
     assert read([{"messages": chat, "q": "x", "a": "y"}]) == [("<user>a<assistant>b|<user>c<assistant>", "d|")]
 
 
-def test_a_long_response_loses_its_end_and_a_long_prompt_is_refused() -> None:
+def test_long_responses_are_cut_and_long_prompts_refused() -> None:
     assert read([{"q": "12", "a": "3456"}], prompt_type="raw", max_tokens=4) == [("12", "34")]
-    with pytest.raises(DataError, match=r"row 0: the prompt alone has 2 tokens, nothing of the response fits in 2"):
+    with pytest.raises(DataError, match=r"row 0: the prompt has 2 tokens, so nothing of the response fits in 2"):
         read([{"q": "12", "a": "3456"}], prompt_type="raw", max_tokens=2)
 
 
@@ -114,12 +116,12 @@ def test_a_template_that_changes_the_prompt_is_refused() -> None:
 
 
 @pytest.mark.parametrize("prompt_type", ["raw", "plaintext", "messages"])
-def test_what_is_no_text_is_told_with_its_row(prompt_type: str) -> None:
-    with pytest.raises(DataError, match="row 1: column 'a' holds int, text is needed"):
+def test_a_value_that_is_not_text_is_refused_with_its_row(prompt_type: str) -> None:
+    with pytest.raises(DataError, match="row 1: column 'a' holds int, not text"):
         read([{"q": "1", "a": "2"}, {"q": "1", "a": 2}], prompt_type=prompt_type)
 
 
-def test_a_missing_column_is_told_with_those_there_are() -> None:
+def test_a_missing_column_is_reported_with_the_existing_ones() -> None:
     with pytest.raises(DataError, match=r"has no column 'a', which format.response_key names; columns: q, answer"):
         read([{"q": "1", "answer": "2"}])
 
@@ -137,13 +139,13 @@ def test_a_chat_gets_the_system_prompt_unless_it_has_its_own() -> None:
     assert [prompt for prompt, _ in found] == ["<system>be kind<user>a<assistant>", "<system>own<user>a<assistant>"]
 
 
-def test_a_missing_column_of_system_prompts_is_told() -> None:
+def test_a_missing_column_of_system_prompts_is_reported() -> None:
     with pytest.raises(DataError, match=r"has no column 'style', which format.system_prompt_key names"):
         read([{"q": "1", "a": "2"}], system_prompt_key="style")
 
 
 @pytest.mark.parametrize("answer", ["yo", "Well, yo"])
-def test_what_a_response_begins_with_is_part_of_the_prompt_as_in_tasks(answer: str) -> None:
+def test_the_reply_prefix_is_part_of_the_prompt(answer: str) -> None:
     assert read([{"q": "hi", "a": answer}], reply_prefix="Well, ") == [("<user>hi<assistant>Well, ", "yo|")]
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
     assert read([{"messages": chat}], reply_prefix="Well, ") == [("<user>hi<assistant>Well, ", "yo|")]
@@ -157,12 +159,12 @@ def test_every_learned_turn_has_the_prefix() -> None:
 def test_prompt_and_response_may_be_chats() -> None:
     row = {"q": CHAT[:3], "a": CHAT[3:]}
     assert read([row]) == [("<user>a<assistant>b|<tool>c<assistant>", "d|")]
-    with pytest.raises(DataError, match="row 0: column 'q' holds list, text is needed"):
+    with pytest.raises(DataError, match="row 0: column 'q' holds list, not text"):
         read([row], prompt_type="plaintext")
 
 
-def test_what_a_table_has_for_other_messages_alone_is_no_part_of_a_message() -> None:
-    """Rows of Parquet have every key that one message has; templates ask whether a key is there."""
+def test_null_keys_of_messages_are_removed() -> None:
+    """Parquet rows have every key that any message has; templates test whether a key exists."""
     seen: list[Any] = []
 
     class Seeing(CharTokenizer):
@@ -202,7 +204,7 @@ CHAT: list[dict[str, str]] = [
 
 
 def learned(rows: list[dict[str, Any]], **fields: Any) -> list[str]:
-    """The text of each row, what is not learned of the response in lower case and what is in upper case."""
+    """The text of each row, response parts in upper case if learned and in lower case if not."""
     max_tokens = fields.pop("max_tokens", 99)
     all_turns = fields.pop("all_turns", True)
     fmt = FormatConfig(messages_key="messages", enable_concatenated_multi_turn=all_turns, **fields)
@@ -236,7 +238,7 @@ def test_tools_of_a_row_go_through_the_template(as_json: bool) -> None:
 
 
 def test_tools_that_are_no_list_are_refused() -> None:
-    with pytest.raises(DataError, match="row 0: column 'tools' holds dict, a list of JSON schemas is needed"):
+    with pytest.raises(DataError, match="row 0: column 'tools' holds dict, not a list of JSON schemas"):
         learned([{"messages": CHAT[:2], "tools": {"name": "add"}}])
-    with pytest.raises(DataError, match="row 0: column 'tools' is no JSON"):
+    with pytest.raises(DataError, match="row 0: column 'tools' is not valid JSON"):
         learned([{"messages": CHAT[:2], "tools": "{"}])

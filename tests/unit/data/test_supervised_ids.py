@@ -1,5 +1,5 @@
-"""Promise: the ids of supervised rows are those that transformers gives the whole chat, or the whole text, whatever the
-tokenizer adds, and what is learned begins where the prompt that it would be asked with ends.
+"""Promise: the ids of supervised rows are those of transformers for the whole chat or text, whatever the tokenizer
+adds, and learned tokens begin where the prompt of a rollout ends.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rftdask.engines.base import SamplingParams
 from rftdask.errors import DataError
 from rftdask.rollouts.policy.lockstep_queue import RolloutKey
 from rftdask.rollouts.policy.recording import RecordingModel, ServedModel
-from tests.unit.data.test_special_tokens import Echo
-from tests.unit.data.test_special_tokens import fast as chatml
+from tests.unit.data.test_tokenizer import Echo
+from tests.unit.data.test_tokenizer import fast as chatml
 
 BOS, EOS = "<s>", "</s>"
 HEADERS = (
@@ -36,7 +36,7 @@ BARE = (
 
 
 def beginning(model: Any, pre_tokenizer: Any, template: str, special: list[str]) -> Any:
-    """A tokenizer that begins what it encodes with BOS, as those of Llama and Gemma do."""
+    """A tokenizer that begins every encoding with BOS, like those of Llama and Gemma."""
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
@@ -69,7 +69,7 @@ def llama3() -> Any:
 
 @cache
 def llama2() -> Any:
-    """SentencePiece's way: every text that is encoded begins with a mark, which its middle has not."""
+    """SentencePiece's way: every encoded text begins with a mark."""
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import Metaspace
 
@@ -93,7 +93,7 @@ def chat(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def rendered(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> list[int]:
-    """By transformers alone."""
+    """Reference ids from transformers."""
     return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options))
 
 
@@ -104,9 +104,7 @@ def learned(row: Row) -> list[bool]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("turns", CHATS)
-def test_a_chat_has_the_ids_of_its_template_and_learns_what_follows_the_prompt(
-    kind: str, turns: list[tuple[str, str]]
-) -> None:
+def test_a_chat_has_the_ids_of_its_template(kind: str, turns: list[tuple[str, str]]) -> None:
     tokenizer, messages = KINDS[kind](), chat(turns)
     tokens, prompt, mask = SftRows(RowsDataset([[{"messages": messages}]], "f"), tokenizer, FORMAT, 999).read([0])[0]
     assert list(tokens) == rendered(tokenizer, messages)
@@ -139,7 +137,7 @@ OF_TEMPLATE = FORMAT.model_copy(update={"return_assistant_tokens_mask": True})
 
 @pytest.mark.parametrize("thinks", [True, False])
 @pytest.mark.parametrize("turns", [*CHATS, [*CHATS[1], ("user", "a")]])
-def test_what_a_template_marks_is_what_transformers_tells(turns: list[tuple[str, str]], thinks: bool) -> None:
+def test_marked_tokens_agree_with_transformers(turns: list[tuple[str, str]], thinks: bool) -> None:
     tokenizer, messages = copy(llama3()), chat(turns)
     tokenizer.chat_template = MARKED
     render = partial(tokenizer.apply_chat_template, thinks=thinks)
@@ -156,11 +154,11 @@ def test_a_template_that_marks_nothing_is_refused() -> None:
         DataError, match=r"return_assistant_tokens_mask: the chat template marks nothing.*leave the key"
     ):
         SftRows(dataset, llama3(), OF_TEMPLATE, 999)
-    with pytest.raises(DataError, match="is for the chats of sft"):
+    with pytest.raises(DataError, match="works only with chats of sft"):
         PreferenceRows(dataset, llama3(), OF_TEMPLATE, 999)
     tokenizer = copy(llama3())
     tokenizer.chat_template = MARKED.replace("'assistant'", "'bot'")
-    with pytest.raises(DataError, match="row 0: the chat template marks nothing of it"):
+    with pytest.raises(DataError, match="row 0: the chat template marks nothing in it"):
         SftRows(dataset, tokenizer, OF_TEMPLATE, 999).read([0])
 
 
@@ -177,7 +175,7 @@ def test_a_pair_of_chats_has_the_ids_of_the_template(kind: str, is_inside: bool)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_raw_text_begins_as_its_tokenizer_begins_a_text_and_ends_once(kind: str) -> None:
+def test_raw_text_has_one_first_and_one_end_token(kind: str) -> None:
     tokenizer, end = KINDS[kind](), [KINDS[kind]().eos_token_id]
     raw, row = FormatConfig(prompt_type="raw"), {"prompt": "hello 1", "response": "2 a", "chosen": "2", "rejected": "a"}
     dataset = RowsDataset([[row]], "f")
@@ -194,7 +192,7 @@ def test_raw_text_begins_as_its_tokenizer_begins_a_text_and_ends_once(kind: str)
 
 
 def test_a_token_that_would_span_prompt_and_response_is_not_made() -> None:
-    """The policy reads the prompt's own tokens and answers with others; so does what it learns from."""
+    """The policy reads the tokens of the prompt and answers with new ones; training data must match."""
     tokenizer = llama3()
     row = {"prompt": "l", "response": "o"}
     [(tokens, length, _)] = SftRows(RowsDataset([[row]], "f"), tokenizer, FormatConfig(prompt_type="raw"), 99).read([0])
@@ -209,7 +207,7 @@ def test_a_text_that_spells_the_first_token_has_it_once() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_policy_is_asked_with_the_ids_it_learned_from(kind: str) -> None:
+def test_rollout_prompts_have_the_learned_ids(kind: str) -> None:
     tokenizer: Tokenizer = KINDS[kind]()
 
     async def asked() -> list[tuple[int, ...]]:

@@ -1,10 +1,10 @@
-"""Promises of `data_processor.task_pipeline`; Data-Juicer is fake_data_juicer, in an environment of its own.
+"""Promises of `data_processor.task_pipeline`, with fake_data_juicer in an environment of its own.
 
-- Each row that stays says where it is from, and is as it was but for what operators changed; each that does not has a
-  reason; rows come by priority.
-- A dataset that is made is taken as it is, without Data-Juicer; another pipeline in its folder is refused.
-- Nothing is installed while operators run; what one lacks is named, with the command.
-- A process that dies, hangs or fails is a typed error with its last words, and outlives nobody.
+- Each remaining row has its origin and is unchanged except by operators; each dropped row has a reason; rows are
+  ordered by priority.
+- An existing dataset is reused without Data-Juicer; a different pipeline in its folder is refused.
+- Operators cannot install packages; missing ones are reported with the command.
+- A process that dies, hangs or fails raises a typed error with its last output, and leaves no orphans.
 """
 
 import ast
@@ -63,13 +63,13 @@ ROWS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="session")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an environment that has the fake alone."""
+    """The folder of an environment with only the fake."""
     return make_stand_in(tmp_path_factory.mktemp("juicer") / "environment")
 
 
 @pytest.fixture
 def here(stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with tasks, for which there is Data-Juicer; nothing was installed in the end."""
+    """A folder with tasks and an installed Data-Juicer; checks that nothing was installed."""
     monkeypatch.setenv(PLACE, str(stand_in))
     monkeypatch.setenv("FAKE_INSTALLED", str(tmp_path / "installed"))
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -104,7 +104,7 @@ def report(config: Config) -> dict[str, Any]:
     return dict(json.loads(open_storage(config.checkpoint_job_dir).get(REPORT)))
 
 
-def test_rows_come_by_priority_as_they_were_but_for_what_changed(here: Path) -> None:
+def test_rows_are_ordered_by_priority_and_otherwise_unchanged(here: Path) -> None:
     stage = config(here, [SHORT, {"name": "upper_mapper"}], top_k=2)
     assert make([stage])
     # The share of letters: how many 7/8, one and one 9/11, what?!?! 1/2. An answer stays the number it was.
@@ -120,25 +120,25 @@ def test_rows_come_by_priority_as_they_were_but_for_what_changed(here: Path) -> 
     assert {key for row in rows for key in row if "dj" in key} == set()
 
 
-def test_every_row_that_is_gone_has_a_reason(here: Path) -> None:
+def test_every_dropped_row_has_a_reason(here: Path) -> None:
     stage, said = config(here, [SHORT], top_k=2), list[str]()
     make_datasets([stage], said.append)
     assert said[1:3] == ["  4 rows go through 1 operators of Data-Juicer", "  text_length_filter: 3 left"]
-    told = report(stage)
-    assert (told["rows_in"], told["rows_out"]) == (5, 2)
-    assert [(each["why"], each["rows"]) for each in told["dropped"]] == [
+    made_report = report(stage)
+    assert (made_report["rows_in"], made_report["rows_out"]) == (5, 2)
+    assert [(drop["why"], drop["rows"]) for drop in made_report["dropped"]] == [
         ("without a value in question", ["tasks.jsonl#3"]),
         ("by text_length_filter (operator 1)", ["tasks.jsonl#2"]),
         ("below the top 2 by priority", ["tasks.jsonl#0"]),
     ]
-    assert told["inputs"] == {str(here / "tasks.jsonl"): open_dataset(str(here / "tasks.jsonl")).fingerprint}
-    assert told["packages"] == {"py-data-juicer": "fake"}
+    assert made_report["inputs"] == {str(here / "tasks.jsonl"): open_dataset(str(here / "tasks.jsonl")).fingerprint}
+    assert made_report["packages"] == {"py-data-juicer": "fake"}
     folder = open_storage(stage.checkpoint_job_dir)
     assert folder.get("dataset/report.txt").startswith(b"2 rows of 5 in ")
     assert b"what a library prints" in folder.get("dataset/data_juicer.log")
 
 
-def test_processes_weights_inputs_and_columns_are_those_of_the_section(here: Path) -> None:
+def test_the_section_sets_processes_weights_inputs_and_columns(here: Path) -> None:
     stage = config(here, [SHORT], num_process=3, priority_weights={"quality": -1})
     make([stage])
     assert [row["source_row"] for row in made(stage)] == ["tasks.jsonl#0", "tasks.jsonl#1", "tasks.jsonl#4"]
@@ -168,13 +168,13 @@ def test_scores_are_those_of_the_reference() -> None:
     assert alike == {"difficulty_score": 0.0, "priority": 0.0}
 
 
-def test_what_is_made_is_taken_as_it_is_and_another_pipeline_refused(
+def test_an_existing_dataset_is_reused_by_its_pipeline(
     here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage = config(here, [SHORT])
     assert make([stage])
     before = report(stage)
-    monkeypatch.setenv(PLACE, "/nowhere")  # it is not asked for again
+    monkeypatch.setenv(PLACE, "/nowhere")  # not needed again
     check_pipeline(stage)
     assert not make([stage])
     with standing_in([stage]) as read:
@@ -182,7 +182,7 @@ def test_what_is_made_is_taken_as_it_is_and_another_pipeline_refused(
     with caplog.at_level(logging.WARNING):
         (here / "tasks.jsonl").write_text('{"question": "another", "answer": 1}\n')
         assert not make([stage])
-    assert "has changed; the run has the dataset that was made of it before" in caplog.text
+    assert "has changed; the run keeps the dataset made from its old rows" in caplog.text
     assert report(stage) == before
     with pytest.raises(UserError, match=r"made by another .*\n  top_k: was -1, is 1\nset it back, choose another name"):
         make([config(here, [SHORT], top_k=1)])
@@ -197,37 +197,37 @@ def test_a_dataset_without_its_report_is_made_again(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("operators", "error", "told"),
+    ("operators", "error", "message"),
     [
         (["needs_mapper"], NotInstalledError, "operator needs_mapper of Data-Juicer needs ftfy: rftdask data setup"),
         (["needs_model_filter", "needs_mapper"], NotInstalledError, "needs torch: rftdask data setup --with 'torch'"),
         (["fails_mapper"], DataError, "operator fails_mapper of Data-Juicer failed: RuntimeError: no such verb"),
-        (["counts_aggregator"], UserError, "operator counts_aggregator of Data-Juicer: it makes other rows"),
+        (["counts_aggregator"], UserError, "operator counts_aggregator of Data-Juicer: it makes new rows"),
         (["upper_mappr"], UserError, r"\[upper_mappr\] unknown operator"),
         (["dies_mapper"], ProcessLostError, r"ended with code 7; its last lines:\n(.*\n)*  \| out of memory"),
     ],
 )
-def test_what_goes_wrong_is_told_and_leaves_no_dataset(
-    here: Path, operators: list[str], error: type[RftError], told: str
+def test_errors_are_typed_and_leave_no_dataset(
+    here: Path, operators: list[str], error: type[RftError], message: str
 ) -> None:
     stage = config(here, [{"name": name} for name in operators])
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         make([stage])
     assert not open_storage(stage.checkpoint_job_dir).exists(REPORT)
     assert open_storage(stage.checkpoint_job_dir).exists("dataset/data_juicer.log")
 
 
-def test_a_process_that_says_nothing_is_ended(here: Path) -> None:
+def test_a_silent_process_is_killed(here: Path) -> None:
     pipeline = Pipeline([{"hangs_mapper": {}}], "question")
     with (
-        pytest.raises(WaitTimeout, match="has said nothing for 1 s"),
+        pytest.raises(WaitTimeout, match="had no output for 1 s"),
         JuicerProcess(find_environment("x"), pipeline, here / "log", silence_s=1.0) as process,
     ):
         process.run([{"question": "why"}])
     assert process._process.poll() is not None
 
 
-def test_a_process_ends_with_whoever_started_it(here: Path) -> None:
+def test_the_process_ends_with_its_parent(here: Path) -> None:
     script = (
         "import os, sys, threading, time\nfrom pathlib import Path\n"
         "from rftdask.data.juicer.base import Pipeline\n"
@@ -239,23 +239,23 @@ def test_a_process_ends_with_whoever_started_it(here: Path) -> None:
         "while 'what a library prints' not in log.read_text():\n    time.sleep(0.01)\n"
         "print(process._process.pid, flush=True)\nos._exit(0)\n"
     )
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    wait_until_gone(int(told.stdout))
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    wait_until_gone(int(ended.stdout))
 
 
 def test_without_an_environment_the_command_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLACE, str(here / "none"))
-    with pytest.raises(NotInstalledError, match=r"there is none in .*/none: run `rftdask data setup` once"):
+    with pytest.raises(NotInstalledError, match=r"none exists in .*/none: run `rftdask data setup` once"):
         check_pipeline(config(here, [SHORT]))
 
 
-def test_operators_are_looked_at_before_rows_are(here: Path) -> None:
+def test_operators_are_checked_before_rows(here: Path) -> None:
     with pytest.raises(UserError, match=r"\[txt_filter\] unknown operator; \[other\] unknown operator"):
         check_pipeline(config(here, [{"name": "txt_filter"}, {"name": "other"}]))
-    check_pipeline(config(here, [{"name": "needs_model_filter"}]))  # it is made when rows are
+    check_pipeline(config(here, [{"name": "needs_model_filter"}]))  # it is made with the rows
 
 
-def test_until_it_is_made_what_goes_in_is_checked(here: Path) -> None:
+def test_until_a_dataset_is_made_its_input_is_checked(here: Path) -> None:
     stage = config(here, [SHORT], inputs=[str(here / "tasks.jsonl"), str(here / "tasks.jsonl")])
     with standing_in([stage]) as [read]:
         taskset = read.buffer.explorer_input.taskset
@@ -271,7 +271,7 @@ def test_until_it_is_made_what_goes_in_is_checked(here: Path) -> None:
         assert second.path == str(here / "tasks.jsonl")
 
 
-def test_a_recipe_says_what_is_run(here: Path) -> None:
+def test_a_recipe_defines_the_pipeline(here: Path) -> None:
     recipe = {
         "project_name": "demo",
         "dataset_path": str(here / "tasks.jsonl"),
@@ -284,19 +284,23 @@ def test_a_recipe_says_what_is_run(here: Path) -> None:
     make([stage])
     assert [row["question"] for row in made(stage)] == ["ONE AND ONE"]
     (here / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "generated_dataset_config": {}}))
-    with pytest.raises(DataError, match="generated_dataset_config: not taken here; of a recipe custom_operator_paths"):
+    with pytest.raises(
+        DataError, match="generated_dataset_config: not supported; recipes may use custom_operator_paths"
+    ):
         check_pipeline(config(here, [], config_path=str(here / "recipe.yaml")))
 
 
 def test_a_column_that_no_row_has_is_named(here: Path) -> None:
-    with pytest.raises(DataError, match=r"target_fields: no row has query; there are source_row, question, answer"):
+    with pytest.raises(
+        DataError, match=r"target_fields: no row has query; the columns are source_row, question, answer"
+    ):
         make([config(here, [SHORT], target_fields=["question", "query"])])
 
 
 # ---- the configuration
 
 
-def test_the_taskset_reads_what_is_made_and_a_moved_run_reads_it_there(here: Path) -> None:
+def test_the_taskset_reads_the_made_dataset_even_in_a_moved_run(here: Path) -> None:
     stage = config(here, [SHORT])
     taskset, pipeline = stage.buffer.explorer_input.taskset, stage.data_processor.task_pipeline
     assert taskset is not None
@@ -313,7 +317,7 @@ def test_the_taskset_reads_what_is_made_and_a_moved_run_reads_it_there(here: Pat
         check_run(open_storage(other.checkpoint_job_dir), other)
 
 
-def test_what_sft_learns_is_made_too_and_nothing_where_there_is_no_dataset(here: Path) -> None:
+def test_the_dataset_of_sft_is_made_and_none_for_bench(here: Path) -> None:
     source = tree(here, [SHORT])
     buffer = {"path": str(here / "tasks.jsonl"), "format": {"prompt_key": "question", "response_key": "answer"}}
     source |= {"mode": "train", "algorithm": {"algorithm_type": "sft"}}
@@ -324,29 +328,29 @@ def test_what_sft_learns_is_made_too_and_nothing_where_there_is_no_dataset(here:
     assert len(made(stage)) == 3
     bench = {**tree(here, [SHORT]), "mode": "bench"}
     bench["buffer"]["explorer_input"] = {"eval_tasksets": [{"name": "e", "path": str(here / "tasks.jsonl")}]}
-    told = load_config(bench)
-    assert "data_processor.task_pipeline: ignored: there is no taskset to make" in told.warnings
-    assert not make([told])
+    bench_stage = load_config(bench)
+    assert "data_processor.task_pipeline: ignored: no taskset reads the result" in bench_stage.warnings
+    assert not make([bench_stage])
 
 
-def test_mistakes_are_told_with_their_keys(here: Path) -> None:
+def test_mistakes_are_reported_with_their_keys(here: Path) -> None:
     wrong = tree(here, [{"name": "a", "argz": {}}, {"args": {}}, {"name": "b", "args": 3}], top_k=0)
     wrong["data_processor"]["task_pipeline"]["priority_weights"] = {"qualty": 1, "quality": "much", "diversity": 1}
     wrong["service"] = {"data_juicer": {"server_url": "localhost:5005"}}
     with pytest.raises(ConfigError) as caught:
         load_config(wrong)
     at = "data_processor.task_pipeline"
-    told = "\n".join(caught.value.problems)
+    problems = "\n".join(caught.value.problems)
     for line in (
         f"{at}.operators[0]: takes name and args",
         f"{at}.operators[1]: takes name and args",
         f"{at}.operators[2].args: 3 is not {{argument: value}}",
-        f"{at}.priority_weights.qualty: unknown; there are quality",
+        f"{at}.priority_weights.qualty: unknown; choose from quality",
         f"{at}.priority_weights.quality: 'much' is not a number",
-        f"{at}.top_k: 0 leaves no row",
+        f"{at}.top_k: 0 keeps no row",
         "service.data_juicer.server_url: ",
     ):
-        assert line in told
+        assert line in problems
     with pytest.raises(ConfigError, match=r"operators: required, unless config_path names a recipe"):
         load_config(tree(here, []))
 
@@ -358,12 +362,12 @@ def test_a_file_of_the_reference_runs_as_it_is(here: Path) -> None:
     stage = load_config(source, origin="trinity")
     assert make([stage])
     assert len(made(stage)) == 3
-    told = "\n".join(stage.warnings)
-    assert "data_processor.task_pipeline.output: ignored: the dataset is made in the run folder" in told
-    assert "service.data_juicer.server_url: ignored" in told
+    warnings = "\n".join(stage.warnings)
+    assert "data_processor.task_pipeline.output: ignored: the dataset is written to the run folder" in warnings
+    assert "service.data_juicer.server_url: ignored" in warnings
 
 
-def test_the_command_that_trains_shares_the_run_of_the_one_that_makes_it(here: Path) -> None:
+def test_explore_and_train_commands_share_a_made_dataset(here: Path) -> None:
     explores, trains = (load_config({**tree(here, [SHORT]), "mode": mode}) for mode in ("explore", "train"))
     open_run(open_storage(explores.checkpoint_job_dir), explores)
     check_run(open_storage(trains.checkpoint_job_dir), trains)
@@ -375,7 +379,7 @@ def test_the_command_that_trains_shares_the_run_of_the_one_that_makes_it(here: P
 
 
 def wheel(folder: Path, content: str) -> str:
-    """A package of one module, to be installed without a network."""
+    """A package of one module, for an installation without a network."""
     folder.mkdir()
     file = folder / "py_data_juicer-1.6.1-py3-none-any.whl"
     info = "py_data_juicer-1.6.1.dist-info"
@@ -389,12 +393,12 @@ def wheel(folder: Path, content: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_setup_that_was_interrupted_is_taken_up_and_a_whole_one_is_left(
+def test_an_interrupted_setup_continues_and_a_complete_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PLACE, str(tmp_path / "environment"))
     monkeypatch.setattr(environments, "REQUIREMENTS", (wheel(tmp_path / "broken", "import nowhere"),))
-    with pytest.raises(UserError, match=r"import data_juicer.core: it ended with code 1, see above; the same command"):
+    with pytest.raises(UserError, match=r"import data_juicer.core: exit code 1, see above; run setup again"):
         set_up()
     with pytest.raises(NotInstalledError):
         find_environment("x")
@@ -408,8 +412,8 @@ def test_a_setup_that_was_interrupted_is_taken_up_and_a_whole_one_is_left(
     assert set_up([whole]).endswith(" already")
 
 
-def test_what_runs_there_imports_nothing_of_ours() -> None:
-    """There is no rftdask in its environment, nor what rftdask needs; Data-Juicer is imported by name."""
+def test_the_runner_imports_nothing_of_rftdask() -> None:
+    """Its environment lacks rftdask and its requirements; Data-Juicer is imported by name."""
     found = imported_names("runner", False, ast.parse(Path(runner.__file__).read_text()))
     names = {source.partition(".")[0] for source, _ in found}
     assert names - {*sys.stdlib_module_names} == set()
@@ -449,7 +453,7 @@ def test_the_real_data_juicer(tmp_path: Path) -> None:
     )
     assert second["source_row"] == "tasks.jsonl#2"
     assert first["quality_score"] == (first["alnum_ratio"] + 1 - first["char_rep_ratio"]) / 2
-    assert {each["why"]: each["rows"] for each in report(stage)["dropped"]} == {
+    assert {drop["why"]: drop["rows"] for drop in report(stage)["dropped"]} == {
         "by text_length_filter (operator 1)": ["tasks.jsonl#1"],
         "by document_deduplicator (operator 4)": ["tasks.jsonl#3"],
     }

@@ -1,6 +1,4 @@
-"""Promises of tasksets: columns become tasks as the format says, and a wrong column is found before the
-first rollout.
-"""
+"""Promises of tasksets: the format maps columns to tasks, and a wrong column fails before the first rollout."""
 
 import json
 from pathlib import Path
@@ -48,7 +46,7 @@ def test_a_system_prompt_of_the_row_wins() -> None:
     assert [tasks.task(0, index).messages[0]["content"] for index in (0, 1)] == ["terse", "general"]
 
 
-def test_a_plaintext_prompt_becomes_a_chat_and_no_column_of_messages_wins() -> None:
+def test_plaintext_prompts_win_over_a_messages_column() -> None:
     task = taskset({**ROW, "message": CHAT}, prompt_type="plaintext").task(0, 0)
     assert (task.prompt, task.messages) == ("1+1?", ({"role": "user", "content": "1+1?"},))
 
@@ -59,7 +57,7 @@ def test_a_raw_prompt_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"messages_key": "chat"}, {"prompt_key": "chat"}])
-def test_a_chat_column_is_used_as_it_is_and_keeps_its_system_prompt(changes: dict[str, str]) -> None:
+def test_a_chat_column_keeps_its_system_prompt(changes: dict[str, str]) -> None:
     tasks = taskset({"chat": CHAT, "answer": 2}, system_prompt="general", **changes)
     tasks.check()
     assert tasks.task(0, 0).messages == tuple(CHAT)
@@ -94,7 +92,7 @@ def test_a_taskset_may_have_no_answers() -> None:
         ({"system_prompt_key": "how"}, "no column 'how', which format.system_prompt_key names"),
     ],
 )
-def test_check_names_a_missing_column_and_the_columns_there_are(changes: dict[str, str], message: str) -> None:
+def test_check_reports_a_missing_column_with_the_existing_ones(changes: dict[str, str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         taskset(ROW, **changes).check()
 
@@ -130,12 +128,12 @@ def test_the_truth_is_the_final_answer_as_text(answer: Any, truth: str) -> None:
     assert truth_text(answer) == truth
 
 
-def test_a_mark_in_the_middle_is_no_final_answer() -> None:
+def test_a_mark_in_the_middle_is_not_a_final_answer() -> None:
     assert final_answer("#### 1\n#### 2") == "2"
     assert final_answer("#### 1\nbut no") == "#### 1\nbut no"
 
 
-def test_arguments_from_the_environment_reach_the_workflow_and_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_filled_into_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "a key")
     config = TasksetConfig(
         name="sums",
@@ -153,7 +151,7 @@ def test_arguments_from_the_environment_reach_the_workflow_and_the_reward(monkey
 
 
 def loaded(section: dict[str, Any], **source: Any) -> Taskset:
-    """The tasks of a taskset as a configuration gives it."""
+    """The tasks of a taskset of a configuration."""
     tree = {"model": {"model_path": "none", "max_model_len": 64}, "buffer": {"explorer_input": source}}
     source["taskset"] = section
     [taskset] = load_config(tree).buffer.explorer_input.train_tasksets
@@ -170,9 +168,7 @@ def test_tasks_are_those_of_the_split_and_the_subset_of_the_path(tmp_path: Path)
 
 
 @pytest.mark.parametrize("chosen", [{"subset_name": "sums"}, {"name": "sums"}])
-def test_tasks_in_a_database_are_the_table_of_the_subset_or_else_of_the_name(
-    tmp_path: Path, chosen: dict[str, str]
-) -> None:
+def test_the_table_is_the_subset_or_else_the_name(tmp_path: Path, chosen: dict[str, str]) -> None:
     url = f"sqlite:///{tmp_path}/rows.db"
     engine = sa.create_engine(url)
     with engine.begin() as connection:
@@ -183,7 +179,7 @@ def test_tasks_in_a_database_are_the_table_of_the_subset_or_else_of_the_name(
     assert loaded({"path": url, "storage_type": "sql", **chosen}).task(0, 0).prompt == "of sums"
 
 
-def test_a_taskset_that_names_no_workflow_or_reward_has_those_of_all(tmp_path: Path) -> None:
+def test_workflow_and_reward_default_to_the_common_ones(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "1+1?", "response": "2"}) + "\n")
     names = {"default_workflow_type": "math_workflow", "default_reward_fn_type": "exact_reward"}

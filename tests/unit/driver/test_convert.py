@@ -28,8 +28,8 @@ from rftdask.trainer.checkpoint import HF_FOLDER, Checkpoints
 from rftdask.trainer.engines.torch_engine import TorchEngine
 from tests.integration.run_cases import call_cli
 from tests.numerics import assert_close
+from tests.unit.models.test_lora import trainer
 from tests.unit.trainer.engines.test_torch_engine import SIZES, rollouts
-from tests.unit.trainer.test_lora import trainer
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

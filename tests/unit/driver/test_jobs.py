@@ -19,12 +19,13 @@ from rftdask.cluster.join import join
 from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.cluster.slurm import NO_BOOKS
 from rftdask.config import load_config
-from rftdask.driver.jobs import JobStatus, follow_logs, read_logs, read_run_jobs, why_not_running
+from rftdask.driver.jobs import follow_logs, read_logs
 from rftdask.errors import DataError, RoleError
+from rftdask.reports.jobs import JobStatus, read_run_jobs, why_not_running
+from rftdask.reports.page.report_file import report_run
 from rftdask.run.lease import Lease
 from rftdask.run.run_folder import END_FILE, RUN_FILE, note_begin, note_end, open_run, read_end, read_run_config
 from rftdask.storage import open_storage
-from rftdask.studio.printed import report_run
 
 ENDED = JobStatus("controller", "controller", "7", "NODE_FAIL (exit 0:1)", False)
 
@@ -51,7 +52,7 @@ def test_a_run_that_spoke_its_last_words_is_quoted(tmp_path: Path) -> None:
 def test_a_run_that_was_killed_is_explained_by_its_job(tmp_path: Path) -> None:
     storage = open_storage(begun(tmp_path))
     told = why_not_running(storage, (ENDED,))
-    assert told == "it was killed, without a word of its own: job 7 (controller): NODE_FAIL (exit 0:1)"
+    assert told == "it was killed and recorded no end: job 7 (controller): NODE_FAIL (exit 0:1)"
 
 
 def test_a_run_whose_job_waits_says_so(tmp_path: Path) -> None:
@@ -189,12 +190,12 @@ def test_a_run_without_a_role_yet_is_not_dead_while_its_process_lives(tmp_path: 
     assert (why_not_running(storage, ()), read_end(storage)) == ("", None)
     end = json.loads(storage.get(END_FILE))
     storage.put(END_FILE, json.dumps({**end, "started_s": 1.0}).encode())  # another process has its number now
-    assert why_not_running(storage, ()) == "it was killed, without a word of its own"
+    assert why_not_running(storage, ()) == "it was killed and recorded no end"
 
 
 def test_a_stage_at_work_is_the_run_at_work(tmp_path: Path) -> None:
     storage = open_storage(begun(tmp_path, stages=[{"stage_name": "one"}, {"stage_name": "two"}]))
-    assert why_not_running(storage, ()) == "it was killed, without a word of its own"
+    assert why_not_running(storage, ()) == "it was killed and recorded no end"
     with Lease(open_storage(tmp_path / "two"), "explorer"):
         assert why_not_running(storage, (JobStatus("controller", "controller", "7", "RUNNING", True),)) == ""
 

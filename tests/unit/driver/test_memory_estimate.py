@@ -186,7 +186,7 @@ def test_what_is_no_folder_and_no_name_is_refused_without_asking_the_hub(monkeyp
         raise AssertionError("the Hub was asked")
 
     monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", ask)
-    with pytest.raises(DataError, match="no folder, and no name on the Hub"):
+    with pytest.raises(DataError, match="neither a folder nor a name on the Hub"):
         read_shape("none")
 
 

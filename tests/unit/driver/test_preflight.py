@@ -95,14 +95,14 @@ def test_a_model_whose_images_the_engine_does_not_read_as_the_trainer_does_is_to
     (world.model / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
     (world.model / "preprocessor_config.json").write_text("{}")
     config = world.config(f"{TASKS}.format.image_key=image", "explorer.rollout_model.engine_type=vllm")
-    assert "is a llava; with images this engine was seen to compute" in problems(config)
+    assert "is a llava; with images this engine was verified to compute" in problems(config)
 
 
 def test_a_model_whose_videos_are_not_read_is_told(world: World) -> None:
     (world.model / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
     (world.model / "preprocessor_config.json").write_text("{}")
     told = problems(world.config(f"{TASKS}.format.video_key=video"))
-    assert "is a llava, and a taskset has format.video_key: videos are read by qwen2_vl, qwen2_5_vl alone" in told
+    assert "is a llava, and a taskset has format.video_key: only qwen2_vl, qwen2_5_vl read videos" in told
 
 
 def test_an_empty_taskset_is_told(world: World) -> None:
@@ -309,17 +309,17 @@ def test_a_model_at_a_service_needs_its_tokenizer_a_key_and_an_algorithm_that_as
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     hosted = "model.tinker.enable=true"
     (world.model / "tokenizer.json").unlink()
-    assert "gives no tokenizer" in problems(world.config(hosted))
+    assert "has no usable tokenizer" in problems(world.config(hosted))
     build_toy_model(world.model, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2)
     (world.model / "model.safetensors").unlink()
     entropy = "algorithm.entropy_loss_fn_args={entropy_coef: 0.1}"
     told = problems(world.config(hosted, entropy))
-    assert "model.tinker: the service wants a key; export TINKER_API_KEY=tml-... where the run starts" in told
-    assert "algorithm.entropy_loss_fn: entropies; set none. grpo cannot have it at the Tinker service" in told
+    assert "model.tinker: the service needs a key; export TINKER_API_KEY=tml-... before starting the run" in told
+    assert "algorithm.entropy_loss_fn: entropies; set none. grpo cannot use it at the Tinker service" in told
     assert "no weights" not in told
     monkeypatch.setenv("TINKER_API_KEY", "tml-x")
     told = problems(world.config(hosted, entropy))
-    assert "the service wants a key" not in told
+    assert "the service needs a key" not in told
     stages = load_config({**world.config(hosted).to_dict(), "stages": [{"stage_name": "a"}, {"stage_name": "b"}]})
     assert "stages: a later stage begins with the model folder that the one before leaves" in problems(
         *stages.stage_configs()

@@ -1,4 +1,4 @@
-"""What every engine promises. Subclass `EngineContract` with the fixtures `engine` and `weights_file`."""
+"""Contract of engines. Subclass `EngineContract` with the fixtures `engine` and `weights_file`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ Look = list[tuple[int, GenerateRequest | None]]
 
 
 def serve(engine: Engine, looks: Iterable[Look]) -> dict[int, Generation]:
-    """What the engine answers, in the order of the answers, when each look for what has come finds the next of these,
-    and later ones find nothing."""
+    """Results of the engine in order, when each poll finds the next of these requests and later polls find nothing."""
     coming = iter(looks)
     answers: dict[int, Generation] = {}
     engine.serve(lambda: next(coming, []), answers.__setitem__)
@@ -53,9 +52,9 @@ class EngineContract:
     def test_no_requests_no_generations(self, engine: Engine) -> None:
         assert engine.generate([]) == []
 
-    def test_tokens_are_told_while_others_come_and_are_those_of_the_answer(self, engine: Engine) -> None:
+    def test_streamed_tokens_equal_those_of_the_result(self, engine: Engine) -> None:
         told: list[int] = []
-        # So many that an engine of another process is seen before its last, also on a busy machine.
+        # Enough tokens to observe an engine of another process before the last one, also on a busy machine.
         num_tokens = 32
         sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         streamed = replace(LONG, sampling=sampling, on_tokens=told.extend)
@@ -68,35 +67,35 @@ class EngineContract:
             return looks.pop() if looks else []
 
         engine.serve(take, answers.__setitem__)
-        assert max(seen) > 0, "some were told before its answer came"
+        assert max(seen) > 0, "some were streamed before the result"
         assert 0 < len(told) <= num_tokens and tuple(told) == answers[0].tokens[: len(told)]
         assert (answers[0].tokens, answers[0].finish_reason) == (answers[2].tokens, answers[2].finish_reason)
         assert answers[0].logprobs == pytest.approx(answers[2].logprobs, abs=1e-4)
 
-    def test_one_generation_for_each_request_in_their_order(self, engine: Engine) -> None:
+    def test_one_generation_per_request_in_order(self, engine: Engine) -> None:
         requests = make_requests()
         forward, backward = engine.generate(requests), engine.generate(requests[::-1])
         assert len(forward) == len(requests)
         assert [generation.tokens for generation in forward] == [generation.tokens for generation in backward[::-1]]
 
-    def test_one_logprob_for_each_token_and_none_above_zero(self, engine: Engine) -> None:
+    def test_one_logprob_per_token_and_none_above_zero(self, engine: Engine) -> None:
         for generation in engine.generate(make_requests()):
             assert len(generation.logprobs) == len(generation.tokens) > 0
             assert max(generation.logprobs) <= 0
 
-    def test_the_logprobs_of_given_tokens_are_those_of_sampling_them(self, engine: Engine) -> None:
+    def test_logprobs_of_given_tokens_equal_those_of_sampling(self, engine: Engine) -> None:
         requests = make_requests()
         generations = engine.generate(requests)
         pairs = [(request.prompt_tokens, said.tokens) for request, said in zip(requests, generations, strict=True)]
         for scored, said in zip(engine.logprobs(pairs), generations, strict=True):
             assert_close(scored, said.logprobs, size=LOGIT_SIZE)
 
-    def test_no_response_exceeds_its_own_max_tokens(self, engine: Engine) -> None:
+    def test_no_response_exceeds_its_max_tokens(self, engine: Engine) -> None:
         requests = make_requests(max_tokens=1)
         lengths = [len(generation.tokens) for generation in engine.generate(requests)]
         assert all(length <= request.sampling.max_tokens for length, request in zip(lengths, requests, strict=True))
 
-    def test_a_response_that_was_cut_off_says_length(self, engine: Engine) -> None:
+    def test_a_truncated_response_has_finish_reason_length(self, engine: Engine) -> None:
         sampling = SamplingParams(max_tokens=2, min_tokens=2, ignore_eos=True)
         [generation] = engine.generate([GenerateRequest((3, 4), sampling, seed=0)])
         assert (len(generation.tokens), generation.finish_reason) == (2, "length")
@@ -119,7 +118,7 @@ class EngineContract:
         generations = engine.generate([GenerateRequest((3, 4), sampling, seed) for seed in seeds])
         assert len({generation.tokens for generation in generations}) == 3
 
-    def test_it_serves_version_0_until_told_otherwise(self, engine: Engine, weights_file: Path) -> None:
+    def test_it_serves_version_0_by_default(self, engine: Engine, weights_file: Path) -> None:
         def versions() -> set[tuple[int, int]]:
             generations = engine.generate(make_requests())
             return {(generation.min_policy_version, generation.max_policy_version) for generation in generations}
@@ -134,13 +133,13 @@ class EngineContract:
             engine.load_weights(3, [tmp_path / "absent.safetensors"])
         assert engine.policy_version == 0
 
-    def test_closing_twice_is_closing_once_and_a_closed_engine_says_so(self, engine: Engine) -> None:
+    def test_close_is_idempotent_and_a_closed_engine_refuses(self, engine: Engine) -> None:
         engine.close()
         engine.close()
         with pytest.raises(RoleError, match="was closed"):
             engine.generate(make_requests())
 
-    def test_requests_that_come_later_get_what_they_get_alone(self, engine: Engine) -> None:
+    def test_later_requests_get_the_same_tokens_as_alone(self, engine: Engine) -> None:
         requests = make_requests(max_tokens=12)
         answers = serve(engine, ([(10 + number, request)] for number, request in enumerate(requests)))
         assert sorted(answers) == list(range(10, 16))
@@ -149,7 +148,7 @@ class EngineContract:
             assert answers[10 + number].tokens == alone.tokens
             assert_close(answers[10 + number].logprobs, alone.logprobs, size=LOGIT_SIZE)
 
-    def test_what_nobody_wants_any_more_holds_up_nothing(self, engine: Engine) -> None:
+    def test_a_cancelled_request_delays_nothing(self, engine: Engine) -> None:
         requests = make_requests(max_tokens=12)
         looks: list[Look] = [list(enumerate(requests)), [(0, None), (3, None)], [(5, None)]]
         answers = serve(engine, looks)
@@ -157,12 +156,12 @@ class EngineContract:
         expected = engine.generate(requests)
         assert all(answers[number].tokens == expected[number].tokens for number in (1, 2, 4))
 
-    def test_dropping_what_has_ended_or_never_came_is_nothing(self, engine: Engine) -> None:
+    def test_dropping_an_ended_or_unknown_request_has_no_effect(self, engine: Engine) -> None:
         answers: dict[int, Generation] = {}
         looks: list[Look] = [[(0, LONG), (1, SHORT), (7, None)], [(1, None)]]
 
         def take() -> Look:
-            # The second look is for after the short one's end, however long that takes.
+            # The second poll comes after the end of the short request.
             return looks.pop(0) if len(looks) == 2 or (looks and 1 in answers) else []
 
         engine.serve(take, answers.__setitem__)
@@ -171,16 +170,14 @@ class EngineContract:
 
 
 class InFlightContract:
-    """What an engine promises that `loads_in_flight`."""
+    """Contract of engines that `loads_in_flight`."""
 
-    def test_each_token_of_a_response_tells_the_weights_that_sampled_it(
-        self, engine: Engine, weights_file: Path
-    ) -> None:
+    def test_each_token_records_the_weights_that_sampled_it(self, engine: Engine, weights_file: Path) -> None:
         answers: dict[int, Generation] = {}
         looks: list[Look] = [[(0, LONG), (1, SHORT)], [(2, SHORT)]]
 
         def take() -> Look:
-            if len(looks) == 1 and 1 in answers and 0 not in answers:  # while the long one is under way
+            if len(looks) == 1 and 1 in answers and 0 not in answers:  # while the long one runs
                 engine.load_verified(7, [weights_file], None)
                 return looks.pop()
             return looks.pop(0) if len(looks) == 2 else []
@@ -193,17 +190,17 @@ class InFlightContract:
         assert (first, oldest, newest) == (0, 0, 7) and 0 < changed < len(answers[0].tokens)
         assert answers[1].version_starts == answers[2].version_starts == ()
         [alone] = engine.generate([SHORT])
-        assert answers[2].tokens == alone.tokens, "what comes after it has no old keys and values"
+        assert answers[2].tokens == alone.tokens, "later requests have no old keys and values"
 
 
 class ContinuousContract:
-    """What an engine with a model promises beyond that: requests enter and leave between its steps."""
+    """Further contract of engines with a model: requests enter and leave between steps."""
 
-    def test_a_short_request_that_comes_later_is_answered_first(self, engine: Engine) -> None:
+    def test_a_later_short_request_is_answered_first(self, engine: Engine) -> None:
         answers = serve(engine, [[(0, LONG)], [(1, SHORT)]])
         assert list(answers) == [1, 0]
         assert [answers[0].tokens, answers[1].tokens] == [each.tokens for each in engine.generate([LONG, SHORT])]
 
-    def test_a_long_request_that_nobody_wants_is_not_finished(self, engine: Engine) -> None:
+    def test_a_cancelled_long_request_is_not_finished(self, engine: Engine) -> None:
         answers = serve(engine, [[(0, LONG), (1, SHORT)], [(0, None)]])
         assert list(answers) == [1]

@@ -1,6 +1,6 @@
-"""Promises of an engine's process: it answers each request when it is finished, also those that come meanwhile; what is
-asked of it is done in its order; and when it dies or hangs, whoever waits is told so. It has answered a request of each
-kind that the run has before it is ready, and after its first weights; what fails in that is no task's fault.
+"""Promises of an engine process: it answers each request when it finishes, also those that arrive meanwhile; calls are
+served in order; if it dies or hangs, all callers get an error. Before it is ready, and after its first weights, it
+serves a smoke test request of each kind in the run; failures of these are never blamed on a task.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def request(seed: int = 0, prompt: tuple[int, ...] = (1, 2), max_tokens: int = 3
     return GenerateRequest(prompt, SamplingParams(max_tokens), seed)
 
 
-# ---- the process's side, without one
+# ---- server side, without a process
 
 
 class Parent:
-    """The pipe to an engine's process: messages in, answers out."""
+    """Pipe of an engine process: messages in, replies out."""
 
     def __init__(self, *messages: FromClient) -> None:
-        # Through msgpack, as on the way: tuples arrive as lists.
+        # Encoded and decoded, as in the pipe: tuples arrive as lists.
         self.messages = deque(msgpack.unpackb(msgpack.packb(FROM_CLIENT.encode(message))) for message in messages)
         self.answers: list[FromServer] = []
         self.on_answer: Callable[[FromServer], None] = lambda answer: None
@@ -74,7 +74,7 @@ class Parent:
 
     def try_receive(self, timeout_s: float = 0.0) -> Any:
         if timeout_s and not self.messages:
-            raise EOFError  # who waits with a deadline would wait for ever
+            raise EOFError  # a wait without a deadline would hang
         return self.messages.popleft() if self.messages else None
 
     def send(self, answer: Any) -> None:
@@ -91,7 +91,7 @@ def asks(*numbers: int) -> Generate:
     return Generate(tuple(NumberedRequest(number, request(number)) for number in numbers))
 
 
-def test_weights_are_loaded_between_those_who_asked_before_and_those_who_ask_after(tmp_path: Path) -> None:
+def test_weights_load_between_earlier_and_later_requests(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
     load, score = LoadWeights(4, 9, (str(file),), None), Score(6, (((1,), (2, 3)),))
@@ -99,7 +99,9 @@ def test_weights_are_loaded_between_those_who_asked_before_and_those_who_ask_aft
     serve(engine_spec("fake").to_plain(), parent)  # type: ignore[arg-type]
     ready, *answers = parent.answers
     assert ready == Ready()
-    assert [type(answer) for answer in answers] == [Generated, Loaded, Generated, Scored], "those of a step are one"
+    assert [type(answer) for answer in answers] == [Generated, Loaded, Generated, Scored], (
+        "results of a step share a message"
+    )
     assert [number for number, _ in generated(answers)] == [1, 2, 3, 5]
     assert answers[1] == Loaded(4, 9)
     assert isinstance(answers[3], Scored) and answers[3].number == 6 and len(answers[3].logprobs[0]) == 2
@@ -108,7 +110,7 @@ def test_weights_are_loaded_between_those_who_asked_before_and_those_who_ask_aft
     assert generations == [*FakeEngine().generate([request(n) for n in (1, 2, 3)]), generations[3]]
 
 
-def test_weights_in_flight_do_not_wait_for_those_who_asked_before(tmp_path: Path) -> None:
+def test_weights_in_flight_do_not_wait_for_earlier_requests(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
     parent = Parent(asks(1), LoadWeights(4, 9, (str(file),), None, in_flight=True), asks(5))
@@ -118,7 +120,7 @@ def test_weights_in_flight_do_not_wait_for_those_who_asked_before(tmp_path: Path
 
 
 class FailingEngine(FakeEngine):
-    """Answers one request, and fails."""
+    """Answers one request, then fails."""
 
     def serve(self, take: Take, give: Give) -> None:
         [(number, asked)] = take()
@@ -130,7 +132,7 @@ class FailingEngine(FakeEngine):
         return FakeEngine().generate(requests)
 
 
-def test_what_was_finished_when_an_engine_fails_is_answered() -> None:
+def test_requests_finished_before_a_failure_are_answered() -> None:
     parent = Parent(asks(7))
     with pytest.raises(RoleError, match="out of order"):
         serve(engine_spec(f"{__name__}.FailingEngine").to_plain(), parent)  # type: ignore[arg-type]
@@ -138,7 +140,7 @@ def test_what_was_finished_when_an_engine_fails_is_answered() -> None:
 
 
 class CountedEngine(FakeEngine):
-    """Remembers what it was asked, and with which weights."""
+    """Records its requests and weights."""
 
     asked: ClassVar[list[tuple[int, GenerateRequest]]] = []
 
@@ -151,7 +153,7 @@ class CountedEngine(FakeEngine):
         super().serve(look, give)
 
 
-def test_requests_of_the_runs_kind_are_answered_before_it_is_ready_and_after_the_first_weights(tmp_path: Path) -> None:
+def test_smoke_requests_run_before_ready_and_after_first_weights(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
     kinds = (SamplingParams(32, temperature=0.7, top_p=0.9, min_tokens=5), SamplingParams(1, temperature=0.0))
@@ -160,7 +162,7 @@ def test_requests_of_the_runs_kind_are_answered_before_it_is_ready_and_after_the
     CountedEngine.asked.clear()
     parent = Parent(*loads, asks(3))
     serve(spec.to_plain(), parent)  # type: ignore[arg-type]
-    assert [type(answer) for answer in parent.answers] == [Ready, Loaded, Loaded, Generated], "and no other answer"
+    assert [type(answer) for answer in parent.answers] == [Ready, Loaded, Loaded, Generated], "and no other reply"
     short = [replace(kinds[0], max_tokens=2, min_tokens=2), kinds[1]]
     assert CountedEngine.asked == [
         *((0, GenerateRequest((0,) * 32, each, 0)) for each in short),
@@ -169,9 +171,9 @@ def test_requests_of_the_runs_kind_are_answered_before_it_is_ready_and_after_the
     ]
 
 
-def test_an_engine_tells_its_experts_or_says_that_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_records_experts_or_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RFTDASK_THREADS", "1")
-    with pytest.raises(RoleError, match="engine FakeEngine does not tell the experts"):
+    with pytest.raises(RoleError, match="engine FakeEngine cannot record the experts"):
         serve(replace(engine_spec("fake"), records_experts=True).to_plain(), Parent())  # type: ignore[arg-type]
     folder = str(save_tiny_mixture(tmp_path))
     parent = Parent(asks(3))
@@ -179,13 +181,11 @@ def test_an_engine_tells_its_experts_or_says_that_it_cannot(tmp_path: Path, monk
     engine = TransformersEngine(folder)
     engine.record_experts()
     [expected] = engine.generate([request(3)])
-    assert expected.routed_experts and parent.answers[1:] == [Generated((Answer(3, expected),))], (
-        "also on the way, in messages"
-    )
+    assert expected.routed_experts and parent.answers[1:] == [Generated((Answer(3, expected),))], "also in messages"
 
 
 class SharingEngine(FakeEngine):
-    """Lets a rank have the device for a moment, when it leaves it."""
+    """Lets a rank use the device for a moment when the engine leaves it."""
 
     rank: ClassVar[DeviceTurn]
     seen: ClassVar[list[str]] = []
@@ -198,9 +198,7 @@ class SharingEngine(FakeEngine):
         self.seen.append("returned")
 
 
-def test_an_engine_leaves_a_device_that_a_rank_wants_also_between_units_in_a_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_leaves_the_device_for_a_waiting_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RFTDASK_THREADS", "1")
     for name, value in shared_devices(tmp_path, [0]).items():
         monkeypatch.setenv(name, value)
@@ -210,7 +208,7 @@ def test_an_engine_leaves_a_device_that_a_rank_wants_also_between_units_in_a_row
 
     def on_answer(answer: FromServer) -> None:
         if answer == HasTurn(1):
-            SharingEngine.rank.try_take()  # it stands at the door
+            SharingEngine.rank.try_take()  # the rank waits for the lock
 
     parent.on_answer = on_answer
     with pytest.raises(EOFError):
@@ -232,7 +230,7 @@ def client() -> Iterator[EngineClient]:
 
 
 def slow_client(seconds_per_step: float) -> EngineClient:
-    """Its engine is none of this package: a plug-in, whose responses are as long as they may be."""
+    """Client of a plug-in engine with responses of maximum length."""
     folder, env = str(Path(__file__).parent / "plugins"), (("TEST_SECONDS_PER_STEP", str(seconds_per_step)),)
     client = EngineClient(replace(engine_spec("SlowEngine"), plugin_dirs=(folder,), env=env))
     client.wait_ready()
@@ -246,7 +244,7 @@ def broken_client(how: str, at: str) -> EngineClient:
     return EngineClient(spec)
 
 
-def test_nothing_is_under_way_when_all_that_was_asked_together_is_answered(client: EngineClient) -> None:
+def test_nothing_runs_after_a_joint_call_is_answered(client: EngineClient) -> None:
     client.generate([request(1)] * 3, timeout_s=60)
     assert client.take_use()[0] > 0
     time.sleep(0.02)
@@ -255,7 +253,7 @@ def test_nothing_is_under_way_when_all_that_was_asked_together_is_answered(clien
 
 
 @pytest.mark.parametrize(("how", "kind"), [("says", EngineError), ("ends", EngineError), ("killed", RoleError)])
-def test_an_engine_that_ends_before_it_has_work_says_why_and_blames_no_task(how: str, kind: type[RoleError]) -> None:
+def test_an_engine_that_fails_before_work_blames_no_task(how: str, kind: type[RoleError]) -> None:
     client = broken_client(how, "any")
     with pytest.raises(RoleError, match="ended with code -9" if how == "killed" else CAUSE) as raised:
         client.wait_ready()
@@ -264,7 +262,7 @@ def test_an_engine_that_ends_before_it_has_work_says_why_and_blames_no_task(how:
 
 
 @pytest.mark.parametrize(("how", "kind"), [("says", EngineError), ("ends", ProcessLostError)])
-def test_an_engine_that_ends_at_its_work_blames_a_task_unless_it_says_why(how: str, kind: type[RoleError]) -> None:
+def test_an_engine_that_dies_at_work_blames_a_task(how: str, kind: type[RoleError]) -> None:
     client = broken_client(how, "long")
     client.wait_ready()
     error = client.submit([request()])[0].exception(DEADLINE_S)
@@ -273,7 +271,7 @@ def test_an_engine_that_ends_at_its_work_blames_a_task_unless_it_says_why(how: s
     client.close()
 
 
-def test_everybody_gets_the_answer_to_what_was_asked(client: EngineClient) -> None:
+def test_every_caller_gets_its_own_result(client: EngineClient) -> None:
     requests = [request(seed) for seed in range(20)]
     expected = FakeEngine().generate(requests)
     assert client.generate([], DEADLINE_S) == client.submit([]) == []
@@ -292,33 +290,33 @@ def test_everybody_gets_the_answer_to_what_was_asked(client: EngineClient) -> No
     assert [answers[seed] for seed in range(0, 20, 2)] == [expected[seed : seed + 2] for seed in range(0, 20, 2)]
 
 
-def test_who_streams_is_told_the_tokens_before_the_answer_and_nobody_elses(client: EngineClient) -> None:
+def test_streaming_callers_get_only_their_tokens_first(client: EngineClient) -> None:
     told: list[list[int]] = [[], []]
     asked = [replace(request(seed), on_tokens=told[seed].extend) for seed in (0, 1)]
     *streamed, plain = client.submit([*asked, request(0)])
     answers = [future.result(DEADLINE_S) for future in streamed]
     assert [tuple(each) for each in told] == [answer.tokens[:-1] for answer in answers]
     assert plain.result(DEADLINE_S).tokens == answers[0].tokens
-    assert not client._listeners, "nothing is kept of those that were answered"
+    assert not client._listeners, "nothing is kept of answered requests"
 
 
-def test_a_cancelled_request_is_no_concern_of_the_others(client: EngineClient) -> None:
+def test_a_cancelled_request_does_not_affect_others(client: EngineClient) -> None:
     first, second, third = client.submit([request(seed) for seed in range(3)])
     second.cancel()
     assert [each.result(DEADLINE_S) for each in (first, third)] == FakeEngine().generate([request(0), request(2)])
 
 
-def test_a_short_request_overtakes_a_long_one_and_a_cancelled_one_leaves_the_engine() -> None:
+def test_a_short_request_overtakes_a_long_one() -> None:
     client = slow_client(0.001)
     [endless] = client.submit([request(max_tokens=10**9)])
     assert len(client.generate([request(1)], DEADLINE_S)[0].tokens) == 3
     assert not endless.done()
     endless.cancel()
-    assert client.logprobs([((1,), (2,))], DEADLINE_S), "which waits until nothing is under way"
+    assert client.logprobs([((1,), (2,))], DEADLINE_S), "which waits until no request runs"
     client.close()
 
 
-def test_a_process_that_is_killed_fails_all_that_was_asked_with_the_same_error() -> None:
+def test_a_killed_process_fails_all_calls_with_one_error() -> None:
     client = slow_client(3600.0)
     futures: list[Future[Generation]] = [*client.submit([request(1)]), *client.submit([request(2), request(3)])]
     os.kill(client._child.pid, signal.SIGKILL)
@@ -332,17 +330,17 @@ def test_a_process_that_is_killed_fails_all_that_was_asked_with_the_same_error()
     client.close()
 
 
-def test_a_request_that_no_engine_takes_fails_all_with_what_the_engine_says(client: EngineClient) -> None:
+def test_an_invalid_request_fails_all_with_the_engine_error(client: EngineClient) -> None:
     bad = GenerateRequest((1,), SamplingParams(max_tokens=-1), 0)
     [future] = client.submit([bad])
     assert isinstance(future.exception(DEADLINE_S), RoleError)
     assert not client.alive()
 
 
-def test_a_process_that_hangs_is_noticed_and_can_be_closed_though_it_does_not_read() -> None:
+def test_a_hung_process_is_noticed_and_can_be_closed() -> None:
     client = slow_client(0.0)
     os.kill(client._child.pid, signal.SIGSTOP)
-    with pytest.raises(WaitTimeout, match=r"engine-SlowEngine \(pid \d+\) gave no answer for 0 s"):
+    with pytest.raises(WaitTimeout, match=r"engine-SlowEngine \(pid \d+\) did not respond for 0 s"):
         client.generate([request(seed, tuple(range(10_000))) for seed in range(20)], 0.01)
     client.close()
     assert not client.alive()

@@ -24,7 +24,7 @@ class TestFakeEngine(EngineContract, ContinuousContract, InFlightContract):
         file.write_bytes(b"")
         return file
 
-    def test_a_response_that_is_not_cut_off_says_stop(self) -> None:
+    def test_a_complete_response_has_finish_reason_stop(self) -> None:
         engine = FakeEngine(tokens_per_request=3, vocab_size=10)
         [generation] = engine.generate([GenerateRequest((1,), SamplingParams(max_tokens=3), seed=0)])
         assert (len(generation.tokens), generation.finish_reason) == (3, "stop")
@@ -45,7 +45,7 @@ def test_the_traits_read_from_the_source_are_those_of_the_class(engine_type: str
     assert {name: getattr(read, name) for name in names} == {name: getattr(engine, name) for name in names}
 
 
-def test_an_engine_of_the_users_own_has_its_own_traits() -> None:
+def test_a_custom_engine_has_its_own_traits() -> None:
     assert InferenceModelConfig(engine_type=f"{__name__}.{Steady.__name__}").traits is Steady
     assert Steady.repeats_bits and not InferenceModelConfig(engine_type="vllm").traits.repeats_bits
 

@@ -1,5 +1,5 @@
-"""Promises of images: what is generated from them is what transformers generates, alone or beside others, and what is
-trained is what was sampled.
+"""Promises of images: generation equals that of transformers, alone or in a batch, and training uses the sampled
+tokens.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def png(image: Image.Image) -> bytes:
 
 
 def prompt_with(folder: Path, pictures: list[Image.Image], text: str) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """What the model's own processor makes of a chat."""
-    processor = ImageProcessor(str(folder)).own
+    """Inputs from the processor of the model for a chat."""
+    processor = ImageProcessor(str(folder)).hf_processor
     content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
     chat = processor.tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     made = processor(text=[chat], images=pictures or None, return_tensors="pt")
@@ -78,7 +78,7 @@ def request(images: ImageProcessor, tokens: tuple[int, ...], pictures: list[Imag
     return GenerateRequest(tokens, more.pop("sampling", GREEDY), seed=more.pop("seed", 0), images=names)
 
 
-# The first has four tokens in two rows and columns, so positions behind it do not count tokens.
+# The first image has four tokens in two rows and columns, so later positions do not count tokens.
 PICTURES = [[picture(1, (56, 56))], [picture(2, (28, 56)), picture(3)], [], [picture(4, (28, 28))]]
 
 
@@ -89,7 +89,7 @@ def engine_with(folder: Path, images: ImageProcessor) -> TransformersEngine:
 
 
 @needs_newer_transformers
-def test_greedy_answers_are_those_of_transformers_beside_each_other(folder: Path, images: ImageProcessor) -> None:
+def test_greedy_batches_equal_those_of_transformers(folder: Path, images: ImageProcessor) -> None:
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     requests, expected = [], []
     for number, pictures in enumerate(PICTURES):
@@ -99,7 +99,7 @@ def test_greedy_answers_are_those_of_transformers_beside_each_other(folder: Path
         expected.append(tuple(answer[0, len(tokens) :].tolist()))
     engine = engine_with(folder, images)
     assert [each.tokens for each in engine.generate(requests)] == expected
-    # One after another, and into a batch that is under way.
+    # One after another, and into a running batch.
     assert [engine.generate([each])[0].tokens for each in requests] == expected
     later, answers = [[(0, requests[2])], [], [(1, requests[1])], [(2, requests[3]), (3, requests[0])]], {}
     engine.serve(lambda: later.pop(0) if later else [], answers.__setitem__)
@@ -107,8 +107,8 @@ def test_greedy_answers_are_those_of_transformers_beside_each_other(folder: Path
 
 
 @needs_newer_transformers
-def test_the_processor_here_makes_the_tokens_of_the_model_s_own(folder: Path, images: ImageProcessor) -> None:
-    tokenizer = images.own.tokenizer
+def test_our_processor_creates_the_tokens_of_the_model(folder: Path, images: ImageProcessor) -> None:
+    tokenizer = images.hf_processor.tokenizer
     for pictures in PICTURES:
         _, expected = prompt_with(folder, pictures, "so?")
         names = [images.folder.put(png(each)) for each in pictures]
@@ -118,7 +118,7 @@ def test_the_processor_here_makes_the_tokens_of_the_model_s_own(folder: Path, im
 
 
 @needs_newer_transformers
-def test_inputs_are_kept_up_to_so_many_bytes_those_asked_for_last(folder: Path, images: ImageProcessor) -> None:
+def test_the_input_cache_keeps_the_most_recent_bytes(folder: Path, images: ImageProcessor) -> None:
     first, second, third = ([images.folder.put(png(picture(seed)))] for seed in (1, 2, 3))
     size = sum(value.nbytes for value in images.inputs(first).values())
     processor = ImageProcessor(str(folder), folder=images.folder, max_input_bytes=2 * size)
@@ -132,20 +132,20 @@ def test_inputs_are_kept_up_to_so_many_bytes_those_asked_for_last(folder: Path, 
     assert pixels(first) is kept and pixels(second) is not others
     larger = [*first, *second, *third]
     alone = pixels(larger)
-    assert pixels(larger) is alone, "the rows of one group are passed over one after another"
+    assert pixels(larger) is alone, "the rows of a group are processed one after another"
     assert pixels(first) is not kept
 
 
 @needs_newer_transformers
 def test_a_prompt_with_placeholders_is_what_the_processor_reads(folder: Path, images: ImageProcessor) -> None:
-    tokenizer = images.own.tokenizer
+    tokenizer = images.hf_processor.tokenizer
     for pictures in PICTURES:
         _, tokens = prompt_with(folder, pictures, "so?")
         names = [images.folder.put(png(each)) for each in pictures]
         chat = "<|vision_start|><|image_pad|><|vision_end|>" * len(pictures) + "so?"
         assert images.with_placeholders(tokens, names) == tokenizer.encode(chat)
     four, two = (images.folder.put(png(picture(1, size))) for size in ((56, 56), (28, 56)))
-    with pytest.raises(DataError, match=rf"a prompt of 2 tokens does not hold those of its image {four}"):
+    with pytest.raises(DataError, match=rf"a prompt of 2 tokens does not contain those of its image {four}"):
         images.with_placeholders(images.tokens(two), [four])
 
 
@@ -159,7 +159,7 @@ def test_logprobs_in_training_are_those_of_the_engine(
     monkeypatch.setattr(attention, "packs_images", lambda _: packs)
     sampling = SamplingParams(max_tokens=5, temperature=0.7, ignore_eos=True)
     prompts = [prompt_with(folder, pictures, "go")[1] for pictures in PICTURES]
-    # Two rollouts each; of two prompts of the same tokens, which differ by their picture alone.
+    # Two rollouts for each of two prompts that differ only in their image.
     prompts.append(prompt_with(folder, [picture(9, (28, 28))], "go")[1])
     pictures = [*PICTURES, [picture(9, (28, 28))]]
     assert prompts[-1] == prompts[-2]
@@ -169,7 +169,7 @@ def test_logprobs_in_training_are_those_of_the_engine(
         for seed in (1, 2)
     ]
     answers: list[Generation] = engine_with(folder, images).generate(requests)
-    assert answers[-1].logprobs != answers[-3].logprobs, "the picture counts"
+    assert answers[-1].logprobs != answers[-3].logprobs, "the image matters"
     model, _ = load_policy(str(folder), "float32", "cpu")
     rows = pack_rows(
         [np.array([*r.prompt_tokens, *a.tokens]) for r, a in zip(requests, answers, strict=True)],
@@ -182,7 +182,7 @@ def test_logprobs_in_training_are_those_of_the_engine(
     logprobs_BT, _ = token_logprobs(model, rows)
     for own, answer in zip(logprobs_BT, answers, strict=True):
         assert_same_logprobs(own[: len(answer.logprobs)].tolist(), answer.logprobs)
-    # All of the model has a gradient, that which sees included.
+    # All parameters have a gradient, including the vision part.
     model.train()
     token_logprobs(model, rows)[0].sum().backward()
     assert all(weight.grad is not None for name, weight in model.named_parameters() if "visual" in name)
@@ -231,7 +231,7 @@ def rows_of(tmp_path: Path, *cells: Any, **more: Any) -> Path:
     return path
 
 
-def test_an_image_is_a_file_whatever_a_cell_says_of_it(tmp_path: Path) -> None:
+def test_an_image_is_a_file_for_every_form_of_a_cell(tmp_path: Path) -> None:
     content = png(picture(1))
     (tmp_path / "one.png").write_bytes(content)
     url = "data:image/png;base64," + base64.b64encode(content).decode()
@@ -250,17 +250,17 @@ def test_an_image_is_a_file_whatever_a_cell_says_of_it(tmp_path: Path) -> None:
     [
         ("none.png", r"row 0: column 'image' \(format.image_key\): image .*none.png cannot be read"),
         (b"no image", "cannot be read"),
-        ("https://example.org/a.png", "is an address"),
+        ("https://example.org/a.png", "is a URL"),
         ("data:image/png;base64,?", "is a data URL"),
         (7, "is a int"),
     ],
 )
-def test_what_is_no_image_is_an_error_of_its_row(cell: Any, problem: str, tmp_path: Path) -> None:
+def test_an_invalid_image_is_an_error_of_its_row(cell: Any, problem: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=problem):
         taskset(rows_of(tmp_path, cell)).task(0, 0)
 
 
-def test_a_chat_says_where_its_images_stand(tmp_path: Path) -> None:
+def test_a_chat_places_its_images(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "image", "text": None}, {"type": "text", "text": "b"}]
     chat = [{"role": "user", "content": parts}]
     path = rows_of(tmp_path, [png(picture(1))], message=chat)
@@ -271,40 +271,40 @@ def test_a_chat_says_where_its_images_stand(tmp_path: Path) -> None:
         taskset(path).task(0, 0)
 
 
-def test_an_image_that_is_gone_or_another_is_damage(tmp_path: Path) -> None:
+def test_a_missing_or_replaced_image_is_damage(tmp_path: Path) -> None:
     storage, folder = open_storage(tmp_path / "run"), ImageFolder(tmp_path)
     name = ImageFolder(tmp_path / "other").put(png(picture(1)))
     with pytest.raises(DamagedError, match="is missing"):
         folder.fetch(storage, [name])
     storage.put(f"media/{name}", png(picture(2)))
-    with pytest.raises(DamagedError, match="is not the image"):
+    with pytest.raises(DamagedError, match="does not match the hash"):
         folder.fetch(storage, [name])
 
 
-def test_a_model_without_eyes_is_refused(tmp_path: Path, folder: Path) -> None:
+def test_a_model_without_vision_is_refused(tmp_path: Path, folder: Path) -> None:
     check_reads_images(str(folder))
     build_toy_model(tmp_path, hidden_size=16, num_heads=2)
     with pytest.raises(UserError, match="reads no images"):
         check_reads_images(str(tmp_path))
 
 
-def test_a_model_whose_images_the_engine_reads_otherwise_than_the_trainer_is_refused(folder: Path) -> None:
+def test_engine_and_trainer_must_read_images_alike(folder: Path) -> None:
     check_reads_images(str(folder), ("idefics3", "qwen2_5_vl"))
-    with pytest.raises(UserError, match=r"is a qwen2_5_vl; .* of idefics3 alone; use engine_type: transf"):
+    with pytest.raises(UserError, match=r"is a qwen2_5_vl; .* only for idefics3; use engine_type: transf"):
         check_reads_images(str(folder), ("idefics3",))
     assert can_be_given_images(str(folder)) and not can_be_given_images(str(folder), ("idefics3",))
 
 
-def test_a_page_shows_an_image_as_what_its_file_is() -> None:
+def test_a_page_shows_an_image_by_its_file_type() -> None:
     content = png(picture(1))
     assert data_url(content) == "data:image/png;base64," + base64.b64encode(content).decode()
     assert data_url(b"\xff\xd8\xff").startswith("data:image/jpeg;") and data_url(b"?").startswith("data:application/")
 
 
-def test_a_file_here_that_is_another_is_damage_and_goes(tmp_path: Path) -> None:
+def test_a_replaced_local_file_is_damage_and_removed(tmp_path: Path) -> None:
     folder = ImageFolder(tmp_path)
     name = folder.put(png(picture(1)))
     (tmp_path / name).write_bytes(b"")  # such as after a crash of the machine
-    with pytest.raises(DamagedError, match="is not the image whose hash"):
+    with pytest.raises(DamagedError, match="does not match the hash"):
         folder.read(name)
     assert folder.put(png(picture(1))) == name and folder.read(name) == png(picture(1))

@@ -1,5 +1,5 @@
-"""Promises of engines on workers that come and go: one of a worker that is given up is lost with all that it was asked,
-though its connection still stands; one that could not be opened is tried again, and not at once.
+"""Promises of engines on workers that come and go: the engine of a lost worker fails its calls, even if the connection
+is still open; an engine that could not be opened is retried, but not at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ASKED = GenerateRequest((1, 2), SamplingParams(max_tokens=3), seed=7)
 
 
 class Pipe:
-    """The part of Dask's Comm that both sides use, between two of this process."""
+    """In-process replacement of the part of Dask's Comm that both sides use."""
 
     peer_address = "tcp://127.0.0.2:1"
 
@@ -48,7 +48,7 @@ def pipes() -> tuple[Pipe, Pipe]:
 
 
 async def said(*messages: Any) -> RemoteEngine:
-    """The engine of a worker that says this."""
+    """Engine of a worker that sends these messages."""
     here, there = pipes()
     engine = RemoteEngine("tcp://127.0.0.2:1", here)  # type: ignore[arg-type]
     await there.write(list(map(FROM_WORKER.encode, messages)) or None)
@@ -62,7 +62,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-def test_an_engine_of_a_worker_that_is_given_up_is_lost_with_what_it_was_asked() -> None:
+def test_an_engine_of_a_lost_worker_fails_its_calls() -> None:
     async def within() -> None:
         engines = RemoteEngines(lambda address: said(Ready(name=f"engine {address}")), again_s=60.0)
         engines.look({"a", "b"})
@@ -91,7 +91,7 @@ def test_an_engine_of_a_worker_that_is_given_up_is_lost_with_what_it_was_asked()
     asyncio.run(asyncio.wait_for(within(), 20))
 
 
-def test_a_worker_that_has_no_engine_is_not_asked_again_at_once() -> None:
+def test_a_worker_without_an_engine_is_retried_later() -> None:
     async def within() -> None:
         opened = []
 
@@ -111,7 +111,7 @@ def test_a_worker_that_has_no_engine_is_not_asked_again_at_once() -> None:
             engines.close()
         with pytest.raises(UserError, match="no such model"):
             await open_engine("a")
-        with pytest.raises(ProcessLostError, match="it serves none"):
-            await open_engine("a worker that does not know the operation")
+        with pytest.raises(ProcessLostError, match="it serves no engine"):
+            await open_engine("a worker without the operation")
 
     asyncio.run(asyncio.wait_for(within(), 20))

@@ -35,7 +35,7 @@ def top(logprobs_BV: Tensor, k: int, p: float) -> list[int]:
     return kept(keep_top(logprobs_BV, torch.full((num_rows,), k), torch.full((num_rows,), p)))[0]
 
 
-def test_top_k_keeps_exactly_k_of_equal_tokens_the_first_ones() -> None:
+def test_top_k_keeps_the_first_k_of_equal_tokens() -> None:
     assert top(logprobs(0.1, 0.3, 0.3, 0.3), k=2, p=1.0) == [1, 2]
 
 
@@ -52,7 +52,7 @@ def test_top_p_counts_the_share_within_the_top_k() -> None:
     assert top(logprobs(0.25, 0.125, 0.5, 0.125), k=2, p=0.67) == [0, 2]
 
 
-def test_what_is_kept_keeps_its_logprob() -> None:
+def test_kept_tokens_keep_their_logprob() -> None:
     result = keep_top(logprobs(0.25, 0.125, 0.5, 0.125), torch.tensor([2]), torch.tensor([1.0]))
     assert result.tolist() == [[pytest.approx(np.log(0.25)), NEVER, pytest.approx(np.log(0.5)), NEVER]]
 
@@ -84,20 +84,20 @@ def test_a_longer_stream_begins_with_the_shorter_one() -> None:
     uniforms, fresh = Uniforms(), Uniforms()
     assert uniforms.draw(5, 100)[:10].tolist() == uniforms.draw(5, 10).tolist() == fresh.draw(5, 10).tolist()
     assert uniforms.draw(5, 10).tolist() != uniforms.draw(6, 10).tolist()
-    # As NumPy draws of a generator that is made for the seed: what was recorded can be drawn again.
+    # Equal to a NumPy generator created with the seed, so recorded samples can be drawn again.
     for seed in (0, 5, 2**62, -3, -(2**63)):
         made = np.random.Generator(np.random.Philox(key=seed & (2**64 - 1)))
         assert uniforms.draw(seed, 7).tolist() == made.random(7).tolist()
 
 
-def test_repetition_penalty_makes_seen_tokens_less_likely_whatever_their_sign() -> None:
+def test_repetition_penalty_lowers_logits_of_either_sign() -> None:
     logits = torch.tensor([[2.0, -2.0, 2.0, -2.0], [2.0, -2.0, 2.0, -2.0]])
     seen = torch.tensor([[True, True, False, False]] * 2)
     result = penalize_repetition(logits, seen, torch.tensor([2.0, 1.0]))
     assert result.tolist() == [[1.0, -4.0, 2.0, -2.0], [2.0, -2.0, 2.0, -2.0]]
 
 
-def test_forbidding_touches_only_the_rows_told_and_not_its_input() -> None:
+def test_forbidding_changes_only_the_chosen_rows() -> None:
     logits = torch.zeros(2, 3)
     result = forbid_tokens(logits, torch.tensor([0, 2]), torch.tensor([True, False]))
     assert result.tolist() == [[NEVER, 0.0, NEVER], [0.0, 0.0, 0.0]]
@@ -114,7 +114,7 @@ MIXED = [
 ]
 
 
-def test_a_row_gets_the_same_token_and_logprob_alone_as_among_rows_with_other_parameters() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     torch.manual_seed(shifted_seed(0))
     logits_BV, seen_BV = torch.randn(6, 50) * 2, torch.rand(6, 50) < 0.3
     uniforms_B, end_ids = torch.rand(6, dtype=torch.float64), torch.tensor([3, 4])
@@ -167,7 +167,7 @@ def test_end_tokens_are_forbidden_until_min_tokens_are_sampled() -> None:
     assert tokens == [0, 0, 1, 1]
 
 
-def test_half_precision_logits_are_computed_with_in_float32() -> None:
+def test_half_precision_logits_are_processed_in_float32() -> None:
     logits_BV = torch.randn(1, 50, generator=torch.Generator().manual_seed(shifted_seed(0))).bfloat16()
     uniform_B = torch.tensor([0.5], dtype=torch.float64)
     rows = SamplingRows.stack([SamplingParams(max_tokens=1)])

@@ -1,5 +1,5 @@
-"""Promises of guided sampling: what is sampled has the form, its logprobs are those of the policy without the form,
-what must not come does not come, and neighbors without a guide draw what they draw alone.
+"""Promises of guided sampling: samples follow the grammar, logprobs are those without the grammar, forbidden tokens are
+never sampled, and rows without a guide are not affected.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def text(tokenizer: Any, tokens: tuple[int, ...]) -> str:
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
-def test_what_is_sampled_has_the_form_and_neighbors_are_as_they_were(engine: Any, tokenizer: Any) -> None:
+def test_samples_follow_the_grammar_and_others_are_unchanged(engine: Any, tokenizer: Any) -> None:
     grammar = AnswerParser(tokenizer).grammar(SCHEMA, "", are_calls=False)
     free = [request(seed, max_tokens=8) for seed in range(3)]
     guided = [request(seed, grammar=grammar, temperature=t) for seed, t in ((3, 1.0), (4, 1.0), (5, 0.0))]
@@ -59,14 +59,14 @@ def test_what_is_sampled_has_the_form_and_neighbors_are_as_they_were(engine: Any
     assert [found.tokens for found in alone] == [found.tokens for found in beside[3:]]
 
 
-def test_logprobs_are_of_the_policy_without_the_form(engine: Any, tokenizer: Any) -> None:
+def test_logprobs_are_those_without_the_grammar(engine: Any, tokenizer: Any) -> None:
     [found] = engine.generate([request(1, grammar=AnswerParser(tokenizer).grammar(SCHEMA, "", are_calls=False))])
     [expected] = engine.logprobs([(PROMPT, found.tokens)])
     np.testing.assert_allclose(found.logprobs, expected, atol=1e-4)
     assert min(found.logprobs) < -3, "a random policy would not have written it"
 
 
-def test_thoughts_come_before_the_form(tokenizer: Any) -> None:
+def test_reasoning_precedes_the_grammar(tokenizer: Any) -> None:
     parser = AnswerParser(tokenizer, reasoning="think")
     guides = Guides(tokenizer, 258, [1])
     for prompt, thoughts in (("<think>", "hm </think>\n"), ("", "<think>\nhm</think>"), ("", "")):
@@ -74,13 +74,13 @@ def test_thoughts_come_before_the_form(tokenizer: Any) -> None:
         for token in tokenizer.encode(f'{thoughts}{{"city": "Oslo", "n": 7'):
             assert guide.allowed()[token], (prompt, thoughts, token)
             guide.take(token)
-        assert not guide.allowed()[1], "it has no end yet"
+        assert not guide.allowed()[1], "it is not complete"
         guide.take(tokenizer.encode("}")[0])
         assert guide.allowed().nonzero()[0].tolist() == [1]
 
 
 @pytest.mark.parametrize(("max_calls", "ends"), [(1, True), (None, False)])
-def test_calls_have_the_form_in_which_they_are_read(tokenizer: Any, max_calls: int | None, ends: bool) -> None:
+def test_tool_calls_are_parsed_as_written(tokenizer: Any, max_calls: int | None, ends: bool) -> None:
     call = {"type": "object", "properties": {"name": {"const": "look"}}, "required": ["name"]}
     call["additionalProperties"] = False
     grammar = AnswerParser(tokenizer).grammar(call, "", are_calls=True, max_calls=max_calls)
@@ -92,24 +92,24 @@ def test_calls_have_the_form_in_which_they_are_read(tokenizer: Any, max_calls: i
     assert (guide.allowed().sum() == 1) == ends
 
 
-def test_what_must_not_come_does_not_come(engine: Any) -> None:
+def test_forbidden_tokens_are_never_sampled(engine: Any) -> None:
     single = tuple((token,) for token in range(2, 200))
     for found in engine.generate([request(seed, bad_tokens=single, max_tokens=30) for seed in range(3)]):
         assert not set(found.tokens) & set(range(2, 200))
-    # In a row: 5 may come, but not after itself.
+    # 5 is allowed, but not twice in a row.
     others = tuple((token,) for token in range(258) if token not in (0, 5))
     [found] = engine.generate([request(1, bad_tokens=(*others, (5, 5)), max_tokens=60)])
     pairs = set(zip(found.tokens, found.tokens[1:], strict=False))
     assert (5, 5) not in pairs and {(5, 0), (0, 5), (0, 0)} <= pairs
 
 
-def test_where_nothing_may_come_the_response_ends(tokenizer: Any) -> None:
+def test_a_response_ends_if_no_token_is_allowed(tokenizer: Any) -> None:
     grammar = AnswerParser(tokenizer).grammar({"const": "a"}, "", are_calls=False)
     bad = ((tokenizer.encode('"')[0],),)
     guide = Guides(tokenizer, 258, [1]).guide(SamplingParams(9, grammar=grammar, bad_tokens=bad))
     assert guide.allowed().nonzero()[0].tolist() == [1]
 
 
-def test_a_grammar_that_is_none_is_an_error_that_says_so(tokenizer: Any) -> None:
-    with pytest.raises(RoleError, match="no answer can be guided"):
+def test_an_invalid_grammar_is_an_error(tokenizer: Any) -> None:
+    with pytest.raises(RoleError, match="invalid grammar"):
         Guides(tokenizer, 258, [1]).guide(SamplingParams(9, grammar="start: nothing"))

@@ -56,7 +56,7 @@ class TestTransformersEngine(EngineContract, ContinuousContract, InFlightContrac
         return other_model_folder / "model.safetensors"
 
 
-def test_the_first_token_of_new_weights_is_the_first_that_the_old_ones_did_not_compute(
+def test_new_weights_apply_from_the_next_computed_token(
     engine: Engine, model_folder: Path, other_model_folder: Path
 ) -> None:
     long, short = requests_for([(5,), (7, 8, 9)], max_tokens=12, ignore_eos=True)
@@ -68,12 +68,12 @@ def test_the_first_token_of_new_weights_is_the_first_that_the_old_ones_did_not_c
         looks += 1
         if looks == 5:
             engine.load_weights(7, [other_model_folder / "model.safetensors"])
-        if looks == 15:  # the first one has ended, and its row may still be there
+        if looks == 15:  # the first one has ended, and its row may still be in the batch
             engine.load_weights(8, [model_folder / "model.safetensors"])
         return waiting.pop(0) if waiting else []
 
     engine.serve(take, answers.__setitem__)
-    # What the next token is sampled from was computed before the weights came.
+    # The logits of the next token were computed before the weights were loaded.
     assert answers[0].version_starts == ((0, 0), (5, 7))
     assert answers[1].version_starts == ((0, 0), (5, 7), (15, 8))
     [by_old] = TransformersEngine(str(model_folder)).logprobs([(long.prompt_tokens, answers[0].tokens)])
@@ -104,9 +104,7 @@ MIXED_REQUESTS = [
 
 class TestBatching:
     @pytest.mark.parametrize("requests", [MIXED_REQUESTS, requests_for(PROMPTS * 4), make_requests(2, 8)])
-    def test_a_batch_gives_what_its_requests_give_one_by_one(
-        self, engine: Engine, requests: list[GenerateRequest]
-    ) -> None:
+    def test_a_batch_equals_its_requests_one_by_one(self, engine: Engine, requests: list[GenerateRequest]) -> None:
         assert_same(engine.generate(requests), [engine.generate([request])[0] for request in requests])
 
     def test_a_longer_neighbor_changes_no_token(self, engine: Engine) -> None:
@@ -115,7 +113,7 @@ class TestBatching:
         assert_same(engine.generate([neighbor, request])[1:], engine.generate([request]))
 
     @pytest.mark.parametrize("max_batch_tokens", [30, 60, 100, 200])
-    def test_requests_that_enter_while_others_are_under_way_get_what_they_get_alone(
+    def test_entering_requests_get_the_same_tokens_as_alone(
         self, model_folder: Path, engine: Engine, max_batch_tokens: int
     ) -> None:
         small = TransformersEngine(str(model_folder), max_batch_tokens=max_batch_tokens)
@@ -139,7 +137,7 @@ class TestBatching:
 
     @pytest.mark.parametrize("seed", range(4))
     @pytest.mark.parametrize("max_batch_tokens", [100, 65536])
-    def test_whenever_requests_come_and_go_each_gets_what_it_gets_alone(
+    def test_any_order_of_arrivals_gives_the_same_tokens(
         self, model_folder: Path, seed: int, max_batch_tokens: int
     ) -> None:
         engine = TransformersEngine(str(model_folder), max_batch_tokens=max_batch_tokens)
@@ -152,7 +150,7 @@ class TestBatching:
             if drawn.random() < 0.3:
                 looks[comes + drawn.randrange(10)].append((number, None))
                 unwanted.add(number)
-        # It looks only while something is under way.
+        # It polls only while requests run.
         looks[0].append((100, GenerateRequest((3,), SamplingParams(max_tokens=40, ignore_eos=True), 0)))
         answers = serve(engine, looks)
         assert set(answers) >= {100, *range(20)} - unwanted
@@ -160,8 +158,8 @@ class TestBatching:
         alone = [engine.generate([MIXED_REQUESTS[number % 10]])[0] for number in numbers]
         assert_same([answers[number] for number in numbers], alone)
 
-    def test_an_answer_does_not_wait_until_its_row_leaves(self, engine: Engine) -> None:
-        """Rows leave when they are a quarter of all."""
+    def test_a_result_is_returned_before_its_row_leaves(self, engine: Engine) -> None:
+        """Batch whose finished rows leave once they are a quarter of it."""
         assert isinstance(engine, TransformersEngine)
         num_passes = 0
 
@@ -177,7 +175,7 @@ class TestBatching:
         engine.serve(lambda: next(coming, []), lambda number, _: answered_after.update({number: num_passes}))
         assert answered_after == {**dict.fromkeys(range(8), 20), 3: 2}
 
-    def test_an_unwanted_sequence_leaves_its_slot_at_the_next_step(self, engine: Engine) -> None:
+    def test_a_cancelled_sequence_leaves_at_the_next_step(self, engine: Engine) -> None:
         assert isinstance(engine, TransformersEngine)
         rows: list[int] = []
         engine._model.register_forward_pre_hook(
@@ -191,21 +189,21 @@ class TestBatching:
         prompts, both_of_them, the_one_that_is_wanted = 2, 2, 1
         assert rows == [prompts, both_of_them, both_of_them, the_one_that_is_wanted, the_one_that_is_wanted]
 
-    def test_layers_that_keep_a_window_take_no_newcomers_but_the_next_batch(self, tmp_path: Path) -> None:
+    def test_sliding_window_layers_batch_without_joining(self, tmp_path: Path) -> None:
         layers = ["full_attention", "sliding_attention"]
         save_tiny_qwen2(tmp_path, 3, True, use_sliding_window=True, sliding_window=6, layer_types=layers)
         small = TransformersEngine(str(tmp_path), max_batch_tokens=60)
         large = TransformersEngine(str(tmp_path))
         assert_same(small.generate(MIXED_REQUESTS), [large.generate([request])[0] for request in MIXED_REQUESTS])
 
-    def test_a_request_above_max_batch_tokens_is_a_batch_of_its_own(self, model_folder: Path) -> None:
+    def test_a_request_above_max_batch_tokens_runs_alone(self, model_folder: Path) -> None:
         small = TransformersEngine(str(model_folder), max_batch_tokens=1)
         assert len(small.generate(make_requests())) == 6
 
 
 class TestExperts:
     @pytest.mark.parametrize("max_batch_tokens", [60, 65536])
-    def test_each_request_has_its_own_whoever_its_neighbors_are(self, tmp_path: Path, max_batch_tokens: int) -> None:
+    def test_experts_of_a_request_do_not_depend_on_others(self, tmp_path: Path, max_batch_tokens: int) -> None:
         folder = str(save_tiny_mixture(tmp_path))
         engine = TransformersEngine(folder, max_batch_tokens=max_batch_tokens)
         unrecorded = engine.generate(MIXED_REQUESTS)
@@ -217,7 +215,7 @@ class TestExperts:
             [alone] = engine.generate([request])
             assert answer.routed_experts == alone.routed_experts
             assert len(alone.routed_experts) == len(request.prompt_tokens) + len(answer.tokens) - 1
-            # What is told of a response's tokens is what they take in one pass over all of it.
+            # Recorded experts equal those of one pass over the complete response.
             engine.logprobs([(request.prompt_tokens, answer.tokens)])
             assert engine._routers is not None
             taken = engine._routers.taken()[:-1].numpy()
@@ -227,14 +225,16 @@ class TestExperts:
         with pytest.raises(DataError, match="Qwen2ForCausalLM has no routers of experts"):
             engine.record_experts()
 
-    def test_an_engine_that_cannot_tell_says_so(self) -> None:
-        with pytest.raises(RoleError, match="engine FakeEngine does not tell the experts"):
+    def test_an_engine_without_experts_refuses(self) -> None:
+        with pytest.raises(RoleError, match="engine FakeEngine cannot record the experts"):
             FakeEngine().record_experts()
 
 
 class TestLogprobs:
     @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
-    def test_they_equal_those_of_a_full_forward(self, engine: Engine, model_folder: Path, temperature: float) -> None:
+    def test_experts_equal_those_of_a_full_forward(
+        self, engine: Engine, model_folder: Path, temperature: float
+    ) -> None:
         model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
         requests = requests_for(PROMPTS, temperature=temperature, top_p=0.9)
         for request, generation in zip(requests, engine.generate(requests), strict=True):
@@ -259,7 +259,7 @@ class TestSampling:
             engine.generate(requests_for(PROMPTS, top_k=1)), engine.generate(requests_for(PROMPTS, temperature=0.0))
         )
 
-    def test_a_huge_repetition_penalty_lets_no_token_of_prompt_or_response_return(self, engine: Engine) -> None:
+    def test_a_huge_repetition_penalty_prevents_repetition(self, engine: Engine) -> None:
         requests = requests_for(PROMPTS, temperature=0.0, repetition_penalty=1e6)
         for request, generation in zip(requests, engine.generate(requests), strict=True):
             sequence = [*request.prompt_tokens, *generation.tokens]
@@ -300,7 +300,7 @@ class TestEnds:
         lengths = [len(generation.tokens) for generation in generations]
         assert min(lengths) >= 16 and min(lengths) < 30
 
-    def test_ignore_eos_goes_on_to_max_tokens(self, engine: Engine) -> None:
+    def test_ignore_eos_continues_to_max_tokens(self, engine: Engine) -> None:
         generations = engine.generate(requests_for([(7, 8, 9)] * 64, max_tokens=40, ignore_eos=True, temperature=2.0))
         assert {(len(generation.tokens), generation.finish_reason) for generation in generations} == {(40, "length")}
         assert any(set(END_IDS) & set(generation.tokens[:-1]) for generation in generations)
@@ -329,7 +329,7 @@ class TestRefusals:
         with pytest.raises(DataError, match="cannot be loaded"):
             TransformersEngine(str(tmp_path))
 
-    def test_a_folder_that_lacks_a_tensor_is_refused_by_its_name(self, tmp_path: Path, model_folder: Path) -> None:
+    def test_a_folder_without_a_tensor_is_refused_by_name(self, tmp_path: Path, model_folder: Path) -> None:
         tensors = load_file(model_folder / "model.safetensors")
         del tensors["model.norm.weight"]
         save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -339,7 +339,7 @@ class TestRefusals:
 
 
 def narrow_versions(model_folder: Path, folder: Path) -> list[Path]:
-    """Three versions in bfloat16 of which some values differ, and what has changed beside them."""
+    """Three bfloat16 versions that differ in some values, and the deltas between them."""
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(model_folder / "model.safetensors").items()}
     files: list[Path] = []
     for version in range(3):
@@ -355,7 +355,7 @@ def narrow_versions(model_folder: Path, folder: Path) -> list[Path]:
 
 
 class TestLoadWeights:
-    def test_new_weights_give_what_an_engine_made_of_them_gives(self, engine: Engine, other_model_folder: Path) -> None:
+    def test_new_weights_equal_an_engine_created_from_them(self, engine: Engine, other_model_folder: Path) -> None:
         before = engine.generate(MIXED_REQUESTS)
         engine.load_weights(4, [other_model_folder / "model.safetensors"])
         other = TransformersEngine(str(other_model_folder))
@@ -375,12 +375,14 @@ class TestLoadWeights:
             one.tokens for one in other.generate(MIXED_REQUESTS)
         ]
 
-    def test_deltas_make_what_the_whole_is_bit_by_bit(
+    def test_deltas_equal_the_complete_version_bit_by_bit(
         self, model_folder: Path, other_model_folder: Path, tmp_path: Path
     ) -> None:
         versions = narrow_versions(other_model_folder, tmp_path)
         engine, other = (TransformersEngine(str(model_folder), dtype="bfloat16") for _ in range(2))
-        assert not engine.try_load_changes(4, [versions[1].with_suffix(".delta")], None), "it has loaded no whole yet"
+        assert not engine.try_load_changes(4, [versions[1].with_suffix(".delta")], None), (
+            "it has not loaded a complete version yet"
+        )
         engine.load_weights(3, versions[:1])
         for version, file in enumerate(versions[1:], 4):
             assert engine.try_load_changes(version, [file.with_suffix(".delta")], None)
@@ -399,12 +401,12 @@ class TestLoadWeights:
         before = {name: tensor.clone() for name, tensor in engine._model.state_dict().items()}
         for file in (versions[2].with_suffix(".delta"), versions[2]):  # of the version after the next; no delta
             assert not engine.try_load_changes(5, [file], None)
-        assert not engine.try_load_changes(4, [versions[1].with_suffix(".delta")] * 2, None), "one for each file"
+        assert not engine.try_load_changes(4, [versions[1].with_suffix(".delta")] * 2, None), "one per file"
         assert engine.policy_version == 3
         for name, tensor in engine._model.state_dict().items():
             assert torch.equal(tensor, before[name]), name
 
-    def test_an_engine_of_another_dtype_or_of_another_fingerprint_wants_the_whole(
+    def test_another_dtype_or_fingerprint_needs_the_complete_version(
         self, model_folder: Path, other_model_folder: Path, tmp_path: Path
     ) -> None:
         versions = narrow_versions(other_model_folder, tmp_path)
@@ -416,7 +418,7 @@ class TestLoadWeights:
         wrong = Fingerprint(((1, 2, 3),), ((-99.0, -99.0),), "bfloat16")
         assert not engine.try_load_changes(4, [versions[1].with_suffix(".delta")], wrong)
 
-    def test_weights_of_another_dtype_become_the_engines(
+    def test_weights_are_cast_to_the_dtype_of_the_engine(
         self, engine: Engine, model_folder: Path, tmp_path: Path
     ) -> None:
         tensors = load_file(model_folder / "model.safetensors")
@@ -425,7 +427,7 @@ class TestLoadWeights:
         engine.load_weights(0, [tmp_path / "double.safetensors"])
         assert engine.generate(MIXED_REQUESTS) == before
 
-    def test_a_tied_name_may_be_left_out_an_untied_one_may_not(
+    def test_only_a_tied_name_may_be_omitted(
         self, engine: Engine, tied: bool, other_model_folder: Path, tmp_path: Path
     ) -> None:
         tensors = load_file(other_model_folder / "model.safetensors")
@@ -454,11 +456,11 @@ class TestLoadWeights:
         ("change", "problem"),
         [
             ({"model.norm.weight": torch.zeros(33)}, r"model\.norm\.weight is \[33\] in .*, \[32\] in the model"),
-            ({"model.extra": torch.zeros(1)}, r"holds model\.extra, which the model has not"),
+            ({"model.extra": torch.zeros(1)}, r"holds model\.extra, which the model lacks"),
             ({"model.norm.weight": None}, r"model\.norm\.weight is in no file"),
         ],
     )
-    def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(
+    def test_a_mismatched_tensor_is_refused_and_changes_nothing(
         self,
         engine: Engine,
         other_model_folder: Path,
@@ -503,7 +505,7 @@ def test_a_row_ends_with_the_token_that_completes_its_text(tmp_path: Path) -> No
     asked, expected = [], []
     for request, answer in zip(requests_for(prompts, max_tokens=40, ignore_eos=True), whole, strict=True):
         text = tokenizer.decode(list(answer.tokens), skip_special_tokens=True)
-        # Two letters that stand together for the first time somewhere in the middle; of every other row nothing.
+        # Two letters that first occur together in the middle; the other rows have no stop text.
         pairs = [text[at : at + 2] for at in range(4, 30) if text[at : at + 2].isascii()]
         stop = () if len(asked) % 2 else ("never", next(pair for pair in pairs if pair not in text[:4]))
         asked.append(replace(request, sampling=replace(request.sampling, stop=stop)))

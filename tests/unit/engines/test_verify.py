@@ -1,5 +1,5 @@
-"""Promises of the proof: no engine serves weights that it does not compute with; a trainer and an engine of the same
-weights agree.
+"""Promises of verification: an engine serves only weights that it computes with, and trainer and engine agree on equal
+weights.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class StaleEngine(Engine):
 
     @classmethod
     def from_config(cls, section: InferenceModelConfig, model: ModelConfig, device: str) -> StaleEngine:
-        raise AssertionError("it is made by hand")
+        raise AssertionError("created by hand")
 
     def serve(self, take: Take, give: Give) -> None:
-        raise AssertionError("nobody asks for anything")
+        raise AssertionError("no requests")
 
     def logprobs(self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[float, ...]]:
         self.calls.append("logprobs")
@@ -63,14 +63,14 @@ def test_an_engine_that_reproduces_the_fingerprint_is_loaded_once() -> None:
     assert engine.calls == ["load_weights", "logprobs"]
 
 
-def test_one_that_does_not_is_loaded_anew_and_asked_again() -> None:
+def test_a_mismatch_is_loaded_again_and_checked_again() -> None:
     engine = StaleEngine(1)
     engine.load_verified(1, [], PRINT)
     assert engine.calls == ["load_weights", "logprobs", "load_anew", "logprobs"]
 
 
-def test_one_that_never_does_leaves_with_the_numbers() -> None:
-    with pytest.raises(WeightsError, match=r"version 7, also after loading it anew: logprobs differ by up to 1"):
+def test_a_lasting_mismatch_is_an_error_with_the_numbers() -> None:
+    with pytest.raises(WeightsError, match=r"version 7, also after loading again: logprobs differ by up to 1"):
         StaleEngine(2).load_verified(7, [], PRINT)
     assert issubclass(WeightsError, RoleError)
 
@@ -84,7 +84,7 @@ def test_without_a_fingerprint_or_a_model_nothing_is_compared(tmp_path: Path) ->
     assert fake.policy_version == 1
 
 
-# ---- real ones
+# ---- real engines
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +99,20 @@ def trainer(model: Path, lora: LoraConfig | None = None) -> TorchEngine:
 
 
 def moved(engine: TorchEngine) -> TorchEngine:
-    """With other weights, as after a step."""
+    """Trainer with other weights, as after a step."""
     for number, parameter in enumerate(p for p in engine._model.parameters() if p.requires_grad):
         parameter.data += 0.01 * (-1) ** number
     return engine
 
 
-def test_weights_are_published_in_the_data_type_of_the_engine_which_computes_them(model: Path, tmp_path: Path) -> None:
+def test_published_weights_have_the_dtype_of_the_engine(model: Path, tmp_path: Path) -> None:
     config = engine_config(model, deterministic=False, explorer__rollout_model__dtype="bfloat16")
     policy = moved(TorchEngine(config, make_algorithm("grpo")))
     files, fingerprint = write(policy, tmp_path / "weights"), policy.fingerprint()
     published = load_file(files[0])
     assert fingerprint.dtype == "bfloat16"
     for name, tensor in policy._model.state_dict().items():
-        if name in published:  # of tied weights one name
+        if name in published:  # one name of tied weights
             assert torch.equal(published[name], tensor.bfloat16()), name
     engine = TransformersEngine(str(model), dtype="bfloat16")
     engine.load_verified(1, files, fingerprint)
@@ -126,21 +126,21 @@ def write(engine: TorchEngine, folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(lora_rank=2)], ids=["all weights", "adapters"])
-def test_what_the_trainer_says_of_its_weights_the_engine_computes(
+def test_the_engine_reproduces_the_fingerprint_of_the_trainer(
     model: Path, tmp_path: Path, lora: LoraConfig | None
 ) -> None:
     policy = moved(trainer(model, lora))
     fingerprint = policy.fingerprint()
     engine = TransformersEngine(str(model))
-    assert fingerprint.problem(engine.logprobs(fingerprint.pairs), engine.dtype), "the weights of the folder are others"
+    assert fingerprint.problem(engine.logprobs(fingerprint.pairs), engine.dtype), "the folder has other weights"
     engine.load_verified(1, write(policy, tmp_path / "weights"), fingerprint)
     [first, *_], [said, *_] = fingerprint.logprobs, engine.logprobs(fingerprint.pairs)
     assert_same_logprobs(said, first)
-    assert policy._model.training, "the trainer goes on training"
+    assert policy._model.training, "the trainer continues"
 
 
 class Parent:
-    """The pipe to an engine's process, without one: messages in, answers out."""
+    """Pipe of an engine process, without a process: messages in, replies out."""
 
     def __init__(self, *messages: FromClient) -> None:
         self.messages = [FROM_CLIENT.encode(message) for message in messages]
@@ -153,7 +153,7 @@ class Parent:
         self.answers.append(FROM_SERVER.decode(answer))
 
 
-def test_an_engine_process_does_not_answer_for_weights_of_another_fingerprint(
+def test_an_engine_process_refuses_another_fingerprint(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RFTDASK_THREADS", "1")
@@ -176,8 +176,8 @@ subprocess.run([sys.executable, "-c", child.format(grandchild=grandchild)])
 """
 
 
-def test_processes_of_an_engine_end_with_it_also_when_it_is_killed() -> None:
-    """Both the one that watches and the one between: the pipe ends only when nobody holds it any more."""
+def test_child_processes_end_with_a_killed_engine() -> None:
+    """The pipe ends only when both the watching and the intermediate process have ended."""
     with subprocess.Popen(
         [sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as engine:

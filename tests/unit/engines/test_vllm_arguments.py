@@ -1,6 +1,4 @@
-"""Promise: each key of an engine that is vLLM's reaches vLLM. Without vLLM: what it is given, and not what it makes of
-it.
-"""
+"""Promise: each vLLM key of an engine reaches vLLM. Tested by the arguments, without vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from rftdask.models.toy import build_toy_model
 
 
 class Recorded(VllmEngine):
-    """An engine that starts no vLLM; the arguments are in `given`."""
+    """Engine that does not start vLLM; its arguments are in `given`."""
 
     given: dict[str, Any]
 
@@ -71,14 +69,14 @@ def test_a_key_reaches_vllm(model: Path, key: str, value: Any, argument: str, mo
     usual = given(tree)
     section = tree["model"] if key.startswith("model.") else tree["explorer"]["rollout_model"]
     section[key.removeprefix("model.")] = value
-    wanted = {"max_num_seqs": 3, "max_lora_rank": 8}.get(argument, value)  # vLLM has ranks of its own
+    wanted = {"max_num_seqs": 3, "max_lora_rank": 8}.get(argument, value)  # vLLM supports certain ranks
     assert given(tree)[argument] == wanted != usual.get(argument)
 
 
 @pytest.mark.parametrize(
     ("told", "tokens"),
     [
-        # As vLLM 0.32 tells it of a model whose layers are of several kinds, in two copies.
+        # As in vLLM 0.32 for a model with several kinds of layers, in two replicas.
         ({"num_gpu_blocks": 2000, "kv_cache_size_tokens": 9000}, 18_000),
         ({"num_gpu_blocks": 2000, "kv_cache_size_tokens": None}, 32_000),
         ({"num_gpu_blocks": 2000}, 32_000),
@@ -86,9 +84,7 @@ def test_a_key_reaches_vllm(model: Path, key: str, value: Any, argument: str, mo
         ({"num_gpu_blocks": 0, "kv_cache_size_tokens": None}, None),
     ],
 )
-def test_the_memory_of_an_engine_is_what_vllm_says_of_all_its_copies(
-    told: dict[str, int | None], tokens: int | None
-) -> None:
+def test_the_cache_size_covers_all_replicas_of_vllm(told: dict[str, int | None], tokens: int | None) -> None:
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=16, **told), parallel_config=SimpleNamespace(data_parallel_size=2)
     )

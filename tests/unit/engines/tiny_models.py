@@ -39,7 +39,7 @@ MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def save_tiny_mixture(folder: Path, seed: int = 0, **more: Any) -> Path:
-    """A random Qwen3-MoE of two layers, with the tokenizer of a toy; its routers are far from sure."""
+    """A random Qwen3-MoE of two layers, with the tokenizer of a toy and undecided routers."""
     build_toy_model(folder, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2)
     vocab_size = AutoConfig.from_pretrained(folder).vocab_size
     torch.manual_seed(shifted_seed(seed))

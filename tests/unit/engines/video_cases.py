@@ -1,5 +1,5 @@
-"""Cases of test_videos.py, in a process with a torchvision (or its stand-in), without which transformers reads none:
-what is generated from videos is what transformers generates, and what is trained is what was sampled.
+"""Cases of test_videos.py, in a process with torchvision (or its replacement), which transformers needs for videos:
+generation equals that of transformers, and training uses the sampled tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def frames(seed: int, count: int, size: tuple[int, int] = (56, 28)) -> list[Any]
     return [picture(100 * seed + number, size) for number in range(count)]
 
 
-# Videos of four and of three frames, the last of which stands for two; images beside one; two of each.
+# Videos of four and three frames, the last of which counts twice; images next to a video; two of each.
 SHOWN: list[list[Any]] = [
     [frames(1, 4)],
     [picture(2, (56, 56)), frames(3, 3, (28, 28))],
@@ -51,7 +51,7 @@ SHOWN: list[list[Any]] = [
 
 
 def asked(images: ImageProcessor, shown: list[Any], text: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """(names, what the model's own processor makes of the chat)."""
+    """(names, inputs from the processor of the model)."""
     content: list[dict[str, str]] = []
     for each in shown:
         if isinstance(each, list):
@@ -61,8 +61,8 @@ def asked(images: ImageProcessor, shown: list[Any], text: str) -> tuple[tuple[st
             content.append({"type": "image", "image": images.folder.put(png(each))})
     chat = [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
     videos = [np.stack([np.asarray(frame) for frame in each]) for each in shown if isinstance(each, list)]
-    made = images.own(
-        text=[images.own.tokenizer.apply_chat_template(chat, tokenize=False)],
+    made = images.hf_processor(
+        text=[images.hf_processor.tokenizer.apply_chat_template(chat, tokenize=False)],
         images=[each for each in shown if not isinstance(each, list)] or None,
         videos=videos or None,
         video_metadata=[{"total_num_frames": len(video), "fps": 2.0} for video in videos] or None,
@@ -71,7 +71,7 @@ def asked(images: ImageProcessor, shown: list[Any], text: str) -> tuple[tuple[st
     return images_in(chat), {name: value for name, value in made.items() if hasattr(value, "shape")}
 
 
-def test_greedy_answers_are_those_of_transformers_at_these_positions(folder: Path, images: ImageProcessor) -> None:
+def test_greedy_video_responses_equal_transformers(folder: Path, images: ImageProcessor) -> None:
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     requests, expected = [], []
     for number, shown in enumerate(SHOWN):
@@ -89,7 +89,7 @@ def test_greedy_answers_are_those_of_transformers_at_these_positions(folder: Pat
     assert [each.tokens for each in engine_with(folder, images).generate(requests)] == expected
 
 
-def test_what_follows_a_video_begins_behind_its_time(folder: Path, images: ImageProcessor) -> None:
+def test_text_after_a_video_starts_after_its_time(folder: Path, images: ImageProcessor) -> None:
     names, made = asked(images, [picture(1, (56, 56)), frames(3, 4)], "go")
     body = load_policy(str(folder), "float32", "cpu")[0].base_model
     given, shift = with_images(body, made["input_ids"], names, images)
@@ -130,7 +130,7 @@ def test_logprobs_in_training_are_those_of_the_engine(
         assert_same_logprobs(own[: len(answer.logprobs)].tolist(), answer.logprobs)
 
 
-def test_the_time_between_frames_is_seen(folder: Path, images: ImageProcessor, tmp_path: Path) -> None:
+def test_the_time_between_frames_matters(folder: Path, images: ImageProcessor, tmp_path: Path) -> None:
     inputs = []
     for milliseconds in (500, 125):
         path = tmp_path / f"{milliseconds}.png"

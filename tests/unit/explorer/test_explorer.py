@@ -34,7 +34,7 @@ from rftdask.explorer import explorer
 from rftdask.explorer.crash_suspects import MAX_CRASHES
 from rftdask.explorer.explorer import MAX_ATTEMPTS, Explorer
 from rftdask.explorer.unit_claims import Claims
-from rftdask.monitor.events import Event, Note, Step
+from rftdask.monitor.events import Event, Note, StepFinished
 from rftdask.rollouts.work_unit_task import ADMITTED_TOPIC
 from rftdask.rollouts.work_units import RolloutResult, RolloutTask
 from rftdask.run.run_folder import read_config
@@ -369,7 +369,7 @@ def test_a_restarted_explorer_runs_only_missing_units() -> None:
     config = stage("restart", "buffer.batch_size=4", "buffer.total_steps=3")
     first = FakeClient(then=committed)
     events = run_stage(first, config)
-    assert len(first.submitted) == 6 and [e.step for e in events if isinstance(e, Step)] == [1, 2, 3]
+    assert len(first.submitted) == 6 and [e.step for e in events if isinstance(e, StepFinished)] == [1, 2, 3]
     again = FakeClient(then=committed)
     assert run_stage(again, config) == [] and again.submitted == []
     log = ParquetLog(open_storage("memory://explorer-loop/restart"))

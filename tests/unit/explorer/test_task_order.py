@@ -76,7 +76,7 @@ def test_task_selector_is_an_old_name_of_data_selector(tmp_path: Path) -> None:
         ([{"selector_type": "difficulty_based", "feature_keys": ["easy"]}], "must be 2 columns"),
         ([{"selector_type": "difficulty_based", "feature_keys": ["easy", "easy"]}, {}], "is for one taskset"),
         ([{"selector_type": "shuffle", "kwargs": {"tau": 1}}], "shuffle takes no arguments"),
-        ([{"selector_type": "shufle"}], "'shufle' is no selector; did you mean shuffle"),
+        ([{"selector_type": "shufle"}], "unknown selector 'shufle'; did you mean shuffle"),
         (
             [{"selector_type": "difficulty_based", "feature_keys": ["easy", "easy"], "kwargs": {"taw": 1}}],
             "kwargs.taw: unknown argument; did you mean tau",

@@ -1,4 +1,4 @@
-"""Promises of a host copy: what comes back is what was there, to the bit and as it was shared; meanwhile it is away."""
+"""Promises of a host copy: contents and shared memory are restored to the bit; meanwhile the device is free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rftdask.models.host_copy import HostCopy
 CPU = torch.device("cpu")
 
 
-def test_tensors_come_back_as_they_were_with_all_that_shares_their_memory() -> None:
+def test_tensors_and_their_views_are_restored() -> None:
     head = torch.nn.Linear(4, 3, bias=False)
     tied = torch.nn.Parameter(head.weight.detach())  # another object, the same memory
     view = head.weight.detach()[1:]

@@ -1,5 +1,5 @@
-"""Promises of routers: what a pass tells is what it takes, given back it gives the same bits, in every family whose
-routers choose by one topk; what is given is taken, with a gradient to the router; others are refused by name.
+"""Promises of routers: replaying recorded experts gives the same bits, if routers choose by one topk; replayed experts
+are used, with a gradient to the router; other models are rejected by name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def logits(model: Any) -> Tensor:
         for family in FAMILIES
     ],
 )
-def test_what_is_told_gives_the_same_bits_and_what_is_given_is_taken(family: str) -> None:
+def test_replayed_experts_are_used_and_repeat_the_bits(family: str) -> None:
     sizes, num_routers = FAMILIES[family]
     model = make_model(family, **sizes)
     unheard = logits(model)
@@ -92,12 +92,12 @@ def test_layers_that_are_computed_again_take_what_was_given() -> None:
         torch.testing.assert_close(parameter.grad, expected)
 
 
-def test_models_without_routers_or_with_another_choice_are_refused() -> None:
+def test_models_without_routers_or_topk_are_rejected() -> None:
     dense = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES))
     with pytest.raises(DataError, match="Qwen2ForCausalLM has no routers of experts"):
         Routers(dense)
     model = make_model("Phimoe", num_local_experts=6)
     routers = Routers(model)
     logits(model)
-    with pytest.raises(DataError, match="PhimoeForCausalLM does not choose its experts by one topk in each layer"):
+    with pytest.raises(DataError, match="PhimoeForCausalLM does not choose experts by one topk in each layer"):
         routers.taken()

@@ -56,7 +56,7 @@ def test_the_chat_template_concatenates_contents(model_folder: Path) -> None:
     assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "Add. 1+2="
 
 
-def test_the_folder_loads_as_a_qwen2_whose_tokens_match_its_tokenizer(model_folder: Path) -> None:
+def test_the_folder_loads_as_a_qwen2_with_its_tokenizer(model_folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
@@ -103,7 +103,7 @@ def test_held_out_questions_occur_in_no_training_file(tmp_path: Path) -> None:
     assert {row["prompt"] for row in _rows(tmp_path / "sft.jsonl")} == train
 
 
-def test_reinforcement_answers_are_right_and_wrong_warm_up_answers_are_ten_too_high(tmp_path: Path) -> None:
+def test_wrong_warm_up_answers_are_ten_too_high(tmp_path: Path) -> None:
     write_toy_tasks(tmp_path, correct_share=0.5)
     for row in _rows(tmp_path / "train.jsonl") + _rows(tmp_path / "eval.jsonl"):
         assert int(row["answer"]) == sum(map(int, row["question"].rstrip("=").split("+")))

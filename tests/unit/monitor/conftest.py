@@ -1,4 +1,4 @@
-"""A storage that counts what is asked of it, and a clock that moves when told."""
+"""A storage that records requests, and a clock set by the test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rftdask.storage.memory import MemoryStorage
 
 
 class CountingStorage(MemoryStorage):
-    """`puts` and `gets` are the paths asked for, in order; while `is_down`, every put fails."""
+    """`puts` and `gets` are the requested paths, in order; while `is_down` is True, every put fails."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -47,7 +47,7 @@ class Clock:
 
 @pytest.fixture
 def storage(tmp_path: Path) -> CountingStorage:
-    return CountingStorage(f"memory://{tmp_path}")  # the path makes it a tree of this test alone
+    return CountingStorage(f"memory://{tmp_path}")  # the path gives each test its own tree
 
 
 @pytest.fixture

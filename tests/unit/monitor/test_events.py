@@ -1,5 +1,5 @@
-"""Promises of events: what a role emits arrives as the same object, over the pipe of a child (msgpack) and over a topic
-of Dask, which takes the same types; a message that is no event is an error.
+"""Events. Promises: an event arrives as an equal object, both over the pipe of a child (msgpack) and over a Dask topic;
+an invalid message raises.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from rftdask.monitor.events import (
     Evaluated,
     Event,
     Note,
-    Published,
     Started,
-    Step,
+    StepFinished,
+    WeightsPublished,
 )
 
 EVENTS: list[Event] = [
     Started(0),
-    Step("trainer", 12, {"loss": 0.25, "num_rows": 8.0}),
-    Published(12, "ab12"),
+    StepFinished("trainer", 12, {"loss": 0.25, "num_rows": 8.0}),
+    WeightsPublished(12, "ab12"),
     CheckpointSaved(12),
     Evaluated(12, "gsm8k", {"accuracy": 0.5}),
     Note("worker 3 was lost"),
@@ -41,7 +41,7 @@ def test_an_event_arrives_as_it_was_emitted(event: Event) -> None:
     assert CODEC.decode(msgpack.unpackb(msgpack.packb(CODEC.encode(event)))) == event
 
 
-def test_every_kind_of_event_is_tried_above() -> None:
+def test_every_kind_of_event_is_tested() -> None:
     assert {type(event) for event in EVENTS} == set(get_args(Event))
 
 
@@ -55,6 +55,6 @@ def test_an_event_arrives_over_a_topic_of_dask() -> None:
 
 
 @pytest.mark.parametrize("message", [[], ["Alive", {"mood": "good"}], ["Step", {}], ["Gone", {}], {"event": "Alive"}])
-def test_what_is_no_event_is_an_error(message: Any) -> None:
+def test_an_invalid_message_raises(message: Any) -> None:
     with pytest.raises(ValueError, match=r"not (one of the messages|the fields of)"):
         CODEC.decode(message)

@@ -1,5 +1,5 @@
-"""Promises of the logs: a file per role, warnings on stderr, and calling it again duplicates nothing; a run on remote
-storage has them too, and ends as it would if they cannot be written there.
+"""Logs. Promises: a file per role, warnings on stderr, no duplicates after a second call; logs of a run on remote
+storage are copied to it, and a failed copy does not end the run.
 """
 
 import logging
@@ -22,7 +22,7 @@ def no_handlers_left():
     logger.setLevel(logging.NOTSET)
 
 
-def test_records_go_to_the_role_s_file_and_warnings_to_stderr_too(tmp_path, capsys):
+def test_records_go_to_the_role_s_file_warnings_also_to_stderr(tmp_path, capsys):
     path = setup_logging("trainer", "INFO", tmp_path / "log")
     assert path == tmp_path / "log" / "trainer.log"
     log = logging.getLogger("rftdask.trainer")
@@ -55,7 +55,7 @@ def test_a_local_run_logs_into_its_folder(tmp_path):
     assert folder.path == tmp_path / "log" and not folder.path.exists()
 
 
-def test_logs_of_a_remote_run_are_copied_to_it_each_start_to_a_folder_of_its_own():
+def test_copy_the_logs_of_a_remote_run_to_a_folder_per_start():
     storage = open_storage("memory://logs")
     folder = LogFolder(storage)
     (folder.path / "engine.log").write_text("loaded\n")
@@ -69,7 +69,7 @@ def test_logs_of_a_remote_run_are_copied_to_it_each_start_to_a_folder_of_its_own
     assert storage.get(f"log/{start}engine.log") == b"loaded\nserved\n"
 
 
-def test_a_log_that_cannot_be_copied_is_told_and_ends_nothing(caplog):
+def test_a_failed_copy_of_a_log_is_a_warning(caplog):
     def fail(verb, path, stage):
         if fails and verb == "put":
             raise StorageError("no network")

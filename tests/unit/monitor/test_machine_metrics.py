@@ -1,4 +1,4 @@
-"""Promises of the rows of machines: one for each worker that has measured something, ever rarer, and no role's."""
+"""Machine metrics. Promises: each worker with measurements has its own rows, which become rarer over time."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ WORKERS: dict[str, Any] = {
 }
 
 
-def test_each_worker_has_a_row_of_its_own() -> None:
+def test_each_worker_has_its_own_row() -> None:
     storage, now = MemoryStorage("memory://machines"), [1000.0]
     log = MachineLog(storage, lambda: now[0])
     log.note(WORKERS)
@@ -29,7 +29,7 @@ def test_each_worker_has_a_row_of_its_own() -> None:
     ]
 
 
-def test_a_week_of_many_workers_has_rows_that_can_be_read() -> None:
+def test_a_week_of_many_workers_has_few_rows() -> None:
     storage, now = MemoryStorage("memory://machines-week"), [1000.0]
     log = MachineLog(storage, lambda: now[0])
     workers = {f"tcp://{n}": WORKERS["tcp://1"] | {"name": f"w{n}"} for n in range(100)}

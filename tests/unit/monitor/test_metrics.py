@@ -1,9 +1,9 @@
-"""Promises of the metrics files.
+"""Metrics files. Promises:
 
-- what was written is read back; a step written twice is the later row
-- a reader at any moment sees whole rows; a crash loses only what was not flushed
-- the open part is put at most once per interval, and a part ends
-- a follower gives each row once and reads only parts that may have changed
+- rows are read back as written; of a step written twice, the later row counts
+- a reader always sees complete rows; a crash loses only unflushed rows
+- the open part is put at most once per interval, and its size is bounded
+- a follower returns each row once and reads only parts that can have changed
 """
 
 import json
@@ -16,7 +16,7 @@ from rftdask.errors import DamagedError, StorageError
 from rftdask.monitor.metrics import MetricsFollower, MetricsRow, MetricsWriter, read_metrics
 
 
-def test_rows_come_back_as_long_table_sorted_by_step(storage, clock):
+def test_rows_are_read_as_a_table_sorted_by_step(storage, clock):
     with MetricsWriter(storage, "trainer", clock=clock) as trainer:
         trainer.write(2, {"loss": 0.5}, stage="rl")
         trainer.write(1, {"loss": 1.0, "grad_norm": 3}, stage="rl")
@@ -39,7 +39,7 @@ def test_a_run_without_metrics_reads_as_an_empty_table(storage):
     assert list(read_metrics(storage, "trainer").columns) == ["role", "step", "time_s"]
 
 
-def test_a_step_written_twice_is_the_later_row_whole(storage, clock):
+def test_the_later_row_replaces_a_repeated_step(storage, clock):
     with MetricsWriter(storage, "trainer", clock=clock) as first:
         first.write(5, {"loss": 1.0, "only_first": 1.0})
     clock.now_s += 60
@@ -50,13 +50,13 @@ def test_a_step_written_twice_is_the_later_row_whole(storage, clock):
     assert "only_first" not in table
 
 
-def test_of_two_rows_of_one_moment_that_of_the_later_part_wins(storage, clock):
+def test_with_equal_times_the_row_of_the_later_part_wins(storage, clock):
     for loss in (3.0, 1.0, 2.0):
         MetricsWriter(storage, "trainer", clock=clock).write(5, {"loss": loss})
     assert read_metrics(storage)["loss"].tolist() == [2.0]
 
 
-def test_rows_of_one_step_with_other_tags_are_kept_apart(storage, clock):
+def test_rows_with_different_tags_are_separate(storage, clock):
     with MetricsWriter(storage, "eval", clock=clock) as writer:
         writer.write(5, {"accuracy": 0.1}, taskset="a")
         writer.write(5, {"accuracy": 0.2}, taskset="b")
@@ -66,12 +66,12 @@ def test_rows_of_one_step_with_other_tags_are_kept_apart(storage, clock):
 def test_nan_and_infinity_are_stored_as_json_and_read_as_nan(storage, clock):
     with MetricsWriter(storage, "trainer", clock=clock) as writer:
         writer.write(1, {"loss": math.nan, "kl": math.inf, "lr": -math.inf})
-    line = json.loads(storage.get(storage.puts[0]), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    line = json.loads(storage.get(storage.puts[0]), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
     assert line["loss"] is None
     assert read_metrics(storage)[["loss", "kl", "lr"]].isna().all(axis=None)
 
 
-def test_a_resumed_role_opens_a_new_part_and_leaves_the_old_one_alone(storage, clock):
+def test_a_resumed_role_opens_a_new_part(storage, clock):
     MetricsWriter(storage, "trainer", clock=clock).write(1, {"loss": 1.0})
     before = storage.get("metrics/trainer/00000001-000001.jsonl")
     with MetricsWriter(storage, "trainer", clock=clock) as resumed:
@@ -131,7 +131,7 @@ def test_a_part_ends_after_its_number_of_rows(storage, clock):
     assert sizes == [10, 10, 5]
 
 
-def test_a_wall_clock_set_back_does_not_stop_the_flushing(storage, clock):
+def test_setting_the_clock_back_does_not_stop_flushing(storage, clock):
     writer = MetricsWriter(storage, "trainer", clock=clock)
     writer.write(1, {"loss": 1.0})
     clock.now_s -= 3600
@@ -139,7 +139,7 @@ def test_a_wall_clock_set_back_does_not_stop_the_flushing(storage, clock):
     assert len(read_metrics(storage)) == 2
 
 
-def test_a_crash_leaves_whole_rows_of_all_that_was_flushed(storage, clock):
+def test_a_crash_keeps_all_flushed_rows(storage, clock):
     writer = MetricsWriter(storage, "trainer", rows_per_part=4, clock=clock)
     for step in range(1, 11):
         writer.write(step, {"loss": 1.0})
@@ -148,7 +148,7 @@ def test_a_crash_leaves_whole_rows_of_all_that_was_flushed(storage, clock):
     assert seen == [1, 2, 3, 4, 5, 6, 7, 8]  # never closed: the open part's rows after its last put are lost
 
 
-def test_rows_of_a_failed_put_are_put_by_the_next_flush(storage, clock):
+def test_the_next_flush_retries_a_failed_put(storage, clock):
     writer = MetricsWriter(storage, "trainer", rows_per_part=2, clock=clock)
     writer.write(1, {"loss": 1.0})
     storage.is_down = True
@@ -173,37 +173,37 @@ def test_a_damaged_part_is_named(storage):
         read_metrics(storage)
 
 
-def test_a_follower_gives_each_row_once(storage, clock):
+def test_a_follower_returns_each_row_once(storage, clock):
     follower = MetricsFollower(storage)
     assert follower.poll() == []
     writer = MetricsWriter(storage, "trainer", rows_per_part=7, clock=clock)
-    given: list[MetricsRow] = []
+    rows: list[MetricsRow] = []
     for step in range(1, 41):
         writer.write(step, {"loss": 1.0})
         clock.now_s += 0.3
         if step % 3 == 0:
-            given += follower.poll()
+            rows += follower.poll()
         if step == 20:  # the role dies with unflushed rows and starts again
             writer = MetricsWriter(storage, "trainer", rows_per_part=7, clock=clock)
     writer.close()
-    given += follower.poll()
-    assert [row.step for row in given] == read_metrics(storage)["step"].tolist()
+    rows += follower.poll()
+    assert [row.step for row in rows] == read_metrics(storage)["step"].tolist()
     assert follower.poll() == []
 
 
-def test_a_follower_gives_the_rows_of_two_writers_of_evaluations(storage, clock):
+def test_a_follower_returns_rows_of_two_eval_writers(storage, clock):
     follower = MetricsFollower(storage)
     held_out, tasks = (MetricsWriter(storage, "eval", clock=clock) for _ in range(2))
-    given: list[MetricsRow] = []
+    rows: list[MetricsRow] = []
     for step in range(3):
         held_out.write(step, {"eval_loss": 1.0})
         tasks.write(step, {"accuracy": 0.5}, taskset="held")
         held_out.flush(), tasks.flush()
-        given += follower.poll()
-    assert [(row.step, bool(row.tags)) for row in given] == [(step, tag) for step in range(3) for tag in (False, True)]
+        rows += follower.poll()
+    assert [(row.step, bool(row.tags)) for row in rows] == [(step, tag) for step in range(3) for tag in (False, True)]
 
 
-def test_a_follower_with_a_cursor_goes_on_where_the_other_ended(storage, clock):
+def test_a_follower_continues_from_a_cursor(storage, clock):
     writer = MetricsWriter(storage, "trainer", clock=clock)
     writer.write(1, {"loss": 1.0})
     first = MetricsFollower(storage)
@@ -213,7 +213,7 @@ def test_a_follower_with_a_cursor_goes_on_where_the_other_ended(storage, clock):
     assert [row.step for row in MetricsFollower(storage, first.cursor).poll()] == [2]
 
 
-def test_a_follower_reads_ended_parts_no_more(storage, clock):
+def test_a_follower_does_not_reread_ended_parts(storage, clock):
     follower = MetricsFollower(storage)
     with MetricsWriter(storage, "trainer", rows_per_part=2, clock=clock) as writer:
         for step in range(1, 8):

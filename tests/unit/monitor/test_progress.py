@@ -1,4 +1,5 @@
-"""Promises of the progress views: the newest state, not too often, every stage's last state, notes at once."""
+"""Progress views. Promises: they show the newest state at a limited rate, the last state of each stage, and notes at
+once."""
 
 import io
 import re
@@ -25,7 +26,7 @@ PROGRESS = Progress(
 )
 
 
-def test_a_line_shows_what_is_known_and_nothing_else():
+def test_a_line_contains_only_known_values():
     assert PROGRESS.line() == (
         "[stage 2/2 rl (both)]  step 12/100  reward 0.412  left 1:01:40  tokens/s 5,120  workers 3  elapsed 1:05"
     )
@@ -40,7 +41,7 @@ def test_durations_read_like_a_clock(seconds, text):
     assert duration(seconds) == text
 
 
-def test_a_plain_view_prints_one_line_per_interval_and_the_last_state(clock):
+def test_plain_view_prints_a_line_per_interval_and_the_end(clock):
     out = io.StringIO()
     with PlainView(out, clock) as view:
         for step in range(1, 13):  # 12 s, a line at most every 5
@@ -51,7 +52,7 @@ def test_a_plain_view_prints_one_line_per_interval_and_the_last_state(clock):
     assert steps == [1, 6, 11, 12]
 
 
-def test_a_new_stage_prints_at_once_after_the_last_state_of_the_old(clock):
+def test_a_new_stage_is_printed_at_once_after_the_old_one(clock):
     out = io.StringIO()
     with PlainView(out, clock) as view:
         for number, step in ((1, 1), (1, 2), (2, 0), (2, 1)):
@@ -66,7 +67,7 @@ def test_a_note_is_printed_at_once(clock):
     assert out.getvalue() == "note: worker tcp://10.0.0.7:4001 lost; 3 work units run again\n"
 
 
-def test_the_terminal_keeps_one_panel_and_notes_scroll_above_it(clock):
+def test_the_terminal_keeps_one_panel_below_scrolling_notes(clock):
     out = io.StringIO()
     terminal = {"TERM": "xterm"}  # whatever the one is that the tests run in
     console = Console(
@@ -83,7 +84,7 @@ def test_the_terminal_keeps_one_panel_and_notes_scroll_above_it(clock):
     assert all(label in text for label in ("step", "reward", "accuracy", "tokens/s", "staleness", "left"))
 
 
-def test_a_notebook_has_one_output_that_is_updated(clock):
+def test_a_notebook_updates_one_output(clock):
     shown = []
 
     class Handle:
@@ -105,11 +106,11 @@ def test_a_notebook_has_one_output_that_is_updated(clock):
     assert "a &lt;b&gt; note" in shown[2][1]
 
 
-def test_the_html_of_a_progress_escapes_what_it_shows():
+def test_the_html_of_progress_is_escaped():
     assert "<script>" not in Progress("<script>", notes=("<script>",))._repr_html_()
 
 
-def test_the_automatic_view_is_plain_where_output_is_no_terminal(capsys):
+def test_the_automatic_view_is_plain_without_a_terminal(capsys):
     with ProgressView.create() as view:
         view.update(PROGRESS)
     assert capsys.readouterr().out == PROGRESS.line() + "\n"

@@ -1,5 +1,5 @@
-"""Promises of the trackers on the packages themselves, without a network: what the files of a run have, curves and
-answers, is in theirs; a run that is continued continues there.
+"""Trackers with their real packages, without network. Promises: their data contains the curves and rollouts of a run;
+a continued run continues its tracker.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any
 import pytest
 
 from rftdask.monitor.metrics import MetricsWriter
-from rftdask.monitor.trackers import Rollout, TrackerFeed, make_tracker
+from rftdask.monitor.trackers import RolloutRow, TrackerFeed, make_tracker
 from rftdask.storage.base import Storage
 
 pytestmark = [
     pytest.mark.extras,
-    # Of the packages, about themselves.
+    # Warnings of the packages about themselves.
     pytest.mark.filterwarnings("ignore"),
 ]
 
 
 DEADLINE_S = 120.0
-"""Of a server, until it answers."""
+"""Time for a server to start."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,15 +41,15 @@ def no_accounts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "SWANLAB_API_KEY", "SWANLAB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # whoever asks anybody gets an error
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # requests fail
 
 
-def answers(step: int) -> list[Rollout]:
-    return [Rollout("sums/0/1", i, "1+1=", f"step {step}, <b>|\n{i}", "2", float(i), "ok") for i in range(2)]
+def answers(step: int) -> list[RolloutRow]:
+    return [RolloutRow("sums/0/1", i, "1+1=", f"step {step}, <b>|\n{i}", "2", float(i), "ok") for i in range(2)]
 
 
 def feed_twice(kind: str, storage: Storage, folder: Path, clock: Any, **args: Any) -> None:
-    """Two drivers, one after the other: what the second is fed goes on where the first one ended."""
+    """Run two drivers in sequence; the second continues where the first one stopped."""
     for step in (1, 2):
         with MetricsWriter(storage, "trainer", clock=clock) as writer:
             writer.write(step, {"loss": 1 / step, "kl": float("nan")}, stage="rl")
@@ -74,7 +74,7 @@ def test_tensorboard_has_answers_as_text(storage: Storage, tmp_path: Path, clock
     assert "| 2 | sums/0/1 | 1 | 1+1= | step 2, &lt;b&gt;&#124;<br>1 | 2 | 1.0 | ok |" in tables[1][1]
 
 
-def test_wandb_offline_is_one_run_with_a_table(storage: Storage, tmp_path: Path, clock: Callable[[], float]) -> None:
+def test_offline_wandb_has_one_run_with_a_table(storage: Storage, tmp_path: Path, clock: Callable[[], float]) -> None:
     feed_twice("wandb", storage, tmp_path, clock)
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert {run.name.split("-", 3)[3] for run in runs} == {"my-project-a-run"}, "the same id"
@@ -83,38 +83,34 @@ def test_wandb_offline_is_one_run_with_a_table(storage: Storage, tmp_path: Path,
     assert rows == {(step, f"step {step}, <b>|\n{i}") for step in (1, 2) for i in range(2)}
 
 
-def test_mlflow_is_one_run_with_a_table_of_each_step(
-    storage: Storage, tmp_path: Path, clock: Callable[[], float]
-) -> None:
+def test_mlflow_has_one_run_and_a_table_per_step(storage: Storage, tmp_path: Path, clock: Callable[[], float]) -> None:
     feed_twice("mlflow", storage, tmp_path, clock)
     look_at_mlflow((tmp_path / "mlflow").as_uri(), tmp_path / "mlflow")
 
 
 def look_at_mlflow(uri: str, files: Path) -> None:
-    """The one run that a server or a folder of MLflow's has; below `files` are its tables."""
-    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true", "nothing is told to anybody else"
+    """Check the only run of an MLflow server or folder, whose tables are below `files`."""
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true", "telemetry is disabled"
     import mlflow
 
     client = mlflow.MlflowClient(tracking_uri=uri)
-    [experiment] = [found for found in client.search_experiments() if found.name == "my project"]
+    [experiment] = [e for e in client.search_experiments() if e.name == "my project"]
     [run] = client.search_runs([experiment.experiment_id])
     losses = client.get_metric_history(run.info.run_id, "trainer/loss")
-    assert sorted((each.step, each.value) for each in losses) == [(1, 1.0), (2, 0.5)]
+    assert sorted((loss.step, loss.value) for loss in losses) == [(1, 1.0), (2, 0.5)]
     tables = [file.path for file in client.list_artifacts(run.info.run_id, "rollouts")]
     assert tables == ["rollouts/00000001.json", "rollouts/00000002.json"]
     [table] = files.rglob("00000002.json")
     assert json.loads(table.read_text())["data"][1] == [2, *("sums/0/1", 1, "1+1=", "step 2, <b>|\n1", "2", 1.0, "ok")]
 
 
-def test_a_server_of_mlflow_gets_the_same_over_the_network(
-    storage: Storage, tmp_path: Path, clock: Callable[[], float]
-) -> None:
+def test_an_mlflow_server_receives_the_same_rows(storage: Storage, tmp_path: Path, clock: Callable[[], float]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
     command += ["--backend-store-uri", f"sqlite:///{tmp_path}/db", "--artifacts-destination", str(tmp_path / "files")]
-    # Its jobs are evaluations of MLflow's own, in two more processes.
+    # MLflow's jobs would start two more processes.
     env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     with subprocess.Popen([*command, "--workers", "1"], env=env, start_new_session=True) as server:
         try:
@@ -129,14 +125,14 @@ def test_a_server_of_mlflow_gets_the_same_over_the_network(
             os.killpg(server.pid, signal.SIGKILL)
 
 
-def test_swanlab_offline_has_curves_and_tables(storage: Storage, tmp_path: Path, clock: Callable[[], float]) -> None:
+def test_offline_swanlab_has_curves_and_tables(storage: Storage, tmp_path: Path, clock: Callable[[], float]) -> None:
     feed_twice("swanlab", storage, tmp_path, clock)
     kept = b"".join(file.read_bytes() for file in (tmp_path / "swanlab").rglob("*") if file.is_file())
     for text in (b"trainer/loss", b"explorer/reward", b"step 1, ", b"step 2, "):
         assert text in kept, text
 
 
-def test_trackio_is_one_run_with_curves_and_tables(
+def test_trackio_has_one_run_with_curves_and_tables(
     storage: Storage, tmp_path: Path, clock: Callable[[], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import trackio.utils
@@ -150,7 +146,7 @@ def test_trackio_is_one_run_with_curves_and_tables(
 
 
 def look_at_trackio(folder: Path) -> None:
-    """The one run in a folder of trackio's, with its curves and tables."""
+    """Check the only run in a trackio folder, with its curves and tables."""
     [database] = folder.glob("my-project*.db")
     with sqlite3.connect(database) as connection:
         rows = connection.execute("select run_name, step, metrics from metrics").fetchall()
@@ -170,9 +166,7 @@ sys.stdin.read()
 """
 
 
-def test_a_server_of_trackio_gets_the_same_over_the_network(
-    storage: Storage, tmp_path: Path, clock: Callable[[], float]
-) -> None:
+def test_a_trackio_server_receives_the_same_rows(storage: Storage, tmp_path: Path, clock: Callable[[], float]) -> None:
     env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "server")}
     with subprocess.Popen(
         [sys.executable, "-c", SERVER], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

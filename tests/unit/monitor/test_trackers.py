@@ -1,4 +1,4 @@
-"""Promises of the trackers: fed from the files alone, at least once, and never the end of a run."""
+"""Trackers. Promises: they receive each row of the files at least once, and their failure never ends a run."""
 
 import logging
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 from rftdask.errors import UserError
 from rftdask.monitor.metrics import MetricsWriter
-from rftdask.monitor.trackers import NoTracker, Rollout, Tracker, TrackerFeed, make_tracker
+from rftdask.monitor.trackers import NoTracker, RolloutRow, Tracker, TrackerFeed, make_tracker
 
 
 class ListTracker(Tracker):
@@ -29,11 +29,11 @@ def tensorboard_values(folder: Path) -> list[tuple[str, int, float]]:
     return [(value.tag, event.step, value.simple_value) for event in events for value in event.summary.value]
 
 
-def test_a_tracker_gets_all_rows_and_the_next_driver_goes_on(storage, clock):
+def test_the_next_driver_continues_a_tracker(storage, clock):
     writer = MetricsWriter(storage, "trainer", clock=clock)
     writer.write(1, {"loss": 1.0}, stage="rl")
     first, second = ListTracker(), ListTracker()
-    assert TrackerFeed(storage, first, "wandb").poll() == 1  # and this driver dies
+    assert TrackerFeed(storage, first, "wandb").poll() == 1  # then this driver dies
     writer.write(2, {"loss": 0.5}, stage="rl")
     writer.close()
     TrackerFeed(storage, second, "wandb").close()
@@ -41,7 +41,7 @@ def test_a_tracker_gets_all_rows_and_the_next_driver_goes_on(storage, clock):
     assert second.logged == [("trainer", 2, {"loss": 0.5})]
 
 
-def test_tags_other_than_the_stage_enter_the_name(storage, clock):
+def test_other_tags_than_the_stage_become_part_of_the_name(storage, clock):
     with MetricsWriter(storage, "eval", clock=clock) as writer:
         writer.write(4, {"accuracy": 0.5}, taskset="gsm8k", stage="rl")
     tracker = ListTracker()
@@ -49,7 +49,7 @@ def test_tags_other_than_the_stage_enter_the_name(storage, clock):
     assert tracker.logged == [("eval", 4, {"gsm8k/accuracy": 0.5})]
 
 
-def test_a_tracker_without_history_is_given_all_again(storage, clock):
+def test_a_tracker_without_history_receives_all_rows_again(storage, clock):
     MetricsWriter(storage, "trainer", clock=clock).write(1, {"loss": 1.0})
     TrackerFeed(storage, ListTracker(), "tensorboard").poll()
     fresh = ListTracker()
@@ -57,7 +57,7 @@ def test_a_tracker_without_history_is_given_all_again(storage, clock):
     assert TrackerFeed(storage, fresh, "tensorboard").poll() == 1
 
 
-def test_a_broken_tracker_is_set_aside_and_the_next_loses_nothing(storage, clock, caplog):
+def test_a_failed_tracker_is_disabled_and_the_next_loses_nothing(storage, clock, caplog):
     MetricsWriter(storage, "trainer", clock=clock).write(1, {"loss": 1.0})
     broken = ListTracker()
     broken.is_broken = True
@@ -65,12 +65,12 @@ def test_a_broken_tracker_is_set_aside_and_the_next_loses_nothing(storage, clock
     with caplog.at_level(logging.WARNING, logger="rftdask"):
         assert feed.poll() == 0
         feed.close()
-    assert "ListTracker failed and is not fed any more: no route" in caplog.text
+    assert "ListTracker failed and is disabled: no route" in caplog.text
     assert isinstance(feed.error, ConnectionError)
     assert TrackerFeed(storage, ListTracker(), "wandb").poll() == 1
 
 
-def test_tensorboard_files_hold_what_the_metrics_files_hold(storage, clock, tmp_path):
+def test_tensorboard_files_equal_the_metrics_files(storage, clock, tmp_path):
     with MetricsWriter(storage, "trainer", clock=clock) as writer:
         writer.write(1, {"loss": 1.0})
         writer.write(2, {"loss": 0.5, "kl": 0.25})
@@ -80,7 +80,7 @@ def test_tensorboard_files_hold_what_the_metrics_files_hold(storage, clock, tmp_
     assert sorted(values) == [("kl", 2, 0.25), ("loss", 1, 1.0), ("loss", 2, 0.5)]
 
 
-def test_without_a_local_folder_the_files_go_to_a_temporary_one_that_is_named(caplog, tmp_path, monkeypatch):
+def test_without_a_local_folder_warn_of_a_temporary_one(caplog, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with caplog.at_level(logging.WARNING, logger="rftdask"):
         tracker = make_tracker("tensorboard", folder=None, project="p", name="n")
@@ -88,12 +88,12 @@ def test_without_a_local_folder_the_files_go_to_a_temporary_one_that_is_named(ca
     assert str(tmp_path) in caplog.text
 
 
-def test_none_tracks_nothing():
+def test_none_is_a_tracker_that_shows_nothing():
     assert isinstance(make_tracker("none", folder=None, project="p", name="n"), NoTracker)
 
 
 @pytest.mark.parametrize("kind", ["wandb", "mlflow", "swanlab", "trackio"])
-def test_a_missing_package_is_told_with_its_extra(kind, tmp_path, monkeypatch):
+def test_a_missing_package_is_reported_with_its_extra(kind, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, kind, None)  # as if it were not installed
     with pytest.raises(UserError, match=rf'pip install "rftdask\[{kind}\]"'):
         make_tracker(kind, folder=tmp_path, project="p", name="n")
@@ -109,14 +109,18 @@ class TableTracker(ListTracker):
         self.logged.append(("rollouts", step, [rollout.response for rollout in rollouts]))
 
 
-def test_answers_of_an_explore_step_come_with_its_metrics_for_who_shows_them(storage, clock):
+def test_rollouts_are_read_only_for_trackers_with_tables(storage, clock):
     with MetricsWriter(storage, "explorer", clock=clock) as writer:
         writer.write(3, {"reward": 1.0})
-    answers = {3: [Rollout("sums/0/1", 0, "1+1=", "2", "2", 1.0, "ok")]}
-    asked = []
-    shows, does_not = TableTracker(), ListTracker()
-    for tracker in (shows, does_not):
-        TrackerFeed(storage, tracker, type(tracker).__name__, lambda step: asked.append(step) or answers[step]).poll()
-    assert shows.logged == [("explorer", 3, {"reward": 1.0}), ("rollouts", 3, ["2"])]
-    assert does_not.logged == [("explorer", 3, {"reward": 1.0})]
-    assert asked == [3], "they are not read for nothing"
+    steps_read = []
+
+    def read_rollouts(step):
+        steps_read.append(step)
+        return [RolloutRow("sums/0/1", 0, "1+1=", "2", "2", 1.0, "ok")]
+
+    with_tables, without_tables = TableTracker(), ListTracker()
+    for tracker in (with_tables, without_tables):
+        TrackerFeed(storage, tracker, type(tracker).__name__, read_rollouts).poll()
+    assert with_tables.logged == [("explorer", 3, {"reward": 1.0}), ("rollouts", 3, ["2"])]
+    assert without_tables.logged == [("explorer", 3, {"reward": 1.0})]
+    assert steps_read == [3]

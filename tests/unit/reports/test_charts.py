@@ -1,4 +1,4 @@
-"""Promises of plots: stages have panels and steps of their own, and what is drawn was measured."""
+"""Plots. Promises: each stage has its own panel and steps, and every point is a measured value."""
 
 import math
 
@@ -26,20 +26,20 @@ def stage(num_steps: int, **metrics: float):
 STAGES = [("warmup", stage(10, loss=2.0)), ("rl", stage(50, loss=0.1, reward=0.5, own_metric=1.0))]
 
 
-def test_each_stage_has_a_panel_and_steps_of_its_own():
+def test_each_stage_has_its_own_panel_and_steps():
     (reward,) = panels_of(REWARD, STAGES)
     assert reward == Panel("rl", {"": (list(range(1, 51)), [0.5] * 50)})
     warmup, rl = panels_of(ACCURACY, STAGES)
     assert warmup == Panel("warmup", {"easy": ([0, 10], [0.0, 0.1]), "hard": ([0, 10], [0.0, 0.1])})
     assert rl.curves["hard"] == ([0, 50], [0.0, 0.5])
-    # Of equal width, whatever their steps; and what one stage measured is one curve, with tags or without.
+    # Panels have equal width whatever their steps, and the values of a stage are one curve with or without tags.
     sft, grpo = [axes for axes in plot_metrics(STAGES).axes if axes.get_xlabel() == "optimizer step"][1:]
     assert sft.get_position().width == pytest.approx(grpo.get_position().width, rel=0.1)
     untagged = rows_to_frame([MetricsRow("trainer", 1, 1.0, {}, {"loss": 2.0})])
     assert [list(panel.curves) for panel in panels_of(LOSS, [("warmup", untagged), STAGES[1]])] == [[""], [""]]
 
 
-def test_the_trainer_s_reward_is_drawn_before_the_explorer_s():
+def test_plot_the_trainer_s_reward_if_both_roles_have_one():
     rows = [MetricsRow(role, 1, 1.0, {}, {"reward": value}) for role, value in (("explorer", 0.1), ("trainer", 0.2))]
     assert panels_of(REWARD, [("", rows_to_frame(rows))])[0].curves == {"": ([1], [0.2])}
     assert panels_of(REWARD, [("", rows_to_frame(rows[:1]))])[0].curves == {"": ([1], [0.1])}

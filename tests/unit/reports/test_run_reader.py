@@ -1,4 +1,4 @@
-"""Promises of the view of a run: it is read below the URL that is given, and each part once."""
+"""Run reader. Promises: a run is read below the given URL, and each part is read once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rftdask.errors import DataError
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.reports.lineage.tables import RunTables
 from rftdask.reports.lineage.trace import trace
+from rftdask.reports.page.report_file import report_run
 from rftdask.reports.run_reader import Accuracy, open_stages
 from rftdask.reports.status import read_status
 from rftdask.reports.summary import learned, render_summary, summarize
 from rftdask.run.run_folder import note_end, open_run
 from rftdask.storage import open_storage
-from rftdask.studio.printed import report_run
 
 
 def begin_run(root: Path) -> Path:
@@ -41,7 +41,7 @@ def begin_run(root: Path) -> Path:
     return Path(storage.url)
 
 
-def test_a_run_that_was_moved_is_read_where_it_is(tmp_path: Path) -> None:
+def test_a_moved_run_is_read_in_its_new_place(tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere"
     shutil.move(begin_run(tmp_path / "runs"), moved)
     (status,) = read_status(str(moved))
@@ -50,13 +50,13 @@ def test_a_run_that_was_moved_is_read_where_it_is(tmp_path: Path) -> None:
     assert not list((tmp_path / "runs").rglob("*.json"))
 
 
-def test_values_are_those_of_a_role_by_step_without_gaps(tmp_path: Path) -> None:
+def test_values_of_a_role_have_no_gaps(tmp_path: Path) -> None:
     (stage,) = open_stages(begin_run(tmp_path))
     assert stage.values("trainer", "reward") == [0.25, 0.75]
     assert stage.values("trainer", "loss") == stage.values("eval", "accuracy") == []
 
 
-def test_a_report_of_a_run_of_before_has_its_times_and_its_end(tmp_path: Path) -> None:
+def test_the_report_of_an_ended_run_has_its_times_and_error(tmp_path: Path) -> None:
     folder = begin_run(tmp_path)
     (stage,) = open_stages(folder)
     first, last = stage.span
@@ -68,19 +68,19 @@ def test_a_report_of_a_run_of_before_has_its_times_and_its_end(tmp_path: Path) -
     assert '<span class="chip failed">failed</span>' in page and "RoleError: trainer rank 1 died" in page
 
 
-def test_accuracies_are_over_all_tasksets_together(tmp_path: Path) -> None:
+def test_accuracies_are_over_all_tasksets(tmp_path: Path) -> None:
     folder = begin_run(tmp_path)
     looks = [(0, "easy", 0.5, 10), (0, "hard", 0.0, 30), (4, "easy", 1.0, 10), (4, "hard", 0.2, 30)]
     with MetricsWriter(open_storage(folder), "eval") as metrics:
-        # The run stopped before the last version had answered the other taskset, which is no fall of the accuracy.
+        # The run stopped before the last version answered the other taskset, which does not lower the accuracy.
         for version, taskset, accuracy, num_rollouts in [*looks, (6, "hard", 0.1, 30)]:
             metrics.write(version, {"accuracy": accuracy, "num_rollouts": num_rollouts}, taskset=taskset)
     (stage,) = open_stages(folder)
     assert stage.accuracies == [Accuracy(pytest.approx(0.125), 40), Accuracy(pytest.approx(0.4), 40)]
     assert stage.accuracies[1].error == pytest.approx(0.0775, abs=1e-4)
     summary = summarize(stage.config, str(folder), [stage], status="finished", began_s=0.0)
-    told = "+27.5 points, standard error 9.3, 40 answers each, seed 42 alone"
-    assert learned(summary) == f"accuracy 12.5% -> 40.0% ({told})"
+    change = "+27.5 points, standard error 9.3, 40 answers each, seed 42 only"
+    assert learned(summary) == f"accuracy 12.5% -> 40.0% ({change})"
 
 
 def test_each_part_is_read_once(tmp_path: Path) -> None:
@@ -89,12 +89,12 @@ def test_each_part_is_read_once(tmp_path: Path) -> None:
     assert stage.counts == {"committed": 0, "trained": 0, "waiting": 0}
 
 
-def test_a_folder_that_is_no_run_is_told(tmp_path: Path) -> None:
+def test_opening_a_folder_without_a_run_fails(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not a run folder"):
         open_stages(tmp_path)
 
 
-def test_what_a_step_failed_on_is_not_counted_as_trained(tmp_path: Path) -> None:
+def test_rows_of_an_incomplete_step_are_not_trained(tmp_path: Path) -> None:
     (stage,) = open_stages(begin_run(tmp_path))  # whose metrics end with step 3
     rows = [
         Experience("t", 0, 0, k, 1, tokens=(1, 2), prompt_length=1, rollout_logprobs=(-1.0,), reward=1.0)
@@ -107,7 +107,7 @@ def test_what_a_step_failed_on_is_not_counted_as_trained(tmp_path: Path) -> None
     url = stage.storage.url
     assert RunTables(url).table("states")["state"].to_pylist() == ["waiting", "waiting"]
     text = trace(url, "t/0/0/0/0").render()
-    assert "  waiting     for step 4, row 1 of 2 (lineage main): that step was not made yet" in text
+    assert "  waiting     for step 4, row 1 of 2 (lineage main), which is not complete yet" in text
     assert "trained" not in text
     with MetricsWriter(stage.storage, "trainer") as metrics:
         metrics.write(4, {})
@@ -116,7 +116,7 @@ def test_what_a_step_failed_on_is_not_counted_as_trained(tmp_path: Path) -> None
     assert "  trained     step 4, row 1 of 2 (lineage main)" in trace(url, "t/0/0/0/0").render()
 
 
-def test_a_run_that_learned_nothing_says_so_in_status_summary_and_report(tmp_path: Path) -> None:
+def test_status_summary_and_report_warn_of_a_flat_reward(tmp_path: Path) -> None:
     url = begin_run(tmp_path)
     (status,) = read_status(str(url))
     assert status.warnings == () and "WARNING" not in status.render()

@@ -1,4 +1,4 @@
-"""Promises of the summary: it says what was learned, how sure that is and what changed, in any terminal."""
+"""Summary. Promise: it shows the result, its standard error and the changes in any terminal."""
 
 import re
 import sys
@@ -46,19 +46,19 @@ SUMMARY = RunSummary(
 )
 
 
-def test_without_tasks_the_sentence_is_of_the_held_out_loss() -> None:
+def test_without_tasks_the_result_is_the_held_out_loss() -> None:
     stages = (StageSummary("warmup", "train", "sft", 10, 300, eval_losses=(2.5, 0.25)),)
     summary = replace(SUMMARY, stages=stages, accuracy_before=None, accuracy_after=None)
     assert learned(summary) == "held-out loss of warmup 2.5 -> 0.25"
 
 
-def test_the_terminal_summary_says_what_was_learned_and_what_to_do_next():
+def test_the_terminal_summary_has_result_and_next_commands():
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(render_summary(SUMMARY))
     console.file.close()
     text = console.export_text()
     assert (
-        "countdown finished after 1:12:01\naccuracy 10.0% -> 80.0% (+70.0 points, 40 and 80 answers, seed 7 alone)"
+        "countdown finished after 1:12:01\naccuracy 10.0% -> 80.0% (+70.0 points, 40 and 80 answers, seed 7 only)"
         in text
     )
     assert re.search(r"rl +both +grpo +50 +1:07:01 +30.0% +80.0%", text)
@@ -68,7 +68,7 @@ def test_the_terminal_summary_says_what_was_learned_and_what_to_do_next():
     assert "\n  # train on\n  rftdask resume" in text
 
 
-def test_paths_and_commands_stay_on_one_line_in_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_paths_and_commands_are_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
     folder = "/scratch/" + "long/" * 30
     commands = {f"/opt/env/bin/rftdask status {folder}": "where it stands"}
     print_summary(replace(SUMMARY, run_url=folder, next_commands=commands, files={f"{folder}run.json": "settings"}))
@@ -77,7 +77,7 @@ def test_paths_and_commands_stay_on_one_line_in_a_narrow_terminal(capsys: pytest
     assert f"  {folder}run.json  settings" in lines
 
 
-def test_next_commands_name_the_program_that_runs_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_commands_use_the_current_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("rftdask", "tensorboard"):
         (tmp_path / name).touch(mode=0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -97,18 +97,18 @@ def test_a_shortened_answer_keeps_its_end():
     assert len(shorten("x" * 500, 60)) <= 60
 
 
-def test_the_sentence_says_how_sure_it_is():
-    told = learned(replace(SUMMARY, accuracy_error=0.083))
-    assert told == "accuracy 10.0% -> 80.0% (+70.0 points, standard error 8.3, 40 and 80 answers, seed 7 alone)"
+def test_the_result_has_its_standard_error():
+    sentence = learned(replace(SUMMARY, accuracy_error=0.083))
+    assert sentence == "accuracy 10.0% -> 80.0% (+70.0 points, standard error 8.3, 40 and 80 answers, seed 7 only)"
     assert learned(replace(SUMMARY, num_answers=(9, 9), seed=None)).endswith("(+70.0 points, 9 answers each)")
 
 
-def test_80_columns_say_what_changed_and_break_no_column_title():
+def test_changes_fit_into_80_columns():
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(render_summary(SUMMARY))
     console.file.close()
     lines = console.export_text().splitlines()
     assert any(re.fullmatch(r" Reward +0.25 +0.75 +0.05 *", line) for line in lines)
-    assert not any("Loss" in line for line in lines), "of the last stage alone"
+    assert not any("Loss" in line for line in lines), "only the last stage is shown"
     assert any(re.search(r"\btask +truth +before +after", line) for line in lines)
     assert max(map(len, lines)) <= 80

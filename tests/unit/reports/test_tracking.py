@@ -1,4 +1,4 @@
-"""Promises of `rftdask track`: a tracker gets what the files of a run have, once, from any process that reads them."""
+"""`rftdask track`. Promise: a tracker receives each row in the files of a run once, whichever process feeds it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Lines(Tracker):
         print(role, step, *metrics, file=self.file)
 
     def log_rollouts(self, step, rollouts):
-        print("rollouts", step, *(each.response for each in rollouts), file=self.file)
+        print("rollouts", step, *(row.response for row in rollouts), file=self.file)
 
     def close(self):
         self.file.close()
@@ -34,7 +34,7 @@ class Lines(Tracker):
 
 @pytest.fixture(scope="module")
 def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder: a process imports a module of this name once."""
+    """One folder for all tests, because a process imports the module only once."""
     folder = tmp_path_factory.mktemp("plugins")
     (folder / "lines.py").write_text(PLUGIN)
     return folder
@@ -51,14 +51,14 @@ def explored(case: Case, step: int) -> None:
         metrics.write(step, {"reward": 0.5})
 
 
-def test_a_tracker_is_told_of_a_run_by_the_command_and_not_twice(case: Case, tmp_path: Path) -> None:
+def test_the_track_command_sends_each_row_once(case: Case, tmp_path: Path) -> None:
     before = track(case.url, "lines.Lines", {"file": str(tmp_path / "before")})
     explored(case, 1)
     for expected in (1, 0):
-        ended = call_cli("track", case.url, "--to", "lines.Lines", f"file={tmp_path / 'told'}")
+        ended = call_cli("track", case.url, "--to", "lines.Lines", f"file={tmp_path / 'lines'}")
         assert (ended.code, ended.out) == (0, f"lines.Lines: {expected} rows of metrics\n"), ended
     assert before == len((tmp_path / "before").read_text().splitlines())
-    first, second = (tmp_path / "told").read_text().splitlines()
+    first, second = (tmp_path / "lines").read_text().splitlines()
     assert first == "explorer 1 reward"
     assert second.startswith("rollouts 1 A0 A1 B0 B1") and len(second.split()) <= 2 + 16
 
@@ -73,13 +73,13 @@ def test_it_follows_a_run_to_its_end(case: Case, tmp_path: Path) -> None:
             note_end(case.storage, "finished", "")
         return True
 
-    track(case.url, "lines.Lines", {"file": str(tmp_path / "told")}, wait)
+    track(case.url, "lines.Lines", {"file": str(tmp_path / "lines")}, wait)
     assert looks == [0, 1, 2]
-    steps = [line.split()[1] for line in (tmp_path / "told").read_text().splitlines() if line.startswith("explorer")]
+    steps = [line.split()[1] for line in (tmp_path / "lines").read_text().splitlines() if line.startswith("explorer")]
     assert steps[-3:] == ["5", "6", "7"], "also what came last"
 
 
-def test_a_tracker_that_fails_and_arguments_that_are_none_are_told(case: Case, tmp_path: Path) -> None:
+def test_report_unknown_trackers_and_invalid_arguments(case: Case, tmp_path: Path) -> None:
     explored(case, 1)
     ended = call_cli("track", case.url, "--to", "wandbb")
     assert ended.code == 2 and "did you mean wandb" in ended.err, ended
@@ -91,19 +91,19 @@ def test_a_tracker_that_fails_and_arguments_that_are_none_are_told(case: Case, t
 
 def test_several_trackers_at_once(case: Case, tmp_path: Path) -> None:
     explored(case, 1)
-    first = {"monitor_type": "lines.Lines", "monitor_args": {"file": str(tmp_path / "told")}}
-    names = {**first, "also": [{"name": "tensorboard"}]}
+    first = {"monitor_type": "lines.Lines", "monitor_args": {"file": str(tmp_path / "lines")}}
+    names = {**first, "extra_monitors": [{"name": "tensorboard"}]}
     tree = {**case.config.to_dict(), "monitor": names}
     feeds = open_feeds(load_config(tree), case.storage)
     for feed in feeds:
         feed.close()
         assert feed.error is None
-    assert (tmp_path / "told").read_text() and list(Path(case.url, "monitor", "tensorboard").rglob("events*"))
-    for wrong, told in (
+    assert (tmp_path / "lines").read_text() and list(Path(case.url, "monitor", "tensorboard").rglob("events*"))
+    for wrong, message in (
         ([{"name": "wandbb"}], "did you mean wandb"),
         ([{"name": "mlflow"}, {"name": "mlflow"}], "mlflow is there already"),
         ([{"name": "mlflow", "args": {"no_such": 1}}], "no_such"),
         ([{"name": "tensorboard"}], "tensorboard is there already"),
     ):
-        with pytest.raises(ConfigError, match=told):
-            check_plugins(load_config({**tree, "monitor": {"also": wrong}}))
+        with pytest.raises(ConfigError, match=message):
+            check_plugins(load_config({**tree, "monitor": {"extra_monitors": wrong}}))

@@ -234,6 +234,6 @@ def test_a_cancelled_call_that_waits_for_others_is_never_made(judges: Judges) ->
 
 def test_an_auxiliary_model_keeps_its_weights(judges: Judges) -> None:
     engine = judges.ask(connected=2)._engines.alive[0]
-    with pytest.raises(StorageError, match="keeps the weights that it has"):
+    with pytest.raises(StorageError, match="does not accept weights from this client"):
         engine.load(MemoryStorage(KEY[0]), Published(3, "", ""))
     assert engine.alive() and engine.weights.version == 0

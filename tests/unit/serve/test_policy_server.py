@@ -71,7 +71,7 @@ class Case:
         self.queue = Queue()
         tokenizer: Any = CharTokenizer()
         if images is not None:
-            images.run, tokenizer = self.storage, images.own.tokenizer
+            images.run, tokenizer = self.storage, images.hf_processor.tokenizer
         guided = images is not None  # else the placeholder of an image could be sampled
         sampling = SamplingParams(max_tokens=20)
         served = ServedModel(self.queue, tokenizer, sampling, MODEL, is_guided=guided, images=images)

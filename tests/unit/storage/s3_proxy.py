@@ -1,7 +1,7 @@
-"""An S3 service that fails as real ones do: a proxy that plays faults in front of a moto server.
+"""An S3 service with the faults of real ones: a proxy that injects faults in front of a moto server.
 
-As a process of its own (`S3Process`) it has moto beside it and picks faults at random, with a seed, for every verb; so
-runs of many processes reach it, and nothing inside the storage is replaced. When it ends it says what it played.
+As a separate process (`S3Process`) it includes moto and picks faults at random, with a seed, for every method. So runs
+of many processes can use it without replacing anything inside the storage. At its end it reports the injected faults.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>played by the proxy</Message></Error>"
 PLAYED = {"refused": (503, "ServiceUnavailable"), "conflict": (409, "ConditionalRequestConflict")}
 WAITS = {"slow": 0.3, "stalled": 3.0}
-"""Seconds. What a server does that clients wait READ_TIMEOUT_S for."""
+"""Fault -> delay of the answer in seconds; clients wait for READ_TIMEOUT_S."""
 READ_TIMEOUT_S = 1.5
 PLAYED |= {"forbidden": (403, "AccessDenied"), "lost": (500, "InternalError"), "rival": (500, "InternalError")}
 
@@ -42,7 +42,7 @@ class FaultyS3(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, endpoint: str, choose: Callable[[str, str], str] | None = None) -> None:
-        """choose: the word for a request, by its method and path, in place of the script."""
+        """choose: returns the fault for a request by method and path, replaces the script."""
         super().__init__(("127.0.0.1", 0), Handler)
         self.upstream = endpoint.removeprefix("http://")
         self.script: list[str] = []
@@ -104,9 +104,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Dice:
-    """A fault for about one request in `every`: of those that can happen to it, one that was played least so far.
+    """A fault for about one request in `every`, of the possible kinds the one injected least so far.
 
-    So each is played in a short run, too.
+    So every kind occurs even in a short run.
     """
 
     def __init__(self, every: float, seed: int) -> None:
@@ -132,9 +132,9 @@ class Dice:
 
 
 def start_moto() -> Any:
-    """A moto server on a free port. It looks whether an object is there and then makes it, each request in a thread of
-    its own; S3 does both at once, so here objects are made one after another."""
-    from moto.s3.responses import S3Response  # late: who only plays faults needs no server
+    """A moto server on a free port. Its create-only check and write are not atomic, unlike those of S3, so a lock
+    serializes them."""
+    from moto.s3.responses import S3Response  # late: not needed to inject faults
     from moto.server import ThreadedMotoServer
 
     usual, lock = getattr(S3Response.put_object, "__wrapped__", S3Response.put_object), threading.Lock()
@@ -169,12 +169,12 @@ class S3Process:
     """The service as a process. `env` is what clients need, `played` what it did, once it is closed."""
 
     def __init__(self, every: float, seed: int) -> None:
-        """every: one request in so many meets a fault."""
+        """every: one in this many requests gets a fault."""
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(every), str(seed)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # moto tells every request
+            stderr=subprocess.DEVNULL,  # moto logs every request
             text=True,
         )
         assert self._process.stdout is not None
@@ -193,7 +193,7 @@ class S3Process:
         }
 
     def keys(self, prefix: str) -> list[str]:
-        """What lies below `prefix` in the bucket, at most 1,000 keys; asked behind the faults, so known at once."""
+        """At most 1,000 keys below `prefix` in the bucket, listed without the proxy."""
         url = f"{self._upstream}/bucket?list-type=2&prefix={urllib.parse.quote(prefix)}"
         with urllib.request.urlopen(url, timeout=30) as reply:
             return re.findall(r"<Key>([^<]*)</Key>", reply.read().decode())

@@ -1,4 +1,4 @@
-"""JSON that proves itself. Promise: what was written comes back, and of one changed bit nothing comes back wrong."""
+"""Promise of JSON with a checksum: it reads back as written, and one flipped bit is always detected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.text().filter(lambda key: key != "crc32"), VALUES), st.sampled_from([None, 1]))
-def test_what_was_written_comes_back(tree: dict[str, object], indent: int | None) -> None:
+def test_a_written_tree_reads_back(tree: dict[str, object], indent: int | None) -> None:
     assert load_checked(dump_checked(tree, indent)) == tree
 
 
@@ -37,7 +37,7 @@ def test_no_flipped_bit_goes_unnoticed() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"[1]", b'"x"', b"{", b"\xff"])
-def test_what_is_no_object_is_refused(data: bytes) -> None:
+def test_only_objects_are_accepted(data: bytes) -> None:
     with pytest.raises(ValueError):
         load_checked(data)
 

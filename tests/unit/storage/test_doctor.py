@@ -1,6 +1,6 @@
-"""The doctor says "ok" of storage that keeps its promises, and "BROKEN", naming the promise, of storage that does not.
+"""The doctor reports "ok" for storage that keeps its promises, and "BROKEN" with the promise for other storage.
 
-fsspec's own local file system is the sick patient: it writes in place and its "create" is a look and then a write.
+fsspec's own local file system is the broken one: it writes in place, and its "create" is a check and then a write.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def test_a_local_disk_keeps_every_promise_and_is_left_clean(tmp_path: Path) -> N
     assert all(cost.num_calls > 0 and 0 < cost.p50_ms <= cost.p99_ms for cost in report.costs)
 
 
-def test_a_folder_that_was_not_there_is_told_and_is_not_there_afterwards(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported_and_not_left_behind(tmp_path: Path) -> None:
     report = check_storage(tmp_path / "a" / "mistyped")
-    assert report.is_safe and "is it the one you mean?" in report.render()
+    assert report.is_safe and "the folder did not exist before" in report.render()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("kept")
     assert not check_storage(tmp_path / "file" / "below").is_safe
     assert [path.read_text() for path in tmp_path.iterdir()] == ["kept"]
     (tmp_path / "there").mkdir()
-    assert "is it the one you mean?" not in check_storage(tmp_path / "there").render()
+    assert "the folder did not exist before" not in check_storage(tmp_path / "there").render()
     assert (tmp_path / "there").exists()
 
 
@@ -56,7 +56,7 @@ def test_a_protocol_without_create_only_is_never_called_safe(tmp_path: Path) -> 
     assert check.ok is False and "use one writer only" in check.detail
 
 
-def test_what_cannot_be_checked_is_not_called_ok() -> None:
+def test_an_unchecked_promise_is_not_reported_ok() -> None:
     report = check_storage("memory://doctor")
     unknown = {name for name, ok in words(report).items() if ok is None}
     assert unknown == {"create-only", "atomic replace", "list after write"}
@@ -68,9 +68,7 @@ class HangingDisk(Posix):
         super().link(source, target)
 
 
-def test_a_process_that_hangs_fails_its_check_and_holds_up_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_process_fails_its_check_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_DEADLINE_S", 1.0)
     began_s = time.monotonic()
     with pytest.raises(TimeoutError):
@@ -78,7 +76,7 @@ def test_a_process_that_hangs_fails_its_check_and_holds_up_nobody(
     assert time.monotonic() - began_s < 20
 
 
-def test_storage_that_cannot_be_written_is_a_report_not_an_exception(tmp_path: Path) -> None:
+def test_unwritable_storage_is_reported_without_an_exception(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     report = check_storage(tmp_path / "file" / "runs")
     assert not report.is_safe and words(report)["write and read"] is False and report.costs == ()

@@ -1,6 +1,6 @@
-"""What only a POSIX file system can do to us: kills between two system calls, full disks, files in the way.
+"""Faults of POSIX file systems: kills between two system calls, full disks, files in the way.
 
-Promises: a killed writer leaves no visible name and no torn file; a failed write leaves nothing and says what to do.
+Promises: a killed writer leaves no visible name and no torn file; a failed write leaves nothing and raises with advice.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def store(tmp_path: Path) -> LocalStorage:
     return LocalStorage(tmp_path / "runs")
 
 
-def test_killed_writers_leave_whole_files_and_lose_none_they_confirmed(store: LocalStorage) -> None:
+def test_killed_writers_lose_no_confirmed_file(store: LocalStorage) -> None:
     size = 200_000
     seen_before: set[str] = set()
     for life in range(6):
@@ -102,7 +102,7 @@ def test_writes_leave_nothing_but_their_file(store: LocalStorage) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_large_files_go_past_the_cache_where_their_memory_lies_in_pages(store: LocalStorage, first: int) -> None:
+def test_large_aligned_files_bypass_the_page_cache(store: LocalStorage, first: int) -> None:
     data = memoryview(mmap.mmap(-1, 64 * 2**20 + 8192))
     for place in range(0, len(data), 4096):
         data[place : place + 8] = place.to_bytes(8, "little")
@@ -113,21 +113,23 @@ def test_large_files_go_past_the_cache_where_their_memory_lies_in_pages(store: L
     descriptor = os.open(store.url + "/other", os.O_WRONLY | os.O_CREAT)
     written = local._write_direct(descriptor, given)
     os.close(descriptor)
-    # A file system may refuse such writes; from an odd place in memory there is none.
+    # A file system may refuse direct writes; unaligned memory never uses them.
     assert written in ((0,) if first else (0, len(given) // 4096 * 4096))
     assert Path(store.url, "other").stat().st_size == written
     path.unlink()
 
 
 @pytest.mark.parametrize("write", [LocalStorage.put, LocalStorage.put_new])
-def test_a_file_in_the_way_is_told(store: LocalStorage, write: Callable[[LocalStorage, str, bytes], object]) -> None:
+def test_a_file_in_the_way_is_reported(
+    store: LocalStorage, write: Callable[[LocalStorage, str, bytes], object]
+) -> None:
     store.put("file", b"x")
     with pytest.raises(StorageError, match=r"file/below/name failed: .*something above it is a file"):
         write(store, "file/below/name", b"x")
     assert all_names(store.url) == ["file"] and store.get("file") == b"x"
 
 
-def test_a_folder_in_the_way_is_told_and_left_alone(store: LocalStorage) -> None:
+def test_a_folder_in_the_way_is_reported_and_kept(store: LocalStorage) -> None:
     store.put("folder/file", b"x")
     with pytest.raises(StorageError, match="a folder has that name"):
         store.put("folder", b"x")
@@ -135,7 +137,7 @@ def test_a_folder_in_the_way_is_told_and_left_alone(store: LocalStorage) -> None
 
 
 @pytest.mark.parametrize("write", [LocalStorage.put, LocalStorage.put_new])
-def test_a_full_disk_is_told_and_leaves_no_part(
+def test_a_full_disk_raises_and_leaves_no_part(
     small_disk: LocalStorage, write: Callable[[LocalStorage, str, bytes], object]
 ) -> None:
     small_disk.put("old", b"x" * 100_000)
@@ -145,7 +147,7 @@ def test_a_full_disk_is_told_and_leaves_no_part(
     small_disk.put("old", b"room again")
 
 
-def test_a_read_only_disk_is_told(small_disk: LocalStorage) -> None:
+def test_a_read_only_disk_raises(small_disk: LocalStorage) -> None:
     small_disk.put("old", b"x")
     subprocess.run(["mount", "-o", "remount,ro", small_disk.url], check=True)
     for write in (lambda: small_disk.put("old", b"y"), lambda: small_disk.remove("old")):

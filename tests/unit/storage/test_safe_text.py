@@ -1,8 +1,8 @@
-"""What people are shown of text that others wrote. Promises:
+"""Promises of untrusted text when it is shown:
 
-- a secret is found by its name and by its value, wherever it stands in a text, and never told in words;
-- what is no secret stays as it is: paths, counts, names of variables, what the environment is to fill in;
-- nothing of a text moves a cursor, rings, or turns a line around.
+- a secret is found by its name and by its value, anywhere in a text, and its description does not contain it;
+- other text is unchanged: paths, counts, names of variables, references to the environment;
+- no text moves a cursor, rings, or reverses a line.
 """
 
 import re
@@ -53,18 +53,18 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize(("text", "secret"), SECRETS.items())
-def test_a_secret_is_found_and_masked_and_not_told(text: str, secret: str) -> None:
+def test_secrets_are_found_and_masked(text: str, secret: str) -> None:
     what = find_secret(text, {})
     assert what and secret not in what
     assert secret not in mask(text, {}) and "***" in mask(text, {})
 
 
 @pytest.mark.parametrize("text", HARMLESS)
-def test_what_is_no_secret_stays_as_it_is(text: str) -> None:
+def test_other_text_is_not_masked(text: str) -> None:
     assert (find_secret(text, {}), mask(text, {})) == ("", text)
 
 
-def test_values_of_variables_that_are_named_like_secrets_are_secrets() -> None:
+def test_values_of_secret_variables_are_secrets() -> None:
     environment = {
         "WANDB_API_KEY": "0123456789abcdef",
         "MY_TOKEN": "correct horse",
@@ -78,7 +78,7 @@ def test_values_of_variables_that_are_named_like_secrets_are_secrets() -> None:
         assert mask(text, environment) == text
 
 
-def test_only_what_the_environment_is_to_fill_in_is_left_to_it() -> None:
+def test_only_references_are_left_to_the_environment() -> None:
     assert is_left_to_environment("${oc.env:KEY}") and is_left_to_environment("Bearer ${oc.env:KEY,EMPTY}")
     assert not is_left_to_environment("${oc.env:KEY,hunter2}") and not is_left_to_environment("hunter2")
     assert is_secret_name("api_key") and is_secret_name("api-key") and not is_secret_name("api_key_env")
@@ -95,7 +95,7 @@ ENVIRONMENT = {"MY_SECRET": "a value of mine", "API_KEY": "0123456789abcdef"}
 
 @settings(deadline=None)
 @given(st.lists(PIECES, max_size=8).map("".join))
-def test_masked_text_holds_no_secret_and_safe_text_nothing_raw(text: str) -> None:
+def test_masking_and_escaping_are_idempotent(text: str) -> None:
     assert find_secret(mask(text, ENVIRONMENT), ENVIRONMENT) == ""
     shown = safe(text)
     assert safe(shown) == shown
@@ -103,7 +103,7 @@ def test_masked_text_holds_no_secret_and_safe_text_nothing_raw(text: str) -> Non
 
 
 @pytest.mark.parametrize("char", ["\x00", "\x07", "\x08", "\r", "\x1b", "\x7f", "\x85", "\x9b", "\u202e", "\u2066"])
-def test_what_a_terminal_would_obey_is_written_out(char: str) -> None:
+def test_control_characters_are_escaped(char: str) -> None:
     assert safe(f"a{char}b\tc\nd") == f"a{char.encode('unicode_escape').decode()}b\tc\nd"
     assert printable(f"{char}\n") == char.encode("unicode_escape").decode() + "\\n"
 
@@ -113,5 +113,5 @@ def test_what_a_terminal_would_obey_is_written_out(char: str) -> None:
     "piece", ["a", "sk-", "hf_", "-eyJ", "://a:", "?a", 'a="', "'a': '", "-----BEGIN ", "\x1b", "AKIA"]
 )
 def test_a_long_line_takes_a_moment(piece: str) -> None:
-    """Squared, these would take hours."""
+    """With quadratic time these would take hours."""
     assert len(safe(piece * 100_000)) >= len(piece) * 100_000

@@ -1,5 +1,5 @@
-"""Promises of staging: what is read is a whole copy on this node's own disk, made once by one of its processes while
-the others wait; what changes is copied anew; what nobody uses goes, unless it is to stay.
+"""Promises of staging: processes read a whole copy on this node's own disk, made once by one of them while the others
+wait; a changed source is copied again; unused copies are removed unless configured to stay.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def model(tmp_path: Path) -> Path:
 
 
 def use_in_another(path: Path, then: str = "input()") -> subprocess.Popen[str]:
-    """A process of this node that has staged `path`, whose copy is the line that it prints."""
+    """A process of this node that has staged `path`, and prints the path of its copy."""
     code = f"import os, signal\nfrom rftdask.storage.staging import staged\nprint(staged({str(path)!r}), flush=True)\n"
     code += then
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_folder_is_copied_once_and_goes_with_the_last_who_uses_it(node: Path, model: Path) -> None:
+def test_a_folder_is_copied_once_and_removed_with_its_last_user(node: Path, model: Path) -> None:
     copy = staged(str(model))
     assert Path(copy).is_relative_to(node) and Path(copy).name == "model" and source_of(copy) == str(model)
     assert (Path(copy) / "model.safetensors").read_bytes() == b"weights" * 1000
@@ -59,7 +59,7 @@ def test_a_folder_is_copied_once_and_goes_with_the_last_who_uses_it(node: Path, 
     assert list(node.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_made_anew_and_goes(node: Path, model: Path) -> None:
+def test_the_remains_of_a_killed_process_are_replaced(node: Path, model: Path) -> None:
     with use_in_another(model, "os.kill(os.getpid(), signal.SIGKILL)") as other:
         other.wait()
     [place] = [each for each in node.iterdir() if each.is_dir()]
@@ -78,16 +78,14 @@ def test_a_model_that_has_changed_is_another_copy(node: Path, model: Path) -> No
     assert first != second and (Path(second) / "model.safetensors").read_bytes() == b"other weights"
 
 
-def test_who_waits_for_another_process_does_so_for_a_time(
-    node: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_another_process_times_out(node: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = "from rftdask.storage import staging\nstaging._fill = lambda *_: (print('begun', flush=True), input())\n"
     code = f"{stuck}staging.staged({str(model)!r})"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "begun\n"
-        with pytest.raises(WaitTimeout, match=r"was not staged to .* cluster.stage_to names the folder"):
+        with pytest.raises(WaitTimeout, match=r"did not finish staging .* cluster.local_cache_dir names the folder"):
             staged(str(model), deadline_s=0.2)
         other.send_signal(signal.SIGKILL)
     assert staged(str(model)) != str(model)
@@ -100,7 +98,7 @@ def test_copies_stay_where_they_are_to(node: Path, model: Path, monkeypatch: pyt
     assert Path(copy).exists() and staged(str(model)) == copy
 
 
-def test_without_room_without_a_folder_and_of_a_name_nothing_is_staged(
+def test_nothing_is_staged_without_room_folder_or_source(
     node: Path, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert staged("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
@@ -111,7 +109,7 @@ def test_without_room_without_a_folder_and_of_a_name_nothing_is_staged(
     assert staged(str(model)) == str(model)
 
 
-def test_a_disk_that_others_fill_meanwhile_is_no_error_and_one_that_breaks_is(
+def test_a_filled_disk_is_tolerated_and_a_broken_one_raises(
     node: Path, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(number: int) -> None:
@@ -129,7 +127,7 @@ def test_the_folder_of_another_is_refused(node: Path, model: Path, tmp_path: Pat
     node.parent.mkdir()
     (tmp_path / "theirs").mkdir()
     node.symlink_to(tmp_path / "theirs")
-    with pytest.raises(UserError, match="belongs to somebody else"):
+    with pytest.raises(UserError, match="belongs to another user"):
         staged(str(model))
 
 
@@ -147,7 +145,9 @@ def test_jobs_say_where_their_nodes_have_room() -> None:
     tree = {
         "model": {"model_path": "m", "max_model_len": 64},
         "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl"}}},
-        "cluster": {"type": "existing", "options": {"address": "tcp://x"}, "stage_to": "$TMPDIR"},
+        "cluster": {"type": "existing", "options": {"address": "tcp://x"}, "local_cache_dir": "$TMPDIR"},
     }
-    with pytest.raises(ConfigError, match=r"cluster.stage_to: workers of an existing cluster are started by others"):
+    with pytest.raises(
+        ConfigError, match=r"cluster.local_cache_dir: the workers of an existing cluster are started elsewhere"
+    ):
         load_config(tree)

@@ -10,7 +10,7 @@ from tests.unit.reports.lineage.lineage_cases import Case, make_run
 
 @contextmanager
 def studio_of(case: Case) -> Iterator[StudioServer]:
-    """The studio of the folder that the run of `case` is in: its name there is p/run."""
+    """Serve the folder that contains the run of `case` as p/run."""
     with StudioServer(case.config.checkpoint_root_dir) as running:
         thread = threading.Thread(target=running.run)
         thread.start()
@@ -22,7 +22,7 @@ def studio_of(case: Case) -> Iterator[StudioServer]:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory) -> Case:
-    """A run that no test writes to."""
+    """A run shared by read-only tests."""
     return make_run(str(tmp_path_factory.mktemp("studio") / "runs"))
 
 
@@ -34,7 +34,7 @@ def server(case: Case) -> Iterator[StudioServer]:
 
 @pytest.fixture
 def own_case(tmp_path) -> Case:
-    """A run to write to."""
+    """A run for tests that write to it."""
     return make_run(str(tmp_path / "runs"))
 
 

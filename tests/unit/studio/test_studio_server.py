@@ -1,6 +1,6 @@
-"""The studio's pages and their server. Promises: nothing that a model wrote becomes markup, and no page of text may run
-a script; the server answers this machine alone, who has the token, and reads only; a query reaches the tables and
-nothing else; no name leads out of the folder.
+"""Pages of the studio and their server. Promises: model text never becomes markup, and pages with it cannot run
+scripts; the server answers only requests of this machine with the token, and GET requests only read; a SQL statement
+can access only the tables; no name leads out of the folder.
 """
 
 import html
@@ -16,14 +16,14 @@ from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.errors import DataError, UserError
 from rftdask.reports.lineage.browse import Browser
-from rftdask.studio.pages import static_page
-from rftdask.studio.printed import report_run
+from rftdask.reports.page.rendering import render_experiences
+from rftdask.reports.page.report_file import report_run
 from rftdask.studio.server import StudioServer, serve
 from tests.unit.reports.lineage.lineage_cases import Case, conversation, make_config, make_run
 from tests.unit.studio.conftest import studio_of
 
 RUN = "run=p%2Frun"
-PAGES = (
+PAGES = [
     "configure",
     "run",
     "samples",
@@ -35,11 +35,11 @@ PAGES = (
     "logs",
     "about",
     "compare",
-)
+]
 
 
 class Tags(HTMLParser):
-    """Names of the elements of a page, the sources of its scripts, and its text."""
+    """Element names, script sources and text of a page."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -82,10 +82,10 @@ def experience_path(case: Case, row: int) -> str:
     return f"/experience?{RUN}&stage=run&shard={case.second.text}&row={row}"
 
 
-# ---- what is on the pages
+# ---- pages
 
 
-def test_what_a_model_wrote_is_text_on_every_page(case, server):
+def test_model_text_is_escaped_on_every_page(case, server):
     paths = [
         f"/experiences?{RUN}",
         experience_path(case, 2),
@@ -102,12 +102,12 @@ def test_what_a_model_wrote_is_text_on_every_page(case, server):
         assert "\x1b" not in page and "\u202e" not in page
         assert "script-src" not in headers["Content-Security-Policy"], path
         assert "<script>alert('x')</script>" in tags.text, path
-    page = static_page(Browser(case.url), 100)
+    page = render_experiences(Browser(case.url), 100)
     assert "script" not in Tags(page).names and "<script>alert" not in page
 
 
 @pytest.mark.parametrize("path", ["/", *(f"/{page}?{RUN}" for page in PAGES)])
-def test_no_page_asks_another_host_or_has_a_script_of_its_own(server, path):
+def test_pages_load_only_the_studio_s_scripts(server, path):
     status, page, headers = fetch(server, path)
     assert status == 200
     assert Tags(page).sources <= {f"static/{name}" for name in ("studio.js", "configure.js", "uPlot.iife.min.js")}
@@ -115,23 +115,20 @@ def test_no_page_asks_another_host_or_has_a_script_of_its_own(server, path):
     assert headers["Content-Security-Policy"].startswith("default-src 'none'")
 
 
-def test_what_a_user_typed_is_text_too(server):
+def test_user_input_is_escaped(server):
     evil = quote('"><script>x</script>')
     for path in (f"/experiences?{RUN}&text={evil}", f"/sql?{RUN}&q={evil}", f"/samples?{RUN}&text={evil}"):
         assert "script" not in Tags(fetch(server, path)[1]).names
 
 
-def test_the_list_of_runs_says_how_they_stand(server):
+def test_the_list_and_the_overview_show_the_status_of_a_run(server):
     text = " ".join(Tags(fetch(server, "/")[1]).words)
     assert "p/run killed grpo 2 0.333 90.0% \u00b1 30.0 from 10.0%" in text
-
-
-def test_a_run_is_shown_with_its_numbers(server):
     text = " ".join(Tags(fetch(server, f"/run?{RUN}")[1]).words)
     assert "p/run killed" in text and "16 committed" in text
 
 
-def test_a_conversation_is_told_turn_by_turn(own_case, own_server):
+def test_show_a_conversation_turn_by_turn(own_case, own_server):
     name = ParquetLog(own_case.storage).commit([conversation(6)], explore_step=3, unit=0)
     _, page, _ = fetch(own_server, f"/experience?{RUN}&stage=run&shard={name.text}&row=0")
     text = " ".join(Tags(page).text.split())
@@ -145,36 +142,36 @@ def test_an_experience_without_tokens_has_a_page(case, server):
     assert "no tokens" in page and "ValueError: no number" in page
 
 
-def test_every_row_of_the_list_has_a_page_the_first_of_a_shard_too(server):
+def test_every_listed_experience_has_a_page(server):
     listed = fetch(server, f"/experiences?{RUN}")[1]
-    paths = {html.unescape(each) for each in re.findall(r'href="(experience\?[^"]*)"', listed)}
+    paths = {html.unescape(path) for path in re.findall(r'href="(experience\?[^"]*)"', listed)}
     assert len(paths) == 16 and {fetch(server, f"/{path}")[0] for path in paths} == {200}
 
 
-def test_the_static_page_holds_the_first_experiences(case):
-    text = Tags(static_page(Browser(case.url), 5)).text
+def test_the_static_page_contains_the_first_experiences(case):
+    text = Tags(render_experiences(Browser(case.url), 5)).text
     assert "the first 5 of 16" in text
     assert "sums/0/1/1/0" in text and "sums/0/2/0/0" not in text
 
 
-def test_siblings_stand_side_by_side_with_their_distance_to_the_mean(server):
+def test_a_group_page_shows_rewards_minus_their_mean(server):
     _, page, _ = fetch(server, f"/groups?{RUN}&evals=no&step=2")
     text = " ".join(Tags(page).words)
     assert "sums 4 2 answers, mean reward 0.5 , spread 0.5 ?" in text
     assert text.index("reward 1 +0.5") < text.index("reward 0 -0.5")
 
 
-def test_the_curves_are_numbers_for_every_stage_and_role(server):
-    told = json.loads(fetch(server, f"/curves.json?{RUN}")[1])
-    (run,) = told["runs"]
+def test_curves_have_values_for_every_stage_and_role(server):
+    data = json.loads(fetch(server, f"/curves.json?{RUN}")[1])
+    (run,) = data["runs"]
     (stage,) = run["stages"]
     assert (run["run"], run["arm"], stage["x"]["trainer"]["step"]) == ("p/run", "p/run", [1, 2])
     assert stage["y"]["trainer.loss"] == {"trainer": [0.5, 0.25]}
     assert stage["y"]["eval.accuracy"] == {"eval/held_out": [0.1, 0.9]}
-    assert [chart["key"] for chart in told["charts"]][:2] == ["eval.accuracy", "trainer.reward"]
+    assert [chart["key"] for chart in data["charts"]][:2] == ["eval.accuracy", "trainer.reward"]
 
 
-def test_the_server_shows_what_came_since_when_asked_to(own_case, own_server):
+def test_reload_shows_new_ledger_entries(own_case, own_server):
     path = f"/experiences?{RUN}&step=3"
     assert "sums/0/4/0/0" not in fetch(own_server, path)[1]
     Ledger(own_case.storage).write(LedgerEntry(3, "main", (Rows(own_case.waiting.text, (0, 1)),)))
@@ -183,7 +180,7 @@ def test_the_server_shows_what_came_since_when_asked_to(own_case, own_server):
     assert "sums/0/4/0/0" in fetch(own_server, path)[1]
 
 
-# ---- what is refused
+# ---- refused requests
 
 
 @pytest.mark.parametrize(
@@ -207,9 +204,9 @@ def test_the_server_shows_what_came_since_when_asked_to(own_case, own_server):
         ("/compare?" + "&".join(f"run=r{n}" for n in range(30)), 400),
     ],
 )
-def test_the_server_refuses_what_it_does_not_know(server, path, status):
-    found, page, _ = fetch(server, path)
-    assert found == status and "script" not in Tags(page).names
+def test_refuse_unknown_pages_and_values(server, path, status):
+    actual, page, _ = fetch(server, path)
+    assert actual == status and "script" not in Tags(page).names
 
 
 @pytest.mark.parametrize(
@@ -226,33 +223,33 @@ def test_the_server_refuses_what_it_does_not_know(server, path, status):
 def test_a_query_reaches_no_file(server, tmp_path, statement):
     (tmp_path / "secret.csv").write_text("top secret\n")
     before = sorted(tmp_path.rglob("*"))
-    asked = statement.format(file=tmp_path / "secret.csv", folder=tmp_path)
-    status, page, _ = fetch(server, f"/sql?{RUN}&q={quote(asked)}")
+    sql = statement.format(file=tmp_path / "secret.csv", folder=tmp_path)
+    status, page, _ = fetch(server, f"/sql?{RUN}&q={quote(sql)}")
     assert status == 200 and "Error" in Tags(page).text and "top secret" not in page
     assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("came_from", ["cross-site", "same-site"])
-def test_a_link_elsewhere_runs_no_query(server, came_from):
+def test_a_foreign_link_runs_no_query(server, came_from):
     path = f"/sql?{RUN}&q={quote('select 6 * 7 as answer')}"
     assert '<td class="num">42</td>' in fetch(server, path, came_from="same-origin")[1]
     status, page, _ = fetch(server, path, came_from=came_from)
     assert status == 200 and ">42<" not in page and "was not run" in page
 
 
-def test_a_query_without_end_gives_its_first_rows(server):
+def test_an_endless_query_returns_its_first_rows(server):
     _, page, _ = fetch(server, f"/sql?{RUN}&q={quote('select * from range(100000000000)')}")
     assert "the first 500 rows" in page and '<td class="num">499</td>' in page
 
 
-def test_the_server_answers_no_other_host_and_no_other_method(server):
+def test_reject_other_hosts_and_methods(server):
     assert fetch(server, "/", host="evil.example:80")[0] == 403
     assert fetch(server, "/", method="POST")[0] == 405
     assert fetch(server, "/", method="HEAD")[:2] == (200, "")
 
 
 @pytest.mark.parametrize("path", ["/", f"/experiences?{RUN}", f"/curves.json?{RUN}", "/static/studio.js", "/none"])
-def test_everything_asks_for_the_token(server, path):
+def test_every_page_requires_the_token(server, path):
     for cookie in ("", f"{server.cookie}=guess", f"{server.cookie}=", f"{server.cookie}x={server.token}"):
         status, page, headers = fetch(server, path, cookie=cookie)
         assert status == 403 and "sums/" not in page and "Set-Cookie" not in headers
@@ -264,34 +261,34 @@ def test_the_printed_url_opens_the_pages(server):
     status, _, headers = fetch(server, path, cookie="")
     assert (status, headers["Location"]) == (303, f"/run?{RUN}") and "HttpOnly" in headers["Set-Cookie"]
     assert fetch(server, "/", cookie=headers["Set-Cookie"].partition(";")[0])[0] == 200
-    # Not to another host, whoever wrote the link.
+    # Never redirect to another host.
     _, _, headers = fetch(server, f"//evil.example/?token={server.token}", cookie="")
     assert headers["Location"] == "/evil.example/"
 
 
-def test_every_page_of_a_run_on_an_object_store_is_there(s3_url):
+def test_every_page_works_on_an_object_store(s3_url):
     case = make_run("", make_config(s3_url))
     with studio_of(case) as server:
         for path in ("/", *(f"/{page}?{RUN}" for page in PAGES), experience_path(case, 2), f"/curves.json?{RUN}"):
             assert fetch(server, path)[0] == 200, path
     report_run(case.url)
-    assert "What happened" in case.storage.get("report.html").decode()
+    assert "Overview" in case.storage.get("report.html").decode()
 
 
-def test_a_folder_that_is_a_run_is_that_run(case):
+def test_a_run_folder_contains_only_itself(case):
     served = make_run("memory://studio-one")
     with StudioServer(served.url) as server:
         assert server.folder.runs() == ["."]
         assert server.folder.line(".").step == 2
 
 
-def test_a_port_that_is_taken_is_the_users_to_mend(case, server):
-    with pytest.raises(UserError, match="cannot be had"):
+def test_a_port_in_use_is_a_user_error(case, server):
+    with pytest.raises(UserError, match="cannot listen on port"):
         serve(case.url, server.port, open_browser=False, say=print)
 
 
-def test_a_folder_that_is_not_there_and_a_run_that_is_none_are_said(tmp_path):
-    with pytest.raises(DataError, match="is empty, or not there"):
+def test_refuse_a_missing_folder_and_a_folder_without_a_run(tmp_path):
+    with pytest.raises(DataError, match="no runs found in"):
         serve(tmp_path / "nope", 0, open_browser=False, say=print, read_only=True)
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="is not a run folder"):

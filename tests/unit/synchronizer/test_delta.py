@@ -73,8 +73,8 @@ def weights(version: int) -> dict[str, bytes]:
     return {MODEL: words.tobytes()}
 
 
-def publish(storage: Storage, versions: range, whole_interval: int = 100) -> list[Published]:
-    publisher = Publisher(storage, "main", whole_interval)
+def publish(storage: Storage, versions: range, full_publish_interval: int = 100) -> list[Published]:
+    publisher = Publisher(storage, "main", full_publish_interval)
     return [publisher.publish(version, weights(version)) for version in versions]
 
 

@@ -135,7 +135,7 @@ def flip(storage: Storage, path: str) -> None:
 def test_an_unusable_delta_is_loaded_from_files_of_the_trainer(
     storage: Storage, lineage: str, engine: EngineClient, damage: Callable[[Storage], None]
 ) -> None:
-    publisher = Publisher(storage, lineage, whole_interval=10)
+    publisher = Publisher(storage, lineage, full_publish_interval=10)
     published = publish_two(publisher)
     assert published.delta is not None
     damage(storage)
@@ -149,7 +149,7 @@ def test_an_unusable_delta_is_loaded_from_files_of_the_trainer(
 
 def test_a_usable_delta_requests_no_files(storage: Storage, lineage: str, engine: EngineClient) -> None:
     with answering(storage, lambda version: None) as asked:
-        published = publish_two(Publisher(storage, lineage, whole_interval=10))
+        published = publish_two(Publisher(storage, lineage, full_publish_interval=10))
         engine.load(storage, published)
     assert_serves(engine, published)
     assert asked == []
@@ -159,7 +159,7 @@ def test_without_a_response_the_previous_version_stays_loaded(
     storage: Storage, lineage: str, engine: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clients, "_WHOLE_S", 0.1)
-    publisher = Publisher(storage, lineage, whole_interval=10)
+    publisher = Publisher(storage, lineage, full_publish_interval=10)
     published = publish_two(publisher)
     first = read_published(storage, 1)
     assert first is not None
@@ -178,7 +178,7 @@ def test_without_a_response_the_previous_version_stays_loaded(
 def test_a_dead_engine_does_not_wait_for_files(storage: Storage, lineage: str) -> None:
     engine = EngineClient(engine_spec("fake"))
     engine.wait_ready()
-    published = publish_two(Publisher(storage, lineage, whole_interval=10))
+    published = publish_two(Publisher(storage, lineage, full_publish_interval=10))
     damage_delta(storage)
     waits = threading.Event()
 
@@ -239,7 +239,7 @@ def test_without_time_it_is_tried_once_without_a_request(
     publisher, published = hold_two(storage, lineage)
     served = engine.weights
     machines("engine's")
-    with pytest.raises(StorageError, match=r"weights of version 2 did not come from those who hold them: .*no process"):
+    with pytest.raises(StorageError, match=r"weights of version 2 could not be fetched from memory: .*no process"):
         engine.fetch(storage, published, 0.0)
     assert read_requested_whole(storage) == 0
     assert engine.weights == served and engine.alive()

@@ -66,11 +66,11 @@ def tensors(version: int) -> dict[str, Tensor]:
     return made
 
 
-def publish_together(storages: list[Storage], versions: range, whole_interval: int = 1) -> list[list[Published]]:
+def publish_together(storages: list[Storage], versions: range, full_publish_interval: int = 1) -> list[list[Published]]:
     """Result of each rank, one per storage."""
 
     def rank(ranks: Ranks) -> list[Published]:
-        publisher = Publisher(storages[ranks.rank], "main", whole_interval, ranks)
+        publisher = Publisher(storages[ranks.rank], "main", full_publish_interval, ranks)
         return [publisher.publish(version, staged(version, ranks)) for version in versions]
 
     return in_threads(len(storages), rank)
@@ -95,8 +95,8 @@ def assert_is(found: dict[str, Tensor], version: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-@pytest.mark.parametrize("whole_interval", [1, 3])
-def test_each_rank_writes_its_part_of_the_version(size: int, whole_interval: int) -> None:
+@pytest.mark.parametrize("full_publish_interval", [1, 3])
+def test_each_rank_writes_its_part_of_the_version(size: int, full_publish_interval: int) -> None:
     storage, puts = new_storage(), [list[str]() for _ in range(size)]
 
     def noting(rank: int) -> Storage:
@@ -106,11 +106,11 @@ def test_each_rank_writes_its_part_of_the_version(size: int, whole_interval: int
 
         return FaultyStorage(storage, note)
 
-    results = publish_together([noting(rank) for rank in range(size)], range(1, 6), whole_interval)
+    results = publish_together([noting(rank) for rank in range(size)], range(1, 6), full_publish_interval)
     assert all(result == results[0] for result in results), "all ranks return the publication"
     for version, published in enumerate(results[0], 1):
         assert read_published(storage, version) == published
-        assert (published.delta is None) == (whole_interval == 1 or version % whole_interval == 1)
+        assert (published.delta is None) == (full_publish_interval == 1 or version % full_publish_interval == 1)
         assert len(published.files) == min(size, 5)
         assert is_loadable(storage, version)
         assert_is(loaded(storage, published), version)
@@ -237,10 +237,10 @@ def test_another_number_of_ranks_continues_publishing() -> None:
         assert_is(loaded(storage, published), version)
 
 
-@pytest.mark.parametrize("whole_interval", [1, 3])
-def test_buffers_are_returned_once_no_delta_needs_them(whole_interval: int) -> None:
+@pytest.mark.parametrize("full_publish_interval", [1, 3])
+def test_buffers_are_returned_once_no_delta_needs_them(full_publish_interval: int) -> None:
     storage = new_storage()
-    publisher, spare = Publisher(storage, "main", whole_interval), b""
+    publisher, spare = Publisher(storage, "main", full_publish_interval), b""
     memories = []
     for version in range(1, 8):
         file = stage_tensors(tensors(version), Ranks(), torch.bfloat16, spare=spare)
@@ -250,4 +250,4 @@ def test_buffers_are_returned_once_no_delta_needs_them(whole_interval: int) -> N
         assert_is(loaded(storage, published), version)
         del file
     assert not publisher.take_spare()
-    assert len(set(memories)) == (1 if whole_interval == 1 else 2), "deltas need the previous version"
+    assert len(set(memories)) == (1 if full_publish_interval == 1 else 2), "deltas need the previous version"

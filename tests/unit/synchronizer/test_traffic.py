@@ -74,7 +74,7 @@ def costs(storage: Storage, counter: Any) -> dict[str, list[tuple[int, int]]]:
     """Kind of publication -> (calls, bytes) of the trainer and of a machine."""
     random = np.random.default_rng(0)
     words = random.integers(0, 2**16, NUM_VALUES, dtype=np.uint16)
-    publisher = Publisher(storage, "main", whole_interval=10)
+    publisher = Publisher(storage, "main", full_publish_interval=10)
     cost: dict[str, list[tuple[int, int]]] = {}
     copies: list[NodeCache] = []
     for version, kind in ((1, "whole"), (2, "delta"), (3, "delta")):

@@ -106,7 +106,7 @@ def test_the_oldest_beyond_the_limit_go(storage: Storage, keep: int, kept: list[
     assert checkpoint_steps(storage) == kept
 
 
-def test_what_is_newer_and_broken_is_not_counted_against_what_is_valid(storage: Storage) -> None:
+def test_newer_invalid_checkpoints_do_not_count(storage: Storage) -> None:
     storage.put("global_step_9/actor/model.safetensors", b"torn")
     for step in (2, 4):
         save(storage, step, keep=1)
@@ -153,13 +153,13 @@ def test_files_are_verified_when_they_are_read_and_not_before(storage: Storage) 
     assert Checkpoints(storage, "main").files(3) is None
 
 
-def test_other_folders_are_no_checkpoints(storage: Storage) -> None:
+def test_other_folders_are_not_checkpoints(storage: Storage) -> None:
     for path in ("global_step_x/a", "global_step_/a", "old_global_step_3/a", "global_steps/a"):
         storage.put(path, b"")
     assert checkpoint_steps(storage) == []
 
 
-def test_the_oldest_checkpoint_that_is_kept_says_what_may_be_needed(storage: Storage) -> None:
+def test_the_oldest_checkpoint_is_the_oldest_resume_point(storage: Storage) -> None:
     assert oldest_resume_point(storage) is None
     storage.put("global_step_1/actor/model.safetensors", b"half of a checkpoint")
     for step, low in ((10, 5), (2, 1), (4, 3)):

@@ -145,9 +145,7 @@ class TestTokenLogprobs:
         assert not logprobs_BT[2].any()
 
     @pytest.mark.parametrize("positions", [100, 3], ids=["at once", "in chunks"])
-    def test_entropy_signals_equal_the_expectation_written_out_over_the_vocabulary(
-        self, policy: Any, positions: int
-    ) -> None:
+    def test_entropy_signals_equal_the_explicit_expectation(self, policy: Any, positions: int) -> None:
         got_BT3 = entropy_signals(partial(token_logprobs, policy), rows=make_rows(), max_logits=positions * VOCAB_SIZE)
         for row in (0, 1, 3):
             prompt, length = PROMPT_LENGTHS[row], LENGTHS[row]
@@ -257,7 +255,7 @@ class TestTokenLogprobs:
 
 
 class TestLoadPolicy:
-    def test_it_gives_the_model_in_the_dtype_asked_for_and_the_tokenizer(self, folder: Path) -> None:
+    def test_it_returns_the_model_in_its_dtype_and_the_tokenizer(self, folder: Path) -> None:
         policy, tokenizer = load_policy(str(folder), "bfloat16", "cpu")
         assert policy.dtype == torch.bfloat16
         assert tokenizer("df").input_ids == [5, 7]
@@ -266,11 +264,11 @@ class TestLoadPolicy:
         ("file", "what"),
         [("config.json", "configuration"), ("model.safetensors", "weights"), ("tokenizer", "tokenizer")],
     )
-    def test_what_the_folder_lacks_is_named(self, folder: Path, tmp_path: Path, file: str, what: str) -> None:
+    def test_missing_files_of_a_folder_are_named(self, folder: Path, tmp_path: Path, file: str, what: str) -> None:
         for path in folder.iterdir():
             if not path.name.startswith(file):
                 (tmp_path / path.name).write_bytes(path.read_bytes())
-        with pytest.raises(DataError, match=f"{tmp_path} holds no {what}.*save_pretrained"):
+        with pytest.raises(DataError, match=f"{tmp_path} has no {what}.*save_pretrained"):
             load_policy(str(tmp_path), "float32", "cpu")
 
     def test_a_lacking_tensor_is_named_not_made_up(self, folder: Path, tmp_path: Path) -> None:
@@ -299,7 +297,7 @@ class TestLoadPolicy:
             load_policy(str(tmp_path), "float32", "cpu")
 
     def test_a_path_that_is_no_folder_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match="no folder on this machine"):
+        with pytest.raises(DataError, match="not a folder on this machine"):
             load_policy(str(tmp_path / "absent"), "float32", "cpu")
 
     def test_a_model_that_caps_its_logits_is_refused(self, tmp_path: Path) -> None:
@@ -336,9 +334,7 @@ class TestWeightsOut:
         assert "model.embed_tokens.weight" in names
         assert ("lm_head.weight" in names) == (not policy.config.tie_word_embeddings)
 
-    def test_an_engine_that_loads_them_generates_with_the_trained_weights(
-        self, policy: Any, folder: Path, tmp_path: Path
-    ) -> None:
+    def test_an_engine_generates_with_the_loaded_weights(self, policy: Any, folder: Path, tmp_path: Path) -> None:
         train_a_little(policy)
         (tmp_path / "model.safetensors").write_bytes(state_dict_bytes(policy))
         engine = TransformersEngine(str(folder))
@@ -351,9 +347,7 @@ class TestWeightsOut:
         assert list(generation.tokens) == expected[0, 2:].tolist()
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_an_exported_folder_gives_back_weights_tokenizer_and_generation_config(
-        self, folder: Path, tmp_path: Path, dtype: str
-    ) -> None:
+    def test_an_exported_folder_loads_completely(self, folder: Path, tmp_path: Path, dtype: str) -> None:
         policy, tokenizer = load_policy(str(folder), dtype, "cpu")
         train_a_little(policy)
         export_hf(policy, tokenizer, tmp_path / "export")
@@ -387,7 +381,7 @@ def test_a_reward_model_scores_rows_as_transformers_does(tmp_path: Path) -> None
     assert_same_logprobs(scores_BT[:, 0].detach(), alone)
 
 
-def test_entropies_and_statistics_are_float32_where_products_are_bfloat16() -> None:
+def test_entropies_are_float32_under_bfloat16_autocast() -> None:
     torch.manual_seed(shifted_seed(3))
     head = torch.nn.Linear(8, 500)
     states_QH, targets_Q = torch.randn(6, 8), torch.arange(6)
@@ -410,7 +404,7 @@ def test_entropies_and_statistics_are_float32_where_products_are_bfloat16() -> N
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_the_divergence_from_a_teacher_is_float32_as_the_trainer_asks_for_it(beta: float) -> None:
+def test_the_divergence_from_a_teacher_is_float32(beta: float) -> None:
     torch.manual_seed(shifted_seed(5))
     policy, teacher = torch.nn.Linear(8, 50), torch.nn.Linear(8, 50)
     states_QH, targets_Q = torch.randn(6, 8), torch.arange(6)

@@ -1,5 +1,5 @@
-"""Promises of packing: every row once, within the limits, no pair parted, parts of about the same cost; and of packed
-attention: values and gradients are those of padded rows, whatever the lengths and the family of the model.
+"""Promises of packing: every row once, within the limits, pairs together, parts of about the same cost; and of packed
+attention: values and gradients equal those of padded rows, for all lengths and model families.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class TestPackedAttention:
         assert shapes == [(1, 7 + 2, 16)]
 
     @pytest.mark.parametrize("lean", [False, True])
-    def test_a_model_that_cannot_pack_computes_row_by_row_with_the_same_result(self, lean: bool) -> None:
+    def test_an_unpackable_model_computes_row_by_row(self, lean: bool) -> None:
         tokens = [np.arange(2, 9), np.arange(5, 9), np.arange(2, 6)]
         model, rows = MODELS["qwen2"], pack_rows(tokens, np.array([2, 1, 2]), np.ones(3), lean=lean)
         assert pack_if_equal(model)
@@ -167,9 +167,7 @@ class TestPackRows:
         assert aligned_BT.tolist() == pad([r[p:] for r, (p, _) in zip(rows, shapes, strict=True)], np.int64).tolist()
 
     @given(lengths_of_rows)
-    def test_lean_every_prompt_is_packed_once_and_no_token_that_predicts_nothing(
-        self, shapes: list[tuple[int, int]]
-    ) -> None:
+    def test_lean_packing_omits_repeated_and_last_tokens(self, shapes: list[tuple[int, int]]) -> None:
         assume(any(response for _, response in shapes))
         # Tokens tell their place in the row, those of responses also their row.
         rows = [
@@ -231,8 +229,8 @@ class TestMicroBatches:
             assert sorted(map(len, parts)) == sizes, costs
 
 
-def test_the_kernel_is_asked_for_shared_heads_where_it_has_a_switch_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch 2.11 has none and shares them unasked; 2.12 refuses without it."""
+def test_grouped_heads_are_enabled_if_the_kernel_has_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 has no switch and always supports them; 2.12 requires it."""
     query_S, key_S = torch.zeros(6, 4, 8), torch.zeros(6, 2, 8)
     spans = Spans((4, 2), (4, 2), (ends := torch.tensor([0, 4, 6], dtype=torch.int32)), ends, None)
     asked: list[dict[str, Any]] = []

@@ -1,6 +1,4 @@
-"""Promises of what a rank says of torch's errors: a lack of memory names keys, NCCL's own words are passed on, and who
-waited in vain tells in which call.
-"""
+"""Promises of a rank's errors: out-of-memory errors name keys, NCCL's texts are kept, and timeouts name the call."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ ENTRY = {
 }
 
 
-def test_a_mistake_that_nccl_tells_is_no_peer_that_is_lost() -> None:
+def test_a_mistake_reported_by_nccl_is_not_a_lost_peer() -> None:
     told = lost_peer(dist.DistBackendError(DUPLICATE))
     assert told is not None
     assert not isinstance(told, PeerLostError)
@@ -54,7 +52,7 @@ def test_a_mistake_that_nccl_tells_is_no_peer_that_is_lost() -> None:
     assert "frame #0" not in str(told)
 
 
-def test_a_peer_that_is_lost_is_told_in_nccls_words() -> None:
+def test_a_lost_peer_is_reported_with_the_text_of_nccl() -> None:
     told = lost_peer(dist.DistBackendError(REMOTE))
     assert isinstance(told, PeerLostError)
     assert "Got completion from peer 10.0.0.2 with status=12" in str(told)
@@ -64,7 +62,7 @@ def test_a_peer_that_is_lost_is_told_in_nccls_words() -> None:
     assert lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
 
 
-def test_who_waits_in_vain_tells_in_which_call(tmp_path: Path) -> None:
+def test_a_timeout_names_the_collective_call(tmp_path: Path) -> None:
     folder = str(tmp_path)
     assert flight_recorder.left_behind(folder, 1) == ""
     prefix = flight_recorder.recording(folder)["TORCH_FR_DUMP_TEMP_FILE"]
@@ -110,8 +108,8 @@ except RuntimeError as error:
 """
 
 
-def test_ranks_of_gloo_tell_the_call_that_timed_out_as_torch_recorded_it(tmp_path: Path) -> None:
-    """gloo records its calls as NCCL does, but neither whether they were completed nor, at a timeout, a file."""
+def test_gloo_errors_name_the_call_that_timed_out(tmp_path: Path) -> None:
+    """gloo records calls like NCCL, but without their completion, and without a file at a timeout."""
     env = {**os.environ, **flight_recorder.recording(str(tmp_path))}
     command = [sys.executable, "-c", HANGING]
     with subprocess.Popen([*command, "1", str(tmp_path)], stdin=subprocess.PIPE, env=env) as hung:
@@ -122,7 +120,7 @@ def test_ranks_of_gloo_tell_the_call_that_timed_out_as_torch_recorded_it(tmp_pat
     what = f"its last call in of training was {call}"
     assert re.search(rf"^another rank does not answer: .*Timed out waiting.*; {what}", waiting.stdout), waiting.stdout
     told = flight_recorder.left_behind(str(tmp_path), 0)
-    assert re.search(rf"{what}.* \(all of it: torchfrtrace {tmp_path} --prefix collectives-rank-\)$", told), told
+    assert re.search(rf"{what}.* \(all calls: torchfrtrace {tmp_path} --prefix collectives-rank-\)$", told), told
 
 
 def test_keys_that_are_set_already_are_not_advised() -> None:

@@ -1,7 +1,7 @@
-"""Promises of a gang: ranks make the calls of rank 0, read their own rows, know all rows and the tokens of those that
-they compute, and save together.
+"""Promises of a gang: rank 0 decides for all ranks; ranks read their own rows, have metadata of all rows and tokens of
+those that they compute, and save together.
 
-Ranks are threads here, which exchange in memory; processes that meet over gloo are in tests/e2e.
+Ranks are threads that communicate in memory; processes over gloo are in tests/e2e.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rftdask.testing.storage_faults import FaultyStorage
 from rftdask.testing.thread_ranks import in_threads
 from rftdask.trainer.checkpoint import Checkpoints, newest_valid_checkpoint, turns_of
 from rftdask.trainer.engines.fake import FakeTrainEngine
-from rftdask.trainer.engines.micro_batches import deal, plan_passes, row_costs, rows_of_units
+from rftdask.trainer.engines.micro_batches import deal, plan_micro_batches, row_costs, rows_of_units
 from rftdask.trainer.ranks import Ranks
-from rftdask.trainer.trainer import from_bytes, places_of, read_together, to_bytes
+from rftdask.trainer.trainer import from_bytes, read_together, rows_of_rank, to_bytes
 from tests.unit.trainer.trainer_cases import fill_log, make_trainer, new_storage, source_of
 
 NUM_STEPS = 5
@@ -62,7 +62,7 @@ def test_a_long_row_costs_more_than_short_rows_of_as_many_tokens() -> None:
 def test_every_place_is_read_by_one_rank_and_no_group_is_parted(uses: list[tuple[int, bool]], size: int) -> None:
     use = tuple(Rows("dataset:x" if data else f"shard{i}", tuple(range(n))) for i, (n, data) in enumerate(uses))
     entry = LedgerEntry(1, "main", use)
-    ranges = [places_of(entry, rank, size) for rank in range(size)]
+    ranges = [rows_of_rank(entry, rank, size) for rank in range(size)]
     assert [place for part in ranges for place in part] == list(range(sum(n for n, _ in uses)))
     begin = 0
     for count, data in uses:
@@ -94,7 +94,7 @@ def test_parts_join_to_what_one_rank_would_have_read() -> None:
     assert joined.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 4]
 
 
-def test_states_of_different_parts_are_different_and_unknown_ones_stay_unknown() -> None:
+def test_joined_parts_keep_their_states_distinct() -> None:
     known = TrainingBatch(
         **{**vars(rows_of([0, 1])), "states": np.array([0, 1]), "turn_rewards": np.ones(2, np.float32)}
     )
@@ -107,9 +107,7 @@ def test_states_of_different_parts_are_different_and_unknown_ones_stay_unknown()
 
 
 @given(st.data(), st.integers(2, 3), st.booleans())
-def test_each_rank_is_given_the_tokens_that_it_wants_and_all_else_of_every_row(
-    data: st.DataObject, size: int, replayed: bool
-) -> None:
+def test_ranks_get_requested_tokens_and_all_metadata(data: st.DataObject, size: int, replayed: bool) -> None:
     entry = LedgerEntry(1, "main", (Rows("shard", (0, 1)), Rows("other", (0, 1)), Rows("dataset:x", (0, 1, 2))))
     wishes = [data.draw(st.none() | st.lists(st.integers(0, 6), unique=True)) for _ in range(size)]
 
@@ -158,7 +156,7 @@ def run_gang(storage: Storage, size: int, engines: list[FakeTrainEngine], reads:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_gang_trains_what_one_rank_trains_and_each_rank_reads_its_own_rows(size: int) -> None:
+def test_a_gang_trains_what_one_rank_trains(size: int) -> None:
     alone, storage = new_storage(), new_storage()
     results: list[tuple[bytes, list[Any]]] = []
     for store, number in ((alone, 1), (storage, size)):
@@ -188,7 +186,7 @@ def test_a_resumed_gang_loads_the_checkpoint_on_every_rank() -> None:
 
 
 class SlowEngine(FakeTrainEngine):
-    """Trains each batch until its rank has read the next one ahead, of which there is one but for the last."""
+    """Trains each batch until its rank has prefetched the next one, if there is one."""
 
     def __init__(self, num_steps: int) -> None:
         super().__init__()
@@ -203,7 +201,7 @@ class SlowEngine(FakeTrainEngine):
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("is_late", [False, True])
-def test_every_rank_reads_its_rows_of_the_next_batch_while_this_one_trains(size: int, is_late: bool) -> None:
+def test_every_rank_prefetches_its_rows_of_the_next_batch(size: int, is_late: bool) -> None:
     storage, num_steps = new_storage(), 4
     fill_log(storage, 1 if is_late else num_steps, is_finished=not is_late)
     loads: list[list[tuple[bool, str]]] = [[] for _ in range(size)]
@@ -250,7 +248,7 @@ def test_every_rank_reads_its_rows_of_the_next_batch_while_this_one_trains(size:
             assert beside[:1] == [False][: len(beside)] and all(beside[1:])
 
 
-def test_an_error_of_who_looks_ahead_ends_the_run_and_no_rank_waits_for_it() -> None:
+def test_an_error_of_prefetching_ends_the_run_on_all_ranks() -> None:
     storage = new_storage()
     fill_log(storage, 3)
 
@@ -280,7 +278,7 @@ def test_turns_follow_the_save_strategy() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["unrestricted", "single_process", "single_thread"])
-def test_every_rank_writes_its_files_and_one_manifest_names_them_all(strategy: str) -> None:
+def test_one_manifest_names_the_files_of_all_ranks(strategy: str) -> None:
     storage = new_storage()
     order: list[str] = []
     lock = threading.Lock()
@@ -308,7 +306,7 @@ def test_every_rank_writes_its_files_and_one_manifest_names_them_all(strategy: s
         assert order[:3] == ["part-0", "part-1", "part-2"]
 
 
-def test_a_write_that_fails_on_one_rank_is_an_error_on_all_and_no_checkpoint() -> None:
+def test_a_failed_write_of_one_rank_fails_on_all_ranks() -> None:
     storage = new_storage()
 
     def fail(verb: str, path: str, stage: str) -> None:
@@ -328,7 +326,7 @@ def test_a_write_that_fails_on_one_rank_is_an_error_on_all_and_no_checkpoint() -
     assert newest_valid_checkpoint(storage) is None
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits() -> None:
+def test_training_continues_while_a_checkpoint_is_written() -> None:
     storage = new_storage()
     release, events = threading.Event(), []
 
@@ -353,7 +351,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits(
 
 
 class OneOf(Ranks):
-    """One of several ranks, for what needs no answer of the others."""
+    """One of several ranks, for calls that need no communication."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
@@ -364,7 +362,7 @@ class OneOf(Ranks):
     st.integers(1, 12), st.integers(1, 5), st.integers(1, 4) | st.none(), st.sampled_from([1, 2]), st.booleans(),
     st.none() | st.integers(1, 4),
 )  # fmt: skip
-def test_ranks_make_passes_over_every_row_once_and_as_many_as_each_other_where_they_must(
+def test_plans_cover_every_row_once_with_equal_passes(
     num_units: int, size: int, max_rows: int | None, unit: int, together: bool, group_size: int | None
 ) -> None:
     lengths = np.arange(3, 3 + num_units * unit) ** 2 % 17 + 1
@@ -372,16 +370,20 @@ def test_ranks_make_passes_over_every_row_once_and_as_many_as_each_other_where_t
     if group_size is not None:
         limits["siblings"] = np.arange(len(lengths)) // group_size
     members = np.arange(len(lengths))[num_units // 2 * unit :]  # the last of them, as a mini-batch may have
-    plans = [plan_passes(lengths, members, OneOf(rank, size), **limits, together=together) for rank in range(size)]
-    rows = [int(row) for plan in plans for part in plan.own for row in part]
+    plans = [
+        plan_micro_batches(lengths, members, OneOf(rank, size), **limits, together=together) for rank in range(size)
+    ]
+    rows = [int(row) for plan in plans for part in plan.micro_batches for row in part]
     assert sorted(rows) == members.tolist()
-    counts = [len(plan.own) + plan.num_idle for plan in plans]
+    counts = [len(plan.micro_batches) + plan.num_idle for plan in plans]
     assert min(counts) >= 1
     assert not together or len(set(counts)) == 1
     for plan in plans:
-        assert all(sorted(part // unit) == sorted(np.repeat(np.unique(part // unit), unit)) for part in plan.own)
+        assert all(
+            sorted(part // unit) == sorted(np.repeat(np.unique(part // unit), unit)) for part in plan.micro_batches
+        )
         assert len(plan.filler) == unit
-        for part in plan.own:
+        for part in plan.micro_batches:
             assert len(part) == unit or (lengths[part].sum() <= 40 and (max_rows is None or len(part) <= max_rows))
 
 
@@ -389,11 +391,11 @@ def test_siblings_share_passes_and_ranks_cost_the_same() -> None:
     groups, lengths = np.arange(16).repeat(8), np.arange(128) % 7 + 20
     limits: dict[str, Any] = {"hidden_size": 8, "max_tokens": 400, "max_rows": None, "unit": 1, "together": True}
     plans = [
-        [plan_passes(lengths, np.arange(128), OneOf(rank, 4), **limits, siblings=known) for rank in range(4)]
+        [plan_micro_batches(lengths, np.arange(128), OneOf(rank, 4), **limits, siblings=known) for rank in range(4)]
         for known in (groups, None)
     ]
     # [passes] prompts that are computed, with siblings known and without.
-    computed = [sum(len(np.unique(groups[part])) for plan in ranks for part in plan.own) for ranks in plans]
+    computed = [sum(len(np.unique(groups[part])) for plan in ranks for part in plan.micro_batches) for ranks in plans]
     assert 1.5 * computed[0] <= computed[1]
-    costs = [lengths[np.concatenate(plan.own)].sum() for plan in plans[0]]
+    costs = [lengths[np.concatenate(plan.micro_batches)].sum() for plan in plans[0]]
     assert max(costs) <= 1.15 * min(costs)

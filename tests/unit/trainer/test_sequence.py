@@ -1,6 +1,5 @@
-"""Promises of sequences split over ranks: logprobs, entropies and the gradients added over the ranks are those of one
-rank with all tokens, whatever the lengths, the family of the model and the number of its key-value heads; a model that
-cannot be split is refused by name.
+"""Promises of sequences split over ranks: logprobs, entropies and summed gradients equal those of one rank, for all
+lengths, model families and numbers of key-value heads; a model that cannot be split is rejected by name.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def storage() -> Storage:
 
 
 def final_state(storage: Storage) -> dict[str, Any]:
-    """All that a run leaves behind and that must not depend on how often it was killed."""
+    """Results of a run that must not depend on how often it was killed."""
     last = checkpoint_steps(storage)[-1]
     ledger = Ledger(storage)
     return {
@@ -62,7 +62,7 @@ def final_state(storage: Storage) -> dict[str, Any]:
     }
 
 
-def test_the_order_of_a_step_is_batch_train_publish_checkpoint_record(storage: Storage) -> None:
+def test_a_step_reads_trains_publishes_saves_then_records(storage: Storage) -> None:
     events: list[Any] = []
 
     def note(verb: str, path: str, stage: str) -> None:
@@ -117,7 +117,7 @@ def test_a_step_trains_while_the_version_before_it_is_written(storage: Storage) 
     assert read_pointer(storage, WEIGHTS_POINTER) == 2
 
 
-def test_a_checkpoint_exists_only_after_the_publication_it_tells_of(storage: Storage) -> None:
+def test_a_checkpoint_is_committed_after_its_publication(storage: Storage) -> None:
     written, seen = threading.Event(), list[str]()
 
     def note(verb: str, path: str, stage: str) -> None:
@@ -132,7 +132,7 @@ def test_a_checkpoint_exists_only_after_the_publication_it_tells_of(storage: Sto
     assert seen == [WEIGHTS_POINTER, WEIGHTS_POINTER, "global_step_2/MANIFEST.json"]
 
 
-def test_a_publication_that_fails_ends_the_run_also_while_a_batch_is_waited_for() -> None:
+def test_a_failed_publication_ends_a_waiting_run() -> None:
     storage = new_storage()
     fill_log(storage, 1)
     ParquetLog(storage).unseal()
@@ -148,7 +148,7 @@ def test_a_publication_that_fails_ends_the_run_also_while_a_batch_is_waited_for(
     assert read_pointer(storage, WEIGHTS_POINTER) is None
 
 
-def test_a_run_trains_the_whole_log_and_ends_with_weights_and_checkpoint(storage: Storage) -> None:
+def test_a_run_trains_the_whole_log_and_saves_the_result(storage: Storage) -> None:
     sink = Sink()
     assert make_trainer(storage, sink=sink).run() == Ended(NUM_STEPS, stopped=False)
     state = final_state(storage)
@@ -163,9 +163,7 @@ def test_a_run_trains_the_whole_log_and_ends_with_weights_and_checkpoint(storage
 
 
 @pytest.mark.parametrize(("interval", "steps"), [(0, [0, 5]), (2, [0, 2, 4, 5]), (5, [0, 5])])
-def test_held_out_rows_are_measured_before_the_first_step_at_the_interval_and_after_the_last(
-    storage: Storage, interval: int, steps: list[int]
-) -> None:
+def test_held_out_rows_are_evaluated_at_the_interval(storage: Storage, interval: int, steps: list[int]) -> None:
     sink = Sink()
     trainer = make_trainer(storage, eval_interval=interval)
     trainer.held_out = [supervised_batch([([1, 2], 1, None)], ["held-out"])]
@@ -184,11 +182,11 @@ def test_a_resumed_run_does_not_measure_again_what_it_began_with(storage: Storag
 
 
 class Killed(StorageError):
-    """The process is gone here."""
+    """Simulated death of the process."""
 
 
 def run_killed_at(storage: Storage, kill_at: int, **options: Any) -> bool:
-    """A trainer that dies at its `kill_at`-th write, before or after it; whether it did."""
+    """Run a trainer that dies before or after its `kill_at`-th write; returns True if it died."""
     count = 0
 
     def kill(verb: str, path: str, stage: str) -> None:
@@ -206,7 +204,7 @@ def run_killed_at(storage: Storage, kill_at: int, **options: Any) -> bool:
 
 
 @pytest.mark.parametrize("keep", [0, 1])
-def test_killed_at_any_write_a_resumed_run_ends_in_the_same_state(keep: int) -> None:
+def test_a_run_killed_at_any_write_ends_in_the_same_state(keep: int) -> None:
     whole = new_storage()
     fill_log(whole, NUM_STEPS)
     make_trainer(whole, keep=keep).run()
@@ -241,7 +239,7 @@ def test_killed_again_and_again_a_run_still_ends(storage: Storage) -> None:
     assert final_state(storage)["weights"] == final_state(whole)["weights"]
 
 
-def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(storage: Storage) -> None:
+def test_a_damaged_checkpoint_falls_back_to_the_previous_one(storage: Storage) -> None:
     make_trainer(storage, total_steps=4).run()
     data = storage.get("global_step_4/actor/model.safetensors")
     storage.put("global_step_4/actor/model.safetensors", data[:-1])
@@ -259,7 +257,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(storage: Stor
     ("total_steps", "save_interval", "exported"),
     [(4, 2, [4]), (3, 2, [3]), (None, 2, [5]), (None, 5, [5]), (None, 0, [5]), (99, 1, [5])],
 )
-def test_the_last_checkpoint_has_the_export_also_when_the_data_ends_early(
+def test_the_last_checkpoint_has_the_export_at_an_early_end(
     storage: Storage, total_steps: int | None, save_interval: int, exported: list[int]
 ) -> None:
     make_trainer(storage, total_steps=total_steps, save_interval=save_interval).run()
@@ -290,7 +288,7 @@ def test_only_so_many_checkpoints_are_kept(storage: Storage) -> None:
     assert checkpoint_steps(storage) == [4, 5]
 
 
-def test_a_checkpoint_comes_after_so_many_minutes_and_goes_after_two_newer_ones(storage: Storage) -> None:
+def test_timed_checkpoints_are_saved_and_removed(storage: Storage) -> None:
     seen: list[list[int]] = []
     at_each_step = lambda *_: seen.append(checkpoint_steps(storage)) or True  # noqa: E731
     make_trainer(storage, save_interval=3, save_minutes=1e-9, publish_due=at_each_step).run()
@@ -310,7 +308,7 @@ def test_a_stop_that_turns_out_to_be_the_end_is_kept_for_good(storage: Storage) 
     assert checkpoint_steps(storage) == [2, 4, 5], "2 was the end of a run; 3 and 4 came by the clock"
 
 
-def test_no_checkpoint_comes_by_the_clock_where_none_is_asked_for(storage: Storage) -> None:
+def test_save_minutes_0_saves_nothing_by_the_clock(storage: Storage) -> None:
     make_trainer(storage, save_interval=0, save_minutes=0).run()
     assert checkpoint_steps(storage) == [NUM_STEPS]
     again = new_storage()
@@ -319,7 +317,7 @@ def test_no_checkpoint_comes_by_the_clock_where_none_is_asked_for(storage: Stora
     assert checkpoint_steps(again) == [NUM_STEPS], "steps of milliseconds, and it is every 10 minutes"
 
 
-def test_a_run_killed_between_checkpoints_of_the_clock_ends_in_the_same_state(storage: Storage) -> None:
+def test_a_run_killed_between_timed_saves_ends_the_same(storage: Storage) -> None:
     whole = new_storage()
     fill_log(whole, NUM_STEPS)
     make_trainer(whole).run()
@@ -332,13 +330,13 @@ def test_a_run_killed_between_checkpoints_of_the_clock_ends_in_the_same_state(st
         assert checkpoint_steps(killed) == [4, 5]
 
 
-def test_a_run_that_publishes_what_has_changed_ends_as_one_that_publishes_all_wherever_it_is_killed(
+def test_a_killed_run_with_deltas_ends_like_one_without(
     storage: Storage,
 ) -> None:
     make_trainer(storage).run()
     undisturbed = new_storage()
     fill_log(undisturbed, NUM_STEPS)
-    make_trainer(undisturbed, whole_interval=3).run()
+    make_trainer(undisturbed, full_publish_interval=3).run()
     expected = {**final_state(storage), "ledger": None}  # names of shards differ from log to log
     assert {**final_state(undisturbed), "ledger": None} == expected
     found = [read_published(undisturbed, version) for version in range(1, NUM_STEPS + 1)]
@@ -347,21 +345,21 @@ def test_a_run_that_publishes_what_has_changed_ends_as_one_that_publishes_all_wh
     for kill_at in range(5, 60, 6):
         killed = new_storage()
         fill_log(killed, NUM_STEPS)
-        run_killed_at(killed, kill_at, whole_interval=3)
+        run_killed_at(killed, kill_at, full_publish_interval=3)
         newest = latest_published(killed)
         assert newest is None or read_weights(killed, newest.version) == read_weights(storage, newest.version)
-        make_trainer(killed, whole_interval=3).run()
+        make_trainer(killed, full_publish_interval=3).run()
         assert {**final_state(killed), "ledger": None} == expected
 
 
-def test_who_cannot_make_the_weights_of_a_delta_gets_all_of_them_from_a_trainer_that_waits(storage: Storage) -> None:
+def test_a_waiting_trainer_writes_requested_full_weights(storage: Storage) -> None:
     asked: list[int] = []
 
     def is_asked(version: int) -> bool:
         asked.append(version)
         return asked.count(NUM_STEPS) == 1
 
-    make_trainer(storage, whole_interval=9, whole_asked=is_asked).run()
+    make_trainer(storage, full_publish_interval=9, whole_requested=is_asked).run()
     found = [read_published(storage, version) for version in range(1, NUM_STEPS + 1)]
     assert [one and one.delta and one.delta.base for one in found] == [None, 1, 2, 3, None]
     assert is_valid(storage, f"weights/{NUM_STEPS}", NUM_STEPS)
@@ -488,12 +486,12 @@ def test_data_that_does_not_come_is_an_error_of_the_run() -> None:
     storage = new_storage()
     fill_log(storage, 1)
     ParquetLog(storage).unseal()
-    with pytest.raises(WaitTimeout, match="batch 2 did not come"):
+    with pytest.raises(WaitTimeout, match="batch 2 was not complete"):
         make_trainer(storage).run()
     assert read_pointer(storage, WEIGHTS_POINTER) == 1
 
 
-def test_an_error_of_the_engine_rises_as_it_is_and_its_traceback_ends_with_the_step(storage: Storage) -> None:
+def test_an_engine_error_gets_a_note_that_names_the_step(storage: Storage) -> None:
     class Failing(FakeTrainEngine):
         def train_step(self, batch: TrainingBatch, step: int) -> dict[str, float]:
             if step == 2:
@@ -513,7 +511,7 @@ def test_a_checkpoint_keeps_what_a_new_process_needs(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize("damaged", [WEIGHTS_POINTER, CHECKPOINT_POINTER, f"weights/{NUM_STEPS}/model.safetensors"])
-def test_a_finished_run_started_again_mends_its_pointers_and_weights(storage: Storage, damaged: str) -> None:
+def test_restarting_a_finished_run_restores_its_pointers(storage: Storage, damaged: str) -> None:
     make_trainer(storage).run()
     expected = final_state(storage)
     storage.put(damaged, b"1\n")

@@ -1,4 +1,4 @@
-"""Losses that imitate: likelihood of demonstrations, its mixtures with rollouts.
+"""Losses that imitate: likelihood of demonstrations, and mixtures with rollouts.
 
-Knows nothing of where demonstrations come from.
+Knows nothing of the source of demonstrations.
 """

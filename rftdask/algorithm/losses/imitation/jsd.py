@@ -1,8 +1,7 @@
-"""Distillation over the whole vocabulary: what the policy says next is drawn to what a teacher says next.
+"""Distillation over the whole vocabulary: the policy's next-token distribution moves toward that of a teacher.
 
 P is the teacher's distribution of the next token and Q the policy's, at one position and one temperature. The sign is
-derived once, in `Jsd`. Knows nothing of who wrote the tokens: rollouts of the policy (on-policy), rows of a dataset
-(supervised), or both.
+derived once, in `Jsd`. The tokens may come from rollouts (on-policy), a dataset (supervised), or both.
 """
 
 import math
@@ -19,24 +18,24 @@ from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
 @dataclass(frozen=True)
 class Jsd(PolicyLoss):
     """beta KL(P || M) + (1 - beta) KL(Q || M), M = beta P + (1 - beta) Q; P the teacher, Q the policy, over the whole
-    vocabulary. Generalized JSD, GKD, arXiv:2306.13649, equation 1; KL(Q || P) alone: MiniLLM, arXiv:2306.08543.
+    vocabulary. Generalized JSD, GKD, arXiv:2306.13649, equation 1. KL(Q || P): MiniLLM, arXiv:2306.08543.
 
-    With z the policy's logits at temperature 1, d/dz_v = (1 - beta) Q_v (log(Q_v / M_v) - KL(Q || M)): a step down
-    raises the words of which M, and so P, has more than Q. It is a divergence, never negative and 0 where Q = P, so the
-    loss is its plain value, without an advantage or a sign to choose.
+    With z the policy's logits at temperature 1, d/dz_v = (1 - beta) Q_v (log(Q_v / M_v) - KL(Q || M)): a descent
+    step raises the tokens to which M, and so P, gives more probability than Q. The divergence is never negative and 0
+    if Q = P, so the loss is its plain value, without an advantage or sign.
 
-    At 0 and 1 the formula is 0 whatever Q is; beta 0 and 1 are its limits after division by beta or 1 - beta. With
-    beta -> 0, KL(Q || M) is of order beta^2, which leaves KL(P || Q), forward, which covers all that the teacher says.
-    With beta -> 1, by the same in the other order, KL(Q || P), reverse, which leaves out what the policy cannot do. The
-    gradient of the latter, in expectation over tokens that the policy samples, is that of `on_policy_distill`.
+    At beta 0 and 1 the formula is 0 for any Q, so these values stand for its limits after division by beta or 1 - beta.
+    With beta -> 0, KL(Q || M) is of order beta^2, which leaves the forward KL(P || Q), which covers all modes of the
+    teacher. With beta -> 1 it is the reverse KL(Q || P), which ignores modes that the policy cannot represent. The
+    expected gradient of the latter over tokens sampled by the policy is that of `on_policy_distill`.
 
-    Both are softmax(logits / temperature), whatever temperature the tokens were sampled at. Metric jsd, nats per token.
+    P and Q are softmax(logits / temperature), independent of the sampling temperature. Metric jsd, in nats per token.
     """
 
     beta: float = 0.5
-    """Share of the teacher in M, within [0, 1]; 0: forward KL, 1: reverse KL."""
+    """Share of the teacher in M, within [0, 1]. 0: forward KL, 1: reverse KL."""
     temperature: float = 1.0
-    """Above 0; more makes both distributions flatter, and their small probabilities count more."""
+    """Softmax temperature, > 0. Higher values flatten both distributions, so that small probabilities count more."""
 
     loss_name = "jsd"
     uses_advantages = False
@@ -49,20 +48,20 @@ class Jsd(PolicyLoss):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         if inputs.divergence_BT is None:
-            raise ValueError("jsd needs divergence_BT, which is computed from the logits of policy and teacher")
+            raise ValueError("jsd needs divergence_BT, computed from the logits of policy and teacher")
         return inputs.divergence_BT, {"jsd": inputs.weighted(inputs.divergence_BT)}
 
     def divergence(self, policy_logits_QV: Tensor, teacher_logits_QV: Tensor) -> Tensor:
-        """[Q] divergences."""
+        """[Q] divergence at each position."""
         log_q_QV = torch.log_softmax(policy_logits_QV / self.temperature, dim=-1)
         log_p_QV = torch.log_softmax(teacher_logits_QV / self.temperature, dim=-1)
         if self.beta == 0.0:
             return kl(log_p_QV, log_q_QV)
         if self.beta == 1.0:
             return kl(log_q_QV, log_p_QV)
-        # M without leaving logs: either probability may underflow.
+        # M is computed in logs, since either probability may underflow.
         log_m_QV = torch.logaddexp(log_p_QV + math.log(self.beta), log_q_QV + math.log1p(-self.beta))
-        # The teacher's part has no gradient but through M, in which Q has its share.
+        # The first term has a gradient only through M.
         return self.beta * kl(log_p_QV, log_m_QV) + (1.0 - self.beta) * kl(log_q_QV, log_m_QV)
 
 
@@ -72,8 +71,8 @@ def kl(log_a_QV: Tensor, log_b_QV: Tensor) -> Tensor:
 
 
 class JsdAlgorithm(AlgorithmType):
-    """GKD: the policy's own rollouts, with strategy mix a share of a dataset's rows beside them; each sequence weighs
-    alike, as in the paper."""
+    """GKD: rollouts of the policy and, with sample strategy mix, a share of dataset rows. All sequences have the same
+    weight, as in the paper."""
 
     algorithm_type = "jsd"
     advantage_fn = None

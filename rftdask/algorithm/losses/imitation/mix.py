@@ -1,7 +1,7 @@
-"""MIX: rollouts and demonstrations in one batch, each part with the loss that is its own.
+"""MIX: rollouts and demonstrations in one batch, each part with its own loss.
 
-Invariant: a mixture is a matter of weights: its parts are normalized each over
-its own tokens of the whole batch, so any cut of the batch gives the same loss.
+Invariant: each part is normalized over its own tokens of the whole batch, so any split of the batch gives the same
+loss.
 """
 
 from abc import ABC, abstractmethod
@@ -20,17 +20,17 @@ from rftdask.algorithm.losses.ratio.ppo import Ppo
 
 @dataclass(frozen=True)
 class Mixture(Ppo, ABC):
-    """Base of the mixtures: (1 - mu) * PPO over the policy's own sequences + mu * imitation over demonstrations.
+    """Base of mixtures: (1 - mu) * PPO over rollouts + mu * imitation over demonstrations.
 
-    The factors live in `row_weights`: own tokens sum to 1 - mu, demonstrated ones to mu (for the mean
-    aggregations), each part normalized by itself. A batch without demonstrations weighs 1 - mu, one without own
-    sequences mu.
+    The factors are part of `row_weights`: for mean aggregations, rollout tokens sum to 1 - mu and demonstrated tokens
+    to mu, each part normalized separately. A batch without demonstrations has total weight 1 - mu, one without rollouts
+    mu.
     """
 
     sft_loss_agg_mode: str | None = None
-    """Aggregation of the demonstrations; None: the algorithm's."""
+    """Aggregation of the demonstrations. None: that of the algorithm."""
 
-    # Sizes and ranks that other systems divide by, by hand; here the weights are those of the whole batch.
+    # Divisors of other systems; here the weights are computed over the whole batch.
     ignored_args = (
         "use_dynamic_bsz",
         "ppo_mini_batch_size",
@@ -47,40 +47,40 @@ class Mixture(Ppo, ABC):
 
     @abstractmethod
     def mu_at(self, step: int) -> float:
-        """Weight of the imitation in the batch of this step, within [0, 1]."""
+        """Weight of the imitation loss at this step, within [0, 1]."""
 
     @abstractmethod
     def imitation(self) -> PolicyLoss:
-        """The loss of the demonstrations."""
+        """Loss of the demonstrations."""
 
     def row_weights(
-        self, counts_B: Tensor, mode: str, *, expert_mask_B: Tensor | None = None, step: int = 0, **more: Any
+        self, counts_B: Tensor, mode: str, *, expert_mask_B: Tensor | None = None, step: int = 0, **arguments: Any
     ) -> Tensor:
-        """expert_mask_B [B]: True for a demonstration. Raises: ValueError: the batch does not tell."""
+        """[B] weights. expert_mask_B: [B] bool, True for a demonstration. Raises: ValueError: it is missing."""
         expert_B, mu = expert_mask(expert_mask_B), self.mu_at(step)
-        # Each part is normalized over its own tokens; mu alone says how they compare, whatever their numbers.
-        own_B = super().row_weights(counts_B * ~expert_B, mode, **more)
-        shown_B = super().row_weights(counts_B * expert_B, self.sft_loss_agg_mode or mode, **more)
-        return (1.0 - mu) * own_B + mu * shown_B
+        # Each part is normalized over its own tokens, so only mu determines their ratio.
+        usual_B = super().row_weights(counts_B * ~expert_B, mode, **arguments)
+        expert_weights_B = super().row_weights(counts_B * expert_B, self.sft_loss_agg_mode or mode, **arguments)
+        return (1.0 - mu) * usual_B + mu * expert_weights_B
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         expert_B = expert_mask(inputs.expert_mask_B).to(inputs.token_weights_BT.dtype)
-        own_BT, shown_BT = inputs.spread(1 - expert_B), inputs.spread(expert_B)  # 0 or 1
-        own = replace(inputs, token_weights_BT=inputs.token_weights_BT * own_BT)
-        shown = replace(inputs, token_weights_BT=inputs.token_weights_BT * shown_BT)
-        # Both losses see all tokens; those of the other part weigh 0, in metrics too.
-        own_loss_BT, own_metrics = super().__call__(own)
-        shown_loss_BT, shown_metrics = self.imitation()(shown)
-        losses = {"usual_loss": own.weighted(own_loss_BT), "expert_loss": shown.weighted(shown_loss_BT)}
-        return own_BT * own_loss_BT + shown_BT * shown_loss_BT, {**own_metrics, **shown_metrics, **losses}
+        usual_BT, expert_BT = inputs.spread(1 - expert_B), inputs.spread(expert_B)  # 0 or 1
+        usual = replace(inputs, token_weights_BT=inputs.token_weights_BT * usual_BT)
+        expert = replace(inputs, token_weights_BT=inputs.token_weights_BT * expert_BT)
+        # Both losses see all tokens; those of the other part have weight 0, also in metrics.
+        usual_loss_BT, usual_metrics = super().__call__(usual)
+        expert_loss_BT, expert_metrics = self.imitation()(expert)
+        losses = {"usual_loss": usual.weighted(usual_loss_BT), "expert_loss": expert.weighted(expert_loss_BT)}
+        return usual_BT * usual_loss_BT + expert_BT * expert_loss_BT, {**usual_metrics, **expert_metrics, **losses}
 
 
 @dataclass(frozen=True)
 class Mix(Mixture):
-    """A mixture with a fixed weight and plain SFT. Trinity-RFT's MIX; CHORD-mu, arXiv:2508.11408."""
+    """Mixture with a fixed weight and plain SFT. Trinity-RFT's MIX; CHORD-mu, arXiv:2508.11408."""
 
     mu: float = 0.1
-    """Weight of the imitation, within [0, 1]."""
+    """Weight of the imitation loss, within [0, 1]."""
 
     loss_name = "mix"
 
@@ -89,23 +89,23 @@ class Mix(Mixture):
         require(0.0 <= self.mu <= 1.0, f"mu must be within [0, 1], got {self.mu}")
 
     def mu_at(self, step: int) -> float:
-        """The same in every step."""
+        """Constant weight."""
         return self.mu
 
     def imitation(self) -> PolicyLoss:
-        """The mean of -log p."""
+        """Plain SFT."""
         return Sft()
 
 
 def expert_mask(expert_mask_B: Tensor | None) -> Tensor:
-    """[B] bool, True for a demonstration. Raises: ValueError: the batch does not tell."""
+    """[B] bool, True for a demonstration. Raises: ValueError: it is missing."""
     if expert_mask_B is None:
-        raise ValueError("a mixture needs expert_mask_B: which sequences are demonstrations (all False if none)")
+        raise ValueError("a mixture needs expert_mask_B, True for demonstrations; pass all False if there are none")
     return expert_mask_B
 
 
 class MixAlgorithm(AlgorithmType):
-    """GRPO on the rollouts, SFT on the demonstrations; the entropy bonus leaves demonstrations out."""
+    """GRPO on rollouts, SFT on demonstrations; the entropy bonus excludes demonstrations."""
 
     algorithm_type = "mix"
     policy_loss_fn = "mix"

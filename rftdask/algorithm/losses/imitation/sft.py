@@ -1,4 +1,4 @@
-"""SFT: maximum likelihood of given responses. CPT and RAFT are the same loss on other rows."""
+"""SFT: maximum likelihood of given responses. CPT and RAFT use the same loss on other rows."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,7 +23,7 @@ class Sft(PolicyLoss):
 
 
 class SftAlgorithm(AlgorithmType):
-    """Prompts with a response each."""
+    """Prompts with one response each."""
 
     algorithm_type = "sft"
     schema = "sft"
@@ -42,7 +42,7 @@ class CptAlgorithm(SftAlgorithm):
 
 
 class RaftAlgorithm(SftAlgorithm):
-    """The best of the policy's own rollouts of each task, imitated. Source: RAFT, arXiv:2304.06767."""
+    """Imitation of the best rollout of each task. Source: RAFT, arXiv:2304.06767."""
 
     algorithm_type = "raft"
     schema = "experience"

@@ -1,1 +1,1 @@
-"""Losses of what somebody prefers: pairs of a chosen and a rejected response, or single responses with a verdict."""
+"""Preference losses: pairs of a chosen and a rejected response, or single responses with a verdict."""

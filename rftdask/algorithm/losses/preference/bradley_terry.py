@@ -1,4 +1,4 @@
-"""Bradley-Terry: a reward model, whose score of the chosen response of a pair is to be the higher one."""
+"""Bradley-Terry: a reward model that scores the chosen response of a pair higher."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ class BradleyTerry(PairLoss):
     """-log sigmoid(s(x, y_w) - s(x, y_l)), s the score of the whole sequence. InstructGPT, arXiv:2203.02155, equation
     1; Bradley and Terry, 1952.
 
-    The model has a head of one number in place of the vocabulary's, read at the last token; a language model's begins
-    at 0, where the loss is log 2.
+    The model has a head with one output instead of vocabulary logits, read at the last token. Starting from a language
+    model the head is 0, and the loss log 2.
 
     Metrics: reward_chosen, reward_rejected (the scores), reward_accuracy.
     """
@@ -25,12 +25,12 @@ class BradleyTerry(PairLoss):
     scores_sequences = True
 
     def rewards(self, inputs: LossInputs) -> Tensor:
-        """The score, which every token of a row carries."""
-        # The mean of equal numbers: the way to read one from a tensor that has it at every token.
+        """Score of each row, which all its tokens carry."""
+        # The mean of equal numbers reads the score from any row.
         return inputs.sequence_means(inputs.policy_logprobs_BT)
 
     def per_pair(self, rewards_P2: Tensor) -> Tensor:
-        """How unlikely the preference is, if sigmoid of the margin is its probability."""
+        """Negative log-likelihood of the preference, with probability sigmoid(margin)."""
         return -functional.logsigmoid(rewards_P2[:, 0] - rewards_P2[:, 1])
 
 

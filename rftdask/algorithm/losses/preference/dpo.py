@@ -1,4 +1,5 @@
-"""DPO and its kin: the chosen response of a pair is to be likelier than the rejected one, seen from the reference."""
+"""DPO and variants: makes the chosen response of a pair more likely than the rejected one, relative to the
+reference."""
 
 from dataclasses import dataclass
 
@@ -16,13 +17,12 @@ from rftdask.algorithm.losses.preference.pairs import PairLoss
 class Dpo(PairLoss):
     """-(1 - s) log sigmoid(beta d) - s log sigmoid(-beta d), s the label smoothing. DPO, arXiv:2305.18290, equation 7.
 
-    d = sum over tokens of log p_policy - log p_ref, of the chosen minus the same of the rejected. loss_type "hinge":
-    max(0, 1 - beta d), SLiC, arXiv:2305.10425. "ipo_sum": (d - 1 / (2 beta))^2, IPO, arXiv:2310.12036, equation 17,
-    whose h is d, as in OpenRLHF. "ipo": the same of d', which has means over tokens in place of sums, as in TRL: each
-    token of a pair aims at the margin, whatever the length, so n tokens at n times it. Label smoothing: cDPO, Mitchell
-    2023.
+    d = sum over tokens of log p_policy - log p_ref of the chosen response, minus that of the rejected one. loss_type
+    "hinge": max(0, 1 - beta d), SLiC, arXiv:2305.10425. "ipo_sum": (d - 1 / (2 beta))^2, IPO, arXiv:2310.12036,
+    equation 17, whose h is d, as in OpenRLHF. "ipo": the same with means over tokens instead of sums, as in TRL: the
+    margin applies per token, whatever the length. Label smoothing: cDPO, Mitchell 2023.
 
-    Metrics: reward_chosen, reward_rejected (beta times the side's log-ratio), reward_accuracy.
+    Metrics: reward_chosen, reward_rejected (beta times the log-ratio), reward_accuracy.
     """
 
     beta: float = 0.1
@@ -39,19 +39,19 @@ class Dpo(PairLoss):
         )
         one_of("loss_type", self.loss_type, ("sigmoid", "hinge", "ipo", "ipo_sum"))
         require(
-            self.label_smoothing == 0.0 or self.loss_type == "sigmoid", "label_smoothing belongs to loss_type 'sigmoid'"
+            self.label_smoothing == 0.0 or self.loss_type == "sigmoid", "label_smoothing requires loss_type 'sigmoid'"
         )
 
     def rewards(self, inputs: LossInputs) -> Tensor:
-        """beta log(pi / pi_ref), the implicit reward of DPO."""
+        """Implicit reward beta log(pi / pi_ref)."""
         if inputs.ref_logprobs_BT is None:
             raise ValueError("dpo needs ref_logprobs_BT, the logprobs of the frozen reference")
-        # d is of whole responses; the means of "ipo" let long and short pairs aim at one margin of a token.
+        # Sums over whole responses; "ipo" uses means, so that the margin applies per token.
         summed = inputs.sequence_means if self.loss_type == "ipo" else inputs.sequence_sums
         return self.beta * summed(inputs.policy_logprobs_BT - inputs.ref_logprobs_BT)
 
     def per_pair(self, rewards_P2: Tensor) -> Tensor:
-        """Of the margin beta d."""
+        """Loss of the margin beta d."""
         margin_P = rewards_P2[:, 0] - rewards_P2[:, 1]
         if self.loss_type == "hinge":
             return torch.relu(1.0 - margin_P)
@@ -63,7 +63,7 @@ class Dpo(PairLoss):
 
 
 class DpoAlgorithm(AlgorithmType):
-    """Pairs of responses; the loss itself is anchored at the reference, so no KL term stands beside it."""
+    """Pairs of responses. No KL term, since the loss is already relative to the reference."""
 
     algorithm_type = "dpo"
     schema = "dpo"

@@ -1,4 +1,4 @@
-"""KTO: single responses with a verdict, each measured by the utility that a human would find in it."""
+"""KTO: single responses with a verdict, weighted by a model of human utility."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,15 @@ from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
 
 @dataclass(frozen=True)
 class Kto(PolicyLoss):
-    """lambda_y - v(x, y), with v = lambda_D sigmoid(beta (r - z0)) of a desirable response and lambda_U sigmoid(beta
-    (z0 - r)) of an undesirable one. KTO, arXiv:2402.01306, equations 7 and 8.
+    """lambda_y - v(x, y), with v = lambda_D sigmoid(beta (r - z0)) for a desirable response and lambda_U sigmoid(beta
+    (z0 - r)) for an undesirable one. KTO, arXiv:2402.01306, equations 7 and 8.
 
     r = sum over tokens of log p_policy - log p_ref. z0, without gradient, estimates KL(policy, reference): the mean of
-    r, at least 0, over the batch's prompts, each with the response of another one, as in the paper and in TRL; here
-    over the whole batch, whatever its cut. desirable_weight and undesirable_weight are lambda_D and lambda_U; the
-    paper wants lambda_D n_D / (lambda_U n_U) between 1 and 3/2, n the numbers of rows.
+    r, at least 0, over the prompts of the whole batch, each paired with the response of another prompt, as in the paper
+    and TRL. desirable_weight and undesirable_weight are lambda_D and lambda_U; the paper recommends
+    lambda_D n_D / (lambda_U n_U) between 1 and 3/2, where n is the number of rows.
 
-    Metrics: kl_baseline, z0; reward_accuracy, the share of rows whose r is on the side of z0 that the verdict says.
+    Metrics: kl_baseline, z0; reward_accuracy, the share of rows whose r is on the side of z0 that matches the verdict.
     """
 
     beta: float = 0.1
@@ -45,19 +45,19 @@ class Kto(PolicyLoss):
         r_B, z0 = inputs.sequence_sums(inputs.policy_logprobs_BT - inputs.ref_logprobs_BT), inputs.kl_baseline
         desirable_B = (inputs.rewards_B > 0).to(r_B.dtype)
         lambda_B = self.desirable_weight * desirable_B + self.undesirable_weight * (1.0 - desirable_B)
-        # 2 d - 1 is the sign of the verdict: one formula for both values of v.
+        # 2 d - 1 is the sign of the verdict, for both cases of v.
         loss_B = lambda_B * (1.0 - torch.sigmoid(self.beta * (2.0 * desirable_B - 1.0) * (r_B - z0)))
         right_B = ((r_B > z0).to(r_B.dtype) == desirable_B).to(r_B.dtype)
         metrics = {
             "kl_baseline": inputs.weighted(inputs.spread(torch.full_like(r_B, z0))),
             "reward_accuracy": inputs.weighted(inputs.spread(right_B)),
         }
-        # Every token carries its row's loss; weights that sum to 1 / B in each row make it the mean over rows.
+        # Every token carries the loss of its row; weights sum to 1 / B per row, which gives the mean over rows.
         return inputs.spread(loss_B), metrics
 
 
 class KtoAlgorithm(AlgorithmType):
-    """Responses with a verdict each; no pairs are needed."""
+    """Responses with a verdict, without pairs."""
 
     algorithm_type = "kto"
     schema = "kto"

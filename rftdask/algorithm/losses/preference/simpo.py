@@ -1,4 +1,4 @@
-"""SimPO: the chosen response is to be likelier by a margin, token for token, without a reference."""
+"""SimPO: makes the chosen response more likely by a margin per token, without a reference."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,9 @@ class SimPo(PairLoss):
     """-log sigmoid(beta / |y_w| log pi(y_w | x) - beta / |y_l| log pi(y_l | x) - gamma). SimPO, arXiv:2405.14734,
     equation 6.
 
-    |y| is the number of trained tokens. gamma is the margin itself; the paper's tables often give gamma / beta.
+    |y| is the number of trained tokens. gamma is the margin; the tables of the paper often list gamma / beta.
 
-    Metrics: reward_chosen, reward_rejected (beta times the side's mean logprob), reward_accuracy.
+    Metrics: reward_chosen, reward_rejected (beta times the mean logprob of each side), reward_accuracy.
     """
 
     beta: float = 2.0
@@ -31,16 +31,16 @@ class SimPo(PairLoss):
         require(self.gamma >= 0.0, f"gamma must be >= 0, got {self.gamma}")
 
     def rewards(self, inputs: LossInputs) -> Tensor:
-        """The mean logprob, so that a long response is worth no more than a short one."""
+        """beta times the mean logprob, which does not depend on the length."""
         return self.beta * inputs.sequence_means(inputs.policy_logprobs_BT)
 
     def per_pair(self, rewards_P2: Tensor) -> Tensor:
-        """Bradley-Terry with a home advantage of gamma for the rejected side."""
+        """Bradley-Terry loss with margin gamma."""
         return -functional.logsigmoid(rewards_P2[:, 0] - rewards_P2[:, 1] - self.gamma)
 
 
 class SimPoAlgorithm(DpoAlgorithm):
-    """Pairs of responses, and no reference model."""
+    """Pairs of responses without a reference model."""
 
     algorithm_type = "simpo"
     policy_loss_fn = "simpo"

@@ -1,4 +1,4 @@
-"""DAPO: GRPO that lets unlikely tokens rise further, and learns nothing from a task whose rewards are all equal.
+"""DAPO: GRPO with a higher upper clip bound, which drops tasks whose rewards are all equal.
 
 The loss is `ppo.Ppo`. Its overlong filtering and dynamic sampling are operators (../../operators.py).
 """
@@ -13,7 +13,7 @@ class DapoAlgorithm(AlgorithmType):
 
     algorithm_type = "dapo"
     repeat_times = 16
-    # At sigma 0 all rewards of a task are equal: dynamic sampling, as a drop.
+    # Drops tasks whose rewards have standard deviation 0: dynamic sampling.
     advantage_fn_args: ClassVar = {"std_threshold": 0.0}
     policy_loss_fn_args: ClassVar = {"clip_range_low": 0.2, "clip_range_high": 0.28}
     kl_loss_fn = "none"

@@ -1,6 +1,6 @@
-"""GRPO and two that aggregate otherwise: PPO's loss, and the rollouts of a task are each other's baseline.
+"""GRPO and two variants with other aggregations: PPO's loss with the other rollouts of a task as the baseline.
 
-The loss is `ppo.Ppo`, the advantage `advantages.group.Grpo`; no critic is trained.
+The loss is `ppo.Ppo`, the advantage `advantages.group.Grpo`. There is a baseline per task instead of a critic.
 """
 
 from typing import ClassVar
@@ -19,7 +19,7 @@ class GrpoAlgorithm(AlgorithmType):
 
 
 class DrGrpoAlgorithm(AlgorithmType):
-    """Neither the std nor the length of a response divides: both favor some answers over others.
+    """No division by the std or the response length, which both favor some responses over others.
 
     Source: Dr. GRPO, arXiv:2503.20783.
     """
@@ -31,7 +31,7 @@ class DrGrpoAlgorithm(AlgorithmType):
 
 
 class BnpoAlgorithm(AlgorithmType):
-    """GRPO whose tokens weigh alike in the whole batch. Source: the loss type "bnpo" of TRL."""
+    """GRPO with equal token weights over the whole batch. Source: loss type "bnpo" of TRL."""
 
     algorithm_type = "bnpo"
     kl_loss_fn = "none"

@@ -1,4 +1,4 @@
-"""GSPO: one ratio for a whole sequence, since its reward is one for the sequence."""
+"""GSPO: one ratio per sequence, since the reward is per sequence."""
 
 from dataclasses import dataclass
 
@@ -23,18 +23,18 @@ class Gspo(ClipRange, PolicyLoss):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         A_BT, log_pi_BT, log_r_BT = inputs.advantages(), inputs.policy_logprobs_BT, inputs.log_ratio()
-        # GSPO-token: s = sg(mean ratio) * pi / sg(pi), so that each token answers for itself.
+        # GSPO-token: s = sg(mean ratio) * pi / sg(pi), with a gradient per token.
         mean_BT = inputs.spread(inputs.sequence_means(log_r_BT.detach()))
-        # In value s is the sequence's ratio at each token; its gradient is s times that of the token's own log pi.
+        # The value of s is the ratio of the sequence; its gradient is s times that of the token's log pi.
         s_BT = torch.exp(mean_BT + (log_pi_BT - log_pi_BT.detach()))
-        # PPO's clip on s; its range is narrow, since a mean over many tokens moves little.
+        # PPO's clip on s, with a narrow range, since a mean over many tokens moves little.
         loss_BT = torch.maximum(-A_BT * s_BT, -A_BT * s_BT.clamp(1.0 - self.low, 1.0 + self.high))
         clipped_BT = ((A_BT >= 0) & (s_BT > 1.0 + self.high)) | ((A_BT < 0) & (s_BT < 1.0 - self.low))
         return loss_BT, ratio_metrics(inputs, log_r_BT, clipped_BT)
 
 
 class GspoAlgorithm(AlgorithmType):
-    """GRPO's advantages, a ratio per sequence, sequences weigh alike."""
+    """GRPO advantages, one ratio per sequence, equal sequence weights."""
 
     algorithm_type = "gspo"
     policy_loss_fn = "gspo"

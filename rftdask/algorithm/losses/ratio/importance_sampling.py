@@ -1,4 +1,4 @@
-"""Importance sampling: the ratio as it is, without a clip."""
+"""Importance sampling: the plain ratio, without a clip."""
 
 from dataclasses import dataclass
 

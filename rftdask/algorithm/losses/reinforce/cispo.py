@@ -1,4 +1,4 @@
-"""CISPO: the importance weight is clipped, and no token loses its gradient."""
+"""CISPO: clips the importance weight, so that no token loses its gradient."""
 
 from dataclasses import dataclass
 
@@ -13,15 +13,15 @@ class Cispo(PolicyLoss):
     """-sg(clip(r, 1 - low, 1 + high)) A log p: the weight is clipped, no token loses its gradient. MiniMax-M1,
     arXiv:2506.13585.
 
-    TRL bounds r from above only and takes the bound itself as epsilon_high; that is clip_range_low 1,
-    clip_range_high epsilon_high - 1.
+    TRL bounds r only from above, and its epsilon_high is the bound itself: clip_range_low 1, clip_range_high
+    epsilon_high - 1.
     """
 
     clip_range_low: float = 1.0
-    """Lower bound of r is 1 - low; 1: none."""
+    """Lower bound of r is 1 - low. 1: no lower bound."""
     clip_range_high: float = 0.28
     enable_mask_clip: bool = False
-    """Also drop tokens that PPO would clip, with the two ranges below (the paper's mask over tokens)."""
+    """Also drop tokens that PPO would clip with the two ranges below (the token mask of the paper)."""
     mask_clip_range_low: float = 1.0
     mask_clip_range_high: float = 0.28
 
@@ -30,11 +30,11 @@ class Cispo(PolicyLoss):
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         A_BT, log_r_BT = inputs.advantages(), inputs.log_ratio().detach()
         r_BT = log_r_BT.exp()
-        # The weight is a constant to autograd, so that the gradient of log pi survives the clip.
+        # The weight is detached, so that the gradient of log pi survives the clip.
         weight_BT = r_BT.clamp(1.0 - self.clip_range_low, 1.0 + self.clip_range_high)
         metrics = ratio_metrics(inputs, log_r_BT, weight_BT != r_BT)
         if self.enable_mask_clip:
-            # As PPO: only where the step would go on in the direction in which r has left the range.
+            # As in PPO: only where the step would move r further out of the range.
             too_high_BT = (r_BT > 1.0 + self.mask_clip_range_high) & (A_BT > 0)
             too_low_BT = (r_BT < 1.0 - self.mask_clip_range_low) & (A_BT < 0)
             weight_BT = weight_BT.masked_fill(too_high_BT | too_low_BT, 0.0)
@@ -43,7 +43,7 @@ class Cispo(PolicyLoss):
 
 
 class CispoAlgorithm(AlgorithmType):
-    """GRPO's advantages with clipped weights."""
+    """GRPO advantages with clipped weights."""
 
     algorithm_type = "cispo"
     policy_loss_fn = "cispo"

@@ -1,4 +1,4 @@
-"""OPMD: no ratio at all, so rollouts of any age and source are as good as others."""
+"""OPMD: no ratio, so rollouts may have any age and source."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
 
 @dataclass(frozen=True)
 class Opmd(PolicyLoss):
-    """-A log p / (1 + tau): no ratio, so rollouts of any age and source. OPMD, arXiv:2505.17826, appendix A; AsymRE,
+    """-A log p / (1 + tau), without a ratio. OPMD, arXiv:2505.17826, appendix A; AsymRE,
     arXiv:2506.20520."""
 
     tau: float = 1.0
-    """Strength of the pull to the sampling policy, >= 0."""
+    """Strength of the regularization toward the sampling policy, >= 0."""
 
     loss_name = "opmd"
 
@@ -23,13 +23,13 @@ class Opmd(PolicyLoss):
         require(self.tau >= 0.0, f"tau must be >= 0, got {self.tau}")
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        # 1 / (1 + tau) is what the pull to the sampling policy leaves of the step (appendix A).
+        # 1 / (1 + tau) is the effect of the regularization on the step (appendix A).
         A_BT, log_pi_BT = inputs.advantages(), inputs.policy_logprobs_BT
         return -(A_BT / (1.0 + self.tau)) * log_pi_BT, {}
 
 
 class OpmdAlgorithm(AlgorithmType):
-    """Rewards less the mean of the task (or its softened maximum), KL to the reference."""
+    """Rewards minus the mean of the task (or its softened maximum), with KL to the reference."""
 
     algorithm_type = "opmd"
     deprecated_names = ("opmd_verl",)
@@ -38,7 +38,7 @@ class OpmdAlgorithm(AlgorithmType):
 
 
 class AsymreAlgorithm(AlgorithmType):
-    """OPMD's loss with a baseline shifted below the mean, so that successes teach more than failures.
+    """OPMD's loss with a baseline shifted below the mean, so that successes have more weight than failures.
 
     Source: AsymRE, arXiv:2506.20520.
     """

@@ -1,4 +1,4 @@
-"""REC: REINFORCE with the two ways of taming stale rollouts, clipping and reweighting, each to be chosen."""
+"""REC: REINFORCE with optional clipping and reweighting of stale rollouts."""
 
 from dataclasses import dataclass
 
@@ -45,7 +45,7 @@ class Rec(PolicyLoss):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         A_BT, log_pi_BT, log_r_BT = inputs.advantages(), inputs.policy_logprobs_BT, inputs.log_ratio()
-        # A weight, and no part of what is differentiated; the regularizer k2 below takes log r with its gradient.
+        # A detached weight; the regularizer k2 below uses log r with its gradient.
         r_BT = log_r_BT.detach().exp()
         # Geometric mean of r over the sequence, at each of its tokens.
         s_BT = inputs.spread(inputs.sequence_means(r_BT.log())).exp()
@@ -70,18 +70,18 @@ class Rec(PolicyLoss):
             return torch.ones_like(r_BT, dtype=torch.bool)
         above_low_BT, below_high_BT = r_BT >= 1.0 - self.epsilon_low, r_BT <= 1.0 + self.epsilon_high
         if self.clip_mode in ("one-side", "gspo-one-side"):
-            # Above the range only rewards would push on, below it only penalties; the other side may come back.
+            # Outside the range, only steps back toward it are allowed.
             return (below_high_BT & (A_BT >= 0)) | (above_low_BT & (A_BT <= 0))
         both_BT = above_low_BT & below_high_BT
         if self.clip_mode == "two-side":
             return both_BT
-        # The ring: far outside, tokens count again where the step would bring them back.
+        # Ring: far outside the range, tokens count again if the step moves them back.
         far_low_BT, far_high_BT = r_BT <= 1.0 - self.epsilon_low_prime, r_BT >= 1.0 + self.epsilon_high_prime
         return both_BT | (far_low_BT & (A_BT >= 0)) | (far_high_BT & (A_BT <= 0))
 
 
 class RecAlgorithm(AlgorithmType):
-    """Rewards less the mean of the task, KL to the reference."""
+    """Rewards minus the mean of the task, with KL to the reference."""
 
     algorithm_type = "rec"
     advantage_fn = "rec"

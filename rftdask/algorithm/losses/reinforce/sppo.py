@@ -1,4 +1,4 @@
-"""sPPO: the logarithm of the ratio takes the ratio's place, within a band around 1."""
+"""sPPO: the log-ratio replaces the ratio, within a band around 1."""
 
 from dataclasses import dataclass
 
@@ -25,12 +25,12 @@ class Sppo(PolicyLoss):
         r_BT = log_r_BT.detach().exp()
         # The band is symmetric in log r, unlike PPO's.
         outside_BT = (r_BT < 1.0 / (1.0 + self.epsilon)) | (r_BT > 1.0 + self.epsilon)
-        # The gradient of log r is that of log pi: within the band it is REINFORCE, outside of it nothing.
+        # The gradient of log r is that of log pi: REINFORCE within the band, 0 outside.
         return -A_BT * log_r_BT.masked_fill(outside_BT, 0.0), ratio_metrics(inputs, log_r_BT, outside_BT)
 
 
 class SppoAlgorithm(AlgorithmType):
-    """OPMD's advantages with the log-ratio; no KL, no entropy bonus."""
+    """OPMD advantages with the log-ratio; no KL, no entropy bonus."""
 
     algorithm_type = "sppo"
     advantage_fn = "opmd"

@@ -1,4 +1,4 @@
-"""TOPR: successes are imitated whoever produced them, failures only as far as the policy would still produce them."""
+"""TOPR: imitates all successes, and avoids failures only while the policy would still produce them."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
 class Topr(PolicyLoss):
     """-sg(alpha) A log p, alpha = min(r, 1) where A <= threshold, else 1. TOPR, arXiv:2503.14286.
 
-    Successes are imitated whoever produced them, failures only as far as the policy would still produce them.
+    Successes have full weight; the weight of a failure decreases with its ratio.
     """
 
     advantage_threshold: float = 0.0
@@ -22,13 +22,13 @@ class Topr(PolicyLoss):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         A_BT, r_BT = inputs.advantages(), inputs.log_ratio().detach().exp()
-        # The taper: a failure that has become unlikely is left alone, so that its log pi cannot run away.
+        # A failure that has become unlikely gets no further push, so that its log pi does not diverge.
         alpha_BT = torch.where(self.advantage_threshold >= A_BT, r_BT.clamp(max=1.0), 1.0)
         return -(alpha_BT * A_BT) * inputs.policy_logprobs_BT, {"topr_alpha": inputs.weighted(alpha_BT)}
 
 
 class ToprAlgorithm(AlgorithmType):
-    """Rewards as they are, without a baseline."""
+    """Plain rewards, without a baseline."""
 
     algorithm_type = "topr"
     advantage_fn = "reinforce"

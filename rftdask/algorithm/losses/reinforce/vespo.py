@@ -1,4 +1,4 @@
-"""VESPO: a smooth weight of the whole sequence, without a clip and without dividing by its length."""
+"""VESPO: a smooth weight per sequence, without a clip or length normalization."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class Vespo(PolicyLoss):
     """-sg(phi(w)) A log p, phi(w) = exp(l) w^k exp(-l w), w the product of r over the sequence. VESPO,
     arXiv:2602.10693.
 
-    phi is 1 at w = 1 and falls on both sides: no clip, no length normalization.
+    phi is 1 at w = 1 and decreases on both sides.
     """
 
     k_pos: float = 2.0
@@ -32,23 +32,23 @@ class Vespo(PolicyLoss):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         A_BT, log_r_BT = inputs.advantages(), inputs.log_ratio()
-        # w is a product of many ratios: it is held in logs, and bounded before the exp within phi.
+        # w is a product of many ratios, so it is computed in logs and bounded before the exp in phi.
         log_w_BT = inputs.spread(inputs.sequence_sums(log_r_BT.detach())).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         phi_BT = self.phi(log_w_BT, A_BT)
         metrics = {"ppo_kl": inputs.weighted(-log_r_BT), "vespo_phi": inputs.weighted(phi_BT)}
         return -(phi_BT * A_BT) * inputs.policy_logprobs_BT, metrics
 
     def phi(self, log_w: Tensor, advantages: Tensor) -> Tensor:
-        """phi(exp(log_w)) with the constants for the sign of the advantage; A = 0 counts as positive."""
+        """phi(exp(log_w)) with the constants for the sign of the advantage. A = 0 counts as positive."""
         k = torch.where(advantages >= 0, torch.full_like(log_w, self.k_pos), self.k_neg)
         rate = torch.where(advantages >= 0, torch.full_like(log_w, self.lambda_pos), self.lambda_neg)
-        # Its maximum over w lies at k / lambda, below 1 for A >= 0 and above it for A < 0.
-        # exp(l) w^k exp(-l w), all in one exponent: no factor of it overflows by itself.
+        # The maximum over w is at k / lambda, below 1 for A >= 0 and above 1 for A < 0. A single exponent, since
+        # separate factors would overflow.
         return torch.exp(rate + k * log_w - rate * log_w.exp())
 
 
 class VespoAlgorithm(AlgorithmType):
-    """GRPO's advantages; the weight keeps to the sampler, so there is no KL."""
+    """GRPO advantages; without KL, since the weight keeps the policy close to the sampling policy."""
 
     algorithm_type = "vespo"
     policy_loss_fn = "vespo"

@@ -1,5 +1,4 @@
-"""Strategies: how the ranks share a model. Whole on each (ddp.py), its weights in parts (fsdp2.py), its layers cut
-(tensor.py).
+"""Strategies: how ranks share a model. Replicated (ddp.py), weights sharded (fsdp2.py), layers split (tensor.py).
 
-A strategy says where weights, gradients and optimizer states lie, and knows neither batches nor losses.
+A strategy places weights, gradients and optimizer states, and knows neither batches nor losses.
 """

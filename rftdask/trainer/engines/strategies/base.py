@@ -1,7 +1,7 @@
 """Strategy: how the ranks share a model. It knows neither batches nor losses.
 
 Every rank computes the gradient of its own rows; the loss has one denominator over the whole batch, so the gradient of
-the batch is the sum over the ranks. A strategy says where weights lie, and where that sum is made.
+the batch is the sum over the ranks. A strategy places the weights and makes that sum.
 """
 
 from __future__ import annotations
@@ -17,66 +17,69 @@ from rftdask.trainer.ranks import Ranks
 
 
 class Strategy:
-    """How a model lies on the ranks; this base is one rank with the whole of it.
+    """Layout of a model on the ranks; this base class is one rank with the whole model.
 
-    An engine calls `prepare` once, then in each step `reduce` and `clip` after its passes; all ranks make all calls.
+    An engine calls `prepare` once, then `reduce` and `clip` after the passes of each update; all ranks make all calls.
     """
 
     passes_together: bool = False
-    """Whether a pass moves weights between ranks, so that every rank must make the same number of them."""
+    """True if a pass moves weights between ranks, so that all ranks must make the same number of passes."""
     sharded: bool = False
-    """Whether a rank holds only a part of weights and optimizer state."""
+    """True if a rank holds only a part of weights and optimizer state."""
     reads_parts: bool = False
-    """Whether a rank reads its part of the weights alone: models are laid out by `spread` before their files are read,
-    and then by `prepare`."""
+    """True if a rank only reads its part of the weights: `spread` lays models out before their files are read."""
     group: Ranks | None = None
-    """The ranks that compute the same rows with this one; None: no other."""
+    """Ranks that compute the same rows as this one; None: only this rank."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
     @property
     def reading(self) -> Callable[[PreTrainedModel], None] | None:
-        """`spread` where a rank reads its part alone; None: it reads all."""
+        """`spread` if a rank only reads its part; None: it reads everything."""
         return self.spread if self.reads_parts else None
 
     def spread(self, model: PreTrainedModel) -> None:
-        """Make weights that have no memory yet into parts of this rank (DTensors), in place."""
+        """Turn weights on the meta device into this rank's parts (DTensors), in place."""
 
     def prepare(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
-        """Lay out the weights of `module`, all of whose passes are calls of itself; in place.
+        """Lay out the weights of `module` in place; only `module` itself may be called afterwards.
 
-        layers: its repeated parts, each of which may be laid out by itself.
+        layers: its repeated layers, which may be laid out separately.
         """
 
     def within(self, module: torch.nn.Module, call: Callable[[], object]) -> None:
-        """Call, as a pass of a prepared `module`, what makes passes of its parts. Called by all ranks."""
+        """Run `call`, which calls submodules of a prepared `module`, as a pass of `module`. Called by all ranks."""
         call()
 
-    def put_apart(self, module: torch.nn.Module) -> None:
-        """Let go of weights that a pass brought together and that stay so for the next one."""
+    def offload(self, module: torch.nn.Module) -> None:
+        """Free weights that a pass gathered and that would stay gathered until the next one."""
 
     def reduce(self, parameters: Sequence[Tensor]) -> None:
-        """Make each gradient the sum over the ranks, after the last backward pass of a step."""
+        """Sum each gradient over the ranks, after the last backward pass of an update."""
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float) -> float:
-        """Scale the gradients down to `max_norm`; their norm before, the same on all ranks. Not finite: no scaling."""
-        # Of spread gradients it is spread as well, and `full` puts the ranks' parts together.
+        """Scale the gradients down to `max_norm`, and return their norm before, the same on all ranks.
+
+        A norm that is not finite leaves them unscaled.
+        """
+        # The norm of sharded gradients is a DTensor, which `full` sums.
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         total = full(norm)
-        # A factor of NaN or 0 would destroy the gradients; the caller skips the step and counts it.
+        # A factor of NaN or 0 would destroy the gradients; the caller skips and counts the update.
         if torch.isfinite(total):
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return float(total)
 
     def full_state(self, module: torch.nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """The whole state dict on the CPU, of tied tensors the first name only; of it, `names` alone unless None.
-        Empty on ranks other than 0.
+        """Return the whole state dict, or only `names`, on the CPU; empty on ranks other than 0. Called by all ranks.
+
+        Tied tensors are included under their first name.
         """
         tensors: dict[str, Tensor] = {}
         for name, tensor in distinct_state(module).items():
             if names is None or name in names:
-                # A call of all ranks where a tensor is spread, so it stands before the look at the rank.
+                # A collective call if the tensor is sharded, so all ranks make it.
                 whole = full(tensor)
                 if self.ranks.is_rank0:
                     tensors[name] = whole.cpu().contiguous()
@@ -84,61 +87,64 @@ class Strategy:
 
 
 def distinct_state(module: torch.nn.Module) -> dict[str, Tensor]:
-    """The state dict, sharing memory, of tied tensors the first name only."""
+    """Return the state dict, sharing memory, with tied tensors under their first name."""
     tensors: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        # keep_vars gives the parameters themselves, so that tied ones have one id; detached they are new objects.
+        # keep_vars returns the parameters themselves, so tied ones have the same id.
         tensors.setdefault(id(tensor), (name, tensor.detach()))
     return dict(tensors.values())
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be spread over the ranks."""
+    """Gather a tensor that may be sharded over the ranks."""
     if isinstance(tensor, DTensor) and tensor.device_mesh.ndim > 1:
-        # Rows first, which were spread last; PyTorch does so too, and warns that it takes two calls.
+        # Rows first, as PyTorch does itself, with a warning that it takes two calls.
         tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it, sharing memory."""
+    """Return this rank's part of a tensor, sharing memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def take_read(module: torch.nn.Module) -> Sequence[tuple[torch.nn.Module, str, DTensor]]:
-    """Take the parts that were read as `spread` laid them out, and leave weights without a byte in their place, tied
-    ones tied. Returns: (its module, its name there, the part).
+    """Replace weights that were read in the layout of `spread` by meta tensors; tied ones stay tied.
+
+    Returns: (module, name in the module, the DTensor that was read) for each.
     """
     read = [
-        (part, name, rows)
-        for part in module.modules()
-        for name, rows in part.named_parameters(recurse=False)
-        if isinstance(rows, DTensor)
+        (owner, name, weight)
+        for owner in module.modules()
+        for name, weight in owner.named_parameters(recurse=False)
+        if isinstance(weight, DTensor)
     ]
     empty: dict[int, torch.nn.Parameter] = {}
-    for part, name, rows in read:
-        if id(rows) not in empty:  # by identity
-            whole = torch.empty(rows.shape, dtype=rows.dtype, device="meta")
-            empty[id(rows)] = torch.nn.Parameter(whole, requires_grad=rows.requires_grad)
-        setattr(part, name, empty[id(rows)])
+    for owner, name, weight in read:
+        if id(weight) not in empty:
+            meta = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            empty[id(weight)] = torch.nn.Parameter(meta, requires_grad=weight.requires_grad)
+        setattr(owner, name, empty[id(weight)])
     return read
 
 
 def give_back(read: Iterable[tuple[torch.nn.Module, str, DTensor]], device: torch.device | None = None) -> None:
-    """Put what `take_read` took into the weights in whose place they are now, laid out as those are: ranks send each
-    other none. device: where they are to lie; None: where they are.
+    """Put the local data of `take_read` into the weights now in their place, without communication.
+
+    device: device to move the data to; None: unchanged.
     """
     filled: dict[int, torch.nn.Parameter] = {}
-    for part, name, rows in read:
-        if id(rows) not in filled:
-            laid, held = getattr(part, name), rows.to_local().detach()
-            assert held.shape == laid.to_local().shape, f"{name}: {held.shape} was read, {laid.to_local().shape} laid"
-            whole = DTensor(held.to(device or held.device), laid._spec, requires_grad=rows.requires_grad)
-            filled[id(rows)] = torch.nn.Parameter(whole, requires_grad=rows.requires_grad)
-        setattr(part, name, filled[id(rows)])
+    for owner, name, weight in read:
+        if id(weight) not in filled:
+            target, data = getattr(owner, name), weight.to_local().detach()
+            shape = target.to_local().shape
+            assert data.shape == shape, f"{name}: {data.shape} was read, {shape} is the layout"
+            whole = DTensor(data.to(device or data.device), target._spec, requires_grad=weight.requires_grad)
+            filled[id(weight)] = torch.nn.Parameter(whole, requires_grad=weight.requires_grad)
+        setattr(owner, name, filled[id(weight)])
 
 
 def layers_of(module: torch.nn.Module, names: Iterable[str]) -> list[torch.nn.Module]:
-    """The parts of a model whose class has one of these names."""
-    wanted = set(names)
-    return [part for part in module.modules() if type(part).__name__ in wanted]
+    """Return the submodules whose class has one of these names."""
+    class_names = set(names)
+    return [part for part in module.modules() if type(part).__name__ in class_names]

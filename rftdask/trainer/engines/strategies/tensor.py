@@ -1,8 +1,8 @@
-"""Tensor parallel: the ranks of a group hold a part of each layer's weights, gradients and optimizer state, cut as the
-model's own plan says (`tp_plan` of transformers), and compute the same rows together; groups compute other rows.
+"""Tensor parallelism: the ranks of a group hold parts of each layer, split by the model's plan (`tp_plan` of
+transformers), and compute the same rows together; different groups compute different rows.
 
-A column-wise layer gives each rank some heads or inner features, the row-wise layer after it adds them up. What the
-plan leaves out (norms, embeddings) every rank holds. Gradients are added over the groups once a step, as with ddp.
+A column-wise layer gives each rank some heads or inner features; the row-wise layer after it sums them. Weights outside
+the plan (norms, embeddings) are replicated. Gradients are summed over the groups once per update, as with ddp.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from rftdask.trainer.engines.strategies.ddp import add_up
 from rftdask.trainer.ranks import Ranks
 
 _EXPERTS = "grouped_gemm"
-"""Weights of all experts, of which each rank holds those of some experts."""
+"""Style of experts' weights, of which each rank holds some experts."""
 _DEALT_SINCE = (5, 19)
-"""Release of transformers whose routers have their whole gradient where experts are dealt to ranks."""
+"""First release of transformers that computes the whole gradient of routers if experts are dealt to ranks."""
 _CUT = {
     *("colwise", "colwise_rep", "colwise_gather_output", "rowwise", "rowwise_rep", "rowwise_split_input"),
     *(_EXPERTS, "ep_router", "moe_tp_experts"),
 }
 _LEFT_WHOLE = "embedding_rowwise"
-"""Embeddings, which every rank then holds: looking up costs nothing, and the output layer may share them."""
+"""Style of embeddings, which are replicated: lookups cost nothing, and the output layer may share the weights."""
 _PARTIAL = "replicated_with_grad_allreduce"
-"""Weights that all ranks hold and use for their own heads, so that each has a part of the gradient. transformers adds
-them up after every backward pass, which counts earlier passes of a step again; we do it once, at its end."""
+"""Style of replicated weights that each rank uses for its own heads, so that each has a part of the gradient.
+transformers sums them after every backward pass, which would count accumulated gradients twice; we sum once."""
 
 
 class TensorParallel(Strategy):
-    """Cuts layers within a group of neighbors."""
+    """Splits layers within a group of neighbors."""
 
     sharded = True
     reads_parts = True
 
     def __init__(self, ranks: Ranks, group: Ranks, across: Ranks, device: torch.device) -> None:
-        """group: the neighbors that share a model with this rank; across: the ranks that hold the same part of it."""
+        """group: neighbors that share a model with this rank. across: ranks that hold the same part of it."""
         super().__init__(ranks)
         self.group = self._group = group
         self._across = across
@@ -56,23 +56,23 @@ class TensorParallel(Strategy):
         groups = [across.group or everybody, group.group or everybody]
         numbers = torch.tensor(dist.get_process_group_ranks(everybody)).view(-1, group.size)
         self.whole_mesh = DeviceMesh.from_group(groups, device.type, mesh=numbers, mesh_dim_names=("dp", "tp"))
-        """All ranks, a row for each group of neighbors."""
+        """All ranks, with a row for each group of neighbors."""
         self.across_mesh, self.mesh = self.whole_mesh["dp"], self.whole_mesh["tp"]
         self._partial: set[int] = set()
 
     def spread(self, model: PreTrainedModel) -> None:
-        """See Strategy. Raises: DataError: as of `plan_of`."""
+        """See Strategy. Raises: DataError: see `plan_of`."""
         self._cut_weights(model, plan_of(model, self.mesh.size()))
 
     def prepare(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
-        """See Strategy; what was read as `spread` says stays where it is. Raises: DataError: as of `plan_of`."""
+        """See Strategy; weights laid out by `spread` keep their data. Raises: DataError: see `plan_of`."""
         read = take_read(module)
         self.cut(module)
         give_back(read)
         self.note_partial(module)
 
     def cut(self, module: torch.nn.Module) -> None:
-        """Cut the model in `module`, its calls included. Raises: DataError: as of `plan_of`."""
+        """Split weights and forward methods of the model in `module`. Raises: DataError: see `plan_of`."""
         model = _model_in(module)
         plan = plan_of(model, self.mesh.size())
         self._cut_weights(model, plan)
@@ -82,37 +82,37 @@ class TensorParallel(Strategy):
 
     def _cut_weights(self, model: PreTrainedModel, plan: Mapping[str, str]) -> None:
         for name, module in model.named_modules():
-            for own, _ in list(module.named_parameters(recurse=False)):
-                if (style := _style_of(f"{name}.{own}", plan)) in _CUT:
-                    ALL_PARALLEL_STYLES[style].shard_param(module, own, self.mesh)
+            for weight, _ in list(module.named_parameters(recurse=False)):
+                if (style := _style_of(f"{name}.{weight}", plan)) in _CUT:
+                    ALL_PARALLEL_STYLES[style].shard_param(module, weight, self.mesh)
 
     def note_partial(self, module: torch.nn.Module) -> None:
-        """Remember the weights whose gradients `add_partial` adds up."""
+        """Remember the weights whose gradients `add_partial` sums."""
         model = _model_in(module)
         plan = plan_of(model, self.mesh.size())
         for name, parameter in model.named_parameters():
             if _style_of(name, plan) == _PARTIAL:
-                # By identity: the plan goes by names, and `reduce` is given parameters.
+                # By identity: `reduce` gets parameters without names.
                 self._partial.add(id(parameter))
 
     def add_partial(self, parameters: Sequence[Tensor]) -> None:
-        """Add up over the neighbors gradients of which each has only the part of its heads."""
+        """Sum, over the neighbors, the gradients of which each has only the part of its heads."""
         add_up(self._group, [local(_gradient(p)) for p in parameters if id(p) in self._partial])
 
     def reduce(self, parameters: Sequence[Tensor]) -> None:
-        """See Strategy; over the neighbors what each has only its part of, then everything over the groups."""
+        """See Strategy; partial gradients over the neighbors, then all gradients over the groups."""
         for parameter in parameters:
-            # All ranks give the same tensors to the sums below, so one without a gradient gives zeros.
+            # All ranks must sum the same tensors, so a missing gradient becomes zeros.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-                # A gradient that is a partial sum becomes what its parameter is: cut, or whole on every rank.
+                # A partial sum takes the layout of its parameter.
                 gradient = gradient.redistribute(placements=parameter.placements)
             parameter.grad = gradient
         self.add_partial(parameters)
         add_up(self._across, [local(_gradient(p)) for p in parameters])
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float) -> float:
-        """See Strategy; of a cut weight each rank has some of the squares, of a whole one every rank has all."""
+        """See Strategy; squares of split weights are summed over the neighbors, those of whole ones are complete."""
         gradients = [_gradient(p) for p in parameters]
         cut = [local(g) for g in gradients if is_cut(g)]
         whole = [local(g) for g in gradients if not is_cut(g)]
@@ -121,8 +121,10 @@ class TensorParallel(Strategy):
 
 
 def clip_parts(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> float:
-    """Scale what this rank holds down to `max_norm`, as clip_grads_with_norm_ of PyTorch does, which cannot mix cut
-    tensors and whole ones. Returns: the norm before; not finite: no scaling."""
+    """Scale this rank's gradients as PyTorch's clip_grads_with_norm_ does, which cannot mix split and whole tensors.
+
+    Returns: the norm before; if it is not finite, nothing is scaled.
+    """
     if torch.isfinite(norm):
         torch._foreach_mul_(list(gradients), (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return float(norm)
@@ -133,7 +135,6 @@ def _model_in(module: torch.nn.Module) -> PreTrainedModel:
 
 
 def _style_of(parameter: str, plan: Mapping[str, str]) -> str | None:
-    """By its own name, else by that of its module."""
     name = replace_layer_number_by_wildcard(parameter)
     return plan.get(name, plan.get(name.rpartition(".")[0]))
 
@@ -144,7 +145,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def is_cut(tensor: Tensor) -> bool:
-    """Whether neighbors have different parts of it."""
+    """True if neighbors have different parts of the tensor."""
     return (
         isinstance(tensor, DTensor)
         and "tp" in (tensor.device_mesh.mesh_dim_names or ())
@@ -153,39 +154,38 @@ def is_cut(tensor: Tensor) -> bool:
 
 
 def plan_of(model: PreTrainedModel, num_parts: int) -> dict[str, str]:
-    """Style by name of module or weight, without weights that two modules share, which every rank holds; experts of a
-    mixture go whole to one rank each. Raises: DataError: the model has no plan, or one that cannot be kept to.
+    """Return style by name of module or weight, without weights that two modules share, which are replicated.
+
+    Each expert of a mixture belongs to one rank. Raises: DataError: the model has no plan, or an unsupported one.
     """
     plan, name = dict(model.tp_plan), type(model).__name__
     if not plan:
-        raise DataError(
-            f"{name} has no tp_plan, so it cannot be cut over ranks; leave trainer.tensor_parallel_size out"
-        )
+        raise DataError(f"{name} has no tp_plan, so its layers cannot be split; leave trainer.tensor_parallel_size out")
     config = model.config.get_text_config()
     sizes = {key: getattr(config, key) for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
     for path, experts in model.named_modules():
-        own = dict(experts.named_parameters(recurse=False))
-        if not path.endswith(".experts") or not own:
+        weights = dict(experts.named_parameters(recurse=False))
+        if not path.endswith(".experts") or not weights:
             continue
         block = path.removesuffix(".experts")
         wildcard = replace_layer_number_by_wildcard(block)
         routers = [n for n, child in model.get_submodule(block).named_children() if is_router(child)]
-        dealt = {f"{wildcard}.experts.{name}": _EXPERTS for name in own}
+        dealt = {f"{wildcard}.experts.{weight}": _EXPERTS for weight in weights}
         if tuple(map(int, transformers.__version__.split(".")[:2])) < _DEALT_SINCE:
             raise DataError(
-                f"transformers {transformers.__version__} leaves a part of the gradient of {name}'s routers out where "
-                "experts are dealt to ranks; install 5.19, or leave trainer.tensor_parallel_size out"
+                f"transformers {transformers.__version__} omits a part of the gradient of {name}'s routers if experts "
+                "are dealt to ranks; install 5.19, or leave trainer.tensor_parallel_size out"
             )
         if len(routers) != 1 or any((model._ep_plan or {}).get(key) != _EXPERTS for key in dealt):
             raise DataError(f"the experts of {name} cannot be dealt to ranks; leave trainer.tensor_parallel_size out")
-        # Not cut along their inner width, as the plan says: a rank's rows would alternate with those of others.
+        # Not split along their inner width, as in the plan: rows of different ranks would alternate.
         plan = {key: style for key, style in plan.items() if not key.startswith(f"{wildcard}.experts")} | dealt
         plan |= {f"{wildcard}.experts": "moe_tp_experts", f"{wildcard}.{routers[0]}": "ep_router"}
-        sizes["num_experts"] = len(next(iter(own.values())))
+        sizes["num_experts"] = len(next(iter(weights.values())))
     unknown = sorted(set(plan.values()) - _CUT - {_PARTIAL, _LEFT_WHOLE})
     if unknown:
         raise DataError(
-            f"the tp_plan of {name} has {', '.join(unknown)}, not trained so here; "
+            f"the tp_plan of {name} has unsupported styles: {', '.join(unknown)}; "
             "leave trainer.tensor_parallel_size out"
         )
     for key, size in sizes.items():
@@ -194,15 +194,15 @@ def plan_of(model: PreTrainedModel, num_parts: int) -> dict[str, str]:
                 f"{name} has {key} {size}, which {num_parts} ranks cannot share evenly; "
                 f"lower trainer.tensor_parallel_size {num_parts}"
             )
-    # A weight with two places in the model (embeddings and head) would have to be cut in two ways.
-    places = list(model.named_parameters(remove_duplicate=False))
-    uses = Counter(id(parameter) for _, parameter in places)
-    shared = {replace_layer_number_by_wildcard(n.rpartition(".")[0]) for n, p in places if uses[id(p)] > 1}
+    # A weight that is used twice (embeddings and head) would have to be split in two ways.
+    named = list(model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(parameter) for _, parameter in named)
+    shared = {replace_layer_number_by_wildcard(n.rpartition(".")[0]) for n, p in named if uses[id(p)] > 1}
     if config.vocab_size % num_parts:
-        shared.add("lm_head")  # its logits are brought together, which takes parts of one size
+        shared.add("lm_head")  # gathering its logits needs parts of equal size
     return {module: style for module, style in plan.items() if module not in shared}
 
 
 def is_router(module: torch.nn.Module) -> bool:
-    """Whether it gives, as transformers' dealt experts want it, logits, scores and numbers of the chosen experts."""
+    """True if the module returns logits, scores and indices of the chosen experts, as dealt experts need them."""
     return type(module).__name__.endswith("TopKRouter")

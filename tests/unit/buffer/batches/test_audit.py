@@ -1,5 +1,5 @@
-"""The audit of a log whose shards were damaged. Promise: what was trained of a shard stays trained when the shard is
-lost later, its other rows are run again, and nothing counts twice.
+"""Audit of a log with damaged shards. Promise: trained rows stay trained when their shard is lost later, its other rows
+are sampled again, and nothing counts twice.
 """
 
 from __future__ import annotations
@@ -9,15 +9,10 @@ import pytest
 from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log.file_log import ParquetLog
-from rftdask.storage import Storage
-from tests.unit.buffer.buffer_cases import commit_batch, make_source, new_storage, take
+from tests.unit.buffer.buffer_cases import audit, commit_batch, make_source, new_storage, take
 
 
-def audit(storage: Storage) -> Audit:
-    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
-
-
-def test_what_was_trained_of_a_shard_in_quarantine_stays_trained() -> None:
+def test_trained_rows_of_a_quarantined_shard_stay_trained() -> None:
     storage = new_storage()
     log = ParquetLog(storage)
     name = commit_batch(log, 1, 0)

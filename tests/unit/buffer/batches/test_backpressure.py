@@ -1,5 +1,5 @@
-"""Promises of back-pressure: the bound holds, what a train batch may need is let through, and the count is the
-ledger's.
+"""Promises of back-pressure: the bound holds, work for the next training batch is always admitted, and the count agrees
+with the ledger.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_settled_groups_are_counted_on_from_where_they_were(noted: bool) -> None
     assert (settled.count(), SettledGroups(Ledger(storage)).count()) == (3, 3)
 
 
-def test_a_note_saves_reading_what_is_before_it() -> None:
+def test_a_note_saves_reading_earlier_entries() -> None:
     ledger = Ledger(new_storage())
     ledger.write(LedgerEntry(1, "main", (), positions=((1, 0),)))
     ledger.write(LedgerEntry(2, "main", (), positions=((1, 1),), notes={SETTLED_NOTE: 70}))
@@ -55,7 +55,7 @@ def test_a_note_saves_reading_what_is_before_it() -> None:
     assert SettledGroups(ledger).count() == 72
 
 
-def test_no_unit_begins_while_as_many_experiences_lie_unread_as_the_configuration_allows() -> None:
+def test_no_unit_begins_at_the_unread_limit() -> None:
     stage = config(grpo(), "algorithm.repeat_times=2", "buffer.trainer_input.experience_buffer.capacity=20")
     pressure = Backpressure(stage, Ledger(new_storage()))
     assert [pressure.has_room(num_groups) for num_groups in (9, 10)] == [True, False]

@@ -1,4 +1,4 @@
-"""Promises of the ledger: a step is written once, a second writer is fenced, a damaged entry is never guessed."""
+"""Promises of the ledger: a step is written once, a second writer is fenced, a damaged entry raises."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_entry_is_read_by_its_step() -> None:
 def test_a_second_writer_is_fenced_and_the_first_entry_stays() -> None:
     storage = new_storage()
     Ledger(storage).write(ENTRY)
-    with pytest.raises(FencedError, match=r"ledger/main/00000007.json was written by somebody else"):
+    with pytest.raises(FencedError, match=r"ledger/main/00000007.json was written by another trainer"):
         Ledger(storage).write(LedgerEntry(7, "main", (Rows("c.parquet", (0,)),)))
     assert Ledger(storage).read(7) == ENTRY
 
@@ -83,7 +83,7 @@ def test_files_of_others_are_not_steps() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b'"x"', b"\xff\xfe", ENTRY.to_json()[:-9], b'{"use": 1}'])
-def test_a_damaged_entry_is_told_with_its_path_and_never_guessed(data: bytes) -> None:
+def test_a_damaged_entry_raises_with_its_path(data: bytes) -> None:
     storage = new_storage()
     storage.put("ledger/main/00000007.json", data)
     with pytest.raises(DamagedError, match=r"ledger/main/00000007.json is damaged .* restore it"):
@@ -94,5 +94,5 @@ def test_a_damaged_entry_is_told_with_its_path_and_never_guessed(data: bytes) ->
 def test_an_entry_in_the_place_of_another_is_refused(step: int, lineage: str) -> None:
     storage = new_storage()
     storage.put(f"ledger/{lineage}/{step:08d}.json", ENTRY.to_json())
-    with pytest.raises(DamagedError, match="says step 7 of lineage main: files were moved"):
+    with pytest.raises(DamagedError, match="holds step 7 of lineage main: files were moved"):
         Ledger(storage, lineage).read(step)

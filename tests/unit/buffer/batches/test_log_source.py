@@ -1,4 +1,4 @@
-"""Promises of the log source: the batch of a step is what the ledger says; every row ends in exactly one state."""
+"""Promises of the log source: the batch of a step is its ledger entry; every row ends in exactly one state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry
-from rftdask.buffer.batches.source import NotYet
+from rftdask.buffer.batches.source import BatchNotReady
 from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.buffer.log.schema import Status
 from rftdask.buffer.log.shard import ShardName
@@ -41,7 +41,7 @@ def uids(*tasks: int) -> tuple[str, ...]:
 
 
 def audit(storage: Storage) -> Audit:
-    """The audit, which must add up and find nothing wrong."""
+    """Audit that must add up without problems."""
     found = audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
     assert found.problems == ()
     assert found.committed == found.trained + found.waiting + sum(found.dropped.values())
@@ -56,7 +56,7 @@ def committed(order: list[tuple[int, int]] = BATCHES, statuses: Statuses = all_o
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(BATCHES)))
-def test_in_order_the_batches_do_not_depend_on_which_shard_came_first(order: tuple[tuple[int, int], ...]) -> None:
+def test_ordered_batches_do_not_depend_on_arrival(order: tuple[tuple[int, int], ...]) -> None:
     storage = new_storage()
     source = make_source(storage, max_read_timeout_s=0.0)
     log = ParquetLog(storage)
@@ -72,7 +72,7 @@ def test_in_order_the_batches_do_not_depend_on_which_shard_came_first(order: tup
     assert audit(storage) == Audit(committed=16, trained=16, waiting=0)
 
 
-def test_not_in_order_what_is_there_is_trained_first() -> None:
+def test_unordered_batches_train_arrived_groups_first() -> None:
     storage = new_storage()
     source = make_source(storage, ordered=False)
     commit_batch(ParquetLog(storage), 2, 1)
@@ -133,13 +133,13 @@ def test_a_resumed_source_hands_out_the_very_same_batches(
 
 
 def _cursor_after(storage: Storage, ordered: bool, size: int, num: int) -> dict[str, object]:
-    """The state of a source that only replays the ledger."""
+    """State of a source that only replays the ledger."""
     source = make_source(storage, ordered=ordered, groups_per_batch=size)
     take(source, range(1, num + 1))
     return source.state_dict()
 
 
-def test_a_batch_is_never_changed_by_what_arrives_later() -> None:
+def test_later_arrivals_never_change_a_batch() -> None:
     storage = new_storage()
     commit_batch(ParquetLog(storage), 2, 0)
     first = take(make_source(storage, ordered=False), [1])
@@ -159,7 +159,7 @@ def test_a_rollout_batch_that_ran_twice_is_trained_once() -> None:
     assert audit(storage) == Audit(committed=28, trained=16, waiting=0, dropped={"repeat": 12})
 
 
-def test_one_copy_of_a_repeated_batch_waits_and_the_other_does_not_count() -> None:
+def test_only_one_copy_of_a_repeated_unit_counts() -> None:
     storage = new_storage()
     for _ in range(2):
         commit_batch(ParquetLog(storage), 1, 0)
@@ -197,7 +197,7 @@ def test_a_damaged_shard_goes_aside_and_its_batch_is_waited_for() -> None:
     assert audit(storage) == Audit(committed=4, trained=4, waiting=0)
 
 
-def test_a_shard_of_the_ledger_that_rots_is_told_and_never_replaced() -> None:
+def test_a_damaged_shard_of_the_ledger_is_never_replaced() -> None:
     storage = committed()
     take(make_source(storage), [1])
     damage(storage, next(n for n in ParquetLog(storage).shards() if (n.explore_step, n.unit) == (1, 0)))
@@ -206,17 +206,17 @@ def test_a_shard_of_the_ledger_that_rots_is_told_and_never_replaced() -> None:
         batch_of(make_source(storage), 1)
 
 
-def test_a_deadline_names_what_is_missing() -> None:
+def test_a_timeout_reports_the_missing_groups() -> None:
     storage = committed([(1, 1)])
     with pytest.raises(WaitTimeout) as caught:
         batch_of(make_source(storage), 1)
     text = str(caught.value)
-    assert "batch 1 did not come in 0 s: 2 groups are waiting, 2 are needed, the oldest open explore step is 1" in text
-    assert "max_read_timeout" in text
+    assert "batch 1 was not complete after 0 s: 2 groups are waiting, 2 are needed, " in text
+    assert "the oldest open explore step is 1" in text and "max_read_timeout" in text
     assert audit(storage) == Audit(committed=4, trained=0, waiting=4)
 
 
-def test_a_sealed_log_ends_and_leaves_what_does_not_fill_a_batch_waiting() -> None:
+def test_a_sealed_log_leaves_an_incomplete_batch_waiting() -> None:
     storage = committed()
     ParquetLog(storage).seal(2)
     source = make_source(storage, groups_per_batch=3)
@@ -235,7 +235,7 @@ def test_a_sealed_log_with_a_hole_is_waited_for() -> None:
     assert sorted(take(source, [1])[0]) == sorted(uids(*range(8)))
 
 
-def test_when_the_deadline_passes_the_whole_groups_that_are_there_make_a_batch() -> None:
+def test_after_the_deadline_arrived_groups_form_a_batch() -> None:
     storage = committed([(1, 1)])
     source = make_source(storage, ordered=False, groups_per_batch=3)
     assert take(source, [1]) == [uids(2, 3)]
@@ -245,9 +245,9 @@ def test_when_the_deadline_passes_the_whole_groups_that_are_there_make_a_batch()
         batch_of(source, 2)
 
 
-def test_in_order_a_late_position_is_an_error_and_nothing_is_taken() -> None:
+def test_an_ordered_source_times_out_on_a_late_position() -> None:
     storage = committed([(1, 0)])
-    with pytest.raises(WaitTimeout, match="batch 1 did not come"):
+    with pytest.raises(WaitTimeout, match="batch 1 was not complete"):
         batch_of(make_source(storage, ordered=True, groups_per_batch=3), 1)
     assert audit(storage) == Audit(committed=4, trained=0, waiting=4)
 
@@ -271,7 +271,7 @@ def test_partial_batches_lose_nothing_and_train_nothing_twice(
     step = 0
     for number, batch in enumerate(order):
         commit_batch(log, *batch)
-        if number in pauses:  # the explorers are late: the trainer takes what is there
+        if number in pauses:  # the explorers are late: the trainer takes the arrived groups
             step += 1
             trained += take(source, [step])[0]
     log.seal(2)
@@ -282,16 +282,16 @@ def test_partial_batches_lose_nothing_and_train_nothing_twice(
     assert audit(storage).waiting == 16 - len(trained)
 
 
-def test_who_has_no_patience_is_told_that_the_batch_is_not_there_yet() -> None:
-    with pytest.raises(NotYet, match="batch 1 is not there yet"):
+def test_without_patience_an_incomplete_batch_raises_not_ready() -> None:
+    with pytest.raises(BatchNotReady, match="batch 1 is not ready"):
         make_source(new_storage()).entry(1, patience_s=0.0)
 
 
-def test_the_deadline_of_a_batch_holds_over_all_times_that_it_was_asked_for() -> None:
+def test_the_deadline_covers_repeated_calls_for_a_batch() -> None:
     source = make_source(new_storage(), max_read_timeout_s=0.05)
-    with pytest.raises(WaitTimeout, match="batch 1 did not come"):
+    with pytest.raises(WaitTimeout, match="batch 1 was not complete"):
         for _ in range(1000):
-            with contextlib.suppress(NotYet):
+            with contextlib.suppress(BatchNotReady):
                 source.entry(1, patience_s=0.001)
 
 
@@ -304,7 +304,7 @@ def test_an_entry_of_another_trainer_fences() -> None:
     mine, other = make_source(storage), make_source(storage)
     take(mine, [1])
     take(other, [1, 2])
-    with pytest.raises(FencedError, match=r"ledger/main/00000002.json appeared .* another one is at work"):
+    with pytest.raises(FencedError, match=r"ledger/main/00000002.json appeared .* another trainer is running"):
         batch_of(mine, 2)
 
 
@@ -315,7 +315,7 @@ def test_losing_the_race_for_an_entry_fences() -> None:
         if verb == "put_new" and stage == "before":
             take(make_source(inner), [1])
 
-    with pytest.raises(FencedError, match="was written by somebody else"):
+    with pytest.raises(FencedError, match="was written by another trainer"):
         batch_of(make_source(FaultyStorage(inner, race)), 1)
     assert audit(inner).trained == 4
 
@@ -326,7 +326,7 @@ def some_fail(task: int, rollout: int) -> Status:
     )
 
 
-def test_rows_without_a_finished_rollout_are_dropped_with_their_reason() -> None:
+def test_rows_of_unfinished_rollouts_are_dropped_with_a_reason() -> None:
     storage = committed(statuses=some_fail)
     assert take(make_source(storage), [1, 2]) == [
         ("t/0/0/0/0", "t/0/1/1/0"),
@@ -359,9 +359,9 @@ def test_only_trainable_rows_are_ever_used(statuses: dict[tuple[int, int], Statu
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_a_batch_with_nothing_to_train_is_an_error_with_the_first_cause(ordered: bool) -> None:
+def test_a_batch_with_nothing_to_train_raises_the_first_cause(ordered: bool) -> None:
     storage = committed(statuses=lambda task, rollout: Status.FAILED if task < 2 else Status.OK)
-    with pytest.raises(EmptyBatchError, match="mend the cause, then run again under another name") as caught:
+    with pytest.raises(EmptyBatchError, match="fix the cause, then run again under another name") as caught:
         batch_of(make_source(storage, ordered=ordered), 1)
     assert "batch 1 has nothing to train: all rollouts of its 2 groups failed" in str(caught.value)
     assert "task 0 rollout 0 failed" in str(caught.value)
@@ -419,7 +419,7 @@ def a_gap(storage: Storage, first: LedgerEntry) -> None:
         (a_gap, r"ledger/main/00000002.json is missing, and the ledger goes on to step 3"),
     ],
 )
-def test_the_audit_finds_what_was_planted(plant: Plant, problem: str) -> None:
+def test_the_audit_finds_planted_faults(plant: Plant, problem: str) -> None:
     storage = committed()
     take(make_source(storage), [1])
     assert audit(storage).trained == 4

@@ -1,5 +1,5 @@
-"""Promises of the experience pipeline: before the commit it drops what it would drop when a batch is formed; what is
-dropped is committed with its reason; an operator that fails is an error that names it and the task.
+"""Promises of the experience pipeline: before the commit it drops the same rows as when a batch is formed; dropped rows
+are committed with the reason; a failing operator raises an error that names it and the task.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from rftdask.buffer.batches.operator_pipeline import experience_table, filter_ex
 from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
 from rftdask.config import load_config
 from rftdask.errors import OperatorError
-from rftdask.trainer.batch_filters import AlgorithmFilter
-from rftdask.trainer.rank import build_batch_filter
+from rftdask.trainer.rank import AlgorithmFilter, build_batch_filter
 
 make_operator = partial(make_part, "operator")
 
@@ -59,7 +58,7 @@ class FailsAt(Operator):
         return table, {}
 
 
-def test_what_is_dropped_is_committed_as_filtered_with_the_operator_and_the_reason() -> None:
+def test_dropped_rows_are_committed_as_filtered_with_a_reason() -> None:
     rows = [*group(0, [1.0, 1.0]), *group(1, [1.0, 0.0]), *group(2, [None, 0.5])]
     operators = [make_operator("reward_std_filter"), make_operator("reward_filter", {"threshold": 0.5})]
     found = filter_experiences(operators, rows, None)
@@ -84,7 +83,7 @@ def test_the_turns_of_a_rollout_are_one_rollout_to_operators() -> None:
     assert [str(e.status) for e in found] == ["ok", "ok", "filtered", "ok", "filtered"], "a lone rollout of two turns"
 
 
-def test_a_reward_that_is_changed_keeps_the_one_it_was_given() -> None:
+def test_a_changed_reward_keeps_the_original_as_a_metric() -> None:
     shaping = make_part(
         "operator", "reward_shaping_mapper", {"reward_shaping_configs": [{"stats_key": "q", "weight": 0.5}]}
     )
@@ -94,7 +93,7 @@ def test_a_reward_that_is_changed_keeps_the_one_it_was_given() -> None:
     assert second == rows[1]
 
 
-def test_a_truncated_response_is_committed_without_a_token_to_train() -> None:
+def test_a_masked_response_is_committed_without_trained_tokens() -> None:
     rows = group(0, [1.0, 0.0])
     rows[1] = replace(rows[1], status=Status.TRUNCATED)
     first, second = filter_experiences([make_operator("mask_response_truncated")], rows, None)
@@ -103,7 +102,7 @@ def test_a_truncated_response_is_committed_without_a_token_to_train() -> None:
     assert not np.asarray(second.loss_mask).any() and len(np.asarray(second.loss_mask)) > 0
 
 
-def test_greedy_rollouts_are_left_alone() -> None:
+def test_greedy_rollouts_are_skipped() -> None:
     rows = group(0, [1.0, 1.0, 0.0])
     found = filter_experiences([make_operator("reward_std_filter")], rows, baseline_rollout=2)
     assert [str(e.status) for e in found] == ["filtered", "filtered", "ok"]

@@ -1,9 +1,9 @@
 """Promises of priority replay.
 
-- The groups of the largest policy version - decay * uses come first; noise is a function of (seed, step).
-- Use counts are folded from the ledger, so a resumed source makes the very batches that the uninterrupted one made.
-- A use is rows of an entry of its own; no row is trained more often than the rule allows, none beyond the staleness
-  bound, and the audit finds what breaks this.
+- Groups with the largest policy version - decay * uses come first; noise is a function of (seed, step).
+- Use counts are folded from the ledger, so a resumed source forms the same batches as an uninterrupted one.
+- Each use is recorded in the entry that makes it; no row is trained more often than allowed or beyond the staleness
+  bound, and the audit detects violations.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_noise_is_a_function_of_seed_and_step() -> None:
     assert rule.priorities([0] * 4, [0] * 4, 3).tolist() != other.priorities([0] * 4, [0] * 4, 3).tolist()
 
 
-def test_groups_that_cannot_be_trained_take_the_place_of_fresh_ones_alone() -> None:
+def test_untrainable_groups_only_replace_fresh_ones() -> None:
     failed, good = Group((1, 0), "s", ()), Group((1, 1), "s", (0, 1), min_policy_version=3)
     used = UsedGroup("r", (0, 1), 3, 1, 0.0)
     rule = SampleRule(groups_per_batch=2, tasks_per_step=4, ordered=False)
@@ -88,7 +88,7 @@ def test_groups_that_cannot_be_trained_take_the_place_of_fresh_ones_alone() -> N
 # ---- batches
 
 
-def test_the_newest_come_first_and_used_ones_when_their_priority_is_higher() -> None:
+def test_groups_are_selected_by_priority() -> None:
     storage = committed()
     source = replaying(storage, Replay(LinearDecay(decay=0.75), reuse_cooldown_s=0.0), max_staleness=9)
     # Groups 4-7 are of version 1, 0-3 of version 0; a use costs 0.75.
@@ -100,7 +100,7 @@ def test_the_newest_come_first_and_used_ones_when_their_priority_is_higher() -> 
     assert audit(storage) == Audit(committed=16, trained=16, waiting=0, reused=8)
 
 
-def test_the_configuration_says_what_a_use_costs_and_how_soon_the_next_may_be() -> None:
+def test_the_config_sets_the_cost_of_a_use_and_the_cooldown() -> None:
     at = "buffer.trainer_input.experience_buffer.replay_buffer"
     settings = (f"{at}.enable=true", f"{at}.reuse_cooldown_time=30", f"{at}.priority_fn_args={{decay: 0.75}}")
     rule = make_replay(config(grpo(), "synchronizer.sync_style=fully_async", *settings))
@@ -123,7 +123,7 @@ def test_without_a_cooldown_time_groups_are_used_once() -> None:
     assert audit(storage, max_uses=1) == Audit(committed=16, trained=16, waiting=0)
 
 
-def test_a_group_is_trained_as_often_as_the_limit_says() -> None:
+def test_a_group_is_trained_up_to_its_limit() -> None:
     storage = committed()
     ParquetLog(storage).seal(2)
     rule = Replay(DecayLimitRandomization(decay=0.5, use_count_limit=3), reuse_cooldown_s=0.0, after_the_end=True)
@@ -134,7 +134,7 @@ def test_a_group_is_trained_as_often_as_the_limit_says() -> None:
     assert audit(storage, max_uses=3) == Audit(committed=16, trained=16, waiting=0, reused=32)
 
 
-def test_when_the_explorers_have_ended_used_groups_alone_make_no_batch() -> None:
+def test_after_the_explorers_end_used_groups_form_no_batch() -> None:
     storage = committed()
     ParquetLog(storage).seal(2)
     source = replaying(storage)
@@ -189,7 +189,7 @@ def test_a_use_trains_the_rows_that_were_trained_before() -> None:
     saved_at=st.integers(0, 9),
     killed_at=st.integers(0, 9),
 )
-def test_a_resumed_source_makes_the_batches_of_the_uninterrupted_one(
+def test_a_resumed_source_forms_the_same_batches(
     ordered: bool,
     size: int,
     bound: int | None,
@@ -209,7 +209,7 @@ def test_a_resumed_source_makes_the_batches_of_the_uninterrupted_one(
             ordered=ordered,
             groups_per_batch=size,
             max_staleness=bound,
-            clock=lambda: float(ledger.last_step()),  # time passes with the batches, whoever makes them
+            clock=lambda: float(ledger.last_step()),  # time passes with the batches
         )
 
     def sealed() -> Storage:
@@ -255,7 +255,7 @@ def test_a_resumed_source_makes_the_batches_of_the_uninterrupted_one(
 
 
 def _by_place(rows: list[Any], names: dict[str, tuple[int, int]]) -> list[Any]:
-    """Entries with shards named by what they hold, not by their writer."""
+    """Entries with shards named by their unit instead of their writer."""
     return [
         (
             [(names[part.source], part.rows) for part in use],
@@ -267,7 +267,7 @@ def _by_place(rows: list[Any], names: dict[str, tuple[int, int]]) -> list[Any]:
     ]
 
 
-def test_a_resumed_source_reads_only_the_entries_that_the_bound_leaves() -> None:
+def test_a_resumed_source_reads_only_entries_within_the_bound() -> None:
     uses = UseCounts(REUSE, max_staleness=4)
     assert list(range(uses.first_step(1000), 1000)) == [996, 997, 998, 999]
     assert UseCounts(REUSE, max_staleness=None).first_step(1000) == 1
@@ -285,7 +285,7 @@ def test_the_audit_finds_rows_that_were_trained_too_often() -> None:
     assert problem.endswith("more often than the replay buffer allows")
 
 
-def test_the_audit_finds_a_row_twice_in_one_batch_and_one_both_dropped_and_trained() -> None:
+def test_the_audit_finds_rows_that_are_used_twice() -> None:
     storage = committed([(1, 0)])
     take(replaying(storage), [1])
     use = entries(storage)[0].use

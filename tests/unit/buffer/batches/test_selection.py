@@ -1,4 +1,4 @@
-"""Promises of the sample rule: groups whole or not at all, nothing staler than the bound, everything settled once."""
+"""Promises of the sample rule: whole groups only, nothing staler than the bound, everything settled once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_ordered_waits_for_the_very_positions_that_are_next() -> None:
     assert selection.settled == ((1, 0), (1, 1))
 
 
-def test_not_ordered_takes_the_oldest_of_what_is_there() -> None:
+def test_an_unordered_rule_takes_the_oldest_arrived_groups() -> None:
     there = waiting(group(2, 0), group(1, 3), group(5, 1))
     selection = select_groups(there, Cursor(), 0, rule(ordered=False))
     assert selection is not None
@@ -70,14 +70,14 @@ def test_a_group_that_is_too_stale_is_set_aside(ordered: bool) -> None:
     assert [g.position for g in selection.use] == [(5, 1)]
 
 
-def test_a_batch_of_stale_groups_alone_is_settled_without_use() -> None:
+def test_a_batch_of_only_stale_groups_is_settled_unused() -> None:
     there = waiting(group(3, 0), group(3, 1))
     selection = select_groups(there, Cursor(low=3), 4, rule(ordered=False, max_staleness=2))
     assert selection is not None
     assert (selection.use, len(selection.stale)) == ((), 2)
 
 
-def test_staleness_counts_the_steps_between_sampling_and_training() -> None:
+def test_staleness_counts_steps_between_sampling_and_training() -> None:
     assert staleness(policy_version=7, min_policy_version=5) == 2
 
 
@@ -91,7 +91,7 @@ def groups(draw: Any) -> dict[Position, Group]:
 
 
 @given(groups(), st.integers(1, 4), st.booleans(), st.none() | st.integers(0, 5), st.integers(0, 12))
-def test_what_is_used_is_whole_fresh_and_settled_once(
+def test_used_groups_are_whole_fresh_and_settled_once(
     there: dict[Position, Group], size: int, ordered: bool, bound: int | None, version: int
 ) -> None:
     before = dict(there)
@@ -117,7 +117,7 @@ def test_too_few_groups_make_no_batch(there: dict[Position, Group], size: int, o
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, TASKS - 1)), unique=True), st.integers(0, 2**32))
-def test_a_cursor_is_the_set_of_what_was_settled(positions: list[Position], seed: int) -> None:
+def test_a_cursor_is_the_set_of_settled_positions(positions: list[Position], seed: int) -> None:
     cursor, naive = Cursor(), set()
     random.Random(shifted_seed(seed)).shuffle(positions)
     while positions:
@@ -133,7 +133,7 @@ def test_a_cursor_is_the_set_of_what_was_settled(positions: list[Position], seed
         assert next_positions(cursor, 5, TASKS) == expected
 
 
-def test_a_cursor_forgets_steps_that_are_settled_whole() -> None:
+def test_a_cursor_forgets_fully_settled_steps() -> None:
     cursor = Cursor()
     cursor.settle([(2, slot) for slot in range(TASKS)], TASKS)
     assert (cursor.low, len(cursor.beyond)) == (1, 4)

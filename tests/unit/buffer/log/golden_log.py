@@ -1,9 +1,9 @@
-"""Writes the golden log: a small run as this version leaves it on storage, for later versions to read.
+"""Writes the golden log: a small run as this version stores it, for later versions to read.
 
     python tests/unit/buffer/log/golden_log.py tests/unit/buffer/log/golden/<schema version>
 
-One folder for each schema version, never changed once it is released. It holds a batch as one shard, one in two parts,
-a shard that was removed by retention, and the ledger of five training steps.
+One folder per schema version, never changed after its release. It has a unit as one shard, one in two parts, a shard
+that was removed by retention, and the ledger of five training steps.
 """
 
 from __future__ import annotations

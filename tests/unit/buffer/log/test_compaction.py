@@ -1,5 +1,5 @@
-"""Promises of compaction: every experience stays, is listed once and read to the bit, whoever looks and whenever the
-pass is killed; what the small files said is verified in the large ones; and looking for new shards costs what it did.
+"""Promises of compaction: every experience is listed once and reads back identical, for every reader and wherever the
+pass is killed; the content of small files is verified in the large ones; listing new shards costs no more than before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rftdask.buffer.batches.audit import Audit, audit_log
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log import compaction
 from rftdask.buffer.log.compaction import CompactedShards, MergedFile, merge_shards, read_merged, rows_of
@@ -29,18 +28,18 @@ from rftdask.errors import DamagedError, NotFoundError, StorageError, UserError
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import in_order
 from rftdask.testing.storage_faults import FaultyStorage
-from tests.unit.buffer.buffer_cases import commit_batch, experience, make_source, new_storage, take
+from tests.unit.buffer.buffer_cases import audit, commit_batch, experience, make_source, new_storage, take
 
 NUM_STEPS = 4
 WRITES = ("put", "put_new", "remove")
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 def trained_run(storage: Storage, first: int = 1) -> None:
-    """Explore steps of four tasks in two batches each, one of which ran twice, all but the last trained."""
+    """Explore steps of four tasks in two units each, one of which ran twice, all trained but the last."""
     log = ParquetLog(storage, run="r")
     commit_batch(log, first, 1)
     for step in range(1, NUM_STEPS + 1):
@@ -49,12 +48,8 @@ def trained_run(storage: Storage, first: int = 1) -> None:
     take(make_source(storage), range(1, 2 * NUM_STEPS - 1))
 
 
-def audit(storage: Storage) -> Audit:
-    return audit_log(ParquetLog(storage), Ledger(storage), tasks_per_unit=2)
-
-
 def contents(storage: Storage) -> list[tuple[ShardName, pa.Table]]:
-    """As somebody reads the log who was never there."""
+    """All rows, as read by a new reader."""
     log = ParquetLog(storage)
     return [(name, log.read(name)) for name in log.shards()]
 
@@ -85,7 +80,7 @@ def s3_of(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("kind", ["memory", "local", "s3"])
-def test_every_experience_stays_is_listed_once_and_read_to_the_bit(
+def test_every_experience_is_listed_once_and_reads_back(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     storage = new_storage() if kind == "memory" else open_storage(tmp_path if kind == "local" else s3_of(request))
@@ -101,7 +96,7 @@ def test_every_experience_stays_is_listed_once_and_read_to_the_bit(
     assert compact(storage) == 0, "a second pass finds nothing"
 
 
-def test_a_trainer_that_begins_again_gets_the_same_batches_from_the_large_files() -> None:
+def test_a_restarted_trainer_gets_the_same_batches_after_it() -> None:
     storage = new_storage()
     trained_run(storage)
     expected = take(make_source(storage, lineage="again"), range(1, 2 * NUM_STEPS + 1))
@@ -110,7 +105,7 @@ def test_a_trainer_that_begins_again_gets_the_same_batches_from_the_large_files(
     assert take(make_source(storage, lineage="new"), range(1, 2 * NUM_STEPS + 1)) == expected
 
 
-def test_what_comes_after_a_pass_is_another_file_and_the_first_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_later_pass_writes_a_new_file_and_leaves_the_first(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     trained_run(storage)
     compact(storage, before=3)
@@ -122,7 +117,7 @@ def test_what_comes_after_a_pass_is_another_file_and_the_first_stays_as_it_was(t
     assert [name for name, _ in contents(storage)] == [name for name, _ in was]
 
 
-def test_other_tools_read_a_large_file_with_the_place_of_every_row(tmp_path: Path) -> None:
+def test_other_tools_read_large_files_with_shard_and_row_columns(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     trained_run(storage)
     names = [name for name in ParquetLog(storage).shards() if name.explore_step < NUM_STEPS]
@@ -132,7 +127,7 @@ def test_other_tools_read_a_large_file_with_the_place_of_every_row(tmp_path: Pat
     assert found == sorted((name.text, name.num_rows) for name in names)
 
 
-def test_a_shard_that_is_alone_or_cannot_be_read_stays_as_it_is() -> None:
+def test_a_single_or_unreadable_shard_is_not_compacted() -> None:
     storage = new_storage()
     trained_run(storage)
     log = ParquetLog(storage)
@@ -149,7 +144,7 @@ def test_only_parquet_shards_can_be_merged() -> None:
         JsonlLog(new_storage()).compact([])
 
 
-# ---- passes that are killed, and readers beside them
+# ---- killed passes, and concurrent readers
 
 
 def test_a_pass_writes_the_file_then_its_record_then_removes() -> None:
@@ -166,7 +161,7 @@ def test_a_pass_writes_the_file_then_its_record_then_removes() -> None:
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("number", range(9))
-def test_a_pass_that_is_killed_loses_nothing_and_is_finished_by_the_next(number: int, moment: str) -> None:
+def test_a_killed_pass_loses_nothing_and_the_next_finishes_it(number: int, moment: str) -> None:
     storage = new_storage()
     trained_run(storage)
     was, counted = contents(storage), audit(storage)
@@ -183,8 +178,8 @@ def test_a_pass_that_is_killed_loses_nothing_and_is_finished_by_the_next(number:
 
 
 @pytest.mark.parametrize("number", range(12))
-def test_a_reader_in_whose_midst_a_pass_runs_sees_every_experience_once(number: int) -> None:
-    """The whole pass falls before the `number`-th call of a reader on storage."""
+def test_a_reader_during_a_pass_sees_every_experience_once(number: int) -> None:
+    """The whole pass runs before the `number`-th call of a reader on storage."""
     storage = new_storage()
     trained_run(storage)
     was = contents(storage)
@@ -204,7 +199,7 @@ def test_a_reader_in_whose_midst_a_pass_runs_sees_every_experience_once(number: 
 
 
 def test_two_passes_at_once_lose_nothing() -> None:
-    """One that lost its lease may not know it yet: a pass runs whole in the midst of another."""
+    """A process that lost its lease may not know it yet: a whole pass runs in the middle of another."""
     for number in range(9):
         storage = new_storage()
         trained_run(storage)
@@ -225,7 +220,7 @@ def test_two_passes_at_once_lose_nothing() -> None:
 # ---- damage
 
 
-def test_a_damaged_large_file_is_told_and_never_read_as_if_it_were_whole(tmp_path: Path) -> None:
+def test_a_damaged_large_file_raises_and_is_never_read(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     trained_run(storage)
     compact(storage)
@@ -290,9 +285,7 @@ def read_all(folder: Path, files: list[tuple[MergedFile, bytes]]) -> dict[str, p
     return found
 
 
-def test_row_groups_hold_whole_shards_and_files_end_where_they_are_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_groups_hold_whole_shards_and_files_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = new_storage()
     sizes = (700, 0, 400, 1500, 3, 0, 9)
     shards = [shard(step, [experience(step, k) for k in range(size)], storage) for step, size in enumerate(sizes, 1)]
@@ -308,7 +301,7 @@ def test_row_groups_hold_whole_shards_and_files_end_where_they_are_large(
         assert all(found[name.text].equals(table, check_metadata=True) for name, table in shards)
 
 
-def test_shards_of_another_schema_are_in_another_file_and_keep_their_columns(tmp_path: Path) -> None:
+def test_shards_of_another_schema_go_to_another_file(tmp_path: Path) -> None:
     storage = new_storage()
     shards = [shard(step, [experience(step)], storage) for step in (1, 2, 3)]
     later = shards[1][1].append_column(pa.field("mood", pa.string()), pa.array(["calm"]))
@@ -319,7 +312,7 @@ def test_shards_of_another_schema_are_in_another_file_and_keep_their_columns(tmp
     assert all(found[name.text].equals(table, check_metadata=True) for name, table in shards)
 
 
-def test_a_large_file_of_an_earlier_version_is_read_with_the_columns_that_came_later() -> None:
+def test_a_large_file_of_an_earlier_schema_gets_null_columns() -> None:
     storage = new_storage()
     trained_run(storage)
     expected = contents(storage)
@@ -347,7 +340,7 @@ def test_a_log_that_read_a_large_file_pickles() -> None:
 
 
 def long_run(storage: Storage) -> None:
-    """One batch of one task for each explore step, up to the second bucket, all trained."""
+    """One unit of one task per explore step, into the second bucket, all trained."""
     log = ParquetLog(storage)
     for step in range(1, STEPS_PER_BUCKET + 9):
         log.commit([experience(step, 0, step=step)], explore_step=step, unit=0)
@@ -356,12 +349,12 @@ def long_run(storage: Storage) -> None:
 
 
 def apply(storage: Storage, explore_step: int) -> int:
-    """As a run whose oldest checkpoint has settled what is before `explore_step`."""
+    """Retention of a run whose oldest checkpoint has settled the steps before `explore_step`."""
     log, oldest = ParquetLog(storage), ResumePoint((explore_step - 1) // 4, explore_step)
     return apply_retention(storage, log, Ledger(storage), RetentionConfig(keep="compact"), oldest)
 
 
-def test_a_bucket_is_compacted_when_the_oldest_checkpoint_has_settled_it_all() -> None:
+def test_a_bucket_is_compacted_once_its_groups_are_settled() -> None:
     storage = new_storage()
     long_run(storage)
     assert apply(storage, STEPS_PER_BUCKET - 3) == 0
@@ -388,7 +381,7 @@ def test_looking_for_new_shards_lists_live_buckets_only() -> None:
     assert calls[::2] == ["list experiences", "list experiences/000001", "list experiences/compact"]
 
 
-def test_a_batch_that_was_set_aside_ran_again_and_was_compacted_is_not_open() -> None:
+def test_a_unit_compacted_after_its_rerun_is_not_open() -> None:
     storage = new_storage()
     long_run(storage)
     log = ParquetLog(storage)
@@ -401,7 +394,7 @@ def test_a_batch_that_was_set_aside_ran_again_and_was_compacted_is_not_open() ->
     assert first_open_step(storage, ParquetLog(storage)) == STEPS_PER_BUCKET + 1
 
 
-def test_what_the_ledger_has_settled_is_known_to_its_end() -> None:
+def test_settled_groups_are_counted_up_to_the_newest_entry() -> None:
     storage = new_storage()
     assert settled_before(Ledger(storage), 4) == 1
     trained_run(storage)
@@ -429,7 +422,7 @@ def test_results_come_in_order_and_an_error_at_its_place() -> None:
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_a_trainer_that_reads_ahead_forms_the_batches_of_one_that_does_not(ordered: bool) -> None:
+def test_reading_ahead_does_not_change_the_batches(ordered: bool) -> None:
     outcomes = []
     for num_readers in (1, 8):
         storage = new_storage()

@@ -1,13 +1,13 @@
-"""What every backend of the experience log keeps, the same for Parquet, JSON lines and databases, wherever they are:
+"""Promises of every backend of the experience log, the same for Parquet, JSON lines and databases, on every storage:
 
-- what is committed is listed by anyone at once, found by its work unit, and read back to the bit;
-- two writers of one work unit leave two shards; one writer that commits again, its confirmation lost, leaves one;
-- what is damaged is told and never read as if it were whole; set aside, its batch is undone and can run again;
-- a log is sealed and opened again; logs of different folders and runs do not see each other;
-- the trainer's source reads it exactly once.
+- a committed shard is listed at once, found by its work unit, and reads back identical;
+- two writers of one work unit leave two shards; a writer that commits again after a lost confirmation leaves one;
+- a damaged shard raises and is never read; after quarantine its unit is undone and can run again;
+- a log can be sealed and unsealed; logs of different folders and runs do not see each other;
+- the trainer's source reads every experience exactly once.
 
-PostgreSQL takes part where RFTDASK_TEST_POSTGRESQL names a database, postgresql://user@host/name; its tables are made
-there and stay.
+PostgreSQL is tested if RFTDASK_TEST_POSTGRESQL names a database, postgresql://user@host/name, in which tables are
+created and stay.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ POSTGRESQL = "RFTDASK_TEST_POSTGRESQL"
 
 
 class Backend(ABC):
-    """One kind of log on an empty storage, and a way to damage it that does not use the log."""
+    """One kind of log on an empty storage, with a way to damage it that does not use the log."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
 
     @abstractmethod
     def open(self, folder: str = "experiences") -> ExperienceLog:
-        """As another process would."""
+        """The log as another process opens it."""
 
     @abstractmethod
     def damage(self, name: ShardName) -> None:
-        """Change something in the rows of a shard."""
+        """Change a value in the rows of a shard."""
 
 
 class Files(Backend):
@@ -130,9 +130,9 @@ class TestLog:
     def test_an_empty_log_has_nothing(self, backend: Backend) -> None:
         log = backend.open()
         assert (log.shards(), find_whole(log, 1, 0), log.num_quarantined(), log.sealed_at()) == ([], None, 0, None)
-        assert backend.storage.list() == []  # looking makes nothing
+        assert backend.storage.list() == []  # reading creates nothing
 
-    def test_what_is_committed_is_listed_found_and_read_by_anyone(self, backend: Backend) -> None:
+    def test_a_committed_shard_is_listed_found_and_read(self, backend: Backend) -> None:
         name = backend.open().commit([experience(3, 1), experience(3, 2)], explore_step=5, unit=1)
         log = backend.open()
         assert log.shards() == [name] and ShardName.try_parse(name.text) == name
@@ -145,29 +145,27 @@ class TestLog:
         name = backend.open().commit(rows, explore_step=1, unit=0)
         assert backend.open().read(name).select(SCHEMA.names).equals(experiences_to_table(rows).cast(SCHEMA))
 
-    def test_the_experts_of_a_row_come_back_and_are_null_where_they_were_not_recorded(self, backend: Backend) -> None:
-        told = experience(2, routed_experts=np.array([[0, 299], [7, 1], [3, 4], [5, 6]], np.int16))
+    def test_routed_experts_read_back_and_are_null_if_not_recorded(self, backend: Backend) -> None:
+        recorded = experience(2, routed_experts=np.array([[0, 299], [7, 1], [3, 4], [5, 6]], np.int16))
         failed = experience(3, status=Status.FAILED, tokens=(), prompt_length=0, rollout_logprobs=())
-        rows = [experience(1), told, failed]
+        rows = [experience(1), recorded, failed]
         name = backend.open().commit(rows, explore_step=1, unit=0)
-        found = backend.open().read(name)
-        assert found.column("routed_experts").to_pylist() == [None, [0, 299, 7, 1, 3, 4, 5, 6], None]
-        assert found.select(SCHEMA.names).equals(experiences_to_table(rows).cast(SCHEMA))
+        table = backend.open().read(name)
+        assert table.column("routed_experts").to_pylist() == [None, [0, 299, 7, 1, 3, 4, 5, 6], None]
+        assert table.select(SCHEMA.names).equals(experiences_to_table(rows).cast(SCHEMA))
 
-    def test_versions_of_tokens_and_a_session_come_back_and_are_null_where_there_are_none(
-        self, backend: Backend
-    ) -> None:
-        told = experience(2, min_policy_version=3, max_policy_version=2**40, session="ticket-4711")
-        told = replace(told, version_starts=((0, 3), (1, 2**40)))
-        rows = [experience(1), told]
+    def test_token_versions_and_session_read_back_or_are_null(self, backend: Backend) -> None:
+        recorded = experience(2, min_policy_version=3, max_policy_version=2**40, session="ticket-4711")
+        recorded = replace(recorded, version_starts=((0, 3), (1, 2**40)))
+        rows = [experience(1), recorded]
         name = backend.open().commit(rows, explore_step=1, unit=0)
-        found = backend.open().read(name)
+        table = backend.open().read(name)
         starts = [{"start": 0, "policy_version": 3}, {"start": 1, "policy_version": 2**40}]
-        assert found.column("version_starts").to_pylist() == [None, starts]
-        assert found.column("session").to_pylist() == [None, "ticket-4711"]
-        assert found.select(SCHEMA.names).equals(experiences_to_table(rows).cast(SCHEMA))
+        assert table.column("version_starts").to_pylist() == [None, starts]
+        assert table.column("session").to_pylist() == [None, "ticket-4711"]
+        assert table.select(SCHEMA.names).equals(experiences_to_table(rows).cast(SCHEMA))
 
-    def test_shards_come_sorted_from_the_step_asked_for(self, backend: Backend) -> None:
+    def test_shards_are_sorted_and_begin_at_the_requested_step(self, backend: Backend) -> None:
         log = backend.open()
         for step in (65, 1, 64):
             for batch in (1, 0):
@@ -190,7 +188,7 @@ class TestLog:
         assert set(backend.open().find_all(1, 0)) == {first, last}
         assert done_units(backend.open().shards()) == {(1, 0)}
 
-    def test_what_is_removed_is_known_by_name(self, backend: Backend) -> None:
+    def test_removed_shards_are_listed_by_name(self, backend: Backend) -> None:
         log = backend.open()
         names = [commit_batch(log, step, 0) for step in (1, 2, 3)]
         log.remove(names[:2])
@@ -220,7 +218,7 @@ class TestLog:
         again = pickle.loads(pickle.dumps(log))
         assert again.shards() == [name] and again.writer == log.writer
 
-    def test_what_is_damaged_is_told_and_runs_again(self, backend: Backend) -> None:
+    def test_a_damaged_shard_raises_and_its_unit_runs_again(self, backend: Backend) -> None:
         log = backend.open()
         name, other = commit_batch(log, 1, 0), commit_batch(log, 1, 1)
         backend.damage(name)
@@ -232,7 +230,7 @@ class TestLog:
         assert log.quarantined() == [name]
         with pytest.raises(NotFoundError):
             log.read(name)
-        again = commit_batch(log, 1, 0)  # the very same writer, to the byte
+        again = commit_batch(log, 1, 0)  # the same writer, byte-identical
         assert backend.open().read(again).num_rows == 4
         assert backend.open().read(other).num_rows == 4
 
@@ -267,7 +265,7 @@ class TestLog:
         backend.damage(next(n for n in backend.open().shards() if (n.explore_step, n.unit) == (2, 0)))
         first = make_source(backend.storage, log=backend.open())
         batches = [batch_of(first, step) for step in (1, 2)]
-        commit_batch(backend.open(), 2, 0)  # what the explorer does about the damaged one
+        commit_batch(backend.open(), 2, 0)  # the explorer repeats the damaged unit
         after = make_source(backend.storage, log=backend.open())  # a new trainer
         for step in (1, 2):
             replayed = batch_of(after, step)
@@ -342,12 +340,12 @@ def test_a_line_is_an_experience_that_a_person_can_read(tmp_path: Path) -> None:
 
 
 def conversation(task: int) -> Experience:
-    """A row of two turns, with all that a turn can tell."""
+    """A row of two turns with all fields of a turn."""
     turns = (Turn(0, 0, 1, 0, 4, "user", 2**62), Turn(1, 2, 3, 6, 8, "tool", 7, 3, 4, "attic \u00e9", 0.1))
     return experience(task, loss_mask=(True, False, True), turns=turns)
 
 
-def test_a_database_of_an_earlier_minor_version_is_read_as_it_is_and_written_to(tmp_path: Path) -> None:
+def test_a_database_of_an_earlier_schema_is_read_and_extended(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
     names = [SqlLog(storage).commit([experience(0)], explore_step=1, unit=0)]
     database = sqlite3.connect(tmp_path / "experiences.sqlite")
@@ -374,7 +372,7 @@ def test_a_person_can_query_the_database_while_the_run_writes(tmp_path: Path) ->
     database.close()
 
 
-def test_a_run_begun_again_in_its_place_does_not_find_the_rows_of_the_one_before(tmp_path: Path) -> None:
+def test_a_recreated_run_does_not_see_the_rows_of_the_first(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/shared.sqlite"
     for folder in ("one", "two"):
         assert SqlLog(open_storage(tmp_path / folder), url).shards() == []
@@ -406,9 +404,7 @@ def test_a_commit_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     database.close()
 
 
-def test_a_password_from_the_environment_is_in_no_pickle_and_no_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passwords_are_in_no_pickle_and_no_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_URL", "postgresql://me:hunter2@127.0.0.1:9/none?password=hunter2&connect_timeout=1")
     log = SqlLog(open_storage(tmp_path), "${oc.env:SECRET_URL}")
     assert b"hunter2" not in pickle.dumps(log)

@@ -1,4 +1,4 @@
-"""Promises of an experience at rest: what was written is what is read, and nothing is written that does not fit."""
+"""Promises of a stored experience: it reads back as written, and inconsistent values are refused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ FULL = Experience(
 )
 
 
-def test_every_field_of_an_experience_has_a_column_and_comes_back() -> None:
+def test_every_field_of_an_experience_reads_back() -> None:
     row = experiences_to_table([FULL]).to_pylist()[0]
     for field in dataclasses.fields(Experience):
         if field.name == "loss_mask":
@@ -99,7 +99,7 @@ def test_an_experience_in_arrays_is_the_same_experience() -> None:
 
 
 @pytest.mark.parametrize("tokens", [(1, 2, 2**31), np.array([1, 2, 2**31])])
-def test_a_token_id_that_does_not_fit_is_refused_and_never_another(tokens: object) -> None:
+def test_a_token_id_beyond_int32_is_refused(tokens: object) -> None:
     with pytest.raises(OverflowError):
         experiences_to_table([experience(tokens=tokens, prompt_length=0)])
 
@@ -164,7 +164,7 @@ def versions_of(**fields: object) -> list[int | None]:
 
 
 def test_each_token_knows_its_version_as_far_as_anybody_does() -> None:
-    # A turn of version 10, and one in which 11 became 12; between them what nobody sampled.
+    # A turn of version 10, and one in which 11 became 12; between them tokens that were not sampled.
     turns = (Turn(2, 0, 1, 0, 4, "user", 1, 10, 10), Turn(3, 2, 4, 4, 8, "tool", 2, 11, 12))
     assert versions_of(turns=turns, version_starts=((0, 10), (2, 11), (3, 12))) == [10, None, 11, 12]
     assert versions_of(turns=turns, version_starts=None) == [10, None, None, None], "a row of before 1.5"
@@ -173,7 +173,7 @@ def test_each_token_knows_its_version_as_far_as_anybody_does() -> None:
     assert versions_of(turns=None, version_starts=None) == [None] * 4
 
 
-def test_the_schema_is_plain_parquet_with_its_version_in_the_metadata() -> None:
+def test_the_schema_version_is_in_the_parquet_metadata() -> None:
     table = experiences_to_table([FULL], run="my run")
     assert table.schema.equals(SCHEMA)
     assert table.schema.metadata == {b"rftdask.schema": b"1.5", b"rftdask.run": b'"my run"'}

@@ -1,4 +1,4 @@
-"""Promises of a shard: its name says what a planner needs, and its bytes prove themselves or are refused."""
+"""Promises of a shard: its name has everything a planner needs, and bytes that do not match it are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_shard_comes_back_as_it_was_written(codec: str) -> None:
     assert decode_shard(name, data).equals(experiences_to_table(rows))
 
 
-def test_the_name_says_step_batch_writer_rows_versions_and_checksum() -> None:
+def test_a_name_has_step_unit_writer_rows_versions_and_checksum() -> None:
     name, data = a_shard()
     assert name.text == f"00000012-0003-9f3a61c2b07d-n4-v4-7-{zlib.crc32(data):08x}.parquet"
     assert ShardName.try_parse(name.text) == name
@@ -80,7 +80,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(data: st.DataObject) -> None:
     name, whole = a_shard()
     at = data.draw(st.integers(0, len(whole) - 1))
     bit = data.draw(st.integers(0, 7))
-    for columns in (None, ["uid"]):  # also in a column that is not asked for
+    for columns in (None, ["uid"]):  # even in a column that is not requested
         with pytest.raises(DamagedError, match=r"crc32 [0-9a-f]{8} does not match its name"):
             decode_shard(name, whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :], columns)
 
@@ -117,7 +117,7 @@ def with_schema(version: str | None, *drop: str) -> tuple[ShardName, bytes]:
 
 
 @pytest.mark.parametrize(("version", "said"), [("2.0", "2.0"), (None, "unknown")])
-def test_another_major_schema_is_refused_saying_what_to_do(version: str | None, said: str) -> None:
+def test_another_major_schema_is_refused_with_advice(version: str | None, said: str) -> None:
     with pytest.raises(DataError, match=rf"schema version {said}, .* reads 1.5; use the version that wrote the run"):
         decode_shard(*with_schema(version))
 
@@ -126,7 +126,7 @@ def test_a_later_minor_schema_is_read() -> None:
     assert decode_shard(*with_schema("1.7")).num_rows == 1
 
 
-def test_a_shard_of_1_0_is_read_without_states_and_rewards_of_turns() -> None:
+def test_a_shard_of_schema_1_0_has_null_states_and_turn_rewards() -> None:
     table = decode_shard(*with_schema("1.0", *ADDED_COLUMNS))
     assert table.column_names == SCHEMA.names
     assert (table.column("env_state").to_pylist(), table.column("turn_reward").to_pylist()) == ([None], [None])
@@ -141,13 +141,13 @@ def test_a_missing_column_is_named() -> None:
         decode_shard(*with_schema("1.0", "truth"), ["uid", "truth"])
 
 
-def test_columns_that_are_not_asked_for_are_not_decoded() -> None:
+def test_only_requested_columns_are_decoded() -> None:
     rows = decode_shard(*a_shard())
     some = decode_shard(*a_shard(), ["reward", "tokens"])
     assert some.equals(rows.select(["reward", "tokens"]))
 
 
-def test_bytes_that_fit_their_name_and_are_no_parquet_are_damaged() -> None:
+def test_valid_bytes_that_are_not_parquet_are_damaged() -> None:
     name = ShardName(1, 0, "ab", 1, 0, 0, zlib.crc32(b"not parquet at all"))
     with pytest.raises(DamagedError, match="not a Parquet file"):
         decode_shard(name, b"not parquet at all")

@@ -18,10 +18,10 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from rftdask.config import Config, load_config
-from rftdask.config.base import Aliases, Filled, Later, default_of, marks_of, plain
+from rftdask.config.base import Aliases, Computed, Later, default_of, marks_of, plain
+from rftdask.config.check import walk
 from rftdask.config.schema.algorithm import registered_parts
 from rftdask.config.schema.buffer import registered_rewards, registered_workflows
-from rftdask.config.schema.walk import walk
 from rftdask.config.trinity.reference_defaults import _AUXILIARY, DEFAULTS
 from rftdask.config.trinity.reference_keys import REFERENCE_NAMES, Derived, Ignored, Missing, Renamed, Secret
 from rftdask.config.trinity.translate import MEGATRON, NEEDLESS, OF_THE_POLICY, VERL
@@ -80,7 +80,7 @@ ELSEWHERE = {
         for key in ("workflow_key", "reward_fn_key")
     },
     **{
-        f"{_BUFFER}.format.{key}": "refused: images and videos are of tasks, and not of rows to learn from"
+        f"{_BUFFER}.format.{key}": "refused: only tasks may have images and videos"
         for key in ("image_key", "video_key")
     },
     f"{_BUFFER}.data_selector.feature_keys": "without effect on rows to learn from, warned of; see the taskset's",
@@ -119,9 +119,9 @@ def said_of(path: str, key: FieldInfo, there: Any) -> list[str]:
     later = [value for mark in marks if isinstance(mark, Later) for value in mark.values]
     if path in ALL_DEFAULTS:
         assert ALL_DEFAULTS[path] == there, path
-        rule = next((mark.rule for mark in marks if isinstance(mark, Filled)), plain_text(ours))
+        rule = next((mark.rule for mark in marks if isinstance(mark, Computed)), plain_text(ours))
         said.append(f"absent: `{there}` with `--from trinity`, else {rule}")
-    elif filled := [mark.rule for mark in marks if isinstance(mark, Filled)]:
+    elif filled := [mark.rule for mark in marks if isinstance(mark, Computed)]:
         said.append(f"absent: {filled[0]}")
     elif there != ours and not (isinstance(there, str) and aliases.get(there) == ours) and (there, ours) != (None, {}):
         base = next((path.replace(long, short) for long, short in SAME_AS.items() if path.startswith(long)), path)
@@ -241,7 +241,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_every_registered_name_of_the_reference_is_here_or_refused_with_the_reason(kind: str) -> None:
+def test_each_reference_name_exists_or_is_refused(kind: str) -> None:
     here = {
         "workflow": registered_workflows(),
         "reward function": registered_rewards(),
@@ -272,17 +272,18 @@ def test_with_from_trinity_its_defaults_hold_and_are_told() -> None:
     told = [line.partition(":")[0] for line in theirs.reference_defaults]
     assert told == sorted(DEFAULTS)
     assert (
-        "algorithm.repeat_times: 1, as there; the default here is the algorithm's default" in theirs.reference_defaults
+        "algorithm.repeat_times: 1, as in Trinity-RFT; the default here is the algorithm's default"
+        in theirs.reference_defaults
     )
 
 
-def test_a_key_of_the_reference_alone_selects_its_defaults_and_from_wins_over_it() -> None:
+def test_a_reference_key_selects_the_reference_defaults() -> None:
     source = tree(explorer={"runner_per_model": 4})
     assert load_config(source).origin == "Trinity-RFT (it has explorer.runner_per_model)"
     assert load_config(source).algorithm.algorithm_type == "ppo"
     assert load_config(source, origin="rftdask").algorithm.algorithm_type == "grpo"
     assert load_config(tree(stages=[{"stage_name": "s", "explorer": {"runner_num": 1}}])).origin
-    with pytest.raises(ConfigError, match="--from verl: it is rftdask or trinity"):
+    with pytest.raises(ConfigError, match="--from verl: use rftdask or trinity"):
         load_config(source, origin="verl")
 
 
@@ -307,7 +308,7 @@ def test_a_run_that_goes_on_from_its_own_file_means_the_same() -> None:
     assert model.engine_type == "vllm"
 
 
-def test_training_tasksets_have_the_repeat_times_of_the_algorithm() -> None:
+def test_training_tasksets_use_repeat_times_of_the_algorithm() -> None:
     source = tree(algorithm={"algorithm_type": "grpo", "repeat_times": 4}, model={**tree()["model"], "top_k": 20})
     source["buffer"]["explorer_input"]["taskset"]["repeat_times"] = 1
     loaded = load_config(source, origin="trinity")
@@ -327,14 +328,13 @@ def test_the_capacity_of_a_buffer_counts_steps_there() -> None:
     assert (buffer.capacity, buffer.storage_type) == (120, "queue")
 
 
-def test_an_auxiliary_model_has_engines_of_its_own_as_there_and_a_teacher_none() -> None:
+def test_auxiliary_models_have_engines_and_teachers_none() -> None:
     models = {"auxiliary_models": [{"model_path": "j"}, {"model_path": "far", "engine_type": "external"}]}
     loaded = load_config(tree(explorer=models), origin="trinity")
     assert [model.asked_name for model in loaded.models_apart] == ["j"]
     assert [(model.engine_num, model.gpu_memory_utilization) for model in loaded.models_apart] == [(1, 0.9)]
-    assert any(
-        line.startswith("explorer.auxiliary_models[0].engine_num: 1, as there") for line in loaded.reference_defaults
-    )
+    engine_num = "explorer.auxiliary_models[0].engine_num: 1, as in Trinity-RFT"
+    assert any(line.startswith(engine_num) for line in loaded.reference_defaults)
     assert not any("[1].engine_num" in line for line in (*loaded.reference_defaults, *loaded.warnings))
     taught = tree(
         explorer={"auxiliary_models": [{"model_path": "t"}]}, algorithm={"algorithm_type": "on_policy_distill"}
@@ -342,7 +342,7 @@ def test_an_auxiliary_model_has_engines_of_its_own_as_there_and_a_teacher_none()
     assert not any("engine_num" in line for line in load_config(taught, origin="trinity").warnings)
 
 
-def test_engines_that_share_a_gpu_get_a_share_and_a_judge_its_own_thinking() -> None:
+def test_engines_on_one_gpu_get_shares_of_it() -> None:
     judge = {"model_path": "j", "enable_thinking": False, "max_model_len": 20, "engine_num": 0}
     judge |= {"max_prompt_tokens": 16, "max_response_tokens": 8}
     loaded = load_config(tree(explorer={"auxiliary_models": [judge]}), origin="trinity")
@@ -366,11 +366,11 @@ def test_what_was_read_otherwise_is_seen() -> None:
     assert load_config(tree()).changes == ()
 
 
-def test_a_workflow_that_is_not_here_is_refused_with_what_it_needs() -> None:
+def test_an_unavailable_workflow_is_refused_with_the_reason() -> None:
     source = tree()
     source["buffer"]["explorer_input"]["default_workflow_type"] = "webshop_workflow"
     with pytest.raises(
-        ConfigError, match="'webshop_workflow' of Trinity-RFT is not here: it needs the package web_agent_site"
+        ConfigError, match="'webshop_workflow' of Trinity-RFT is not available: it needs the package web_agent_site"
     ):
         load_config(source)
 

@@ -40,7 +40,7 @@ def test_keys_of_verl_take_their_place_and_the_others_are_named() -> None:
     at = "trainer.trainer_config.actor_rollout_ref"
     assert f"{at}.actor.optim.lr: taken as algorithm.optimizer.lr" in told
     assert f"{at}.model.use_remove_padding: ignored: rows are always packed" in told
-    assert f"{at}.rollout.n: ignored: it configures veRL, which is not used, and nothing here takes its place" in told
+    assert f"{at}.rollout.n: ignored: it configures veRL, which is not used, and no key here replaces it" in told
     assert len(config.warnings) >= 9
 
 
@@ -48,7 +48,7 @@ def test_tasks_of_type_queue_are_where_their_path_says() -> None:
     taskset = "buffer.explorer_input.taskset"
     config = loaded(f"{taskset}.storage_type=queue")
     assert config.buffer.explorer_input.train_tasksets[0].storage_type == "file"
-    assert f"{taskset}.storage_type: taken as file, which its path is" in "\n".join(config.warnings)
+    assert f"{taskset}.storage_type: taken as file, the type of its path" in "\n".join(config.warnings)
     held_out = "[{name: h, storage_type: queue, path: 'sqlite:////t.db'}]"
     [held] = loaded(f"buffer.explorer_input.eval_tasksets={held_out}").buffer.explorer_input.eval_tasksets
     assert held.storage_type == "sql"
@@ -85,9 +85,7 @@ def test_sizes_of_megatron_are_those_that_cut_and_split_here() -> None:
         ),
     ],
 )
-def test_a_file_for_megatron_is_told_where_its_strategy_and_its_sizes_went(
-    settings: list[str], sizes: tuple[int, int], told: list[str]
-) -> None:
+def test_megatron_keys_are_translated_with_notes(settings: list[str], sizes: tuple[int, int], told: list[str]) -> None:
     tree = {**copy.deepcopy(TREE), "trainer": {"trainer_strategy": "megatron"}}
     config = load_config(tree, settings, origin="trinity")
     trainer = config.trainer
@@ -104,11 +102,14 @@ def test_a_file_for_megatron_is_told_where_its_strategy_and_its_sizes_went(
 @pytest.mark.parametrize(
     ("sizes", "why"),
     [
-        ("pipeline_model_parallel_size: 2", "pipelines: PyTorch's take micro-batches of one length, and packed ones"),
-        ("tensor_model_parallel_size: 2, expert_model_parallel_size: 4", "experts on other ranks than those that cut"),
+        ("pipeline_model_parallel_size: 2", "pipeline parallelism: packed micro-batches differ in length"),
+        (
+            "tensor_model_parallel_size: 2, expert_model_parallel_size: 4",
+            "expert parallelism apart from tensor parallelism",
+        ),
     ],
 )
-def test_sizes_of_megatron_that_nothing_here_has_are_refused_with_the_reason(sizes: str, why: str) -> None:
+def test_unsupported_megatron_sizes_are_refused(sizes: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         loaded(f"trainer.megatron={{{sizes}}}")
 
@@ -133,7 +134,7 @@ def test_what_verl_is_given_is_checked_as_ours() -> None:
 def test_one_name_for_training_and_evaluation() -> None:
     config = loaded("buffer.explorer_input.eval_tasksets=[{name: math, path: e.jsonl}, {name: other, path: o.jsonl}]")
     assert [taskset.name for taskset in config.buffer.explorer_input.eval_tasksets] == ["math_eval", "other"]
-    assert any("this one is called math_eval" in text for text in config.warnings)
+    assert any("this one is renamed to math_eval" in text for text in config.warnings)
     with pytest.raises(ConfigError, match="2 tasksets are named 'math"):
         loaded("buffer.explorer_input.eval_tasksets=[{name: math, path: e.jsonl}, {name: math, path: o.jsonl}]")
 

@@ -1,4 +1,4 @@
-"""An environment with the fake Data-Juicer beside this file alone, as `rftdask data setup` leaves one."""
+"""An environment with only the fake Data-Juicer of this folder, as `rftdask data setup` would make it."""
 
 import json
 import venv
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def make_stand_in(folder: Path) -> Path:
-    """Make it in a new folder, in a moment and without pip."""
+    """Make it in a new folder, without pip."""
     venv.create(folder, symlinks=True)
     [packages] = folder.glob("lib/python*/site-packages")
     (packages / "fake.pth").write_text(f"{Path(__file__).parent}\n")

@@ -1,4 +1,4 @@
-"""An engine that fails, as a file of a plug-in folder: how, and at what, the environment says."""
+"""Engine in a plug-in folder that fails as specified by the environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOW, AT = "TEST_BROKEN_HOW", "TEST_BROKEN_AT"
 
 
 class BrokenEngine(FakeEngine):
-    """A fake engine, but for the requests at which it fails."""
+    """Fake engine that fails at some requests."""
 
     def serve(self, take: Take, give: Give) -> None:
         def look() -> Sequence[tuple[int, GenerateRequest | None]]:

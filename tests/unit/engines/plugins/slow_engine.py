@@ -1,4 +1,4 @@
-"""An engine of a user's own, as a file of a plug-in folder."""
+"""Custom engine in a plug-in folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECONDS_PER_STEP = "TEST_SECONDS_PER_STEP"
 
 
 class SlowEngine(FakeEngine):
-    """Its responses are as long as they may be, and each token takes its time."""
+    """Slow engine with responses of maximum length."""
 
     @classmethod
     def from_config(cls, section: InferenceModelConfig, model: ModelConfig, device: str) -> SlowEngine:

@@ -1,4 +1,4 @@
-"""A run of two optimizer steps, made by the classes that make real ones; every file of it is known.
+"""A run of two optimizer steps with known files, created by the classes of real runs.
 
 explore step 1, batch 0, writer aaa...   tasks 0 and 1, policy version 0    trained in step 1
 explore step 1, batch 0, writer bbb...   the same again, on another worker  repeats
@@ -26,7 +26,7 @@ from rftdask.synchronizer.manifest import write_folder
 from rftdask.synchronizer.published import publish_weights
 
 EVIL = "<script>alert('x')</script>\x1b[2J\u202e"
-"""What a model could write: markup, terminal codes, a change of direction."""
+"""Possible model text: markup, terminal codes, a change of text direction."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def new_root(kind: str, folder: Path) -> str:
 
 
 def experience(task: int, rollout: int, **fields: Any) -> Experience:
-    """Prompt "?" and two response tokens; reward 1 for the second rollout."""
+    """Two rollouts with prompt "?" and two response tokens; the second has reward 1."""
     values: dict[str, Any] = {
         "taskset": "sums",
         "epoch": 0,
@@ -86,7 +86,7 @@ def group(task: int, **fields: Any) -> list[Experience]:
 
 
 def conversation(task: int) -> Experience:
-    """Two turns, "Hi" and "4", and between them what a tool and the template added."""
+    """Two turns, "Hi" and "4", with tokens of a tool and the template in between."""
     tokens = (63, *b"Hi", *b"<2+2=4>", *b"4")
     return experience(
         task,

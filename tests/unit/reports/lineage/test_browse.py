@@ -1,4 +1,4 @@
-"""The experiences of a run, filtered, sorted and looked at. Promise: what is told is what the tables say."""
+"""Browsing experiences with filters and orders. Promise: all values come from the tables."""
 
 import pytest
 from lineage_cases import conversation, experience
@@ -12,7 +12,7 @@ def uids(browser: Browser, **wanted: str) -> list[str]:
     return [row["uid"] for row in browser.page(Filter(**wanted), 1).rows]
 
 
-def test_filters_leave_what_they_say(case):
+def test_filters_select_matching_rows(case):
     browser = Browser(case.url)
     assert uids(browser, step="2", state="trained") == ["sums/0/2/0/0", "sums/0/2/1/0", "sums/0/3/0/0"]
     assert uids(browser, state="failed") == ["sums/0/3/1/0"]
@@ -26,7 +26,7 @@ def test_filters_leave_what_they_say(case):
     assert uids(browser, stage="other") == []
 
 
-def test_a_served_session_is_found_by_its_name_and_by_nothing_less(case):
+def test_find_a_served_session_by_its_complete_name_only(case):
     ParquetLog(case.storage).commit([experience(6, 0, explore_step=3, session="ticket-4711")], explore_step=3, unit=0)
     browser = Browser(case.url)
     assert uids(browser, task="ticket-4711") == ["sums/0/6/0/0"]
@@ -41,12 +41,12 @@ def test_pages_are_cut_and_counted(case):
 
 
 @pytest.mark.parametrize("query", [{"step": "x"}, {"min_reward": "nan"}, {"sort": "uid; drop"}])
-def test_a_filter_that_makes_no_sense_is_refused(query):
+def test_an_invalid_filter_is_refused(query):
     with pytest.raises(DataError):
         Filter.from_query(query)
 
 
-def test_an_experience_is_shown_with_its_tokens_mask_and_group(case):
+def test_show_tokens_mask_and_group_of_an_experience(case):
     shown = Browser(case.url).show("run", case.second.text, 2)
     assert shown is not None
     assert shown.tokens == [
@@ -62,7 +62,7 @@ def test_an_experience_is_shown_with_its_tokens_mask_and_group(case):
     assert [(state["state"], state["step"]) for state in shown.states] == [("trained", 2)]
 
 
-def test_a_conversation_is_shown_turn_by_turn_and_tools_apart_from_the_policy(case):
+def test_show_turns_and_tools_of_a_conversation_separately(case):
     name = ParquetLog(case.storage).commit([conversation(6)], explore_step=3, unit=0)
     browser = Browser(case.url)
     shown = browser.show("run", name.text, 0)

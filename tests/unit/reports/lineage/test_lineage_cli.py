@@ -1,5 +1,5 @@
-"""The commands experiences, trace, view and doctor. Promise: each prints what its part of the package gives, and the
-exit code says whether it could.
+"""The commands experiences, trace, view and doctor. Promise: each prints the result of its function, and the exit code
+shows success.
 """
 
 import json
@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from rftdask.cli.app import app
 from rftdask.errors import DataError
 from rftdask.reports.lineage.browse import Browser
-from rftdask.studio.pages import static_page
+from rftdask.reports.page.rendering import render_experiences
 
 SQL = "select step, count(*) as n from ledger group by all order by all"
 
@@ -28,14 +28,14 @@ def test_experiences_without_sql_is_an_overview(case):
     assert done.output.split()[: len(heads)] == heads
 
 
-def test_experiences_names_what_was_left_out(case):
+def test_experiences_lists_unreadable_files(case):
     case.storage.put("ledger/main/00000002.json", b"damaged")
     done = CliRunner().invoke(app, ["experiences", case.url, "--sql", SQL, "--csv"])
     assert done.stdout == "step,n\n1,4\n"
     assert done.stderr.startswith("warning: left out: ledger/main/00000002.json is damaged")
 
 
-def test_trace_prints_the_life_of_an_experience(case):
+def test_trace_prints_the_history_of_an_experience(case):
     done = CliRunner().invoke(app, ["trace", case.url, "sums/0/2/0/0"])
     assert done.output.startswith("sums/0/2/0/0  (stage run)\n")
     assert isinstance(CliRunner().invoke(app, ["trace", case.url, "nope"]).exception, DataError)
@@ -45,7 +45,7 @@ def test_view_writes_a_page(case, tmp_path):
     file = tmp_path / "page.html"
     done = CliRunner().invoke(app, ["view", case.url, "--html", str(file), "--limit", "3"])
     assert done.output == f"{file}\n"
-    assert file.read_text(encoding="utf-8") == static_page(Browser(case.url), 3)
+    assert file.read_text(encoding="utf-8") == render_experiences(Browser(case.url), 3)
 
 
 def test_doctor_says_what_a_storage_keeps():

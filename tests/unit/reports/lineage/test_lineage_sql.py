@@ -1,9 +1,9 @@
-"""The tables of a run, asked in SQL. Promises:
+"""SQL over the tables of a run. Promises:
 
-- a query over shards, ledger, metrics and manifests says what the files say, on any storage;
-- every experience is trained, dropped for a reason, or waiting, and the counts are those of the audit;
-- a query reads what it names and no more; a file that cannot be read is left out and named;
-- a run is read where it lies, also after it was moved, whatever stages it has.
+- queries over shards, ledger, metrics and manifests return the contents of the files, on any storage;
+- every experience is trained, dropped for a reason, or waiting, and the counts equal those of the audit;
+- a query reads only the tables it names; unreadable files are left out and reported;
+- a moved run is read in its new place, with or without stages.
 """
 
 import shutil
@@ -19,7 +19,7 @@ from rftdask import Experiment
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, Rows
 from rftdask.buffer.log.file_log import ParquetLog
-from rftdask.errors import DataError, UserError
+from rftdask.errors import UserError
 from rftdask.reports.lineage.sql import OVERVIEW, open_tables, query, to_csv, to_json, to_terminal
 from rftdask.reports.lineage.tables import LEDGER_SCHEMA, POSITION_SCHEMA, TABLES, RunTables, row_states
 from rftdask.reports.lineage.trace import trace
@@ -31,26 +31,23 @@ from rftdask.synchronizer.published import WEIGHTS_POINTER, move_pointer
 
 def ask(url: str, sql: str) -> list[tuple]:
     tables = RunTables(url)
-    found = [tuple(row.values()) for row in query(tables, sql).to_pylist()]
+    rows = [tuple(row.values()) for row in query(tables, sql).to_pylist()]
     assert tables.problems == []
-    return found
+    return rows
 
 
-def test_the_ledger_joined_with_the_experiences_says_what_a_step_trained(case):
+def test_ledger_joined_with_experiences_gives_a_step_s_rows(case):
     rows = ask(
         case.url,
         "select uid, place from ledger join experiences using (stage, shard, row) "
         "where step = 2 and reason is null order by place",
     )
     assert rows == [("sums/0/2/0/0", 0), ("sums/0/2/1/0", 1), ("sums/0/3/0/0", 2)]
+    dropped = ask(case.url, "select step, shard, row, place, reason from ledger where reason is not null")
+    assert dropped == [(2, case.second.text, 3, None, "failed")], "a dropped row has a reason, but no place"
 
 
-def test_a_dropped_row_has_its_reason_and_no_place(case):
-    rows = ask(case.url, "select step, shard, row, place, reason from ledger where reason is not null")
-    assert rows == [(2, case.second.text, 3, None, "failed")]
-
-
-def test_the_experiences_have_all_columns_of_the_shards(case):
+def test_experiences_have_all_columns_of_the_shards(case):
     rows = ask(
         case.url,
         "select stage, row, uid, status, reward, tokens, rollout_logprobs, error "
@@ -80,14 +77,14 @@ def test_the_other_tables_hold_metrics_and_manifests(case):
     ]
 
 
-def test_weights_whose_folder_is_gone_are_known_by_the_checkpoint_that_keeps_them(case):
+def test_a_checkpoint_identifies_removed_weights(case):
     (published,) = ask(case.url, "select content_hash from weights where version = 2")
     case.storage.remove("weights/2")
     rows = ask(case.url, "select folder, content_hash from weights where version = 2")
     assert rows == [("global_step_2", *published)]
 
 
-def test_experiences_name_the_weights_that_sampled_them(case):
+def test_experiences_contain_the_hash_of_their_weights(case):
     rows = ask(
         case.url,
         "select uid, content_hash is not null from experiences left join weights "
@@ -97,7 +94,7 @@ def test_experiences_name_the_weights_that_sampled_them(case):
     assert rows == [("sums/0/4/0/0", True), ("sums/0/4/1/0", True), ("sums/0/5/0/0", True), ("sums/0/5/1/0", False)]
 
 
-def test_every_experience_is_in_one_state_and_the_counts_are_those_of_the_audit(case):
+def test_experience_states_sum_up_to_the_audit(case):
     rows = ask(case.url, "select state, reason, count(*) from states group by all order by all")
     assert rows == [
         ("dropped", "failed", 1),
@@ -114,16 +111,16 @@ def counts_of(url: str) -> Counter[str]:
 
 
 def audited(case: Case) -> Counter[str]:
-    found = dict(open_stages(case.url)[0].counts)
-    del found["committed"]
-    return +Counter(found)
+    counts = dict(open_stages(case.url)[0].counts)
+    del counts["committed"]
+    return +Counter(counts)
 
 
-def test_of_a_shard_in_quarantine_the_counts_are_those_of_the_audit(case):
+def test_counts_equal_the_audit_with_a_quarantined_shard(case):
     log = ParquetLog(case.storage)
     Ledger(case.storage).write(LedgerEntry(3, "main", (Rows(case.waiting.text, (0, 1)),), positions=((2, 0),)))
     case.storage.put(log.path(case.waiting), b"rotten")
-    move_pointer(case.storage, WEIGHTS_POINTER, 3)  # the step was made
+    move_pointer(case.storage, WEIGHTS_POINTER, 3)  # the step is complete
     rest = {"trained": 9, "failed": 1, "repeat": 4}
     assert counts_of(case.url) == audited(case) == {**rest, "waiting": 2}, "nobody has looked yet"
 
@@ -141,23 +138,21 @@ def test_of_a_shard_in_quarantine_the_counts_are_those_of_the_audit(case):
         (3, None, "dropped", None),
     ]
 
-    assert "the other copy counts, which step 3 used (lineage main)" in trace(case.url, "sums/0/4/0/0").render()
+    assert "step 3 used the other copy (lineage main)" in trace(case.url, "sums/0/4/0/0").render()
     assert "waiting     no ledger entry names it yet" in trace(case.url, "sums/0/5/0/0").render()
 
 
-@pytest.mark.parametrize("copy", ["taken", "repeated"])
-def test_of_a_copy_that_cannot_be_read_the_counts_are_those_of_the_audit(case, copy):
-    name = getattr(case, copy)
-    case.storage.put(ParquetLog(case.storage).path(name), b"rotten")
+@pytest.mark.parametrize("lost", ["taken", "repeated", "second"])
+def test_counts_equal_the_audit_with_a_lost_shard(case, lost):
+    log = ParquetLog(case.storage)
+    if lost == "second":
+        log.remove([case.second])  # by retention
+    else:
+        case.storage.put(log.path(getattr(case, lost)), b"rotten")
     assert counts_of(case.url) == audited(case) == {"trained": 7, "failed": 1, "repeat": 4, "waiting": 4}
 
 
-def test_what_retention_removed_still_counts_as_the_audit_counts_it(case):
-    ParquetLog(case.storage).remove([case.second])
-    assert counts_of(case.url) == audited(case) == {"trained": 7, "failed": 1, "repeat": 4, "waiting": 4}
-
-
-def test_of_two_copies_that_nobody_took_the_first_is_waiting():
+def test_the_first_of_two_untaken_copies_is_waiting():
     def rows(shard: str) -> pa.Table:
         columns = {name: [getattr(e, name) for e in group(0)] for name in ("uid", "taskset", "epoch", "task_index")}
         places = {"stage": ["s"] * 2, "shard": [shard] * 2, "row": [0, 1], "explore_step": [1, 1], "slot": [0, 0]}
@@ -173,7 +168,7 @@ def test_of_two_copies_that_nobody_took_the_first_is_waiting():
     ]
 
 
-def test_of_two_copies_the_one_that_was_taken_counts_whichever_was_listed_first(tmp_path):
+def test_the_copy_taken_by_the_trainer_counts(tmp_path):
     case = make_run(new_root("memory", tmp_path))
     case.storage.remove("ledger/main/00000001.json")
     Ledger(case.storage).write(LedgerEntry(1, "main", (Rows(case.repeated.text, (0, 1, 2, 3)),)))
@@ -181,7 +176,7 @@ def test_of_two_copies_the_one_that_was_taken_counts_whichever_was_listed_first(
     assert rows == [(case.taken.text, "dropped", "repeat"), (case.repeated.text, "trained", None)]
 
 
-def test_each_lineage_has_ledger_lines_of_its_own(case):
+def test_each_lineage_has_its_own_ledger_lines(case):
     Ledger(case.storage, "fork").write(LedgerEntry(2, "fork", (Rows(case.waiting.text, (0, 1)),)))
     rows = ask(case.url, "select lineage, step, count(*) from ledger group by all order by all")
     assert rows == [("fork", 2, 2), ("main", 1, 4), ("main", 2, 4)]
@@ -189,16 +184,16 @@ def test_each_lineage_has_ledger_lines_of_its_own(case):
 
 
 def test_the_overview_has_a_line_for_each_explore_step(case):
-    found = query(RunTables(case.url), OVERVIEW).to_pylist()
-    counts = [{name: row[name] for name in ("explored", "version", "rows", "trained", "dropped")} for row in found]
+    lines = query(RunTables(case.url), OVERVIEW).to_pylist()
+    counts = [{name: row[name] for name in ("explored", "version", "rows", "trained", "dropped")} for row in lines]
     assert counts == [
         {"explored": 1, "version": 0, "rows": 12, "trained": 7, "dropped": 5},
         {"explored": 2, "version": 1, "rows": 4, "trained": 0, "dropped": 0},
     ]
-    assert [(row["waiting"], row["step"]) for row in found] == [(0, 2), (4, None)]
+    assert [(row["waiting"], row["step"]) for row in lines] == [(0, 2), (4, None)]
 
 
-def test_answers_of_evaluations_are_a_table_of_their_own(case):
+def test_eval_answers_have_their_own_table(case):
     log = ParquetLog(case.storage, "eval/held_out")
     log.commit([experience(9, 0, taskset="held_out", explore_step=0)], explore_step=0, unit=0)
     assert ask(case.url, "select uid from eval_experiences") == [("held_out/0/9/0/0",)]
@@ -210,7 +205,7 @@ def test_a_query_reads_only_the_tables_it_names(case):
     assert ask(case.url, "select count(*) from experiences") == [(16,)]
 
 
-def test_a_damaged_file_is_left_out_and_named(case):
+def test_a_damaged_file_is_left_out_and_reported(case):
     case.storage.put("ledger/main/00000002.json", b"damaged")
     path = ParquetLog(case.storage).path(case.waiting)
     case.storage.put(path, case.storage.get(path)[:-9])
@@ -230,7 +225,7 @@ def test_reading_changes_nothing(case):
     assert "quarantine/" not in case.storage.list("experiences")
 
 
-def test_a_run_that_has_just_begun_has_all_tables_and_no_rows(tmp_path):
+def test_a_new_run_has_all_tables_without_rows(tmp_path):
     config = make_config(new_root("memory", tmp_path))
     open_run(open_storage(config.checkpoint_job_dir), config)
     connection = open_tables(config.checkpoint_job_dir)
@@ -238,24 +233,19 @@ def test_a_run_that_has_just_begun_has_all_tables_and_no_rows(tmp_path):
     assert query(RunTables(config.checkpoint_job_dir), OVERVIEW).num_rows == 0
 
 
-def test_a_mistake_in_the_sql_is_the_users_and_names_the_tables(case):
+def test_a_sql_error_is_a_user_error_that_lists_the_tables(case):
     with pytest.raises(UserError, match=r"(?s)nope.*tables: experiences, ledger, steps"):
         query(RunTables(case.url), "select * from nope")
 
 
-def test_a_python_variable_is_no_table(case):
+def test_python_variables_are_not_tables(case):
     secret = pa.table({"a": [1]})
     with pytest.raises(duckdb.CatalogException, match="secret does not exist"):
         open_tables(case.url).sql("select * from secret")
     assert secret.num_rows == 1
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(DataError, match="is not a run folder"):
-        RunTables(tmp_path)
-
-
-def test_a_moved_run_with_stages_is_read_where_it_lies(tmp_path):
+def test_a_moved_run_with_stages_is_read_in_its_new_place(tmp_path):
     stages = [{"stage_name": "first"}, {"stage_name": "second"}]
     config = make_config(str(tmp_path / "old"), stages=stages)
     record_run(open_storage(config.checkpoint_job_dir), config)
@@ -272,17 +262,17 @@ def test_an_experiment_gives_a_frame(case):
     assert frame["reward"].tolist() == [0.0, 1.0, 0.0, 1.0]
 
 
-# ---- how answers are written
+# ---- output formats
 
 
-def test_csv_and_json_hold_all_of_the_answer():
+def test_csv_and_json_contain_all_rows():
     table = pa.table({"a": [1, 2], "b": [[1.5], []], "c": [float("nan"), None]})
     assert to_csv(table) == "a,b,c\n1,[1.5],nan\n2,[],\n"
     expected = '[\n {\n  "a": 1,\n  "b": [\n   1.5\n  ],\n  "c": null\n },\n'
     assert to_json(table) == expected + ' {\n  "a": 2,\n  "b": [],\n  "c": null\n }\n]'
 
 
-def test_a_terminal_shows_what_a_model_wrote_and_does_not_obey_it():
+def test_escape_control_codes_in_model_text():
     console = Console(width=200, force_terminal=False)
     with console.capture() as capture:
         console.print(to_terminal(pa.table({"text": [EVIL, "[red]no markup[/red]"]})))
@@ -292,9 +282,9 @@ def test_a_terminal_shows_what_a_model_wrote_and_does_not_obey_it():
     assert "\x1b" not in shown
 
 
-def test_a_long_answer_is_cut_on_a_terminal_and_says_so():
+def test_a_long_table_is_cut_on_a_terminal():
     console = Console(width=80)
     with console.capture() as capture:
         console.print(to_terminal(pa.table({"n": list(range(1001))}), max_rows=3))
     heads, _, *rows = capture.get().splitlines()
-    assert [line.strip() for line in (heads, *rows)] == ["n", "0", "1", "2", "3 of 1,001 rows; --csv gives all"]
+    assert [line.strip() for line in (heads, *rows)] == ["n", "0", "1", "2", "3 of 1,001 rows; --csv prints all"]

@@ -1,5 +1,5 @@
-"""The trace of one experience. Promises: it names the weights, the step and what came of it, or why there was none;
-what is not on storage any more is said to be gone; a uid that the run does not have leads to the nearest.
+"""Trace of one experience. Promises: it shows the weights, the step and its results, or the reason why no step used the
+experience; missing files are reported as missing; for an unknown uid it lists the nearest ones.
 """
 
 from dataclasses import replace
@@ -18,10 +18,10 @@ def lines_of(case: Case, uid: str) -> list[str]:
     return [" ".join(line.split()) for line in trace(case.url, uid).render().splitlines()]
 
 
-def test_a_trained_experience_tells_its_step_and_what_came_of_it(case):
-    found = trace(case.url, "sums/0/2/1/0")
-    (copy,) = found.copies
-    assert (found.stage, copy.shard, copy.row, copy.state, copy.reason) == ("run", case.second, 1, "trained", "")
+def test_a_trained_experience_shows_its_step_and_results(case):
+    traced = trace(case.url, "sums/0/2/1/0")
+    (copy,) = traced.copies
+    assert (traced.stage, copy.shard, copy.row, copy.state, copy.reason) == ("run", case.second, 1, "trained", "")
     (use,) = copy.uses
     assert (use.step, use.lineage, use.place, use.batch_rows) == (2, "main", 1, 3)
     assert use.metrics == {"loss": 0.25, "reward": 1 / 3, "dropped/total": 1.0}
@@ -30,7 +30,7 @@ def test_a_trained_experience_tells_its_step_and_what_came_of_it(case):
     assert use.evaluations == ((before, after),)
 
 
-def test_the_text_of_a_trained_experience_reads_from_prompt_to_evaluation(case):
+def test_trace_text_runs_from_prompt_to_evaluation(case):
     lines = lines_of(case, "sums/0/2/1/0")
     assert lines[0] == "sums/0/2/1/0 (stage run)"
     assert "response C1" in lines
@@ -44,7 +44,7 @@ def test_the_text_of_a_trained_experience_reads_from_prompt_to_evaluation(case):
     assert lines[-2:] == ["sums/0/2/0/0 0 ok trained C0", "* sums/0/2/1/0 1 ok trained C1"]
 
 
-def test_a_conversation_is_told_turn_by_turn(case):
+def test_show_a_conversation_turn_by_turn(case):
     ParquetLog(case.storage).commit([conversation(6)], explore_step=3, unit=0)
     lines = lines_of(case, "sums/0/6/0/0")
     begin = lines.index("prompt ?")
@@ -53,7 +53,7 @@ def test_a_conversation_is_told_turn_by_turn(case):
     assert f"1 prompt tokens, 3 response tokens, mean logprob -1.000, {added}" in lines
 
 
-def test_a_row_of_several_versions_tells_which_tokens_each_has_sampled(case):
+def test_show_the_tokens_sampled_by_each_policy_version(case):
     turn_by_turn = replace(
         conversation(6), min_policy_version=1, max_policy_version=3, version_starts=((0, 1), (1, 2), (9, 3))
     )
@@ -62,11 +62,11 @@ def test_a_row_of_several_versions_tells_which_tokens_each_has_sampled(case):
         replace(first, min_policy_version=1, max_policy_version=2),
         replace(last, min_policy_version=3, max_policy_version=3),
     )
-    untold = experience(6, 1, explore_step=3, max_policy_version=3)
-    ParquetLog(case.storage).commit([replace(turn_by_turn, turns=turns), untold], explore_step=3, unit=0)
-    told = "weights policy version 1 to 3: 1 (tokens 0 to 0), 2 (tokens 1 to 1), 3 (tokens 9 to 9)"
-    assert told in lines_of(case, "sums/0/6/0/0")
-    assert "weights policy version 0 to 3: which sampled which token is not known" in lines_of(case, "sums/0/6/1/0")
+    unrecorded = experience(6, 1, explore_step=3, max_policy_version=3)
+    ParquetLog(case.storage).commit([replace(turn_by_turn, turns=turns), unrecorded], explore_step=3, unit=0)
+    line = "weights policy version 1 to 3: 1 (tokens 0 to 0), 2 (tokens 1 to 1), 3 (tokens 9 to 9)"
+    assert line in lines_of(case, "sums/0/6/0/0")
+    assert "weights policy version 0 to 3: the version of each token is not known" in lines_of(case, "sums/0/6/1/0")
 
 
 def test_a_served_session_is_found_by_its_name(case):
@@ -78,62 +78,62 @@ def test_a_served_session_is_found_by_its_name(case):
         trace(case.url, "ticket-4712")
 
 
-def test_a_dropped_experience_tells_why(case):
-    found = trace(case.url, "sums/0/3/1/0")
-    assert [(copy.state, copy.reason) for copy in found.copies] == [("dropped", "failed")]
+def test_a_dropped_experience_shows_its_reason(case):
+    traced = trace(case.url, "sums/0/3/1/0")
+    assert [(copy.state, copy.reason) for copy in traced.copies] == [("dropped", "failed")]
     lines = lines_of(case, "sums/0/3/1/0")
     assert "status failed, ValueError: no number (attempt 0)" in lines
-    assert "reward none: a failure is not a reward of zero" in lines
+    assert "reward none (a failure has no reward)" in lines
     assert "dropped failed, when the batch of step 2 was formed (lineage main)" in lines
 
 
-def test_a_waiting_experience_says_that_no_ledger_entry_names_it(case):
-    found = trace(case.url, "sums/0/4/0/0")
-    assert [(copy.state, copy.uses) for copy in found.copies] == [("waiting", ())]
+def test_a_waiting_experience_has_no_ledger_entry(case):
+    traced = trace(case.url, "sums/0/4/0/0")
+    assert [(copy.state, copy.uses) for copy in traced.copies] == [("waiting", ())]
     assert "waiting no ledger entry names it yet" in lines_of(case, "sums/0/4/0/0")
 
 
-def test_of_a_repeated_experience_both_copies_are_told_the_trained_one_first(case):
-    found = trace(case.url, "sums/0/1/0/0")
-    assert [(copy.shard, copy.state, copy.reason) for copy in found.copies] == [
+def test_trace_both_copies_of_a_repeat_the_trained_one_first(case):
+    traced = trace(case.url, "sums/0/1/0/0")
+    assert [(copy.shard, copy.state, copy.reason) for copy in traced.copies] == [
         (case.taken, "trained", ""),
         (case.repeated, "dropped", "repeat"),
     ]
-    assert [s["uid"] for s in found.siblings] == ["sums/0/1/0/0", "sums/0/1/1/0"]
+    assert [s["uid"] for s in traced.siblings] == ["sums/0/1/0/0", "sums/0/1/1/0"]
     lines = lines_of(case, "sums/0/1/0/0")
-    assert "dropped its work unit ran twice; the other copy is the one that counts" in lines
+    assert "dropped its work unit ran twice; the other copy counts" in lines
 
 
-def test_an_experience_of_two_lineages_tells_both_steps(case):
+def test_an_experience_of_two_lineages_shows_both_steps(case):
     Ledger(case.storage, "fork").write(LedgerEntry(1, "fork", (Rows(case.taken.text, (2,)),)))
     (copy, _) = trace(case.url, "sums/0/1/0/0").copies
     assert sorted((use.lineage, use.step) for use in copy.uses) == [("fork", 1), ("main", 1)]
 
 
-def test_weights_that_fit_their_hash_and_weights_that_do_not_are_told_apart(case):
+def test_detect_weights_that_do_not_match_their_hash(case):
     (fits,) = trace(case.url, "sums/0/5/0/0").copies
     (differs,) = trace(case.url, "sums/0/5/1/0").copies
-    assert fits.weights.endswith(": that of weights/1, lineage main")
-    assert differs.weights.startswith("hash ffffffffffffffff DIFFERS from what the run has of this version: ")
+    assert fits.weights.endswith(": matches weights/1, lineage main")
+    assert differs.weights.startswith("hash ffffffffffffffff DIFFERS from the stored weights of this version: ")
     case.storage.remove("weights/1")
     (gone,) = trace(case.url, "sums/0/5/1/0").copies
-    assert gone.weights == "hash ffffffffffffffff: weights/1 is not on storage any more to compare it with"
+    assert gone.weights == "hash ffffffffffffffff: not verified, because weights/1 is no longer on storage"
 
 
-def test_a_step_in_the_ledger_that_was_never_reported_is_not_made_up(case):
+def test_an_unreported_step_has_no_metrics(case):
     Ledger(case.storage).write(LedgerEntry(3, "main", (Rows(case.waiting.text, (0, 1, 2, 3)),)))
     (copy,) = trace(case.url, "sums/0/4/0/0").copies
     assert (copy.uses[0].metrics, copy.uses[0].checkpoint, copy.uses[0].evaluations) == ({}, None, ())
-    assert "waiting for step 3, row 1 of 4 (lineage main): that step was not made yet" in lines_of(case, "sums/0/4/0/0")
+    assert "waiting for step 3, row 1 of 4 (lineage main), which is not complete yet" in lines_of(case, "sums/0/4/0/0")
 
 
-def test_what_a_model_wrote_does_not_reach_the_terminal_as_codes(case):
+def test_model_text_reaches_the_terminal_without_codes(case):
     text = trace(case.url, "sums/0/3/0/0").render()
     assert "\x1b" not in text and "\u202e" not in text
     assert "\\x1b[2J\\u202e" in text
 
 
-def test_an_unknown_uid_leads_to_the_nearest(case):
+def test_an_unknown_uid_lists_the_nearest(case):
     with pytest.raises(DataError, match=r"(?s)no experience 'sums/0/4/7/0'.*nearest of 12:\n  sums/0/4/1/0\n"):
         trace(case.url, "sums/0/4/7/0")
 

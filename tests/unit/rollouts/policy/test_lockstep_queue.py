@@ -74,7 +74,7 @@ def test_a_call_waits_for_every_live_rollout_and_is_in_their_order() -> None:
     assert engine.calls == ["a0 b0 c0", "a1 c1", "a2"]
 
 
-def test_everybody_gets_the_answer_to_what_was_asked() -> None:
+def test_every_caller_gets_its_own_result() -> None:
     answers = run(Engine(), [turns("a"), turns("b"), turns("c")])
     assert [answer[0].tokens for answer in answers] == [(ord(name), 0) for name in "abc"]  # type: ignore[index]
 

@@ -1,5 +1,5 @@
-"""Promises of the learning rate: at every step that of `transformers.get_scheduler`, for each of its names by which the
-rate is a function of the step, and their arguments; beyond the last step that of the last.
+"""Promises of the learning rate: it equals that of `transformers.get_scheduler` at every step, for all schedules that
+are functions of the step, and their arguments; after the last step it stays constant.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_every_schedule_has_the_rates_of_transformers(name: str, arguments: dict
     assert found == pytest.approx(theirs, abs=1e-12, rel=0)
 
 
-def test_all_names_of_transformers_are_known_but_those_that_follow_a_measured_loss() -> None:
+def test_all_schedules_of_transformers_are_supported() -> None:
     assert {name.value for name in SchedulerType} - set(SCHEDULES) == {"reduce_lr_on_plateau", "greedy"}
 
 
@@ -89,6 +89,6 @@ def test_a_decay_without_an_end_is_refused(name: str) -> None:
         rates(1, lr_scheduler_type=name)
 
 
-def test_arguments_that_the_schedule_refuses_are_told_by_their_key() -> None:
+def test_rejected_schedule_arguments_name_their_key() -> None:
     with pytest.raises(ValueError, match=r"algorithm.optimizer.lr_scheduler_args: .*min_lr"):
         rates(1, 5, lr_scheduler_type="cosine_with_min_lr")

@@ -1,5 +1,5 @@
-"""Promises of the optimizer: the class that the section names steps, its state goes through files to the bit, and decay
-of weights spares what it should not pull to zero.
+"""Promises of the optimizer: the section selects its class, its state is restored from files to the bit, and weight
+decay excludes norms, biases and embeddings.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def train(model: torch.nn.Module, stepped: ModelOptimizer, steps: range) -> None
 
 
 class Counts(torch.optim.Optimizer):
-    """Keeps numbers beside its parameters and in its groups, as schedule-free optimizers do."""
+    """Keeps numbers in its state and its groups, as schedule-free optimizers do."""
 
     def __init__(self, params: Any, lr: float, scale: float = 1.0) -> None:
         super().__init__(params, {"lr": lr, "scale": scale, "count": 0, "total": 0.0})
@@ -162,7 +162,7 @@ def decayed(model: torch.nn.Module, **section: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd", "adafactor"])
-def test_weight_decay_spares_norms_biases_and_embeddings_unless_asked(name: str) -> None:
+def test_weight_decay_excludes_norms_biases_and_embeddings(name: str) -> None:
     matrices = {"layers.0.weight", "layers.1.weight", "head.weight"}
     assert decayed(Small(), optimizer_type=name) == matrices
     model = Small()
@@ -171,7 +171,7 @@ def test_weight_decay_spares_norms_biases_and_embeddings_unless_asked(name: str)
     assert decayed(model, optimizer_type=name, decay_all_weights=True) == {n for n, _ in model.named_parameters()}
 
 
-def test_a_state_of_a_version_that_decayed_all_weights_is_refused_by_the_key_to_set() -> None:
+def test_a_state_with_decay_of_all_weights_is_rejected() -> None:
     model = Small()
     whole = optimizer(model, decay_all_weights=True)
     train(model, whole, range(1, 3))
@@ -197,5 +197,5 @@ def test_another_optimizer_or_a_refused_argument_is_told() -> None:
     train(model, whole := optimizer(model), range(1, 2))
     with pytest.raises(RoleError, match="does not fit the model"):
         optimizer(Small(), optimizer_type="adafactor").load_state_files(NAME, whole.state_files(NAME))
-    with pytest.raises(UserError, match=r"algorithm.optimizer: sgd refuses its arguments: Invalid momentum"):
+    with pytest.raises(UserError, match=r"algorithm.optimizer: sgd rejects its arguments: Invalid momentum"):
         optimizer(Small(), optimizer_type="sgd", optimizer_args={"momentum": -1.0})

@@ -1,11 +1,11 @@
 """Promises of tensor files, on one rank; several are in tests/e2e/training (test_ranks_agree, test_checkpoint_format):
 
-- what is loaded is what was saved, to the bit, and the same tensors give the same bytes;
-- what is staged is a copy, the bytes that safetensors itself would write, in the data type that is asked for;
-- however a tensor was cut into parts, the whole of it is loaded, and no file is read without need;
-- what is in blocks is read piece by piece, by one of the ranks that load it, and what was changed meanwhile is told;
-- PyTorch's own reader finds the same tensors, and no byte is a pickle;
-- what does not fit is refused with names, and an error of storage stays one.
+- loading restores what was saved, to the bit, and the same tensors give the same bytes;
+- staged files are copies with the bytes of safetensors itself, in the requested data type;
+- whole tensors are loaded from any parts, and no file is read without need;
+- each block is read once, by one rank, in pieces, and a change in the meantime raises an error;
+- PyTorch's own reader finds the same tensors, and no file contains a pickle;
+- mismatches are rejected with names, and errors of storage are kept.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("spread", [False, True])
-def test_what_is_loaded_is_what_was_saved_and_the_same_tensors_give_the_same_bytes(spread: bool) -> None:
+def test_loading_restores_what_was_saved_to_the_bit(spread: bool) -> None:
     files = save_tensors(NAME, some_tensors(), ALONE, spread=spread)
     assert list(files) == [NAME]
     assert files == save_tensors(NAME, dict(reversed(some_tensors().items())), ALONE, spread=spread)
@@ -91,7 +91,7 @@ def test_what_is_loaded_is_what_was_saved_and_the_same_tensors_give_the_same_byt
     assert shelf.reads == [NAME]
 
 
-def test_what_is_staged_is_what_safetensors_writes_and_stays_as_it_was() -> None:
+def test_staged_bytes_equal_those_of_safetensors() -> None:
     sizes = {"w": (3, 5), "a.b": (7,), "scalar": (), "nothing": (0, 4)}
     tensors = {name: torch.randn(size) for name, size in sizes.items()}
     expected = save(tensors, {"format": "pt"})
@@ -100,7 +100,7 @@ def test_what_is_staged_is_what_safetensors_writes_and_stays_as_it_was() -> None
     assert staged == expected
 
 
-def test_staged_tensors_of_floating_point_have_the_type_asked_for() -> None:
+def test_staging_converts_floating_point_tensors_only() -> None:
     tensors = {"w": torch.randn(3, 5), "count": torch.arange(4), "cut": torch.randn(4, 6)[:, ::2]}
     staged = load(bytes(stage_tensors(tensors, ALONE, torch.bfloat16)))
     assert_equal(staged, {**tensors, "w": tensors["w"].bfloat16(), "cut": tensors["cut"].bfloat16()})
@@ -235,7 +235,7 @@ def test_neighbors_read_as_many_bytes_each_and_all_once(tmp_path: Path, size: in
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_what_changes_after_it_was_verified_is_told_when_all_have_read(tmp_path: Path) -> None:
+def test_a_change_after_verification_is_raised_at_the_end(tmp_path: Path) -> None:
     tensors = {f"w{number}": torch.arange(700.0) for number in range(4)}
     storage = saved_parts(tmp_path, save_tensors(NAME, tensors, ALONE, spread=True))
 
@@ -269,7 +269,7 @@ def test_parts_that_do_not_say_where_they_begin_are_refused() -> None:
         SavedTensors(NAME, files, ALONE)
 
 
-def test_files_that_are_not_there_are_named() -> None:
+def test_missing_files_are_named() -> None:
     with pytest.raises(RoleError, match=r"the checkpoint has no actor/optim\.safetensors"):
         SavedTensors(NAME, {"actor/model.safetensors": b""}, ALONE)
 
@@ -284,7 +284,7 @@ def test_other_names_and_shapes_are_refused() -> None:
         SavedTensors(NAME, files, ALONE).load({"a": torch.ones(2), "b": torch.ones(4)})
 
 
-def test_a_damaged_file_is_told_as_such() -> None:
+def test_a_damaged_file_is_reported_as_damaged() -> None:
     shelf = Shelf(cut(torch.ones(4, 2), [0, 2, 4], [0, 2]), damaged_after=2)
     saved = SavedTensors(NAME, shelf, ALONE)
     with pytest.raises(DamagedError, match=r"optim\.safetensors is damaged"):

@@ -1,10 +1,10 @@
 """Promises of the train engine and the engine at the Tinker service, by its SDK against a server of ours:
 
-- the gradient of a loss is that of the PyTorch engine, for losses with and without a reference, of rollouts and pairs;
-- the contract of train engines holds, but that nothing is exported;
-- what is sampled has the logprobs that the service computes, and a response goes on with the weights it began with;
-- what the run folder does not name any more is deleted there, and nothing else;
-- a service that refuses, fails or is silent is an error of ours, in time.
+- gradients equal those of the PyTorch engine, for losses with and without a reference, of rollouts and pairs;
+- the contract of train engines holds, except that nothing is exported;
+- samples have the logprobs that the service computes, and a response keeps the weights that it began with;
+- only weights that the run folder no longer names are deleted at the service;
+- if the service rejects a request, fails or does not answer, an error of ours is raised in time.
 """
 
 from __future__ import annotations
@@ -196,9 +196,7 @@ def requests_of(num: int, **sampling: Any) -> list[GenerateRequest]:
     return [GenerateRequest((5, 6, 7 + number), params, seed=number) for number in range(num)]
 
 
-def test_what_is_sampled_has_the_logprobs_of_the_weights_that_are_loaded(
-    toy: Path, server: TinkerServer, tmp_path: Path
-) -> None:
+def test_samples_have_the_logprobs_of_the_loaded_weights(toy: Path, server: TinkerServer, tmp_path: Path) -> None:
     trained = TinkerTrainEngine(config_at(server, toy), make_algorithm("sft"))
     engine = TinkerEngine(str(toy), server.url)
     here = TransformersEngine(str(toy))
@@ -243,7 +241,7 @@ def test_greedy_tokens_and_the_end_are_as_asked(toy: Path, server: TinkerServer)
     sent = server.asked("asample")[-1]["sampling_params"]
     assert sent == {"max_tokens": 6, "seed": 0, "stop": [], "temperature": 0.0, "top_k": 5, "top_p": 0.9}
     assert made.finish_reason in ("stop", "length")
-    with pytest.raises(RoleError, match="cannot answer request 0: the service takes no repetition_penalty"):
+    with pytest.raises(RoleError, match="cannot answer request 0: the service does not accept repetition_penalty"):
         engine.generate(requests_of(1, repetition_penalty=1.1))
 
 
@@ -251,11 +249,11 @@ def test_greedy_tokens_and_the_end_are_as_asked(toy: Path, server: TinkerServer)
 
 
 def tell_named(engine: TinkerTrainEngine, storage: Storage) -> None:
-    """As the trainer does before it asks for weights."""
+    """Call `keep_only` as the trainer does before it requests weights."""
     engine.keep_only(published_versions(storage), checkpoint_steps(storage))
 
 
-def test_what_the_run_folder_names_no_more_is_deleted_there(toy: Path, server: TinkerServer, tmp_path: Path) -> None:
+def test_weights_that_the_run_no_longer_names_are_deleted(toy: Path, server: TinkerServer, tmp_path: Path) -> None:
     config = config_at(server, toy, checkpoint_root_dir=str(tmp_path))
     storage = open_storage(config.checkpoint_job_dir)
     engine = TinkerTrainEngine(config, make_algorithm("sft"))
@@ -272,7 +270,7 @@ def test_what_the_run_folder_names_no_more_is_deleted_there(toy: Path, server: T
     assert paths[1] not in server.saved and {paths[2], paths[3]} <= server.saved.keys()
 
 
-def test_what_cannot_be_deleted_is_told_and_ends_nothing(
+def test_a_failed_deletion_is_only_logged(
     toy: Path, server: TinkerServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_at(server, toy, checkpoint_root_dir=str(tmp_path))
@@ -286,14 +284,12 @@ def test_what_cannot_be_deleted_is_told_and_ends_nothing(
     engine.train_step(batch_of(3), 3)
     tell_named(engine, storage)
     assert _path(engine) in server.saved
-    assert "sampler_weights/step-1 stays at the service: the Tinker service refuses" in caplog.text
+    assert "sampler_weights/step-1 at the service: the Tinker service rejected the request" in caplog.text
     tell_named(engine, storage)
     assert len(server.asked("delete")) == 1  # it is not tried again
 
 
-def test_what_a_checkpoint_has_stays_until_a_newer_one_is_there(
-    toy: Path, server: TinkerServer, tmp_path: Path
-) -> None:
+def test_saved_states_stay_until_a_newer_checkpoint_exists(toy: Path, server: TinkerServer, tmp_path: Path) -> None:
     config = config_at(server, toy, checkpoint_root_dir=str(tmp_path))
     storage = open_storage(config.checkpoint_job_dir)
     engine = TinkerTrainEngine(config, make_algorithm("sft"))
@@ -317,27 +313,29 @@ def test_what_a_checkpoint_has_stays_until_a_newer_one_is_there(
 # ---- errors
 
 
-def test_refusals_silence_and_losses_are_errors_of_ours(
+def test_errors_of_the_service_become_our_errors(
     toy: Path, server: TinkerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unknown = TinkerTrainEngine(config_at(server, toy.parent / "nothing"), make_algorithm("sft"))
-    with pytest.raises(UserError, match=r"refuses, while an adapter of .*nothing is made: .*no such model"):
+    with pytest.raises(
+        UserError, match=r"rejected the request while creating an adapter of .*nothing: .*no such model"
+    ):
         unknown.weights()
     engine = TinkerEngine(str(toy), server.url, timeout_s=1.0)
     trained = TinkerTrainEngine(config_at(server, toy), make_algorithm("sft"), timeout_s=1.0)
     server.is_stuck = True
-    with pytest.raises(EngineError, match=r"gave no answer for 1 s"):
+    with pytest.raises(EngineError, match=r"did not respond for 1 s"):
         engine.generate(requests_of(1))
-    with pytest.raises(ProcessLostError, match=r"gave no answer for 1 s while an adapter of"):
+    with pytest.raises(ProcessLostError, match=r"did not respond for 1 s while creating an adapter of"):
         trained.train_step(batch_of(), 1)
     server.is_stuck = False
     monkeypatch.setenv(API_KEY, "tml-another")
-    with pytest.raises(UserError, match=r"refuses, while a session begins: .*the key is not known"):
+    with pytest.raises(UserError, match=r"rejected the request while opening a session: .*the key is not known"):
         TinkerEngine(str(toy), server.url)
     monkeypatch.setenv(API_KEY, "another")
     with pytest.raises(UserError, match="must start with the 'tml-' prefix"):
         TinkerEngine(str(toy), server.url)
-    with pytest.raises(EngineError, match="gave no answer for 1 s while a session begins"):
+    with pytest.raises(EngineError, match="did not respond for 1 s while opening a session"):
         monkeypatch.setenv(API_KEY, "tml-test")
         TinkerEngine(str(toy), "http://127.0.0.1:9", timeout_s=1.0)
 

@@ -1,8 +1,8 @@
 """Promises of `model.tinker`, whose package is not needed for any of them:
 
 - `enable` chooses trainer and engine, in one line, once;
-- what the service cannot do is refused by its key, and what is without effect there is warned of;
-- an algorithm that asks for more than logprobs is refused before anything starts; so is a run without a key.
+- unsupported keys are rejected by name, and keys without effect cause a warning;
+- an algorithm that needs more than logprobs is rejected before anything starts, and so is a run without a key.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ def test_a_stage_inherits_it() -> None:
     assert stage.trainer.is_hosted and stage.explorer.rollout_model.traits.is_hosted
 
 
-def test_weights_are_files_wherever_the_run_is_and_no_gpu_is_planned() -> None:
+def test_weights_are_files_and_no_gpu_is_planned() -> None:
     config = hosted("checkpoint_root_dir=s3://bucket/runs")
     assert (
         config.sync_method == "checkpoint"
@@ -57,65 +57,63 @@ def test_weights_are_files_wherever_the_run_is_and_no_gpu_is_planned() -> None:
 @pytest.mark.parametrize(
     ("override", "key", "why"),
     [
-        ("model.lora_configs=[{}]", "", "its adapter is that of model.tinker; leave it out"),
+        ("model.lora_configs=[{}]", "", "the adapter is configured in model.tinker; leave it out"),
         ("model.min_response_tokens=2", "", "its sampler has no such limit; leave it out"),
         ("model.repetition_penalty=1.2", "", "its sampler has none; leave it out"),
-        ("model.temperature=0.7", "", "it trains logprobs of temperature 1 alone; leave it out"),
+        ("model.temperature=0.7", "", "it only trains logprobs of temperature 1; leave it out"),
         (
             "buffer.explorer_input.taskset.rollout_args.temperature=0.7",
             "",
-            "it trains logprobs of temperature 1 alone; leave it out",
+            "it only trains logprobs of temperature 1; leave it out",
         ),
-        ("trainer.num_ranks=2", "", "one rank asks it, and it has its own; leave it out"),
-        ("trainer.tensor_parallel_size=2", "", "it computes; leave it out"),
-        ("trainer.ulysses_sequence_parallel_size=2", "", "it computes; leave it out"),
-        ("trainer.router_aux_loss_coef=0.1", "", "it tells no routers; leave it out"),
+        ("trainer.num_ranks=2", "", "the service has its own ranks; leave it out"),
+        ("trainer.tensor_parallel_size=2", "", "the service has its own; leave it out"),
+        ("trainer.ulysses_sequence_parallel_size=2", "", "the service has its own; leave it out"),
+        ("trainer.router_aux_loss_coef=0.1", "", "it does not report routers; leave it out"),
         (
             "trainer.save_hf_checkpoint=always",
             "",
-            "the model is there; `tinker checkpoint download` brings its adapter",
+            "the service keeps the model; use `tinker checkpoint download` for its adapter",
         ),
-        ("algorithm.optimizer.optimizer_type=sgd", "", "it has AdamW; use adamw"),
+        ("algorithm.optimizer.optimizer_type=sgd", "", "it only has AdamW; use adamw"),
         (
             "algorithm.optimizer.optimizer_args={amsgrad: true}",
             "",
-            "of AdamW there are eps, and the keys beside this one; leave others out",
+            "its AdamW takes only eps and the keys of this section; leave others out",
         ),
         (
             "algorithm.algorithm_type=ppo",
             "",
-            "ppo has a critic, a teacher or a head of its own, and it tells logprobs alone; choose another, or "
+            "ppo needs a critic, a teacher or a head, and the service only returns logprobs; choose another, or "
             "trainer_type torch",
         ),
-        ("synchronizer.sync_method=memory", "", "weights stay there, and their names are files; leave it out"),
-        ("synchronizer.whole_interval=4", "", "weights stay there; leave it out"),
+        ("synchronizer.sync_method=memory", "", "weights stay at the service, and files name them; leave it out"),
+        ("synchronizer.full_publish_interval=4", "", "the service keeps them; leave it out"),
         ("mode=colocate", "cluster.colocate", "no GPU is shared; leave it out (mode: both)"),
     ],
 )
-def test_what_the_service_cannot_do_is_refused_by_its_key(override: str, key: str, why: str) -> None:
-    line = f"{key or override.partition('=')[0]}: trainer_type tinker: not at the service: {why}"
+def test_unsupported_keys_are_rejected_by_name(override: str, key: str, why: str) -> None:
+    line = f"{key or override.partition('=')[0]}: not available with trainer_type tinker: {why}"
     assert problems(grpo(model=HOSTED), override) == [line]
 
 
-def test_router_replay_and_images_are_refused_by_the_rules_of_engines() -> None:
+def test_router_replay_and_images_are_rejected() -> None:
     told = problems(grpo(model=HOSTED), "algorithm.enable_router_replay=true")
-    assert (
-        "algorithm.enable_router_replay: trainer_type tinker: not at the service: it tells no experts; leave it out"
-        in told
-    )
+    refusal = "not available with trainer_type tinker: it does not report experts; leave it out"
+    assert f"algorithm.enable_router_replay: {refusal}" in told
     [told_of_images] = problems(grpo(model=HOSTED), "buffer.explorer_input.taskset.format.image_key=image")
-    assert "engine_type tinker is given no images here" in told_of_images
+    assert "engine_type tinker does not support images here" in told_of_images
 
 
 def test_an_adapter_in_no_layer_is_refused() -> None:
     none = {"train_mlp": False, "train_attn": False, "train_unembed": False}
     [line] = problems(grpo(model={**HOSTED, "tinker": {"enable": True, **none}}))
-    assert line == "model.tinker: an adapter in no layer; leave one of train_mlp, train_attn and train_unembed true"
+    assert line == "model.tinker: the adapter has no layers; set train_mlp, train_attn or train_unembed to true"
 
 
 def test_keys_of_computing_here_are_warned_of() -> None:
     config = hosted("trainer.gradient_checkpointing=true", "trainer.micro_batch_size=4")
-    ignored = "ignored: the Tinker service computes as it sees fit"
+    ignored = "ignored: the Tinker service decides"
     keys = ("trainer.gradient_checkpointing", "trainer.micro_batch_size")
     assert set(config.warnings) == {f"model.tinker.enable: {IS_TOLD}", *(f"{key}: {ignored}" for key in keys)}
 
@@ -135,13 +133,15 @@ def test_algorithms_of_logprobs_alone_are_trained(name: str) -> None:
     ],
 )
 def test_an_algorithm_that_asks_for_more_is_refused(name: str, parts: dict[str, Any], what: str) -> None:
-    with pytest.raises(UserError, match=f"^{what}.*which tells logprobs alone; choose another, or trainer_type torch"):
+    with pytest.raises(
+        UserError, match=f"^{what}.*which only returns logprobs; choose another one, or trainer_type torch"
+    ):
         check_algorithm(load_config(grpo()), make_algorithm(name, **parts))
 
 
 def test_a_run_without_a_key_or_the_package_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(API_KEY, raising=False)
-    with pytest.raises(UserError, match=r"export TINKER_API_KEY=tml-\.\.\. where the run starts"):
+    with pytest.raises(UserError, match=r"export TINKER_API_KEY=tml-\.\.\. before starting the run"):
         require_key()
     monkeypatch.setenv(API_KEY, "tml-x")
     monkeypatch.setitem(__import__("sys").modules, "tinker", None)

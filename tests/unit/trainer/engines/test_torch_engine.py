@@ -1,5 +1,5 @@
-"""Promises of the PyTorch engine: the cut into micro-batches changes nothing, a checkpoint restores to the bit, every
-model beside the policy does its part.
+"""Promises of the PyTorch engine: micro-batches do not change results, a checkpoint restores to the bit, and reference,
+teacher and critic are used as their algorithms require.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ NAMES += ["reinforceplusplus"]
 
 
 class Chosen(TorchEngine):
-    """Loads no model; keeps how its ranks are to share one."""
+    """Engine without a model that keeps the strategy of its ranks."""
 
     def __init__(self, config: Any, algorithm: Any, strategy: Any, sequence: Any, **more: Any) -> None:
         self.strategy, self.sequence = type(strategy), sequence
@@ -160,7 +160,7 @@ def test_a_checkpoint_restores_to_the_bit(models: Path, name: str) -> None:
     assert load(bytes(first.state_files()["actor/kl_coefs.safetensors"]))["kl"].tolist() != [0.5, 0.5]
 
 
-def test_memory_that_is_given_back_is_filled_with_the_next_weights(models: Path) -> None:
+def test_returned_memory_is_reused_for_the_next_weights(models: Path) -> None:
     trained, kept = (engine(models, "grpo", explorer__rollout_model={"dtype": "bfloat16"}) for _ in range(2))
     first = trained.weights()["model.safetensors"]
     place = np.frombuffer(first, np.uint8).ctypes.data
@@ -174,7 +174,7 @@ def test_memory_that_is_given_back_is_filled_with_the_next_weights(models: Path)
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
-def test_memory_that_is_given_back_is_filled_with_the_next_checkpoint(models: Path, name: str) -> None:
+def test_returned_memory_is_reused_for_the_next_checkpoint(models: Path, name: str) -> None:
     trained, kept = engine(models, name), engine(models, name)
     for each in (trained, kept):
         each.train_step(rollouts(), 1)
@@ -196,7 +196,7 @@ def test_memory_that_is_given_back_is_filled_with_the_next_checkpoint(models: Pa
 
 
 @pytest.mark.parametrize("key", ["trainer__grad_clip", "algorithm__optimizer__clip_grad"])
-def test_the_limit_of_the_gradient_times_the_rate_is_the_length_of_a_step_of_sgd(models: Path, key: str) -> None:
+def test_an_sgd_step_has_the_length_of_rate_times_clip(models: Path, key: str) -> None:
     section = {"algorithm__optimizer__optimizer_type": "sgd", "algorithm__optimizer__lr": 0.5}
     trained = engine(models, "grpo", **section, **{key: 0.01})
     before = load(bytes(trained.weights()["model.safetensors"]))
@@ -206,7 +206,7 @@ def test_the_limit_of_the_gradient_times_the_rate_is_the_length_of_a_step_of_sgd
     assert float(torch.stack(moved).sum().sqrt()) == pytest.approx(0.5 * 0.01, rel=1e-3)
 
 
-def test_in_its_warm_up_the_critic_learns_and_the_policy_does_not(models: Path) -> None:
+def test_only_the_critic_learns_during_warm_up(models: Path) -> None:
     trained = engine(models, "ppo", trainer__critic_warmup=2)
     start, errors = trained.weights(), []
     for step in (1, 2):
@@ -239,7 +239,7 @@ def test_demonstrations_are_imitated_and_enter_no_baseline(models: Path) -> None
     assert engine(models, "mix").train_step(both, 1)["expert_loss"] > 0
 
 
-def test_the_kl_baseline_of_kto_is_measured_on_responses_to_other_prompts(models: Path) -> None:
+def test_the_kl_baseline_of_kto_uses_mismatched_responses(models: Path) -> None:
     batch = replace(batch_for("kto"), rewards=np.ones(6, np.float32))  # all desirable: their likelihood rises
     trained = engine(models, "kto", algorithm__optimizer__lr=0.01)
     assert trained.train_step(batch, 1)["kl_baseline"] == 0.0, "policy and reference are equal"
@@ -268,7 +268,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(models: Path, tmp_path: Path
         engine(models, "on_policy_distill", explorer__auxiliary_models=[{"model_path": str(tmp_path / "other")}])
 
 
-def test_a_model_with_dropout_is_compared_without_it_and_imitates_with_it(models: Path, tmp_path: Path) -> None:
+def test_dropout_is_only_active_in_imitation(models: Path, tmp_path: Path) -> None:
     build_toy_model(tmp_path / "policy", **SIZES)
     settings = json.loads((tmp_path / "policy" / "config.json").read_text())
     (tmp_path / "policy" / "config.json").write_text(json.dumps({**settings, "attention_dropout": 0.5}))
@@ -285,7 +285,7 @@ def test_a_model_with_dropout_is_compared_without_it_and_imitates_with_it(models
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward_model"])
-def test_held_out_rows_have_the_loss_of_one_batch_of_all_and_train_nothing(models: Path, name: str) -> None:
+def test_evaluation_equals_one_batch_and_trains_nothing(models: Path, name: str) -> None:
     whole = batch_for(name)
     halves = [subset(whole, range(6)), subset(whole, range(6, len(whole)))] if len(whole) > 6 else [whole]
     trained = engine(models, name, trainer__max_token_len_per_gpu=16)
@@ -312,7 +312,7 @@ def test_recomputed_logprobs_begin_at_ratio_one(models: Path) -> None:
     assert recomputed["ppo_kl"] == 0.0 != recorded["ppo_kl"]
 
 
-def test_what_is_not_finite_names_the_row(models: Path) -> None:
+def test_an_infinite_logprob_names_the_row(models: Path) -> None:
     batch = rollouts()
     batch.rollout_logprobs[0] = np.nan
     with pytest.raises(ValueError, match=r".*row 0"):
@@ -320,7 +320,7 @@ def test_what_is_not_finite_names_the_row(models: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["clipb", "clipv"])
-def test_tokens_that_the_advantage_function_takes_out_are_not_trained(models: Path, name: str) -> None:
+def test_tokens_dropped_by_the_advantage_are_not_trained(models: Path, name: str) -> None:
     parts = {"advantage_fn": name, "advantage_fn_args": {"mu": 0.1}, "kl_loss_fn": "none"}
     metrics = engine(models, "grpo", parts).train_step(rollouts(), 1)
     assert 0.0 < metrics["token_filter_frac"] < 1.0
@@ -334,7 +334,7 @@ def spoil(batch: TrainingBatch) -> TrainingBatch:
     return replace(batch, rewards=np.where(np.arange(len(batch)) % 2, 1e30, -1e30).astype(np.float32))
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_and_the_third_in_a_row_is_an_error(models: Path) -> None:
+def test_the_third_infinite_gradient_in_a_row_is_an_error(models: Path) -> None:
     parts = {"advantage_fn_args": {"std": "none"}, "kl_loss_fn": "none"}
     trained = engine(models, "grpo", parts)
     for step in (1, 2, 3):
@@ -363,10 +363,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_the_third_in_a_row_is
         ("jsd", None),
     ],
 )
-def test_frozen_weights_stay_as_their_files_have_them_and_compute_as_in_float32(
+def test_frozen_weights_keep_16_bits_and_compute_in_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, lora: LoraConfig | None
 ) -> None:
-    """Of references, teachers and what is under adapters; the loss is float32, and the same to the bit."""
+    """For references, teachers and weights under adapters; the loss has the bits of float32 weights."""
     build_toy_model(tmp_path, hidden_size=16, intermediate_size=16, num_layers=2, num_heads=2)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Every train engine of the package keeps the contract of rftdask.testing.train_engine; one that breaks it is seen."""
+"""Every train engine fulfills the contract of rftdask.testing.train_engine; engines that break it fail."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ upper_mapper                     changes the text, and keeps a column for itself
 half_mapper                      halves the column `reward`
 needs_mapper                     would install ftfy, as the real one does, when its first row comes
 needs_model_filter               would install torch when it is made
-fails_mapper, dies_mapper, dies_once_mapper, hangs_mapper, counts_aggregator     as they say
+fails_mapper, dies_mapper, dies_once_mapper, hangs_mapper, counts_aggregator     as their names say
 
-The service of the reference system runs over it, too, by the names that its code uses (get_init_configs and so on).
+The service of the reference system also runs over it; it has the names that the service uses (get_init_configs, ...).
 """
 
 import os

@@ -1,0 +1,109 @@
+"""Promises of the experience log as files, in addition to those of every log (test_log_contract.py): a listed name is
+committed; a damaged shard moves to quarantine with its bytes and the reason, whatever crashes meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.errors import DamagedError, NotFoundError, StorageError
+from rftdask.storage import Storage, open_storage
+from rftdask.testing.storage_faults import FaultyStorage
+from tests.unit.buffer.buffer_cases import commit_batch, experience, find_whole, new_storage
+
+
+@pytest.fixture(params=["memory", "local"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+    yield new_storage() if request.param == "memory" else open_storage(tmp_path)
+
+
+def test_a_failed_commit_leaves_no_shard(storage: Storage) -> None:
+    def fail(verb: str, path: str, stage: str) -> None:
+        if verb == "put" and stage == "before":
+            raise StorageError("disk full")
+
+    with pytest.raises(StorageError, match="disk full"):
+        commit_batch(ParquetLog(FaultyStorage(storage, fail)), 1, 0)
+    assert find_whole(ParquetLog(storage), 1, 0) is None
+
+
+def test_foreign_files_are_not_listed(storage: Storage) -> None:
+    log = ParquetLog(storage)
+    name = log.commit([experience()], explore_step=1, unit=0)
+    for path in ("experiences/notes.txt", "experiences/000000/README.md", "experiences/mine/x.parquet"):
+        storage.put(path, b"?")
+    assert log.shards() == [name]
+
+
+def damage(storage: Storage, log: ParquetLog, *, step: int = 1, batch: int = 0) -> None:
+    name = find_whole(log, step, batch)
+    assert name is not None
+    data = storage.get(log.path(name))
+    storage.put(log.path(name), data[:-20] + b"!" + data[-19:])
+
+
+def test_quarantine_keeps_the_bytes_and_makes_the_unit_undone(storage: Storage) -> None:
+    log = ParquetLog(storage)
+    name = commit_batch(log, 1, 0)
+    damage(storage, log)
+    with pytest.raises(DamagedError):
+        log.read(name)
+    bad = storage.get(log.path(name))
+    log.quarantine(name, "crc32 does not match")
+    log.quarantine(name, "again")
+    assert (find_whole(log, 1, 0), log.shards(), log.num_quarantined()) == (None, [], 1)
+    assert storage.get(f"experiences/quarantine/{name.text}") == bad
+    reason = json.loads(storage.get(f"experiences/quarantine/{name.text}.reason.json"))
+    assert reason == {"shard": name.text, "reason": "crc32 does not match"}
+    with pytest.raises(NotFoundError):
+        log.read(name)
+
+
+def test_a_shard_counts_as_quarantined_once_unit_is_undone() -> None:
+    # When the count rises, the explorer checks once which units must run again; a listed shard would be missed.
+    inner = new_storage()
+    log = ParquetLog(inner)
+    name = commit_batch(log, 1, 0)
+    counts: list[tuple[int, bool]] = []
+
+    def look(verb: str, path: str, stage: str) -> None:
+        if verb in ("put", "remove"):
+            counts.append((log.num_quarantined(), find_whole(log, 1, 0) is not None))
+
+    ParquetLog(FaultyStorage(inner, look)).quarantine(name, "bad")
+    assert set(counts) == {(0, True), (1, False)}
+
+
+@pytest.mark.parametrize("fail_at", range(3))
+def test_quarantine_resumes_after_a_crash_at_any_write(fail_at: int) -> None:
+    inner = new_storage()
+    log = ParquetLog(inner)
+    name = commit_batch(log, 1, 0)
+    writes: list[str] = []
+
+    def crash(verb: str, path: str, stage: str) -> None:
+        if verb in ("put", "remove") and stage == "before":
+            writes.append(path)
+            if len(writes) == fail_at + 1:
+                raise StorageError("killed")
+
+    with pytest.raises(StorageError, match="killed"):
+        ParquetLog(FaultyStorage(inner, crash)).quarantine(name, "bad")
+    assert find_whole(log, 1, 0) is not None
+    log.quarantine(name, "bad")
+    assert (find_whole(log, 1, 0), log.num_quarantined()) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[1]", b'{"num_explore_steps": null}', b'{"num_explore_steps": 3', b"\xff"]
+)
+def test_a_damaged_seal_raises_with_advice(data: bytes) -> None:
+    storage = new_storage()
+    storage.put("experiences/SEALED.json", data)
+    with pytest.raises(DamagedError, match=r"experiences/SEALED.json is damaged .* remove it"):
+        ParquetLog(storage).sealed_at()

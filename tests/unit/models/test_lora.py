@@ -1,0 +1,217 @@
+"""Promises of LoRA: only adapters are trained, saved and published; engine and trainer compute the same with them; an
+export merges them; a resumed run continues to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load
+from transformers import AutoModelForCausalLM
+
+from rftdask.algorithm.compose import make_algorithm
+from rftdask.config import load_config
+from rftdask.config.schema.model import LoraConfig
+from rftdask.engines.base import GenerateRequest, SamplingParams
+from rftdask.engines.transformers import TransformersEngine
+from rftdask.errors import DataError, RoleError, UserError
+from rftdask.models.lora import add_adapter, begin
+from rftdask.models.toy import build_toy_model
+from rftdask.storage import open_storage
+from rftdask.synchronizer.manifest import write_folder
+from rftdask.synchronizer.published import publish_weights, read_checkpoint_weights
+from rftdask.trainer.engines.torch_engine import TorchEngine
+from rftdask.trainer.model import load_policy, token_logprobs
+from rftdask.trainer.packing import pack_rows
+from tests.numerics import assert_close, assert_same_logprobs
+from tests.unit.trainer.engines.test_torch_engine import SIZES, rollouts
+from tests.unit.trainer.trainer_cases import engine_config
+
+KINDS = {
+    "plain": LoraConfig(lora_rank=4, lora_alpha=8),
+    "rslora": LoraConfig(lora_rank=4, lora_alpha=8, use_rslora=True, target_modules=("q_proj", "down_proj")),
+    "dora": LoraConfig(lora_rank=4, use_dora=True, exclude_modules=("k_proj",)),
+}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models")
+    build_toy_model(folder, **SIZES)
+    return str(folder)
+
+
+def trainer(model_folder: str, lora: LoraConfig | None, name: str = "grpo", **overrides: Any) -> TorchEngine:
+    return TorchEngine(engine_config(model_folder, lora, **{"deterministic": False, **overrides}), make_algorithm(name))
+
+
+def trained(model_folder: str, lora: LoraConfig, steps: int = 2) -> TorchEngine:
+    engine = trainer(model_folder, lora)
+    for step in range(1, steps + 1):
+        engine.train_step(rollouts(seed=step), step)
+    return engine
+
+
+def put(folder: Path, files: Any) -> list[Path]:
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return [folder / name for name in files]
+
+
+def exported(engine: TorchEngine, folder: Path) -> Any:
+    put(folder, engine.export_files())
+    return load_policy(str(folder), "float32", "cpu")[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestPublished:
+    def test_an_engine_computes_what_the_trainer_computes(self, kind: str, model_folder: str, tmp_path: Path) -> None:
+        policy = trained(model_folder, KINDS[kind])
+        engine = TransformersEngine(model_folder)
+        engine.load_weights(2, put(tmp_path / "weights", policy.weights()))
+        [generation] = engine.generate([GenerateRequest((5, 6, 7), SamplingParams(max_tokens=8), seed=3)])
+        row = np.array([5, 6, 7, *generation.tokens])
+        rows = pack_rows([row], np.array([3]), np.ones(1))
+        scored_T = token_logprobs(policy._model, rows)[0][0]
+        assert_same_logprobs(scored_T, generation.logprobs)
+        before_T = token_logprobs(load_policy(model_folder, "float32", "cpu")[0], rows)[0][0]
+        assert (before_T - scored_T).abs().max() > 1e-3
+
+    def test_peft_itself_reads_the_two_files(self, kind: str, model_folder: str, tmp_path: Path) -> None:
+        policy = trained(model_folder, KINDS[kind])
+        put(tmp_path / "weights", policy.weights())
+        theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "weights")
+        ids = torch.arange(2, 12)[None]
+        assert_close(theirs(ids).logits, policy._model(ids).logits)
+
+    def test_an_export_has_the_adapters_merged(self, kind: str, model_folder: str, tmp_path: Path) -> None:
+        policy = trained(model_folder, KINDS[kind])
+        model = exported(policy, tmp_path / "export")
+        ids = torch.arange(2, 12)[None]
+        assert_close(model(ids).logits, policy._model(ids).logits)
+        assert not [name for name, _ in model.named_parameters() if "lora" in name]
+
+    def test_a_checkpoint_restores_to_the_bit(self, kind: str, model_folder: str) -> None:
+        first = trained(model_folder, KINDS[kind])
+        files = first.state_files()
+        second = trainer(model_folder, KINDS[kind], seed=9)
+        second.load_state_files(files)
+        assert second.state_files() == files
+        for engine in (first, second):
+            engine._config = trainer(model_folder, KINDS[kind])._config  # the same seed from here on
+            engine.train_step(rollouts(seed=3), 3)
+        assert first.state_files() == second.state_files()
+
+
+def test_adapters_alone_are_trained_checkpointed_and_published(model_folder: str) -> None:
+    engine = trained(model_folder, KINDS["plain"])
+    start = load_policy(model_folder, "float32", "cpu")[0].state_dict()
+    for name, tensor in engine._model.state_dict().items():
+        if ".lora_" not in name:
+            assert torch.equal(tensor, start[name.replace(".base_layer", "")]), name
+    files = engine.state_files()
+    assert sorted(files) == [
+        "actor/kl_coefs.safetensors",
+        "actor/lora_adapter/adapter_config.json",
+        "actor/lora_adapter/adapter_model.safetensors",
+        "actor/optim.safetensors",
+    ]
+    own = load(bytes(files["actor/optim.safetensors"]))
+    assert {name for name in own if ".lora_" not in name} == {
+        "num_skipped_in_a_row",
+        "spares_norms_biases_embeddings",
+    }
+    published = engine.weights()
+    assert sorted(published) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert all(".lora_" in name for name in load(bytes(published["adapter_model.safetensors"])))
+    assert json.loads(published["adapter_config.json"])["base_model_name_or_path"] == model_folder
+
+
+def test_a_new_adapter_changes_nothing(model_folder: str) -> None:
+    parts = {"kl": [], "grad_norm": []}
+    for lora in (None, KINDS["plain"]):
+        engine = trainer(model_folder, lora)
+        metrics = [engine.train_step(rollouts(seed=1), step) for step in (1, 2)]
+        parts["kl"].append(metrics[0]["kl"])
+        assert metrics[0]["kl"] == pytest.approx(0.0, abs=1e-9)
+        assert metrics[1]["kl"] > 0.0
+    assert parts["kl"][0] == pytest.approx(parts["kl"][1], abs=1e-9)
+
+
+def test_training_goes_on_from_an_adapter_given_by_its_folder(model_folder: str, tmp_path: Path) -> None:
+    first = trained(model_folder, KINDS["rslora"])
+    put(tmp_path / "adapter", first.weights())
+    second = trainer(model_folder, LoraConfig(path=str(tmp_path / "adapter")))
+    assert second.weights()["adapter_model.safetensors"] == first.weights()["adapter_model.safetensors"]
+    metrics = second.train_step(rollouts(seed=1), 1)
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-9)  # the reference begins with the adapter too
+
+
+def test_adapter_files_are_published_and_loaded(model_folder: str) -> None:
+    storage = open_storage("memory://lora")
+    engine = trained(model_folder, KINDS["plain"], steps=1)
+    published = publish_weights(storage, 1, engine.weights(), "main")
+    assert [name for name, _ in published.files] == ["adapter_config.json", "adapter_model.safetensors"]
+    write_folder(storage, "global_step_1", engine.state_files(), lineage="main", version=1)
+    held = read_checkpoint_weights(storage, "global_step_1")
+    assert held is not None
+    assert [name.rpartition("/")[2] for name, _ in held.files] == ["adapter_config.json", "adapter_model.safetensors"]
+    assert held.content_hash == published.content_hash
+
+
+def test_unknown_target_layers_are_rejected(model_folder: str) -> None:
+    with pytest.raises(DataError, match=r"LoRA adapters cannot be added to Qwen2ForCausalLM.*nosuch"):
+        trainer(model_folder, LoraConfig(target_modules=("nosuch",)))
+
+
+def test_an_adapter_of_another_shape_is_refused(model_folder: str, tmp_path: Path) -> None:
+    engine = TransformersEngine(model_folder)
+    engine.load_weights(1, put(tmp_path / "one", trainer(model_folder, LoraConfig(lora_rank=4)).weights()))
+    with pytest.raises(RoleError, match=r"cannot load the adapter of version 2: .*expected \(4, 32\)"):
+        engine.load_weights(2, put(tmp_path / "two", trainer(model_folder, LoraConfig(lora_rank=2)).weights()))
+    assert engine.policy_version == 1
+
+
+def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)  # how Python itself marks a module that cannot be imported
+    with pytest.raises(UserError, match=r"pip install 'rftdask\[lora\]'"):
+        add_adapter(None, {})
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("lora_rank", {"lora_rank": 3}),
+        ("lora_alpha", {"lora_alpha": 5.0}),
+        ("lora_dtype", {"lora_dtype": "bfloat16"}),
+        ("target_modules", {"target_modules": ["q_proj"]}),
+        ("exclude_modules", {"exclude_modules": ["q_proj"]}),
+    ],
+)
+def test_adapters_are_as_their_keys_say(model_folder: str, key: str, changes: dict[str, Any]) -> None:
+    model = load_policy(model_folder, "float32", "cpu")[0]
+    tree = {
+        "model": {"model_path": model_folder, "max_model_len": 32, "lora_configs": [{"lora_rank": 8, **changes}]},
+        "buffer": {"total_steps": 1, "explorer_input": {"taskset": {"path": "t.jsonl"}}},
+    }
+    [section] = load_config(tree).model.lora_configs or ()
+    settings = begin(model, section)
+    adapters = {name: p for name, p in model.named_parameters() if "lora_A" in name}
+    [rank] = {p.shape[0] for p in adapters.values()}
+    layers = {name.split(".lora_A")[0].rpartition(".")[2] for name in adapters}
+    found = {
+        "lora_rank": rank,
+        "lora_alpha": settings["lora_alpha"],
+        "lora_dtype": str({p.dtype for p in adapters.values()}.pop()).removeprefix("torch."),
+        "target_modules": sorted(layers),
+        "exclude_modules": sorted({"q_proj"} - layers),
+    }
+    assert found[key] == changes[key]
