@@ -74,7 +74,7 @@ def test_task_selector_is_an_old_name_of_data_selector(tmp_path: Path) -> None:
         ([{"selector_type": "shuffle", "seed": 1}, {"selector_type": "shuffle", "seed": 2}], "seed differs"),
         ([{"selector_type": "offline_easy2hard"}], "feature_keys is required"),
         ([{"selector_type": "difficulty_based", "feature_keys": ["easy"]}], "must be 2 columns"),
-        ([{"selector_type": "difficulty_based", "feature_keys": ["easy", "easy"]}, {}], "is for one taskset"),
+        ([{"selector_type": "difficulty_based", "feature_keys": ["easy", "easy"]}, {}], "takes one taskset, not 2"),
         ([{"selector_type": "shuffle", "kwargs": {"tau": 1}}], "shuffle takes no arguments"),
         ([{"selector_type": "shufle"}], "unknown selector 'shufle'; did you mean shuffle"),
         (

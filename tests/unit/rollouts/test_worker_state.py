@@ -189,7 +189,7 @@ def test_a_temperature_may_follow_a_schedule_of_explore_steps() -> None:
     assert temperatures == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.6, 0.6])
     for wrong, message in (
         ("taskset.rollout_args={final_temperature: 0.6}", "give both"),
-        ("eval_tasksets=[{path: e, rollout_args: {final_temperature: 0.6, temperature_steps: 2}}]", "stays"),
+        ("eval_tasksets=[{path: e, rollout_args: {final_temperature: 0.6, temperature_steps: 2}}]", "must not change"),
     ):
         with pytest.raises(ConfigError, match=message):
             config(f"buffer.explorer_input.{wrong}")
