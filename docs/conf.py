@@ -7,16 +7,17 @@ written down a second time: a line "<!-- generated: NAME -->" of a page stands f
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import typer
 from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
+from typer.cli import get_docs_for_click
 
 from rftdask import __version__
+from rftdask.cli.app import LazyGroup, app
 from rftdask.compat import trl, verl
 from rftdask.compat.imported import Key
 from rftdask.driver.init_config import bundled, describe, json_schema
@@ -92,9 +93,18 @@ def metrics_reference() -> Iterator[str]:
 
 def commands_reference() -> Iterator[str]:
     """What `rftdask COMMAND --help` says, as Typer writes it down."""
-    command = [sys.executable, "-m", "typer", "rftdask.cli.app", "utils", "docs", "--name", "rftdask"]
-    said = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, check=True).stdout
-    yield re.sub(r"^# `rftdask`\n", "", said)
+    group = loaded_group(typer.main.get_command(app))
+    text = get_docs_for_click(obj=group, ctx=typer.Context(group), name="rftdask")
+    yield re.sub(r"^# `rftdask`\n", "", text)
+
+
+def loaded_group(group: LazyGroup) -> LazyGroup:
+    """Return a group after importing its commands and those of its subgroups."""
+    group.commands = {name: group.load(name) for name in group.table if not group.commands[name].hidden}
+    for command in group.commands.values():
+        if isinstance(command, LazyGroup):
+            loaded_group(command)
+    return group
 
 
 def examples_reference() -> Iterator[str]:

@@ -1,6 +1,6 @@
 """rftdask: reinforcement fine-tuning of language models as an elastic batch system on Dask.
 
-The run lives on storage, every process is a cache over it. Start at `Experiment`, or at the command `rftdask`.
+A run lives on storage; its processes only cache it. Start with `Experiment`, or with the command `rftdask`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name == "Experiment":
-        # Late, so that a child process or a config check does not import what only a driver needs.
+        # Late: child processes and config checks do not need the driver, which imports Dask.
         from rftdask.driver.experiment import Experiment
 
         return Experiment

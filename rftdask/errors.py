@@ -1,25 +1,25 @@
-"""The errors a caller may want to catch. Everything else is a bug and rises as it is.
+"""Errors that a caller may want to catch. Everything else is a bug and is raised unchanged.
 
     RftError
-    |-- UserError            what the user can mend before anything starts; the CLI exits with 2
-    |   |-- ConfigError      one or more mistakes in a configuration, all of them at once
-    |   |-- DataError        a dataset, model folder or run folder is not what the configuration says
-    |   `-- NotInstalledError    a module or package is not on this machine; it may be where the run will be
+    |-- UserError            an error that the user can fix before anything starts; the CLI exits with 2
+    |   |-- ConfigError      one or more mistakes in a configuration; lists all of them
+    |   |-- DataError        a dataset, model folder or run folder does not match the configuration
+    |   `-- NotInstalledError    a module or package is missing on this machine; the machines of the run may have it
     |-- StorageError         a storage operation failed after its retries
     |   |-- NotFoundError    the path does not exist (yet)
-    |   |-- DamagedError     bytes are there but fail their checksum or schema
-    |   `-- StorageRefusedError    it is full, read-only or another user's: no further try helps
-    |-- FencedError          somebody else owns this run or lineage; this process must stop
-    |-- WaitTimeout          a deadline passed; the message names who did not come
+    |   |-- DamagedError     the bytes fail their checksum or schema
+    |   `-- StorageRefusedError    full, read-only or owned by another user: retries do not help
+    |-- FencedError          another process owns this run or lineage; this process must stop
+    |-- WaitTimeout          a deadline passed; the message names the missing process
     `-- RoleError            a role (trainer rank, engine, workflow) failed for good
-        |-- EngineError      an engine says why it fails, or ended before it had work: no task is to blame
-        |   `-- WeightsError     it does not compute what the trainer computed with the weights it was given
-        |-- ProcessLostError a child process, its worker or its node is gone or hangs; another try may succeed
-        |   `-- PeerLostError    a rank cannot go on because another one went away; the cause is with that one
-        |-- EmptyBatchError  all rollouts of a batch failed; they stay, so the run meets them again
+        |-- EngineError      an engine reports its error, or ended before it had work: no task is to blame
+        |   `-- WeightsError     an engine does not reproduce the trainer's results with the same weights
+        |-- ProcessLostError a child process, its worker or its node is lost or hangs; a retry may succeed
+        |   `-- PeerLostError    a rank lost another rank, which has the cause
+        |-- EmptyBatchError  all rollouts of a batch failed; they stay, so the run finds them again
         `-- OperatorError    an operator of the experience pipeline raised; the message names it and the task
 
-All of them cross process boundaries, so each keeps its values as positional arguments and pickles.
+Errors cross process boundaries, so each keeps its values as positional arguments and pickles.
 """
 
 import signal
@@ -30,7 +30,7 @@ class RftError(Exception):
 
 
 class UserError(RftError):
-    """Something the user can mend. Raised before anything is trained."""
+    """An error that the user can fix. Raised before anything is trained."""
 
 
 class DataError(UserError):
@@ -38,23 +38,23 @@ class DataError(UserError):
 
 
 class NotInstalledError(UserError):
-    """A module or package cannot be found on this machine. It may be there on the one that the run will be on."""
+    """A module or package is missing on this machine. The machines of the run may have it."""
 
 
-_OF_TRAINING = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "tensorboard", "bokeh")
-"""Packages of the extra `train`, which a light installation has not."""
+_TRAINING_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "tensorboard", "bokeh")
+"""Packages of the extra `train`."""
 
 
 def lacks_training(error: ImportError) -> str | None:
-    """What to install, if `error` says that a package of the extra `train` is not there; else None."""
+    """Return the remedy if a package of the extra `train` is missing, otherwise None."""
     package = (error.name or "").partition(".")[0]
-    if not isinstance(error, ModuleNotFoundError) or package not in _OF_TRAINING:
+    if not isinstance(error, ModuleNotFoundError) or package not in _TRAINING_PACKAGES:
         return None
-    return f"this needs {package}, and the installation is the light one; for training: pip install 'rftdask[train]'"
+    return f"{package} is not installed; for training: pip install 'rftdask[train]'"
 
 
 class ConfigError(UserError):
-    """Mistakes in a configuration. `problems` holds one line for each: path, value, what is allowed."""
+    """Mistakes in a configuration. `problems` has a line for each: path, value, allowed values."""
 
     def __init__(self, problems: list[str], source: str = "") -> None:
         super().__init__(problems, source)
@@ -76,11 +76,11 @@ class NotFoundError(StorageError):
 
 
 class DamagedError(StorageError):
-    """The bytes are there, but they fail their checksum, their schema or their name."""
+    """The bytes fail their checksum or schema, or do not match their name."""
 
 
 class StorageRefusedError(StorageError):
-    """The storage refuses until somebody mends it: it is full, read-only, or not this user's. Trying again is vain."""
+    """The storage is full, read-only or owned by another user. Retries fail until that is fixed."""
 
 
 class FencedError(RftError):
@@ -88,32 +88,32 @@ class FencedError(RftError):
 
 
 class WaitTimeout(RftError):
-    """A deadline passed. The message names what was waited for, how long, and who did not come."""
+    """A deadline passed. The message has the awaited event, the seconds waited and the missing process."""
 
 
 class RoleError(RftError):
-    """A role failed for good: a trainer rank, an engine, a workflow."""
+    """A role failed for good: a trainer rank, an engine or a workflow."""
 
 
 class EngineError(RoleError):
-    """An engine says why it fails, or ended before it was asked for anything: no task is to blame."""
+    """An engine reports its error, or ended before its first request: no task is to blame."""
 
     engine: str = ""
-    """Which one, by a name that no other has; "": not known. Units that overlap in an engine fail with it."""
+    """Unique name of the engine, whose concurrent units fail with it. "": not known."""
 
 
 class WeightsError(EngineError):
-    """An engine has loaded weights and computes something else than the trainer did with them."""
+    """An engine does not reproduce the trainer's results with the same weights."""
 
 
 class ProcessLostError(RoleError):
-    """A child process, its worker or its node is gone or hangs. What it did can be done again.
+    """A child process, its worker or its node is lost or hangs. Its work can be repeated.
 
-    exit_code: of the process, or minus the signal that ended it; None: not known.
+    exit_code: exit code of the process, or minus the signal that ended it. None: not known.
     """
 
     engine: str = ""
-    """As of an EngineError."""
+    """As in EngineError."""
 
     def __init__(self, text: str, exit_code: int | None = None) -> None:
         super().__init__(text, exit_code)
@@ -121,7 +121,7 @@ class ProcessLostError(RoleError):
 
     @property
     def was_killed(self) -> bool:
-        """True if somebody else ended it, such as a user, a batch system or the kernel for want of memory."""
+        """True if the process was ended from outside: by a user, a batch system, or the kernel when out of memory."""
         return self.exit_code in (None, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT)
 
     def __str__(self) -> str:
@@ -129,12 +129,12 @@ class ProcessLostError(RoleError):
 
 
 class PeerLostError(ProcessLostError):
-    """A rank of the trainer cannot go on, because another one went away or hangs; the cause is with that one."""
+    """A trainer rank cannot continue because another rank was lost or hangs. The other rank has the cause."""
 
 
 class EmptyBatchError(RoleError):
-    """All rollouts of a batch failed. They stay, so the run meets them again, whatever is mended."""
+    """All rollouts of a batch failed. They stay in the log, so a restarted run finds them again."""
 
 
 class OperatorError(RoleError):
-    """An operator of the experience pipeline raised; its rows are neither trained nor committed without it."""
+    """An operator of the experience pipeline raised. Its rows are neither trained nor committed without it."""

@@ -1,1 +1,1 @@
-"""Command line: one file per command. app.py lists the commands; each file is loaded when its command is called."""
+"""Command line: app.py lists the commands; the module of a command is imported when the command is called."""

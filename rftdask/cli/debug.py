@@ -1,9 +1,8 @@
-"""Debug: the model of a configuration stays loaded, and one task is rolled out with it again and again.
+"""`rftdask debug`: keeps the model of a configuration loaded, and rolls out one task with it repeatedly.
 
-Each round is a work unit as an explorer runs it, in a run folder of its own: what it gave is committed there, so
-`rftdask view` and `rftdask trace` show it. Sandboxes are made anew in each round, with the files as they are by then;
-what runs outside of them (`in_process`), and the arguments that functions take, stay as they were at the first round.
-There is no cluster and no trainer.
+Each round is a work unit as in an explorer. It commits its experiences to a separate run folder, so `rftdask view` and
+`rftdask trace` show them. Each round starts new sandboxes, which read the current files. Code outside of sandboxes
+(`in_process`) and the arguments of functions stay as in the first round. There is no cluster and no trainer.
 """
 
 from __future__ import annotations
@@ -14,10 +13,17 @@ import cProfile
 import io
 import os
 import pstats
+import sys
+import tempfile
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.writer import UnitWriter
+from rftdask.cli.common import ConfigFile, Origin, Overrides, load, say
+from rftdask.cli.results.reports import write_experiences_page
 from rftdask.config import Config, replace
 from rftdask.config.base import plain
 from rftdask.engines.base import POLICY
@@ -31,11 +37,57 @@ from rftdask.storage import open_storage
 from rftdask.synchronizer.published import Published
 
 _NUM_PROFILED = 15
-"""Functions of a profile that are printed."""
+"""Number of functions of a profile to print."""
+
+
+def debug(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    task: Annotated[int, typer.Option(min=0, help="Row of the taskset")] = 0,
+    taskset: Annotated[str, typer.Option(metavar="NAME", help="Taskset with the row (default: the first)")] = "",
+    rollouts: Annotated[int, typer.Option(min=1, help="Number of concurrent rollouts of the task")] = 1,
+    folder: Annotated[str, typer.Option(metavar="FOLDER", help="Folder for the rollouts, for `rftdask view`")] = "",
+    once: Annotated[bool, typer.Option("--once", help="End after the first round")] = False,
+    html: Annotated[str, typer.Option(metavar="FILE", help="HTML page to write with all conversations")] = "",
+    profile: Annotated[str, typer.Option(metavar="FILE", help="File for the profile of the latest round")] = "",
+    origin: Origin = "",
+) -> None:
+    """Roll out one task repeatedly while you edit its code.
+
+    It loads the model once. Each round uses the current files of workflow and reward.
+    """
+    checked = load(config, overrides, origin)
+    if "://" in folder:
+        raise UserError(f"--folder {folder}: give a folder on this machine")
+    stage = next((stage for stage in reversed(checked.stage_configs()) if stage.has_explorer), checked)
+    run_folder = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="rftdask-debug-"))
+    say("loading the model", err=True)
+    with Debugger(stage, run_folder, taskset, profile) as debugger:
+        while True:
+            is_last = once or not sys.stdin.isatty()
+            try:
+                say(debugger.try_task(task, rollouts))
+                if html:
+                    write_experiences_page(run_folder, html, limit=100)
+                say(f"\nas pages: rftdask view {run_folder}", err=True)
+            except UserError as error:  # the user can fix the files and try again
+                if is_last:
+                    raise
+                say(f"error: {error}", err=True)
+            if is_last:
+                return
+            try:
+                answer = input("Enter: repeat with the current files; a number: another task; q: quit > ").strip()
+            except EOFError:
+                return
+            if answer == "q":
+                return
+            if answer.isdecimal():
+                task = int(answer)
 
 
 class Debugger:
-    """The engines of a stage that explores, loaded, and the tasks of one of its tasksets.
+    """Loaded engines of a stage that explores, and the tasks of one of its tasksets.
 
     Example:
         with Debugger(config, Path("runs/debug")) as debugger:
@@ -45,27 +97,27 @@ class Debugger:
     def __init__(self, config: Config, folder: Path, taskset: str = "", profile: str = "") -> None:
         """
         Args:
-            folder: a new run folder, or that of an earlier debugger of the same configuration.
-            taskset: whose tasks; "": the first.
-            profile: a file that gets Python's profile of each round (`python -m pstats FILE`). Workflows then run in
-                this process and not in sandboxes, since a profile sees its own process; "": none is made.
-        Raises: UserError, DataError: there is nothing to roll out, or the folder is another run's; RoleError: an
+            folder: a new run folder, or the folder of an earlier debugger of the same configuration.
+            taskset: name of the taskset. "": the first.
+            profile: file for the Python profile of each round (`python -m pstats FILE`). Workflows then run in this
+                process instead of sandboxes, because a profile covers only its own process. "": no profile.
+        Raises: UserError, DataError: there is nothing to roll out, or the folder belongs to another run; RoleError: an
             engine cannot start.
         """
         if not config.has_explorer:
-            raise UserError(f"mode {config.mode} explores nothing, so there is no rollout to debug")
+            raise UserError(f"mode {config.mode} has no explorer, so there is no rollout to debug; use mode both")
         source = config.buffer.explorer_input
-        tasksets = {each.name: each for each in (*source.train_tasksets, *source.eval_tasksets)}
+        tasksets = {section.name: section for section in (*source.train_tasksets, *source.eval_tasksets)}
         if taskset and taskset not in tasksets:
-            raise UserError(f"no taskset is called {taskset!r}; there are {', '.join(tasksets)}")
+            raise UserError(f"taskset {taskset!r} does not exist; choose one of {', '.join(tasksets)}")
         self._taskset = tasksets[taskset or next(iter(tasksets))]
         self._profile = profile
         if profile:
             config = replace(config, {"explorer.sandbox.mode": "never"})
-        # There are no other workers: all models are here.
-        auxiliary = [{**plain(each), "engine_num": 0} for each in config.explorer.auxiliary_models]
+        # Without other workers, this process loads all models.
+        auxiliary = [{**plain(model), "engine_num": 0} for model in config.explorer.auxiliary_models]
         config = replace(config, {"explorer.auxiliary_models": auxiliary})
-        # Never into the log of a run.
+        # The rollouts must not enter the log of a run.
         config = replace(config, {"buffer.trainer_input.experience_buffer.storage_type": "queue"})
         self.folder, self._storage = folder, open_storage(folder)
         self._config = open_run(self._storage, config)
@@ -88,13 +140,14 @@ class Debugger:
                 raise
 
     def try_task(self, index: int, rollouts: int) -> str:
-        """Roll out row `index` of the taskset; what came of it, as text.
+        """Roll out row `index` of the taskset, and return the result as text.
 
-        Raises: UserError, DataError: the row, its workflow or reward function is not there; RoleError: an engine
+        Raises: UserError, DataError: the row, its workflow or its reward function does not exist; RoleError: an engine
             failed.
         """
         if not 0 <= index < len(self._tasks):
-            raise DataError(f"taskset {self._taskset.name} has rows 0 to {len(self._tasks) - 1}, and no row {index}")
+            last = len(self._tasks) - 1
+            raise DataError(f"taskset {self._taskset.name} has no row {index}; choose a row from 0 to {last}")
         profiler = cProfile.Profile() if self._profile else contextlib.nullcontext()
         with profiler:
             outcome = asyncio.run(self._roll_out(index, rollouts))
@@ -107,24 +160,24 @@ class Debugger:
         first = outcome.experiences[0]
         uid = f"{first.taskset}/{first.epoch}/{first.task_index}/{first.rollout}/{first.turn}"
         lines = [trace(self.folder, uid).render(), ""]
-        for number, taken in enumerate(outcome.times):
-            rows = [each for each in outcome.experiences if each.rollout == number]
-            num_tokens = sum(len(each.tokens) for each in rows)
-            parts = f"models {taken.generate_s:.2f}, tools {taken.tool_s:.2f}, reward {taken.reward_s:.2f}"
+        for number, times in enumerate(outcome.times):
+            rows = [experience for experience in outcome.experiences if experience.rollout == number]
+            num_tokens = sum(len(row.tokens) for row in rows)
+            parts = f"models {times.generate_s:.2f}, tools {times.tool_s:.2f}, reward {times.reward_s:.2f}"
             lines.append(
-                f"rollout {number}: {len(rows)} rows, {num_tokens} tokens; {taken.total_s:.2f} s, of them {parts}"
+                f"rollout {number}: {len(rows)} rows, {num_tokens} tokens; {times.total_s:.2f} s, of them {parts}"
             )
         if isinstance(profiler, cProfile.Profile):
             profiler.dump_stats(self._profile)
             text = io.StringIO()
             pstats.Stats(profiler, stream=text).sort_stats("cumulative").print_stats(_NUM_PROFILED)
-            lines += ["", f"profile in {self._profile}, what took longest:", text.getvalue().strip()]
+            lines += ["", f"profile in {self._profile}, the slowest functions:", text.getvalue().strip()]
         return "\n".join(lines)
 
     async def _roll_out(self, index: int, rollouts: int) -> UnitOutcome:
         config = self._config
         return await run_work_unit(
-            # An epoch of its own for each round, so that no uid is told twice.
+            # Each round is an epoch, so that uids stay unique.
             [self._tasks.task(self._num_rounds, index)],
             repeat_times=rollouts,
             explore_step=self._num_rounds + 1,
@@ -134,7 +187,7 @@ class Debugger:
                 else text_engine(self._engine, self._cache.tokenizer(), config, self._cache.images())
             ),
             auxiliary=self._cache.auxiliary(self._threads),
-            # One try: the first error is what is to be told.
+            # One try, because the user wants to see the first error.
             explorer=config.explorer.model_copy(update={"max_retry_times": 0}),
             model=config.model,
             sampling={self._taskset.name: sampling_params(self._taskset, config)},

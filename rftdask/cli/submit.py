@@ -17,11 +17,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from rftdask.cli.common import AcceptChanges, ConfigFile, Origin, Overrides, load, say, warn, with_run_name
 from rftdask.cluster import slurm
 from rftdask.cluster.base import find_cluster
 from rftdask.cluster.batch.slurm_script import (
+    NO_REQUEUE,
     ONE_TASK,
+    TEMPLATE,
     HostSystem,
     alike,
     asks_for,
@@ -31,7 +37,7 @@ from rftdask.cluster.batch.slurm_script import (
     staging,
     step,
 )
-from rftdask.cluster.jobqueue import CONTROLLER, SUBMIT_S, OtherCluster, log_folder, states_of
+from rftdask.cluster.jobqueue import CONTROLLER, SUBMIT_S, OtherCluster, log_folder, states_of, system_of
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, SUBMITTED_FILE, JobRecord, read_jobs, write_jobs
 from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, Layout, plan_jobs
 from rftdask.cluster.secrets_folder import PrivateFolder
@@ -41,10 +47,11 @@ from rftdask.config import Config, load_config, make_plan, replace
 from rftdask.config.plan import plan_work
 from rftdask.config.plugins import SUBMITTED
 from rftdask.config.schema.cluster import JobConfig
-from rftdask.driver.memory_estimate import check_jobs
+from rftdask.driver.memory_estimate import job_shortages, raise_shortages
+from rftdask.driver.preflight import check_inputs
 from rftdask.errors import FencedError, NotInstalledError, RoleError, UserError
 from rftdask.processes.poll import wait_for
-from rftdask.run.input_fingerprints import MadeOf
+from rftdask.run.input_fingerprints import MadeOf, check_made_of
 from rftdask.run.run_folder import check_run, read_end
 from rftdask.run.sources import SOURCES_FOLDER, copy_for_jobs
 from rftdask.storage import Storage, open_storage
@@ -54,11 +61,69 @@ WARNING_S = 180
 """Before its walltime SLURM warns a controller, which then writes a checkpoint and is queued again."""
 PATIENCE_S = 120
 """Wait for an owner on another machine that was killed a moment ago, and for a scheduler that is starting."""
-_DRIVER_OPTIONS = ("--progress", "plain", "--patience", str(PATIENCE_S), "--with-parent")
+_DRIVER_OPTIONS = ("--progress", "plain", "--patience", str(PATIENCE_S), "--exit-with-parent")
 _LOOK_S = 0.2
 DRIVER_FILE = "driver.sh"
 _RESTARTS_FILE = "restarts"
 _WARNING = f"--signal=B:USR1@{WARNING_S}"
+
+
+def submit(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the scripts; write and submit nothing")] = False,
+    single_allocation: Annotated[
+        bool,
+        typer.Option("--single-allocation", help="Put all roles in one job, for sites where jobs cannot submit jobs"),
+    ] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Alternate explore and train jobs, in a chain")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds of --offline")] = 1,
+    explore_jobs: Annotated[int, typer.Option(min=1, help="Tasks of each explore array of --offline")] = 1,
+    print_templates: Annotated[
+        bool,
+        typer.Option("--print-templates", help="Print the template of all scripts (docs/slurm.md); submit nothing"),
+    ] = False,
+    accept_changes: AcceptChanges = False,
+    origin: Origin = "",
+) -> None:
+    """Submit a run to a batch system.
+
+    A controller job drives the run and submits the other jobs, so the user can log out.
+    """
+    if offline and single_allocation:
+        raise UserError("--offline submits several jobs, and --single-allocation one; leave out one of them")
+    checked = load(config, overrides, origin)
+    if print_templates:
+        template = checked.cluster.slurm.template
+        say(TEMPLATE if template is None else f"{TEMPLATE}\n{{# cluster.slurm.template of this run: #}}\n{template}")
+        return
+    checked = with_run_name(checked)
+    submission = plan_submission(
+        checked,
+        single_allocation=single_allocation,
+        offline=offline,
+        rounds=rounds,
+        explore_jobs=explore_jobs,
+        dry=dry_run,
+    )
+    if dry_run:
+        say(submission.render())
+        return
+    # Checked here, where the user sees the result, and again by the job, since files may change while it waits.
+    stages = checked.stage_configs()
+    inputs = check_inputs(stages, elsewhere=True)
+    made_of = check_made_of(stages, inputs, accept=accept_changes)
+    if not offline and has_finished(checked, [stage.sizes for stage in inputs]):
+        say(
+            f"{checked.checkpoint_job_dir} has finished, so nothing is submitted; raise trainer.total_steps to continue"
+        )
+        return
+    submission.check()
+    for job in submission.submit(made_of):
+        say(f"submitted {job.name} as job {job.job_id}")
+        if not system_of(job).is_requeued(job.job_id):
+            warn((NO_REQUEUE,))
+    say(f"the run is {checked.checkpoint_job_dir}; next: rftdask status {checked.checkpoint_job_dir}")
 
 
 @dataclass(frozen=True)
@@ -225,7 +290,7 @@ def plan_submission(
         scripts = offline_scripts(config, folder, storage, rounds, explore_jobs)
         return Submission(config, storage, folder, scripts, unchecked=unchecked)
     layout = layout or plan_jobs(stages, {role: getattr(config.cluster.slurm, role).cpus for role in ROLES})
-    check_jobs(stages, layout)
+    raise_shortages(job_shortages(stages, layout))
     if single_allocation:
         # The run is to find as many ranks as there are parts for.
         ranks = layout.num_workers(TRAINER_RESOURCE)

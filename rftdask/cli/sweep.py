@@ -1,8 +1,8 @@
-"""Sweep: the same configuration with every combination of some values, each a run of its own in one group of folders.
+"""`rftdask sweep`: one configuration with every combination of some values, each a separate run in a common group.
 
-A run is `rftdask run` or `rftdask submit`, so the same command continues a sweep: what has finished is left alone, what
-was stopped goes on. On SLURM each run waits for the one that is N before it, so at most N are there at a time and
-nobody needs to stay logged in. The table and the chart come from the runs' files, whatever became of them.
+Each run is started by `rftdask run` or `rftdask submit`, so the same command continues a sweep: it keeps finished runs
+and continues stopped ones. On SLURM each run depends on the run N before it, so at most N exist at a time and the user
+can log out. Table and chart are read from the runs' files, also of failed runs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from rftdask.cli.app import EXIT_FAILED
+from rftdask.cli.common import ConfigFile, say
+from rftdask.cli.submit import plan_submission
+from rftdask.cluster.slurm_cluster import SlurmCluster
 from rftdask.config import Config, load_config
+from rftdask.driver.preflight import check_inputs
 from rftdask.errors import DataError, UserError
 from rftdask.reports.run_reader import open_stages
+from rftdask.run.input_fingerprints import check_made_of
 from rftdask.run.run_folder import read_end
 from rftdask.storage import open_storage
 
@@ -35,83 +43,107 @@ MAX_RUNS = 1000
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 
 
+def sweep(
+    config: ConfigFile,
+    settings: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY=VALUE,VALUE...", help="Axes, such as seed=0..4 or a.b=1,2; a single value applies to all runs"
+        ),
+    ],
+    at_most: Annotated[int, typer.Option(min=1, help="Number of concurrent runs")] = 1,
+    table: Annotated[bool, typer.Option("--table", help="Print the state of the runs; start nothing")] = False,
+) -> None:
+    """Run a configuration with every combination of values.
+
+    The same command continues a sweep. It ends with a table and a chart. With cluster.type slurm, it submits the runs.
+    Exit code 1 if a run failed.
+    """
+    points = plan_sweep(config, settings)
+    num_failed = 0 if table else run_sweep(config, points, at_most, lambda line: say(line, err=True))
+    text, folder = write_results(points)
+    say(text)
+    if folder is not None:
+        say(f"\n{folder}/ has the table as sweep.csv and the curves as sweep.svg")
+    if num_failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep: the values of its axes, as they were typed."""
+    """One run of a sweep."""
 
     values: tuple[tuple[str, str], ...]
+    """(key, value as typed) of each axis."""
     overrides: tuple[str, ...]
-    """All that is set beside the file, as `rftdask run` takes it."""
+    """All settings in addition to the file, as arguments of `rftdask run`."""
     config: Config
 
     @property
     def arm(self) -> str:
-        """What it has in common with its repetitions: all values but the seed's."""
+        """Values of all axes except the seed, shared by repetitions."""
         return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in self.values if key != SEED) or "all"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one run."""
+    """Result of one run so far."""
 
     point: Point
     state: str
-    """not started, running or stopped, finished, or how it failed."""
+    """"not started", "running or stopped", "finished", or how the run failed."""
     step: int | None = None
     reward: float | None = None
-    """Of the last trained step."""
+    """Mean reward of the last trained step."""
     first_accuracy: float | None = None
     last_accuracy: float | None = None
     eval_loss: float | None = None
 
 
 def plan_sweep(path: str, settings: Sequence[str]) -> list[Point]:
-    """The runs of a sweep. settings: KEY=VALUE for all of them, and axes: KEY=V1,V2,... or KEY=FIRST..LAST.
+    """Return the runs of a sweep. settings: KEY=VALUE for all runs; axes as KEY=V1,V2,... or KEY=FIRST..LAST.
 
-    Raises: UserError: there is no axis, or there are too many runs; ConfigError: one of them is no configuration.
+    Raises: UserError: no axis, or too many runs; ConfigError: a combination is not a valid configuration.
     """
     fixed, axes = list[str](), dict[str, list[str]]()
     for setting in settings:
-        key, found, text = setting.partition("=")
+        key, sign, text = setting.partition("=")
         values = values_of(text)
-        if found and len(values) > 1:
+        if sign and len(values) > 1:
             axes[key] = values
         else:
             fixed.append(setting)
     if not axes:
-        raise UserError("nothing is to be swept; give a key several values: seed=0..4 algorithm.optimizer.lr=1e-6,2e-6")
+        raise UserError("no key has several values; add an axis: seed=0..4 or algorithm.optimizer.lr=1e-6,2e-6")
     combinations = list(itertools.product(*axes.values()))
     if len(combinations) > MAX_RUNS:
-        raise UserError(f"that would be {len(combinations)} runs, and a sweep has at most {MAX_RUNS}")
-    # Read once without the axes, for the group alone, which all runs of the sweep have in common.
+        raise UserError(f"{len(combinations)} runs exceed the limit of {MAX_RUNS} for a sweep; give fewer values")
+    # Loaded without the axes, only for the group, which all runs share.
     group = load_config(path, fixed)
     if not group.continue_from_checkpoint:
-        raise UserError("continue_from_checkpoint: a sweep goes on with its runs by their names; leave it out")
+        raise UserError("continue_from_checkpoint: false: a sweep continues its runs by name; leave the setting out")
     points = []
     for combination in combinations:
         chosen = tuple(zip(axes, combination, strict=True))
         name = "_".join(f"{key.rpartition('.')[2]}-{re.sub(r'[^A-Za-z0-9.+-]+', '-', value)}" for key, value in chosen)
-        own = (f"group={group.group or group.name}", f"name={name}")
-        # The folder's parts come last and win: no setting of the user's can bring two runs into one folder.
-        overrides = (*fixed, *(f"{key}={value}" for key, value in chosen), *own)
+        folder = (f"group={group.group or group.name}", f"name={name}")
+        # The folder comes last and wins, so that no setting of the user puts two runs into one folder.
+        overrides = (*fixed, *(f"{key}={value}" for key, value in chosen), *folder)
         points.append(Point(chosen, overrides, load_config(path, list(overrides))))
     names = [point.config.name for point in points]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(
-            f"two runs of the sweep would have the same folder: {', '.join(twice)}; give values that differ"
-        )
+        raise UserError(f"several runs of the sweep would share the folder {', '.join(twice)}; give values that differ")
     return points
 
 
 def values_of(text: str) -> list[str]:
-    """The values of an axis; commas within brackets or quotes are parts of a value.
+    """Return the values of an axis. Commas within brackets or quotes do not separate values.
 
     >>> values_of("1e-6,2e-6"), values_of("0..2"), values_of("[1,2],[3]"), values_of("a")
     (['1e-6', '2e-6'], ['0', '1', '2'], ['[1,2]', '[3]'], ['a'])
     """
-    if found := _RANGE.fullmatch(text):
-        first, last = int(found[1]), int(found[2])
-        return [str(number) for number in range(first, last + 1)]
+    if match := _RANGE.fullmatch(text):
+        return [str(number) for number in range(int(match[1]), int(match[2]) + 1)]
     return [part.strip() for part in _split(text) if part.strip()]
 
 
@@ -133,11 +165,10 @@ def _split(text: str) -> Iterator[str]:
 
 
 def run_sweep(path: str, points: Sequence[Point], at_most: int, say: Callable[[str], None]) -> int:
-    """Run what has not finished, `at_most` at a time, in order; how many runs failed. Ctrl-C ends those that run with a
-    checkpoint. On SLURM they are submitted, and none has failed yet.
-    """
-    from rftdask.cluster.slurm_cluster import SlurmCluster  # late: it loads Dask
+    """Run unfinished runs in order, `at_most` at a time. Ctrl-C ends active runs with a checkpoint.
 
+    Returns: number of failed runs; 0 on SLURM, where the runs are only submitted.
+    """
     if points[0].config.cluster.type == SlurmCluster.cluster_type:
         submit_sweep(points, at_most, say)
         return 0
@@ -146,12 +177,12 @@ def run_sweep(path: str, points: Sequence[Point], at_most: int, say: Callable[[s
         if read_end(open_storage(point.config.checkpoint_job_dir)) == "finished":
             return 0
         say(f"{point.config.name} begins")
-        # A process each, as if it were typed: Ctrl-C in a terminal reaches all of them.
+        # Separate processes, so that Ctrl-C in a terminal reaches all of them.
         command = [sys.executable, "-m", "rftdask", "run", path, *point.overrides, "--progress", "none"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            said = "\n".join(done.stderr.strip().splitlines()[-5:])
-            say(f"{point.config.name} ended with code {done.returncode}: {said}")
+            last_lines = "\n".join(done.stderr.strip().splitlines()[-5:])
+            say(f"{point.config.name} ended with code {done.returncode}: {last_lines}")
         return done.returncode
 
     with ThreadPoolExecutor(at_most, "sweep") as threads:
@@ -159,34 +190,26 @@ def run_sweep(path: str, points: Sequence[Point], at_most: int, say: Callable[[s
         try:
             return sum(run.result() != 0 for run in runs)
         except BaseException:
-            threads.shutdown(cancel_futures=True)  # else the others would begin now
+            threads.shutdown(cancel_futures=True)  # otherwise the queued runs would begin now
             raise
 
 
 def submit_sweep(points: Sequence[Point], at_most: int, say: Callable[[str], None]) -> None:
-    """Submit what has not finished to SLURM: each run waits until the one that is `at_most` before it has ended,
-    however it did. Raises: as `rftdask submit`; those that were submitted before stay.
-    """
-    from rftdask.cli.submit import plan_submission  # late: it loads Dask
-    from rftdask.driver.preflight import check_inputs
-    from rftdask.run.input_fingerprints import check_made_of
+    """Submit unfinished runs to SLURM. Each run waits until the run `at_most` before it has ended or failed.
 
+    Raises: as `rftdask submit`; runs that are already submitted stay.
+    """
     jobs: list[str] = []
     for point in points:
         if read_end(open_storage(point.config.checkpoint_job_dir)) == "finished":
             continue
         submission = plan_submission(point.config)
         stages = point.config.stage_configs()
-        # Each run by itself, since a value of an axis may be another model or taskset.
+        # Checked for each run, since an axis may vary the model or the taskset.
         made_of = check_made_of(stages, check_inputs(stages, elsewhere=True))
         [job] = submission.submit(made_of, after=jobs[-at_most] if len(jobs) >= at_most else None)
         say(f"submitted {point.config.name} as job {job.job_id}")
         jobs.append(job.job_id)
-
-
-def read_outcomes(points: Sequence[Point]) -> list[Outcome]:
-    """What became of the runs, by their files."""
-    return [_outcome(point) for point in points]
 
 
 def _outcome(point: Point) -> Outcome:
@@ -211,7 +234,7 @@ def _outcome(point: Point) -> Outcome:
 
 
 def render_table(outcomes: Sequence[Outcome]) -> str:
-    """A line for each run, then one for each arm with the mean and the standard deviation over its seeds."""
+    """Return a line for each run, then for each arm the mean and standard deviation over its seeds."""
     rows = [["run", "state", "step", "reward", "accuracy", "eval loss"]]
     for outcome in outcomes:
         both = [_number(value) for value in (outcome.first_accuracy, outcome.last_accuracy)]
@@ -220,7 +243,7 @@ def render_table(outcomes: Sequence[Outcome]) -> str:
         reward, loss = _number(outcome.reward), _number(outcome.eval_loss)
         rows.append([outcome.point.config.name, state, str(outcome.step or ""), reward, accuracy, loss])
     arms = list(dict.fromkeys(outcome.point.arm for outcome in outcomes))
-    # Where each run is an arm of its own, the lines above have said it all.
+    # Without repetitions, the arms would only repeat the lines above.
     if len(arms) < len(outcomes):
         rows.append([""] * 6)
         for arm in arms:
@@ -242,7 +265,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def render_csv(outcomes: Sequence[Outcome]) -> str:
-    """The table for programs: a column for each axis."""
+    """Return the table as CSV, with a column for each axis."""
     text = io.StringIO()
     axes = [key for key, _ in outcomes[0].point.values]
     fields = ("state", "step", "reward", "first_accuracy", "last_accuracy", "eval_loss")
@@ -255,10 +278,8 @@ def render_csv(outcomes: Sequence[Outcome]) -> str:
 
 
 def plot_sweep(points: Sequence[Point]) -> Figure:
-    """Rewards and accuracies by step: a line for each arm, the mean of its seeds, in a band from the least to the
-    largest of them.
-    """
-    from matplotlib.figure import Figure  # late: half a second that only who draws pays
+    """Plot rewards and accuracies by step: for each arm the mean over its seeds, in a band from minimum to maximum."""
+    from matplotlib.figure import Figure  # late: takes half a second to import
 
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     for place, (role, metric) in enumerate((("trainer", "reward"), ("eval", "accuracy")), start=1):
@@ -269,7 +290,7 @@ def plot_sweep(points: Sequence[Point]) -> Figure:
             by_step: dict[int, list[float]] = {}
             for point in (point for point in points if point.arm == arm):
                 for step, value in _curve(point, role, metric):
-                    # A step that only some of the runs have reached is told by those alone.
+                    # A step that only some runs have reached is averaged over those runs.
                     by_step.setdefault(step, []).append(value)
             steps = sorted(by_step)
             if steps:
@@ -294,12 +315,15 @@ def _curve(point: Point, role: str, metric: str) -> list[tuple[int, float]]:
 
 
 def write_results(points: Sequence[Point]) -> tuple[str, Path | None]:
-    """The table; beside the runs, where they are on this machine, it and the chart as files: their folder."""
-    outcomes = read_outcomes(points)
+    """Write table and chart next to the runs, if those are on this machine.
+
+    Returns: the table as text, and the folder of the files. None: nothing was written.
+    """
+    outcomes = [_outcome(point) for point in points]
     table, folder = render_table(outcomes), points[0].config.checkpoint_job_dir
     if "://" in folder or not Path(folder).parent.exists():
         return table, None
-    beside = Path(folder).parent
-    (beside / TABLE).write_text(render_csv(outcomes))
-    plot_sweep(points).savefig(beside / CHART)
-    return table, beside
+    group_folder = Path(folder).parent
+    (group_folder / TABLE).write_text(render_csv(outcomes))
+    plot_sweep(points).savefig(group_folder / CHART)
+    return table, group_folder

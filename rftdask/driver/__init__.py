@@ -1,5 +1,5 @@
-"""Driver: the process in which a run was started. It checks the run, builds or joins the cluster, starts the roles of
-each stage on its workers, watches and restarts them, and ends the run.
+"""Driver: the process that starts a run. It checks the run, starts or joins the cluster, starts the roles of each stage
+on its workers, watches and restarts them, and ends the run.
 
-It does not know what a role does in its loop (explorer/, trainer/) nor how workers are started (cluster/).
+It does not know what the loop of a role does (explorer/, trainer/) or how workers are started (cluster/).
 """

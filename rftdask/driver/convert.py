@@ -1,7 +1,6 @@
-"""Convert: a checkpoint of a run as a Hugging Face folder, without a network.
+"""Converts a checkpoint of a run to a Hugging Face folder, without a network.
 
-It knows the files of a run and nothing of trainers at work, so it may run while one is. Invariant: the folder appears
-whole or not at all.
+It reads only the files of a run, so the run may be active. Invariant: the folder appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from rftdask.trainer.checkpoint import (
 from rftdask.trainer.model import SCALAR_HEAD, dtype_at_rest, export_hf, load_policy
 
 _STEP = "global_step_"
-_MADE = 4
-"""Parts of the path of what a stage made, below the run: <stage>/global_step_<N>/actor/huggingface."""
+_MODEL_PATH_PARTS = 4
+"""Parts of the path of a stage's model below the run: <stage>/global_step_<N>/actor/huggingface."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A Hugging Face folder and the checkpoint that it was made from."""
+    """Hugging Face folder, and the checkpoint it was made from."""
 
     run: str
     step: int
@@ -50,23 +49,23 @@ def convert(source: str, out: str | Path, *, step: int | None = None, merge_lora
 
     Args:
         source: folder or URL of a run, or of one of its checkpoints (.../global_step_40).
-        out: folder to make; it must not exist, or be empty.
-        step: of the checkpoint; None: the newest. Of a run with stages, the last stage that has one.
-        merge_lora: False writes the adapters alone, in PEFT's layout.
+        out: output folder; it must be empty or must not exist.
+        step: checkpoint step. None: the newest; in a run with stages, of the last stage that has a checkpoint.
+        merge_lora: False writes only the adapters, in PEFT's layout.
 
-    Raises: UserError: `out` is in use, or what is asked for is not there. DataError, StorageError: it cannot be read.
+    Raises: UserError: `out` is in use, or the checkpoint does not exist. DataError, StorageError: it cannot be read.
     """
     target = Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists already; give a folder that does not, so that nothing is mixed up")
+        raise UserError(f"{target} already exists and is not empty; give a new folder")
     storage, config, step = _find(source, step)
     files = Checkpoints(storage, lineage_of(storage)).files(step)
     if files is None:
         steps = ", ".join(map(str, checkpoint_steps(storage))) or "none"
-        raise UserError(f"{storage.url} has no checkpoint of step {step}; there are: {steps}")
-    # Only now: what is refused above leaves nothing behind.
+        raise UserError(f"{storage.url} has no checkpoint of step {step}; its steps are: {steps}")
+    # After the checks, so that a rejected command leaves nothing behind.
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that the move is a rename and the folder appears whole.
+    # In the same parent folder, so that the move is a rename and the target appears whole.
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
         whole = Path(folder) / "whole"
         whole.mkdir()
@@ -78,16 +77,14 @@ def convert(source: str, out: str | Path, *, step: int | None = None, merge_lora
         else:
             raise UserError(f"run {config.name} trains all weights, so it has no adapters; leave out --adapter")
         if target.exists():
-            # An empty folder may be there, into which the move would go.
+            # An empty target, into which the folder would be moved.
             target.rmdir()
-        # By one rename: who looks at the folder finds all of it or nothing.
         shutil.move(whole, target)
     return Converted(storage.url, step, target)
 
 
 def _find(source: str, step: int | None) -> tuple[Storage, Config, int]:
-    """The folder of the run or stage, its config, and the step of the checkpoint."""
-    # Of a run, or of one of its checkpoints: then the folder above is the run.
+    """Return the folder of the run or stage, its config, and the step of the checkpoint."""
     run, _, name = source.rstrip("/").rpartition("/")
     if name.startswith(_STEP) and name.removeprefix(_STEP).isdigit():
         named = int(name.removeprefix(_STEP))
@@ -95,36 +92,36 @@ def _find(source: str, step: int | None) -> tuple[Storage, Config, int]:
             raise UserError(f"{source} is the checkpoint of step {named}, not of step {step}; leave one of them out")
         source, step = run or ".", named
     stages = open_stages(source)
-    # Stages train one after the other, so the last one with a checkpoint has the newest model.
+    # Stages train in order, so the last one with a checkpoint has the newest model.
     stage = next((stage for stage in reversed(stages) if checkpoint_steps(stage.storage)), stages[0])
     storage, config = stage.storage, stage.config
-    found = newest_valid_checkpoint(storage) if step is None else step
-    if found is None:
-        raise UserError(f"{storage.url} has no checkpoint yet; trainer.save_interval says when there is one")
-    return storage, config, found
+    step = newest_valid_checkpoint(storage) if step is None else step
+    if step is None:
+        raise UserError(f"{storage.url} has no checkpoint yet; trainer.save_interval sets when one is written")
+    return storage, config, step
 
 
 def _model_of(storage: Storage, config: Config) -> str:
-    """Folder or name of a model that the weights of a checkpoint fit into.
+    """Return folder or name of a model that the weights of a checkpoint fit.
 
-    The run's own, if it has one: the path that its config names may be relative, or gone with the place it began in.
+    A model folder inside the run is preferred, because the path in its config may be relative or no longer exist.
     """
     models = [f"{checkpoint_folder(step)}/{HF_FOLDER}" for step in reversed(checkpoint_steps(storage))]
-    own = next((model for model in models if storage.exists(f"{model}/config.json")), None)
-    # Adapters are added to the model that they were trained on; in the run's own they are merged.
-    if own is not None and not config.model.lora_configs and "://" not in storage.url:
-        return f"{storage.url}/{own}"
+    model = next((model for model in models if storage.exists(f"{model}/config.json")), None)
+    # Adapters need their base model; models inside the run have them merged.
+    if model is not None and not config.model.lora_configs and "://" not in storage.url:
+        return f"{storage.url}/{model}"
     path = config.model.model_path
-    # Of a relative path, or of a run that was moved: seen from where it began, or made by a stage beside this one.
-    began, beside = read_run(storage).get("cwd", ""), Path(storage.url).parent.joinpath(*Path(path).parts[-_MADE:])
-    places = (Path(path).expanduser(), Path(str(began), path), beside)
+    # A relative path is resolved from the run's first working directory, or as the model of a sibling stage.
+    sibling = Path(storage.url).parent.joinpath(*Path(path).parts[-_MODEL_PATH_PARTS:])
+    places = (Path(path).expanduser(), Path(str(read_run(storage).get("cwd", "")), path), sibling)
     return next((str(place) for place in places if (place / "config.json").is_file()), path)
 
 
 def _write_model(path: str, config: Config, files: Mapping[str, bytes], folder: Path) -> None:
     trust = config.model.trust_remote_code
     trained = {name: tensor for file in model_files(files) for name, tensor in load(files[file]).items()}
-    # The architecture and the tokenizer; the weights, too, where adapters alone were trained.
+    # Architecture and tokenizer, and for adapters also the base weights.
     model, tokenizer = load_policy(
         path, "float32", "cpu", trust_remote_code=trust, offline=True, scalar_head=SCALAR_HEAD in trained
     )
@@ -134,9 +131,9 @@ def _write_model(path: str, config: Config, files: Mapping[str, bytes], folder: 
         merged(model)
     else:
         missing, unexpected = model.load_state_dict(trained, strict=False)
-        # A tied weight is stored once, under one of its names.
+        # Tied weights are stored under one of their names.
         missing = sorted(set(missing) - set(getattr(model, "all_tied_weights_keys", None) or ()))
         if missing or unexpected:
             differ = f"missing {missing}, unexpected {sorted(unexpected)}"
-            raise DataError(f"the checkpoint does not fit the model {path}: {differ}")
+            raise DataError(f"the checkpoint does not fit the model {path}: {differ}; is it the model of this run?")
     export_hf(model, tokenizer, folder, dtype=dtype_at_rest(path, trust_remote_code=trust, offline=True))

@@ -1,13 +1,13 @@
-"""Experiment: a run as an object. The command line and notebooks both use it.
+"""Experiment: a run as an object, for the command line and for notebooks.
 
     from rftdask import Experiment
     experiment = Experiment.from_yaml("config/quickstart.yaml", "trainer.total_steps=20")
     experiment.run()                      # or: experiment.start(); experiment.progress(); experiment.wait()
     experiment.metrics(); experiment.experiences(); experiment.plot()
 
-Running again continues where the files of the run say that it stopped. What an Experiment tells is read from those
-files, so it tells the same of a run that another process makes, or that ended long ago; what only looking needs
-(pandas, the charts) is imported late.
+Running again continues where the run stopped, according to its files. An Experiment reads metrics and experiences from
+those files, so it also shows runs of other processes and runs that ended long ago. Modules that only views need
+(pandas, charts) are imported late.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from rftdask.cluster.layout import Layout
 from rftdask.config import Config, load_config, replace
 from rftdask.config.plan import StageWork, plan_work
 from rftdask.data.task_pipeline import make_datasets, missing_datasets
-from rftdask.driver.memory_estimate import check_host, check_jobs, gpu_shortages
+from rftdask.driver.jobs import connect
+from rftdask.driver.memory_estimate import gpu_shortages, host_shortages, job_shortages, raise_shortages
 from rftdask.driver.preflight import Inputs, check_inputs
 from rftdask.driver.stage import StageRun
 from rftdask.errors import DataError, RoleError, StorageError, UserError
@@ -41,6 +42,10 @@ from rftdask.monitor.progress import Progress, ProgressView, ViewKind
 from rftdask.processes.dask_task import workers_of
 from rftdask.processes.gpus import free_host_bytes
 from rftdask.processes.usage import gpu_memory
+from rftdask.reports.lineage.sql import query as run_query
+from rftdask.reports.lineage.sql import warn_of
+from rftdask.reports.lineage.tables import RunTables
+from rftdask.reports.lineage.trace import Trace, trace
 from rftdask.reports.metric_table import WINDOW, warn_of_learning
 from rftdask.reports.page.report_file import import_ahead, report_run, write_report
 from rftdask.reports.run_reader import StageReader, stages_of
@@ -50,7 +55,7 @@ from rftdask.run.input_fingerprints import WholeContents, check_made_of, copy_so
 from rftdask.run.lease import DATASET, Lease
 from rftdask.run.run_folder import (
     RUN_FILE,
-    begin_beside,
+    allocate_run_name,
     check_run,
     note_begin,
     note_end,
@@ -71,38 +76,37 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from rftdask.cluster.base import Cluster
-    from rftdask.reports.lineage.trace import Trace
 
 log = logging.getLogger(__name__)
 
-_FEED_EVERY_S = 2.0
-"""Between two looks at the metrics files for the tracker."""
-_REPORT_AHEAD_S = 2.0
-"""Before the end of a run: what its report takes is imported then, and not when the roles want every core to start."""
+_FEED_INTERVAL_S = 2.0
+"""Seconds between polls of the metrics files for the tracker."""
+_REPORT_IMPORT_S = 2.0
+"""Seconds before the end of a run at which the imports of its report begin; earlier the roles need every core."""
 _SHOWN = ("loss", "reward", "staleness", "tokens_per_s")
 """Metrics of a step that `Progress` shows."""
 
 
 class Experiment:
-    """One run: its config, and what it does and did.
+    """One run: its config, its execution and its results.
 
     Example: Experiment(model={"model_path": "model"}, buffer={...}, mode="both").run()
     """
 
     def __init__(self, config: Config | None = None, **sections: Any) -> None:
-        """Either a checked config, or its sections as keywords. Raises: ConfigError: every mistake at once."""
+        """Take a checked config, or its sections as keywords. Raises: ConfigError: lists every mistake."""
         if not isinstance(config, Config | None):
             raise UserError(
-                f"Experiment({config!r}): it takes a Config, or sections as keywords; Experiment.from_yaml reads a "
-                "file, Experiment.open a run"
+                f"Experiment({config!r}): pass a Config or sections as keywords; use Experiment.from_yaml for a file "
+                "and Experiment.open for a run"
             )
-        self.config = begin_beside(config if config is not None else load_config(sections))
+        self.config = allocate_run_name(config if config is not None else load_config(sections))
         self.summary: RunSummary | None = None
-        """Of the last `run` in this process."""
+        """Summary of the most recent `run` in this process."""
         self.client: Client | None = None
-        """Of the cluster of an attached run; close it after use."""
+        """Dask client for the cluster of an attached run; close it after use."""
         self.url = self.config.checkpoint_job_dir
-        """Where the run is."""
+        """URL of the run folder."""
         self._stage: StageRun | None = None
         self._progress = Progress(stage=self.config.name)
         self._thread: threading.Thread | None = None
@@ -111,15 +115,15 @@ class Experiment:
 
     @classmethod
     def from_yaml(cls, path: str | Path, *overrides: str) -> Experiment:
-        """From a YAML file and "key.sub=value" overrides."""
+        """Load a YAML file with "key.sub=value" overrides."""
         return cls(load_config(path, overrides))
 
     @classmethod
     def open(cls, url: str | Path) -> Experiment:
-        """The run in a folder, to look at or to continue. Raises: DataError: it is no run folder."""
+        """Open the run in a folder, to view or to continue it. Raises: DataError: not a run folder."""
         storage = open_storage(url)
         config = read_run_config(storage)
-        # Where it is now, which need not be where it began.
+        # The folder may have moved since the run began.
         place = "/" + "/".join(part for part in (config.project, config.group, config.name) if part)
         if storage.url.endswith(place):
             config = replace(config, {"checkpoint_root_dir": storage.url.removesuffix(place)})
@@ -129,62 +133,61 @@ class Experiment:
 
     @classmethod
     def attach(cls, url: str | Path) -> Experiment:
-        """The run in a folder, and as `client` a distributed.Client of the cluster that it has now, for a notebook.
+        """Open the run in a folder, with a distributed.Client of its current cluster as `client`, for notebooks.
 
-        Raises: DataError: it is no run folder; UserError: it has no cluster now; WaitTimeout: that does not answer.
+        Raises: DataError: not a run folder; UserError: the run has no cluster now; WaitTimeout: the cluster does not
+            answer.
         """
-        from rftdask.driver.jobs import connect  # late: only who attaches needs a client
-
         experiment = cls.open(url)
         experiment.client = connect(str(url))
         return experiment
 
     def prepare(self) -> None:
-        """Start, in the background, what the processes of `run` will be forked from: what else there is to do before
-        that costs no time. `run` does it, too. Raises: UserError: there is no such cluster.
+        """Start the fork servers of `run` in the background, so that other preparations overlap with their imports.
+
+        `run` also calls it. Raises: UserError: unknown cluster type.
         """
         section = self.config.cluster
         if self.config.mode == "serve":
-            raise UserError("mode serve has no end to wait for: `rftdask run`, or `rftdask serve`, serves it")
-        if section.local_cache_dir is not None and section.is_one_machine:  # else on the nodes of the workers
+            raise UserError("mode serve never ends; use `rftdask run` or `rftdask serve` instead of Experiment")
+        if section.local_cache_dir is not None and section.is_one_machine:  # otherwise the workers stage on their nodes
             stage_here(section.local_cache_dir, section.stage_keep)
         prepare_cluster(self.config, self.config.stage_configs())
 
     def run(self, progress: ViewKind = "auto", *, accept_changes: bool = False) -> RunSummary:
-        """Run to the end, continuing what is there. Ctrl-C ends with a checkpoint; a second one at once.
+        """Run to the end, or continue the run. Ctrl-C ends it with a checkpoint; a second Ctrl-C ends it at once.
 
-        accept_changes: go on with a reward, workflow, taskset or model that changed since the run began; written down.
+        accept_changes: continue with a changed reward, workflow, taskset or model, and record the change.
 
-        Raises: UserError: something in the config or its data, before anything starts; RftError: a role failed for
+        Raises: UserError: a mistake in the config or its data, before anything starts; RftError: a role failed for
         good.
         """
-        # Checks that change nothing, then what is written down, then the stages one after another, and the last words
-        # in any case.
+        # Checks without side effects come first, then records of the start, then the stages one after another. The
+        # end is recorded in any case.
         began_s, storage = time.time(), open_storage(self.config.checkpoint_job_dir)
         if open_storage(self.url).url != storage.url:
             parts = [part for part in (self.config.project, self.config.group, self.config.name) if part]
-            raise UserError(f"{self.url} can be read there; to continue it, move it to a folder .../{'/'.join(parts)}")
+            raise UserError(f"{self.url} is read-only here; to continue it, move it to a folder .../{'/'.join(parts)}")
         stages = self.config.stage_configs()
-        # First: what processes are forked from imports torch while this process checks the inputs.
+        # First, so that the fork servers import torch while this process checks the inputs.
         self.prepare()
         say = log.info if progress == "none" else lambda line: print(safe(line), file=sys.stderr)
         inputs = self._check(stages, storage, say)
         made_of = check_made_of(stages, inputs, accept=accept_changes)
         layout = plan_run(self.config, stages)
-        # Up to here nothing of the run was written but such a dataset; the probe of `check_inputs` is gone again.
+        # Up to here, only datasets of task pipelines were written; `check_inputs` has removed its probe.
         with private_files(storage, self.config):
             record_run(storage, self.config)
             note_begin(storage)
             logs = LogFolder(storage)
-            # Of explorers beside each other each has a file: one process alone may rotate it.
+            # Several explorers of one run have one file each, because only one process can rotate a file.
             setup_logging(
                 "driver" + self.config.command_name.removeprefix(self.config.mode), self.config.log.level, logs.path
             )
         folders: list[StageReader] = []
         status, error, model_path = "failed", "", ""
         try:
-            # Left from the last to the first: the cluster ends while Ctrl-C is still
-            # caught and the view can still say so.
+            # Exited in reverse order: the cluster ends while Ctrl-C is still handled and the view still works.
             with (
                 private_files(storage, self.config),
                 ProgressView.create(progress) as view,
@@ -193,8 +196,7 @@ class Experiment:
             ):
                 for number, config in enumerate(stages):
                     began = time.monotonic()
-                    # What the stage before made. Written into the config, so that the run.json of this stage says it
-                    # and a resume finds it.
+                    # Model of the stage before. The config has it, so that run.json records it for a resume.
                     config = replace(config, {"model.model_path": model_path}) if model_path else config
                     stage_storage = open_storage(config.checkpoint_job_dir)
                     config = open_run(
@@ -206,26 +208,26 @@ class Experiment:
                     )
                     copy_sources(stage_storage, made_of[number])
                     contents = WholeContents(stage_storage, config.mode, made_of[number], accept=accept_changes)
-                    watcher = _Watcher(self, config, number, len(stages), stage_storage, cluster, view, contents)
+                    observer = StageObserver(self, config, number, len(stages), stage_storage, cluster, view, contents)
                     stage = StageRun(
                         config,
                         stage_storage,
                         cluster,
                         layout,
                         inputs[number].sizes,
-                        watcher.on_event,
-                        watcher.log_folder,
+                        observer.on_event,
+                        observer.log_folder,
                     )
-                    watcher.show(stage.work, layout)
+                    observer.show(stage.work, layout)
                     self._stage = stage
                     if self._stop_requested:
-                        stage.stop()  # it was asked to before there was a stage
+                        stage.stop()  # the request came before the stage existed
                     try:
                         ended = stage.run()
                     finally:
                         self._stage = None
-                        watcher.close()
-                        # Also of a stage that failed: the report shows how far it came.
+                        observer.close()
+                        # Also for a failed stage: the report shows its progress.
                         folders.append(StageReader(config, stage_storage, time.monotonic() - began))
                     if ended.stopped or self._stop_requested:
                         status = "stopped"
@@ -234,49 +236,50 @@ class Experiment:
                         model_path = _trained_model(stage_storage)
                 else:
                     status = "finished"
-                # Told last, since a stop may come at any time; the cluster acts on it when it is closed.
+                # Set last, since a stop may come at any time; the cluster reads it in `close`.
                 cluster.may_return = self._may_return or (status == "stopped" and cluster.comes_back())
-        # Ctrl-C, too: the files of the run are to say how it ended.
+        # Also on Ctrl-C, because the files of the run record how it ended.
         except BaseException as failure:
             error = f"{type(failure).__name__}: {failure}"
             raise
         finally:
             self._stop_requested = self._may_return = False
-            # Also of a run that failed: its curves and answers tell why. Where its disk is full, that is told already.
+            # A failed run also gets a report. If the disk is full, the error already says so.
             with contextlib.suppress(*((StorageError,) if error else ())):
                 note_end(storage, status, error)
                 if folders:
-                    found = summarize(self.config, self.url, folders, status=status, began_s=began_s, error=error)
-                    self.summary = found
-                    write_report(storage.url, found)
+                    self.summary = summarize(
+                        self.config, self.url, folders, status=status, began_s=began_s, error=error
+                    )
+                    write_report(storage.url, self.summary)
             logs.close()
         assert self.summary is not None
         return self.summary
 
     def _check(self, stages: list[Config], storage: Storage, say: Callable[[str], None]) -> list[Inputs]:
-        """Check what the stages read and where they write, and make what their pipelines make of it."""
-        # All stages are checked before anything starts: a mistake in the last is told before the first has cost hours.
-        # But what cannot have changed since a start that came further than here, which takes seconds.
+        """Check what the stages read and where they write, and run the task pipelines that make their datasets."""
+        # All stages are checked first, so that a mistake in the last one is reported before the first takes hours. A
+        # start after RETURNED skips the slow trials of unchanged code, which an earlier start has passed.
         inputs = check_inputs(
             stages, tried=RETURNED in os.environ and open_storage(stages[0].checkpoint_job_dir).exists(RUN_FILE)
         )
         for number, config in enumerate(stages):
-            # The model of a later stage is what the one before it makes.
+            # A later stage takes its model from the stage before.
             steps = plan_work(config, inputs[number].sizes).explore_steps if config.mode == "explore" else None
             free = ("model.model_path",) if number else ()
             check_run(open_storage(config.checkpoint_job_dir), config, free, steps)
         with private_files(storage, self.config), contextlib.ExitStack() as leases:
-            # Two first starts at once would write the same files: the second is refused, as it would be as a role.
+            # Two concurrent first starts would write the same files, so the lease rejects the second.
             for stage in missing_datasets(stages):
                 leases.enter_context(Lease(open_storage(stage.checkpoint_job_dir), DATASET))
             if make_datasets(stages, say):
-                inputs = check_inputs(stages, tried=True)  # now of the rows that are trained
+                inputs = check_inputs(stages, tried=True)  # for the rows of the new datasets
         return inputs
 
     def start(self, progress: ViewKind = "none") -> Experiment:
         """Run in a thread of this process; see `wait`, `stop` and `progress`."""
         if self._thread is not None and self._thread.is_alive():
-            raise RoleError("this experiment is running already; wait() for it or stop() it")
+            raise RoleError("this experiment is already running; call wait() or stop()")
 
         def guarded() -> None:
             try:
@@ -285,17 +288,17 @@ class Experiment:
                 self._error = error
 
         self._error = None
-        # A daemon: an interpreter that ends does not wait for it, and the run can be continued from its files.
+        # A daemon thread: the interpreter can exit without it, and the run can be continued from its files.
         self._thread = threading.Thread(target=guarded, name=f"experiment-{self.config.name}", daemon=True)
         self._thread.start()
         return self
 
     def wait(self, timeout_s: float | None = None) -> RunSummary | None:
-        """Until the run that `start` began has ended; None if it has not after `timeout_s`. Raises: what the run
-        raised.
+        """Wait for the end of the run that `start` began. Returns: its summary, or None after `timeout_s` seconds.
+        Raises: the error of the run.
         """
         if self._thread is None:
-            raise RoleError("nothing was started; call start() or run()")
+            raise RoleError("no run was started; call start() first, or run()")
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return None
@@ -304,8 +307,9 @@ class Experiment:
         return self.summary
 
     def stop(self, may_return: bool = False) -> None:
-        """Ask the run to end with a checkpoint, soon; it can be continued later. may_return: whoever asks may do that
-        at once, so workers that others started are to wait for it a while.
+        """Request that the run ends with a checkpoint soon; it can be continued later.
+
+        may_return: True if the caller may continue the run at once, so externally started workers wait for a while.
         """
         self._stop_requested = True
         self._may_return = may_return
@@ -313,14 +317,15 @@ class Experiment:
             self._stage.stop()
 
     def progress(self) -> Progress:
-        """Where the run of this process stands; renders in Jupyter."""
+        """Return the progress of the run in this process; it renders in Jupyter."""
         return self._progress
 
     def metrics(self, role: str | None = None) -> pd.DataFrame:
-        """All numbers so far, a row for each role and step (roles: trainer, explorer, eval, machine); with stages, a
-        column tells which.
+        """Return all metrics so far, with a row per role (trainer, explorer, eval, machine) and step.
+
+        A run with stages has a column `stage`.
         """
-        import pandas as pd  # late: only who looks at a run needs it
+        import pandas as pd
 
         frames = []
         for stage in self._stages():
@@ -329,60 +334,54 @@ class Experiment:
         return pd.concat(frames, ignore_index=True)
 
     def experiences(self, dask: bool = False) -> pd.DataFrame | dd.DataFrame:
-        """Every committed experience of the (last) stage that explores, as pandas or as a lazy Dask frame."""
+        """Return every committed experience of the last exploring stage, as a pandas or a lazy Dask frame."""
         import pandas as pd
 
         exploring = [stage for stage in self._stages() if stage.config.algorithm.schema_type == "experience"]
         if not exploring:
-            raise DataError("no stage of this run explores, so it has no experiences")
+            raise DataError(f"{self.url} has no experiences: none of its stages explores")
         experiences = exploring[-1].log
         shards = experiences.shards()
         if dask:
             import dask.dataframe as dd
 
-            # Dask wants the columns before it reads anything.
+            # Dask needs the columns before it reads data.
             meta = experiences.read(shards[0]).slice(0, 0).to_pandas() if shards else pd.DataFrame()
             return dd.from_map(lambda name: experiences.read(name).to_pandas(), shards, meta=meta)
         frames = [experiences.read(name).to_pandas() for name in shards]
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
     def sql(self, query: str) -> pd.DataFrame:
-        """What `query` gives over the tables of the run (docs/lineage.md); needs the extra `sql`."""
-        from rftdask.reports.lineage.sql import query as run_query  # late: only who looks at a run needs it
-        from rftdask.reports.lineage.sql import warn_of
-        from rftdask.reports.lineage.tables import RunTables
-
+        """Return the result of a SQL query over the tables of the run (docs/lineage.md); needs the extra `sql`."""
         tables = RunTables(self.url)
-        found = run_query(tables, query)
+        result = run_query(tables, query)
         warn_of(tables.problems)
-        return found.to_pandas()
+        return result.to_pandas()
 
     def trace(self, uid: str) -> Trace:
-        """The life of one experience; print it. Raises: DataError: there is none of that uid."""
-        from rftdask.reports.lineage.trace import trace
-
+        """Return the history of one experience, which can be printed. Raises: DataError: unknown uid."""
         return trace(self.url, uid)
 
     def plot(self) -> Figure:
-        """The curves of the run."""
+        """Plot the curves of the run."""
         from rftdask.reports.charts import plot_metrics
 
         return plot_metrics([(stage.name, stage.metrics) for stage in self._stages()])
 
     def report(self) -> str:
-        """Write `report.html` from the files of the run; its URL."""
+        """Write `report.html` from the files of the run, and return its URL."""
         return report_run(self.url)
 
     def model_path(self) -> str:
-        """The trained model of the last stage, as a Hugging Face folder. Raises: DataError: there is none (yet)."""
+        """Return the Hugging Face folder with the trained model of the last stage. Raises: DataError: none yet."""
         return _trained_model(self._stages()[-1].storage)
 
     def push_to_hub(self, repo: str, *, step: int | None = None, private: bool = True, merge_lora: bool = True) -> str:
-        """Upload the model to the Hugging Face Hub as "owner/name", with a model card; the page's URL.
+        """Upload the model to the Hugging Face Hub as "owner/name", with a model card. Returns: the URL of its page.
 
-        step: of the checkpoint; None: the newest. Raises: UserError: the Hub refuses; DataError: there is no model yet.
+        step: checkpoint step. None: the newest. Raises: UserError: the Hub refuses; DataError: no model yet.
         """
-        from rftdask.driver.hub_push import push  # late: who uploads nothing needs no client of the Hub
+        from rftdask.driver.hub_push import push
 
         return push(self.url, repo, step=step, private=private, merge_lora=merge_lora)
 
@@ -392,7 +391,7 @@ class Experiment:
 
 @contextlib.contextmanager
 def _stopping_on_interrupt(experiment: Experiment, view: ProgressView) -> Iterator[None]:
-    """The first Ctrl-C asks the run to end with a checkpoint, the second one ends it at once."""
+    """Handle Ctrl-C: the first ends the run with a checkpoint, the second ends it at once."""
     interrupted = False
 
     def on_interrupt(*_: object) -> None:
@@ -401,11 +400,11 @@ def _stopping_on_interrupt(experiment: Experiment, view: ProgressView) -> Iterat
             raise KeyboardInterrupt
         interrupted = True
         view.note("stopping: the trainer writes a checkpoint first (press Ctrl-C again to end at once)")
-        # Ctrl-C itself says nothing of a return; what an earlier `stop` said of it stays.
+        # Keeps the `may_return` of an earlier `stop`.
         experiment.stop(experiment._may_return)
 
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's
+        yield  # only the main thread can handle signals
         return
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:
@@ -415,13 +414,13 @@ def _stopping_on_interrupt(experiment: Experiment, view: ProgressView) -> Iterat
 
 
 @dataclasses.dataclass
-class _Watcher:
-    """What happens beside a stage as it tells its events: the view, the tracker, the logs."""
+class StageObserver:
+    """Feeds the progress view, the tracker and the logs from the events of a stage."""
 
     experiment: Experiment
     config: Config
     number: int
-    """Of the stage, from 0."""
+    """Index of the stage, from 0."""
     num_stages: int
     storage: Storage
     cluster: Cluster
@@ -432,21 +431,20 @@ class _Watcher:
         config, storage = self.config, self.storage
         self._began = self._fed = time.monotonic()
         self._first: tuple[int, float] | None = None
-        """The step before the first one that was told, and when that one began."""
+        """Step before the first reported one, and the time at which the first one began."""
         self._role = "trainer" if config.mode in ("both", "train") else "explorer"
-        """The role whose steps are the stage's."""
+        """Role whose steps count as steps of the stage."""
         self._rows: dict[str, list[Mapping[str, float]]] = {"trainer": [], "explorer": []}
-        """Metrics of the first and the last steps of each role."""
-        self._ends_soon = False
-        """Whether what the report is written with has been imported."""
+        """Metrics of the first and last steps of each role."""
+        self._report_imported = False
         self._warned: set[str] = set()
-        """Metrics that a note has warned of."""
+        """Metrics with an active warning."""
         self._logs = LogFolder(storage)
         self.log_folder = str(self._logs.path)
         self._feeds = open_feeds(config, storage)
 
     def show(self, work: StageWork, layout: Layout) -> None:
-        """Show the stage before its first event, and who takes turns on what."""
+        """Show the stage before its first event, and the layout if roles share devices."""
         if layout.colocated:
             self.view.note(layout.describe())
         self.experiment._progress = Progress(
@@ -459,7 +457,7 @@ class _Watcher:
         self.view.update(self.experiment._progress)
 
     def on_event(self, event: Event) -> None:
-        """Take in what a role said. In the thread that runs the stage."""
+        """Process an event of a role. Called in the thread that runs the stage."""
         self.contents.check()
         now = time.monotonic()
         progress = dataclasses.replace(
@@ -476,37 +474,36 @@ class _Watcher:
         if isinstance(event, StepFinished):
             rows = self._rows[event.role]
             rows.append(event.metrics)
-            del rows[WINDOW:-WINDOW]  # of what is between them nothing is told
+            del rows[WINDOW:-WINDOW]  # warnings compare only the first and last steps
             warnings = warn_of_learning(self._rows["trainer"], self._rows["explorer"])
-            for name in warnings.keys() - self._warned:  # once, while it lasts
+            for name in warnings.keys() - self._warned:  # once, while the condition lasts
                 self.view.note(f"warning: {warnings[name]}")
             self._warned = set(warnings)
-        # Only one role's steps move the bar; in mode both that is the trainer, whose end is the run's.
+        # Only steps of one role move the bar. In mode both that is the trainer, whose end is the end of the run.
         if isinstance(event, StepFinished) and event.role == self._role:
             if self._first is None:
                 self._first = (event.step - 1, now - event.metrics.get("step_s", 0.0))
-            # From the first step of this start: a resumed run has made the earlier ones
-            # elsewhere, and loading models is no pace.
+            # Measured from the first step of this start, without earlier starts and the loading of models.
             pace = (now - self._first[1]) / max(1, event.step - self._first[0])
             total = progress.total_steps
             shown: dict[str, Any] = {name: event.metrics[name] for name in _SHOWN if name in event.metrics}
             eta_s = None if total is None else max(0, total - event.step) * pace
             progress = dataclasses.replace(progress, step=event.step, eta_s=eta_s, **shown)
-            if not self._ends_soon and (eta_s is None or eta_s < _REPORT_AHEAD_S):
-                self._ends_soon = True
+            if not self._report_imported and (eta_s is None or eta_s < _REPORT_IMPORT_S):
+                self._report_imported = True
                 import_ahead()
         elif isinstance(event, StepFinished):
             progress = dataclasses.replace(progress, reward=event.metrics.get("reward", progress.reward))
         self.experiment._progress = progress
         self.view.update(progress)
-        if now - self._fed > _FEED_EVERY_S:
+        if now - self._fed > _FEED_INTERVAL_S:
             self._fed = now
             for feed in self._feeds:
                 feed.poll()
         self._logs.poll()
 
     def close(self) -> None:
-        """Feed the tracker what is left, and let go of the logs."""
+        """Send the remaining metrics to the tracker, and close the logs."""
         self.contents.close()
         for feed in self._feeds:
             feed.close()
@@ -514,17 +511,15 @@ class _Watcher:
 
 
 def plan_run(config: Config, stages: list[Config]) -> Layout:
-    """The workers of the run. Raises: UserError: they cannot be had, or this machine lacks memory for them."""
+    """Plan the workers of the run. Raises: UserError: they are not available, or do not fit the memory."""
     layout = plan_cluster(config, stages)
-    check_host(stages, layout, free_host_bytes())
-    check_jobs(stages, layout)
-    # What other machines have is not known here.
+    raise_shortages([*host_shortages(stages, layout, free_host_bytes()), *job_shortages(stages, layout)])
+    # The memory of other machines is not known here.
     memory = gpu_memory() if config.cluster.is_one_machine else None
-    short = [] if memory is None else gpu_shortages(stages, layout, memory)
-    if certain := [each.text for each in short if each.is_certain]:
-        raise UserError("\n".join(certain))
-    for each in short:
-        log.warning("this is an estimate, and the run starts: %s", each.text)
+    shortages = [] if memory is None else gpu_shortages(stages, layout, memory)
+    raise_shortages([shortage for shortage in shortages if shortage.is_certain])
+    for shortage in shortages:
+        log.warning("this is an estimate, and the run starts: %s", shortage.text)
     return layout
 
 
@@ -532,5 +527,5 @@ def _trained_model(storage: Storage) -> str:
     step = newest_valid_checkpoint(storage)
     folder = f"{checkpoint_folder(step)}/{HF_FOLDER}" if step is not None else ""
     if step is None or "config.json" not in storage.list(folder):
-        raise DataError(f"{storage.url} has no trained model yet (trainer.save_hf_checkpoint must not be never)")
+        raise DataError(f"{storage.url} has no trained model yet; trainer.save_hf_checkpoint must not be never")
     return f"{storage.url}/{folder}"

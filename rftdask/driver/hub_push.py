@@ -1,9 +1,12 @@
-"""Push: the model of a run on the Hugging Face Hub, with a card: what it was trained on, how, and what came of it."""
+"""Uploads the model of a run to the Hugging Face Hub, with a card of its data, settings and results."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+
+from huggingface_hub import HfApi, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from rftdask.config import Config
 from rftdask.data.hub import is_model_name
@@ -16,16 +19,13 @@ from rftdask.storage import open_storage
 
 
 def push(run: str, repo: str, *, step: int | None = None, private: bool = True, merge_lora: bool = True) -> str:
-    """Write a checkpoint as a Hugging Face folder, add its card, and upload both in one commit; the page's URL.
+    """Write a checkpoint as a Hugging Face folder with a card, and upload it in one commit. Returns: URL of its page.
 
-    The Hub and the token are those of huggingface_hub: HF_ENDPOINT, HF_TOKEN or `hf auth login`.
-    Raises: UserError: no such name, or the Hub refuses; DataError: there is no such run or checkpoint.
+    huggingface_hub chooses the Hub and the token: HF_ENDPOINT, HF_TOKEN or `hf auth login`.
+    Raises: UserError: `repo` is not a valid name, or the Hub refuses; DataError: no such run or checkpoint.
     """
     if not is_model_name(repo):
-        raise UserError(f"{repo}: a model of the Hub is named OWNER/NAME")
-    from huggingface_hub import HfApi  # late: 0.2 s, and asked for by this alone
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
-
+        raise UserError(f"{repo}: not a model name of the Hub; use OWNER/NAME")
     storage, stages = open_storage(run), open_stages(run)
     config = read_run_config(storage)
     summary = summarize(config, storage.url, stages, status=read_end(storage) or "as found")
@@ -35,28 +35,28 @@ def push(run: str, repo: str, *, step: int | None = None, private: bool = True, 
         api = HfApi()
         try:
             api.create_repo(repo, private=private, exist_ok=True)
-            said = f"step {done.step} of {config.name}"
-            found = api.upload_folder(repo_id=repo, folder_path=done.folder, commit_message=said)
+            message = f"step {done.step} of {config.name}"
+            commit = api.upload_folder(repo_id=repo, folder_path=done.folder, commit_message=message)
         except (HfHubHTTPError, LocalTokenNotFoundError) as error:
-            raise UserError(f"{api.endpoint} does not take {repo}: {str(error).splitlines()[0]}") from error
-    return str(found.repo_url)
+            raise UserError(f"{api.endpoint} rejects {repo}: {str(error).splitlines()[0]}") from error
+    return str(commit.repo_url)
 
 
 def model_card(config: Config, summary: RunSummary, step: int) -> str:
-    """README.md of a model: its base, data, algorithm, settings and results, and how to train it again."""
-    from huggingface_hub import ModelCardData  # late, as above
-
+    """Return the README.md of a model: its base, data, algorithm, settings and results."""
     stages = config.stage_configs()
     last = stages[-1]
     base = stages[0].model.model_path
-    sets = [taskset for stage in stages for taskset in stage.buffer.explorer_input.train_tasksets]
-    rows = [
-        stage.buffer.trainer_input.experience_buffer for stage in stages if stage.algorithm.schema_type != "experience"
+    all_paths = [taskset.path for stage in stages for taskset in stage.buffer.explorer_input.train_tasksets]
+    all_paths += [
+        stage.buffer.trainer_input.experience_buffer.path or ""
+        for stage in stages
+        if stage.algorithm.schema_type != "experience"
     ]
-    paths = list(dict.fromkeys([*(each.path for each in sets), *(each.path for each in rows if each.path)]))
+    paths = list(dict.fromkeys(filter(None, all_paths)))
     data = ModelCardData(
         library_name="transformers",
-        # Folders of this machine say nothing elsewhere.
+        # Local folders mean nothing to other users.
         base_model=base if is_model_name(base) and not Path(base).exists() else None,
         datasets=[path for path in paths if is_model_name(path) and not Path(path).exists()] or None,
         tags=["rftdask", *dict.fromkeys(stage.algorithm.algorithm_type for stage in stages)],

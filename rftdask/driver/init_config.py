@@ -1,5 +1,5 @@
-"""First steps: the files that come with the package, the schema by which editors complete a configuration, and a first
-configuration of one's own, written from a few answers.
+"""Bundled files, the JSON Schema with which editors complete a configuration, and a first configuration from a few
+answers.
 """
 
 from __future__ import annotations
@@ -13,27 +13,25 @@ import textwrap
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rftdask.cluster.slurm import Capacity, hours
 from rftdask.config import Config, load_config
 from rftdask.config.base import Section
 from rftdask.errors import DataError, UserError
 
-if TYPE_CHECKING:  # it loads Dask
-    from rftdask.cluster.slurm import Capacity
-
 SCHEMA_FILE = "rftdask.schema.json"
 GSM8K = "openai/gsm8k"
-"""Tasks for who has none yet: 7,473 questions of school mathematics."""
+"""Default tasks: 7,473 questions of school mathematics."""
 _QUESTIONS = ("question", "prompt", "problem", "instruction", "query", "input")
 _ANSWERS = ("answer", "response", "solution", "target", "output", "completion", "label")
-"""Names of columns as data sets have them, in any case, the likeliest first."""
+"""Usual column names of datasets, in any letter case, the most likely first."""
 
 
 def bundled() -> dict[str, Path]:
-    """Files that come with the package, by name: "config/sft.yaml", "examples/quickstart.py", "notebooks/..."."""
+    """Return the bundled files by name: "config/sft.yaml", "examples/quickstart.py", "notebooks/..."."""
     package = Path(__file__).parent.parent
-    # In a wheel they are beside the code; in a checkout at its top.
+    # In a wheel they are in the package; in a checkout at its top.
     top = package / "bundled" if (package / "bundled").exists() else package.parent
     return {
         str(path.relative_to(top)): path
@@ -44,35 +42,39 @@ def bundled() -> dict[str, Path]:
 
 
 def describe(path: Path) -> str:
-    """What a bundled file says of itself in its first sentence."""
+    """Return the first sentence of a bundled file."""
     if path.suffix == ".ipynb":
         cells = json.loads(path.read_text())["cells"]
         return "".join(cells[0]["source"]).splitlines()[0].lstrip("# ") if cells else ""
     if path.suffix == ".py":
         return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0].replace("\n", " ")
-    said = (line.lstrip("#/ ") for line in path.read_text().splitlines() if line.startswith(("# ", "// ")))
-    return next((line for line in said if "$schema" not in line), "")
+    comments = (line.lstrip("#/ ") for line in path.read_text().splitlines() if line.startswith(("# ", "// ")))
+    return next((line for line in comments if "$schema" not in line), "")
 
 
 def copy_bundled(name: str, folder: Path) -> list[Path]:
-    """Copy into `folder` a bundled file, by its name or its last part; with only the stem all files of that name in one
-    folder; by the name of a folder all that is in it. Raises: UserError: no such file, or it is there already.
+    """Copy bundled files into `folder`, and return the copies.
+
+    name: name of a file or its last part; a stem, for all files of that stem in one folder; or a folder. Raises:
+    UserError: `name` matches no file or several folders, or a target exists.
     """
     files = bundled()
-    found = [key for key in files if name in (key, Path(key).name, Path(key).stem, str(Path(key).with_suffix("")))]
-    tops = {Path(key).parent for key in found}
-    if not found:
-        folders = {folder for key in files for folder in Path(key).parents if folder.name}  # but for "."
+    matches = [key for key in files if name in (key, Path(key).name, Path(key).stem, str(Path(key).with_suffix("")))]
+    tops = {Path(key).parent for key in matches}
+    if not matches:
+        folders = {folder for key in files for folder in Path(key).parents if folder.name}  # except "."
         tops = {folder for folder in folders if name in (str(folder), folder.name)}
-        found = [key for key in files if tops & set(Path(key).parents)]
+        matches = [key for key in files if tops & set(Path(key).parents)]
+    if not matches:
+        raise UserError(f"no bundled file matches {name!r}; use one of: {', '.join(files)}")
     if len(tops) != 1:
-        raise UserError(f"there is no one file {name!r}; there are: {', '.join(found or files)}")
+        raise UserError(f"{name!r} matches several files: {', '.join(matches)}; use a longer name")
     [top] = tops
-    targets = [folder / Path(key).relative_to(top) for key in found]
+    targets = [folder / Path(key).relative_to(top) for key in matches]
     for target in targets:
         if target.exists():
-            raise UserError(f"{target} is there already; name another folder, or remove it")
-    for key, target in zip(found, targets, strict=True):
+            raise UserError(f"{target} already exists; name another folder, or remove it")
+    for key, target in zip(matches, targets, strict=True):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(files[key], target)
     return targets
@@ -82,7 +84,7 @@ def copy_bundled(name: str, folder: Path) -> list[Path]:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema of a configuration, each key with its explanation; an interpolation may stand for any value."""
+    """Return the JSON Schema of a configuration, with the explanation of each key. Values may be interpolations."""
     schema: dict[str, Any] = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **Config.model_json_schema(),
@@ -90,30 +92,29 @@ def json_schema() -> dict[str, Any]:
     }
     sections: list[type[Section]] = [Config, *_sections(Section)]
     for section in sections:
-        found = schema if section is Config else schema["$defs"].get(section.__name__)
-        if found is not None and "properties" in found:
-            for key, text in explanations(section).items():
-                if key in found["properties"]:
-                    found["properties"][key]["description"] = text
+        node = schema if section is Config else schema["$defs"].get(section.__name__, {})
+        for key, text in explanations(section).items():
+            if key in node.get("properties", {}):
+                node["properties"][key]["description"] = text
     return {key: _or_interpolated(value) for key, value in schema.items()}
 
 
 def _sections(section: type[Section]) -> list[type[Section]]:
-    return [found for each in section.__subclasses__() for found in (each, *_sections(each))]
+    return [child for subclass in section.__subclasses__() for child in (subclass, *_sections(subclass))]
 
 
 @cache
 def explanations(section: type[Section]) -> dict[str, str]:
-    """The text below each key of a section, and of the sections it extends."""
-    found: dict[str, str] = {}
-    # From the base down, so that a section that gives a key again explains it in its own words.
-    for each in reversed([base for base in section.__mro__ if issubclass(base, Section) and base is not Section]):
-        [tree] = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+    """Return the docstring of each key of a section, including the sections it extends."""
+    texts: dict[str, str] = {}
+    # Bases first, so that a section that redefines a key also replaces its explanation.
+    for base in reversed([base for base in section.__mro__ if issubclass(base, Section) and base is not Section]):
+        [tree] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(tree, ast.ClassDef)
         for key, text in zip(tree.body, tree.body[1:], strict=False):
             if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and isinstance(text, ast.Expr):
-                found[key.target.id] = inspect.cleandoc(ast.literal_eval(text.value))
-    return found
+                texts[key.target.id] = inspect.cleandoc(ast.literal_eval(text.value))
+    return texts
 
 
 def _or_interpolated(node: Any) -> Any:
@@ -121,10 +122,10 @@ def _or_interpolated(node: Any) -> Any:
         return [_or_interpolated(item) for item in node]
     if not isinstance(node, dict):
         return node
-    # A default is a value and no schema, whatever it looks like.
+    # A default is a value, even if it looks like a schema.
     node = {key: value if key == "default" else _or_interpolated(value) for key, value in node.items()}
     if node.get("type") in ("integer", "number", "boolean") or "enum" in node:
-        # What editors show is said of both forms, so it stays outside of the choice between them.
+        # Editors show these texts for both alternatives.
         text = {key: node.pop(key) for key in ("description", "default", "title") if key in node}
         return {**text, "anyOf": [node, {"type": "string", "pattern": r"^\$\{.*\}$"}]}
     return node
@@ -135,27 +136,27 @@ def _or_interpolated(node: Any) -> Any:
 
 @dataclass(frozen=True)
 class FirstConfig:
-    """What `rftdask init` asks for."""
+    """Answers to the questions of `rftdask init`."""
 
     tasks: str
-    """A file of tasks (jsonl, json, csv, parquet), or a data set of the Hub."""
+    """Task file (jsonl, json, csv, parquet), or a dataset on the Hub."""
     model: str
     where: str
     """laptop, gpus or slurm."""
     partition: str = ""
-    """Of slurm."""
+    """Partition of SLURM."""
     node: Capacity | None = None
-    """What a node of the partition has. None: it is not known here."""
+    """Capacity of a node of the partition. None: not known here."""
     name: str = "first"
 
     def render(self) -> str:
-        """The configuration, as YAML with comments. Raises: DataError: the columns of the tasks are not to be seen."""
+        """Return the configuration as YAML with comments. Raises: DataError: the task columns cannot be determined."""
         question, answer, num_rows = _columns(self.tasks)
         small = self.where == "laptop"
         batch_size = min(num_rows, 2 if small else 32)
         lines = [
             f"# yaml-language-server: $schema={SCHEMA_FILE}",
-            "# Written by `rftdask init`. `rftdask validate` explains what it comes to; every key: `rftdask schema`.",
+            "# Written by `rftdask init`. `rftdask validate` prints the plan of the run, `rftdask schema` every key.",
             f"name: {self.name}",
             "checkpoint_root_dir: ./runs            # where runs are kept: a folder, s3://bucket/runs, ...",
             "",
@@ -200,14 +201,12 @@ class FirstConfig:
         return "\n".join(lines) + "\n"
 
     def _jobs(self) -> tuple[str, str]:
-        """(what each job says, what those of a rank and of an engine say beside it)."""
+        """Return the settings of every job, and the additional settings of rank and engine jobs."""
         job, node = f"partition: {json.dumps(self.partition)}", self.node
         if node is None:
             return f'{job}, walltime: "08:00:00"', 'gres: "gpu:1", cpus: 4, memory: 32GB'
-        from rftdask.cluster.slurm import hours  # late: it loads Dask
-
         short = hours(node.time_limit) < 8
-        # The part of a node that goes with a GPU, but for what the controller takes beside it.
+        # The share of a node per GPU, minus what the controller needs.
         share = max(1, node.gpus)
         cpus, memory = max(1, min(4, node.cpus // share - 1)), min(32000, node.memory_mb * 3 // 4 // share)
         gpu = 'gres: "gpu:1", ' * bool(node.gpus)
@@ -217,12 +216,12 @@ class FirstConfig:
         )
 
     def write(self, path: Path) -> Config:
-        """Write the file and the schema beside it; the configuration as loaded.
+        """Write the file, and next to it the schema. Returns: the loaded configuration.
 
-        Raises: UserError: the file is there already; ConfigError: what was given makes no configuration.
+        Raises: UserError: the file exists; ConfigError: the answers do not make a valid configuration.
         """
         if path.exists():
-            raise UserError(f"{path} is there already; name another one, or remove it")
+            raise UserError(f"{path} already exists; name another file, or remove it")
         text = self.render()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -230,20 +229,20 @@ class FirstConfig:
         return load_config(str(path))
 
     def next_commands(self, path: Path) -> list[tuple[str, str]]:
-        """(what it does, command), in the order to type them."""
+        """Return (purpose, command) in the order to type them."""
         start = "submit" if self.where == "slurm" else "run"
         return [
-            ("what it comes to, and whether data, model and reward work", f"rftdask validate --data {path}"),
-            ("start it; the same command continues it", f"rftdask {start} {path}"),
-            ("where it stands", f"rftdask status runs/rftdask/{self.name}"),
+            ("print the plan, and check data, model and reward", f"rftdask validate --data {path}"),
+            ("start the run; the same command continues it", f"rftdask {start} {path}"),
+            ("print its progress", f"rftdask status runs/rftdask/{self.name}"),
         ]
 
 
 def _columns(tasks: str) -> tuple[str, str, int]:
-    """The columns with the question and the answer, by their names in the first row, and the number of rows."""
+    """Return the columns of question and answer, by their names in the first row, and the number of rows."""
     path = Path(tasks)
     if path.suffix not in (".jsonl", ".json", ".csv") or not path.is_file():
-        return "question", "answer", 32  # told by `rftdask validate --data` if they are not there
+        return "question", "answer", 32  # `rftdask validate --data` checks these columns
     try:
         text = path.read_text(encoding="utf-8")
         rows: list[Any]
@@ -253,13 +252,13 @@ def _columns(tasks: str) -> tuple[str, str, int]:
             rows = text.splitlines() if path.suffix == ".jsonl" else json.loads(text)
             keys = list(json.loads(rows[0]) if path.suffix == ".jsonl" else rows[0])
     except (ValueError, LookupError, TypeError, csv.Error) as error:
-        what = "line has no columns" if path.suffix == ".csv" else "row is no JSON object"
-        raise DataError(f"{tasks}: its first {what}: {error}") from error
+        problem = "line has no columns" if path.suffix == ".csv" else "row is not a JSON object"
+        raise DataError(f"{tasks}: the first {problem}: {error}") from error
     question = next((key for name in _QUESTIONS for key in keys if key.lower() == name), None)
     answer = next((key for name in _ANSWERS for key in keys if key.lower() == name), None)
     if question is None or answer is None:
         raise DataError(
-            f"{tasks} has the columns {', '.join(keys)}, and it takes one of {', '.join(_QUESTIONS)} and one of "
-            f"{', '.join(_ANSWERS)}; rename two of them, or name them in a copy of config/gsm8k.yaml (rftdask examples)"
+            f"{tasks} has the columns {', '.join(keys)}, but needs one of {', '.join(_QUESTIONS)} and one of "
+            f"{', '.join(_ANSWERS)}; rename two columns, or name them in a copy of config/gsm8k.yaml (rftdask examples)"
         )
     return question, answer, len(rows)

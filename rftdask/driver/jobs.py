@@ -1,6 +1,7 @@
-"""Jobs: a run on a batch system as its user sees it from elsewhere: its jobs, why it ended, its logs, its end.
+"""Jobs of a run seen from another process: their states, why the run ended, its logs, and how to end it.
 
-Reads storage and the batch system and nothing else, so it tells the same of a run that lives, waits or is dead.
+The module reads only storage and the batch system, so it works for active, waiting and dead runs. Its late imports load
+Dask, which a run without jobs does not need.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from time import sleep
 from typing import TYPE_CHECKING
 
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JOB_PREFIX, read_jobs
+from rftdask.cluster.secrets_folder import PrivateFolder
 from rftdask.config import Config, load_config
 from rftdask.errors import DataError, NotFoundError, UserError, WaitTimeout
 from rftdask.monitor.logs import COPY_EVERY_S
@@ -29,40 +31,38 @@ if TYPE_CHECKING:  # they load Dask
     from distributed import Client
 
 
-_LOOK_S = 1.0
+_POLL_INTERVAL_S = 1.0
 
 
 def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
     """End a run with a checkpoint, wherever it runs, and wait for its end. Idempotent.
 
-    Raises: DataError: there is no run; WaitTimeout: it did not end in time, and its jobs were cancelled; UserError: it
-    runs on another machine without a batch system.
+    Raises: DataError: no run; WaitTimeout: it did not end in time, and its jobs were cancelled; UserError: it runs on
+    another machine without a batch system.
     """
-    from rftdask.cluster.secrets_folder import PrivateFolder  # late: it loads Dask
-
     storage = open_storage(url)
     records = read_jobs(storage)
     drivers = [job for job in records if job.role in DRIVER_ROLES]
     if not drivers:
-        read_run(storage)  # raises where there is no run
+        read_run(storage)  # raises DataError without a run
         processes = processes_of(storage)
         if not processes:
-            say(f"nobody works on {storage.url}")
+            say(f"no process works on {storage.url}")
         for host, pid in processes:
             if host != gethostname():
-                raise UserError(f"{storage.url} is worked on by process {pid} on {host}; press Ctrl-C there")
+                raise UserError(f"process {pid} on {host} works on {storage.url}; press Ctrl-C there")
             say(f"process {pid} writes a checkpoint and ends")
             with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGINT)
-        if not wait_for(lambda: not processes_of(storage), deadline_s, _LOOK_S):
-            told = ", ".join(str(pid) for _, pid in sorted(processes_of(storage)))
-            raise WaitTimeout(f"{storage.url} had not ended after {deadline_s:.0f} s: process {told} still runs")
+        if not wait_for(lambda: not processes_of(storage), deadline_s, _POLL_INTERVAL_S):
+            pids = ", ".join(str(pid) for _, pid in sorted(processes_of(storage)))
+            raise WaitTimeout(f"{storage.url} had not ended after {deadline_s:.0f} s: process {pids} still runs")
         return
-    folder = PrivateFolder.base_of(_config_of(storage), storage)
-    # Before anybody asks which jobs run: one that starts in between must find it.
-    (folder.path / CANCELLED_FILE).touch(mode=0o600)  # a driver that is about to start looks for it
-    from rftdask.cluster.jobqueue import states_of  # late: it loads Dask
+    from rftdask.cluster.jobqueue import states_of
 
+    folder = PrivateFolder.base_of(_config_of(storage), storage)
+    # Created before the jobs are listed, so that a driver which starts in between finds it and ends.
+    (folder.path / CANCELLED_FILE).touch(mode=0o600)
     alive, by_file = states_of(drivers), False
     for job in drivers:
         state = alive.get(job.job_id)
@@ -74,15 +74,15 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
             system_of(job).cancel(job.job_id)
 
     def has_ended() -> bool:
-        left = states_of(drivers)
-        # Without a signal: the trainer of the stage that runs looks for a file.
+        active = states_of(drivers)
+        # Without a signal, the trainer of the active stage polls for this file.
         for stage in folders_of(storage).values() if by_file else ():
-            if left and lease_holder(stage, "trainer") is not None:
+            if active and lease_holder(stage, "trainer") is not None:
                 stage.put(STOP_FILE, b"stop\n")
-        return not left
+        return not active
 
-    in_time = wait_for(has_ended, deadline_s, _LOOK_S)
-    # Its workers, if it could not cancel them itself.
+    in_time = wait_for(has_ended, deadline_s, _POLL_INTERVAL_S)
+    # Also the workers, in case the driver could not cancel them.
     for job in (*drivers, *(job for job in read_jobs(storage) if job.role not in DRIVER_ROLES)):
         system_of(job).cancel(job.job_id)
     if not in_time:
@@ -90,95 +90,95 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
 
 
 def read_logs(url: str, role: str, num_lines: int) -> Iterator[tuple[str, list[str]]]:
-    """Name and last lines of each log of a run and its stages whose name begins with `role`; "" is all of them.
+    """Yield name and last lines of each log of a run and its stages whose name begins with `role`. "": all logs.
 
-    Raises: DataError: there is none.
+    Raises: DataError: no such log.
     """
     with _log_folders(url) as folders:
         files = _log_files(folders, role)
         if not files:
             names = (path.name.removeprefix(JOB_PREFIX) for path in _log_files(folders, "").values())
-            there = {name.split("-")[0].split(".")[0] for name in names}
-            if not there:
-                read_run(open_storage(url))  # raises where there is no run
-                raise DataError(f"{url} has no logs yet")
-            raise DataError(f"{url} has no log of {role!r}; there are: {', '.join(sorted(there))}")
+            roles = {name.split("-")[0].split(".")[0] for name in names}
+            if not roles:
+                read_run(open_storage(url))  # raises DataError without a run
+                raise DataError(f"{url} has no logs yet; try again when a role has started")
+            raise DataError(f"{url} has no log of {role!r}; choose one of: {', '.join(sorted(roles))}")
         for name, path in files.items():
             with path.open(encoding="utf-8", errors="replace") as lines:
                 yield name, [line.rstrip("\n") for line in deque(lines, num_lines)]
 
 
-def follow_logs(url: str, role: str, num_lines: int, look_s: float | None = None) -> Iterator[tuple[str, list[str]]]:
-    """Yield what `read_logs` does, then the lines that come, also of new logs; ends when nobody asks for more.
+def follow_logs(url: str, role: str, num_lines: int, poll_s: float | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Yield the same as `read_logs`, then new lines forever, also of new logs.
 
-    look_s: between two looks; None: as often as it costs little.
+    poll_s: seconds between polls. None: 1 s, or the copy interval of remote logs.
     """
     read, last = dict[str, int](), num_lines
-    # Remote logs are copied that often; looking more often would fetch the same again.
-    usual_s = COPY_EVERY_S if "://" in open_storage(url).url else _LOOK_S
+    # Polling more often than remote logs are copied would fetch the same lines again.
+    if poll_s is None:
+        poll_s = COPY_EVERY_S if "://" in open_storage(url).url else _POLL_INTERVAL_S
     while True:
         with _log_folders(url) as folders:
             for name, path in _log_files(folders, role).items():
                 if path.stat().st_size < read.get(name, 0):
-                    read[name] = 0  # it was set aside, and this is a new one
-                # By bytes: a place in a file of characters is no number that can be kept.
+                    read[name] = 0  # the log was rotated, and this file is new
+                # Read as bytes, since positions in a text file are opaque.
                 with path.open("rb") as file:
                     file.seek(read.get(name, 0))
                     whole, newline, _ = file.read().rpartition(b"\n")
-                if newline:  # a line that is still being written waits for the next look
+                if newline:  # an incomplete line waits for the next poll
                     read[name] = read.get(name, 0) + len(whole) + 1
                     yield name, whole.decode(errors="replace").split("\n")[-last:]
-        last = 0  # from now on all that comes: [-0:] is everything
-        sleep(usual_s if look_s is None else look_s)
+        last = 0  # from now on all lines: [-0:] is the whole list
+        sleep(poll_s)
 
 
 @contextlib.contextmanager
 def _log_folders(url: str) -> Iterator[list[tuple[str, Path]]]:
-    """(stage, where it logs): a run, "", and its stages; a copy for as long as the context, if remote."""
-    from rftdask.cluster.jobqueue import log_folder  # late: it loads Dask
-    from rftdask.cluster.secrets_folder import PrivateFolder
-
+    """Yield (stage, log folder) of a run, whose stage is "", and of its stages; temporary local copies if remote."""
     storage = open_storage(url)
-    found = list[tuple[str, Path]]()
+    folders = list[tuple[str, Path]]()
     with contextlib.ExitStack() as stack:
         for stage, folder in folders_of(storage).items():
-            with contextlib.suppress(NotFoundError):  # it has not logged
-                found.append((stage, stack.enter_context(folder.local_copy("log"))))
-        if "://" in storage.url:  # jobs of a batch system log beside their keys
-            found.append(("", log_folder(storage, PrivateFolder.base_of(_config_of(storage), storage))))
-        yield found
+            with contextlib.suppress(NotFoundError):  # no logs yet
+                folders.append((stage, stack.enter_context(folder.local_copy("log"))))
+        if "://" in storage.url:  # batch jobs write their logs to the private folder
+            from rftdask.cluster.jobqueue import log_folder
+
+            folders.append(("", log_folder(storage, PrivateFolder.base_of(_config_of(storage), storage))))
+        yield folders
 
 
 def _log_files(folders: Sequence[tuple[str, Path]], role: str) -> dict[str, Path]:
-    """Logs by name: "driver.log", "grpo/trainer-0-12.log" of a stage; on remote storage each start has a folder."""
-    # Of LSF .out and .err; PBS and Grid Engine name a log by its job alone: rftdask-controller-demo.o12.
-    forms = (f"{role}*.log", f"{role}*.out", f"{role}*.err", f"{JOB_PREFIX}{role}*-*.[oe][0-9]*")
-    found = [
-        (stage, folder, path) for stage, folder in folders for form in forms for path in sorted(folder.rglob(form))
-    ]
-    return {f"{stage}/{path.relative_to(folder)}".lstrip("/"): path for stage, folder, path in found}
+    """Return logs by name, such as "driver.log" or, of a stage, "grpo/trainer-0-12.log"."""
+    # LSF writes .out and .err; PBS and Grid Engine name a log by its job: rftdask-controller-demo.o12.
+    patterns = (f"{role}*.log", f"{role}*.out", f"{role}*.err", f"{JOB_PREFIX}{role}*-*.[oe][0-9]*")
+    return {
+        f"{stage}/{path.relative_to(folder)}".lstrip("/"): path
+        for stage, folder in folders
+        for pattern in patterns
+        for path in sorted(folder.rglob(pattern))
+    }
 
 
 def connect(url: str, timeout_s: float = 30.0) -> Client:
-    """Connect a distributed.Client to the run's scheduler, for a notebook on a machine that reaches it.
+    """Connect a distributed.Client to the run's scheduler, from a machine that can reach it.
 
-    Raises: UserError: the run has no cluster now, or its keys are another user's; WaitTimeout: it does not answer.
+    Raises: UserError: the run has no cluster now, or its keys belong to another user; WaitTimeout: no answer.
     """
-    from distributed import Client  # late: the other commands load no Dask
-
-    from rftdask.cluster.secrets_folder import PrivateFolder  # late: it loads Dask
+    from distributed import Client
 
     storage = open_storage(url)
     folder = PrivateFolder.of(_config_of(storage), storage)
     address = folder.read_address()
     if address is None:
-        raise UserError(f"{storage.url} has no scheduler now; rftdask status {storage.url} tells where it stands")
+        raise UserError(f"{storage.url} has no scheduler now; see rftdask status {storage.url}")
     try:
         return Client(
             address,
             security=folder.security() if address.startswith("tls") else None,
             timeout=timeout_s,
-            # A notebook may have a client of its own, whose place this one must not take.
+            # A notebook may have its own default client.
             set_as_default=False,
         )
     except OSError as error:
@@ -188,7 +188,7 @@ def connect(url: str, timeout_s: float = 30.0) -> Client:
 def _config_of(storage: Storage) -> Config:
     if storage.exists(RUN_FILE):
         return read_run_config(storage)
-    # It was submitted and has not started: only a run that keeps its private folder with it can be found then.
+    # The run was submitted and has not started; it can be found only if its private folder is in the run folder.
     submitted = Path(storage.url).absolute() / "control" / "private" / CONFIG_FILE
     if not submitted.exists():
         read_run(storage)

@@ -1,6 +1,7 @@
-"""Checks of what a config points to: data, models, plug-ins, storage. Everything is looked at before anything starts.
+"""Checks everything that a config refers to before a run starts: data, models, plug-ins, storage.
 
-Raises UserErrors that say what, where and what to do; changes nothing but a probe file that it removes again.
+The checks raise UserErrors with the problem, its key and a remedy. They change nothing, except for a probe file that
+they remove again.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from rftdask.data.task import Task
 from rftdask.data.task_pipeline import check_pipeline, standing_in
 from rftdask.data.tasksets import Taskset
 from rftdask.data.tokenizer import load_tokenizer
+from rftdask.engines.spec import remote_models
 from rftdask.errors import ConfigError, DataError, NotInstalledError, StorageError, UserError, lacks_training
 from rftdask.models.model_shape import check_folder
 from rftdask.models.tinker_service import require_key
 from rftdask.processes.zygote import TORCH, call
-from rftdask.rollouts.policy.remote import check_service
+from rftdask.rollouts.policy.remote_model import check_service
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.sandbox.bubblewrap import check_bubblewrap
 from rftdask.rollouts.try_workflow import trial_problems
@@ -49,46 +51,44 @@ log = logging.getLogger(__name__)
 
 _PROBE = "control/probe"
 _CHECKPOINT_FACTOR = 4
-"""Weights, two AdamW moments and published weights, in sizes of the model."""
+"""Size of weights, two AdamW moments and published weights, as a multiple of the model's size."""
 _SPARE_BYTES = 64 << 20
-
-
-_ROWS_READ_AHEAD = 100
-"""Rows of a dataset that are looked at before anything starts."""
+_NUM_CHECKED_ROWS = 100
+"""Rows of a supervised dataset that are checked."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a stage reads, as far as its checks found it."""
+    """Inputs of a stage that its checks have read."""
 
     sizes: dict[str, int] = field(default_factory=dict)
-    """Rows by the name of the taskset; of a supervised dataset as "dataset"."""
+    """Number of rows by taskset name; a supervised dataset is "dataset"."""
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """Content hashes by the same names, with "eval/" before what only evaluates."""
+    """Content hashes by the same names, with the prefix "eval/" for evaluation data."""
     modules: set[str] = field(default_factory=set)
-    """Names of those that have the workflows and rewards."""
+    """Names of the modules of workflows and rewards."""
 
 
 def check_inputs(stages: list[Config], *, elsewhere: bool = False, tried: bool = False) -> list[Inputs]:
-    """Check all stages of a run; for each, what it reads.
+    """Check all stages of a run, and return the inputs of each.
 
-    elsewhere: the run will be on other machines, which may have what is not installed on this one: it is said to be
-    unchecked, and is checked where the run starts.
-    tried: workflows, rewards and algorithms of the same code have been, here, and are not again.
-    Raises: ConfigError with all problems of the data at once; UserError for storage.
+    elsewhere: True if the run uses other machines. Packages missing on this machine then only log a warning, and are
+    checked where the run starts.
+    tried: True if workflows, rewards and algorithms of the same code have already been tried here.
+    Raises: ConfigError: lists all problems of the data; UserError: a problem of the storage.
     """
     problems: list[str] = []
     unchecked: list[str] | None = [] if elsewhere else None
     for stage in stages:
         with _noted(problems, unchecked):
             check_pipeline(stage)
-    # Until a pipeline has made a dataset, its rows are checked as they go in.
-    with standing_in(stages) as read:
-        found = _check_inputs(read, problems, unchecked, tried=tried)
-    for stage, now, inputs in zip(stages, read, found, strict=True):
-        if stage is not now and (dataset := stage.pipeline_dataset) is not None:
+    # Until a task pipeline has made its dataset, the checks read the rows of its input.
+    with standing_in(stages) as stand_ins:
+        all_inputs = _check_inputs(stand_ins, problems, unchecked, tried=tried)
+    for stage, stand_in, inputs in zip(stages, stand_ins, all_inputs, strict=True):
+        if stage is not stand_in and (dataset := stage.pipeline_dataset) is not None:
             inputs.fingerprints.pop("dataset" if stage.mode == "train" else str(dataset.name), None)
-    return found
+    return all_inputs
 
 
 def _check_inputs(
@@ -102,11 +102,8 @@ def _check_inputs(
     with _noted(problems, unchecked):
         _check_engines(stages)
     with _noted(problems):
-        first = stages[0]  # later stages train what the one before makes
+        first = stages[0]  # later stages take their model from the stage before
         if first.has_explorer:
-            # Late: it loads Dask, which a fork that checks an algorithm does without.
-            from rftdask.engines.spec import remote_models
-
             for model in remote_models(first).values():
                 name = model.model_path or first.model.external_model.model_name or ""
                 check_service(name, first.model.external_model)
@@ -120,13 +117,13 @@ def _check_inputs(
             if any(stage.reads_videos for stage in stages):
                 check_reads_videos(first.model.model_path)
     _check_auxiliary(stages, problems)
-    # Elsewhere, and meanwhile, since it takes torch, which nothing else needs in this process.
+    # In another process and concurrently, because building an algorithm imports torch.
     with ThreadPoolExecutor(1, "algorithms") as thread:
         algorithms = [] if tried else [thread.submit(call, _check_algorithm, stage, needs=[TORCH]) for stage in stages]
         for stage in stages:
             with _noted(problems, unchecked):
                 _check_staleness(stage)
-        found = [_check_data(stage, problems, unchecked, tried=tried) for stage in stages]
+        all_inputs = [_check_data(stage, problems, unchecked, tried=tried) for stage in stages]
         for checked in algorithms:
             with _noted(problems, unchecked):
                 checked.result()
@@ -140,17 +137,18 @@ def _check_inputs(
                     open_log(open_storage(stage.checkpoint_job_dir), stage).check()
             except StorageError as error:
                 raise UserError(f"buffer.trainer_input.experience_buffer.path: {error}") from error
-    if problems:  # each once: what is wrong with a key's plug-in is found again in the tasksets that use it
-        told = list(dict.fromkeys(problems))
-        raise ConfigError([text for text in told if sum(text in other for other in told) == 1])
+    if problems:  # without repetitions: each taskset that uses a wrong plug-in reports it again
+        texts = list(dict.fromkeys(problems))
+        raise ConfigError([text for text in texts if sum(text in other for other in texts) == 1])
     for text in dict.fromkeys(unchecked or ()):
         log.warning("not checked here, and checked where the run starts: %s", text)
-    return found
+    return all_inputs
 
 
 def _check_auxiliary(stages: list[Config], problems: list[str]) -> None:
-    """The folders of the auxiliary models that explorers or workers of their own load; teachers are looked at with the
-    algorithm.
+    """Check the folders of auxiliary models that explorers or separate workers load.
+
+    `_check_algorithm` checks the teachers that ranks load.
     """
     for stage in stages:
         loaded = (*stage.models_beside, *stage.models_apart)
@@ -162,8 +160,9 @@ def _check_auxiliary(stages: list[Config], problems: list[str]) -> None:
 
 @contextmanager
 def _noted(problems: list[str], unchecked: list[str] | None = None) -> Iterator[None]:
-    """Adds the mistake that the block finds to `problems`, so that the next check still runs. unchecked: takes what is
-    not installed here; None: that is a mistake.
+    """Append the errors of the block to `problems`, so that the next check still runs.
+
+    unchecked: list for packages that are not installed here. None: they are problems too.
     """
     try:
         yield
@@ -178,21 +177,21 @@ def _noted(problems: list[str], unchecked: list[str] | None = None) -> Iterator[
 
 
 def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None, *, tried: bool) -> Inputs:
-    """All datasets, each of which can be read and has workflows and rewards that exist and work."""
+    """Check that all datasets can be read, and that their workflows and rewards exist and work."""
     inputs = Inputs()
     sizes = inputs.sizes
     source, folders = stage.buffer.explorer_input, stage.explorer.plugin_dirs
-    wanted, epochs = stage.buffer.batch_size, stage.buffer.total_epochs
-    # Tasksets one by one, then their workflows, then a dataset to train on, then whether there is enough for a batch.
+    batch_size, epochs = stage.buffer.batch_size, stage.buffer.total_epochs
+    # First tasksets, then their workflows, then a training dataset, and last whether the tasks fill a batch.
     explores = stage.mode in ("both", "explore") and stage.algorithm.schema_type == "experience"
     tasks: list[Task] = []
     with _noted(problems, unchecked):
-        load_plugin_folders(folders)  # first: a file of theirs may be what makes the tasks
+        load_plugin_folders(folders)  # first, because a plug-in may provide the tasks
     for config in (
         *(source.train_tasksets if explores else ()),
         *(source.eval_tasksets if stage.has_explorer else ()),
     ):
-        # Until it can be read; so later checks find every name.
+        # Until it is read, so that later checks find every name.
         sizes[config.name] = 0
         with _noted(problems, unchecked):
             taskset = Taskset(config)
@@ -202,20 +201,20 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None,
             sizes[config.name] = len(taskset)
             kind = "" if config in source.train_tasksets else "eval/"
             inputs.fingerprints[f"{kind}{config.name}"] = taskset.fingerprint
-            load_plugin_folders(folders)  # again: where that failed, nothing of them can be found
+            load_plugin_folders(folders)  # again, to raise instead of reporting missing workflows
             samples = taskset.samples()
             modules = {f"workflow {name}": find_workflow(name).module for name in {task.workflow for task in samples}}
             rewards = {task.reward_fn for task in samples} - {""}
             modules |= {f"reward function {name}": module_of(get_reward(name)) for name in rewards}
             for name in sorted(name for name, module in modules.items() if module == "__main__"):
                 raise UserError(
-                    f"{name} is defined in a script or notebook, where no worker finds it; move it to a module on "
+                    f"{name} is defined in a script or notebook, which workers cannot import; move it to a module on "
                     "PYTHONPATH or in a folder of explorer.plugin_dirs"
                 )
             inputs.modules.update(modules.values())
-            # One row of each workflow and reward is enough to see that they work.
+            # One row per workflow and reward is enough for a trial.
             tasks += samples
-    if not problems and not tried:  # what cannot be found cannot be tried
+    if not problems and not tried:  # trials need all parts
         with _noted(problems, unchecked):
             _try_workflows(stage, tasks, problems, unchecked)
     if stage.algorithm.schema_type != "experience" and stage.mode == "train":
@@ -228,45 +227,47 @@ def _check_data(stage: Config, problems: list[str], unchecked: list[str] | None,
                 inputs.fingerprints["eval/dataset"] = _checked_rows(held_out, stage.algorithm.schema_type).fingerprint
             if stage.buffer.total_steps is None and rows * epochs < needed:
                 raise DataError(
-                    f"dataset {section.path} has {rows} rows, {epochs} epochs of it do not "
-                    f"fill one batch of {needed} (buffer.train_batch_size)"
+                    f"dataset {section.path} has {rows} rows; {epochs} epochs do not fill one batch of {needed}; "
+                    "lower buffer.train_batch_size or raise buffer.total_epochs"
                 )
-    if not explores or problems:  # the sizes of what cannot be read say nothing
+    if not explores or problems:  # sizes of unreadable tasksets are meaningless
         return inputs
-    # A selector that learns draws each step without replacement.
+    # A learning selector draws the tasks of each step without replacement.
     for config in source.train_tasksets:
-        if trait(config.data_selector.selector, "learns") and sizes[config.name] < wanted:
+        if trait(config.data_selector.selector, "learns") and sizes[config.name] < batch_size:
             problems.append(
-                f"buffer.batch_size {wanted} exceeds the {sizes[config.name]} tasks that "
+                f"buffer.batch_size {batch_size} exceeds the {sizes[config.name]} tasks that "
                 f"{config.data_selector.selector_type} chooses from for each step; lower it"
             )
             return inputs
     available = sum(sizes[config.name] for config in source.train_tasksets) * epochs
-    if stage.buffer.total_steps is None and available < wanted:
+    if stage.buffer.total_steps is None and available < batch_size:
         problems.append(
-            f"buffer.batch_size {wanted} exceeds all tasks there are: {available} "
-            f"({epochs} epochs); lower it or raise buffer.total_epochs"
+            f"buffer.batch_size {batch_size} exceeds the {available} tasks of all epochs ({epochs}); lower it or raise "
+            "buffer.total_epochs"
         )
     return inputs
 
 
 def _try_workflows(stage: Config, tasks: list[Task], problems: list[str], unchecked: list[str] | None) -> None:
-    """Run each workflow and reward once, on the first row that names it. Raises: UserError: one cannot be found."""
-    # In a thread: a notebook has an event loop in this one.
+    """Run each workflow and reward once, on the first row that names it. Raises: UserError: one does not exist."""
+    # In a separate thread, because a notebook has an event loop in this one.
     with ThreadPoolExecutor(1, "trial") as thread:
         mistakes, imports, doubts = thread.submit(lambda: asyncio.run(trial_problems(tasks, stage.explorer))).result()
     problems += mistakes
     (problems if unchecked is None else unchecked).extend(imports)
     for text in doubts:
-        log.warning("a rollout that ends like this one is failed, and trains nothing: %s", text)
+        log.warning("a rollout that ends like this one counts as failed and is not trained: %s", text)
 
 
 def _check_algorithm(stage: Config) -> None:
-    """The parts of the algorithm go together, and what it learns from beside rollouts is there."""
-    load_plugin_folders(stage.explorer.plugin_dirs)  # in a process that may not know the user's algorithms
+    """Check that the parts of the algorithm fit together, and that its teachers, critic and demonstrations exist.
+
+    Runs in another process. The late imports load torch, which this module's other checks do not need.
+    """
+    load_plugin_folders(stage.explorer.plugin_dirs)  # this process may not know the user's algorithms
     if stage.data_processor.experience_pipeline.operators:
-        # Late, as below: it needs torch, which reading and checking a config does without.
-        from rftdask.buffer.batches.operator_pipeline import operators_of
+        from rftdask.buffer.batches.operator_pipeline import operators_of  # late: imports torch
 
         at_commit = stage.data_processor.experience_pipeline.stage == "commit"
         for operator in operators_of(stage):
@@ -292,18 +293,18 @@ def _check_algorithm(stage: Config) -> None:
     if algorithm.schema == "sft" and section.format.return_assistant_tokens_mask:
         from rftdask.trainer.rank import build_reader  # late: as above
 
-        build_reader(section, algorithm.schema, stage, load_tokenizer(stage))  # whether the template can do it
+        build_reader(section, algorithm.schema, stage, load_tokenizer(stage))  # checks that the template supports it
     if algorithm.use_teacher and not stage.explorer.auxiliary_models:
         raise UserError("explorer.auxiliary_models: required for the teacher of algorithm.policy_loss_fn")
     for number, model in enumerate(stage.explorer.auxiliary_models if algorithm.use_teacher else ()):
         path, at = model.model_path or "", f"explorer.auxiliary_models[{number}].model_path"
         _check_model_folder(path, at)
         ours, theirs = _size_of(stage.model.model_path, "vocab_size"), _size_of(path, "vocab_size")
-        # It is not known of a model that is not on this machine yet.
+        # None: the model is not on this machine yet.
         if None not in (ours, theirs) and ours != theirs:
             raise DataError(
-                f"{at}: {path} has a vocabulary of {theirs} tokens, the policy "
-                f"{stage.model.model_path} one of {ours}; only a model of the same tokens can score its responses"
+                f"{at}: the vocabulary of {path} has {theirs} tokens, and that of the policy "
+                f"{stage.model.model_path} has {ours}; use a teacher with the same tokens"
             )
     if algorithm.use_critic and stage.model.critic_model_path:
         _check_model_folder(stage.model.critic_model_path, "model.critic_model_path")
@@ -312,13 +313,13 @@ def _check_algorithm(stage: Config) -> None:
 
 
 def _checked_rows(section: ExperienceBufferConfig, schema: str) -> Dataset:
-    """The dataset of a buffer. Raises: DataError: there is none, or its format does not fit its first rows."""
+    """Open the dataset of a buffer. Raises: DataError: it does not exist, or its first rows do not fit its format."""
     path, split = section.path or "", section.split
     dataset = open_dataset(path, split=split, subset_name=section.subset_name, table=section.table)
     try:
         schema, fmt = schema_of(schema, dataset, section.format)
         check_columns(dataset, schema, fmt)
-        for number in range(min(len(dataset), _ROWS_READ_AHEAD) if schema != "cpt" else 0):
+        for number in range(min(len(dataset), _NUM_CHECKED_ROWS) if schema != "cpt" else 0):
             read_examples(schema, number, dataset[number], fmt)
     except DataError as error:
         raise DataError(f"dataset {section.path}: {error}") from error
@@ -331,25 +332,23 @@ def _check_staleness(stage: Config) -> None:
     rules = make_sync_rules(stage)
     if stage.synchronizer.max_staleness < rules.smallest_staleness_bound:
         raise DataError(
-            f"synchronizer.max_staleness {stage.synchronizer.max_staleness} cannot be kept: in style {rules.style}, "
+            f"synchronizer.max_staleness {stage.synchronizer.max_staleness} is too low: in style {rules.style}, "
             f"sync_offset {rules.sync_offset}, intervals {rules.explorer_sync_interval} (explorer) and "
             f"{rules.trainer_sync_interval} (trainer), {rules.experiences_per_step} experiences in an explore step and "
-            f"{rules.train_batch_size} in a batch, tokens get {rules.smallest_staleness_bound} steps old; "
-            "allow that many"
+            f"{rules.train_batch_size} in a batch, tokens get {rules.smallest_staleness_bound} steps old; raise it to "
+            f"{rules.smallest_staleness_bound}"
         )
 
 
 def _check_engines(stages: list[Config]) -> None:
-    """What ranks and engines need beside this package is installed; found without importing it, which takes vLLM ten
-    seconds.
-    """
+    """Check that ranks and engines have their packages, without importing them: vLLM takes ten seconds."""
     if find_spec("torch") is None:
         raise ModuleNotFoundError(name="torch")
     for stage in stages:
         for path, section in stage.explorer.engines() if stage.has_explorer else ():
             package = section.traits.required_package
             if package is not None and find_spec(package) is None:
-                where = " on a machine with a GPU (docs/engines.md says how on a CPU), or use transformers"
+                where = " on a machine with a GPU (for CPUs see docs/engines.md), or use transformers"
                 raise NotInstalledError(
                     f"{path}.engine_type: {package} is not installed; pip install 'rftdask[{package}]'"
                     + where * (not section.traits.is_hosted)
@@ -357,11 +356,11 @@ def _check_engines(stages: list[Config]) -> None:
 
 
 def _check_hosted(stages: list[Config], *, elsewhere: bool) -> None:
-    """Raises: UserError: what a model at a service needs here is not there."""
+    """Check what a model at the Tinker service needs on this machine. Raises: UserError: it is missing."""
     if len(stages) > 1:
         raise UserError(
-            "stages: a later stage begins with the model folder that the one before leaves, and a model at the Tinker "
-            "service leaves none; run one stage"
+            f"stages: {len(stages)} stages need a model folder from each stage, but the Tinker service creates none; "
+            "run one stage"
         )
     path = stages[0].model.model_path
     if is_model_name(path) and not Path(path).exists() and cached_folder(path) is None:
@@ -379,7 +378,7 @@ def _check_model_folder(path: str, key: str) -> None:
                 return require_model(path, key)
             raise DataError(f"{key}: {path!r} does not exist; give a model folder or a name on the Hugging Face hub")
         if not (folder / "config.json").is_file():
-            raise DataError(f"{key}: {path!r} has no config.json, so it is no model folder")
+            raise DataError(f"{key}: {path!r} is not a model folder: it has no config.json; give a model folder")
         if not has_tokenizer(folder):
             raise DataError(
                 f"{key}: {path!r} has no tokenizer; save one there with tokenizer.save_pretrained({path!r})"
@@ -387,51 +386,51 @@ def _check_model_folder(path: str, key: str) -> None:
         if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
             raise DataError(f"{key}: {path!r} has no weights (*.safetensors)")
         for file in folder.iterdir():
-            # Opened here, because a file that may not be read would else be found by a
-            # worker, after the cluster has started.
+            # Opened here; otherwise a worker would find an unreadable file after the cluster has started.
             if file.suffix in MODEL_FILES and file.is_file():
                 file.open("rb").close()
         check_folder(folder)
     except PermissionError as error:
         where = error.filename or folder
         raise DataError(f"{key}: {where} cannot be read: {error.strerror}; check the owner and the mode") from error
-    except (ValueError, TypeError, LookupError, AttributeError) as error:  # all but the first: JSON of another shape
-        raise DataError(f"{key}: {path!r} is no whole model: {error}") from error
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # the last three: unexpected JSON structure
+        raise DataError(f"{key}: {path!r} is not a complete model: {error}") from error
 
 
 def _size_of(path: str, key: str) -> int | None:
-    """What the config.json of a model on this machine says, or means where it leaves out a default of the model's
-    class; 0: such a model has no such size; None: it is not known.
+    """Read a size from the config.json of a model, or the default of the model's class if the file omits it.
+
+    Returns: 0: the model class has no such size. None: not known on this machine.
     """
     file = Path(local_model(path)).expanduser() / "config.json"
     if not file.is_file():
         return None
     try:
         config = parse_object(file.read_bytes())
-        # A model that reads images, too, has the sizes of its language part in a section of their own.
-        said: Any = (config.get("text_config") or config).get(key)
-        if said is None:
+        # Multimodal models have the sizes of their language part in a separate section.
+        size: Any = (config.get("text_config") or config).get(key)
+        if size is None:
             from transformers import AutoConfig  # late: importing transformers takes most of a second
 
-            said = getattr(AutoConfig.from_pretrained(file.parent).get_text_config(), key, 0)
-        return int(said)
+            size = getattr(AutoConfig.from_pretrained(file.parent).get_text_config(), key, 0)
+        return int(size)
     except (OSError, ValueError, TypeError, AttributeError):
-        return None  # of another shape, which its own check tells
+        return None  # `_check_model_folder` reports a malformed file
 
 
 def check_owners(storage: Storage, stage: Config) -> None:
-    """Raises: UserError: several processes would have to agree on a storage where they cannot."""
+    """Check that the storage can lock a run that several processes share. Raises: UserError: it cannot."""
     if storage.has_create_only:
         return
-    # One process needs no lock; two commands on one run, or machines that each may drive, do.
+    # One process needs no lock. Two commands on one run need one, and so do several machines that may drive it.
     apart = stage.algorithm.schema_type == "experience" and stage.mode in ("explore", "train")
     if not apart and stage.cluster.is_one_machine:
-        log.warning("%s cannot keep a second command from this run: start none before this one has ended", storage.url)
+        log.warning("%s cannot lock this run: start no second command before this one has ended", storage.url)
         return
     setup = f"mode {stage.mode}, which shares a run with another command" if apart else f"cluster {stage.cluster.type}"
     raise UserError(
-        f"checkpoint_root_dir: {storage.url} cannot create a file only where there is none (no conditional writes), so "
-        f"two processes could both own a role or write the batch of one step: {setup}, is refused there; use mode both "
+        f"checkpoint_root_dir: {storage.url} has no conditional writes, without which two processes could own the same "
+        f"role or write the same batch. They are required for {setup}; use mode both "
         "on one machine, or a folder on a local or shared file system, s3://, gs:// or abfs://"
     )
 
@@ -441,19 +440,19 @@ def _check_storage(stage: Config) -> Storage:
     try:
         storage = open_storage(url)
         if stage.private:
-            storage.make_private()  # before anything is in it
+            storage.make_private()  # before it has content
         storage.put(_PROBE, b"probe")
         storage.remove(_PROBE)
     except StorageError as error:
         raise UserError(f"checkpoint_root_dir: cannot write to {url}: {error}") from error
     folder, root = Path(stage.model.model_path).expanduser(), Path(storage.url)
-    # Only a folder has a disk that can be full; an object store has no such number.
+    # Object stores do not report free space.
     if root.is_dir():
         weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
         needed, free = weights * _CHECKPOINT_FACTOR + _SPARE_BYTES, shutil.disk_usage(root).free
         if free < needed:
             raise UserError(
-                f"checkpoint_root_dir: {root} has {free / 1e9:.2f} GB free, a checkpoint and its weights need about "
+                f"checkpoint_root_dir: {root} has {free / 1e9:.2f} GB free; a checkpoint and its weights need about "
                 f"{needed / 1e9:.2f} GB; free some space or choose another folder"
             )
     return storage

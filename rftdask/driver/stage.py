@@ -1,8 +1,8 @@
 """Stage: one mode of one run folder, from its first task to its last checkpoint, on a running cluster.
 
-It starts the roles of its mode (trainer gang, explorer, synchronizer), watches them, passes on what they say, and ends
-when they have. Starting and restarting are the same: each role reads the run folder and does what is missing. Every
-failure of a role ends the stage with that role's error.
+A stage starts the roles of its mode (trainer gang, explorer, synchronizer), watches them, forwards their events, and
+ends when they end. Start and restart are the same: each role reads the run folder and does the missing work. A failed
+role ends the stage with the error of that role.
 """
 
 from __future__ import annotations
@@ -42,19 +42,18 @@ from rftdask.trainer.checkpoint import checkpoint_steps, oldest_resume_point
 from rftdask.trainer.gang import TOPIC, Gang, RankSpec
 
 WORKER_DEADLINE_S = 300.0
-_TICK_S = 0.1
-_LOOK_AT_WORKERS_S = 0.5
-_RETENTION_S = 5.0
-"""Between two passes of retention in mode train; where there is an explorer, it has its own time for them."""
+_EVENT_TIMEOUT_S = 0.1
+_WATCH_INTERVAL_S = 0.5
+_RETENTION_INTERVAL_S = 5.0
+"""Seconds between retention passes in mode train. In other modes the explorer schedules them."""
 
 log = logging.getLogger(__name__)
 
 
 def bench_versions(storage: Storage, config: Config) -> tuple[int, ...]:
-    """What mode bench evaluates: the model as it is, then every checkpoint; or only the newest. A model behind an API
-    has one version.
+    """Return the versions that mode bench evaluates: the initial model and every checkpoint, or only the newest.
 
-    Raises: DataError: there is no checkpoint.
+    A model behind an API has only version 0. Raises: DataError: no checkpoint exists.
     """
     if config.is_external:
         return (0,)
@@ -62,7 +61,10 @@ def bench_versions(storage: Storage, config: Config) -> tuple[int, ...]:
     if not config.explorer.bench_on_latest_checkpoint:
         return (0, *steps)
     if not steps:
-        raise DataError(f"{storage.url} has no checkpoint to evaluate (explorer.bench_on_latest_checkpoint)")
+        raise DataError(
+            f"{storage.url} has no checkpoint to evaluate; set explorer.bench_on_latest_checkpoint to false for the "
+            "initial model"
+        )
     return (steps[-1],)
 
 
@@ -82,16 +84,16 @@ class StageRun:
         on_event: Callable[[Event], None],
         log_folder: str | None,
     ) -> None:
-        """on_event: called in the thread of `run` with what the roles say."""
+        """on_event: called in the thread of `run` with the events of the roles."""
         self._config, self._storage = config, storage
         self._cluster, self._client, self._layout = cluster, cluster.client, layout
         self._sizes, self._on_event, self._log_folder = sizes, on_event, log_folder
         self.work = plan_work(config, sizes)
         self._events: queue.Queue[Event] = queue.Queue()
         self._over = threading.Event()
-        """Set when the roles are to end now."""
+        """Set when the roles must end now."""
         self._ended = threading.Event()
-        """Set when the roles have ended, so that compaction stops."""
+        """Set when the roles have ended, to stop compaction."""
         self._stopping = False
         self._trainer_ended: Ended | None = None
         self._explorer: Explorer | None = None
@@ -100,27 +102,27 @@ class StageRun:
         self._actor: DaskFuture[Synchronizer] | None = None
         self._generation = 0
         self._can_scale = True
-        # Threads of Dask's own executor do not outlive this process, so a second Ctrl-C ends it at once.
+        # Threads of Dask's executor do not keep the process alive, so a second Ctrl-C ends it at once.
         self._threads = ThreadPoolExecutor(3, thread_name_prefix="stage")
         self._errors: list[BaseException] = []
-        """Of the roles, in the order in which they failed."""
+        """Errors of the roles, in the order of failure."""
         self._work: dict[str, Future[Any]] = {}
-        """What runs in them, by role, and retention."""
+        """Active threads by role, and "retention"."""
         self._workers: dict[str, str | int] = {}
-        self._watched = self._tidied = 0.0
+        self._watched = self._retained = 0.0
         self._machines = MachineLog(storage)
 
     def run(self) -> Ended:
-        """Start the roles, watch them and pass on what they say, until they have ended; how the trainer ended.
+        """Start the roles, watch them and forward their events until they end. Returns: how the trainer ended.
 
-        Raises: the error of the role that failed first; FencedError: another process has a role, or took one over.
+        Raises: the error of the role that failed first; FencedError: another process owns a role, or took one over.
         """
         roles = roles_of(self._config)
-        # Also of those before one that is refused: the outer `finally` releases them.
+        # The outer `finally` also releases leases taken before one that is refused.
         leases: list[Lease] = []
         try:
             for role in roles:
-                # First of all: who is refused here has not touched the ledger, the stop file or the weights.
+                # First, so that a refused process has not touched the ledger, the stop file or the weights.
                 steps = self.work.explore_steps if self._config.mode == "explore" else None
                 leases.append(Lease(self._storage, lease_role(self._config, role), explore_steps=steps))
             self._cluster.use((*roles, *([AUXILIARY_RESOURCE] * bool(self._config.models_apart))))
@@ -128,8 +130,8 @@ class StageRun:
                 self._check_ledger()
                 self._storage.remove(STOP_FILE)
             if self._stopping:
-                self.stop()  # it was asked to before the file of an earlier stop was removed
-            # Before the roles start, so that not one of their first events is missed. Called in a thread of Dask.
+                self.stop()  # the request came before the removal of the old stop file
+            # Before the roles start, to receive their first events. Dask calls the handler in its own thread.
             self._client.subscribe_topic(TOPIC, lambda message: self._events.put(CODEC.decode(message[1])))
             if "explorer" in roles:
                 self._start_synchronizer()
@@ -141,25 +143,26 @@ class StageRun:
             if "trainer" in roles:
                 self._work["trainer"] = self._threads.submit(self._make_gang().run)
             try:
-                # Until every role of this stage is gone. Retention is in `_work` as well, and ends nothing.
+                # Until every role has ended; `_work` may also contain retention.
                 while self._work.keys() & set(roles):
-                    self._pass_events_on(_TICK_S)
+                    self._forward_events(_EVENT_TIMEOUT_S)
                     self._watch(leases)
                     self._take_ends()
                     if self._errors:
                         self._over.set()
-                    if self._explorer is None and time.monotonic() - self._tidied >= _RETENTION_S:
-                        self._tidied = time.monotonic()  # where there is an explorer, it has its own time for this
+                    # An explorer schedules retention itself.
+                    if self._explorer is None and time.monotonic() - self._retained >= _RETENTION_INTERVAL_S:
+                        self._retained = time.monotonic()
                         self._remove_old_shards()
                 self._machines.close()
-                # What the roles said between the last look and their end.
-                self._pass_events_on(0.0)
+                # Events between the last poll and the end of the roles.
+                self._forward_events(0.0)
                 if not self._errors and self._explorer is None:
-                    self._remove_old_shards()  # what the last checkpoint settled; it is waited for below
+                    self._remove_old_shards()  # shards that the last checkpoint settled; waited for below
             finally:
                 self._ended.set()
-                # Retention ends after the bucket it is at, while this process has the lease. Roles are not waited for:
-                # all have ended, unless an error or a second Ctrl-C ends the stage, and then one of them may hang.
+                # Retention finishes its current bucket while this process holds the lease. This does not wait for
+                # roles: they have ended, unless an error or a second Ctrl-C ends the stage, and then one may hang.
                 wait([future for role, future in list(self._work.items()) if role == "retention"], WORKER_DEADLINE_S)
                 self._take_ends()
                 self._client.unsubscribe_topic(TOPIC)
@@ -169,20 +172,22 @@ class StageRun:
                     self._client.unpublish_dataset(ACTOR_NAME)
                     self._actor.release()
             if self._errors:
-                # The first is the cause: what fails after it mostly fails because the stage was ended.
+                # The first is the cause; later errors usually follow from the end of the stage.
                 raise self._errors[0]
             return self._trainer_ended or Ended(0, stopped=self._over.is_set())
         finally:
             self._over.set()
-            # Without waiting: a role that hangs, such as in a call of Dask, must not keep the process from its end.
+            # Without waiting: a hanging role, for example in a Dask call, must not keep the process alive.
             self._threads.shutdown(wait=False)
             for lease in leases:
                 lease.release()
 
     def _check_ledger(self) -> None:
-        """Raises: DamagedError: an entry up to the newest checkpoint is missing, so its rows could be trained again."""
+        """Check the ledger up to the newest checkpoint. Raises: DamagedError: a missing entry, whose rows could be
+        trained again.
+        """
         ledger, newest = Ledger(self._storage), max(checkpoint_steps(self._storage), default=0)
-        # A lineage that replays another one may begin in the middle, so its first entries need not be there.
+        # The ledger of a replay may begin in the middle.
         if lineage_of(self._storage) != MAIN_LINEAGE or not newest:
             return
         if missing := sorted({*range(1, newest + 1)} - {*ledger.steps()}):
@@ -192,34 +197,34 @@ class StageRun:
             )
 
     def stop(self) -> None:
-        """Ask the stage to end with a checkpoint. From any thread; another process may put a trainer's file itself."""
+        """Request that the stage ends with a checkpoint. Thread-safe. Other processes can write the stop file."""
         self._stopping = True
         if self._config.mode in ("explore", "bench"):
-            self._over.set()  # not by the file: the trainer of another process may be at work on the same run
+            self._over.set()  # without the file, which would stop the trainer of another process on the same run
         else:
             self._storage.put(STOP_FILE, b"stop\n")
 
     def _take_ends(self) -> None:
-        """Take in what ended: an error of a role ends the stage, and after the trainer no newer weights will come."""
-        # A copy: the explorer's thread may add retention meanwhile.
+        """Collect ended threads. An error ends the stage; after the trainer, no newer weights appear."""
+        # A copy, because the explorer's thread may add retention meanwhile.
         for name in [name for name, future in list(self._work.items()) if future.done()]:
             future = self._work.pop(name)
             error = future.exception()
             if error is not None:
                 self._errors.append(error)
             elif name == "trainer":
-                # Without a rank there was nothing to write down.
+                # None: no rank was started, so the newest checkpoint stays the end.
                 newest = Ended(max(checkpoint_steps(self._storage), default=0), stopped=True)
                 ended = self._trainer_ended = future.result() or newest
-                # Without newer weights an explorer that was asked to stop has nothing to go on for.
+                # An explorer that waits for newer weights must stop too.
                 if ended.stopped:
                     self._over.set()
                 if self._explorer is not None:
-                    # Who waits for a version beyond this one would wait to its deadline.
+                    # Otherwise a wait for a later version would last until its deadline.
                     self._explorer.wake(ended.step)
 
     def _make_gang(self) -> Gang:
-        # All that a rank needs to find its run again; it reads the rest from storage, at a restart too.
+        # Everything that a rank needs to find its run; it reads the rest from storage, also after a restart.
         spec = RankSpec(
             config=self._config.to_dict(),
             url=self._storage.url,
@@ -242,7 +247,7 @@ class StageRun:
     def _make_explorer(self, lease: Lease) -> Explorer:
         bench = self._config.mode == "bench"
         shared = self._config.mode == "explore"
-        # It knows neither the cluster nor the trainer: it is given functions that ask them.
+        # The explorer does not know the cluster or the trainer; it gets functions that query them.
         return Explorer(
             self._client,
             self._storage,
@@ -278,18 +283,18 @@ class StageRun:
             return
         try:
             self._cluster.scale(EXPLORER_RESOURCE, num_workers)
-        except UserError as error:  # workers of such a cluster are somebody else's to start; who joins is taken
+        except UserError as error:  # this cluster does not start workers; it accepts those that join
             self._can_scale = False
-            self._note(f"explorer workers are not asked for: {error}")
+            self._note(f"explorer workers are not requested: {error}")
 
     def _remove_old_shards(self) -> int:
         rule = self._config.buffer.trainer_input.experience_buffer.retention
         if rule.keep == "all" or self._config.algorithm.schema_type != "experience":
             return 0
-        # Thinning only lists and removes, and runs in the explorer's own time for it.
+        # Thinning only lists and removes files, so it runs in the explorer's thread.
         if rule.keep != "compact" and self._explorer is not None:
             return self._apply_retention(rule)
-        # Seconds for each bucket, which neither the explorer nor this loop waits for.
+        # Compaction takes seconds per bucket, so it runs in a separate thread.
         if "retention" not in self._work:
             self._work["retention"] = self._threads.submit(self._apply_retention, rule)
         return 0
@@ -298,7 +303,7 @@ class StageRun:
         try:
             oldest = oldest_resume_point(self._storage)
         except DamagedError:
-            return 0  # it is not known what is needed, so nothing goes
+            return 0  # the needed shards are not known, so none is removed
         if oldest is None:
             return 0
         log = open_log(self._storage, self._config)
@@ -309,24 +314,24 @@ class StageRun:
         control = control_workers(workers)
         if not control:
             self._actor = self._sync = None
-            self._note("every worker is an explorer, which a task may kill: no synchronizer, weights are polled for")
+            self._note("every worker is an explorer, which a task may kill: no synchronizer; workers poll for weights")
             return
         poll_interval_s = self._config.synchronizer.poll_interval_s
-        # The time, too: another start on the same cluster must not meet the key of an actor that it lost.
+        # The key includes the time, so that another start on the same cluster cannot reuse the key of a lost actor.
         self._actor = start_synchronizer(
             self._client, self._storage.url, poll_interval_s, f"{time.time_ns()}-{self._generation}", control
         )
         self._sync = SyncHandle(self._storage, self._client, poll_interval_s)
 
-    def _pass_events_on(self, timeout_s: float) -> None:
-        """Pass on what the roles said; wait up to `timeout_s` for the first."""
+    def _forward_events(self, timeout_s: float) -> None:
+        """Forward queued events of the roles; wait up to `timeout_s` for the first."""
         try:
             event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
             while True:
                 if isinstance(event, WeightsPublished):
                     if self._sync is not None:
-                        # Both are told, because they wait apart: the actor for workers in `wait_for_version`, the
-                        # explorer for its next submission.
+                        # Two separate waits: workers wait in `wait_for_version` of the actor, the explorer waits
+                        # before its next submission.
                         self._sync.hint()
                     if self._explorer is not None:
                         self._explorer.wake(event.version)
@@ -340,35 +345,35 @@ class StageRun:
         self._events.put(Note(text))
 
     def _watch(self, leases: list[Lease]) -> None:
-        """Losses that the roles do not see: a lease, a worker, the synchronizer."""
+        """Detect failures that the roles cannot see: lost leases, workers, or the synchronizer."""
         now = time.monotonic()
-        if now - self._watched < _LOOK_AT_WORKERS_S:
+        if now - self._watched < _WATCH_INTERVAL_S:
             return
         self._watched = now
-        # Two owners would write the same steps; the one that finds itself replaced is the one to go.
+        # Two owners would both write these steps, so the replaced one must stop.
         if any(lease.lost for lease in leases):
             self._errors.append(FencedError(f"another process took over {self._storage.url}; this one stops"))
         try:
             self._cluster.check()
         except RoleError as error:
             self._errors.append(error)
-        found = workers_of(self._client)
-        self._machines.note(found)
+        infos = workers_of(self._client)
+        self._machines.note(infos)
         if self._auxiliary is not None:
             try:
-                self._auxiliary.look(found)
+                self._auxiliary.look(infos)
             except RftError as error:
                 self._errors.append(error)
-        workers = {a: info["name"] for a, info in found.items()}
+        workers = {address: info["name"] for address, info in infos.items()}
         for address, name in self._workers.items():
             if address not in workers:
-                self._note(f"worker {name} ({address}) was lost; what it had not finished runs again")
-        # At the first look all are there, and none has joined.
+                self._note(f"worker {name} ({address}) was lost; its unfinished work runs again")
+        # The first poll finds the initial workers, which are not reported.
         for address, name in workers.items():
             if self._workers and address not in self._workers:
                 self._note(f"worker {name} ({address}) joined")
         self._workers = workers
-        # Not while the stage ends: workers leave then, and the actor with them.
+        # Not while the stage ends, when workers leave together with the actor.
         if self._actor is not None and self._actor.status in ("error", "cancelled", "lost") and not self._over.is_set():
             self._generation += 1
             self._note("the synchronizer was lost; a new one starts")

@@ -1,6 +1,6 @@
 """External engine: a model behind an OpenAI-compatible API, which is evaluated and never trained.
 
-It works on text, so there is no engine process and no `Engine`; `rollouts/policy/remote.py` calls the service.
+It works on text, so there is no engine process and no `Engine`; `rollouts/policy/remote_model.py` calls the service.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from rftdask.engines.spec import engine_spec, sampling_params
 from rftdask.errors import StorageError, WaitTimeout
 from rftdask.processes.dask_task import host_of, make_called_off, workers_of
 from rftdask.rollouts.concurrency_limits import SLOT, SharedSlots
-from rftdask.rollouts.policy.remote import RemoteModel
+from rftdask.rollouts.policy.remote_model import RemoteModel
 from rftdask.rollouts.runner import TextEngine, UnitOutcome, run_work_unit
 from rftdask.rollouts.work_units import RolloutResult, RolloutTask, Sums, auxiliary_sums, summarize_unit
 from rftdask.rollouts.worker_state import WorkerCache, text_engine

@@ -34,7 +34,7 @@ from rftdask.rollouts.auxiliary_client import SharedEngine
 from rftdask.rollouts.concurrency_limits import SLOT, SharedSlots, slots_by_memory
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.rate_limit import RateLimit
-from rftdask.rollouts.policy.remote import MAX_TIMEOUT_S, RemoteModel
+from rftdask.rollouts.policy.remote_model import MAX_TIMEOUT_S, RemoteModel
 from rftdask.rollouts.policy.streaming_queue import Streaming
 from rftdask.rollouts.runner import SharedLoop, TextEngine
 from rftdask.rollouts.sandbox.messages import SandboxSpec

@@ -112,11 +112,11 @@ _TRAINED_KEYS = {"buffer.explorer_input.taskset", "buffer.explorer_input.taskset
 """What a later start in mode bench may leave out."""
 
 
-def begin_beside(config: Config) -> Config:
-    """The config of a start: of a run beside the one in its folder, where `continue_from_checkpoint` says so. Its name
-    has the time appended, and whoever starts it again continues it. Makes no folder.
+def allocate_run_name(config: Config) -> Config:
+    """Return the config of this start, with the time appended to its name if `continue_from_checkpoint` is false and
+    its folder is not empty. A later start of the returned config continues its run. Makes no folder.
 
-    Raises: UserError: the command is one of two that meet in one folder by its name.
+    Raises: UserError: the mode runs only one of two roles that must share a folder, so it cannot take a new name.
     """
     if config.continue_from_checkpoint or config.mode in ("bench", "serve"):
         return config

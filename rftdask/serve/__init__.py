@@ -1,5 +1,5 @@
-"""Serve: a policy as OpenAI's API, whose sessions become experiences of a run once somebody says what they were worth.
+"""Serve: a policy behind OpenAI's API, whose rewarded sessions become experiences of a run.
 
-Its engines are on this machine, or on Dask's workers. The folder knows no tasksets and no workflows: who asks is the
-agent, and who rewards the environment.
+Engines run on this machine or on Dask workers. The package has no tasksets and no workflows: the client is the agent,
+and rewards arrive through `/feedback`.
 """

@@ -1,12 +1,12 @@
-"""Engines of a server: which there are, and the weights that they serve. Here those of this machine; worker_pool.py has
-those of Dask's workers.
+"""Engine pool: the engines of a server and the weights that they serve. LocalEngines runs them on this machine;
+worker_pool.py runs them on Dask workers.
 
-    starting --> asked (`EnginePool.queue`) <--> loading newer weights
+    starting --> in `EnginePool.queue` <--> loading newer weights
                    |
-                   `--> lost --> here: the server ends; on a worker: another one is started, where a worker is
+                   `--> lost --> local: the server ends; on a worker: another engine is started if the worker is alive
 
-`EnginePool.look` is called a few times a second, and waits for no engine that others can be asked beside. An engine is
-asked once it serves the newest weights.
+`EnginePool.poll` is called several times a second. It never waits for one engine while others can take requests. An
+engine takes requests only once it serves the newest weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rftdask.config import Config
 from rftdask.engines.client import AskedEngine, EngineClient
 from rftdask.engines.spec import engine_spec
 from rftdask.errors import RoleError, StorageError, WaitTimeout
-from rftdask.serve.balance import Balanced
+from rftdask.serve.load_balancer import LoadBalancer
 from rftdask.storage import Storage
 from rftdask.synchronizer.published import Published, latest_written
 
@@ -29,50 +29,51 @@ log = logging.getLogger(__name__)
 
 class EnginePool(ABC):
     """Example:
-    pool = LocalEngines(config, storage, Balanced())
+    pool = LocalEngines(config, storage, LoadBalancer())
     while ...:
-        await pool.look()       # and meanwhile requests go to `pool.queue`
+        await pool.poll()       # meanwhile, requests go to `pool.queue`
     await pool.close()
     """
 
-    def __init__(self, storage: Storage, queue: Balanced) -> None:
+    def __init__(self, storage: Storage, queue: LoadBalancer) -> None:
         self._storage, self.queue = storage, queue
         self.weights = Published(0, "", "")
-        """The oldest that an engine serves; while none is there, the last that one did."""
+        """Oldest weights that an engine serves; unchanged while there is no engine."""
         self._loading: dict[AskedEngine, asyncio.Task[None]] = {}
 
-    async def look(self) -> None:
-        """Take in who has come and who has gone, and have newer weights loaded.
+    async def poll(self) -> None:
+        """Add engines that are ready, remove lost ones, and start loading newer weights.
 
-        Raises: RoleError: there are no engines any more, and there will be none; UserError: none can start.
+        Raises: RoleError: no engine is left and none will come; UserError: none can start.
         """
         for engine in self.queue.take_lost():
-            self._take_lost(engine)
-        await self._look_for_engines()
-        found = await asyncio.to_thread(latest_written, self._storage)
+            self._handle_lost(engine)
+        await self._add_engines()
+        newest = await asyncio.to_thread(latest_written, self._storage)
         for engine, loading in list(self._loading.items()):
             if not loading.done():
                 continue
             del self._loading[engine]
             try:
                 loading.result()
-            except StorageError as error:  # removed meanwhile, since there is a newer one
-                log.warning("%s goes on with version %d: %s", engine, engine.weights.version, error)
-            except (RoleError, WaitTimeout) as error:  # it is lost, or will be as it is closed
+            except StorageError as error:  # removed meanwhile, because a newer version exists
+                log.warning("%s continues with version %d: %s", engine, engine.weights.version, error)
+            except (RoleError, WaitTimeout) as error:
                 log.warning("%s: %s", engine, error)
                 engine.close()
         for engine in self.queue.engines:
-            if found is not None and found != engine.weights and engine not in self._loading:
-                # In the order of messages: what was asked before is answered by the weights before.
-                load = asyncio.to_thread(engine.load, self._storage, found)
-                self._loading[engine] = asyncio.create_task(load)
-        served = min((engine.weights for engine in self.queue.engines), key=lambda each: each.version, default=None)
-        if served is not None and served != self.weights:
-            self.weights = served
-            log.info("serving version %d", served.version)
+            if newest is not None and newest != engine.weights and engine not in self._loading:
+                # An engine handles messages in order: requests sent before this one use the old weights.
+                self._loading[engine] = asyncio.create_task(asyncio.to_thread(engine.load, self._storage, newest))
+        oldest = min(
+            (engine.weights for engine in self.queue.engines), key=lambda weights: weights.version, default=None
+        )
+        if oldest is not None and oldest != self.weights:
+            self.weights = oldest
+            log.info("serving version %d", oldest.version)
 
     async def close(self) -> None:
-        """End the engines, and fail what is under way. Idempotent."""
+        """End the engines and fail running requests. Idempotent."""
         await self.queue.close()
         for engine in self.queue.engines:
             engine.close()
@@ -80,27 +81,27 @@ class EnginePool(ABC):
             loading.cancel()
 
     async def _load_newest(self, engine: AskedEngine) -> None:
-        """Have an engine serve what is newest before it is asked. Raises: RoleError, WaitTimeout."""
-        found = await asyncio.to_thread(latest_written, self._storage)
+        """Load the newest weights into an engine that takes no requests yet. Raises: RoleError, WaitTimeout."""
+        newest = await asyncio.to_thread(latest_written, self._storage)
         try:
-            if found is not None:
-                await asyncio.to_thread(engine.load, self._storage, found)
-        except StorageError as error:  # removed meanwhile; the next look finds the next one
-            log.warning("%s begins with version %d: %s", engine, engine.weights.version, error)
+            if newest is not None:
+                await asyncio.to_thread(engine.load, self._storage, newest)
+        except StorageError as error:  # removed meanwhile; the next poll finds a newer version
+            log.warning("%s starts with version %d: %s", engine, engine.weights.version, error)
 
     @abstractmethod
-    async def _look_for_engines(self) -> None:
-        """Give `queue` those that are ready. Raises: as `look`."""
+    async def _add_engines(self) -> None:
+        """Add ready engines to `queue`. Raises: see `poll`."""
 
     @abstractmethod
-    def _take_lost(self, engine: AskedEngine) -> None:
-        """Told of one that is asked no more. Raises: RoleError: so the server is to end."""
+    def _handle_lost(self, engine: AskedEngine) -> None:
+        """Handle an engine that was lost. Raises: RoleError: the server must end."""
 
 
 class LocalEngines(EnginePool):
-    """Engines that are processes of this one: `explorer.rollout_model.engine_num`, from the start to the end."""
+    """Child processes on this machine: `explorer.rollout_model.engine_num` engines for the server's whole life."""
 
-    def __init__(self, config: Config, storage: Storage, queue: Balanced) -> None:
+    def __init__(self, config: Config, storage: Storage, queue: LoadBalancer) -> None:
         """Starts them."""
         super().__init__(storage, queue)
         section = config.explorer.rollout_model
@@ -109,7 +110,7 @@ class LocalEngines(EnginePool):
         self._engines = [EngineClient(spec) for _ in range(section.engine_num)]
         self._have_started = False
 
-    async def _look_for_engines(self) -> None:
+    async def _add_engines(self) -> None:
         if self._have_started:
             return
         for engine in self._engines:
@@ -119,8 +120,8 @@ class LocalEngines(EnginePool):
             self.queue.add(engine)
         self._have_started = True
 
-    def _take_lost(self, engine: AskedEngine) -> None:
-        raise RoleError(f"{engine} has died; the same command goes on")
+    def _handle_lost(self, engine: AskedEngine) -> None:
+        raise RoleError(f"{engine} has died; run the same command again to continue")
 
     async def close(self) -> None:
         """See EnginePool."""

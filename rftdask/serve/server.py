@@ -1,15 +1,15 @@
-"""The server of `rftdask serve`: engines of a run behind OpenAI's API, for agents anywhere.
+"""Server of `rftdask serve`: the engines of a run behind OpenAI's API, for remote agents.
 
-    POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages    recorded, by session
-    POST /sessions  {"task_id"?}                  a new session, with a key and an address of its own
-    POST /feedback  {"session_id"?, "reward", "task_id"?}    the end of a session: 200 once it is durable
-    POST /feedback  {"msg_ids", "reward", "task_id"?}        the same, of the sessions of these answers, as one rollout
-    POST /commit                                  what waits for others of its task waits no longer
-    GET  /health                                  the version that is served, and how much is under way
+    POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages    recorded by session
+    POST /sessions  {"task_id"?}                  opens a session with its own key and address
+    POST /feedback  {"session_id"?, "reward", "task_id"?}    ends a session: 200 once the reward is durable
+    POST /feedback  {"msg_ids", "reward", "task_id"?}        ends the sessions of these answers as one rollout
+    POST /commit                                  commits sessions that still wait for others of their task
+    GET  /health                                  served version and current load
 
-A session is told by its key, its address (/sessions/ID/v1), the header X-Session-ID or `session_id` in the body. What
-was asked and not rewarded lives in memory alone; what was rewarded is the bank's. Newer weights are served as they are
-published: an answer is of one version, a session may span several, and each of its turns knows its own.
+A request names its session by its key, its address (/sessions/ID/v1), the header X-Session-ID or `session_id` in the
+body. Sessions without a reward exist only in memory; rewarded ones belong to the SessionStore. Newer weights are served
+as they are published: each answer has one version, a session may span several, and each turn records its own.
 """
 
 from __future__ import annotations
@@ -49,110 +49,109 @@ from rftdask.data.tokenizer import load_tokenizer
 from rftdask.engines.spec import model_sampling
 from rftdask.errors import UserError
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
-from rftdask.rollouts.policy.answer_stream import EventStream
+from rftdask.rollouts.policy.answer_stream import OnText
 from rftdask.rollouts.policy.endpoint import answer_http, as_response, key_in, web_server
 from rftdask.rollouts.policy.lockstep_queue import RolloutKey
-from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, OpenAIAnswer, refusal
+from rftdask.rollouts.policy.openai_api import MODELS, WRONG_KEY, BadRequestError, OpenAIAnswer, refusal
 from rftdask.rollouts.policy.recording import RecordingModel, ServedModel
 from rftdask.rollouts.rollout import Rollout
 from rftdask.rollouts.workflows.base import Reward
 from rftdask.run.lease import Lease
 from rftdask.run.run_folder import open_run, private_files, record_config
-from rftdask.serve.balance import MAX_UNSIZED, Balanced, FullError, NoEngineError
-from rftdask.serve.bank import TASKSET, Rewarded, SessionBank, one_rollout
 from rftdask.serve.engines import EnginePool, LocalEngines
+from rftdask.serve.load_balancer import MAX_UNSIZED, FullError, LoadBalancer, NoEngineError
+from rftdask.serve.sessions import TASKSET, RewardedSession, SessionStore, one_rollout
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.published import Published
 
 log = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "RFTDASK_SERVE_TOKEN"
-"""Environment variable of the token of access; where it is not set, each start has a new one."""
+"""Environment variable that holds the access token. Unset: each start generates a new one."""
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _RETRY_AFTER_S = 1
-"""Where nothing says how long it takes."""
-_LOOK_S = 0.2
-"""Between two looks for groups that are complete, weights that are new, and engines that come and go."""
+"""Default Retry-After where no estimate exists."""
+_POLL_INTERVAL_S = 0.2
+"""Seconds between polls for complete groups, new weights, and engines that come and go."""
 _KEPT_ANSWERS = 4
-"""Of a session, for a client that lost the reply and asks again."""
-_KEPT_NAMES = 100_000
-"""Of answers, for rewards that name them, the newest."""
+"""Answers kept per session, for clients that lost a reply and retry."""
+_KEPT_IDS = 100_000
+"""Newest answer ids kept, for rewards that name answers."""
 _CLOSE_S = 5
-"""Seconds that requests under way have at the end."""
+"""Seconds that running requests have to finish at shutdown."""
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How a policy is served."""
+    """Options of `rftdask serve`."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 takes a free one."""
+    """0: any free port."""
     max_concurrent: int | None = None
-    """Requests under way at once; more are told to come again (429). None: as many as the engines have memory for."""
+    """Concurrent requests; further ones get status 429. None: limited by the engines' memory."""
     group_age_s: float = 600.0
-    """Seconds that a session waits for others of its task before it is a group without them."""
+    """Seconds that a session waits for others of its task before it is committed without them."""
     session_idle_s: float = 3600.0
-    """Seconds after which a session that nobody asks or rewards is forgotten."""
+    """Seconds without a request or reward after which a session is forgotten."""
     tls_cert: str = ""
-    """Certificate chain of the server, a PEM file; "": it speaks HTTP."""
+    """Certificate chain of the server, a PEM file; "": plain HTTP."""
     tls_key: str = ""
-    """Its private key, a PEM file."""
+    """Private key of the certificate, a PEM file."""
 
     @classmethod
     def of(cls, config: Config) -> ServeOptions:
-        """As a configuration says."""
+        """Options from `explorer.listen_address` and `explorer.proxy_port`."""
         return cls(config.explorer.listen_address, config.explorer.proxy_port)
 
     @property
     def tls(self) -> dict[str, str]:
-        """The same as uvicorn takes it. Raises: UserError: the files are no certificate with its key."""
+        """TLS options for uvicorn. Raises: UserError: the files are not a certificate and its key."""
         if not self.tls_cert and not self.tls_key:
             return {}
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_cert, self.tls_key, password="")
-        except OSError as error:  # of ssl, too
+        except OSError as error:  # includes ssl.SSLError
             raise UserError(
-                f"--tls-cert {self.tls_cert!r} and --tls-key {self.tls_key!r} are no certificate with its key, as PEM "
-                f"files without a password: {error}"
+                f"--tls-cert {self.tls_cert!r} and --tls-key {self.tls_key!r} are not a certificate and its key; give "
+                f"PEM files without a password: {error}"
             ) from error
         return {"ssl_certfile": self.tls_cert, "ssl_keyfile": self.tls_key}
 
 
 @dataclass
 class _Session:
-    """A session that has no reward yet."""
+    """A session without a reward."""
 
     id: str
     task: str
     model: RecordingModel
     used_s: float
-    """When it was asked last, by the monotonic clock."""
-    under_way: int = 0
+    """Monotonic time of its last request."""
+    num_running: int = 0
     is_ending: bool = False
-    """Whether its reward is being written down."""
+    """True while its reward is being stored."""
     answers: OrderedDict[bytes, OpenAIAnswer] = field(default_factory=OrderedDict)
-    """The last ones, by what was asked."""
+    """Most recent answers by request hash."""
 
 
 class PolicyServer:
-    """The sessions and the application of a server; it knows neither sockets nor processes."""
+    """The sessions and the ASGI application of a server, without sockets and processes."""
 
     def __init__(
-        self, config: Config, served: ServedModel, bank: SessionBank, token: str, options: ServeOptions
+        self, config: Config, served: ServedModel, store: SessionStore, token: str, options: ServeOptions
     ) -> None:
         self.weights = Published(0, "", "")
-        """Version that every engine serves, or a newer one."""
+        """Oldest weights that an engine serves."""
         self.num_engines = 0
-        """Engines that are asked."""
-        self._config, self._served, self._bank, self._token, self._options = config, served, bank, token, options
+        """Engines that take requests."""
+        self._config, self._served, self._store, self._token, self._options = config, served, store, token, options
         self._sessions: dict[str, _Session] = {}
-        self._answered: OrderedDict[str, str] = OrderedDict()
-        """Name of an answer -> its session, or the one that it was rewarded with."""
-        self._under_way = 0
+        self._session_of_answer: OrderedDict[str, str] = OrderedDict()
+        """Answer id -> its session, or the session under which it was rewarded."""
+        self._num_running = 0
 
     def app(self) -> Starlette:
-        """The application."""
         return Starlette(
             routes=[
                 Route("/health", self._health),
@@ -167,208 +166,212 @@ class PolicyServer:
         )
 
     def key_of(self, session: str) -> str:
-        """The key that opens this session and no other."""
+        """API key that is valid only for this session."""
         return f"{session}.{hmac.new(self._token.encode(), session.encode(), hashlib.sha256).hexdigest()[:32]}"
 
     async def commit_groups(self) -> None:
-        """Commit what is complete. Raises: StorageError."""
-        await asyncio.to_thread(self._bank.commit_groups)
-        old = time.monotonic() - self._options.session_idle_s
-        for session in [
-            each for each in self._sessions.values() if each.used_s < old and not (each.under_way or each.is_ending)
-        ]:
-            session.model.close()
-            del self._sessions[session.id]
+        """Commit complete groups and forget idle sessions. Raises: StorageError."""
+        await asyncio.to_thread(self._store.commit_groups)
+        oldest_s = time.monotonic() - self._options.session_idle_s
+        for session in list(self._sessions.values()):
+            if session.used_s < oldest_s and not (session.num_running or session.is_ending):
+                session.model.close()
+                del self._sessions[session.id]
 
-    # ---- who asks
+    # ---- access
 
-    def _caller(self, request: Request) -> str | None:
-        """The session that a request names, "" if it names none; None: it may not ask."""
+    def _authorize(self, request: Request) -> str | None:
+        """The session that a request names, "" if it names none; None: its key is not valid."""
         key = key_in(request)
         named = str(request.path_params.get("session") or request.headers.get("x-session-id") or "")
         if hmac.compare_digest(key.encode(), self._token.encode()):
             return named
         session = key.rpartition(".")[0]
-        # The key of a session opens that one alone, whatever else the request names.
-        is_own = named in ("", session) and hmac.compare_digest(self.key_of(session).encode(), key.encode())
-        return session if session and is_own else None
+        # A session's key is valid only for that session, whatever else the request names.
+        is_valid = named in ("", session) and hmac.compare_digest(self.key_of(session).encode(), key.encode())
+        return session if session and is_valid else None
 
     def _session(self, session_id: str, task: str) -> _Session:
-        found = self._sessions.get(session_id)
-        if found is None:
+        session = self._sessions.get(session_id)
+        if session is None:
             model = RecordingModel(
                 self._served,
                 key=RolloutKey(0, 0),
                 group_id=f"session/{session_id}",
                 run_seed=self._config.explorer.rollout_model.seed,
             )
-            found = self._sessions[session_id] = _Session(session_id, task, model, 0.0)
-        found.task = task or found.task
-        found.used_s = time.monotonic()
-        return found
+            session = self._sessions[session_id] = _Session(session_id, task, model, 0.0)
+        session.task = task or session.task
+        session.used_s = time.monotonic()
+        return session
 
     async def _ask(
-        self, session_id: str, task: str, is_retry: bool, path: str, body: Any, stream: EventStream | None
+        self,
+        session_id: str,
+        task: str,
+        is_retry: bool,
+        headers: dict[str, str],
+        path: str,
+        body: Any,
+        on_text: OnText | None,
     ) -> OpenAIAnswer:
+        """Answer a request of a session; the session's id is added to `headers` before any text is streamed."""
         if not session_id and isinstance(body, Mapping) and isinstance(body.get("session_id"), str):
             session_id = body["session_id"]
         session_id = session_id or secrets.token_hex(8)
         if not _SESSION_ID.fullmatch(session_id):
-            return refusal("a session's name is up to 100 letters, digits, dots, hyphens, underscores", "session_id")
-        most = self._options.max_concurrent
-        if most is not None and self._under_way >= most:
-            return _come_again(f"{self._under_way} requests are under way, which is all this server takes; come again")
+            return refusal("session_id must be 1 to 100 letters, digits, dots, hyphens or underscores", "session_id")
+        limit = self._options.max_concurrent
+        if limit is not None and self._num_running >= limit:
+            return _busy(f"the server has its limit of {limit} concurrent requests; try again later")
         if session_id not in self._sessions:
-            has_ended = await asyncio.to_thread(self._bank.find, session_id) is not None
+            has_ended = await asyncio.to_thread(self._store.find, session_id) is not None
         else:
             has_ended = self._sessions[session_id].is_ending
         if has_ended:
-            return refusal(f"session {session_id} has had its reward; begin another", "session_id", status=409)
+            return refusal(f"session {session_id} already has its reward; open another", "session_id", status=409)
         session = self._session(session_id, task)
-        asked = hashlib.sha256(json.dumps([path, body], sort_keys=True).encode()).digest()
-        if is_retry and asked in session.answers:
-            return session.answers[asked]  # the reply was lost, not the call
-        if stream is not None:
-            stream.headers["X-Session-ID"] = session_id
-        self._under_way += 1
-        session.under_way += 1
+        headers["X-Session-ID"] = session_id
+        request_hash = hashlib.sha256(json.dumps([path, body], sort_keys=True).encode()).digest()
+        if is_retry and request_hash in session.answers:
+            return session.answers[request_hash]  # the client lost the reply
+        self._num_running += 1
+        session.num_running += 1
         try:
-            answer = await session.model.openai(path, body, stream)
+            answer = await session.model.openai(path, body, on_text)
         except FullError as error:
-            return _come_again(str(error), error.retry_after_s)
+            return _busy(str(error), error.retry_after_s)
         except NoEngineError as error:
-            headers = {"Retry-After": str(_RETRY_AFTER_S)}
-            return refusal(str(error), code="service_unavailable", status=503, headers=headers)
+            retry = {"Retry-After": str(_RETRY_AFTER_S)}
+            return refusal(str(error), code="service_unavailable", status=503, headers=retry)
         finally:
-            self._under_way -= 1
-            session.under_way -= 1
+            self._num_running -= 1
+            session.num_running -= 1
             session.used_s = time.monotonic()
-        told = OpenAIAnswer(answer.status, answer.body, headers={"X-Session-ID": session_id})
+        answer = OpenAIAnswer(answer.status, answer.body, headers={"X-Session-ID": session_id})
         if answer.status == 200:
-            session.answers[asked] = told
-            if name := answer.body.get("id"):  # a count of tokens has none
-                self._answered[name] = session_id
-            while len(self._answered) > _KEPT_NAMES:
-                self._answered.popitem(last=False)
+            session.answers[request_hash] = answer
+            if answer_id := answer.body.get("id"):  # token counts have none
+                self._session_of_answer[answer_id] = session_id
+            while len(self._session_of_answer) > _KEPT_IDS:
+                self._session_of_answer.popitem(last=False)
             while len(session.answers) > _KEPT_ANSWERS:
                 session.answers.popitem(last=False)
-        return told
+        return answer
 
     # ---- the routes
 
     async def _health(self, request: Request) -> Response:
-        told = {
-            "policy_version": self.weights.version,
-            "engines": self.num_engines,
-            "under_way": self._under_way,
-            "open_sessions": len(self._sessions),
-        }
-        return as_response(OpenAIAnswer(200, {**told, "waiting_sessions": self._bank.num_waiting}))
+        return _success(
+            policy_version=self.weights.version,
+            engines=self.num_engines,
+            under_way=self._num_running,
+            open_sessions=len(self._sessions),
+            waiting_sessions=self._store.num_waiting,
+        )
 
     async def _models(self, request: Request) -> Response:
-        if self._caller(request) is None:
-            return as_response(WRONG_KEY)
-        return as_response(MODELS)
+        return as_response(WRONG_KEY if self._authorize(request) is None else MODELS)
 
     async def _answer(self, request: Request) -> Response:
-        session_id = self._caller(request)
+        session_id = self._authorize(request)
         if session_id is None:
             return as_response(WRONG_KEY)
-        named = session_id
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        task = request.headers.get("x-task-id", "")
-
-        class Caller:
-            async def openai(_, path: str, body: Any, stream: EventStream | None = None) -> OpenAIAnswer:
-                return await self._ask(named, task, is_retry, path, body, stream)
-
-        return await answer_http(Caller(), request)
+        headers: dict[str, str] = {}
+        answer = partial(self._ask, session_id, request.headers.get("x-task-id", ""), is_retry, headers)
+        return await answer_http(answer, request, headers)
 
     async def _open(self, request: Request) -> Response:
-        if self._caller(request) != "":
+        if self._authorize(request) != "":
             return as_response(WRONG_KEY)
         body = await _body(request)
         if body is None or not isinstance(body.get("task_id", ""), str):
-            return as_response(refusal('the body is an object: {"task_id": TEXT}, or {}'))
-        session = self._session(secrets.token_hex(8), body.get("task_id", ""))
-        told = {"session_id": session.id, "api_key": self.key_of(session.id), "base_path": f"/sessions/{session.id}/v1"}
-        return as_response(OpenAIAnswer(200, told))
+            return as_response(refusal('the body must be an object: {"task_id": TEXT} or {}'))
+        name = self._session(secrets.token_hex(8), body.get("task_id", "")).id
+        return _success(session_id=name, api_key=self.key_of(name), base_path=f"/sessions/{name}/v1")
 
     async def _feedback(self, request: Request) -> Response:
-        named = self._caller(request)
+        named = self._authorize(request)
         if named is None:
             return as_response(WRONG_KEY)
-        body = await _body(request)
+        try:
+            return await self._reward(named, await _body(request))
+        except BadRequestError as error:
+            return as_response(refusal(str(error), error.param, status=int(error.code or 400)))
+
+    async def _reward(self, named: str, body: Mapping[str, Any] | None) -> Response:
+        """End sessions with a reward. Raises: BadRequestError: `code` is the HTTP status, 400 by default."""
         reward = None if body is None else body.get("reward")
         if body is None or isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            return as_response(refusal('the body is an object: {"reward": NUMBER, "session_id": ..., ...}', "reward"))
-        found = self._sessions_of(named, body)
-        if isinstance(found, OpenAIAnswer):
-            return as_response(found)
-        # One rollout, by the name of the first of its sessions, which most of them have alone.
-        session_id, sessions = found[0], [self._sessions[each] for each in found if each in self._sessions]
+            raise BadRequestError('the body must be an object: {"reward": NUMBER, "session_id": ..., ...}', "reward")
+        names = self._rewarded_sessions(named, body)
+        # Several sessions become one rollout, named after the first of them.
+        session_id, sessions = names[0], [self._sessions[name] for name in names if name in self._sessions]
         task, metrics = body.get("task_id") or "", body.get("metrics", {})
         if not isinstance(task, str) or not isinstance(metrics, Mapping):
-            return as_response(refusal("task_id is a text, metrics an object of numbers", "metrics"))
-        if len(sessions) < len(found):
-            # Told already, perhaps to one who did not hear the answer.
-            banked = await asyncio.to_thread(self._bank.find, session_id)
-            if banked is None:
-                missing = next(each for each in found if each not in self._sessions)
-                return as_response(refusal(f"there is no session {missing}", "session_id", status=404))
-            if banked["reward"] != float(reward):
-                was = f"session {session_id} has the reward {banked['reward']}, which stays"
-                return as_response(refusal(was, "reward", status=409))
-            return as_response(OpenAIAnswer(200, {"session_id": session_id, "status": "success"}))
-        if any(session.under_way or session.is_ending for session in sessions):
-            return as_response(refusal("it is being answered or rewarded; come again", "session_id", status=409))
+            raise BadRequestError("task_id must be text, and metrics an object of numbers", "metrics")
+        if len(sessions) < len(names):
+            # Possibly a repeated request of a client that lost the first reply.
+            stored = await asyncio.to_thread(self._store.find, session_id)
+            if stored is None:
+                missing = next(name for name in names if name not in self._sessions)
+                raise BadRequestError(f"session {missing} does not exist", "session_id", "404")
+            if stored["reward"] != float(reward):
+                raise BadRequestError(
+                    f"session {session_id} already has the reward {stored['reward']}", "reward", "409"
+                )
+            return _success(session_id=session_id, status="success")
+        if any(session.num_running or session.is_ending for session in sessions):
+            raise BadRequestError("the session is being answered or rewarded; try again later", "session_id", "409")
         try:
-            given = Reward(float(reward), dict(metrics))
-            rows = one_rollout([self._rewarded(session, given) for session in sessions])
+            outcome = Reward(float(reward), dict(metrics))
+            rows = one_rollout([self._rewarded(session, outcome) for session in sessions])
         except (TypeError, ValueError) as error:
-            return as_response(refusal(str(error)))
+            raise BadRequestError(str(error)) from error
         for session in sessions:
-            session.is_ending = True  # nobody may go on with it meanwhile
+            session.is_ending = True  # refuses further requests
         try:
-            of_task = task or next((each.task for each in sessions if each.task), "")
-            await asyncio.to_thread(self._bank.put, Rewarded(session_id, of_task, float(reward), tuple(rows)))
+            task = task or next((session.task for session in sessions if session.task), "")
+            await asyncio.to_thread(self._store.put, RewardedSession(session_id, task, float(reward), tuple(rows)))
         finally:
             for session in sessions:
-                session.is_ending = False  # where it could not be written, it may be told again
+                session.is_ending = False  # if the write failed, the client may try again
         for session in sessions:
             session.model.close()
             del self._sessions[session.id]
-        for name in body.get("msg_ids", ()):
-            self._answered[name] = session_id
+        for answer_id in body.get("msg_ids", ()):
+            self._session_of_answer[answer_id] = session_id
         versions = {row.min_policy_version for row in rows} | {row.max_policy_version for row in rows}
-        told = {"session_id": session_id, "num_rows": len(rows), "policy_versions": [min(versions), max(versions)]}
-        return as_response(OpenAIAnswer(200, {**told, "status": "success"}))
+        return _success(
+            session_id=session_id, num_rows=len(rows), policy_versions=[min(versions), max(versions)], status="success"
+        )
 
-    def _sessions_of(self, named: str, body: Mapping[str, Any]) -> list[str] | OpenAIAnswer:
-        """Whose reward it is, by the session that is named or by the names of answers; or what is wrong."""
-        names = body.get("msg_ids")
-        if names is None:
+    def _rewarded_sessions(self, named: str, body: Mapping[str, Any]) -> list[str]:
+        """Sessions that a feedback body names, directly or by the ids of answers. Raises: BadRequestError."""
+        answer_ids = body.get("msg_ids")
+        if answer_ids is None:
             session_id = named or body.get("session_id")
             if not isinstance(session_id, str) or not _SESSION_ID.fullmatch(session_id):
-                return refusal("whose reward is it? name the session", "session_id")
+                raise BadRequestError("session_id is missing; name the session of this reward", "session_id")
             if body.get("session_id", session_id) != session_id:
-                return refusal("this key is of another session", "session_id", status=403)
+                raise BadRequestError("this key belongs to another session", "session_id", "403")
             return [session_id]
-        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-            return refusal("msg_ids is a list of the ids of answers", "msg_ids")
-        if unknown := next((name for name in names if name not in self._answered), None):
-            why = f"there is no answer {unknown}, or it is too old, or the server was started anew"
-            return refusal(why, "msg_ids", status=404)
-        found = list(dict.fromkeys(self._answered[name] for name in names))
-        if named and found != [named]:
-            return refusal("this key is of another session", "msg_ids", status=403)
-        return found
+        if not isinstance(answer_ids, list) or not answer_ids or not all(isinstance(name, str) for name in answer_ids):
+            raise BadRequestError("msg_ids must be a list of answer ids", "msg_ids")
+        if unknown := next((name for name in answer_ids if name not in self._session_of_answer), None):
+            why = f"answer {unknown} is unknown: it is too old, or the server was restarted"
+            raise BadRequestError(why, "msg_ids", "404")
+        names = list(dict.fromkeys(self._session_of_answer[name] for name in answer_ids))
+        if named and names != [named]:
+            raise BadRequestError("this key belongs to another session", "msg_ids", "403")
+        return names
 
     async def _commit(self, request: Request) -> Response:
-        if self._caller(request) != "":
+        if self._authorize(request) != "":
             return as_response(WRONG_KEY)
-        num_groups = await asyncio.to_thread(self._bank.commit_groups, waits=False)
-        return as_response(OpenAIAnswer(200, {"status": "success", "num_groups": num_groups}))
+        num_groups = await asyncio.to_thread(self._store.commit_groups, include_incomplete=True)
+        return _success(status="success", num_groups=num_groups)
 
     def _rewarded(self, session: _Session, reward: Reward) -> list[Experience]:
         rollout = Rollout(
@@ -385,7 +388,11 @@ class PolicyServer:
         return [dataclasses.replace(row, session=session.id) for row in rollout.rewarded(session.model, reward)]
 
 
-def _come_again(why: str, retry_after_s: int = _RETRY_AFTER_S) -> OpenAIAnswer:
+def _success(**body: Any) -> Response:
+    return as_response(OpenAIAnswer(200, body))
+
+
+def _busy(why: str, retry_after_s: int = _RETRY_AFTER_S) -> OpenAIAnswer:
     headers = {"Retry-After": str(retry_after_s)}
     return refusal(why, code="rate_limit_exceeded", status=429, headers=headers)
 
@@ -408,18 +415,20 @@ async def _body(request: Request) -> Mapping[str, Any] | None:
 def serve_policy(
     config: Config, options: ServeOptions, say: Callable[[str], None], storage: Storage | None = None
 ) -> None:
-    """Serve the policy of a run until SIGINT or SIGTERM, recording into its experience log; then say in the log how far
-    it is complete, so that a trainer that has all of it ends.
+    """Serve the policy of a run until SIGINT or SIGTERM, recording into its experience log. At the end the log is
+    sealed at its last complete step, so that a trainer that has consumed all of it ends.
 
-    Args: config: of the run, of whatever mode. say: takes lines for who started it.
-        storage: the run's folder, which may not be where its config has it; None: it is there.
-    Raises: UserError: it cannot be served; FencedError: another process explores for the run; RoleError: an engine of
-        this machine died, or none can be had elsewhere; WaitTimeout.
+    Args:
+        config: config of the run, in any mode.
+        say: prints a line for the user.
+        storage: the run folder, if it is not where the config has it.
+    Raises: UserError: the run cannot be served; FencedError: another process explores for the run; RoleError: a local
+        engine died, or no worker can start one; WaitTimeout.
     """
     if config.stages or config.is_external or config.algorithm.schema_type != "experience":
-        raise UserError("what is served is the policy of a run that learns from rollouts, without stages")
+        raise UserError("rftdask serve needs a run without stages whose algorithm learns from rollouts")
     config = replace(config, {"mode": "serve"})
-    options.tls  # noqa: B018 -- what is wrong with it is told before anything starts
+    options.tls  # noqa: B018 -- report a wrong certificate before anything starts
     storage = storage or open_storage(config.checkpoint_job_dir)
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
@@ -428,9 +437,9 @@ def serve_policy(
         stack.enter_context(Lease(storage, "explorer"))
         experiences = open_log(storage, config)
         experiences.unseal()
-        bank = SessionBank(storage, experiences, config, group_age_s=options.group_age_s)
-        section, queue = config.explorer.rollout_model, Balanced(None if options.max_concurrent else MAX_UNSIZED)
-        start: Callable[[Storage, Balanced], EnginePool] = partial(LocalEngines, config)
+        store = SessionStore(storage, experiences, config, group_age_s=options.group_age_s)
+        section, queue = config.explorer.rollout_model, LoadBalancer(None if options.max_concurrent else MAX_UNSIZED)
+        start: Callable[[Storage, LoadBalancer], EnginePool] = partial(LocalEngines, config)
         if not config.cluster.is_one_machine:
             start = stack.enter_context(_on_workers(config, storage))
         tokenizer = load_tokenizer(config)
@@ -439,37 +448,36 @@ def serve_policy(
         async def run() -> None:
             engines = start(storage, queue)
             try:
-                # What answers are made of takes most of a second, in which engines start.
-                importlib.import_module("openai.types.chat")
+                # Late: takes most of a second, while the engines start. Only the Responses API needs it.
+                importlib.import_module("openai.types.responses")
                 if not config.cluster.is_one_machine:
-                    say(f"waits for the first explorer worker of cluster.type {config.cluster.type}")
-                if not await _until_asked(engines):
+                    say(f"waiting for the first explorer worker of cluster.type {config.cluster.type}")
+                if not await _wait_for_engine(engines):
                     return
                 sampling, guided, images = model_sampling(config.model), section.traits.guides_sampling, None
-                # Asked once an engine has its model, which is on this machine by then if its engines are. Tasks say
-                # whether they have images; who asks a server does not.
+                # Only now: local engines have downloaded the model by then. Any request may hold images, unlike tasks.
                 traits = section.traits
                 if traits.reads_images and can_be_given_images(config.model.model_path, traits.image_models):
                     images = ImageProcessor(config.model.model_path, trust_remote_code=config.model.trust_remote_code)
                     images.run = storage
-                    _ = images.placeholder_id  # before the first request, since it loads torch
+                    _ = images.placeholder_id  # loads torch, so before the first request
                 served = ServedModel(queue, tokenizer, sampling, config.model, None, parser, guided, images)
-                server = PolicyServer(config, served, bank, token, options)
+                server = PolicyServer(config, served, store, token, options)
                 await _run(server, options, engines, storage, f"with the key {token}", say)
             finally:
                 await engines.close()
 
         asyncio.run(run())
-        experiences.seal(bank.num_whole_steps)
-        say(f"{bank.num_groups} groups are in the log, {bank.num_waiting} sessions wait for others of their task")
+        experiences.seal(store.num_whole_steps)
+        say(f"{store.num_groups} groups are in the log, {store.num_waiting} sessions wait for others of their task")
 
 
 @contextlib.contextmanager
-def _on_workers(config: Config, storage: Storage) -> Iterator[Callable[[Storage, Balanced], EnginePool]]:
-    """The cluster of the configuration, and what makes engines of its explorer workers. Raises: UserError: it cannot be
-    had; WaitTimeout.
+def _on_workers(config: Config, storage: Storage) -> Iterator[Callable[[Storage, LoadBalancer], EnginePool]]:
+    """Start the configured cluster. Yields: a factory of WorkerEngines. Raises: UserError: it cannot start;
+    WaitTimeout.
     """
-    # Late: engines of this machine need no Dask.
+    # Late: local engines need no Dask.
     from rftdask.cluster.base import plan_cluster, start_cluster
     from rftdask.cluster.layout import EXPLORER_RESOURCE
     from rftdask.rollouts.work_unit_task import WarmUp
@@ -482,20 +490,20 @@ def _on_workers(config: Config, storage: Storage) -> Iterator[Callable[[Storage,
         yield partial(WorkerEngines, cluster, run)
 
 
-async def _until_asked(engines: EnginePool) -> bool:
-    """Wait for the first engine. False: a signal came first. Raises: as EnginePool.look."""
+async def _wait_for_engine(engines: EnginePool) -> bool:
+    """Wait for the first engine. Returns: False if a signal came first. Raises: see EnginePool.poll."""
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     ending = asyncio.create_task(ended.wait())
     while not engines.queue.engines and not ended.is_set():
-        looking = asyncio.create_task(engines.look())
-        await asyncio.wait({looking, ending}, return_when=asyncio.FIRST_COMPLETED)
-        if looking.done():
-            looking.result()
-            await asyncio.wait({ending}, timeout=_LOOK_S)
+        polling = asyncio.create_task(engines.poll())
+        await asyncio.wait({polling, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if polling.done():
+            polling.result()
+            await asyncio.wait({ending}, timeout=_POLL_INTERVAL_S)
         else:
-            looking.cancel()
+            polling.cancel()
     ending.cancel()
     return not ended.is_set()
 
@@ -508,9 +516,9 @@ async def _run(
     key: str,
     say: Callable[[str], None],
 ) -> None:
-    """Listen until a signal comes; meanwhile look for what is new, what is complete, and who comes and goes.
+    """Listen until a signal comes, polling the engines and committing groups meanwhile.
 
-    Raises: StorageError; RoleError: there are no engines any more. Who is started next takes over.
+    Raises: StorageError; RoleError: no engine is left. The next server of the run continues.
     """
     web = web_server(
         server.app(), host=options.host, port=options.port, timeout_graceful_shutdown=_CLOSE_S, **options.tls
@@ -530,10 +538,10 @@ async def _run(
             scheme = "https" if options.tls_cert else "http"
             say(f"serving {scheme}://{host}:{port}/v1 {key}; its sessions go to {storage.url}")
         while not listening.done():
-            await engines.look()
+            await engines.poll()
             server.weights, server.num_engines = engines.weights, len(engines.queue.engines)
             await server.commit_groups()
-            await asyncio.wait({listening}, timeout=_LOOK_S)
+            await asyncio.wait({listening}, timeout=_POLL_INTERVAL_S)
     finally:
         end()
         await listening

@@ -1,9 +1,9 @@
-"""Worker pool: the engines of a server that are on Dask's workers, wherever those are.
+"""Worker pool: the engines of a server that run on Dask workers.
 
-Which workers there are Dask says: those that hold the resource of explorers, each of which has one engine. A worker
-that joins is asked once its engine serves the newest weights; one that is lost costs no call (balance.py), and a worker
-whose engine has ended gets another one. How they are asked, `engines.remote` says; an engine lives as long as the
-server's connection to it, so a server that ends, or is killed, leaves none behind.
+Dask lists the workers that hold the explorer resource; each of them hosts one engine. A new worker gets requests once
+its engine serves the newest weights. A lost worker costs no call (load_balancer.py), and a worker whose engine ended
+gets another one. `engines.remote` holds the protocol. An engine ends with the server's connection to it, so a server
+that ends or is killed leaves no engine behind.
 """
 
 from __future__ import annotations
@@ -26,68 +26,71 @@ from rftdask.engines.remote import RemoteEngine, RemoteEngines, RemoteEngineServ
 from rftdask.errors import ProcessLostError, RftError, RoleError, UserError
 from rftdask.processes.dask_task import workers_of
 from rftdask.rollouts.work_unit_task import WarmUp, own_engine
-from rftdask.serve.balance import Balanced
 from rftdask.serve.engines import EnginePool
+from rftdask.serve.load_balancer import LoadBalancer
 from rftdask.storage import Storage, open_storage
 
 OPERATION = "rftdask_engine"
-_LOOK_AT_WORKERS_S = 1.0
-_LOOK_S = 0.2
-"""Between two looks of a worker whether its engine lives."""
-_AGAIN_S = 10.0
-"""Pause before an engine is started again on a worker where it failed."""
+_WORKER_POLL_INTERVAL_S = 1.0
+_POLL_INTERVAL_S = 0.2
+"""Seconds between a worker's checks that its engine is alive."""
+_RETRY_S = 10.0
+"""Seconds before an engine is started again on a worker where it failed."""
 MAX_FAILURES = 3
-"""Engines in a row that did not start while there is no other one, after which the server ends."""
+"""Consecutive failed starts, without a running engine, after which the server ends."""
 
 log = logging.getLogger(__name__)
 
 
 class WorkerEngines(EnginePool):
-    """Engines on the workers of a Dask cluster that hold the resource of explorers, one on each, as they come and go.
+    """One engine on each Dask worker that holds the explorer resource, as workers come and go.
 
-    run: what a worker needs to start one.
+    run: the settings with which a worker starts its engine.
     """
 
-    def __init__(self, cluster: Cluster, run: WarmUp, storage: Storage, queue: Balanced) -> None:
+    def __init__(self, cluster: Cluster, run: WarmUp, storage: Storage, queue: LoadBalancer) -> None:
         super().__init__(storage, queue)
         self._cluster, self._run = cluster, run
-        self._engines = RemoteEngines(self._start, _AGAIN_S)
+        self._engines = RemoteEngines(self._start, _RETRY_S)
         self._errors: list[RftError | OSError] = []
-        """Of starts that failed since the last look."""
+        """Errors of starts that failed since the last poll."""
         self._num_failures = 0
-        """Starts in a row that failed."""
-        self._looked_s = -_LOOK_AT_WORKERS_S
-        self._lacks_since_s = time.monotonic()
+        """Consecutive failed starts."""
+        self._polled_s = -_WORKER_POLL_INTERVAL_S
+        self._without_engine_since_s = time.monotonic()
 
-    async def _look_for_engines(self) -> None:
+    async def _add_engines(self) -> None:
         errors, self._errors = self._errors, []
         for error in [] if self._engines.alive else errors:
             if isinstance(error, UserError):
                 raise error
             if self._num_failures >= MAX_FAILURES:
-                raise RoleError(f"{self._num_failures} engines in a row did not start; the last: {error}") from error
+                raise RoleError(
+                    f"{self._num_failures} consecutive engines failed to start; the last: {error}"
+                ) from error
         now = time.monotonic()
         if self._engines.alive:
-            self._lacks_since_s = now
-        elif now - self._lacks_since_s > self._cluster.worker_deadline_s + LOAD_TIMEOUT_S:
-            raise RoleError(f"no explorer worker has had an engine for {now - self._lacks_since_s:.0f} s")
-        if now - self._looked_s < _LOOK_AT_WORKERS_S:
+            self._without_engine_since_s = now
+        elif (waited_s := now - self._without_engine_since_s) > self._cluster.worker_deadline_s + LOAD_TIMEOUT_S:
+            raise RoleError(f"no explorer worker has had an engine for {waited_s:.0f} s")
+        if now - self._polled_s < _WORKER_POLL_INTERVAL_S:
             return
-        self._looked_s = now
+        self._polled_s = now
         self._cluster.check()
-        found = await asyncio.to_thread(workers_of, self._cluster.client)
-        self._engines.look({address for address, told in found.items() if told["resources"].get(EXPLORER_RESOURCE)})
+        workers = await asyncio.to_thread(workers_of, self._cluster.client)
+        self._engines.look({address for address, info in workers.items() if info["resources"].get(EXPLORER_RESOURCE)})
 
     async def _start(self, address: str) -> RemoteEngine:
-        """An engine of a worker that serves the newest weights, and is asked now. Raises: RftError; OSError: the worker
-        is not there.
+        """Start an engine on a worker, load the newest weights, and add it to `queue`.
+
+        Raises: RftError; OSError: the worker cannot be reached.
         """
         client, operation = self._cluster.client, {"op": OPERATION, "run": astuple(self._run)}
         try:
             try:
                 await asyncio.to_thread(client.run, host_engines, workers=[address])
-            except Exception as error:  # whatever the call raised there, such as where rftdask is another one
-                raise RoleError(f"it cannot be asked to start one: {type(error).__name__}: {error}") from error
+            except Exception as error:  # anything, for example because the worker has another version of rftdask
+                raise RoleError(f"cannot request an engine start: {type(error).__name__}: {error}") from error
             engine = await RemoteEngine.open(address, client.connection_args, operation)
             try:
                 await self._load_newest(engine)
@@ -101,12 +104,12 @@ class WorkerEngines(EnginePool):
             raise
         self._num_failures = 0
         self.queue.add(engine)
-        log.info("%s is asked from now on", engine)
+        log.info("%s now takes requests", engine)
         return engine
 
-    def _take_lost(self, engine: AskedEngine) -> None:
-        log.warning("%s is asked no more; what it was asked goes elsewhere", engine)
-        engine.close()  # also one that hangs
+    def _handle_lost(self, engine: AskedEngine) -> None:
+        log.warning("%s is lost; its requests go to other engines", engine)
+        engine.close()  # needed if it hangs
 
     async def close(self) -> None:
         """See EnginePool."""
@@ -118,15 +121,15 @@ class WorkerEngines(EnginePool):
 
 
 def host_engines(dask_worker: Worker) -> None:
-    """Have a worker start an engine for each server that asks for one, from here on. Idempotent."""
+    """Register `host` on a worker, so that servers can start engines there. Idempotent."""
     dask_worker.handlers[OPERATION] = host
 
 
 async def host(comm: Comm, run: Sequence[Any]) -> Status:
-    """Start an engine for a server, and end it when the connection ends. run: the fields of a WarmUp."""
+    """Start an engine for a server and end it with the connection. run: the fields of a WarmUp."""
     warm_up = WarmUp(*run)
     answering = RemoteEngineServer(comm, may_load=True)
-    # A daemon: a model that takes minutes to load does not hold up the end of the worker.
+    # A daemon thread: a model that takes minutes to load must not delay the worker's exit.
     threading.Thread(target=_hold_engine, args=(warm_up, answering), name="hosted-engine", daemon=True).start()
     await answering.run()
     return Status.dont_reply
@@ -136,10 +139,10 @@ def _hold_engine(run: WarmUp, answering: RemoteEngineServer) -> None:
     try:
         with own_engine(run, answering.over.is_set) as engine:
             answering.begin(engine, open_storage(run.url))
-            while engine.alive() and not answering.over.wait(_LOOK_S):
+            while engine.alive() and not answering.over.wait(_POLL_INTERVAL_S):
                 pass
         answering.end(ProcessLostError("its process has ended"))
     except RftError as error:
         answering.end(error)
-    except Exception as error:  # of ours: nobody else would hear of it
+    except Exception as error:  # a bug: without this the server would get no error
         answering.end(RftError(f"{type(error).__name__}: {error}"))

@@ -22,7 +22,7 @@ from rftdask.config.base import Computed, PluginName, Section, child_of, default
 from rftdask.config.check import allowed_values
 from rftdask.config.yaml_source import escape, to_yaml
 from rftdask.driver.init_config import explanations
-from rftdask.driver.memory_estimate import can_be_sized, tell_memory
+from rftdask.driver.memory_estimate import can_be_sized, format_memory_report
 from rftdask.errors import ConfigError, RftError, UserError
 
 ROOT = "checkpoint_root_dir"
@@ -293,7 +293,8 @@ def check_form(fields: Fields, root: str, gpu: str = "") -> Checked:
     except UserError as error:
         return Checked(text, {"": str(error)}, config.warnings, make_plan(config).render())
     try:
-        memory = tell_memory(config, gpu) if can_be_sized(config) else "not known: the model is not on this machine"
-    except (RftError, OSError, ValueError) as error:  # the model is not on this machine, or its config has no sizes
+        sized = can_be_sized(config)
+        memory = format_memory_report(config, gpu) if sized else "not known: the model is not on this machine"
+    except (RftError, OSError, ValueError) as error:  # the model is not here, or has no sizes
         memory = f"not known: {error}"
     return Checked(text, {}, config.warnings, plan, memory, config)

@@ -259,7 +259,7 @@ class Trainer:
             return "stop", ""
         try:
             entry = self.source.entry(step + 1, _BATCH_POLL_S)
-        except NotYet:
+        except BatchNotReady:
             # The explorer may need these weights to sample the batch.
             return "publish" if self._should_publish(step) else "wait", ""
         return ("end", "") if entry is None else ("train", entry.to_json().decode())

@@ -94,13 +94,13 @@ class Ended:
     err: str
 
 
-def call_cli(*arguments: str) -> Ended:
+def call_cli(*arguments: str, main: Callable[[], None] = cli.main) -> Ended:
     """Run a command in this process, like its entry point."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", ["rftdask", *arguments])
         try:
-            cli.main()
+            main()
             code = 0
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)

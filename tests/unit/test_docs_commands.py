@@ -1,8 +1,11 @@
-"""Promises of the commands that documentation and comments of configurations show: with --gpus, --nodes and --gpu for
-1, 2, 8 and 4 x 8 GPUs each of them has a plan with the memory it needs, or is refused with a change that gives it one;
-one that names its GPUs runs as printed; a recipe that names them has a plan there. Typed in an empty folder, with the
-package installed and the files that its page has the reader write, each is accepted. Those in examples/ are toys for a
-laptop, which tests/e2e/guides runs.
+"""Promises of commands shown in the documentation and in comments of configurations:
+
+- with --gpus, --nodes and --gpu for 1, 2, 8 and 4 x 8 GPUs, each has a plan with its memory, or is rejected with a
+  remedy that leads to one;
+- a command that names its GPUs runs as printed, and a recipe that names them has a plan there;
+- typed in an empty folder with the files of its page, each is accepted.
+
+Examples in examples/ are toys for a laptop, which tests/e2e/guides runs.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ ONE_GPU = (
     "trainer.max_token_len_per_gpu=4096",
     "trainer.gradient_checkpointing=true",
 )
-"""What config/gsm8k-grpo.yaml says for one GPU."""
+"""Settings that config/gsm8k-grpo.yaml suggests for one GPU."""
 _ADVICE = re.compile(r"(engine_num|num_ranks|tensor_parallel_size)\D* (\d+)")
 _KEYS = {
     "engine_num": "explorer.rollout_model.engine_num",
@@ -51,7 +54,7 @@ IN_REPOSITORY = {"README.md": "in this folder installs everything a run needs", 
 _COMMAND = re.compile(r"rftdask ((?:run|validate|estimate|submit) [^\n`|&;]*\.yaml[^\n`|&;]*)")
 _OWN = "init {file} --tasks tasks.jsonl --model toy/model --yes"
 _SLURM = f"{_OWN} --slurm main"
-# Nothing is downloaded here, and there is no vLLM.
+# The tests download nothing and have no vLLM.
 _TRL = TRL.replace("Qwen/Qwen2.5-0.5B-Instruct", "toy/model").replace('"openai/gsm8k", "main"', '"tasks.jsonl"')
 _REWARD = "def reward(response, truth, task):\n    return float(response == truth)\n"
 OWN_FILES = {
@@ -77,15 +80,15 @@ def commands() -> dict[tuple[str, ...], tuple[str, ...]]:
     """(config, override...) of every `rftdask run`, `validate`, `estimate` or `submit` of a config -> the words of one
     such command as printed.
     """
-    found = {}
+    result = {}
     for page in PAGES:
         for line in shown(page):
             words = [_FILES.get(Path(word).name, word) for word in shlex.split(line, comments=True)]
             if config := next((word for word in words if word in _FILES.values()), None):
                 made_of = (config, *(word for word in words if re.match(r"[a-z_.]+=", word)))
-                if made_of not in found or "--gpu" in words:
-                    found[made_of] = tuple(words)
-    return found
+                if made_of not in result or "--gpu" in words:
+                    result[made_of] = tuple(words)
+    return result
 
 
 def plan(command: tuple[str, ...], num_machines: int, num_gpus: int) -> Layout:
@@ -96,7 +99,7 @@ def plan(command: tuple[str, ...], num_machines: int, num_gpus: int) -> Layout:
 
 @pytest.mark.parametrize("machines", MACHINES, ids=lambda machines: "{}x{}".format(*machines))
 @pytest.mark.parametrize("command", sorted(commands()), ids=" ".join)
-def test_a_command_has_a_plan_or_says_how_it_gets_one(
+def test_a_documented_command_has_a_plan_or_a_remedy(
     command: tuple[str, ...], machines: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -106,11 +109,11 @@ def test_a_command_has_a_plan_or_says_how_it_gets_one(
         ended = call_cli("estimate", *command, *changes, *there)
         if ended.code == 0:
             break
-        said = " ".join(ended.err.split())
-        advised = [f"{_KEYS[key]}={number}" for key, number in _ADVICE.findall(said.rpartition("; ")[2])]
-        advised += ["cluster.type=joined"] if "use slurm or another batch system, or joined" in said else []
-        advised += ["cluster.type=local", "mode=colocate"] if "cluster.type local, mode colocate" in said else []
-        assert ended.code == 2 and advised, f"{command} on {machines}: {said}"
+        printed = " ".join(ended.err.split())
+        advised = [f"{_KEYS[key]}={number}" for key, number in _ADVICE.findall(printed.rpartition("; ")[2])]
+        advised += ["cluster.type=joined"] if "use slurm or another batch system, or joined" in printed else []
+        advised += ["cluster.type=local", "mode=colocate"] if "cluster.type local, mode colocate" in printed else []
+        assert ended.code == 2 and advised, f"{command} on {machines}: {printed}"
         changes += advised
     assert ended.code == 0, f"{command} on {machines}, changed by {changes}: {ended.err}"
     assert "placement  " in ended.out and "host of a machine" in ended.out
@@ -118,9 +121,7 @@ def test_a_command_has_a_plan_or_says_how_it_gets_one(
 
 
 @pytest.mark.parametrize("command", [words for words in commands().values() if "--gpu" in words], ids=" ".join)
-def test_a_command_that_names_its_gpus_runs_as_it_is_printed(
-    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_names_its_gpus_fits_them(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     ended = call_cli(*command)
     assert ended.code == 0, ended
@@ -154,7 +155,7 @@ def empty(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 @pytest.mark.usefixtures("empty")
 @pytest.mark.parametrize("page", [page for page in PAGES if shown(page)], ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_are_accepted_in_an_empty_folder(page: Path) -> None:
+def test_documented_commands_work_in_an_empty_folder(page: Path) -> None:
     """A run and a submission are checked and planned; nothing is started or submitted."""
     name = str(page.relative_to(ROOT))
     own = dict(OWN_FILES.get(name, {}))
@@ -167,7 +168,7 @@ def test_commands_are_accepted_in_an_empty_folder(page: Path) -> None:
         for file in [*own, *(word for word in words if word.endswith(".yaml") and "=" not in word)]:
             if Path(file).exists():
                 continue
-            if file.startswith("config/"):  # an error of this very command says so
+            if file.startswith("config/"):  # the error of this command suggests it
                 assert call_cli("examples", "copy", file, str(Path(file).parent)).code == 0
                 continue
             Path(file).parent.mkdir(exist_ok=True)
@@ -184,15 +185,15 @@ def test_commands_are_accepted_in_an_empty_folder(page: Path) -> None:
         assert ended.code == 0 and "Traceback" not in ended.err, (name, verb, words, ended)
 
 
-def test_every_configuration_for_gpus_samples_with_vllm() -> None:
+def test_gpu_configurations_sample_with_vllm() -> None:
     for_gpus = [path for path in CONFIGS if path.parent.name in ("gpus", "slurm") or path.name.startswith("gsm8k")]
     assert len(for_gpus) >= 9
     for path in for_gpus:
         stages = load_config(path).stage_configs()
-        assert {each.explorer.rollout_model.engine_type for each in stages if each.has_explorer} == {"vllm"}, path
+        assert {item.explorer.rollout_model.engine_type for item in stages if item.has_explorer} == {"vllm"}, path
 
 
-def test_a_recipe_that_names_its_gpus_has_a_plan_there() -> None:
+def test_a_recipe_has_a_plan_on_its_gpus() -> None:
     recipes = [command for command in commands() if command[0] == "config/gsm8k-grpo.yaml"]
     assert ("config/gsm8k-grpo.yaml",) in recipes
     assert plan(("config/gsm8k-grpo.yaml",), 1, 8).describe() == "2 ranks on GPUs 0-1, 6 engines on GPUs 2-7"
@@ -206,14 +207,14 @@ def test_a_recipe_that_names_its_gpus_has_a_plan_there() -> None:
     ("changes", "num_gpus", "memory"),
     [((), 8, "80GB"), (ONE_GPU, 1, "80GB"), ((*ONE_GPU, "model.lora_configs=[{lora_rank: 16}]"), 1, "24GB")],
 )
-def test_a_recipe_fits_the_gpus_that_it_names(changes: tuple[str, ...], num_gpus: int, memory: str) -> None:
+def test_a_recipe_fits_its_gpus(changes: tuple[str, ...], num_gpus: int, memory: str) -> None:
     config = load_config(ROOT / "config" / "gsm8k-grpo.yaml", [*changes, f"cluster.gpu_per_node={num_gpus}"])
     lines = what_fits(config, read_shape(config.model.model_path), gpu_bytes(memory), plan_machines(config))
     verdicts = [line for line in lines if not line.startswith(" ")]
     assert len(verdicts) == 2 and all(": fits, " in line for line in verdicts), lines
 
 
-def test_validate_plans_for_machines_that_are_elsewhere() -> None:
+def test_validate_plans_for_other_machines() -> None:
     config, one = str(ROOT / "config" / "gsm8k-grpo.yaml"), "explorer.rollout_model.engine_num=1"
     ended = call_cli("validate", config, one, "trainer.num_ranks=1", "--gpus", "1")
     assert ended.code == 0, ended
@@ -225,7 +226,7 @@ def test_validate_plans_for_machines_that_are_elsewhere() -> None:
     assert ended.out.endswith("placement  2 ranks, 6 engines\n"), ended
 
 
-def test_the_plan_has_as_many_ranks_as_the_placement() -> None:
+def test_plan_and_placement_have_the_same_ranks() -> None:
     config, engines = str(ROOT / "config" / "gsm8k-grpo.yaml"), "explorer.rollout_model.engine_num=4"
     arguments = ("validate", config, "trainer.num_ranks=null", engines)
     ended = call_cli(*arguments, "--gpus", "8")

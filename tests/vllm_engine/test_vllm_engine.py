@@ -58,7 +58,7 @@ from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from tests.integration.run_cases import RunProcess, assert_sound, run_folder, status_of, write_config
 from tests.unit.engines.engine_contract import ContinuousContract, EngineContract
-from tests.unit.rollouts.policy import test_guided_answers as guided
+from tests.unit.rollouts.policy import test_recording_forms as guided
 from tests.unit.trainer.trainer_cases import engine_config
 from tests.versions import needs_newer_transformers
 from tests.vllm_engine.vllm_models import END_IDS, save_idefics3, save_qwen2, save_qwen_vl
@@ -292,9 +292,9 @@ def test_forbidden_words_never_occur_and_forced_answers_end(
     assert engine.generate([GenerateRequest((3, 4), greedy, 0)])[0].tokens == free.tokens
 
 
-test_answers_through_the_api_have_the_form_that_is_asked_for = guided.test_an_answer_has_the_form_that_is_asked_for
-test_tools_are_called_where_that_is_required = guided.test_a_tool_is_called_where_that_is_required
-test_a_form_that_is_none_costs_no_engine = guided.test_a_form_that_is_none_is_refused_by_name_and_the_engine_lives
+test_answers_through_the_api_have_the_form_that_is_asked_for = guided.test_answer_has_the_requested_form
+test_tools_are_called_where_that_is_required = guided.test_required_tool_is_called
+test_a_form_that_is_none_costs_no_engine = guided.test_invalid_form_is_refused_by_name
 
 
 def test_the_second_model_runner_also_tempers_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:

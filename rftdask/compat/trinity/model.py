@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rftdask.compat.trinity.experience import Experience
-from rftdask.rollouts.policy.answer_stream import EventStream
-from rftdask.rollouts.policy.endpoint import Answering
+from rftdask.rollouts.policy.answer_stream import OnText
+from rftdask.rollouts.policy.base import ModelHandle
 from rftdask.rollouts.policy.openai_api import OpenAIAnswer
 from rftdask.rollouts.workflows.base import AuxiliaryModel, Response
 
@@ -124,13 +124,13 @@ class ModelWrapper:
 
     def get_openai_client(self) -> OpenAI:
         """Return an `openai.OpenAI` with an attribute `model_path`."""
-        client: OpenAI = self._on_the_loop(lambda: cast(Any, self._asked).blocking_client_of(_Recorder(self)))
+        client: OpenAI = self._on_the_loop(lambda: cast(Any, self._asked).blocking_client_of(self._answer_openai))
         vars(client)["model_path"] = self.model_path
         return client
 
     def get_openai_async_client(self) -> AsyncOpenAI:
         """Return an `openai.AsyncOpenAI` with an attribute `model_path`."""
-        client: AsyncOpenAI = self._on_the_loop(lambda: cast(Any, self._asked).async_client_of(_Recorder(self)))
+        client: AsyncOpenAI = self._on_the_loop(lambda: cast(Any, self._asked).async_client_of(self._answer_openai))
         vars(client)["model_path"] = self.model_path
         return client
 
@@ -188,20 +188,14 @@ class ModelWrapper:
         self.answers.append(experience)
         return experience
 
-
-class _Recorder:
-    """Backend of an OpenAI client: the model, with every answer kept as an experience."""
-
-    def __init__(self, model: ModelWrapper) -> None:
-        self._model = model
-
-    async def openai(self, path: str, body: Any, stream: EventStream | None = None) -> OpenAIAnswer:
+    async def _answer_openai(self, path: str, body: Any, on_text: OnText | None = None) -> OpenAIAnswer:
+        """Answer a request of an OpenAI client and keep each answer as an experience."""
         if body.get("tool_choice") == "required":
             # Only one format supports forced calls; agents that need a call retry.
             body = {**body, "tool_choice": "auto"}
-        answer = await cast(Answering, self._model._asked).openai(path, body, stream)
+        answer = await cast(ModelHandle, self._asked).openai(path, body, on_text)
         for response in answer.responses:
-            self._model._recorded(response, body.get("messages", body.get("prompt")))
+            self._recorded(response, body.get("messages", body.get("prompt")))
         return answer
 
 

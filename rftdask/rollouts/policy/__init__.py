@@ -1,4 +1,4 @@
-"""What a workflow talks to: the policy and auxiliary models as text in, text out, over an engine's queue or an API.
+"""Policy: the models that a workflow calls, as text over engine queues and remote services, with recording.
 
-The folder knows no tasks and no rewards.
+No tasks and no rewards.
 """

@@ -1,9 +1,8 @@
-"""Answer parser: what a policy wrote, as OpenAI's API tells it: content, reasoning and calls of tools apart.
+"""Answer parser: splits a policy's answer into content, reasoning and tool calls, as OpenAI's API returns them.
 
-Models write these in ways of their own, which their chat template shows. Here are the two most common ways, JSON within
-<tool_call> and thoughts before </think>, and gpt-oss's channels; the others are the tokenizer's own response template,
-or vLLM's parsers, which need the package vllm and nothing that computes. Text in, text out: what is trained are the
-tokens, parsed or not.
+The formats differ by model and are recognized from the chat template. This module parses JSON within <tool_call>,
+thoughts before </think>, and gpt-oss channels. Other formats use the tokenizer's response template or vLLM's parsers,
+which need the package vllm but no accelerator. Parsing never changes the tokens that are trained.
 """
 
 from __future__ import annotations
@@ -28,34 +27,34 @@ _CALLS_BY_MARK = {
     "<|channel|>": "openai",
     "<tool_call>": "hermes",
 }
-"""What only templates of some models hold -> the parser of their calls; the first that is found."""
+"""Mark in a chat template -> parser of its tool calls; the first match applies."""
 _THOUGHTS_BY_MARK = {"</think>": "think", "<|channel|>": "openai_gptoss", "[THINK]": "mistral"}
 _OWN_THOUGHTS = ("think", "deepseek_r1", "deepseek_v3", "qwen3")
-"""Names for one format: thoughts end with </think>, and begin the answer or the end of the prompt with <think>."""
+"""Names of one format: thoughts end with </think> and begin with <think>, in the answer or at the prompt's end."""
 _OWN_CALLS = ("hermes", "none")
 _CHANNELS = ("openai", "openai_gptoss")
-"""Names for gpt-oss's format, of its calls and of its thoughts, which are read together."""
+"""Names of gpt-oss's format for tool calls and for thoughts, which are parsed together."""
 _MESSAGE = re.compile(
     r"(?:to=(?P<to>\S+?)\s*)?<\|channel\|>(?P<channel>\w+)(?:\s+to=(?P<later>[^\s<]+))?[^<]*(?:<\|constrain\|>[^<]*)?"
     r"<\|message\|>(?P<text>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z)",
     re.DOTALL,
 )
-"""A message of an answer in that format; a call names its tool before or after the channel."""
+"""A message in gpt-oss's format; a call names its tool before or after the channel."""
 _TEMPLATE = "template"
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool as a policy writes it."""
+    """A tool call as the policy wrote it."""
 
     name: str
     arguments: Any
 
 
 class ParsedAnswer(NamedTuple):
-    """An answer in its parts."""
+    """The parts of an answer."""
 
     content: str | None
-    """None: there is nothing beside calls or thoughts."""
+    """None: only calls or thoughts."""
     reasoning: str | None
     calls: tuple[ToolCall, ...]
 
@@ -63,37 +62,39 @@ class ParsedAnswer(NamedTuple):
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 _ParseCalls: TypeAlias = Callable[[str, Tools], tuple[str | None, tuple[ToolCall, ...]]]
 _ParseThoughts: TypeAlias = Callable[[str, str], tuple[str | None, str | None]]
-"""Text and prompt in; thoughts and the rest out."""
+"""(text, prompt) -> (thoughts, content)."""
 
 
 class AnswerParser:
-    """The parser of one model's answers.
+    """Parser of one model's answers.
 
     Args:
-        calls, reasoning: names of parsers, ours, vLLM's, "template" (the tokenizer's own response template) or "none";
-            None: the one that the chat template shows; where it shows none, calls are JSON within <tool_call>.
-    Raises: UserError: a parser that is named needs vLLM, which is not installed or does not have it.
+        calls, reasoning: parser names: of this module or vLLM, "template" (the tokenizer's response template) or
+            "none". None: recognized from the chat template; by default calls are JSON within <tool_call>.
+    Raises: UserError: a named parser needs vLLM, which is not installed or lacks it.
     """
 
     def __init__(self, tokenizer: Tokenizer, calls: str | None = None, reasoning: str | None = None) -> None:
-        own = getattr(tokenizer, "response_template", None) is not None
+        has_template = getattr(tokenizer, "response_template", None) is not None
         self.chat_template = template_of(tokenizer)
         self._tokenizer = tokenizer
-        self._by_template = own and calls in (None, _TEMPLATE) and reasoning in (None, _TEMPLATE)
-        if not own and _TEMPLATE in (calls, reasoning):
+        self._by_template = has_template and calls in (None, _TEMPLATE) and reasoning in (None, _TEMPLATE)
+        if not has_template and _TEMPLATE in (calls, reasoning):
             raise UserError("parser 'template': the model's tokenizer has no response_template; name another parser")
         self._calls_name = calls or _shown(_CALLS_BY_MARK, self.chat_template) or "hermes"
         self._thoughts_name = reasoning or _shown(_THOUGHTS_BY_MARK, self.chat_template) or "none"
-        # What a configuration names is made at once, so that a mistake is told before any rollout.
+        # Configured parsers are created now, so that a mistake is reported before any rollout.
         self._calls = self._calls_parser() if calls not in (None, _TEMPLATE, *_CHANNELS) else None
         self._thoughts = self._thoughts_parser() if reasoning not in (None, _TEMPLATE, *_CHANNELS) else None
 
     def parse(self, text: str, tokens: Sequence[int], prompt: str, tools: Tools | None) -> ParsedAnswer:
-        """The parts of an answer.
+        """Split an answer into its parts.
 
-        Args: text: the tokens' text, special ones left out, which is what answers to no stop; prompt: as rendered;
-            tools: those that may be called; None: calls stay text.
-        Raises: UserError: the model's format needs a parser of vLLM, which is not installed.
+        Args:
+            text: text of the tokens without special tokens, cut at a stop text.
+            prompt: rendered prompt.
+            tools: tools that may be called; None: calls stay text.
+        Raises: UserError: the format needs a parser of vLLM, which is not installed.
         """
         if self._by_template:
             parsed = cast(Any, self._tokenizer).parse_response(list(tokens), prefix=prompt, tools=list(tools or ()))
@@ -109,17 +110,17 @@ class AnswerParser:
             return _by_channels(marked, text, None if self._calls_name == "none" else tools)
         self._thoughts = self._thoughts or self._thoughts_parser()
         thoughts, content = self._thoughts(marked, prompt)
-        found: tuple[ToolCall, ...] = ()
+        tool_calls: tuple[ToolCall, ...] = ()
         if tools is not None and content is not None:
             self._calls = self._calls or self._calls_parser()
-            content, found = self._calls(content, tools)
-        # Where there is nothing but content, as it was told: without special tokens.
-        is_plain = thoughts is None and content is not None and not found
-        return ParsedAnswer(text if is_plain else content, thoughts, found)
+            content, tool_calls = self._calls(content, tools)
+        # An answer with only content is returned without special tokens.
+        is_plain = thoughts is None and content is not None and not tool_calls
+        return ParsedAnswer(text if is_plain else content, thoughts, tool_calls)
 
     def _marked(self, text: str, tokens: Sequence[int]) -> str:
-        """The answer with its special tokens but for the end, where the format may have marks among them; `text` of our
-        own formats, and where a stop has cut it."""
+        """The answer with special tokens except the last, for formats whose marks may be special tokens. `text` for
+        this module's formats, and if a stop text cut the answer."""
         if self._calls_name in _OWN_CALLS and self._thoughts_name in ("none", *_OWN_THOUGHTS):
             return text
         tokens, end = list(tokens), getattr(self._tokenizer, "eos_token_id", None)
@@ -129,49 +130,49 @@ class AnswerParser:
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
     def certain(self, text: str, prompt: str, tools: Tools | None) -> tuple[str, str]:
-        """(reasoning, content) of an answer that begins with `text`, as far as nothing that follows can change them;
-        arguments as of `parse`. Of formats that are not ours nothing is certain before the end.
+        """The parts of (reasoning, content) that no continuation of `text` can change; arguments as in `parse`. In
+        formats of other parsers nothing is certain before the end.
         """
         if self._by_template or self._thoughts_name not in ("none", *_OWN_THOUGHTS):
             return "", ""
         thoughts, content = _certain_thoughts(text, prompt) if self._thoughts_name != "none" else ("", text)
         if tools is None or self._calls_name == "none":
             return thoughts, content
-        said = before_any(content, ("<tool_call>",))
-        # Beside calls the spaces around a text are left out; without one they are part of it.
-        return thoughts, "" if self._calls_name != "hermes" or said[:1].isspace() else said.rstrip()
+        text = before_any(content, ("<tool_call>",))
+        # Surrounding spaces are dropped if the answer has calls, and kept otherwise.
+        return thoughts, "" if self._calls_name != "hermes" or text[:1].isspace() else text.rstrip()
 
     def grammar(self, schema: Mapping[str, Any], prompt: str, *, are_calls: bool, max_calls: int | None = None) -> str:
-        """The grammar, in llguidance's Lark, of answers to a rendered prompt that are JSON of `schema`, or calls that
-        are; thoughts may come before.
+        """Grammar in llguidance's Lark form for answers to a rendered prompt: optional thoughts, then JSON that follows
+        `schema`, or tool calls that do.
 
-        Raises: UserError: calls, or thoughts, of this model are not written in a way for which there is one.
+        Raises: UserError: no grammar exists for the model's format of calls or thoughts.
         """
         if self._by_template or self._thoughts_name not in ("none", *_OWN_THOUGHTS):
             raise UserError(
-                "an answer is guided where thoughts are in <think>: explorer.rollout_model.reasoning_parser"
+                "answers can be guided only if thoughts are in <think>; set explorer.rollout_model.reasoning_parser"
             )
         if are_calls and self._calls_name != "hermes":
             raise UserError(
-                f"calls are guided as JSON within <tool_call>, not as {self._calls_name!r}: "
-                "explorer.rollout_model.tool_call_parser"
+                f"calls can be guided only as JSON within <tool_call>, not as {self._calls_name!r}; "
+                "set explorer.rollout_model.tool_call_parser"
             )
-        # Without spaces of its own choice: a policy that has learned little would write them for ever.
+        # No free choice of spaces: a barely trained policy would write them forever.
         spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         answer = f"%json {json.dumps({**schema, 'x-guidance': spaces})}"
         rules = {"start": "answer", "answer": answer}
         if are_calls:
-            more = "" if max_calls == 1 else ' ("\\n" call)*'
+            further = "" if max_calls == 1 else ' ("\\n" call)*'
             rules |= {
-                "answer": f"call{more}",
+                "answer": f"call{further}",
                 "call": '"<tool_call>" "\\n"? json "\\n"? "</tool_call>"',
                 "json": answer,
             }
         if self._thoughts_name != "none":
-            # Lazy: to the first end of thoughts, after which the answer begins.
-            begun = prompt.rstrip().endswith("<think>")
-            rules["start"] = r'thoughts "\n"* answer' if begun else r'("\n"* thoughts "\n"*)? answer'
-            rules["thoughts[lazy]"] = rf"/{'' if begun else '<think>'}(?s:.*)<\/think>/"
+            # Lazy: thoughts end at the first </think>.
+            is_open = prompt.rstrip().endswith("<think>")
+            rules["start"] = r'thoughts "\n"* answer' if is_open else r'("\n"* thoughts "\n"*)? answer'
+            rules["thoughts[lazy]"] = rf"/{'' if is_open else '<think>'}(?s:.*)<\/think>/"
         return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
 
     def _calls_parser(self) -> _ParseCalls:
@@ -180,18 +181,13 @@ class AnswerParser:
             return lambda text, tools: (text, ())
         if name == "hermes":
             return _hermes_calls
-        _need_vllm("tool_call_parser", name)
-        # Late: it takes seconds, and is installed where it is needed.
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.tool_parsers import ToolParserManager
-
-        kind = _of_vllm("tool_call_parser", name, ToolParserManager.get_tool_parser)
+        kind, request_type = _vllm_parser("tool_call_parser", name)
 
         def parse(text: str, tools: Tools) -> tuple[str | None, tuple[ToolCall, ...]]:
-            request = ChatCompletionRequest(messages=[], model="policy", tools=list(tools))
-            found = kind(self._tokenizer, request.tools).extract_tool_calls(text, request)
-            return found.content, tuple(
-                ToolCall(each.function.name, _loaded(each.function.arguments)) for each in found.tool_calls
+            request = request_type(messages=[], model="policy", tools=list(tools))
+            parsed = kind(self._tokenizer, request.tools).extract_tool_calls(text, request)
+            return parsed.content, tuple(
+                ToolCall(call.function.name, _loaded(call.function.arguments)) for call in parsed.tool_calls
             )
 
         return parse
@@ -202,27 +198,21 @@ class AnswerParser:
             return lambda text, prompt: (None, text)
         if name in _OWN_THOUGHTS:
             return _before_think_ends
-        _need_vllm("reasoning_parser", name)
-        # Late: as above.
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.reasoning import ReasoningParserManager
-
-        kind = _of_vllm("reasoning_parser", name, ReasoningParserManager.get_reasoning_parser)
+        kind, request_type = _vllm_parser("reasoning_parser", name)
         parser = kind(self._tokenizer)
 
         def parse(text: str, prompt: str) -> tuple[str | None, str | None]:
-            found: tuple[str | None, str | None] = parser.extract_reasoning(
-                text, ChatCompletionRequest(messages=[], model="policy")
-            )
-            return found
+            request = request_type(messages=[], model="policy")
+            parts: tuple[str | None, str | None] = parser.extract_reasoning(text, request)
+            return parts
 
         return parse
 
 
 def before_any(text: str, marks: Sequence[str]) -> str:
-    """The text before the first of the marks, of which the last one may have begun only."""
-    if found := [text.index(mark) for mark in marks if mark in text]:
-        return text[: min(found)]
+    """The text before the first mark; a beginning of a mark at the end of the text is cut as well."""
+    if positions := [text.index(mark) for mark in marks if mark in text]:
+        return text[: min(positions)]
     for length in range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1):
         if any(mark.startswith(text[-length:]) for mark in marks):
             return text[:-length]
@@ -230,22 +220,22 @@ def before_any(text: str, marks: Sequence[str]) -> str:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """The calls a response makes, written <tool_call>{"name": ..., "arguments": {...}}</tool_call> as Qwen and Hermes
-    models are taught; what is no such JSON is no call.
+    """Tool calls of a response, written <tool_call>{"name": ..., "arguments": {...}}</tool_call> as in Qwen and Hermes
+    models. Invalid JSON is skipped.
     """
     calls: list[ToolCall] = []
     for match in _TOOL_CALL.finditer(text):
         with contextlib.suppress(ValueError):
             call = json.loads(match[1])
-            if isinstance(call.get("name"), str):  # the pattern begins with a brace, so it is an object
+            if isinstance(call.get("name"), str):  # an object, because the pattern begins with a brace
                 calls.append(ToolCall(call["name"], call.get("arguments", {})))
     return calls
 
 
 def template_of(tokenizer: Tokenizer | None) -> str | None:
-    """The chat template's source; None: the tokenizer has no such text."""
+    """Source of the chat template; None: the tokenizer has none."""
     template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, dict):  # by name: chats with tools may have one of their own
+    if isinstance(template, dict):  # several by name, such as one for chats with tools
         template = "\n".join(map(str, template.values()))
     return template if isinstance(template, str) else None
 
@@ -259,24 +249,24 @@ def _by_channels(marked: str, text: str, tools: Tools | None) -> ParsedAnswer:
     messages = list(_MESSAGE.finditer(marked))
     if not messages:
         return ParsedAnswer(text, None, ())
-    thoughts, said, calls = list[str](), list[str](), list[ToolCall]()
+    thoughts, content, calls = list[str](), list[str](), list[ToolCall]()
     for message in messages:
         name = (message["to"] or message["later"] or "").removeprefix("functions.")
         if name and tools is not None:
             calls.append(ToolCall(name, _loaded(message["text"].strip())))
         else:
-            (thoughts if message["channel"] == "analysis" else said).append(message["text"])
-    return ParsedAnswer("\n".join(said) or None, "\n".join(thoughts) or None, tuple(calls))
+            (thoughts if message["channel"] == "analysis" else content).append(message["text"])
+    return ParsedAnswer("\n".join(content) or None, "\n".join(thoughts) or None, tuple(calls))
 
 
 def _before_think_ends(text: str, prompt: str) -> tuple[str | None, str | None]:
-    if prompt.rstrip().endswith("</think>"):  # they have ended, or were switched off
+    if prompt.rstrip().endswith("</think>"):  # thoughts have ended, or were switched off
         return None, text
     thoughts, end, rest = text.partition("</think>")
     opened = text.lstrip().startswith("<think>")
     if not end and not opened and not prompt.rstrip().endswith("<think>"):
         return None, text
-    # Cut off within its thoughts, an answer is nothing else.
+    # An answer that was cut within its thoughts has no content.
     return thoughts.replace("<think>", "", opened).strip(), rest.lstrip("\n") if end else None
 
 
@@ -285,7 +275,7 @@ def _certain_thoughts(text: str, prompt: str) -> tuple[str, str]:
         return "", text
     begun, is_open = text.lstrip(), prompt.rstrip().endswith("<think>")
     opened = begun.startswith("<think>")
-    # Where nothing opened them a later end would make thoughts of all before it.
+    # Without an opening tag, a later </think> would turn everything before it into thoughts.
     if not opened and (not is_open or "<think>".startswith(begun)):
         return "", ""
     thoughts, end, rest = text.partition("</think>")
@@ -297,22 +287,24 @@ def _shown(marks: Mapping[str, str], template: str | None) -> str | None:
     return next((name for mark, name in marks.items() if mark in (template or "")), None)
 
 
-def _need_vllm(key: str, name: str) -> None:
+def _vllm_parser(key: str, name: str) -> tuple[Any, Any]:
+    """vLLM's parser class for a config key, and the class of its requests. Raises: UserError."""
     if importlib.util.find_spec("vllm") is None:
+        names = "hermes, openai" if key == "tool_call_parser" else f"{', '.join(_OWN_THOUGHTS)}, openai_gptoss"
         raise UserError(
-            f"explorer.rollout_model.{key}: the model's answers need vLLM's parser {name!r}, and it is not installed: "
-            "pip install 'rftdask[vllm]', or name a parser that comes with rftdask: "
-            + (
-                "hermes, openai, none"
-                if key == "tool_call_parser"
-                else f"{', '.join(_OWN_THOUGHTS)}, openai_gptoss, none"
-            )
+            f"explorer.rollout_model.{key}: answers of the model need vLLM's parser {name!r}, which is not installed; "
+            f"pip install 'rftdask[vllm]', or use a parser of rftdask: {names}, none"
         )
+    # Late: optional, and the import takes seconds.
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
 
-
-def _of_vllm(key: str, name: str, find: Callable[[str], Any]) -> Any:
+    find = ReasoningParserManager.get_reasoning_parser
+    if key == "tool_call_parser":
+        find = ToolParserManager.get_tool_parser
     try:
-        return find(name)
+        return find(name), ChatCompletionRequest
     except (KeyError, ImportError) as error:
         raise UserError(f"explorer.rollout_model.{key}: the installed vLLM has no parser {name!r}: {error}") from error
 

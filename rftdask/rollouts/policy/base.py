@@ -1,6 +1,7 @@
-"""PolicyHandle: what a workflow's model offers, over one way to ask. The same in this process and in a sandbox's.
+"""Model handles: the interface that a workflow's model offers, in the worker and in a sandbox.
 
-A subclass says how a question reaches a model (`ask`), and where state goes. Nothing here knows engines or pipes.
+`ModelHandle` is one model, `PolicyHandle` the policy together with its auxiliary models. RecordingModel implements both
+over engines; the Forwarding classes send each call as one message. No engines and no pipes here.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from rftdask.engines.base import POLICY
 from rftdask.rollouts.loop_watchdog import BlockedLoopError
-from rftdask.rollouts.policy.answer_stream import EventStream
-from rftdask.rollouts.policy.endpoint import Answering, close_client, open_client
+from rftdask.rollouts.policy.answer_stream import OnText
+from rftdask.rollouts.policy.endpoint import BLOCKED, AnswerFn, close_client, open_client
 from rftdask.rollouts.policy.openai_api import OpenAIAnswer
 from rftdask.rollouts.workflows.base import AuxiliaryModel, PolicyModel, Response
 
@@ -26,54 +27,54 @@ T = TypeVar("T")
 Method = Literal["chat", "generate", "logprobs", "openai"]
 
 
-class _Asking(ABC):
-    """A model that can be asked: questions in, `Response`s out."""
+class ModelHandle(ABC):
+    """A model that a workflow can call."""
 
     def __init__(self) -> None:
         self._clients: list[AsyncOpenAI | OpenAI] = []
 
     @abstractmethod
-    async def _ask(self, method: Method, arguments: Mapping[str, Any]) -> Any:
-        """The answer of this model; see PolicyHandle.ask."""
-
     async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
-        """See PolicyModel. `tools` are given to the chat template; the other options override SamplingParams."""
-        if not messages:
-            raise ValueError("chat() was given no messages; give it at least one {role, content}")
-        answer: Response = await self._ask("chat", {"messages": [dict(message) for message in messages], **options})
-        return answer
+        """See PolicyModel. `tools` go to the chat template; the other options override SamplingParams."""
 
+    @abstractmethod
     async def generate(self, prompt: str, **sampling: Any) -> Response:
-        """Continue a text as it is, without a chat template."""
-        answer: Response = await self._ask("generate", {"prompt": prompt, **sampling})
-        return answer
+        """Continue a text without a chat template."""
 
+    @abstractmethod
     async def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
-        """Log p of each token of `response` after `prompt`, in nats."""
-        return tuple(await self._ask("logprobs", {"prompt": prompt, "response": response}))
+        """Log probability of each token of `response` after `prompt`, in nats."""
 
-    async def openai(self, path: str, body: Any, stream: EventStream | None = None) -> OpenAIAnswer:
-        """The answer to a request of OpenAI's API: the body of a POST to `path`, such as "chat/completions". stream: is
-        told its text while it is sampled."""
-        told = {} if stream is None else {"tell": stream.tell}
-        answer: OpenAIAnswer = await self._ask("openai", {"path": path, "body": body, **told})
-        return answer
+    @abstractmethod
+    async def openai(self, path: str, body: Any, on_text: OnText | None = None) -> OpenAIAnswer:
+        """Answer a request of OpenAI's API: the body of a POST to `path`, such as "chat/completions". on_text: receives
+        the text while it is sampled, if the model can stream."""
+
+    async def call(self, method: Method, arguments: Mapping[str, Any]) -> Any:
+        """Make a call that arrived as a message, such as one from a sandbox. Raises: KeyError: unknown method."""
+        calls: dict[str, Any] = {
+            "chat": self.chat,
+            "generate": self.generate,
+            "logprobs": self.logprobs,
+            "openai": self.openai,
+        }
+        return await calls[method](**arguments)
 
     def openai_client(self) -> AsyncOpenAI:
-        """An `openai.AsyncOpenAI` whose calls are this model's; for other programs its base_url and api_key do. Called
-        on an event loop. Raises: UserError: the package is not installed.
+        """An `openai.AsyncOpenAI` that calls this model; its base_url and api_key also work for other programs on this
+        machine. Called on an event loop. Raises: UserError: the package is not installed.
         """
-        return self.async_client_of(self)
+        return self.async_client_of(self.openai)
 
-    def async_client_of(self, asked: Answering) -> AsyncOpenAI:
-        """As `openai_client`, of another that answers; closed with this one's."""
-        client = open_client(asked, blocking=False)
+    def async_client_of(self, answer: AnswerFn) -> AsyncOpenAI:
+        """Like `openai_client`, for requests answered by `answer`. Closed together with this model's clients."""
+        client = open_client(answer, blocking=False)
         self._clients.append(client)
         return client
 
-    def blocking_client_of(self, asked: Answering) -> OpenAI:
-        """An `openai.OpenAI`, otherwise as `async_client_of`; its calls are made in another thread."""
-        client = open_client(asked, blocking=True)
+    def blocking_client_of(self, answer: AnswerFn) -> OpenAI:
+        """Like `async_client_of`, but an `openai.OpenAI` for use in another thread."""
+        client = open_client(answer, blocking=True)
         self._clients.append(client)
         return client
 
@@ -83,35 +84,28 @@ class _Asking(ABC):
             close_client(self._clients.pop())
 
 
-class PolicyHandle(_Asking):
-    """A `PolicyModel`; `times` are the seconds spent by what `timer` named, and in the models ("generate")."""
+class PolicyHandle(ModelHandle):
+    """A `PolicyModel`. `times` holds seconds spent, by `timer` name; "generate" is the time spent in models."""
 
-    def __init__(self, auxiliary_names: Sequence[str] = ()) -> None:
+    def __init__(self, auxiliary: Mapping[str, ModelHandle]) -> None:
         super().__init__()
         self.times: dict[str, float] = {}
-        self.auxiliary_names = tuple(auxiliary_names)
-        self._auxiliary = {name: _Auxiliary(self, name) for name in self.auxiliary_names}
+        self.auxiliary_names = tuple(auxiliary)
+        self._auxiliary = dict(auxiliary)
         self._state: dict[str, Any] = {}
-
-    @abstractmethod
-    async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
-        """The answer of the model called `name`: a Response, a tuple of logprobs, or an OpenAIAnswer."""
-
-    async def _ask(self, method: Method, arguments: Mapping[str, Any]) -> Any:
-        return await self.ask(POLICY, method, arguments)
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """A copy; changed by `set_state` alone."""
+        """A copy; only `set_state` changes the state."""
         return dict(self._state)
 
     def set_state(self, **values: Any) -> None:
-        """Name what the rollout is at, such as turn=3; later values replace earlier ones."""
+        """Record the progress of the rollout, such as turn=3; later values replace earlier ones."""
         self._state.update(values)
 
     @contextlib.contextmanager
     def timer(self, name: str) -> Iterator[None]:
-        """Adds the wall seconds of its block to `times`, also where it raises."""
+        """Add the wall time of the block to `times`, even if it raises."""
         began = time.perf_counter()
         try:
             yield
@@ -119,90 +113,130 @@ class PolicyHandle(_Asking):
             self.times[name] = self.times.get(name, 0.0) + time.perf_counter() - began
 
     def auxiliary(self, name: str = "") -> AuxiliaryModel:
-        """The auxiliary model of that name; "" where there is one alone. Raises: ValueError."""
-        names = self.auxiliary_names
-        if not name and len(names) == 1:
-            name = names[0]
-        if name not in names:
-            there = ", ".join(names) or "none"
-            raise ValueError(f"no auxiliary model is called {name!r}; explorer.auxiliary_models has: {there}")
+        """The auxiliary model `name`; "": the only one. Raises: ValueError."""
+        if not name and len(self._auxiliary) == 1:
+            [name] = self._auxiliary
+        if name not in self._auxiliary:
+            names = ", ".join(self._auxiliary) or "none"
+            raise ValueError(f"auxiliary model {name!r} does not exist; explorer.auxiliary_models has: {names}")
         return self._auxiliary[name]
+
+    def model(self, name: str) -> ModelHandle:
+        """The policy if `name` is POLICY, else an auxiliary model. Raises: ValueError."""
+        return self if name == POLICY else cast(ModelHandle, self.auxiliary(name))
 
     def close_clients(self) -> None:
         super().close_clients()
-        for each in self._auxiliary.values():
-            each.close_clients()
+        for model in self._auxiliary.values():
+            model.close_clients()
 
     def blocking(self) -> BlockingModel:
-        """This handle for code in another thread; called on the event loop that answers."""
+        """This handle for code in another thread. Called on the event loop that answers."""
         return BlockingModel(self, asyncio.get_running_loop())
 
 
-class _Auxiliary(_Asking):
-    """An auxiliary model of a handle."""
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises: ValueError: there are none."""
+    if not messages:
+        raise ValueError("chat() needs at least one message {role, content}")
 
-    def __init__(self, handle: PolicyHandle, name: str) -> None:
+
+class _Forwarding(ModelHandle):
+    """Turns each call into a method name and arguments."""
+
+    @abstractmethod
+    async def _forward(self, method: Method, arguments: Mapping[str, Any]) -> Any: ...
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
+        check_messages(messages)
+        arguments = {"messages": [dict(message) for message in messages], **options}
+        return cast(Response, await self._forward("chat", arguments))
+
+    async def generate(self, prompt: str, **sampling: Any) -> Response:
+        return cast(Response, await self._forward("generate", {"prompt": prompt, **sampling}))
+
+    async def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
+        return tuple(await self._forward("logprobs", {"prompt": prompt, "response": response}))
+
+    async def openai(self, path: str, body: Any, on_text: OnText | None = None) -> OpenAIAnswer:
+        streaming = {} if on_text is None else {"on_text": on_text}
+        return cast(OpenAIAnswer, await self._forward("openai", {"path": path, "body": body, **streaming}))
+
+
+class ForwardingPolicy(_Forwarding, PolicyHandle):
+    """A policy handle whose calls, and those of its auxiliary models, all go to `ask`: for sandboxes and fakes."""
+
+    def __init__(self, auxiliary_names: Sequence[str] = ()) -> None:
+        super().__init__({name: _ForwardingAuxiliary(self, name) for name in auxiliary_names})
+
+    @abstractmethod
+    async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
+        """Call model `name`. Returns: a Response, a tuple of logprobs, or an OpenAIAnswer."""
+
+    async def _forward(self, method: Method, arguments: Mapping[str, Any]) -> Any:
+        return await self.ask(POLICY, method, arguments)
+
+
+class _ForwardingAuxiliary(_Forwarding):
+    def __init__(self, policy: ForwardingPolicy, name: str) -> None:
         super().__init__()
-        self._handle = handle
-        self._name = name
+        self._policy, self._name = policy, name
 
-    async def _ask(self, method: Method, arguments: Mapping[str, Any]) -> Any:
-        return await self._handle.ask(self._name, method, arguments)
+    async def _forward(self, method: Method, arguments: Mapping[str, Any]) -> Any:
+        return await self._policy.ask(self._name, method, arguments)
 
 
 class BlockingModel:
-    """A handle for code that blocks and runs in another thread than the event loop `loop`."""
+    """A handle for blocking code that runs in another thread than the event loop `loop`."""
 
     def __init__(self, handle: PolicyModel, loop: asyncio.AbstractEventLoop) -> None:
         self._handle = handle
         self._loop = loop
 
     def wait(self, answer: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine, run on the event loop. Raises: BlockedLoopError: called on the loop itself."""
-        with contextlib.suppress(RuntimeError):
-            # It would wait for an answer that only the loop it blocks can give. RuntimeError: no loop runs in this
-            # thread, as it should be.
+        """Run a coroutine on the event loop and return its result. Raises: BlockedLoopError: called on that loop."""
+        with contextlib.suppress(RuntimeError):  # no loop runs in this thread, as intended
+            # The blocked loop could never produce the answer.
             if asyncio.get_running_loop() is self._loop:
                 answer.close()
-                raise BlockedLoopError("a blocking call on the event loop waits for itself; await the async one")
+                raise BlockedLoopError(BLOCKED)
         return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
-        """As PolicyModel.chat, with the answer itself."""
+        """Blocking PolicyModel.chat."""
         return self.wait(self._handle.chat(messages, **options))
 
     def generate(self, prompt: str, **sampling: Any) -> Response:
-        """As PolicyModel.generate, with the answer itself."""
+        """Blocking PolicyModel.generate."""
         return self.wait(self._handle.generate(prompt, **sampling))
 
     def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
-        """As PolicyModel.logprobs, with the answer itself."""
+        """Blocking PolicyModel.logprobs."""
         return self.wait(self._handle.logprobs(prompt, response))
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """As PolicyModel.state."""
+        """See PolicyModel.state."""
         return self._handle.state
 
     def set_state(self, **values: Any) -> None:
-        """Sent to the loop, which owns the state; returns before it is there."""
-        # Not waited for: it is a note for errors, and a loop that is busy must not hold up the workflow for it.
+        """Schedule the change on the loop, which owns the state, without waiting for it."""
+        # The state is a note for error messages; a busy loop must not delay the workflow for it.
         self._loop.call_soon_threadsafe(lambda: self._handle.set_state(**values))
 
     def timer(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """As PolicyModel.timer."""
+        """See PolicyModel.timer."""
         return self._handle.timer(name)
 
     def auxiliary(self, name: str = "") -> BlockingModel:
-        """As PolicyModel.auxiliary, for code that blocks."""
-        # Of an auxiliary model only the questions are of use.
+        """Blocking PolicyModel.auxiliary; only its model calls are usable."""
         return BlockingModel(cast(PolicyModel, self._handle.auxiliary(name)), self._loop)
 
     def openai_client(self) -> OpenAI:
         """An `openai.OpenAI`; see PolicyModel.openai_client."""
 
-        async def opened() -> OpenAI:  # on the loop, which will answer
-            handle = cast(_Asking, self._handle)
-            return handle.blocking_client_of(handle)
+        async def open_on_loop() -> OpenAI:  # on the loop that will answer
+            handle = cast(ModelHandle, self._handle)
+            return handle.blocking_client_of(handle.openai)
 
-        return self.wait(opened())
+        return self.wait(open_on_loop())

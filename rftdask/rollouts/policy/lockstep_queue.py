@@ -1,10 +1,10 @@
-"""LockstepQueue: gathers what many rollouts ask of the engine into few calls. Knows no text, tasks or rewards.
+"""LockstepQueue: batches the requests of many rollouts into few engine calls. No text, tasks or rewards.
 
-For runs that are to be the same bit by bit; others pass requests on as they come (StreamingQueue), which is quicker.
-A call goes out when every live rollout waits for the engine, or `max_wait_s` after the last change when some are busy
-elsewhere; those are then waited for no more until they ask again. One call is in flight at a time. Requests are ordered
-by (task, rollout, turn). So as long as workflows wait for nothing but the policy, or not for longer than `max_wait_s`,
-which requests share a call is the same in every run, whatever the timing. One event loop.
+For runs that must be bit-identical; other runs use the faster StreamingQueue, which forwards requests as they arrive.
+A call is sent when every live rollout waits for the engine, or `max_wait_s` after the last change if some rollouts are
+busy elsewhere; later calls do not wait for those until they send a request again. Only one call is in flight. Requests
+are ordered by (task, rollout, turn). If workflows wait only for the policy, or for other things less than `max_wait_s`,
+the same requests share a call in every run, whatever the timing. Used on one event loop.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from rftdask.engines.base import GenerateRequest, Generation
 from rftdask.errors import RoleError
 
 GenerateBatch = Callable[[list[GenerateRequest]], Awaitable[list[Generation]]]
-"""Generates for each request, in their order. Whatever it raises ends the whole work unit."""
+"""Generates an answer for each request, in order. Its errors fail the whole work unit."""
 
 
 class RolloutKey(NamedTuple):
-    """Identity of a rollout within its work unit; keys sort in the order of the unit."""
+    """Identity of a rollout in its work unit; keys sort in the unit's order."""
 
     task_number: int
     rollout: int
 
 
 class RequestQueue(ABC):
-    """A queue in which the rollouts of one work unit ask one engine."""
+    """Queue from the rollouts of one work unit to one engine."""
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
-        """Error of the engine, once it has raised one: every later request raises it again."""
+        """First error of the engine; every later request raises it."""
         self.busy_s = 0.0
-        """Seconds in which the engine had something to do."""
+        """Seconds during which the engine had requests."""
 
-    def enter(self, key: RolloutKey) -> None:  # noqa: B027 -- not every queue waits for somebody
-        """Announce a rollout that has a place and will ask. Here nobody waits for it."""
+    def enter(self, key: RolloutKey) -> None:  # noqa: B027 -- not every queue waits for rollouts
+        """Announce a rollout that will send requests."""
 
     def leave(self, key: RolloutKey) -> None:  # noqa: B027 -- as above
-        """Say that the rollout has ended. Idempotent."""
+        """Announce that the rollout has ended. Idempotent."""
 
     @abstractmethod
     async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
-        """The engine's answer to `request`. Raises: what the engine raised."""
+        """The engine's answer to `request`. Raises: the engine's error."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Cancel what is under way. Idempotent."""
+        """Cancel running requests. Idempotent."""
 
 
 class _Waiting(NamedTuple):
@@ -67,8 +67,8 @@ class LockstepQueue(RequestQueue):
     Example:
         queue = LockstepQueue(generate_batch)
         for key in rollouts:
-            queue.enter(key)  # all of them first, so that the first call holds all of them
-        ...  # each rollout: await queue.generate(key, turn, request), and in the end queue.leave(key)
+            queue.enter(key)  # before any request, so that the first call includes all of them
+        ...  # each rollout: await queue.generate(key, turn, request), at the end queue.leave(key)
         await queue.close()
     """
 
@@ -78,25 +78,25 @@ class LockstepQueue(RequestQueue):
         self._max_wait_s = max_wait_s
         self._live: set[RolloutKey] = set()
         self._busy: set[RolloutKey] = set()
-        """Live rollouts that do not wait for the engine, and that calls wait for."""
+        """Live rollouts that calls wait for, because they have no request in the queue."""
         self._waiting: list[_Waiting] = []
         self._in_flight: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._last_change_s = 0.0
 
     def enter(self, key: RolloutKey) -> None:
-        """Let calls wait for this rollout from now on."""
+        """Make calls wait for this rollout."""
         self._live.add(key)
         self._busy.add(key)
 
     def leave(self, key: RolloutKey) -> None:
-        """Let calls no longer wait for the rollout, which has ended. Idempotent."""
+        """Stop waiting for a rollout that has ended. Idempotent."""
         self._live.discard(key)
         self._busy.discard(key)
         self._changed()
 
     async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
-        """Sent with all others that wait, once no live rollout is busy or those that are have had their time."""
+        """Sent together with all waiting requests once no live rollout is busy, or the wait for busy ones is over."""
         if self.failure is not None:
             raise self.failure
         waiting = _Waiting(key, turn, request, asyncio.get_running_loop().create_future())
@@ -120,18 +120,18 @@ class LockstepQueue(RequestQueue):
                 await self._in_flight
 
     def _resume(self, key: RolloutKey) -> None:
-        # Count the rollout as busy: it has an answer, or wants none; it may have asked for several things at once.
+        # Count the rollout as busy again, unless it has other requests in the queue.
         if key in self._live and all(waiting.rollout != key for waiting in self._waiting):
             self._busy.add(key)
 
     def _changed(self) -> None:
-        # Schedule the next call: soon if all wait, else when the busy ones have had their time.
+        # Schedule the next call: soon if all rollouts wait, else after `max_wait_s`.
         loop = asyncio.get_running_loop()
         self._last_change_s = loop.time()
         if self._in_flight is not None or not self._waiting:
             return
         if not self._busy:
-            # Not at once: a rollout that asks for several things asks for all of them in this pass of the event loop.
+            # Later in this pass of the event loop, because a rollout may send several requests in it.
             loop.call_soon(self._send_if_all_wait)
         elif self._timer is None:
             self._timer = loop.call_later(self._max_wait_s, self._on_timer)
@@ -139,13 +139,13 @@ class LockstepQueue(RequestQueue):
     def _send_if_all_wait(self) -> None:
         if self._in_flight is not None or not self._waiting:
             return
-        if self._busy:  # somebody has stopped waiting meanwhile
+        if self._busy:  # a rollout has stopped waiting meanwhile
             self._changed()
         else:
             self._send()
 
     def _on_timer(self) -> None:
-        # Counting from the last change keeps a long pass of the event loop from splitting a call in two.
+        # The wait is measured from the last change, so that a long pass of the event loop does not split a call.
         self._timer = None
         if self._in_flight is not None or not self._waiting:
             return
@@ -154,14 +154,14 @@ class LockstepQueue(RequestQueue):
         if remaining_s > 0:
             self._timer = loop.call_later(remaining_s, self._on_timer)
         else:
-            self._busy.clear()  # one that is slow holds up one call, not all of them
+            self._busy.clear()  # a slow rollout delays only one call
             self._send()
 
     def _send(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        # By identity and not by arrival: the place of a row in its batch decides how sums are rounded.
+        # Ordered by identity, not arrival: the position of a row in its batch affects rounding.
         batch = sorted(self._waiting, key=lambda waiting: (waiting.rollout, waiting.turn))
         self._waiting = []
         self._in_flight = asyncio.create_task(self._run(batch))
@@ -171,19 +171,19 @@ class LockstepQueue(RequestQueue):
         try:
             generations = await self._generate_batch([waiting.request for waiting in batch])
             if len(generations) != len(batch):
-                raise RoleError(f"engine gave {len(generations)} generations for {len(batch)} requests")
-        except Exception as error:  # not caught but handed on, to every rollout: none can go on without the engine
+                raise RoleError(f"engine returned {len(generations)} generations for {len(batch)} requests")
+        except Exception as error:  # passed to every rollout, because none can continue without the engine
             self.failure = error
             for waiting in (*batch, *self._waiting):
                 if not waiting.answer.done():
                     waiting.answer.set_exception(error)
         else:
             for waiting, generation in zip(batch, generations, strict=True):
-                if not waiting.answer.done():  # done: its rollout was cancelled meanwhile
+                if not waiting.answer.done():  # done if its rollout was cancelled
                     waiting.answer.set_result(generation)
                     self._resume(waiting.rollout)
         finally:
-            # `_changed` below finds those that were answered busy (`_resume`): their coroutines have not run yet.
+            # `_resume` has marked answered rollouts as busy for `_changed`, because their coroutines have not run yet.
             self._in_flight = None
             self.busy_s += time.perf_counter() - began
         self._changed()

@@ -1,9 +1,10 @@
-"""RecordingModel: the policy as one attempt at a rollout sees it. Text on the workflow's side, token ids beyond.
+"""RecordingModel: the models of one attempt at a rollout. Workflows see text, engines see token ids.
 
-It keeps every call of the policy with the exact tokens that went in and came out, so that what is trained is what was
-sampled: text is never tokenized again. A prompt whose text goes on where a call ended is that call's tokens, then those
-of what was added. So a conversation is one sequence, until a prompt does not go on so (`Branch`). Seeds depend on the
-run's seed and on who asks, not on the attempt or the order of events. Auxiliary models are asked, not recorded.
+It records every call of the policy with its exact input and output tokens, so that training uses what was sampled; text
+is never tokenized twice. A prompt whose text continues an earlier call consists of that call's tokens followed by the
+tokens of the added text. A conversation is therefore one sequence, until a prompt does not continue it (`Branch`).
+Seeds depend on the run's seed and the identity of the call, not on the attempt or on timing. Calls of auxiliary models
+are not recorded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import json
 import math
 import re
 import sys
-import time
+from abc import abstractmethod
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
@@ -49,8 +51,8 @@ from rftdask.engines.base import (
 from rftdask.errors import DataError, UserError
 from rftdask.rollouts.policy import messages_api, responses_api
 from rftdask.rollouts.policy.answer_parsers import AnswerParser, ParsedAnswer, parse_tool_calls
-from rftdask.rollouts.policy.answer_stream import Part, StreamedText, Tell
-from rftdask.rollouts.policy.base import Method, PolicyHandle
+from rftdask.rollouts.policy.answer_stream import OnText, StreamedText
+from rftdask.rollouts.policy.base import ModelHandle, PolicyHandle, check_messages
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.openai_api import (
     CHAT,
@@ -59,48 +61,47 @@ from rftdask.rollouts.policy.openai_api import (
     Form,
     OpenAIAnswer,
     OpenAIRequest,
-    Told,
-    chat_completion,
+    SampledAnswer,
+    completion,
     plain_message,
     read_request,
     refusal,
-    text_completion,
     texts_of,
-    token_usage,
 )
-from rftdask.rollouts.policy.remote import RemoteModel
+from rftdask.rollouts.policy.remote_model import RemoteModel
 from rftdask.rollouts.workflows.base import PromptTooLongError, Response
 
 MAX_CALLS = 1000
-"""Most calls of models in one attempt; a workflow that asks on and on ends as a failure, not by filling the memory."""
+"""Most model calls in one attempt: a workflow that never stops fails before it fills the memory."""
 
 _THOUGHTS_END = "</think>"
 
 Streamed: TypeAlias = Callable[[Sequence[str]], StreamedText]
-"""Makes the text of an answer that is streamed, of the texts that it stops at."""
+"""Creates the StreamedText of an answer for its stop texts."""
 LogprobsBatch = Callable[[list[tuple[tuple[int, ...], tuple[int, ...]]]], Awaitable[list[tuple[float, ...]]]]
-"""Natural-log probabilities of the second tokens of each pair after the first, at temperature 1."""
+"""(prompt tokens, response tokens) pairs -> log probability of each response token in nats, at temperature 1."""
 
 
 @dataclass
 class ModelUse:
-    """What a model was asked for by all attempts of a work unit, also those that failed."""
+    """Usage of a model by all attempts of a work unit, including failed ones."""
 
     calls: int = 0
-    """Questions, also those that got no answer."""
+    """Calls, including failed ones."""
     failures: int = 0
-    """Those of them that ended with an error."""
+    """Calls that ended with an error."""
     prompt_tokens: int = 0
-    """Of the questions that were answered, as are the next."""
+    """Prompt tokens of answered calls."""
     response_tokens: int = 0
+    """Response tokens of answered calls."""
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[Callable[[int, int], None]]:
-        """Count the block as a call; what it gives takes the tokens of prompt and answer once there is one."""
+        """Count the block as a call. Yields: a function that adds the tokens of prompt and answer."""
         self.calls += 1
         try:
             yield self._add_tokens
-        except Exception:  # and not who is called off
+        except Exception:  # not a cancellation
             self.failures += 1
             raise
 
@@ -109,7 +110,7 @@ class ModelUse:
         self.response_tokens += response
 
     def sums(self, prompt_price: float | None, response_price: float | None) -> dict[str, float]:
-        """By the names that they have in metrics; the cost, too, where a million tokens have prices."""
+        """Values by metric name, with the cost if the price of a million tokens is known."""
         counts = {name: float(value) for name, value in vars(self).items()}
         if prompt_price is None and response_price is None:
             return counts
@@ -119,51 +120,52 @@ class ModelUse:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """An engine and what it takes to speak text with it."""
+    """An engine, with everything needed to call it with text."""
 
     queue: RequestQueue
     tokenizer: Tokenizer
     sampling: SamplingParams
     limits: ModelConfig
-    """Its max_prompt_tokens and enable_prompt_truncation."""
+    """Source of max_prompt_tokens and enable_prompt_truncation."""
     logprobs_batch: LogprobsBatch | None = None
     """None: the engine cannot score given tokens."""
     parser: AnswerParser | None = None
-    """Of its answers, as OpenAI's API tells them; None: the one that its chat template shows."""
+    """Parser of its answers; None: the one that its chat template suggests."""
     is_guided: bool = False
-    """Its engine samples by grammars and what must not come."""
+    """True if the engine supports grammars and bad words."""
     images: ImageProcessor | None = None
-    """Of the images in chats; None: chats have none."""
+    """Processor of images in chats; None: chats have no images."""
     use: ModelUse = field(default_factory=ModelUse)
-    """Where its calls are counted."""
+    """Counter of its calls."""
 
 
 @dataclass(frozen=True)
 class ServedRemote:
-    """A remote model and how it samples, unless a workflow says otherwise."""
+    """A remote model."""
 
     model: RemoteModel
     sampling: SamplingParams
+    """Defaults that a workflow may override."""
     use: ModelUse = field(default_factory=ModelUse)
-    """Where its calls are counted."""
+    """Counter of its calls."""
 
 
 Served: TypeAlias = ServedModel | ServedRemote
 
 
 class Branch(StrEnum):
-    """Why a call begins a sequence of its own, though others were before it."""
+    """Reason why a call after the first begins a new sequence."""
 
-    ANSWER = "answer"  # an answer is not in the prompt as it was sampled: thinking was stripped, a tool call rewritten
-    HISTORY = "history"  # what stood before an answer is not: messages were cut or summarized; or another chat began
-    FORKED = "forked"  # another call has gone on from there already, or the same prompt is asked again
-    SAMPLING = "sampling"  # the temperature, top_p or top_k is another, and a sequence has one
-    TRUNCATED = "truncated"  # the prompt lost its beginning to max_prompt_tokens
+    ANSWER = "answer"  # the prompt changes an earlier answer: thinking was stripped or a tool call rewritten
+    HISTORY = "history"  # the prompt changes earlier messages (cut or summarized), or another chat began
+    FORKED = "forked"  # another call already continues from this point, or the same prompt was sent again
+    SAMPLING = "sampling"  # temperature, top_p or top_k changed; a sequence has one value of each
+    TRUNCATED = "truncated"  # the beginning of the prompt was cut by max_prompt_tokens
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A prompt as rendered, and what may be known of it."""
+    """A rendered prompt."""
 
     text: str
     source: str = ""
@@ -171,48 +173,112 @@ class _Prompt:
     hidden: Mapping[str, str] = field(default_factory=dict)
     """See `hide_special`."""
     images: tuple[str, ...] = ()
-    """Names of those in the chat, each of which the text has a placeholder for."""
+    """Names of the images in the chat; the text has a placeholder for each."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the policy, with its answer."""
+    """An answered call of the policy."""
 
     prompt_text: str
-    """The prompt as rendered, before any truncation."""
+    """Rendered prompt before any truncation."""
     prompt_truncated: bool
     request: GenerateRequest
     generation: Generation
     response: Response
     num_prompt_tokens: int
     num_response_tokens: int
-    """Tokens of prompt and response; of a remote model, whose token ids are not known, as the service counts."""
+    """Token counts of prompt and response. For a remote model these are the service's, since ids are unknown."""
     extends: int | None = None
-    """Turn of the call on whose tokens this one goes on, as part of the same sequence; None: it begins one."""
+    """Turn of the call that this one continues in the same sequence; None: it begins a sequence."""
     branch: Branch | None = None
-    """Why it begins one; None: it is the first, or begins none."""
+    """Reason why it begins a sequence; None: it is the first call, or continues one."""
     added_text: str = ""
-    """Of a call that goes on: the prompt's text beyond the sequence so far."""
+    """Prompt text after the continued sequence."""
     source: str = ""
     """Role of the last message of the prompt; "": a text without roles."""
     rendered: str = ""
-    """The prompt with special tokens hidden where a text spells one; with the answer it is what later prompts are
-    compared with."""
+    """Prompt in which special tokens spelled in messages are hidden. Later prompts are compared with it and the
+    answer."""
     forced: range = range(0)
-    """Tokens of the answer that the policy did not write: they ended its thoughts."""
+    """Answer tokens that were not sampled but inserted to end the thoughts."""
 
 
 def rollout_seed(run_seed: int, group_id: str, rollout: int, turn: int) -> int:
-    """Seed of one request, 0 <= seed < 2**63; the same for every attempt."""
+    """Seed of one request, 0 <= seed < 2**63; equal for all attempts."""
     identity = f"{run_seed}/{group_id}/{rollout}/{turn}".encode()
-    # A hash of the identity, not a running number: it does not depend on who asked before, so a rollout draws the same
-    # tokens on any worker and after any restart.
-    # Without its last bit: seeds are int64 wherever they go.
+    # A hash of the identity does not depend on earlier requests, so a rollout samples the same tokens on any worker and
+    # after any restart. The last bit is dropped because seeds are int64.
     return int.from_bytes(blake2b(identity, digest_size=8).digest(), "big") >> 1
 
 
-class RecordingModel(PolicyHandle):
-    """A `PolicyModel` for one attempt; `calls` are the calls answered so far, in the order they were made."""
+class _RecordedModel(ModelHandle):
+    """One model of an attempt: the policy or an auxiliary model."""
+
+    _name: str
+    _served: Served
+
+    @property
+    @abstractmethod
+    def _attempt(self) -> RecordingModel: ...
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Response:
+        check_messages(messages)
+        with self._attempt.begin_call():
+            if isinstance(self._served, ServedRemote):
+                question = [dict(message) for message in messages]
+                return await self._attempt.call_remote(self._name, self._served, question, options)
+            tools = options.pop("tools", None)
+            prompt = _render(self._served.tokenizer, messages, {"tools": tools} if tools else {})
+            _check_grammar(options)
+            prompt = replace(prompt, images=images_in(messages))
+            return (await self._attempt.sample(self._name, self._served, prompt, options))[1]
+
+    async def generate(self, prompt: str, **sampling: Any) -> Response:
+        with self._attempt.begin_call():
+            if isinstance(self._served, ServedRemote):
+                return await self._attempt.call_remote(self._name, self._served, prompt, sampling)
+            _check_grammar(sampling)
+            return (await self._attempt.sample(self._name, self._served, _Prompt(prompt), sampling))[1]
+
+    async def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
+        with self._attempt.begin_call():
+            if isinstance(self._served, ServedRemote):
+                raise RuntimeError("a model behind an API cannot score given tokens")
+            model = self._served
+            if model.logprobs_batch is None:
+                raise RuntimeError("this engine cannot score given tokens")
+            # Tokenized separately, as in a rollout, where the response is sampled after the complete prompt.
+            prompt_tokens, _ = _limited(model, _encode_raw(model.tokenizer, prompt))
+            tokens = encode_hidden(model.tokenizer, *hide_special(model.tokenizer, response))
+            if not prompt_tokens or not tokens:
+                raise ValueError("logprobs needs a prompt and a response of at least one token each")
+            with model.use.counting() as count:
+                [scores] = await model.logprobs_batch([(tuple(prompt_tokens), tuple(tokens))])
+                count(len(prompt_tokens) + len(tokens), 0)
+            return scores
+
+    async def openai(self, path: str, body: Any, on_text: OnText | None = None) -> OpenAIAnswer:
+        with self._attempt.begin_call():
+            return await self._attempt.answer_request(self._name, self._served, path, body, on_text)
+
+
+class _AuxiliaryModel(_RecordedModel):
+    def __init__(self, attempt: RecordingModel, name: str, served: Served) -> None:
+        super().__init__()
+        self._of_attempt, self._name, self._served = attempt, name, served
+
+    @property
+    def _attempt(self) -> RecordingModel:
+        return self._of_attempt
+
+
+class RecordingModel(_RecordedModel, PolicyHandle):
+    """A `PolicyModel` for one attempt.
+
+    Its calls raise PromptTooLongError; RuntimeError: the attempt has ended or made too many calls; ValueError,
+    TypeError: invalid arguments.
+    """
 
     def __init__(
         self,
@@ -223,225 +289,191 @@ class RecordingModel(PolicyHandle):
         group_id: str,
         run_seed: int,
     ) -> None:
-        super().__init__(tuple(auxiliary or {}))
-        self._models: dict[str, Served] = {POLICY: policy, **(auxiliary or {})}
+        models = {name: _AuxiliaryModel(self, name, served) for name, served in (auxiliary or {}).items()}
+        PolicyHandle.__init__(self, models)
+        self._name, self._served = POLICY, policy
         self._key = key
         self._group_id = group_id
         self._run_seed = run_seed
         self._calls: dict[int, Call] = {}
-        # Prompt and answer of calls, as a template renders them; made when a later prompt is compared with them.
+        # Rendered prompt and answer by turn, computed when a later prompt is compared with them.
         self._sequences: dict[int, str] = {}
-        # Prompts of the policy so far, as they are compared; and turns on whose tokens another call goes on.
-        self._asked: list[str] = []
+        # Rendered prompts of the policy so far, and the turns that another call continues.
+        self._prompts: list[str] = []
         self._extended: set[int] = set()
         self._num_turns = 0
-        self._num_asked = 0
+        self._num_calls = 0
         self._closed = False
-        # What the policy wrote, by the messages that OpenAI's API made of it.
-        self._told: dict[str, str] = {}
+        # Text that the policy sampled, by the parsed message that was made of it.
+        self._sampled_texts: dict[str, str] = {}
+
+    @property
+    def _attempt(self) -> RecordingModel:
+        return self
 
     @property
     def calls(self) -> list[Call]:
-        """Calls of the policy that were answered, in the order in which they were made."""
+        """Answered calls of the policy, in the order in which they were made."""
         return [self._calls[turn] for turn in sorted(self._calls)]
 
     @property
     def sequences(self) -> list[list[tuple[int, Call]]]:
-        """The calls as sequences, in the order in which these began: each call with its place in `calls`."""
+        """The calls grouped into sequences, ordered by first call; each call comes with its index in `calls`."""
         sequence_of: dict[int, list[tuple[int, Call]]] = {}
-        for place, turn in enumerate(sorted(self._calls)):
+        for index, turn in enumerate(sorted(self._calls)):
             call = self._calls[turn]
             sequence = [] if call.extends is None else sequence_of[call.extends]
-            sequence.append((place, call))
+            sequence.append((index, call))
             sequence_of[turn] = sequence
-        # By identity, in order: a sequence stands there once for each of its calls.
+        # Each sequence appears once per call, so keep distinct objects, in order.
         return list({id(sequence): sequence for sequence in sequence_of.values()}.values())
 
-    async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
-        """See PolicyHandle. Raises: PromptTooLongError; RuntimeError: the attempt has ended, or asks too much;
-        ValueError, TypeError: arguments that do not fit.
-        """
+    def begin_call(self) -> contextlib.AbstractContextManager[None]:
+        """Count a call of any model and return its timer. Raises: RuntimeError: see the class."""
         if self._closed:
-            raise RuntimeError("this attempt at the rollout has ended; its model answers no more")
-        self._num_asked += 1
-        # Counted before the call, auxiliary ones too: a loop that only asks judges ends as well.
-        if self._num_asked > MAX_CALLS:
+            raise RuntimeError("this attempt at the rollout has ended; its model takes no more calls")
+        self._num_calls += 1
+        # Auxiliary calls count as well, so that a loop that calls only a judge also ends.
+        if self._num_calls > MAX_CALLS:
             raise RuntimeError(f"this attempt has called its models more than {MAX_CALLS} times")
-        model = self._models[name]
-        began = time.perf_counter()
+        return self.timer("generate")
+
+    async def answer_request(
+        self, name: str, model: Served, path: str, body: Any, on_text: OnText | None
+    ) -> OpenAIAnswer:
+        """Answer a request of OpenAI's or Anthropic's API. An error is an answer as well."""
+        if path == messages_api.COUNT_TOKENS:
+            return self._count_tokens(name, model, body)
+        api = {responses_api.RESPONSES: responses_api, messages_api.MESSAGES: messages_api}.get(path)
+        if api is None:
+            return await self._complete(name, model, path, body, on_text)
         try:
-            if method == "openai":
-                translated = {
-                    responses_api.RESPONSES: self._responses,
-                    messages_api.MESSAGES: self._messages,
-                    messages_api.COUNT_TOKENS: self._count_tokens,
-                }
-                return await translated.get(arguments["path"], self._openai)(name, model, **arguments)
-            if isinstance(model, ServedRemote):
-                return await self._ask_remote(name, model, method, dict(arguments))
-            if method == "logprobs":
-                return await _logprobs(model, **arguments)
-            # A chat becomes text here, by the model's own template; from there on both kinds of questions are tokens.
-            options = dict(arguments)
-            if method == "chat":
-                messages, tools = options.pop("messages"), options.pop("tools", None)
-                prompt = _render(model.tokenizer, messages, {"tools": tools} if tools else {})
-                prompt = replace(prompt, images=images_in(messages))
-            else:
-                prompt = _Prompt(options.pop("prompt"))
-            if (grammar := options.get("grammar")) and (problem := _grammar_problem(grammar)):
-                raise ValueError(f"no answer can be guided by this grammar: {problem}")
-            return (await self._generate(name, model, prompt, options))[1]
-        finally:
-            self.times["generate"] = self.times.get("generate", 0.0) + time.perf_counter() - began
+            chat = api.as_chat(body)
+        except BadRequestError as error:
+            return refusal(str(error), error.param, error.code)
+        answer = await self._complete(name, model, CHAT, chat, on_text)
+        if answer.status != 200:
+            error_body = answer.body["error"]
+            param = api.OWN_NAMES.get(error_body["param"], error_body["param"])
+            return replace(answer, body={**answer.body, "error": {**error_body, "param": param}})
+        if api is responses_api and "openai.types.responses" not in sys.modules:
+            # In a thread, because the import takes most of a second.
+            await asyncio.to_thread(importlib.import_module, "openai.types.responses")
+        return replace(answer, body=api.as_answer(answer.body, body))
 
-    async def _responses(
-        self, name: str, model: Served, path: str, body: Any, tell: Tell | None = None
-    ) -> OpenAIAnswer:
-        """As `_openai`, of the Responses API."""
-        answer = await self._as_chat(name, model, body, tell, responses_api.as_chat, responses_api.OWN_NAMES)
-        if answer.status == 200:
-            answer = replace(answer, body=responses_api.as_response(answer.body, body))
-        return answer
-
-    async def _messages(self, name: str, model: Served, path: str, body: Any, tell: Tell | None = None) -> OpenAIAnswer:
-        """As `_openai`, of Anthropic's Messages API."""
-        answer = await self._as_chat(name, model, body, tell, messages_api.as_chat, messages_api.OWN_NAMES)
-        return replace(answer, body=messages_api.as_message(answer.body)) if answer.status == 200 else answer
-
-    async def _count_tokens(
-        self, name: str, model: Served, path: str, body: Any, tell: Tell | None = None
-    ) -> OpenAIAnswer:
-        """Tokens of the prompt that a Message would be the answer to."""
+    def _count_tokens(self, name: str, model: Served, body: Any) -> OpenAIAnswer:
         if not isinstance(model, ServedModel):
-            return refusal("the tokens of a model behind an API are not known here", status=404)
+            return refusal("token counts are not available for a model behind an API", status=404)
         try:
-            asked = _read_request(CHAT, messages_api.as_chat(body), model)
-            prompt = _render(model.tokenizer, self._as_sampled(name, asked.messages), asked.template_options)
-            tokens = _encode(model, prompt.text, prompt.hidden, images_in(asked.messages))
+            request = _read_request(CHAT, messages_api.as_chat(body), model)
+            prompt = _render(model.tokenizer, self._as_sampled(name, request.messages), request.template_options)
+            tokens = _encode(model, prompt.text, prompt.hidden, images_in(request.messages))
         except (ValueError, TemplateError) as error:
             return refusal(f"{error}")
         return OpenAIAnswer(200, {"input_tokens": len(tokens)})
 
-    async def _as_chat(
-        self,
-        name: str,
-        model: Served,
-        body: Any,
-        tell: Tell | None,
-        as_chat: Callable[[Any], dict[str, Any]],
-        own_names: Mapping[str, str],
+    async def _complete(
+        self, name: str, model: Served, path: str, body: Any, on_text: OnText | None = None
     ) -> OpenAIAnswer:
-        """The chat completion of a request in other words; a refusal names its parameter in these."""
-        try:
-            chat = as_chat(body)
-        except BadRequestError as error:
-            return refusal(str(error), error.param, error.code)
-        answer = await self._openai(name, model, CHAT, chat, tell)
-        if answer.status == 200:
-            return answer
-        told = answer.body["error"]
-        own = own_names.get(told["param"], told["param"])
-        return replace(answer, body={**answer.body, "error": {**told, "param": own}})
-
-    async def _openai(self, name: str, model: Served, path: str, body: Any, tell: Tell | None = None) -> OpenAIAnswer:
-        """The answer to a request of OpenAI's API; what cannot be done is one, too. tell: takes its text while it is
-        sampled."""
+        """Answer a request for completions of chats or texts."""
         parser = None
         if isinstance(model, ServedModel):
             parser = model.parser or AnswerParser(model.tokenizer)
         try:
-            asked = _read_request(path, body, model)
-            messages = self._as_sampled(name, asked.messages)
-            prompts = [_Prompt(text) for text in asked.prompts]
-            if asked.path == CHAT:
+            request = _read_request(path, body, model)
+            messages = self._as_sampled(name, request.messages)
+            prompts = [_Prompt(text) for text in request.prompts]
+            if request.path == CHAT:
                 prompts = [_Prompt("")]
                 if isinstance(model, ServedModel):
-                    prompts = [await _prompt_as_sampled(model, messages, asked)]
+                    prompts = [await _prompt_as_sampled(model, messages, request)]
 
-            async def sample(prompt: _Prompt, number: int, choice: int) -> Told:
-                seed = None if asked.seed is None else f"{asked.seed}/{number}"
+            async def sample(prompt: _Prompt, number: int, choice: int) -> SampledAnswer:
+                seed = None if request.seed is None else f"{request.seed}/{number}"
                 if not isinstance(model, ServedModel):
-                    return await self._openai_remote(name, model, asked, messages, prompt)
+                    return await self._complete_remote(name, model, request, messages, prompt)
                 assert parser is not None
-                options = dict(asked.options)
-                if asked.form is not None:
-                    options["grammar"] = _grammar(model, parser, asked.form, prompt.text, options)
-                streamed = tell and _streamed(model.tokenizer, parser, asked, prompt.text, partial(tell, choice))
-                turn, response = await self._generate(name, model, prompt, options, seed, streamed)
-                if asked.path != CHAT:
-                    return Told(response, ParsedAnswer(response.text, None, ()), turn)
-                parsed = parser.parse(response.text, response.tokens, prompt.text, asked.tools)
-                return Told(response, parsed, turn)
+                options = dict(request.options)
+                if request.form is not None:
+                    options["grammar"] = _grammar(model, parser, request.form, prompt.text, options)
 
-            # All of them begin in this pass of the event loop, in their order: who is which turn is no matter of time.
-            choices = [(prompt, number) for prompt in prompts for number in range(asked.n)]
-            told = await _all_or_none(sample(*which, choice) for choice, which in enumerate(choices))
+                def certain(text: str) -> tuple[str, str]:
+                    return parser.certain(text, prompt.text, request.tools) if request.path == CHAT else ("", text)
+
+                streamed: Streamed | None = None
+                if on_text is not None:
+                    take = partial(on_text, choice)
+                    streamed = partial(StreamedText, model.tokenizer, certain=certain, on_text=take)
+                turn, response = await self.sample(name, model, prompt, options, seed, streamed)
+                if request.path != CHAT:
+                    return SampledAnswer(response, ParsedAnswer(response.text, None, ()), turn)
+                parsed = parser.parse(response.text, response.tokens, prompt.text, request.tools)
+                return SampledAnswer(response, parsed, turn)
+
+            # All begin in this pass of the event loop, in order, so that their turns do not depend on timing.
+            choices = [(prompt, number) for prompt in prompts for number in range(request.n)]
+            answers = await _all_or_none(sample(*which, choice) for choice, which in enumerate(choices))
         except PromptTooLongError as error:
             return refusal(str(error), "messages", "context_length_exceeded")
         except BadRequestError as error:
             return refusal(str(error), error.param, error.code)
         except (ValueError, TypeError, TemplateError, UserError) as error:
             return refusal(f"{type(error).__name__}: {error}")
-        if "openai" not in sys.modules:
-            # In a thread: it takes most of a second, and others are answered meanwhile.
-            await asyncio.to_thread(importlib.import_module, "openai.types.chat")
-        num_prompt = sum(len(each.response.prompt_tokens) for each in told[:: asked.n])
-        usage = token_usage(num_prompt, sum(len(each.response.tokens) for each in told))
+        num_prompt_tokens = sum(len(answer.response.prompt_tokens) for answer in answers[:: request.n])
         tokenizer = model.tokenizer if isinstance(model, ServedModel) else None
-        if asked.path != CHAT:
-            return text_completion(asked, told, tokenizer, usage)
-        answer = chat_completion(asked, told, tokenizer, usage)
-        for choice, each in zip(answer.body["choices"], told, strict=True):
-            # Marks that are special tokens are in no text: of those the template knows how they are written.
-            whole = tokenizer is None or is_plain(tokenizer, each.response.tokens)
-            if whole and (each.parsed.calls or each.parsed.reasoning is not None):
-                for key in _message_keys([*asked.messages, choice["message"]])[-1]:
-                    self._told[f"{name}/{key}"] = each.response.text
-        return answer
+        answered = completion(request, answers, tokenizer, num_prompt_tokens)
+        for choice, answer in zip(answered.body["choices"], answers, strict=True):
+            # A text lacks marks that are special tokens; only the template can write those again.
+            is_whole = tokenizer is None or is_plain(tokenizer, answer.response.tokens)
+            if request.path == CHAT and is_whole and (answer.parsed.calls or answer.parsed.reasoning is not None):
+                for key in _message_keys([*request.messages, choice["message"]])[-1]:
+                    self._sampled_texts[f"{name}/{key}"] = answer.response.text
+        return answered
 
     def _as_sampled(self, name: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The messages, those that were parsed from an answer of the policy as it wrote them: a template would write
-        the calls of tools in its own way, and the thoughts are not in them.
+        """Replace messages that were parsed from an answer by the answer as sampled. A template would write tool calls
+        in its own way, and the messages lack the thoughts.
         """
-        found: list[Mapping[str, Any]] = []
+        sampled: list[Mapping[str, Any]] = []
         for message, keys in zip(messages, _message_keys(messages), strict=True):
-            texts = [self._told.get(f"{name}/{key}") for key in keys] if message["role"] == "assistant" else []
+            texts = [self._sampled_texts.get(f"{name}/{key}") for key in keys] if message["role"] == "assistant" else []
             text = next((text for text in texts if text is not None), None)
-            found.append(message if text is None else {"role": "assistant", "content": text})
-        return found
+            sampled.append(message if text is None else {"role": "assistant", "content": text})
+        return sampled
 
-    async def _openai_remote(
-        self, name: str, model: ServedRemote, asked: OpenAIRequest, messages: Sequence[Any], prompt: _Prompt
-    ) -> Told:
-        given = {**asked.options, **asked.template_options, **({} if asked.seed is None else {"seed": asked.seed})}
-        given |= {"logprobs": True} if asked.logprobs else {}
+    async def _complete_remote(
+        self, name: str, model: ServedRemote, request: OpenAIRequest, messages: Sequence[Any], prompt: _Prompt
+    ) -> SampledAnswer:
+        requested = {*request.options, *request.template_options}
+        requested |= {"seed"} if request.seed is not None else set()
+        requested |= {"logprobs"} if request.logprobs else set()
+        requested |= {request.form.param} if request.form is not None else set()
         passed_on = {"tools", "stop", "max_tokens", "temperature", "top_p", "top_k", "min_tokens", "repetition_penalty"}
-        if asked.form is not None:
-            raise BadRequestError(f"{asked.form.param} is not passed on to a model behind an API", asked.form.param)
-        for param in given.keys() - passed_on:
-            raise BadRequestError(f"{param} is not passed on to a model behind an API", param)
-        is_chat = asked.path == CHAT
-        question: dict[str, Any] = {"messages": messages} if is_chat else {"prompt": prompt.text}
-        question |= {"tools": asked.tools} if asked.tools else {}
-        response = await self._ask_remote(name, model, "chat" if is_chat else "generate", {**question, **asked.options})
-        calls = tuple(parse_tool_calls(response.text)) if asked.tools else ()
-        return Told(response, ParsedAnswer(None if calls else response.text, None, calls), self._num_asked)
+        for param in sorted(requested - passed_on):
+            raise BadRequestError(f"{param} is not supported for a model behind an API", param)
+        options = {**request.options, **({"tools": request.tools} if request.tools else {})}
+        question = [dict(message) for message in messages] if request.path == CHAT else prompt.text
+        response = await self.call_remote(name, model, question, options)
+        calls = tuple(parse_tool_calls(response.text)) if request.tools else ()
+        return SampledAnswer(response, ParsedAnswer(None if calls else response.text, None, calls), self._num_calls)
 
-    async def _generate(
+    async def sample(
         self,
         name: str,
         model: ServedModel,
-        asked: _Prompt,
+        rendered: _Prompt,
         sampling: Mapping[str, Any],
-        own_seed: str | None = None,
+        request_seed: str | None = None,
         streamed: Streamed | None = None,
     ) -> tuple[int, Response]:
-        # own_seed: of the request; else the turn's. streamed: takes the text while it comes. Returns the turn, too.
-        prompt, hidden, source, images = asked.text, asked.hidden, asked.source, asked.images
-        turn, seed = self._next_turn(name, own_seed)
+        """Sample an answer and record it if `name` is the policy. Returns: the turn and the response.
+
+        Args: request_seed: seed given by the request; None: the turn decides. streamed: receives the text.
+        """
+        prompt, hidden, source, images = rendered.text, rendered.hidden, rendered.source, rendered.images
+        turn, seed = self._next_turn(name, request_seed)
         parent = self._parent(prompt) if name == POLICY else None
-        # Special tokens that stood in a message are text again: only the template may write real ones.
+        # Special tokens spelled in a message are encoded as text; only the template may write real ones.
         if parent is not None:
             before = self._calls[parent]
             added = prompt[len(self._sequence(parent)) :]
@@ -454,8 +486,8 @@ class RecordingModel(PolicyHandle):
         tokens, truncated = _limited(model, tokens)
         if truncated and images:
             raise PromptTooLongError(
-                f"a prompt with images exceeds max_prompt_tokens {model.limits.max_prompt_tokens}, and cannot be cut; "
-                "raise it"
+                f"a prompt with images exceeds max_prompt_tokens {model.limits.max_prompt_tokens} and cannot be "
+                "truncated; raise it"
             )
         if not tokens:
             raise ValueError("the prompt is empty")
@@ -464,44 +496,40 @@ class RecordingModel(PolicyHandle):
         if words := texts_of("bad_words", options.pop("bad_words", ())):
             options["bad_tokens"] = _bad_tokens(model.tokenizer, words)
         if model.images is not None:
-            # It would stand for an image that is not there, also where the next turn of a chat shows the first one.
+            # A sampled placeholder would refer to an image that does not exist.
             options["bad_tokens"] = (*options.get("bad_tokens", ()), *((token,) for token in model.images.placeholders))
         request = GenerateRequest(tuple(tokens), _sampling(model.sampling, options), seed, images)
         if request.sampling.is_guided and not model.is_guided:
-            raise BadRequestError(f"bad_words, and answers of a form, are not supported: {NOT_GUIDED}", "bad_words")
+            raise BadRequestError(f"bad_words and required forms are not supported: {NOT_GUIDED}", "bad_words")
         branch = self._branch(parent, prompt, request.sampling, truncated) if name == POLICY else None
         extends = parent if branch is None else None
-        # Before it is answered: which of two calls side by side goes on must not depend on which is answered first.
+        # Recorded before the answer: which of two concurrent calls continues must not depend on timing.
         if name == POLICY:
-            self._asked.append(prompt)
+            self._prompts.append(prompt)
         if extends is not None:
             self._extended.add(extends)
         try:
             with model.use.counting() as count:
                 if budget is None:
-                    asking = request
+                    submitted = request
                     if streamed is not None:
-                        asking = replace(request, on_tokens=_on_this_loop(streamed(request.sampling.stop).take))
-                    generation, forced = await model.queue.generate(self._key, turn, asking), range(0)
+                        on_tokens = _on_this_loop(streamed(request.sampling.stop).add_tokens)
+                        submitted = replace(request, on_tokens=on_tokens)
+                    generation, forced = await model.queue.generate(self._key, turn, submitted), range(0)
                 else:
                     generation, forced = await self._think(model, turn, request, prompt, budget)
                 count(len(request.prompt_tokens), len(generation.tokens))
         except BaseException:
-            # It was never answered, so another may go on from there.
+            # Without an answer, another call may continue from here.
             if name == POLICY:
-                self._asked.remove(prompt)
+                self._prompts.remove(prompt)
                 self._extended.discard(-1 if extends is None else extends)
             raise
         generation, text = _cut_at_stop(model.tokenizer, generation, request.sampling.stop)
-        response = Response(
-            text=text,
-            prompt_tokens=request.prompt_tokens,
-            tokens=generation.tokens,
-            logprobs=generation.logprobs,
-            finish_reason=generation.finish_reason,
-        )
+        sampled, logprobs = generation.tokens, generation.logprobs
+        response = Response(text, request.prompt_tokens, sampled, logprobs, generation.finish_reason)
         if name == POLICY:
-            # By turn and not appended: a workflow may ask several things at once, and they are answered in any order.
+            # By turn, because concurrent calls are answered in any order.
             self._calls[turn] = Call(
                 show_hidden(prompt, hidden),
                 truncated,
@@ -522,11 +550,12 @@ class RecordingModel(PolicyHandle):
     async def _think(
         self, model: ServedModel, turn: int, request: GenerateRequest, prompt: str, budget: int
     ) -> tuple[Generation, range]:
-        """An answer whose thoughts have at most `budget` tokens, and which of its tokens ended them in place of the
-        policy. It is asked in two: to the end of the thoughts, and from there on.
+        """Sample an answer whose thoughts have at most `budget` tokens, in two requests: the thoughts, then the rest.
+
+        Returns: the answer, and the range of tokens that were inserted to end the thoughts.
         """
         if not isinstance(budget, int) or budget < 0:
-            raise ValueError(f"thinking_token_budget must be a number of tokens, not {budget!r:.60}")
+            raise ValueError(f"thinking_token_budget must be an integer of at least 0, not {budget!r:.60}")
         sampling, text, thoughts = request.sampling, "", None
         if budget:
             stop = (*sampling.stop, _THOUGHTS_END)
@@ -550,7 +579,7 @@ class RecordingModel(PolicyHandle):
             GenerateRequest(
                 (*request.prompt_tokens, *begun),
                 replace(sampling, max_tokens=sampling.max_tokens - len(begun), min_tokens=least),
-                # By the same seed it would draw the very numbers by which the thoughts were drawn.
+                # The seed of the thoughts would repeat their random numbers.
                 rollout_seed(request.seed, "after thoughts", 0, 0),
                 request.images,
             ),
@@ -565,69 +594,76 @@ class RecordingModel(PolicyHandle):
         return whole, forced
 
     def _parent(self, prompt: str) -> int | None:
-        """Turn of the call whose prompt and answer, of all, are the longest beginning of this prompt, of equal ones one
-        that nothing goes on from yet; None: of none."""
+        """Turn of the call whose prompt and answer are the longest prefix of this prompt, preferring one that no call
+        continues; None: none is a prefix."""
         longest_first = sorted(self._calls, key=lambda turn: (-len(self._sequence(turn)), turn in self._extended, turn))
         return next((turn for turn in longest_first if prompt.startswith(self._sequence(turn))), None)
 
     def _sequence(self, turn: int) -> str:
-        """Prompt and answer of a call of the policy, as a template renders them."""
+        """Rendered prompt and answer of a call of the policy."""
         if turn not in self._sequences:
-            policy, call = self._models[POLICY], self._calls[turn]
-            assert isinstance(policy, ServedModel)
-            self._sequences[turn] = call.rendered + sampled_text(policy.tokenizer, call.generation.tokens)
+            call = self._calls[turn]
+            assert isinstance(self._served, ServedModel)
+            self._sequences[turn] = call.rendered + sampled_text(self._served.tokenizer, call.generation.tokens)
         return self._sequences[turn]
 
     def _branch(self, parent: int | None, prompt: str, sampling: SamplingParams, truncated: bool) -> Branch | None:
-        """Why a call does not go on where `parent` ended; None: it does, or there was none before."""
+        """Reason why a call does not continue `parent`; None: it does, or it is the first call."""
         if parent is not None:
             before = self._calls[parent].request.sampling
             if parent in self._extended:
                 return Branch.FORKED
             if truncated:
                 return Branch.TRUNCATED
-            same = all(getattr(before, name) == getattr(sampling, name) for name in ("temperature", "top_p", "top_k"))
-            return None if same else Branch.SAMPLING
-        if not self._asked:
+            is_same = all(
+                getattr(before, name) == getattr(sampling, name) for name in ("temperature", "top_p", "top_k")
+            )
+            return None if is_same else Branch.SAMPLING
+        if not self._prompts:
             return None
-        if prompt in self._asked:
+        if prompt in self._prompts:
             return Branch.FORKED
-        return Branch.ANSWER if any(map(prompt.startswith, self._asked)) else Branch.HISTORY
+        return Branch.ANSWER if any(map(prompt.startswith, self._prompts)) else Branch.HISTORY
 
-    async def _ask_remote(self, name: str, served: ServedRemote, method: Method, options: dict[str, Any]) -> Response:
-        if method == "logprobs":
-            raise RuntimeError("a model behind an API gives no logprobs of given tokens")
-        asked = [dict(m) for m in options.pop("messages")] if method == "chat" else options.pop("prompt")
+    async def call_remote(
+        self, name: str, served: ServedRemote, question: str | list[dict[str, Any]], options: dict[str, Any]
+    ) -> Response:
+        """Call a remote model with a text or messages; recorded without tokens if `name` is the policy."""
         tools = options.pop("tools", None) or ()
         turn, seed = self._next_turn(name)
         if options.get("grammar"):
-            raise ValueError("a model behind an API is not guided by a grammar")
+            raise ValueError("a model behind an API cannot follow a grammar")
         request = GenerateRequest((), _sampling(served.sampling, options), seed)
         with served.use.counting() as count:
-            answer = await served.model.ask(asked, request.sampling, seed, tools)
+            answer = await served.model.ask(question, request.sampling, seed, tools)
             count(answer.num_prompt_tokens, answer.num_response_tokens)
         response = Response(answer.text, (), (), (), answer.finish_reason)
         if name == POLICY:
-            prompt = asked if isinstance(asked, str) else "\n".join(f"{m['role']}: {m.get('content')}" for m in asked)
-            # No tokens and version 0: what a remote model says is read and measured, and cannot be trained on.
+            prompt = (
+                question
+                if isinstance(question, str)
+                else "\n".join(f"{message['role']}: {message.get('content')}" for message in question)
+            )
+            # No tokens and version 0: answers of a remote model are evaluated but never trained.
             generation = Generation((), (), "length" if answer.finish_reason == "length" else "stop", 0, 0)
             counts = answer.num_prompt_tokens, answer.num_response_tokens
             self._calls[turn] = Call(prompt, False, request, generation, response, *counts)
         return response
 
-    def _next_turn(self, name: str, own_seed: str | None = None) -> tuple[int, int]:
-        # Turns of the policy are numbered without gaps, whatever judges were asked in between: they are in the uid.
-        turn = self._num_turns if name == POLICY else self._num_asked
+    def _next_turn(self, name: str, request_seed: str | None = None) -> tuple[int, int]:
+        """(turn, seed) of the next call of a model."""
+        # The uid contains the policy's turns, so calls of judges in between leave no gaps.
+        turn = self._num_turns if name == POLICY else self._num_calls
         self._num_turns += name == POLICY
-        # A judge of the same rollout and turn must not draw by the very numbers by which the policy drew.
+        # A judge must not use the random numbers of the policy at the same rollout and turn.
         identity = self._group_id if name == POLICY else f"{self._group_id}/{name}"
-        if own_seed is not None:
-            # The same seed gives the same answer again, in this rollout: its siblings are to differ.
-            return turn, rollout_seed(self._run_seed, f"{identity}/seed {own_seed}", self._key.rollout, 0)
+        if request_seed is not None:
+            # Equal seeds give equal answers within a rollout, but sibling rollouts must differ.
+            return turn, rollout_seed(self._run_seed, f"{identity}/seed {request_seed}", self._key.rollout, 0)
         return turn, rollout_seed(self._run_seed, identity, self._key.rollout, turn)
 
     def close(self) -> None:
-        """Answer no further calls: an attempt that will not stop must not go on beside its retry."""
+        """Refuse further calls, so that an attempt that does not stop cannot continue alongside its retry."""
         self._closed = True
         self.close_clients()
 
@@ -637,41 +673,30 @@ def _read_request(path: str, body: Any, model: Served) -> OpenAIRequest:
         return read_request(path, body, None)
     images = model.images
 
-    def name_image(told: str) -> str:
+    def name_image(image: str) -> str:
         assert images is not None
         try:
-            return images.named(told)
+            return images.named(image)
         except DataError as error:
             raise BadRequestError(str(error), "messages") from error
 
     return read_request(path, body, model.tokenizer, None if images is None else name_image)
 
 
-def _streamed(
-    tokenizer: Tokenizer, parser: AnswerParser, asked: OpenAIRequest, prompt: str, tell: Callable[[Part, str], None]
-) -> Streamed:
-    """How an answer to a request becomes text while it comes; of completions all of it is certain."""
-
-    def certain(text: str) -> tuple[str, str]:
-        return parser.certain(text, prompt, asked.tools) if asked.path == CHAT else ("", text)
-
-    return partial(StreamedText, tokenizer, certain=certain, tell=tell)
-
-
 def _on_this_loop(take: OnTokens) -> OnTokens:
-    """`take`, for other threads: called on the event loop that runs now, in their order."""
+    """Wrap `take` for use in other threads: it is called in order on the running event loop."""
     loop = asyncio.get_running_loop()
 
     def take_later(tokens: tuple[int, ...]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it who asked
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(take, tokens)
 
     return take_later
 
 
-async def _all_or_none(work: Iterable[Coroutine[Any, Any, Told]]) -> list[Told]:
-    """The results, in their order. Where one fails, the others are called off: nothing of them is told or recorded."""
-    tasks = [asyncio.ensure_future(each) for each in work]
+async def _all_or_none(work: Iterable[Coroutine[Any, Any, SampledAnswer]]) -> list[SampledAnswer]:
+    """All results, in order. If one fails, the others are cancelled and not recorded."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -680,61 +705,51 @@ async def _all_or_none(work: Iterable[Coroutine[Any, Any, Told]]) -> list[Told]:
 
 
 def _grammar(model: ServedModel, parser: AnswerParser, form: Form, prompt: str, options: Mapping[str, Any]) -> str:
-    """The grammar of a form, tried. Raises: BadRequestError: the engine, or the form, does not allow it."""
+    """A valid grammar for a form. Raises: BadRequestError: the engine or the form does not allow one."""
     if not model.is_guided:
         raise BadRequestError(f"{form.param} is not supported: {NOT_GUIDED}", form.param)
     for name in ("min_tokens", "stop"):
         if options.get(name):
-            raise BadRequestError(f"{name} does not go with {form.param}: an answer ends where its form does", name)
+            raise BadRequestError(f"{name} cannot be combined with {form.param}, whose form ends the answer", name)
     try:
         are_calls = form.param == "tool_choice"
         grammar = parser.grammar(form.schema, prompt, are_calls=are_calls, max_calls=form.max_calls)
     except UserError as error:
         raise BadRequestError(f"{form.param} is not supported: {error}", form.param) from error
     if problem := _grammar_problem(grammar):
-        raise BadRequestError(f"{form.param}: no answer can be guided by this schema: {problem}", form.param)
+        raise BadRequestError(f"{form.param}: this schema cannot guide an answer: {problem}", form.param)
     return grammar
 
 
 def _grammar_problem(grammar: str) -> str:
-    """Why no engine is guided by a grammar; "": one that guides is. Asked before: an engine would end by it."""
+    """Reason why a grammar is unusable; "": it is valid. Checked first, because an invalid one would crash engines."""
     try:
-        import llguidance  # late: only an answer of a form needs it
+        import llguidance  # late: optional, and only forms need it
     except ImportError:
-        return "it needs llguidance: pip install 'rftdask[train]' where engines run"
+        return "llguidance is missing: pip install 'rftdask[train]' where engines run"
     return str(llguidance.LLMatcher.validate_grammar(llguidance.LLMatcher.grammar_from_lark(grammar)))[:500]
 
 
+def _check_grammar(options: Mapping[str, Any]) -> None:
+    if (grammar := options.get("grammar")) and (problem := _grammar_problem(grammar)):
+        raise ValueError(f"this grammar cannot guide an answer: {problem}")
+
+
 def _bad_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The words as tokens, as they begin a text and as they go on in one. Raises: BadRequestError: too many."""
+    """Token sequences of the words at the start of a text and after a space. Raises: BadRequestError: too many."""
     spelled = (text for word in words for text in (word, f" {word.lstrip()}"))
-    found = tuple(dict.fromkeys(tuple(encode_hidden(tokenizer, text, {})) for text in spelled))
-    if len(found) >= MAX_BAD_WORDS or sum(map(len, found)) >= MAX_BAD_TOKENS:
-        most = f"{MAX_BAD_WORDS // 2} words and {MAX_BAD_TOKENS // 2} tokens at most"
+    sequences = tuple(dict.fromkeys(tuple(encode_hidden(tokenizer, text, {})) for text in spelled))
+    if len(sequences) >= MAX_BAD_WORDS or sum(map(len, sequences)) >= MAX_BAD_TOKENS:
         raise BadRequestError(
-            f"bad_words, each as it begins a text and after a space, are too many: {most}", "bad_words"
+            f"bad_words exceeds {MAX_BAD_WORDS // 2} words or {MAX_BAD_TOKENS // 2} tokens; shorten it", "bad_words"
         )
-    return found
-
-
-async def _logprobs(model: ServedModel, prompt: str, response: str) -> tuple[float, ...]:
-    if model.logprobs_batch is None:
-        raise RuntimeError("this engine gives no logprobs of given tokens")
-    # The two are tokenized apart, as they are in a rollout, where the response was sampled after the whole prompt.
-    prompt_tokens, _ = _limited(model, _encode_raw(model.tokenizer, prompt))
-    tokens = encode_hidden(model.tokenizer, *hide_special(model.tokenizer, response))
-    if not prompt_tokens or not tokens:
-        raise ValueError("logprobs needs a prompt and a response, of at least one token each")
-    with model.use.counting() as count:
-        [logprobs] = await model.logprobs_batch([(tuple(prompt_tokens), tuple(tokens))])
-        count(len(prompt_tokens) + len(tokens), 0)
-    return logprobs
+    return sequences
 
 
 def _render(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any]
 ) -> _Prompt:
-    # A last message of the assistant is continued.
+    # If the last message is the assistant's, the model continues it.
     (chat, options), hidden = hide_special(tokenizer, ([dict(message) for message in messages], dict(template_options)))
     continues = chat[-1]["role"] == "assistant"
     text: str = tokenizer.apply_chat_template(
@@ -746,110 +761,112 @@ def _render(
 async def _chat_prompt(
     model: ServedModel, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any]
 ) -> _Prompt:
-    """A chat as rendered, whose images the run keeps by then."""
+    """Render a chat after its images have been stored in the run folder."""
     names = images_in(messages)
     if names and model.images is not None:
-        # In a thread: it writes to storage what is new, and makes tokens of it.
+        # In a thread, because it writes new images to storage and tokenizes them.
         await asyncio.to_thread(model.images.keep, names)
     return replace(_render(model.tokenizer, messages, template_options), images=names)
 
 
-async def _prompt_as_sampled(model: ServedModel, sampled: Sequence[Mapping[str, Any]], asked: OpenAIRequest) -> _Prompt:
-    """The chat as rendered with its answers as the policy wrote them (`sampled`), so that it goes on from their tokens;
-    as the request has them where the template then fails, or leaves out what a tool said: it reads calls of tools, and
-    what the policy wrote has none.
+async def _prompt_as_sampled(
+    model: ServedModel, sampled: Sequence[Mapping[str, Any]], request: OpenAIRequest
+) -> _Prompt:
+    """Render a chat with the answers as sampled, so that it continues their tokens.
+
+    The messages of the request are used instead if the template fails on sampled answers, or drops a tool's result:
+    some templates read `tool_calls`, which sampled answers do not have.
     """
-    if list(sampled) == list(asked.messages):
-        return await _chat_prompt(model, sampled, asked.template_options)
-    said = [str(each["content"]).strip() for each in sampled if each["role"] == "tool"]
+    if list(sampled) == list(request.messages):
+        return await _chat_prompt(model, sampled, request.template_options)
+    missing = [str(message["content"]).strip() for message in sampled if message["role"] == "tool"]
     prompt = None
-    with contextlib.suppress(TemplateError):  # that of the messages as given is raised
-        prompt = await _chat_prompt(model, sampled, asked.template_options)
-        said = [text for text in said if text not in prompt.text]
-        if not said:
+    with contextlib.suppress(TemplateError):  # an error with the messages of the request is raised below
+        prompt = await _chat_prompt(model, sampled, request.template_options)
+        missing = [text for text in missing if text not in prompt.text]
+        if not missing:
             return prompt
-    given = await _chat_prompt(model, asked.messages, asked.template_options)
-    # A template may write it in other words, such as JSON, whichever way calls are told.
-    return given if prompt is None or any(text in given.text for text in said) else prompt
+    as_requested = await _chat_prompt(model, request.messages, request.template_options)
+    # A template may rewrite results, for example as JSON; then both versions lack the text.
+    return as_requested if prompt is None or any(text in as_requested.text for text in missing) else prompt
 
 
 def _message_keys(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Of each message what tells it from others: among all that stood before it, and by itself alone."""
+    """Two keys per message: one of the message with all earlier ones, and one of only the message."""
     keys, before = [], blake2b(digest_size=16)
     for message in messages:
         plain = plain_message(message)
-        own = json.dumps([plain["role"], plain["content"], plain.get("tool_calls") or ()], sort_keys=True, default=str)
-        before.update(own.encode())
-        keys.append((before.hexdigest(), own))
+        key = json.dumps([plain["role"], plain["content"], plain.get("tool_calls") or ()], sort_keys=True, default=str)
+        before.update(key.encode())
+        keys.append((before.hexdigest(), key))
     return keys
 
 
 def _cut_at_stop(tokenizer: Tokenizer, generation: Generation, stop: Sequence[str]) -> tuple[Generation, str]:
-    """What was sampled until the first of the texts `stop` was complete, and the text before it.
-
-    Exact: an engine that goes on past it has sampled the same tokens up to there.
+    """Cut an answer after the token that completes its first stop text. Returns: the answer and the text before the
+    stop text. Exact, because engines that continue past a stop text sample the same tokens up to it.
     """
 
     def decoded(num_tokens: int) -> str:
         return tokenizer.decode(list(generation.tokens[:num_tokens]), skip_special_tokens=True)
 
     text = decoded(len(generation.tokens))
-    if not any(each in text for each in stop):
+    if not any(word in text for word in stop):
         return generation, text
-    # The fewest tokens that hold one, by halves: a text that is there stays there.
-    least, most = 1, len(generation.tokens)
-    while least < most:
-        middle = (least + most) // 2
-        if any(each in decoded(middle) for each in stop):
-            most = middle
-        else:
-            least = middle + 1
-    text = decoded(most)
-    tokens, logprobs = generation.tokens[:most], generation.logprobs[:most]
-    experts = generation.routed_experts[: len(generation.routed_experts) - (len(generation.tokens) - most)]
+    # Binary search for the fewest tokens that contain a stop text.
+    sizes = range(1, len(generation.tokens) + 1)
+    size = sizes[bisect_left(sizes, True, key=lambda size: any(word in decoded(size) for word in stop))]
+    text = decoded(size)
+    tokens, logprobs = generation.tokens[:size], generation.logprobs[:size]
+    experts = generation.routed_experts[: len(generation.routed_experts) - (len(generation.tokens) - size)]
     cut = replace(generation, tokens=tokens, logprobs=logprobs, finish_reason="stop", routed_experts=experts)
-    # What was left out may be all that the newest weights have sampled.
+    # All tokens of the newest weights may have been cut.
     cut = cut.sampled_by(generation.versions) if generation.versions else cut
-    return cut, text[: min(text.index(each) for each in stop if each in text)]
+    return cut, text[: min(text.index(word) for word in stop if word in text)]
 
 
-def _sampling(defaults: SamplingParams, asked: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters that a workflow asks for, checked: a mistake must not end everybody's work unit.
+def _sampling(defaults: SamplingParams, overrides: Mapping[str, Any]) -> SamplingParams:
+    """Apply a workflow's sampling parameters. They are checked here, because an error in the engine would fail the
+    whole work unit. `max_tokens` is limited to the run's.
 
-    `max_tokens` beyond that of the run is cut to it. Raises: ValueError, TypeError: a value or name that does not fit.
+    Raises: ValueError, TypeError: a value or name is invalid.
     """
-    if not asked:
+    if not overrides:
         return defaults
-    if beyond := asked.keys() - {each.name for each in fields(SamplingParams)}:
-        raise TypeError(f"this model does not know the sampling parameters {', '.join(sorted(beyond))}")
-    sampling = replace(defaults, **{**asked, "stop": texts_of("stop", asked.get("stop", defaults.stop))})
+    if unknown := overrides.keys() - {parameter.name for parameter in fields(SamplingParams)}:
+        raise TypeError(f"unknown sampling parameters {', '.join(sorted(unknown))}")
+    sampling = replace(defaults, **{**overrides, "stop": texts_of("stop", overrides.get("stop", defaults.stop))})
     numbers = (sampling.max_tokens, sampling.min_tokens, sampling.top_k, sampling.temperature, sampling.top_p)
     if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-        raise ValueError(f"sampling parameters must be finite numbers: {dict(asked)!r:.200}")
+        raise ValueError(f"sampling parameters must be finite numbers: {dict(overrides)!r:.200}")
     if sampling.max_tokens < 1 or not 0 < sampling.top_p <= 1 or sampling.repetition_penalty <= 0:
-        raise ValueError(f"max_tokens >= 1, 0 < top_p <= 1 and repetition_penalty > 0 must hold: {dict(asked)!r:.200}")
+        raise ValueError(
+            f"max_tokens >= 1, 0 < top_p <= 1 and repetition_penalty > 0 must hold: {dict(overrides)!r:.200}"
+        )
     if sampling.temperature != 0 and sampling.temperature < MIN_TEMPERATURE:
         raise ValueError(f"temperature {sampling.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
-    # The run's limit is what memory and deadlines were planned with; what has a form ends where the form does.
-    least = 0 if sampling.grammar else sampling.min_tokens
-    return replace(sampling, max_tokens=min(int(sampling.max_tokens), defaults.max_tokens), min_tokens=least)
+    # Memory and deadlines are planned for the run's limit. A grammar may end an answer before min_tokens.
+    min_tokens = 0 if sampling.grammar else sampling.min_tokens
+    return replace(sampling, max_tokens=min(int(sampling.max_tokens), defaults.max_tokens), min_tokens=min_tokens)
 
 
 def _encode(model: ServedModel, text: str, hidden: Mapping[str, str], images: Sequence[str]) -> list[int]:
-    """Tokens of a rendered text, each placeholder in it those of an image. Raises: ValueError: there are not as many
-    of both."""
+    """Tokens of a rendered text, with each placeholder replaced by the tokens of its image.
+
+    Raises: ValueError: placeholders and images do not match.
+    """
     if not images:
         return encode_hidden(model.tokenizer, text, hidden)
     if model.images is None:
-        raise ValueError("a chat has images, and no taskset of the run has an image_key")
-    # Special tokens part a text for its tokenizer anyway, and what spells one in a message is hidden.
+        raise ValueError("a chat has images, but no taskset of the run has an image_key")
+    # Tokenizers split text at special tokens anyway, and special tokens spelled in messages are hidden.
     placeholders = model.images.placeholders
     text, *parts = re.split(f"({'|'.join(map(re.escape, placeholders.values()))})", text)
     expected = [placeholders[model.images.placeholder_of(name)] for name in images]
     if parts[::2] != expected:
         raise ValueError(
-            f"the chat template wrote {len(parts) // 2} of {len(images)} images and videos, or in another order; does "
-            "it know {'type': 'image'} and {'type': 'video'} parts?"
+            f"the chat template wrote {len(parts) // 2} of {len(images)} images and videos, or reordered them; it must "
+            "support {'type': 'image'} and {'type': 'video'} parts"
         )
     tokens = encode_hidden(model.tokenizer, text, hidden)
     for name, part in zip(images, parts[1::2], strict=True):
@@ -858,12 +875,12 @@ def _encode(model: ServedModel, text: str, hidden: Mapping[str, str], images: Se
 
 
 def _encode_raw(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    # A chat template writes the special tokens itself; a prompt without one gets what its tokenizer begins with.
+    # Chat templates write special tokens themselves; other prompts get the tokenizer's first token, if it has one.
     return with_first_token(tokenizer, encode_hidden(tokenizer, prompt, {})) if prompt else []
 
 
 def _limited(model: ServedModel, tokens: list[int]) -> tuple[list[int], bool]:
-    """Tokens of a prompt as far as they are allowed, and whether some were left out. Raises: PromptTooLongError."""
+    """The allowed tokens of a prompt, and True if some were cut. Raises: PromptTooLongError."""
     limit = model.limits.max_prompt_tokens
     if limit is None or len(tokens) <= limit:
         return tokens, False
@@ -872,5 +889,5 @@ def _limited(model: ServedModel, tokens: list[int]) -> tuple[list[int], bool]:
             f"prompt of {len(tokens)} tokens exceeds max_prompt_tokens {limit}; raise it, or set "
             f"model.enable_prompt_truncation"
         )
-    # The end of the prompt stays: the question is mostly there.
+    # The end is kept, because it usually holds the question.
     return tokens[-limit:], True

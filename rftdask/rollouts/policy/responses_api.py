@@ -1,7 +1,7 @@
-"""OpenAI's Responses API as chat completions: a body in the one's words to the other's, the answer and its stream back.
+"""OpenAI's Responses API in terms of chat completions: translates request bodies, answers and streams.
 
-It keeps no state: a request tells the whole conversation (`input`), as agents that set `store` to false do. What chat
-completions refuse is refused here by the name that it has here. Knows no models and no HTTP.
+Stateless: `input` must hold the whole conversation, as for agents that set `store` to false. A parameter that chat
+completions refuse is refused under its name in this API. No models and no HTTP.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rftdask.rollouts.policy.openai_api import BadRequestError, TextDelta, pieces
+from rftdask.rollouts.policy.openai_api import BadRequestError, TextDelta, pieces, read_parameters
 
 RESPONSES = "responses"
 _SAME = ("model", "temperature", "top_p", "top_k", "min_tokens", "repetition_penalty", "stop", "seed", "stream")
 _PASSED_ON = (*_SAME, "parallel_tool_calls", "chat_template_kwargs", "enable_thinking", "user", "metadata", "store")
-_NOTHING_ASKED: Mapping[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "include": ([], ["reasoning.encrypted_content"]),
     "truncation": ("disabled",),
     "background": (False,),
@@ -22,7 +22,7 @@ _NOTHING_ASKED: Mapping[str, tuple[Any, ...]] = {
     "stream_options": ({}, {"include_obfuscation": False}),
     "top_logprobs": (0,),
 }
-"""Accepted with these values alone."""
+"""Parameters accepted only with these values."""
 _WITHOUT_EFFECT = ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "session_id")
 OWN_NAMES = {
     "messages": "input",
@@ -31,31 +31,29 @@ OWN_NAMES = {
     "verbosity": "text",
     "reasoning_effort": "reasoning",
 }
-"""Parameter of chat completions -> its name here."""
+"""Parameter of chat completions -> its name in this API."""
 
 
 def as_chat(body: Any) -> dict[str, Any]:
-    """The body of a chat completion that asks the same. Raises: BadRequestError."""
-    if not isinstance(body, Mapping):
-        raise BadRequestError("the body is no JSON object")
-    given = {name: value for name, value in body.items() if value is not None and name not in _WITHOUT_EFFECT}
-    chat: dict[str, Any] = {name: given.pop(name) for name in _PASSED_ON if name in given}
-    messages = _messages(given.pop("input", None))
-    if instructions := given.pop("instructions", ""):
+    """Translate a request to chat completions. Raises: BadRequestError."""
+    parameters = read_parameters(body, _WITHOUT_EFFECT)
+    chat: dict[str, Any] = {name: parameters.pop(name) for name in _PASSED_ON if name in parameters}
+    messages = _messages(parameters.pop("input", None))
+    if instructions := parameters.pop("instructions", ""):
         messages.insert(0, {"role": "system", "content": instructions})
     chat["messages"] = messages
-    if "max_output_tokens" in given:
-        chat["max_completion_tokens"] = given.pop("max_output_tokens")
-    if tools := given.pop("tools", []):
+    if "max_output_tokens" in parameters:
+        chat["max_completion_tokens"] = parameters.pop("max_output_tokens")
+    if tools := parameters.pop("tools", []):
         if not isinstance(tools, list) or not all(
             isinstance(t, Mapping) and t.get("type") == "function" for t in tools
         ):
-            raise BadRequestError("tools must be functions: those of OpenAI's own service are not here", "tools")
+            raise BadRequestError("tools must be functions; tools of OpenAI's own service are not available", "tools")
         keys = ("name", "description", "parameters")
         functions = [{key: tool[key] for key in keys if tool.get(key) is not None} for tool in tools]
         chat["tools"] = [{"type": "function", "function": function} for function in functions]
-    if "tool_choice" in given:
-        choice = given.pop("tool_choice")
+    if "tool_choice" in parameters:
+        choice = parameters.pop("tool_choice")
         if isinstance(choice, Mapping) and choice.get("type") == "function":
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         chat["tool_choice"] = choice
@@ -63,35 +61,33 @@ def as_chat(body: Any) -> dict[str, Any]:
         ("text", {"format": "response_format", "verbosity": "verbosity"}),
         ("reasoning", {"effort": "reasoning_effort"}),
     ):
-        asked = given.pop(name, {})
-        # Thoughts are told whole, so nothing is summed up.
-        strange = asked.keys() - parts - {"summary", "generate_summary"} if isinstance(asked, Mapping) else {name}
-        if strange:
-            raise BadRequestError(f"{name}={asked!r:.100} is not supported: it may hold {', '.join(parts)}", name)
-        chat |= {parts[key]: value for key, value in asked.items() if key in parts and value is not None}
+        value = parameters.pop(name, {})
+        # Summaries are never made, because thoughts are returned in full.
+        if not isinstance(value, Mapping) or value.keys() - parts - {"summary", "generate_summary"}:
+            raise BadRequestError(f"{name}={value!r:.100} is not supported; it may hold {', '.join(parts)}", name)
+        chat |= {parts[key]: part for key, part in value.items() if key in parts and part is not None}
     form = chat.get("response_format")
     if isinstance(form, Mapping) and form.get("type") == "json_schema":
         chat["response_format"] = {"type": "json_schema", "json_schema": form}
-    for name, value in given.items():
-        if value not in _NOTHING_ASKED.get(name, ()):
-            kept = ": no conversation is kept here, so tell all of it in `input`" * (
-                name in ("previous_response_id", "conversation")
-            )
-            raise BadRequestError(f"{name}={value!r:.100} is not supported{kept}", name)
+    for name, value in parameters.items():
+        if value not in _NEUTRAL_VALUES.get(name, ()):
+            is_stateful = name in ("previous_response_id", "conversation")
+            advice = "; conversations are not stored, so send the whole one in `input`" if is_stateful else ""
+            raise BadRequestError(f"{name}={value!r:.100} is not supported{advice}", name)
     return chat
 
 
-def _messages(asked: Any) -> list[dict[str, Any]]:
-    if isinstance(asked, str):
-        return [{"role": "user", "content": asked}]
-    if not isinstance(asked, list) or not asked:
-        raise BadRequestError("input must be a text, or a list of items", "input")
+def _messages(items: Any) -> list[dict[str, Any]]:
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise BadRequestError("input must be text or a list of items", "input")
     messages: list[dict[str, Any]] = []
-    for item in asked:
+    for item in items:
         kind = item.get("type", "message") if isinstance(item, Mapping) else None
         if kind == "message":
             message = {"role": item.get("role"), "content": _text(item.get("content"))}
-            # Thoughts before an answer are of the same message.
+            # Thoughts before an answer belong to the same message.
             if messages and messages[-1] == {"role": "assistant", "content": ""} and message["role"] == "assistant":
                 messages.pop()
             messages.append(message)
@@ -104,23 +100,24 @@ def _messages(asked: Any) -> list[dict[str, Any]]:
         elif kind == "function_call_output":
             content = _text(item.get("output"))
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
-        elif kind != "reasoning":  # which the model knows: its answers go back to it as it wrote them
-            raise BadRequestError(f"input holds {item!r:.100}, which is not supported", "input")
+        elif kind != "reasoning":  # already part of the answer, which returns to the model as it was sampled
+            raise BadRequestError(f"input items of this kind are not supported: {item!r:.100}", "input")
     return messages
 
 
 def _text(content: Any) -> Any:
-    # Parts under the names that chat completions have for them; others are refused there.
+    # Only text parts differ in name. Chat completions recognize images by `image_url` and refuse other parts.
     if not isinstance(content, list):
         return content
-    own = ("input_text", "output_text")  # an input_image is told by its image_url there, too
+    kinds = ("input_text", "output_text")
     return [
-        {**part, "type": "text"} if isinstance(part, Mapping) and part.get("type") in own else part for part in content
+        {**part, "type": "text"} if isinstance(part, Mapping) and part.get("type") in kinds else part
+        for part in content
     ]
 
 
-def as_response(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
-    """The Response of a chat completion to the request `body`."""
+def as_answer(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate a chat completion into the Response to the request `body`."""
     from openai.types.responses import Response  # late: it takes most of a second
 
     [choice] = completion["choices"]
@@ -133,11 +130,11 @@ def as_response(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[
         output.append({"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content})
     if message["content"]:
         part = {"type": "output_text", "text": message["content"], "annotations": []}
-        own = {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": status}
-        output.append({**own, "content": [part]})
+        frame = {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": status}
+        output.append({**frame, "content": [part]})
     for number, call in enumerate(message.get("tool_calls", ())):
-        own = {"type": "function_call", "id": f"fc_{name}_{number}", "call_id": call["id"], "status": "completed"}
-        output.append({**own, **call["function"]})
+        frame = {"type": "function_call", "id": f"fc_{name}_{number}", "call_id": call["id"], "status": "completed"}
+        output.append({**frame, **call["function"]})
     usage = completion["usage"]
     response = Response.model_validate(
         {
@@ -169,7 +166,7 @@ def as_response(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[
 
 
 def events_of(response: Mapping[str, Any], split: Callable[[str], Sequence[str]] = pieces) -> Iterator[dict[str, Any]]:
-    """The events of a stream that tells a whole response, its texts in the pieces of `split`; without numbers."""
+    """Events of a stream for a whole response, without sequence numbers. split: splits its texts."""
     begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
@@ -180,17 +177,17 @@ def events_of(response: Mapping[str, Any], split: Callable[[str], Sequence[str]]
         opened |= empty
         yield {"type": "response.output_item.added", "output_index": index, "item": opened}
         for number, part in enumerate(item.get("content", ())):
-            here = {**at, "content_index": number}
+            place = {**at, "content_index": number}
             kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
-            more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
-            yield {"type": "response.content_part.added", **here, "part": {**part, "text": ""}}
+            logprobs: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
+            yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
             for piece in split(part["text"]):
-                yield TextDelta({"type": f"response.{kind}.delta", **here, "delta": piece, **more})
-            yield {"type": f"response.{kind}.done", **here, "text": part["text"], **more}
-            yield {"type": "response.content_part.done", **here, "part": part}
+                yield TextDelta({"type": f"response.{kind}.delta", **place, "delta": piece, **logprobs})
+            yield {"type": f"response.{kind}.done", **place, "text": part["text"], **logprobs}
+            yield {"type": "response.content_part.done", **place, "part": part}
         if item["type"] == "function_call":
             yield {"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]}
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            yield {"type": "response.function_call_arguments.done", **at, **told}
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            yield {"type": "response.function_call_arguments.done", **at, **call}
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
     yield {"type": f"response.{response['status']}", "response": response}

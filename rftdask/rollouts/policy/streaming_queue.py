@@ -1,12 +1,12 @@
-"""StreamingQueue: hands requests of rollouts on to the engine as they come, and each answer back once it is finished.
+"""StreamingQueue: forwards requests of rollouts to the engine as they arrive, and returns each answer when finished.
 
-The other one is `LockstepQueue`, whose calls do not depend on timing. Here what is asked in one pass of the event loop
-reaches the engine together, so that the siblings of a group share the work on their prompt; what comes later enters
-beside it. A request whose rollout is cancelled leaves the engine. One event loop.
+`LockstepQueue` is the alternative whose calls do not depend on timing. Requests of one pass of the event loop reach the
+engine together, so that sibling rollouts share the work on their prompt; later requests join the running ones. The
+request of a cancelled rollout is removed from the engine. Used on one event loop.
 
-Invariant: nobody waits for an engine that has gone silent. When something has been under way for `timeout_s` seconds
-since the last answer, everybody who waits gets a WaitTimeout. Cancelled requests are no answers: an engine that hangs
-is found out however often its rollouts give up and try again.
+Invariant: no request waits for a silent engine. If requests have been running for `timeout_s` since the last answer,
+all waiting requests raise WaitTimeout. Cancelled requests do not count as answers, so a hung engine is detected even if
+rollouts keep giving up and retrying.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from rftdask.errors import WaitTimeout
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 
 Submit = Callable[[list[GenerateRequest]], Sequence[Future[Generation]]]
-"""Returns futures of the answers, in the order of the requests, without blocking. A cancelled one's request leaves the
-engine. What they raise ends the whole work unit."""
+"""Returns futures of the answers in the order of the requests, without blocking. Cancelling a future removes its
+request from the engine. Errors of the futures fail the whole work unit."""
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """An engine that takes requests while others are under way."""
+    """An engine that accepts requests while others are running."""
 
     submit: Submit
     timeout_s: float
-    """Longest silence while something is under way."""
+    """Longest silence while requests are running."""
     name: str = "the engine"
     answered_s: Callable[[], float] = lambda: -math.inf
-    """Time of its last answer to anybody, by the monotonic clock."""
+    """Returns the monotonic time of its last answer to any work unit."""
 
 
 class StreamingQueue(RequestQueue):
-    """The rollouts of one work unit in front of one engine.
+    """Queue from the rollouts of one work unit to one engine.
 
     Example:
         stream = StreamingQueue(Streaming(client.submit, timeout_s=1800))
@@ -53,99 +53,99 @@ class StreamingQueue(RequestQueue):
         super().__init__()
         self._engine = engine
         self._outbox: list[tuple[GenerateRequest, asyncio.Future[Generation]]] = []
-        self._under_way: dict[asyncio.Future[Generation], Future[Generation]] = {}
-        """Future that a rollout waits for -> future that the engine will set."""
+        self._running: dict[asyncio.Future[Generation], Future[Generation]] = {}
+        """Future that a rollout awaits -> future that the engine sets."""
         self._silent_s = 0.0
-        """Seconds of `busy_s` since the last answer."""
+        """Part of `busy_s` since the last answer."""
         self._counted_until_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     async def generate(self, key: RolloutKey, turn: int, request: GenerateRequest) -> Generation:
-        """Goes to the engine in this pass of the event loop, with what others ask in it."""
+        """Sent to the engine together with all requests of this pass of the event loop."""
         if self.failure is not None:
             raise self.failure
         loop = asyncio.get_running_loop()
         if not self._outbox:
-            # Not at once: siblings ask for the same prompt in this pass of the event loop.
+            # Later in this pass of the event loop, because siblings send the same prompt in it.
             loop.call_soon(self._flush)
         answer: asyncio.Future[Generation] = loop.create_future()
         self._outbox.append((request, answer))
         return await answer
 
     async def close(self) -> None:
-        """Cancel what is under way, so that it leaves the engine. Idempotent."""
+        """Cancel running requests, which removes them from the engine. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
-        for future in self._under_way.values():
+        for future in self._running.values():
             future.cancel()
-        for answer in (*self._under_way, *(answer for _, answer in self._outbox)):
+        for answer in (*self._running, *(answer for _, answer in self._outbox)):
             answer.cancel()
 
     def _flush(self) -> None:
-        asked = [(request, answer) for request, answer in self._outbox if not answer.done()]
-        if not asked:  # all of them were cancelled
+        waiting = [(request, answer) for request, answer in self._outbox if not answer.done()]
+        if not waiting:  # all were cancelled
             self._outbox = []
             return
         self._count()
         try:
-            sent = self._engine.submit([request for request, _ in asked])
-        except Exception as error:  # not caught but handed on, to every rollout
+            futures = self._engine.submit([request for request, _ in waiting])
+        except Exception as error:  # passed to every rollout
             self._fail(error)
             return
         self._outbox = []
-        for (_, answer), future in zip(asked, sent, strict=True):
-            self._under_way[answer] = future
+        for (_, answer), future in zip(waiting, futures, strict=True):
+            self._running[answer] = future
             # The engine sets its futures from another thread; wrapped, they call back on this loop.
             asyncio.wrap_future(future).add_done_callback(partial(self._answered, answer))
             answer.add_done_callback(self._left)
         if self._timer is None:
             self._watch()
 
-    def _answered(self, answer: asyncio.Future[Generation], found: asyncio.Future[Generation]) -> None:
-        if found.cancelled():  # nobody wanted it any more
+    def _answered(self, answer: asyncio.Future[Generation], future: asyncio.Future[Generation]) -> None:
+        if future.cancelled():
             return
         self._count()
         self._silent_s = 0.0
-        error = found.exception()
+        error = future.exception()
         if isinstance(error, Exception):
             self._fail(error)
-        elif not answer.done():  # done: its rollout was cancelled meanwhile
-            answer.set_result(found.result())
+        elif not answer.done():  # done if its rollout was cancelled
+            answer.set_result(future.result())
 
     def _left(self, answer: asyncio.Future[Generation]) -> None:
         self._count()
-        # Also of an answered one: so every way out of waiting goes through here.
-        self._under_way.pop(answer).cancel()  # which of what was answered does nothing
+        # Called however the wait ends; cancelling an answered request does nothing.
+        self._running.pop(answer).cancel()
 
     def _count(self) -> None:
-        # Add the time until now to `busy_s` and to the silence, if something was under way.
+        # Add the time since the last count to `busy_s` and to the silence, if requests were running.
         now_s = asyncio.get_running_loop().time()
-        if self._under_way:
+        if self._running:
             self.busy_s += now_s - self._counted_until_s
             self._silent_s += now_s - self._counted_until_s
         self._counted_until_s = now_s
 
     def _watch(self) -> None:
-        # Look again when the engine may have been silent for too long.
+        # Check the silence now, and again at the earliest time at which it may be too long.
         self._timer = None
-        if not self._under_way:
+        if not self._running:
             return
         self._count()
-        # Also other units' answers show that it lives.
+        # Answers to other work units also show that the engine is alive.
         self._silent_s = min(self._silent_s, time.monotonic() - self._engine.answered_s())
         remaining_s = self._engine.timeout_s - self._silent_s
         if remaining_s > 0:
             self._timer = asyncio.get_running_loop().call_later(remaining_s, self._watch)
         else:
             silent = (
-                f"{self._engine.name} gave no answer for {self._silent_s:.0f} s, with {len(self._under_way)} requests "
-                "under way"
+                f"{self._engine.name} gave no answer for {self._silent_s:.0f} s, with {len(self._running)} requests "
+                "running"
             )
             self._fail(WaitTimeout(silent))
 
     def _fail(self, error: Exception) -> None:
-        # Fail everybody who waits: none can go on without the engine.
+        # Fail all waiting requests, because none can continue without the engine.
         self.failure = self.failure or error
-        for answer in (*self._under_way, *(answer for _, answer in self._outbox)):
+        for answer in (*self._running, *(answer for _, answer in self._outbox)):
             if not answer.done():
                 answer.set_exception(error)

@@ -1,4 +1,4 @@
-"""Reward functions: what a response is worth, given the task. See `registry.py` for the names."""
+"""Reward functions: score a response to a task. See `registry.py` for the names."""
 
 from rftdask.rollouts.rewards.registry import RewardFn, compute_reward, get_reward, reward
 

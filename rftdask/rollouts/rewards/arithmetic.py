@@ -1,4 +1,4 @@
-"""Arithmetic over the integers and + - * / ( ), exactly and in bounded time. For text that nobody vouches for.
+"""Exact arithmetic over integers and + - * / ( ) in bounded time, for untrusted text.
 
 expression := term (("+" | "-") term)*
 term       := factor (("*" | "/") factor)*
@@ -11,9 +11,9 @@ import re
 from fractions import Fraction
 
 MAX_LENGTH = 200
-"""Characters of an expression; bounds the digits of every intermediate result, too."""
+"""Characters of an expression; also bounds the digits of intermediate results."""
 MAX_DEPTH = 20
-"""Parentheses and signs inside each other; bounds the recursion."""
+"""Nesting of parentheses and signs; bounds the recursion."""
 
 _TOKEN = re.compile(r"[ \t\n]*([0-9]+|[-+*/()])")
 
@@ -26,7 +26,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
     """The exact value of `text` and its integers from left to right. Raises: ExpressionError."""
     if len(text) > MAX_LENGTH:
         raise ExpressionError(f"expression of {len(text)} characters; at most {MAX_LENGTH}")
-    # A parser of our own and no eval: the text is the policy's.
+    # Not eval(), because the policy wrote the text.
     parser = _Parser(_tokens(text.strip()))
     value = parser.expression(0)
     if parser.peek():
@@ -52,7 +52,7 @@ class _Parser:
         self.integers: list[int] = []
 
     def peek(self) -> str:
-        """The next token, "" at the end."""
+        """The next token; "" at the end."""
         return self._tokens[self._next] if self._next < len(self._tokens) else ""
 
     def _take(self) -> str:
@@ -61,7 +61,7 @@ class _Parser:
         return token
 
     def expression(self, depth: int) -> Fraction:
-        """Terms, added and subtracted from the left."""
+        """Parse terms, added and subtracted from left to right."""
         value = self._term(depth)
         while self.peek() in ("+", "-"):
             value = value + self._term(depth) if self._take() == "+" else value - self._term(depth)
@@ -74,7 +74,7 @@ class _Parser:
             operand = self._factor(depth)
             if not times and operand == 0:
                 raise ExpressionError("division by zero")
-            # Fractions: 1/3*3 is 1, and no rounding decides whether a target was reached.
+            # Fractions are exact: 1/3*3 is 1.
             value = value * operand if times else value / operand
         return value
 

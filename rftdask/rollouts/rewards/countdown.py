@@ -1,4 +1,4 @@
-"""Countdown: reach a target with the given numbers, each used exactly once, by + - * / and parentheses."""
+"""Countdown: reach a target from given numbers, each used exactly once, with + - * / and parentheses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def countdown_reward(response: str, truth: str, task: Task) -> Reward:
     """1 if the last <answer> holds an expression that reaches the target with every number once; 0.1 for a wrong
     answer; 0 without an answer. Metric: accuracy.
 
-    The puzzle is the truth as JSON, {"target": 24, "numbers": [1, 2, 3, 4]}, or the task's row or its "metadata" with
-    the same keys ("nums" is another name of "numbers").
+    The puzzle is JSON in the truth, {"target": 24, "numbers": [1, 2, 3, 4]}, or the same keys in the task's row or its
+    column "metadata"; "nums" is accepted for "numbers".
 
-    Raises: ValueError: the task holds no puzzle.
+    Raises: ValueError: the task has no puzzle.
     """
     target, numbers = _puzzle(truth, task)
     answer = last_answer(response)
@@ -39,12 +39,12 @@ def _puzzle(truth: str, task: Task) -> tuple[int, list[int]]:
         parsed = json.loads(truth)
     except ValueError:
         parsed = None
-    # Datasets differ in where they put it: in the answer, in columns, or in one column of metadata.
+    # Datasets put it in the answer, in columns, or in a column of metadata.
     for source in (parsed, task.row, task.row.get("metadata")):
         if isinstance(source, Mapping) and "target" in source and ("numbers" in source or "nums" in source):
             numbers = source["numbers"] if "numbers" in source else source["nums"]
             return int(source["target"]), [int(number) for number in numbers]
     raise ValueError(
-        f"task {task.group_id} is no countdown puzzle: neither its truth nor its row has target and numbers "
+        f"task {task.group_id} is not a countdown puzzle: neither its truth nor its row has target and numbers "
         f"(columns: {', '.join(task.row) or 'none'})"
     )

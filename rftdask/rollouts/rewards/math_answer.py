@@ -1,31 +1,44 @@
-r"""Math rewards: find the final answer in a response and compare it with the true one.
+r"""Math rewards: find the final answer of a response and compare it with the true one.
 
-The final answer is, in this order: the last \boxed{...}; the rest of the line after the last "####"; what follows the
-last "answer is" or "answer:"; the last number. Answers are equal when their normalized texts or their numbers are.
-Numbers are integers, decimals and fractions, with thousands separators, currency, percent sign, unit words or "x ="
-around them. Of whatever else math-verify is asked (math_verifier.py), so that "x+1" is "1+x"; but not of two integers,
-nor of words.
+The final answer is, in this order: the last \boxed{...}; the rest of the line after the last "####"; the text after the
+last "answer is" or "answer:"; the last number. Two answers are equal if their normalized texts are, or if the package
+math-verify finds them equal, so that "x+1" is "1+x". Words around a single number are ignored. math-verify is not used
+for two integers or for words.
+
+math-verify runs sympy on text of the policy, which may take any time and memory, and can only be interrupted on a main
+thread. Each process therefore has one child for it, which is started on first use, limits the processor time and memory
+of each comparison, and is replaced when it dies.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import importlib
+import logging
+import os
 import re
-from fractions import Fraction
+import resource
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import psutil
 
 from rftdask.data.task import Task, final_answer
-from rftdask.rollouts.rewards.math_verifier import is_equal
+from rftdask.errors import ProcessLostError, WaitTimeout
+from rftdask.processes.child import Channel, Child
 from rftdask.rollouts.rewards.registry import reward
 from rftdask.rollouts.rewards.text import FORMAT_REWARD, starts_with_thought
 from rftdask.rollouts.workflows.base import Reward
 
 _MAX_LENGTH = 400
-"""Characters of an answer that are looked at; bounds the work on runaway text."""
+"""Characters of an answer that are read; bounds the work on very long text."""
 _MAX_VERIFIED_LENGTH = 20_000
-"""Characters of a response that math-verify looks at, from its end: the answer is there."""
+"""Characters at the end of a response that math-verify reads."""
 _MAX_BOXES = 8
-"""Opened boxes that are tried from the end before the search is given up."""
-_TOLERANCE = Fraction(1, 10**6)
-"""Relative tolerance of two numbers neither of which is an integer: who writes a decimal has rounded it."""
+"""Boxes that are tried, from the end, before the search is given up."""
 
 _PHRASE = re.compile(r"\banswer(?: is|:| =)[\s:*]{0,10}([^\n]+)", re.IGNORECASE)
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
@@ -33,8 +46,8 @@ _NUMBER = re.compile(rf"(?<![\w.])(?:{_DIGITS})")
 _SIGNED = re.compile(rf"[-+]?(?:{_DIGITS})")
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 _WORDS = re.compile(r"[A-Za-z]{2,}(?:[ '-]+[A-Za-z]+)*")
-"""As mathematics "on" would be o times n, and so "no"."""
-_RATIO = re.compile(r"([-+]?)\s*(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|([0-9]+)\s*/\s*([0-9]+))")
+"""Words, which mathematics would read as products: "on" as o times n, equal to "no"."""
+_RATIO = re.compile(r"[-+]?\s*(?:\\frac\{[0-9]+\}\{[0-9]+\}|[0-9]+\s*/\s*[0-9]+)")
 _WORDS_BEFORE = re.compile(r"(?:[A-Za-z ,.:;!?'\"()]*[ (:])?-?")
 _WORDS_AFTER = re.compile(r"(?:[ .,:;!?)][A-Za-z ,.:;!?'\"()]*)?")
 
@@ -61,8 +74,8 @@ def math_reward(response: str, truth: str, task: Task) -> Reward:
 def math_boxed_reward(
     response: str, truth: str, task: Task, with_think: bool = False, format_score_coef: float = FORMAT_REWARD
 ) -> Reward:
-    r"""1 if the last \boxed{...} equals the truth, else 0; with `with_think`, minus `format_score_coef` if the response
-    does not begin with one <think>...</think>. Metrics: accuracy, format_score.
+    r"""1 if the last \boxed{...} equals the truth, else 0; with `with_think`, minus `format_score_coef` unless the
+    response begins with one <think>...</think>. Metrics: accuracy, format_score.
     """
     correct = float(same_answer(_last_boxed(response) or "", truth))
     format_score = -format_score_coef if with_think and not starts_with_thought(response) else 0.0
@@ -80,14 +93,13 @@ def math_dapo_reward(
     penalty_factor: float = 1.0,
     max_response_length: int = 0,
     cache_length: int = 0,
-    **_of_the_workflow: object,
+    **_workflow_options: object,
 ) -> Reward:
-    """1 if the final answer equals the truth, else -1; with `enable_overlong_penalty` plus `overlong_penalty`, which
-    grows as a response nears its longest length.
+    """1 if the final answer equals the truth, else -1; with `enable_overlong_penalty` plus `overlong_penalty`.
     Metrics: accuracy, 1 or 0; format_score, the penalty.
 
-    Args: num_tokens: of the response, given by the workflow; the others are `reward_fn_args`.
-    Raises: ValueError: lengths that do not go together.
+    Args: num_tokens: length of the response, given by the workflow; the others are `reward_fn_args`.
+    Raises: ValueError: inconsistent lengths.
     Source: DAPO, arXiv:2503.14476, equation 13 (soft overlong punishment) and section 2.4.
     """
     correct = is_right(response, truth)
@@ -97,8 +109,11 @@ def math_dapo_reward(
     return Reward((1.0 if correct else -1.0) + penalty, {"accuracy": float(correct), "format_score": penalty})
 
 
+math_dapo_reward.needs_num_tokens = True  # type: ignore[attr-defined]
+
+
 def overlong_penalty(num_tokens: int, max_length: int, cache_length: int, factor: float) -> float:
-    """0 up to max_length - cache_length tokens, then falling in a line to -factor at max_length, and -factor beyond."""
+    """0 up to max_length - cache_length tokens, then falling linearly to -factor at max_length, and -factor beyond."""
     if not 0 < cache_length < max_length:
         raise ValueError(
             f"math_dapo_reward: 0 < cache_length {cache_length} < max_response_length {max_length} must hold "
@@ -108,71 +123,67 @@ def overlong_penalty(num_tokens: int, max_length: int, cache_length: int, factor
     return -factor * min(max(over / cache_length, 0.0), 1.0)
 
 
-math_dapo_reward.needs_num_tokens = True  # type: ignore[attr-defined]
-
-
 @reward("accuracy_reward", in_thread=True)
 def accuracy_reward(response: str, truth: str, task: Task) -> Reward:
-    """1 if math-verify alone finds an answer in the response that equals the truth, else 0. Metric: accuracy.
+    """1 if math-verify finds an answer in the response that equals the truth, else 0. Metric: accuracy.
 
-    Raises: ValueError: the truth is no mathematics.
+    Raises: ValueError: the truth is not mathematics.
     """
     correct = is_equal(response[-_MAX_VERIFIED_LENGTH:], truth if "\\boxed" in truth or "$" in truth else f"${truth}$")
     if correct is None:
-        raise ValueError(f"task {task.group_id}: the truth {truth!r:.100} is no mathematics; use exact_reward")
+        raise ValueError(f"task {task.group_id}: the truth {truth!r:.100} is not mathematics; use exact_reward")
     return Reward(float(correct), {"accuracy": float(correct)})
 
 
 def is_right(response: str, truth: str) -> bool:
-    """True if the final answer of a response equals the truth. It may wait for math-verify."""
+    """True if the final answer of a response equals the truth. May wait for math-verify."""
     true_answer = _true_answer(truth)
     text = _normalize(true_answer)
-    if _marked_answer(response) is None and text and _number(text) is None and not _WORDS.fullmatch(text):
-        # The last number may be a part of the answer, as the 1 of "we get $x+1$".
+    is_number = _single_number(text) is not None or _RATIO.fullmatch(text.rpartition("=")[2].strip())
+    if _marked_answer(response) is None and text and not is_number and not _WORDS.fullmatch(text):
+        # The last number may be only a part of the answer, as the 1 in "we get $x+1$".
         return bool(is_equal(response[-_MAX_VERIFIED_LENGTH:], _boxed(true_answer)))
     return same_answer(extract_answer(response), truth)
 
 
 def extract_answer(response: str) -> str:
-    """The final answer of a response; "" if it has none."""
+    """The final answer of a response; "": none."""
     marked = _marked_answer(response)
     if marked is not None:
         return marked
     last = ""
     for match in _NUMBER.finditer(response):
-        # A minus sign belongs to the number; one between two numbers, as in 5-3, is taken for a sign too.
+        # A minus before the number is taken as its sign, even in 5-3.
         last = response[match.start() - 1 : match.end()] if response[: match.start()].endswith("-") else match.group()
     return last
 
 
 def same_answer(answer: str, truth: str) -> bool:
-    """True if two answers are equal as normalized texts, as numbers, or to math-verify, for which it may wait. An empty
-    answer equals nothing.
+    """True if two answers are equal as normalized texts or to math-verify, for which it may wait. An empty answer
+    equals nothing.
     """
     true_answer = _true_answer(truth)
     left, right = _normalize(answer), _normalize(true_answer)
     if not left or not right:
         return False
-    # First as texts: equal expressions need not be numbers.
-    if left.replace(" ", "") == right.replace(" ", ""):
+    left_number, right_number = _single_number(left), _single_number(right)
+    if (left_number or left.replace(" ", "")) == (right_number or right.replace(" ", "")):
         return True
-    left_number, right_number = _number(left), _number(right)
-    if left_number is not None and right_number is not None:
-        # An integer is exact: 0.999999 is not 1.
-        if left_number.denominator == 1 or right_number.denominator == 1:
-            equal = left_number == right_number
-        else:
-            equal = abs(left_number - right_number) <= _TOLERANCE
-        if equal:
-            return True
-    integers = _INTEGER.fullmatch(left) and _INTEGER.fullmatch(right)
-    if integers or _WORDS.fullmatch(left) or _WORDS.fullmatch(right):
+    if left_number and right_number and _INTEGER.fullmatch(left_number) and _INTEGER.fullmatch(right_number):
+        return int(left_number) == int(right_number)
+    if _WORDS.fullmatch(left) or _WORDS.fullmatch(right):
         return False
-    return bool(is_equal(_boxed(answer), _boxed(true_answer)))
+    # Percent signs matter to math-verify; words around a number do not.
+    return bool(
+        is_equal(
+            _boxed(left_number if left_number and "%" not in answer else answer),
+            _boxed(right_number if right_number and "%" not in true_answer else true_answer),
+        )
+    )
 
 
 def _true_answer(truth: str) -> str:
-    # The truth may be a whole solution, as in MATH, or a worked one that ends in "#### 72", as in GSM8K.
+    # The truth may be a whole solution, as in MATH, or end in "#### 72", as in GSM8K.
     boxed = _last_boxed(truth)
     return final_answer(truth) if boxed is None else boxed
 
@@ -182,7 +193,7 @@ def _boxed(answer: str) -> str:
 
 
 def _marked_answer(response: str) -> str | None:
-    """What is said to be the final answer; None: nothing is."""
+    """The answer that the response marks as final; None: none."""
     boxed = _last_boxed(response)
     if boxed is not None:
         return boxed
@@ -196,7 +207,7 @@ def _marked_answer(response: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Contents of the last \boxed{...} whose braces close; None if there is none."""
+    r"""Contents of the last \boxed{...} whose braces close; None: none."""
     end = len(text)
     for _ in range(_MAX_BOXES):
         start = text.rfind("\\boxed{", 0, end)
@@ -204,7 +215,7 @@ def _last_boxed(text: str) -> str | None:
             return None
         depth = 0
         body = start + len("\\boxed{")
-        # Braces are counted, because \frac{1}{2} is inside; no pattern can do that.
+        # Nested braces, as in \frac{1}{2}, are beyond a regular expression.
         for position, character in enumerate(text[body : body + _MAX_LENGTH], start=body):
             depth += (character == "{") - (character == "}")
             if depth < 0:
@@ -220,22 +231,119 @@ def _normalize(text: str) -> str:
     return text.strip().removesuffix(".").strip()
 
 
-def _number(text: str) -> Fraction | None:
-    # The number a normalized answer stands for; None if it is not one number.
+def _single_number(text: str) -> str | None:
+    """The number in a normalized answer of one number and words, without commas; None: several numbers or other text.
+
+    It is 18 in "18 dollars" and "She earns 18 a day", and None in "2x", "3 or 4" and "2^3".
+    """
     text = text.rpartition("=")[2].strip()
     if _SIGNED.fullmatch(text):
-        return Fraction(text.replace(",", ""))
-    ratio = _RATIO.fullmatch(text)
-    if ratio:
-        top, bottom = int(ratio[2] or ratio[4]), int(ratio[3] or ratio[5])
-        return None if bottom == 0 else Fraction(-top if ratio[1] == "-" else top, bottom)
-    # 18 of "18 dollars" and of "She earns 18 a day"; none of "2x", "3 or 4" and "2^3".
+        return text.replace(",", "")
     matches = list(_NUMBER.finditer(text))
-    # Of two numbers nobody can say which one is the answer.
     if len(matches) != 1:
         return None
     before, after = text[: matches[0].start()], text[matches[0].end() :]
     if not (_WORDS_BEFORE.fullmatch(before) and _WORDS_AFTER.fullmatch(after)):
         return None
-    value = Fraction(matches[0].group().replace(",", ""))
-    return -value if before.endswith("-") else value
+    return "-" * before.endswith("-") + matches[0].group().replace(",", "")
+
+
+# ---- math-verify in a child process
+
+CPU_S = 5.0
+"""Processor time of one comparison, so that the verdict does not depend on the load of the machine."""
+_WAIT_S = 120.0
+"""Timeout of one comparison, including the child's start and work that no signal interrupts."""
+_MEMORY_BYTES = 2 << 30
+"""Memory of a comparison beyond that of the idle child."""
+
+log = logging.getLogger(__name__)
+
+
+def is_equal(answer: str, truth: str) -> bool | None:
+    """True if math-verify finds the same mathematics in both texts. Mathematics is LaTeX in a \\boxed{} or between
+    dollars, or plain numbers.
+
+    Returns: None if the truth has no mathematics. False, with a logged warning, if the comparison exceeds its limits.
+    """
+    return _VERIFIER.compare(answer, truth)
+
+
+class _Verifier:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Held during a comparison, because the child makes one at a time."""
+        self._child: Child | None = None
+        self._inherited: Child | None = None
+
+    def compare(self, answer: str, truth: str) -> bool | None:
+        with self._lock:
+            # Twice, because a child may have died for another reason, such as the end of its session.
+            for _ in range(2):
+                if self._child is None:
+                    self._child = Child(f"{__name__}:serve", {}, name="math-verifier", may_fork=False)
+                try:
+                    verdict, reason = self._child.request([answer, truth], _WAIT_S)
+                    break
+                except (ProcessLostError, WaitTimeout) as error:
+                    verdict, reason = False, str(error)
+                    self.close()
+                except BaseException:
+                    self.close()  # a verdict that was not received would be taken for the next one
+                    raise
+        if reason:
+            log.warning("math-verify gave up, so the answer counts as wrong: %s: %.200r", reason, answer[-200:])
+        return verdict if verdict is None else bool(verdict)
+
+    def close(self) -> None:
+        """End the child. Idempotent."""
+        if self._child is not None:
+            self._child.close(grace_s=0.0)
+            self._child = None
+
+    def forget(self) -> None:
+        """Drop the child in a fork: it and its running comparison belong to the parent process."""
+        # A reference is kept, because the child's finalizer would remove its folder.
+        self._inherited, self._child, self._lock = self._child, None, threading.Lock()
+
+
+_VERIFIER = _Verifier()
+atexit.register(_VERIFIER.close)
+os.register_at_fork(after_in_child=_VERIFIER.forget)
+
+
+class _OutOfTimeError(BaseException):
+    """Not an Exception, because math-verify catches those and continues."""
+
+
+def serve(spec: dict[str, Any], channel: Channel) -> None:
+    """Run the child: reply to each [answer, truth] with [verdict (None: no mathematics), reason for giving up]."""
+    math_verify = importlib.import_module("math_verify")
+    # It warns about missing timeouts and about everything that it cannot parse.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    limit = psutil.Process().memory_info().vms + _MEMORY_BYTES
+    with contextlib.suppress(OSError, ValueError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+    def out_of_time(number: int, frame: FrameType | None) -> None:
+        raise _OutOfTimeError
+
+    signal.signal(signal.SIGPROF, out_of_time)
+    for answer, truth in channel:
+        # Counts all threads of this process. Repeated, in case something swallows the first signal.
+        signal.setitimer(signal.ITIMER_PROF, CPU_S, 1.0)
+        verdict: bool | None = False
+        reason = ""
+        try:
+            gold = math_verify.parse(truth, parsing_timeout=None)
+            parsed = math_verify.parse(answer, parsing_timeout=None)
+            verdict = bool(math_verify.verify(gold, parsed, timeout_seconds=None)) if gold else None
+        except _OutOfTimeError:
+            reason = f"it used {CPU_S:.0f} s of processor time"
+        except MemoryError:
+            reason = f"it used {_MEMORY_BYTES >> 30} GB of memory"
+        except RecursionError:
+            reason = "the expression is nested too deeply"
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+        channel.send([verdict, reason])

@@ -1,14 +1,14 @@
-"""The reward functions by name, and how to add one.
+"""Reward function registry.
 
-A reward function is pure; it gets the text of the response, the true answer, the task, and `reward_fn_args`:
+A reward function is pure. It receives the response text, the true answer, the task, and `reward_fn_args`:
 
     @reward("length_reward")
     def length_reward(response: str, truth: str, task: Task, target: int = 100) -> float:
         return -abs(len(response) - target) / target
 
-It runs in a sandbox of its rollout (sandbox.py), unless it says in_process=True: then it must be fast, or say
-in_thread=True, with which it runs beside the event loop and may be called by several threads at once.
-What a response says is hostile input: reward functions never evaluate it as code and bound their work on it.
+It runs in the sandbox of its rollout unless it is declared in_process=True; then it must be fast, or declared
+in_thread=True, which runs it in a thread, possibly several at once. A response is untrusted input: reward functions
+never evaluate it as code, and bound their work on it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,11 @@ _Reward = TypeVar("_Reward", bound=RewardFn)
 
 
 def reward(
-    name: str,
-    *,
-    in_process: bool | None = None,
-    in_thread: bool = False,
-    requires: Mapping[str, str] | None = None,
+    name: str, *, in_process: bool | None = None, in_thread: bool = False, requires: Mapping[str, str] | None = None
 ) -> Callable[[_Reward], _Reward]:
-    """Decorator that gives a reward function a name; in_process, requires: as for workflows; in_thread: as above.
+    """Decorator that registers a reward function. in_process, requires: see workflows; in_thread: see above.
 
-    Raises: ValueError: the name is taken by another function.
+    Raises: ValueError: another function has this name.
     """
 
     def decorate(function: _Reward) -> _Reward:
@@ -50,8 +46,8 @@ def reward(
 
 
 def get_reward(name: str) -> RewardFn:
-    """The reward function called `name`, or at the dotted path `name`. Raises: UserError: there is none, or it does not
-    take (response, truth, task).
+    """Find a reward function by registered name or dotted path. Raises: UserError: it does not exist, or does not take
+    (response, truth, task).
     """
     function = _find_reward(name)
     if not callable(function):
@@ -63,16 +59,18 @@ def get_reward(name: str) -> RewardFn:
 def compute_reward(
     task: Task, response: Response | str, default: str, defaults: Mapping[str, Any] | None = None
 ) -> Reward:
-    """The reward of `response` by the task's reward function, or by the one called `default` if the task names none.
-    `defaults` are arguments for that one, where `reward_fn_args` does not give them.
+    """Score `response` with the task's reward function.
 
-    Raises: ValueError: the function wants the number of tokens, and `response` is text alone; what it raises itself.
+    Args:
+        default: reward function of tasks that name none.
+        defaults: default arguments of that function.
+    Raises: ValueError: the function needs the number of tokens, but `response` is only text; its own errors.
     """
     return _compute(_find_reward(task.reward_fn or default), task, response, default, defaults)
 
 
 def _find_reward(name: str) -> RewardFn:
-    # Not checked again for each of thousands of rollouts, whose run has checked it.
+    # Without get_reward()'s checks, which the run has made once.
     function: RewardFn = find_part("reward function", name, registered_rewards())
     return function
 
@@ -81,12 +79,12 @@ def _compute(
     function: RewardFn, task: Task, response: Response | str, default: str, defaults: Mapping[str, Any] | None
 ) -> Reward:
     name = task.reward_fn or default
-    # Defaults are the workflow's for its own reward function; another function need not take them.
+    # `defaults` belong to the workflow's default function; another function may not accept them.
     arguments = {**(defaults or {}), **task.reward_fn_args} if name == default else dict(task.reward_fn_args)
-    # Asked of the function: the length in tokens is known to the workflow alone, and few rewards want it.
+    # Only the workflow knows the length in tokens, and few functions need it.
     if getattr(function, "needs_num_tokens", False):
         if isinstance(response, str):
-            raise ValueError(f"reward function {name} needs the response's tokens; give it the Response, not its text")
+            raise ValueError(f"reward function {name} needs the response's tokens; pass the Response, not its text")
         arguments["num_tokens"] = len(response.tokens)
     text = response if isinstance(response, str) else response.text
     value = function(text, task.truth, task, **arguments)
@@ -96,7 +94,7 @@ def _compute(
 async def wait_for_reward(
     task: Task, response: Response | str, default: str, defaults: Mapping[str, Any] | None = None
 ) -> Reward:
-    """`compute_reward`, in a thread where the function says `in_thread`."""
+    """`compute_reward`, in a thread if the function is declared `in_thread`."""
     function = _find_reward(task.reward_fn or default)
     if getattr(function, "in_thread", False):
         return await asyncio.to_thread(_compute, function, task, response, default, defaults)

@@ -1,4 +1,4 @@
-"""Reward of a trained reward model, which the worker itself holds."""
+"""Reward of a trained reward model, which runs in the worker."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rftdask.errors import DataError
 from rftdask.rollouts.rewards.registry import reward
 
 _ONE_AT_A_TIME = threading.Lock()
-"""Threads would share the same cores, and each would load the model."""
+"""Threads would compete for the same cores, and each would load the model."""
 
 
-# In the worker itself: a sandbox is a process per rollout, and each would load the model.
+# In the worker, because the sandbox process of every rollout would load the model.
 @reward("reward_model", in_process=True, in_thread=True)
 def reward_model(response: str, truth: str, task: Task, model_path: str, device: str = "cpu") -> float:
-    """The score that the model at `model_path` (AutoModelForSequenceClassification, num_labels 1) gives the task with
-    this response, tokenized as algorithm type reward_model does; of any size and sign.
+    """Score of the task with this response by the model at `model_path` (AutoModelForSequenceClassification, num_labels
+    1), tokenized as for algorithm type reward_model; any real number.
 
-    Each process loads the model once, in float32, and scores one response at a time, beside its event loop: the same
-    response has the same score whatever comes with it.
-    Raises: DataError: it cannot be loaded, is no reward model, or the prompt is too long for it.
+    Each process loads the model once, in float32, and scores one response at a time in a thread, so a score does not
+    depend on other responses.
+    Raises: DataError: the model cannot be loaded, is not a reward model, or the prompt is too long for it.
     """
-    import torch  # late: workers without this reward hold no torch
+    import torch  # late: workers without this reward do not load torch
 
     columns, row = FormatConfig(prompt_type="raw"), dict[str, Any](prompt=task.prompt, response=response)
     if task.messages:
@@ -37,7 +37,7 @@ def reward_model(response: str, truth: str, task: Task, model_path: str, device:
     with _ONE_AT_A_TIME, torch.no_grad():
         model, tokenizer = _load(model_path, device)
         max_tokens = getattr(model.config, "max_position_embeddings", 1 << 20)
-        # By the reader that training uses, so that the model sees what it was trained on.
+        # Training uses the same reader.
         [(tokens, *_)] = SftRows(RowsDataset([[row]], ""), tokenizer, columns, max_tokens).read([0])
         return float(model(torch.tensor([tokens], device=device)).logits[0, 0])
 
@@ -58,7 +58,7 @@ def _load(model_path: str, device: str) -> tuple[Any, Any]:
     model, report = loaded
     if report["missing_keys"] or model.config.num_labels != 1:
         raise DataError(
-            f"reward_model: model_path {model_path} is no reward model (num_labels {model.config.num_labels}, missing "
-            f"{sorted(report['missing_keys'])}); give what algorithm type reward_model exports"
+            f"reward_model: model_path {model_path} is not a reward model (num_labels {model.config.num_labels}, "
+            f"missing {sorted(report['missing_keys'])}); use a model exported by algorithm type reward_model"
         )
     return model.to(device).eval(), tokenizer

@@ -1,4 +1,4 @@
-"""Rewards that look at the text alone."""
+"""Rewards computed only from the text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FORMAT_REWARD = 0.1
 
 @reward("exact_reward")
 def exact_reward(response: str, truth: str, task: Task) -> Reward:
-    """1 if the response is the truth, character for character but for space around it, else 0. Metric: accuracy."""
+    """1 if the response equals the truth, ignoring surrounding space, else 0. Metric: accuracy."""
     correct = float(response.strip() == truth.strip())
     return Reward(correct, {"accuracy": correct})
 

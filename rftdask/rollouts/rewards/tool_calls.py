@@ -1,6 +1,6 @@
-"""The reward of calls of tools that are compared with the right ones: nothing is called.
+"""Reward of tool calls that are compared with the correct ones, without executing them.
 
-Source: Tool-N1, arXiv:2505.00024: one thought, then the calls, and 1 only where all of them are right.
+Source: Tool-N1, arXiv:2505.00024: one thought, then the calls; 1 only if all of them are correct.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 @reward("tool_call_reward")
 def tool_call_reward(response: str, truth: str, task: Task) -> Reward:
-    """1 if the response is one <think>...</think> and then, in its last <tool_call>...</tool_call>, a JSON list of the
-    calls {"name", "arguments"} that the truth lists, in any order; else 0. No call at all is `[]`. Metrics: accuracy,
-    format_score (it has the form), names_score (the right tools, whatever their arguments).
+    """1 if the response is one <think>...</think> followed by a JSON list of exactly the truth's calls {"name",
+    "arguments"}, in any order, in its last <tool_call>...</tool_call>; else 0. `[]` means no call. Metrics: accuracy,
+    format_score (valid form), names_score (correct tools, with any arguments).
 
-    Raises: ValueError: the truth is no list of calls: a fault of the dataset.
+    Raises: ValueError: the truth is not a list of calls.
     """
-    right = _calls(truth)
-    if right is None:
-        raise ValueError(f"task {task.group_id}: the answer is no JSON list of {{name, arguments}}: {truth!r:.200}")
-    said = _said(response)
-    same_names = said is not None and Counter(name for name, _ in said) == Counter(name for name, _ in right)
-    correct = float(said is not None and Counter(said) == Counter(right))
-    scores = {"accuracy": correct, "format_score": float(said is not None), "names_score": float(same_names)}
+    expected = _parse_calls(truth)
+    if expected is None:
+        raise ValueError(f"task {task.group_id}: the answer is not a JSON list of {{name, arguments}}: {truth!r:.200}")
+    calls = _response_calls(response)
+    same_names = calls is not None and Counter(name for name, _ in calls) == Counter(name for name, _ in expected)
+    correct = float(calls is not None and Counter(calls) == Counter(expected))
+    scores = {"accuracy": correct, "format_score": float(calls is not None), "names_score": float(same_names)}
     return Reward(correct, scores)
 
 
-def _said(response: str) -> list[tuple[str, str]] | None:
-    """The calls of a response; None: it has not the form."""
+def _response_calls(response: str) -> list[tuple[str, str]] | None:
+    """The calls of a response; None: it does not have the required form."""
     if response.count("<think>") != 1 or response.count("</think>") != 1:
         return None
     calls, thought = response.find(_OPEN), response.find("</think>")
     if response.find("<think>") > thought or thought > calls:
         return None
     text, closed, _ = response[response.rfind(_OPEN) + len(_OPEN) :].partition(_CLOSE)
-    return _calls(text) if closed else None
+    return _parse_calls(text) if closed else None
 
 
-def _calls(text: str) -> list[tuple[str, str]] | None:
-    """(name, arguments as canonical JSON) of each call; None: it is something else."""
+def _parse_calls(text: str) -> list[tuple[str, str]] | None:
+    """(name, arguments as canonical JSON) of each call; None: not a list of calls."""
     try:
-        read: Any = json.loads(text)
-        read = json.loads(read) if isinstance(read, str) else read
+        value: Any = json.loads(text)
+        value = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return None
-    calls = [read] if isinstance(read, dict) else read
+    calls = [value] if isinstance(value, dict) else value
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         return None
     if not all(isinstance(call.get("name"), str) and "arguments" in call for call in calls):

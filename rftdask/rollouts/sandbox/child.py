@@ -35,8 +35,8 @@ import msgpack
 
 from rftdask.config.plugins import load_plugin_folders, read_functions
 from rftdask.processes.zygote import end_with
-from rftdask.rollouts.policy.answer_stream import Tell
-from rftdask.rollouts.policy.base import Method, PolicyHandle
+from rftdask.rollouts.policy.answer_stream import OnText
+from rftdask.rollouts.policy.base import ForwardingPolicy, Method
 from rftdask.rollouts.rewards.registry import get_reward
 from rftdask.rollouts.sandbox import messages
 from rftdask.rollouts.workflows.base import PromptTooLongError, as_reward
@@ -46,7 +46,7 @@ _PACKET_BYTES = 128 << 10
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_TRACEBACK = 8000
 _OPENAI = (
-    *("rftdask.rollouts.policy.blocking_client", "starlette.applications", "starlette.responses"),
+    *("openai", "starlette.applications", "starlette.responses"),
     *("uvicorn.protocols.http.h11_impl", "uvicorn.lifespan.off"),
 )
 """Modules to import before forking workflows that use them, which takes most of a second."""
@@ -311,7 +311,7 @@ class _Attempt:
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
         self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._tells: dict[int, Tell] = {}
+        self._receivers: dict[int, OnText] = {}
         """Receivers of streamed text by number of the call."""
         self._num_calls = 0
 
@@ -349,20 +349,20 @@ class _Attempt:
             return messages.Failed(type(error).__name__, str(error)[:_MAX_TRACEBACK], lines)
 
     async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
-        """Call a model, through the worker; see PolicyHandle.ask."""
+        """Call a model, through the worker; see ForwardingPolicy.ask."""
         self._num_calls += 1
         number = self._num_calls
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         plain = dict(arguments)
-        if (tell := plain.pop("tell", None)) is not None:
-            self._tells[number] = tell
+        if (on_text := plain.pop("on_text", None)) is not None:
+            self._receivers[number] = on_text
         try:
-            self.send(messages.Ask(number, name, method, plain, tell is not None))
+            self.send(messages.Ask(number, name, method, plain, on_text is not None))
             await self._writer.drain()
             return await answer
         finally:
             del self._answers[number]
-            self._tells.pop(number, None)
+            self._receivers.pop(number, None)
 
     def send(self, message: messages.FromFork) -> None:
         """Raises: ValueError: as `_packed`."""
@@ -380,8 +380,8 @@ class _Attempt:
         while True:
             message = await self._receive()
             if isinstance(message, messages.TextDelta):
-                if message.number in self._tells:
-                    self._tells[message.number](message.choice, message.part, message.text)
+                if message.number in self._receivers:
+                    self._receivers[message.number](message.choice, message.part, message.text)
                 continue
             assert isinstance(message, messages.Answer), "a fork runs one attempt"
             # None if the workflow cancelled its call, such as by a timeout.
@@ -395,7 +395,7 @@ class _Attempt:
                 waiting.set_result(message.response or message.openai or message.logprobs)
 
 
-class _RemoteModel(PolicyHandle):
+class _RemoteModel(ForwardingPolicy):
     """Model handle of one attempt in a fork."""
 
     def __init__(self, attempt: _Attempt, auxiliary_names: tuple[str, ...]) -> None:

@@ -364,11 +364,11 @@ class _Process:
 
     async def _answer(self, question: messages.Ask, model: PolicyHandle) -> None:
         # The fork is not trusted: the receiver of the text is set here.
-        arguments = {name: value for name, value in question.arguments.items() if name != "tell"}
+        arguments = {name: value for name, value in question.arguments.items() if name != "on_text"}
         if question.streams and question.method == "openai":
-            arguments["tell"] = lambda *told: self._send(messages.TextDelta(question.number, *told))
+            arguments["on_text"] = lambda *delta: self._send(messages.TextDelta(question.number, *delta))
         try:
-            value = await model.ask(question.model, question.method, arguments)
+            value = await model.model(question.model).call(question.method, arguments)
         except Exception as error:  # for the workflow to handle; the runner detects failures of the engine
             # By name, because exceptions cannot be sent, and the fork may not know the class.
             self._send(messages.Answer(question.number, error=type(error).__name__, text=str(error)))

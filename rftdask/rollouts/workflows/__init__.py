@@ -1,1 +1,1 @@
-"""Workflows: how one rollout of a task is run. See `base.py` for the interface, `registry.py` for the names."""
+"""Workflows: one rollout of one task. See `base.py` for the interface and `registry.py` for the names."""

@@ -1,4 +1,4 @@
-"""Workflow: the plug-in point users write most. One rollout of one task with the policy, ending in a reward.
+"""Workflow: one rollout of one task with the policy, ending in a reward. The most common plug-in.
 
 A workflow is an async function, or an object with an async `run`:
 
@@ -7,12 +7,11 @@ A workflow is an async function, or an object with an async `run`:
         answer = await model.chat(task.messages)
         return 1.0 if task.truth in answer.text else 0.0
 
-Every call of `model.chat` or `model.generate` is recorded with its exact tokens. Calls of which each goes on where the
-one before ended become one experience, another begins where one does not, and all get the workflow's reward. A workflow
-with an environment tells what each call saw and earned, too: see `Reward.steps` and, for a whole one, `grid.py`. A
-workflow knows nothing of engines, storage, groups or retries. Workflows from elsewhere run in processes of their own
-(see sandbox.py), where they may block, and may be plain functions; a workflow that is declared `in_process` shares the
-event loop with all others, so it must not block.
+Every call of `model.chat` or `model.generate` is recorded with its exact tokens. Consecutive calls that continue each
+other become one experience; all experiences get the workflow's reward. A workflow with an environment also reports the
+state and reward of each call: see `Reward.steps` and the example `grid.py`. Engines, storage, groups and retries are
+hidden from workflows. Plug-in workflows run in their own processes (see sandbox/), where they may block and may be
+plain functions. A workflow declared `in_process` shares the event loop with all others, so it must not block.
 """
 
 from __future__ import annotations
@@ -28,99 +27,98 @@ from rftdask.engines.base import SamplingParams
 
 @dataclass(frozen=True)
 class Response:
-    """An answer of a model, with the tokens it is made of."""
+    """An answer of a model, with its tokens."""
 
     text: str
-    """Decoded response, special tokens left out."""
+    """Decoded response without special tokens."""
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
-    """"stop" or "length" (the token limit was met)."""
+    """"stop" or "length" (the token limit was reached)."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call of the policy as a workflow with an environment describes it."""
+    """Description of one call of the policy by a workflow with an environment."""
 
     state: str | None = None
-    """The environment's state before the call, by any name under which equal states are equal; None: not told."""
+    """Name of the environment's state before the call; equal states have equal names. None: unknown."""
     reward: float | None = None
-    """Reward of the call itself; None: not told."""
+    """Reward of this call; None: unknown."""
 
 
 @dataclass(frozen=True)
 class Reward:
-    """The reward of a rollout. `metrics` are reported beside the reward (for example {"accuracy": 1.0}).
+    """Reward of a rollout.
 
-    Example, of an environment: Reward(1.0, steps=(Step("at 0,0", 0.0), Step("at 0,1", 1.0)))
+    Example of an environment: Reward(1.0, steps=(Step("at 0,0", 0.0), Step("at 0,1", 1.0)))
     """
 
     value: float
-    """Reward of the whole rollout. Whatever it has beyond the sum of the steps' rewards counts for the last one."""
+    """Reward of the whole rollout. The difference to the sum of the steps' rewards is added to the last step."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Values logged with the reward, such as {"accuracy": 1.0}."""
     steps: Sequence[Step] = ()
-    """Steps, one for each call of the policy, in the order of the calls, or none: algorithms that compare steps need
-    them."""
+    """One step per call of the policy, in order, or none. Algorithms that compare steps need them."""
 
 
 class AuxiliaryModel(Protocol):
-    """A frozen model beside the policy: a judge, a reward model, an opponent. What it says is never trained."""
+    """A frozen model besides the policy, such as a judge, reward model or opponent. Its answers are never trained."""
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Response:
-        """Render `messages` by this model's chat template and let it answer."""
+        """Answer `messages`, rendered with this model's chat template."""
 
     async def generate(self, prompt: str, **sampling: Any) -> Response:
-        """Let this model continue the plain text `prompt`."""
+        """Continue the plain text `prompt`."""
 
     async def logprobs(self, prompt: str, response: str) -> tuple[float, ...]:
         """Natural-log probability of each token of `response` after `prompt`, at temperature 1."""
 
     def openai_client(self) -> Any:
-        """An `openai.AsyncOpenAI` that asks this model; its base_url and api_key are for other programs."""
+        """An `openai.AsyncOpenAI` that calls this model; its base_url and api_key work for other programs."""
 
 
 class PolicyModel(AuxiliaryModel, Protocol):
-    """The policy as a workflow sees it; one handle per attempt at a rollout. `chat` and `generate` are recorded."""
+    """The policy in one attempt at a rollout. `chat` and `generate` are recorded."""
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """Values that `set_state` was given in this attempt."""
+        """Values passed to `set_state` in this attempt."""
 
     def set_state(self, **values: Any) -> None:
-        """Say where the rollout stands (plain values); a failure or timeout reports it: set_state(turn=3)."""
+        """Record the progress of the rollout for error reports, as plain values: set_state(turn=3)."""
 
     def timer(self, name: str) -> AbstractContextManager[None]:
-        """Count the time inside as that of `name`, "tool" or "reward": with model.timer("tool"): ..."""
+        """Measure the time of the block as `name`, "tool" or "reward": with model.timer("tool"): ..."""
 
     def auxiliary(self, name: str = "") -> AuxiliaryModel:
-        """The auxiliary model of that name; without a name the only one. Raises: ValueError: there is none."""
+        """The auxiliary model `name`; "": the only one. Raises: ValueError: it does not exist."""
 
     def blocking(self) -> Any:
-        """This handle for code that blocks, in a thread other than the event loop's: chat, generate, logprobs and
+        """This handle for blocking code in another thread than the event loop's: chat, generate, logprobs and
         openai_client (an `openai.OpenAI`) without await."""
 
 
 class PromptTooLongError(ValueError):
-    """A prompt has more tokens than `model.max_prompt_tokens`, and prompts are not to be truncated."""
+    """A prompt exceeds `model.max_prompt_tokens`, and truncation is disabled."""
 
 
 WorkflowFn = Callable[[Task, PolicyModel], Awaitable["float | Reward | Sequence[Step]"]]
-"""A list of steps is what each call of the policy earned; their sum is the rollout's reward."""
+"""(task, model) -> reward. A list of steps means one per call of the policy, with their sum as the rollout's reward."""
 
 
 GroupReward = Callable[[Task, Sequence[str], PolicyModel], Awaitable[Sequence[Reward]]]
-"""(task, text of each rollout that ended well, models) -> the reward of each, in their order, in place of its own; its
-metrics are added to the rollout's. The policy cannot be asked: a call of it would be nobody's rollout. What it raises
-fails all of them. Runs on the event loop, so it must not block."""
+"""(task, texts of the successful rollouts, model) -> their rewards in the same order, which replace their own; metrics
+are added. The policy cannot be called, because the call would belong to no rollout. An error fails all of the rollouts.
+Runs on the event loop, so it must not block."""
 
 
 def as_reward(result: Any) -> Reward:
-    """Turn what a workflow returned into a Reward; whether it holds numbers is not looked at here."""
+    """Convert a workflow's result into a Reward, without checking that its values are numbers."""
     if isinstance(result, Reward):
         return result
     if isinstance(result, list | tuple) and result and all(isinstance(step, Step) for step in result):
-        # A step without a reward of its own adds nothing.
         return Reward(sum(step.reward or 0.0 for step in result), steps=tuple(result))
     return Reward(result)
 

@@ -1,8 +1,8 @@
-"""The workflow of a small environment: walk a grid of text to its goal, one call of the policy for each move.
+"""A small environment: walk a text grid to its goal, one call of the policy per move.
 
-An example of workflows that tell what each step saw and earned. The prompt of a task is the map: S where the walk
-begins, G its goal, # walls, anything else free. The policy is shown the map with a P where it stands and nothing of
-what was before, so that a state is a place. Invariant: the same answers give the same walk.
+An example of a workflow that reports the state and reward of each step. A task's prompt is the map: S is the start, G
+the goal, # a wall, anything else free. The policy sees the map with a P at its position and no history, so a state is a
+position. Invariant: equal answers give equal walks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ QUESTION = "Walk from P to G; # is a wall. Answer with one of up, down, left, ri
 
 @dataclass(frozen=True)
 class Grid:
-    """A map and where the walk stands. Example: Grid.of("S.G").moved("right").moved("right").is_won"""
+    """A map and the current position. Example: Grid.of("S.G").moved("right").moved("right").is_won"""
 
     rows: tuple[str, ...]
     at: tuple[int, int]
@@ -29,11 +29,11 @@ class Grid:
 
     @staticmethod
     def of(text: str) -> Grid:
-        """Raises: ValueError: not exactly one S and one G."""
+        """Parse a map. Raises: ValueError: not exactly one S and one G."""
         rows = tuple(text.strip().splitlines())
         starts = [(r, row.index("S")) for r, row in enumerate(rows) if "S" in row]
         if text.count("S") != 1 or text.count("G") != 1:
-            raise ValueError(f"a map has one S and one G, this one {text.count('S')} and {text.count('G')}: {text!r}")
+            raise ValueError(f"a map needs one S and one G, got {text.count('S')} and {text.count('G')}: {text!r}")
         return Grid(rows, starts[0])
 
     @property
@@ -43,14 +43,14 @@ class Grid:
         return self.rows[row][column] == "G"
 
     def moved(self, word: str) -> Grid:
-        """After one move; the same grid if that leads into a wall or off the map, or is no move."""
+        """The grid after a move; unchanged if the move leads into a wall or off the map, or is unknown."""
         down, right = _MOVES.get(word, (0, 0))
         row, column = self.at[0] + down, self.at[1] + right
         inside = 0 <= row < len(self.rows) and 0 <= column < len(self.rows[row])
         return Grid(self.rows, (row, column)) if inside and self.rows[row][column] != "#" else self
 
     def text(self) -> str:
-        """The map with a P in place of what is at the place of the walk, the start a free cell like others."""
+        """The map with a P at the current position; the start is a free cell."""
         lines = [row.replace("S", ".") for row in self.rows]
         row, column = self.at
         lines[row] = f"{lines[row][:column]}P{lines[row][column + 1 :]}"
@@ -59,9 +59,9 @@ class Grid:
 
 @workflow("grid_workflow")
 async def grid_workflow(task: Task, model: PolicyModel) -> Reward:
-    """Walk until the goal or the last turn. The step that reaches the goal earns 1, one that leads nowhere loses.
+    """Walk until the goal or the last turn. Reaching the goal earns 1; a step that does not move costs bump_penalty.
 
-    `workflow_args`: max_turns (8); bump_penalty (0.1), what a step costs that leads nowhere.
+    `workflow_args`: max_turns (8); bump_penalty (0.1).
     """
     options = {"max_turns": 8, "bump_penalty": 0.1, **task.workflow_args}
     grid = Grid.of(task.prompt)
@@ -69,11 +69,11 @@ async def grid_workflow(task: Task, model: PolicyModel) -> Reward:
     system = [message for message in task.messages if message["role"] == "system"]
     while len(steps) < options["max_turns"] and not grid.is_won:
         question = QUESTION.format(map=grid.text())
-        asked = [*system, {"role": "user", "content": question}]
-        said = _WORD.search((await (model.chat(asked) if task.messages else model.generate(question))).text)
-        after = grid.moved(said[1].lower() if said else "")
+        chat = [*system, {"role": "user", "content": question}]
+        move = _WORD.search((await (model.chat(chat) if task.messages else model.generate(question))).text)
+        after = grid.moved(move[1].lower() if move else "")
         earned = 1.0 if after.is_won else 0.0 if after != grid else -float(options["bump_penalty"])
-        # The place before the move: it is what moves are compared by.
+        # The position before the move, by which algorithms compare moves.
         steps.append(Step(f"at {grid.at[0]},{grid.at[1]}", earned))
         grid = after
     metrics = {"accuracy": float(grid.is_won), "num_turns": float(len(steps))}

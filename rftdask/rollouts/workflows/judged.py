@@ -1,7 +1,7 @@
-"""Workflows whose reward comes from another model: a reward model, a judge with a rubric, or one that compares the
-answers of a group (RULER).
+"""Workflows whose reward comes from another model: a reward model, a judge with a rubric, or a judge that compares
+the answers of a group (RULER).
 
-Invariant: a verdict that cannot be read is a failure of the rollout, never a reward of zero.
+Invariant: an unreadable verdict fails the rollout and never becomes a reward of zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 from rftdask.data.task import Task
 from rftdask.rollouts.rewards.math_answer import is_right
 from rftdask.rollouts.rewards.registry import wait_for_reward
-from rftdask.rollouts.workflows.base import PolicyModel, Reward
+from rftdask.rollouts.workflows.base import AuxiliaryModel, PolicyModel, Reward
+from rftdask.rollouts.workflows.episode import question_of
 from rftdask.rollouts.workflows.registry import workflow
 from rftdask.rollouts.workflows.single_turn import MATH_SYSTEM_PROMPT, ask
 
@@ -44,31 +45,31 @@ _COMPARE = (
 @workflow("async_math_rm_workflow")
 @workflow("math_rm_workflow")
 async def math_rm_workflow(task: Task, model: PolicyModel) -> Reward:
-    """Ask as math_workflow does; the reward is the probability, 0 to 1, that the auxiliary model gives "Yes" against
-    "No" when it is asked whether the answer is correct. Metric: accuracy, of the answer itself, where there is a truth.
+    """Ask as in math_workflow. The reward is the probability, 0 to 1, with which the auxiliary model prefers "Yes" to
+    "No" as the answer to whether the response is correct. Metric: accuracy of the response, if the task has a truth.
 
-    `workflow_args`: auxiliary_model (name; "" the only one), yes ("Yes"), no ("No").
+    `workflow_args`: auxiliary_model (default: the only one), yes ("Yes"), no ("No").
     """
     options = {"auxiliary_model": "", "yes": "Yes", "no": "No", **task.workflow_args}
     judge = model.auxiliary(options["auxiliary_model"])
     answer = (await ask(task, model, MATH_SYSTEM_PROMPT)).text
     with model.timer("reward"):
-        question = _GRADE.format(question=_question(task), answer=answer)
-        # A word may be several tokens, whose logprobs add up to its own.
+        question = _GRADE.format(question=question_of(task), answer=answer)
+        # The logprob of a word is the sum over its tokens.
         yes, no = [sum(await judge.logprobs(question, options[word])) for word in ("yes", "no")]
     metrics = {"accuracy": float(await asyncio.to_thread(is_right, answer, task.truth))} if task.truth else {}
-    # softmax over the two words alone; the exponent is bounded, so that exp does not overflow.
+    # Softmax over the two words; the exponent is clamped to avoid overflow.
     return Reward(1.0 / (1.0 + math.exp(min(max(no - yes, -700.0), 700.0))), metrics)
 
 
 @workflow("rubric_judge_workflow")
 async def rubric_judge_workflow(task: Task, model: PolicyModel) -> Reward:
-    """Ask; a judge says which criteria the answer meets, and the reward is the share of their weights, 0 to 1.
+    """Ask, and let a judge decide which criteria the answer meets. The reward is their share of the weights, 0 to 1.
 
-    The criteria are `workflow_args.rubric`, or the column `rubric` of the task's row: a list of texts, or of
-    {criterion, weight (1)}. `workflow_args`: auxiliary_model (name; "" the only one), max_judge_tokens (256).
+    Criteria: `workflow_args.rubric` or the row's column `rubric`, a list of texts or of {criterion, weight (1)}.
+    `workflow_args`: auxiliary_model (default: the only one), max_judge_tokens (256).
 
-    Raises: ValueError: no rubric, or the judge gives no verdict on a criterion.
+    Raises: ValueError: no rubric, or a criterion without a verdict.
     """
     options: dict[str, Any] = {"auxiliary_model": "", "max_judge_tokens": 256, **task.workflow_args}
     rubric = read_rubric(options.get("rubric") or task.row.get("rubric") or (), task)
@@ -76,12 +77,8 @@ async def rubric_judge_workflow(task: Task, model: PolicyModel) -> Reward:
     answer = (await ask(task, model)).text
     with model.timer("reward"):
         listed = "\n".join(f"{number}: {text}" for number, (text, _) in enumerate(rubric, start=1))
-        prompt = _JUDGE.format(question=_question(task), answer=answer, criteria=listed)
-        asked = [{"role": "user", "content": prompt}]
-        # Greedy: the same answer gets the same verdict.
-        said = await judge.chat(asked, max_tokens=options["max_judge_tokens"], temperature=0.0)
-        # Raises where a verdict is missing: half a verdict would be a reward that nobody gave.
-        met = parse_verdicts(said.text, len(rubric))
+        prompt = _JUDGE.format(question=question_of(task), answer=answer, criteria=listed)
+        met = parse_verdicts(await _ask_judge(judge, prompt, options), len(rubric))
     total = sum(weight for _, weight in rubric)
     earned = sum(weight for (_, weight), is_met in zip(rubric, met, strict=True) if is_met)
     return Reward(earned / total, {"num_criteria_met": float(sum(met))})
@@ -89,13 +86,13 @@ async def rubric_judge_workflow(task: Task, model: PolicyModel) -> Reward:
 
 @workflow("rubric_judge_openai_workflow", in_process=True, requires={"openai": "openai"})
 async def rubric_judge_openai_workflow(task: Task, model: PolicyModel) -> Reward:
-    """Ask; a model behind an API rates the answer by the rubric as a whole, 1 to 10, and the reward is a tenth of it.
+    """Ask, and let a model behind an API rate the answer by the whole rubric, 1 to 10. The reward is a tenth of it.
 
-    The rubric is as in rubric_judge_workflow, with `title` and `description` accepted as a criterion. `workflow_args`:
-    judge_model_name; judge_api_base_url_env (OPENAI_BASE_URL) and judge_api_key_env (OPENAI_API_KEY): environment
-    variables, since no key is written down; judge_timeout_s (120), of each of at most 4 tries.
+    The rubric is as in rubric_judge_workflow; `title` and `description` also make a criterion. `workflow_args`:
+    judge_model_name; judge_api_base_url_env (OPENAI_BASE_URL) and judge_api_key_env (OPENAI_API_KEY): names of
+    environment variables, so that no key is stored; judge_timeout_s (120): timeout of each of at most 4 tries.
 
-    Raises: ValueError: no judge is named, there is no rubric, or the judge gives no rating.
+    Raises: ValueError: no judge, no rubric, or no rating.
     Source: arXiv:2507.17746 (RaR-Implicit).
     """
     options: dict[str, Any] = {
@@ -108,54 +105,56 @@ async def rubric_judge_openai_workflow(task: Task, model: PolicyModel) -> Reward
     base_url = os.environ.get(options["judge_api_base_url_env"], "")
     if not options["judge_model_name"] or not base_url:
         raise ValueError(
-            f"workflow_args.judge_model_name must be set, and the variable {options['judge_api_base_url_env']} have "
-            "the judge's address (judge_api_base_url_env)"
+            f"set workflow_args.judge_model_name, and the environment variable {options['judge_api_base_url_env']} "
+            "(judge_api_base_url_env) to the judge's address"
         )
     rubric = read_rubric(options.get("rubric") or task.row.get("rubric") or (), task)
     answer = (await ask(task, model)).text
     listed = "\n".join(f"- {text} (weight {weight:g})" for text, weight in rubric)
-    prompt = _RATE.format(question=_question(task), answer=answer, criteria=listed)
+    prompt = _RATE.format(question=question_of(task), answer=answer, criteria=listed)
     with model.timer("reward"):
-        openai = importlib.import_module("openai")  # an extra, so by its name
+        openai = importlib.import_module("openai")  # by name, because it is optional
         key, seconds = os.environ.get(options["judge_api_key_env"], "none"), float(options["judge_timeout_s"])
         async with openai.AsyncOpenAI(base_url=base_url, api_key=key, timeout=seconds, max_retries=3) as judge:
-            said = await judge.chat.completions.create(
+            verdict = await judge.chat.completions.create(
                 model=options["judge_model_name"], messages=[{"role": "user", "content": prompt}], temperature=0.0
             )
-    return Reward(parse_rating(said.choices[0].message.content or "") / 10.0)
+    return Reward(parse_rating(verdict.choices[0].message.content or "") / 10.0)
 
 
 def parse_rating(text: str) -> int:
-    """The last {"rating": 1 to 10} of what a judge said. Raises: ValueError: there is none."""
-    found = _RATING.findall(text)
-    if not found or not 1 <= int(found[-1]) <= 10:
+    """The last {"rating": 1 to 10} in a judge's answer. Raises: ValueError: there is none."""
+    ratings = _RATING.findall(text)
+    if not ratings or not 1 <= int(ratings[-1]) <= 10:
         raise ValueError(f"the judge gave no rating from 1 to 10: {text!r:.200}")
-    return int(found[-1])
+    return int(ratings[-1])
 
 
 async def ruler_rewards(task: Task, answers: Sequence[str], model: PolicyModel) -> list[Reward]:
-    """Rewards, 0 to 1, of the answers of a group, which an auxiliary model reads side by side. An answer that is there
-    twice is shown once. Metric: ruler_score.
+    """Rewards, 0 to 1, of a group's answers, which an auxiliary model compares in one prompt. Equal answers are shown
+    once. Metric: ruler_score.
 
-    `workflow_args`: auxiliary_model ("" the only one), max_judge_tokens (1024).
-    Raises: ValueError: the judge gives no score for one. Source: RULER, of OpenPipe's ART.
+    `workflow_args`: auxiliary_model (default: the only one), max_judge_tokens (1024).
+    Raises: ValueError: a score is missing. Source: RULER, of OpenPipe's ART.
     """
     options: dict[str, Any] = {"auxiliary_model": "", "max_judge_tokens": 1024, **task.workflow_args}
     distinct = list(dict.fromkeys(answers))
     listed = "\n\n".join(f"Answer {number}:\n{text}" for number, text in enumerate(distinct, start=1))
-    prompt = _COMPARE.format(question=_question(task), answers=listed, count=len(distinct))
+    prompt = _COMPARE.format(question=question_of(task), answers=listed, count=len(distinct))
     with model.timer("reward"):
-        judge = model.auxiliary(options["auxiliary_model"])
-        asked = [{"role": "user", "content": prompt}]
-        said = await judge.chat(asked, max_tokens=options["max_judge_tokens"], temperature=0.0)
-    scores = dict(zip(distinct, parse_scores(said.text, len(distinct)), strict=True))
+        verdict = await _ask_judge(model.auxiliary(options["auxiliary_model"]), prompt, options)
+    scores = dict(zip(distinct, parse_scores(verdict, len(distinct)), strict=True))
     return [Reward(scores[answer], {"ruler_score": scores[answer]}) for answer in answers]
 
 
+async def _ask_judge(judge: AuxiliaryModel, prompt: str, options: Mapping[str, Any]) -> str:
+    # Greedy, so that equal answers get equal verdicts.
+    question = [{"role": "user", "content": prompt}]
+    return (await judge.chat(question, max_tokens=options["max_judge_tokens"], temperature=0.0)).text
+
+
 def parse_scores(text: str, count: int) -> list[float]:
-    """The last list of `count` numbers in what a judge said, each brought within 0 and 1. Raises: ValueError: there is
-    none.
-    """
+    """The last list of `count` numbers in a judge's answer, each clamped to 0 to 1. Raises: ValueError: none."""
     lists = [re.findall(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)", listed) for listed in _LIST.findall(text)]
     scores = [[min(1.0, max(0.0, float(number))) for number in listed] for listed in lists if len(listed) == count]
     if not scores:
@@ -166,40 +165,34 @@ def parse_scores(text: str, count: int) -> list[float]:
 @workflow("async_math_ruler_workflow", group_reward=ruler_rewards)
 @workflow("math_ruler_workflow", group_reward=ruler_rewards)
 async def math_ruler_workflow(task: Task, model: PolicyModel) -> Reward:
-    """Ask as math_workflow does; once all rollouts of the task have ended, one judge scores them against each other
-    (ruler_rewards). What the task's reward function says, math_reward by default, is the metric gold_reward alone.
+    """Ask as in math_workflow. Once all rollouts of the task have ended, a judge scores them against each other
+    (ruler_rewards). The task's reward function (default: math_reward) is only the metric gold_reward.
     """
     gold = await wait_for_reward(task, await ask(task, model, MATH_SYSTEM_PROMPT), "math_reward")
     return Reward(0.0, {**gold.metrics, "gold_reward": gold.value})
 
 
 def read_rubric(rubric: Sequence[Any], task: Task) -> list[tuple[str, float]]:
-    """(criterion, weight) of each. Raises: ValueError: there is none, or one is no text or has no weight above 0."""
-    read = []
+    """(criterion, weight) pairs. Raises: ValueError: no criterion, or an invalid text or weight."""
+    criteria = []
     for entry in rubric:
         text, weight = entry, 1
         if isinstance(entry, Mapping):
-            # Those of rubrics as rewards have a title and a description.
+            # Datasets of Rubrics as Rewards use title and description.
             parts = [entry[key] for key in ("criterion", "title", "description") if isinstance(entry.get(key), str)]
             text, weight = ": ".join(parts) or None, entry.get("weight", 1)
         if not isinstance(text, str) or not isinstance(weight, int | float) or weight <= 0:
-            raise ValueError(f"task {task.group_id}: criterion {entry!r:.100} is no text, or has no weight above 0")
-        read.append((text, float(weight)))
-    if not read:
-        raise ValueError(f"task {task.group_id} has no rubric: set workflow_args.rubric, or give a column rubric")
-    return read
+            raise ValueError(f"task {task.group_id}: criterion {entry!r:.100} needs a text and a weight above 0")
+        criteria.append((text, float(weight)))
+    if not criteria:
+        raise ValueError(f"task {task.group_id} has no rubric; set workflow_args.rubric or add a column rubric")
+    return criteria
 
 
 def parse_verdicts(text: str, count: int) -> list[bool]:
-    """Read a judge's verdicts: True for each of `count` criteria that is met. Raises: ValueError: there is no verdict
-    on one.
-    """
+    """A judge's verdicts: True for each of `count` criteria that is met. Raises: ValueError: one is missing."""
     verdicts = {int(number): word.lower() == "yes" for number, word in _VERDICT.findall(text)}
     missing = [str(number) for number in range(1, count + 1) if number not in verdicts]
     if missing:
         raise ValueError(f"the judge gave no verdict on criterion {', '.join(missing)}: {text!r:.200}")
     return [verdicts[number] for number in range(1, count + 1)]
-
-
-def _question(task: Task) -> str:
-    return str(task.messages[-1]["content"]) if task.messages else task.prompt

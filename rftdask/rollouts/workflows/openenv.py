@@ -1,18 +1,16 @@
-"""Environments of OpenEnv, by the address of their server: an episode is a session of its WebSocket, which has an
-environment of its own there. Their HTTP routes have none: each request makes another.
+"""Environments on OpenEnv servers. An episode is one WebSocket session, which has its own environment on the server;
+the HTTP routes create a new one per request.
 
-It speaks the messages of openenv-core 0.3 (`reset` and `step` out, `observation` and `error` in) and not through its
-client, whose package wants a web server and a browser's widgets beside it. Every message has a deadline.
+It implements the messages of openenv-core 0.3 (sends `reset` and `step`, receives `observation` and `error`), because
+the package's client requires a web server and browser widgets. Every message has a timeout.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import importlib
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -21,22 +19,21 @@ from urllib.parse import urlsplit
 
 from rftdask.data.task import Task
 from rftdask.errors import RoleError, UserError, WaitTimeout
-from rftdask.rollouts.workflows.base import PolicyModel, Reward, Step
-from rftdask.rollouts.workflows.games import find_action
+from rftdask.rollouts.workflows.base import PolicyModel, Reward
+from rftdask.rollouts.workflows.episode import ACTION, Observation, find_action, play, seed_of, state_of
 from rftdask.rollouts.workflows.registry import workflow
 from rftdask.storage.safe_text import mask
 
 _MAX_MESSAGE_BYTES = 16 * 2**20
-"""Of a server's message; an observation becomes a prompt, and no prompt is as long."""
+"""Largest message of a server; observations become prompts, which are much shorter."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
-"""Between two tries of a server that is full, at first and later."""
+"""First and longest pause between tries of a full server."""
 _CLOSE_S = 2.0
-"""Seconds that a server has to take leave."""
-_ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+"""Seconds that a server has to close a session."""
 
 
 class OpenEnvError(RoleError):
-    """An OpenEnv server refuses, fails or is gone. code: as it says, such as EXECUTION_ERROR; "": it says none."""
+    """An OpenEnv server refused, failed or disconnected. code: the server's, such as EXECUTION_ERROR; "": none."""
 
     def __init__(self, text: str, code: str = "") -> None:
         super().__init__(text, code)
@@ -65,10 +62,10 @@ class _Options:
 
     @classmethod
     def of(cls, task: Task) -> _Options:
-        known = {each.name for each in fields(cls)}
+        known = {option.name for option in fields(cls)}
         unknown = sorted(task.workflow_args.keys() - known)
         if unknown:
-            raise UserError(f"openenv_workflow knows no workflow_args {', '.join(unknown)}; there are {sorted(known)}")
+            raise UserError(f"openenv_workflow: unknown workflow_args {', '.join(unknown)}; use {sorted(known)}")
         options = cls(**task.workflow_args)
         if urlsplit(options.base_url).scheme not in ("http", "https", "ws", "wss"):
             raise UserError(
@@ -78,7 +75,7 @@ class _Options:
         if options.action not in ("text", "json", "number") or (options.action == "number") != bool(options.actions):
             raise UserError(
                 f"openenv_workflow: workflow_args.action is {options.action!r} with {len(options.actions)} actions; "
-                "give text, json, or number with the words of the actions"
+                "use text, json, or number with the words of the actions"
             )
         return options
 
@@ -94,50 +91,46 @@ async def openenv_workflow(task: Task, model: PolicyModel) -> Reward:
     """Play one episode on an OpenEnv server, as one chat. Each step's reward is the environment's; the rollout's is
     their sum. Metrics: num_turns, num_invalid, env_done.
 
-    `workflow_args`: base_url: of the server. action: what a reply becomes: "text" (itself, or what is last within
-    <action> </action>), "json" (the last object in it, the whole action) or "number" (that of the last of `actions` in
-    it); text and number are given as action_field (message), beside action_args. observation_field: the one to show;
-    none: all, as JSON. reset_args: given beside the seed, which is the row's or the task's number. rules: a system
-    prompt; max_turns (16); invalid_reward (-0.1), for a reply that is no action, which changes nothing; timeout_s (60):
-    for the answer to each message; wait_s (600): for room, on a server that has as many sessions as it allows.
+    `workflow_args`:
+        base_url: address of the server.
+        action: how a reply becomes an action. "text": the reply, or the contents of its last <action> </action>;
+            "json": its last JSON object, which is the whole action; "number": index of the last of `actions` in it.
+        action_field (message): field for a text or number; action_args: further fields of the action.
+        observation_field: the field to show; default: all, as JSON.
+        reset_args: arguments of the reset in addition to the seed, which is the row's or the task's index.
+        rules: system prompt; max_turns (16); invalid_reward (-0.1): for a reply without an action, which changes
+            nothing.
+        timeout_s (60): timeout of each message; wait_s (600): longest wait for a free session on a full server.
 
-    Raises: OpenEnvError: the server refuses, fails or is gone; WaitTimeout: it does not answer in time; UserError.
+    Raises: OpenEnvError: the server refused, failed or disconnected; WaitTimeout: no answer in time; UserError.
     """
     options = _Options.of(task)
-    reset = {"seed": int(task.row.get("seed", task.index)), **(options.reset_args or {})}
-    session = await _begin(options, reset, model)
-    messages = [{"role": "system", "content": options.rules}] if options.rules else []
-    steps: list[Step] = []
-    num_invalid = 0
+    session = await _begin(options, {"seed": seed_of(task), **(options.reset_args or {})}, model)
+
+    async def act(reply: str) -> Observation | None:
+        action = _action_in(reply, options)
+        return None if action is None else _observation(await session.ask("step", action), options)
+
     try:
-        seen, is_over = _shown(session.first, options), bool(session.first.get("done"))
-        while not is_over and len(steps) < options.max_turns:
-            model.set_state(turn=len(steps))
-            messages.append({"role": "user", "content": seen})
-            reply = (await model.chat(messages)).text
-            messages.append({"role": "assistant", "content": reply})
-            state = hashlib.sha256(seen.encode()).hexdigest()[:16]
-            action = _action_in(reply, options)
-            if action is None:
-                num_invalid += 1
-                steps.append(Step(state, float(options.invalid_reward)))
-                continue
-            with model.timer("tool"):
-                told = await session.ask("step", action)
-            seen, is_over = _shown(told, options), bool(told.get("done"))
-            # None: an environment that rewards other steps.
-            steps.append(Step(state, float(told.get("reward") or 0.0)))
+        episode = await play(
+            model,
+            _observation(session.first, options),
+            act,
+            rules=options.rules,
+            max_turns=options.max_turns,
+            invalid_reward=float(options.invalid_reward),
+        )
     finally:
         await session.close()
-    metrics = {"num_turns": float(len(steps)), "num_invalid": float(num_invalid), "env_done": float(is_over)}
-    return Reward(sum(step.reward or 0.0 for step in steps), metrics, tuple(steps))
+    metrics = {"num_invalid": float(episode.num_invalid), "env_done": float(episode.is_over)}
+    return episode.as_reward(episode.total, **metrics)
 
 
 class _Session:
-    """One environment on a server, from its reset on."""
+    """One environment on a server."""
 
     first: Mapping[str, Any]
-    """What it said at its reset."""
+    """Answer to its reset."""
 
     def __init__(self, socket: Any, options: _Options) -> None:
         self._socket, self._url, self._timeout_s = socket, mask(options.socket_url), options.timeout_s
@@ -147,24 +140,24 @@ class _Session:
         closed = importlib.import_module("websockets.exceptions").ConnectionClosed
         try:
             async with asyncio.timeout(self._timeout_s):
-                with contextlib.suppress(closed):  # what it said before it closed is there to be read
+                with contextlib.suppress(closed):  # messages sent before it closed can still be received
                     await self._socket.send(json.dumps({"type": kind, "data": data}))
                 answer = json.loads(await self._socket.recv())
         except TimeoutError as error:
             raise WaitTimeout(f"{self._url} did not answer a {kind} within timeout_s {self._timeout_s:g} s") from error
         except (closed, OSError, ValueError) as error:
             raise OpenEnvError(f"{self._url} failed on a {kind}: {type(error).__name__}: {error}") from error
-        told = answer.get("data") if isinstance(answer, Mapping) else None
-        if not isinstance(told, Mapping) or answer.get("type") not in ("observation", "error"):
-            raise OpenEnvError(f"{self._url} answered a {kind} with {answer!r:.200}, which is no message of OpenEnv")
+        content = answer.get("data") if isinstance(answer, Mapping) else None
+        if not isinstance(content, Mapping) or answer.get("type") not in ("observation", "error"):
+            raise OpenEnvError(f"{self._url} answered a {kind} with {answer!r:.200}, which is not a message of OpenEnv")
         if answer["type"] == "error":
-            more = f" {told['errors']!r:.300}" if told.get("errors") else ""
-            code = str(told.get("code", ""))
-            raise OpenEnvError(f"{self._url} refused a {kind} ({code}): {told.get('message')}{more}", code)
-        return told
+            details = f" {content['errors']!r:.300}" if content.get("errors") else ""
+            code = str(content.get("code", ""))
+            raise OpenEnvError(f"{self._url} refused a {kind} ({code}): {content.get('message')}{details}", code)
+        return content
 
     async def close(self) -> None:
-        """End the session, whose environment goes; a server that does not answer is left alone."""
+        """End the session and its environment; if the server does not answer, abort the connection."""
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await self._socket.close()
@@ -173,16 +166,16 @@ class _Session:
 
 
 async def _begin(options: _Options, reset: Mapping[str, Any], model: PolicyModel) -> _Session:
-    """A session whose environment is reset, once the server has room for it."""
-    client = importlib.import_module("websockets.asyncio.client")  # by name: it is optional
+    """Wait until the server has a free session, and reset its environment."""
+    client = importlib.import_module("websockets.asyncio.client")  # by name, because it is optional
     refused = importlib.import_module("websockets.exceptions").WebSocketException
     until, pause_s = time.monotonic() + options.wait_s, _PAUSE_S
-    # One on this machine is behind no proxy, whatever the environment variables say.
-    here = {"proxy": None} if urlsplit(options.base_url).hostname in ("localhost", "127.0.0.1", "::1") else {}
+    # A server on this machine needs no proxy, even if environment variables set one.
+    proxy = {"proxy": None} if urlsplit(options.base_url).hostname in ("localhost", "127.0.0.1", "::1") else {}
     while True:
         try:
             socket = await client.connect(
-                options.socket_url, open_timeout=options.timeout_s, max_size=_MAX_MESSAGE_BYTES, **here
+                options.socket_url, open_timeout=options.timeout_s, max_size=_MAX_MESSAGE_BYTES, **proxy
             )
         except TimeoutError as error:
             raise WaitTimeout(f"{mask(options.socket_url)} was not reached within {options.timeout_s:g} s") from error
@@ -200,43 +193,43 @@ async def _begin(options: _Options, reset: Mapping[str, Any], model: PolicyModel
                 raise
             if time.monotonic() + pause_s > until:
                 raise WaitTimeout(f"{error}; no session became free within wait_s {options.wait_s:g} s") from error
-        # Servers allow one session unless they say otherwise; others of this run may have it.
+        # By default servers allow one session, which another rollout of this run may have.
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _shown(told: Mapping[str, Any], options: _Options) -> str:
-    """What the policy is shown of an observation."""
-    observation, name = told.get("observation"), options.observation_field
+def _observation(answer: Mapping[str, Any], options: _Options) -> Observation:
+    observation, name = answer.get("observation"), options.observation_field
     if name:
         if not isinstance(observation, Mapping) or name not in observation:
             raise UserError(f"openenv_workflow: no observation_field {name!r} in {observation!r:.200}")
         observation = observation[name]
-    return observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False, sort_keys=True)
+    text = observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False, sort_keys=True)
+    # Environments may send null as the reward of a step.
+    return Observation(text, state_of(text), float(answer.get("reward") or 0.0), bool(answer.get("done")))
 
 
 def _action_in(reply: str, options: _Options) -> dict[str, Any] | None:
     """The action that a reply names; None: it names none."""
-    given: Any = None
+    value: Any = None
     if options.action == "json":
-        given = _last_object(reply)
-        return None if given is None else {**(options.action_args or {}), **given}
+        value = _last_object(reply)
+        return None if value is None else {**(options.action_args or {}), **value}
     if options.action == "number":
-        given = find_action(reply, options.actions)
+        value = find_action(reply, options.actions)
     else:
-        marked = _ACTION.findall(reply)
-        given = (marked[-1] if marked else reply).strip() or None
-    return None if given is None else {**(options.action_args or {}), options.action_field: given}
+        marked = ACTION.findall(reply)
+        value = (marked[-1] if marked else reply).strip() or None
+    return None if value is None else {**(options.action_args or {}), options.action_field: value}
 
 
 def _last_object(reply: str) -> dict[str, Any] | None:
-    """The last JSON object in a text that is in no other."""
-    decoder, found, begin = json.JSONDecoder(), None, reply.find("{")
+    """The last JSON object of a text that is not inside another one."""
+    decoder, last, begin = json.JSONDecoder(), None, reply.find("{")
     while begin >= 0:
         try:
-            value, end = decoder.raw_decode(reply, begin)
-            found = value
-        except (ValueError, RecursionError):  # the second of a reply that opens hundreds of them
+            last, end = decoder.raw_decode(reply, begin)
+        except (ValueError, RecursionError):  # RecursionError: hundreds of open braces
             end = begin + 1
         begin = reply.find("{", end)
-    return found
+    return last

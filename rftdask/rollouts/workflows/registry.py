@@ -1,7 +1,7 @@
-"""The workflows by name, and how to add one: the decorator below, a dotted path, or a file of a plug-in folder.
+"""Workflow registry. A workflow is added by the decorator below, a dotted path, or a file in a plug-in folder.
 
-A workflow of this package is imported when it is first needed. Names are those of Trinity-RFT where it has the
-workflow; of some it has a blocking and an async version, which are the same here.
+Workflows of this package are imported on first use. Names are Trinity-RFT's where it has the workflow; its blocking and
+async versions are the same workflow here.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _Workflow = TypeVar("_Workflow")
 
 @dataclass(frozen=True)
 class FoundWorkflow:
-    """A workflow and how it is run."""
+    """A workflow and how to run it."""
 
     run: WorkflowFn
     in_process: bool
-    """True: it runs on the event loop beside all others. False: in a sandbox."""
+    """True: it runs on the shared event loop. False: in a sandbox."""
     max_concurrent: int | None
-    """Rollouts of it at the same time in one worker; None: any number."""
+    """Concurrent rollouts in one worker; None: unlimited."""
     module: str
-    """Module that a sandbox imports to have it."""
+    """Module that a sandbox imports."""
     requires: tuple[str, ...]
     """Optional modules that it imports."""
     group_reward: GroupReward | None = None
-    """What gives the rollouts of a task their rewards once all have ended; None: each has its own."""
+    """Function that rewards all rollouts of a task together; None: each rollout has its own reward."""
 
 
 def workflow(
@@ -47,54 +47,57 @@ def workflow(
     requires: Mapping[str, str] | None = None,
     group_reward: GroupReward | None = None,
 ) -> Callable[[_Workflow], _Workflow]:
-    """Decorator that gives a function, or a class with `run`, a name. Its module has to be imported where rollouts
-    run; a plugin folder or a dotted path as the workflow's name does that.
+    """Decorator that registers a function, or a class with `run`. Its module must be imported where rollouts run; a
+    plug-in folder or a dotted path as the workflow's name does that. A class may set the options as attributes.
 
-    in_process: run it on the event loop, which is faster and which it must never block; None: in a sandbox, where it
-    may block, hang or crash. max_concurrent: rollouts of it at the same time in one worker, such as an environment's
-    licenses. requires: optional modules that it imports -> the extra of rftdask that installs them.
-    group_reward: an async function that gives the rollouts of a task their rewards together, see GroupReward. A class
-    may say the same as attributes.
-
-    Raises: ValueError: the name is taken by another workflow.
+    Args:
+        in_process: run on the shared event loop, which is faster and must never be blocked. None: run in a sandbox,
+            where it may block, hang or crash.
+        max_concurrent: concurrent rollouts in one worker, such as the number of an environment's licenses.
+        requires: optional modules that it imports -> the extra of rftdask that installs them.
+        group_reward: async function that rewards all rollouts of a task together, see GroupReward.
+    Raises: ValueError: another workflow has this name.
     """
 
     def decorate(plugin: _Workflow) -> _Workflow:
-        declared = {
-            "in_process": in_process,
-            "max_concurrent": max_concurrent,
-            "requires": requires,
-            "group_reward": group_reward,
-        }
-        register("workflow", registered_workflows(), name, plugin, **declared)
+        register(
+            "workflow",
+            registered_workflows(),
+            name,
+            plugin,
+            in_process=in_process,
+            max_concurrent=max_concurrent,
+            requires=requires,
+            group_reward=group_reward,
+        )
         return plugin
 
     return decorate
 
 
 def find_workflow(name: str) -> FoundWorkflow:
-    """The workflow called `name`, or at the dotted path `name`. A class is instantiated, without arguments, for each
-    rollout. One that is not async runs in a thread of its sandbox, with `model.blocking()`.
+    """Find a workflow by registered name or dotted path. A class is instantiated without arguments for each rollout. A
+    function that is not async runs in a thread of its sandbox with `model.blocking()`.
 
-    Raises: UserError: there is none, it has no `run`, does not take (task, model), or is in_process and blocks.
+    Raises: UserError: it does not exist, has no `run`, does not take (task, model), or is in_process and not async.
     """
     plugin: Any = find_part("workflow", name, registered_workflows())
     function = getattr(plugin, "run", plugin)
     if not callable(function) or (inspect.isclass(plugin) and function is plugin):
         raise UserError(f"workflow {name!r} must be a function or a class with run(task, model)")
-    # Of a class the plain function is looked at, which has `self` before the two.
+    # `run` of a class is an unbound function, whose first parameter is `self`.
     takes_self = inspect.isclass(plugin) and inspect.isfunction(inspect.getattr_static(plugin, "run"))
     check_call("workflow", name, function, *("self",) * takes_self, "task", "model")
     is_async = inspect.iscoroutinefunction(function)
     in_process = runs_in_process(plugin)
     if in_process and not is_async:
-        raise UserError(f"workflow {name!r} is declared in_process, so it must be an async function or async run")
+        raise UserError(f"workflow {name!r} is declared in_process, so its function or run must be async")
     run: Callable[[Task, Any], Any] = function
     if inspect.isclass(plugin):
         make: Any = plugin
-        run = lambda task, model: make().run(task, model)  # noqa: E731 -- an instance for each rollout
+        run = lambda task, model: make().run(task, model)  # noqa: E731 -- a new instance per rollout
 
-    # The sandbox's event loop stays free to carry the questions that the thread waits for.
+    # In a thread, so that the sandbox's event loop can carry the calls that the function waits for.
     async def run_in_thread(task: Task, model: PolicyModel) -> Any:
         return await asyncio.to_thread(run, task, model.blocking())
 

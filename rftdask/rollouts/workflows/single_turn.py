@@ -1,4 +1,4 @@
-"""The workflows of one question and one answer."""
+"""Workflows with one question and one answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ THINKING_SYSTEM_PROMPT = (
 @workflow("async_simple_workflow")
 @workflow("simple_workflow")
 async def simple_workflow(task: Task, model: PolicyModel) -> Reward:
-    """Ask once, images of the task included; the reward is that of the task's reward function, or exact_reward."""
+    """Ask once, including the task's images. Scored by the task's reward function, by default exact_reward."""
     response = await ask(task, model)
     return await _rewarded(task, model, response, "exact_reward")
 
@@ -35,7 +35,7 @@ async def simple_workflow(task: Task, model: PolicyModel) -> Reward:
 @workflow("async_math_workflow")
 @workflow("math_workflow")
 async def math_workflow(task: Task, model: PolicyModel) -> Reward:
-    """Ask once, with a system prompt for math unless the task has its own; the default reward is math_reward."""
+    """Ask once, with a system prompt for math unless the task has one. Default reward: math_reward."""
     response = await ask(task, model, MATH_SYSTEM_PROMPT)
     return await _rewarded(task, model, response, "math_reward")
 
@@ -43,9 +43,9 @@ async def math_workflow(task: Task, model: PolicyModel) -> Reward:
 @workflow("async_math_boxed_workflow")
 @workflow("math_boxed_workflow")
 async def math_boxed_workflow(task: Task, model: PolicyModel) -> Reward:
-    r"""Ask once, for an answer in \boxed{}; the default reward is math_boxed_reward.
+    r"""Ask once for an answer in \boxed{}. Default reward: math_boxed_reward.
 
-    `workflow_args`: with_think (False) asks for <think>...</think>; a reply without it loses format_score_coef (0.1).
+    `workflow_args`: with_think (False): request <think>...</think>; format_score_coef (0.1): penalty without it.
     """
     options: dict[str, Any] = {"with_think": False, "format_score_coef": 0.1, **task.workflow_args}
     response = await ask(task, model, THINKING_SYSTEM_PROMPT if options["with_think"] else BOXED_SYSTEM_PROMPT)
@@ -55,8 +55,8 @@ async def math_boxed_workflow(task: Task, model: PolicyModel) -> Reward:
 @workflow("async_math_eval_workflow")
 @workflow("math_eval_workflow")
 async def math_eval_workflow(task: Task, model: PolicyModel) -> Reward:
-    """Ask once, as math_boxed_workflow without options, for evaluations: the reward is whether the answer is right,
-    whatever reward function trains. Metric: accuracy.
+    """Ask once, as math_boxed_workflow without options, for evaluations. The reward is 1 for a correct answer, whatever
+    the task's reward function. Metric: accuracy.
     """
     response = await ask(task, model, BOXED_SYSTEM_PROMPT)
     correct = float(await asyncio.to_thread(is_right, response.text, task.truth))
@@ -65,20 +65,20 @@ async def math_eval_workflow(task: Task, model: PolicyModel) -> Reward:
 
 @workflow("on_policy_distill_workflow")
 async def on_policy_distill_workflow(task: Task, model: PolicyModel) -> Reward:
-    """Ask once; there is no reward, because the teacher's logprobs, which the trainer computes, are what is learned."""
+    """Ask once with reward 0: training uses the teacher's logprobs, which the trainer computes."""
     await ask(task, model)
     return Reward(0.0)
 
 
 @workflow("on_policy_distill_math_workflow")
 async def on_policy_distill_math_workflow(task: Task, model: PolicyModel) -> Reward:
-    """Ask once, with a system prompt for math: the metric accuracy says how the student does, the reward stays 0."""
+    """Ask once with a system prompt for math and reward 0. Metric: accuracy of the student."""
     response = await ask(task, model, MATH_SYSTEM_PROMPT)
     return Reward(0.0, {"accuracy": float(await asyncio.to_thread(is_right, response.text, task.truth))})
 
 
 async def ask(task: Task, model: PolicyModel, system_prompt: str = "") -> Response:
-    """Ask the task once: its chat, with `system_prompt` unless it brings its own, or its plain text."""
+    """Ask the task's chat, with `system_prompt` unless it has one, or else continue its plain text."""
     if not task.messages:
         return await model.generate(task.prompt)
     if system_prompt and task.messages[0]["role"] != "system":

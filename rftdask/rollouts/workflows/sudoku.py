@@ -1,7 +1,7 @@
-"""Sudoku in text: the policy fills a board, some moves at a time, and each turn shows the board as it is by then.
+"""Sudoku in text: the policy fills a board, several moves per turn, and each turn shows the current board.
 
-A turn is an experience of its own, since the board is all there is to know. It earns -1 where the moves are wrong,
-which ends the game, 1 where they complete the board by the rules, and else 0. Pure: nothing is installed for it.
+A turn is its own experience, because the board is the complete state. Wrong moves earn -1 and end the game, moves that
+complete the board earn 1, others 0. Needs no further packages.
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ from rftdask.rollouts.workflows.registry import workflow
 Board = list[list[int]]
 """Rows of cells; 0 is empty."""
 _HOLES = {"easy": 1 / 3, "medium": 1 / 2, "hard": 2 / 3}
-"""Share of the cells that is empty at first."""
+"""Fraction of cells that are initially empty."""
 
 
 @workflow("sudoku_workflow")
 async def sudoku_workflow(task: Task, model: PolicyModel) -> Reward:
-    """Play one board: column `puzzle` of the row, a list of rows or their digits as text; without it one that the row's
-    number decides, the same for all rollouts of the task. Metrics: num_turns, num_moves, solved.
+    """Play one board: column `puzzle` of the row, as a list of rows or as digits; without it, a board generated from
+    the task's index. Metrics: num_turns, num_moves, solved.
 
-    Any full board without a clash is a solution, since a puzzle may have several. `workflow_args`: max_steps (20),
-    max_moves_per_step (5); size (9) and difficulty (medium; easy, hard) of boards that are made.
+    Any full board without a clash is a solution, because a puzzle may have several. `workflow_args`: max_steps (20),
+    max_moves_per_step (5); size (9) and difficulty (medium; easy, hard) of generated boards.
 
-    Raises: ValueError: the puzzle is no square board of digits, or has a clash.
+    Raises: ValueError: the puzzle is not a square board of digits, or has a clash.
     """
     options: dict[str, Any] = {"max_steps": 20, "max_moves_per_step": 5, "size": 9, "difficulty": "medium"}
     options |= task.workflow_args
-    most = int(options["max_moves_per_step"])
-    given = task.row.get("puzzle")
-    board = make_board(options["size"], options["difficulty"], task.index) if given is None else read_board(given)
+    max_moves, puzzle = int(options["max_moves_per_step"]), task.row.get("puzzle")
+    board = make_board(options["size"], options["difficulty"], task.index) if puzzle is None else read_board(puzzle)
     steps: list[Step] = []
     num_moves, solved = 0, False
     for number in range(int(options["max_steps"])):
         model.set_state(turn=number)
         before = "\n".join(" ".join(map(str, row)) for row in board)
-        asked = _question(before, len(board), most, int(options["max_steps"]) - number)
-        moves = read_moves((await model.chat([{"role": "user", "content": asked}])).text, len(board))
-        is_right = 0 < len(moves) <= most and _play(board, moves)
+        question = _question(before, len(board), max_moves, int(options["max_steps"]) - number)
+        moves = read_moves((await model.chat([{"role": "user", "content": question}])).text, len(board))
+        is_right = 0 < len(moves) <= max_moves and _play(board, moves)
         solved = is_right and all(map(all, board))
         num_moves += len(moves) if is_right else 0
         steps.append(Step(before, 1.0 if solved else 0.0 if is_right else -1.0))
@@ -53,16 +52,16 @@ async def sudoku_workflow(task: Task, model: PolicyModel) -> Reward:
     return Reward(steps[-1].reward or 0.0, metrics, tuple(steps))
 
 
-def _question(board: str, size: int, most: int, left: int) -> str:
+def _question(board: str, size: int, max_moves: int, turns_left: int) -> str:
     return (
         f"This is a Sudoku of {size} rows; 0 is an empty cell. Each of the numbers 1 to {size} stands once in every "
-        f"row, column and block. Fill one to {most} empty cells, and answer with a line for each and nothing else: "
-        f"row, column (both from 0) and number, such as\n0 2 4\n\nTurns left: {left}\n\n{board}"
+        f"row, column and block. Fill one to {max_moves} empty cells, and answer with a line for each and nothing "
+        f"else: row, column (both from 0) and number, such as\n0 2 4\n\nTurns left: {turns_left}\n\n{board}"
     )
 
 
 def read_moves(text: str, size: int) -> list[tuple[int, int, int]]:
-    """(row, column, number) of each line; [] where a line is something else."""
+    """(row, column, number) of each line; [] if a line is anything else."""
     moves = []
     for line in filter(None, map(str.strip, text.splitlines())):
         words = line.split()
@@ -76,7 +75,7 @@ def read_moves(text: str, size: int) -> list[tuple[int, int, int]]:
 
 
 def _play(board: Board, moves: Sequence[tuple[int, int, int]]) -> bool:
-    """Fill the cells; False where one is not empty, or a number stands twice."""
+    """Fill the cells. Returns: False if a cell is not empty or the board then has a clash."""
     for row, column, number in moves:
         if board[row][column]:
             return False
@@ -85,7 +84,7 @@ def _play(board: Board, moves: Sequence[tuple[int, int, int]]) -> bool:
 
 
 def has_clash(board: Board) -> bool:
-    """Whether a number stands twice in a row, a column or a block."""
+    """True if a number appears twice in a row, column or block."""
     size = len(board)
     block = math.isqrt(size)
     parts = [*board, *([row[column] for row in board] for column in range(size))]
@@ -97,7 +96,7 @@ def has_clash(board: Board) -> bool:
 
 
 def read_board(puzzle: Any) -> Board:
-    """The board of a cell of a dataset. Raises: ValueError: see sudoku_workflow."""
+    """Parse a puzzle of a dataset. Raises: ValueError: see sudoku_workflow."""
     if isinstance(puzzle, str):
         digits = [0 if cell == "." else int(cell) for cell in puzzle if cell.isdigit() or cell == "."]
         size = math.isqrt(len(digits))
@@ -109,19 +108,19 @@ def read_board(puzzle: Any) -> Board:
     board = [[int(cell) for cell in row] for row in rows] if size else []
     is_board = size > 0 and math.isqrt(size) ** 2 == size and all(len(row) == size for row in board)
     if not is_board or not all(0 <= cell <= size for row in board for cell in row) or has_clash(board):
-        raise ValueError(f"puzzle {puzzle!r:.200} is no square board of 4, 9 or 16 rows without a clash (0 is empty)")
+        raise ValueError(f"puzzle {puzzle!r:.200} is not a square board of 4, 9 or 16 rows without a clash (0: empty)")
     return board
 
 
 def make_board(size: int, difficulty: str, seed: int) -> Board:
-    """A board with a solution; the same arguments give the same one. Raises: ValueError: no such size or difficulty."""
+    """Generate a solvable board, deterministic in its arguments. Raises: ValueError: unknown size or difficulty."""
     block = math.isqrt(size)
     if block < 2 or block * block != size or difficulty not in _HOLES:
         raise ValueError(f"size {size} must be 4, 9 or 16, and difficulty {difficulty!r} one of {', '.join(_HOLES)}")
     dice = random.Random(seed)
 
     def shuffled() -> list[int]:
-        # Lines within a band of blocks, and the bands themselves, may change places without a clash.
+        # Exchanging lines within a band of blocks, or whole bands, keeps the board valid.
         bands = dice.sample(range(block), block)
         return [band * block + line for band in bands for line in dice.sample(range(block), block)]
 

@@ -1,8 +1,8 @@
-"""Workflows of a policy that calls tools: a calculator, which is the arithmetic parser and no Python; and calls that
-are compared with the right ones and never made.
+"""Workflows with tool calls: a calculator (the arithmetic parser, not Python), and calls that are compared with the
+correct ones but not executed.
 
-The calls are text, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen and Hermes models write them, so
-any chat template will do. What a tool says is a message to the policy, also when it is an error.
+Calls are text, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen and Hermes models write them, so any
+chat template works. Tool results, including errors, are messages to the policy.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ CALCULATOR = {
     "function": {
         "name": "calculator",
         "description": "The exact value of an expression over integers, + - * / and parentheses.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
-        },
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
     },
 }
 TOOLS_SYSTEM_PROMPT = (
@@ -45,28 +41,28 @@ TOOL_CALLS_PROMPT = (
     "Both stand in one reply. Arguments have the types that the tools say."
 )
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
-"""Of ShareGPT's speakers."""
+"""Chat roles of ShareGPT's speakers."""
 
 
 @workflow("toolcall_workflow")
 @workflow("tool_call_workflow")
 async def tool_call_workflow(task: Task, model: PolicyModel) -> Reward:
-    """Ask once for calls of the tools in a row of ToolACE's form; the default reward is tool_call_reward.
+    """Ask once for tool calls, with a row in ToolACE's form. Default reward: tool_call_reward.
 
-    Columns: `tools`, a list of functions (or its JSON); `conversations`, messages {from, value} or {role, content},
-    else the task's chat; `raw_system`, a system prompt that the tools follow; the right calls in the answer's
-    column, or in `answer`, a JSON list of {name, arguments}.
+    Columns: `tools`: list of functions or its JSON; `conversations`: messages {from, value} or {role, content}, by
+    default the task's chat; `raw_system`: system prompt before the tools; the answer's column or `answer`: the correct
+    calls, a JSON list of {name, arguments}.
 
-    Raises: ValueError: the row lists no tools.
+    Raises: ValueError: the row has no tools.
     """
     row = task.row
     tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
     if not isinstance(tools, list) or not tools:
-        raise ValueError(f"task {task.group_id}: column tools is no list of functions: {row.get('tools')!r:.200}")
+        raise ValueError(f"task {task.group_id}: column tools is not a list of functions: {row.get('tools')!r:.200}")
     functions = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
     listed = "\n".join(map(json.dumps, functions))
-    said = row.get("conversations") or task.messages or [{"role": "user", "content": task.prompt}]
-    messages = [_message(each) for each in said]
+    chat = row.get("conversations") or task.messages or [{"role": "user", "content": task.prompt}]
+    messages = [_message(message) for message in chat]
     system = str(row.get("raw_system") or "")
     if messages[0]["role"] == "system":
         system = system or str(messages[0]["content"])
@@ -77,20 +73,20 @@ async def tool_call_workflow(task: Task, model: PolicyModel) -> Reward:
     return await wait_for_reward(task, await model.chat(messages), default="tool_call_reward")
 
 
-def _message(said: Mapping[str, Any]) -> dict[str, Any]:
-    if "from" not in said:
-        return dict(said)
-    value = said["value"]
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    if "from" not in message:
+        return dict(message)
+    value = message["value"]
     return {
-        "role": _ROLES.get(said["from"], said["from"]),
+        "role": _ROLES.get(message["from"], message["from"]),
         "content": value if isinstance(value, str) else json.dumps(value),
     }
 
 
 @workflow("calculator_workflow")
 async def calculator_workflow(task: Task, model: PolicyModel) -> Reward:
-    """Ask, run the tools the policy calls, tell it what they said, until it answers without a call or after the last
-    turn. The default reward is math_reward, of the last answer. Metrics: num_tool_calls, num_turns.
+    """Ask and run the called tools until the policy answers without a call or the turns are used up. The last answer is
+    scored, by default with math_reward. Metrics: num_tool_calls, num_turns.
 
     `workflow_args`: max_turns (4).
     """
@@ -104,14 +100,14 @@ async def calculator_workflow(task: Task, model: PolicyModel) -> Reward:
         model.set_state(turn=num_turns, num_tool_calls=num_calls)
         answer = (await model.chat(messages)).text
         num_turns += 1
-        # A call that cannot be read is no call, so the answer counts as the last one.
+        # Malformed calls are not recognized, so such an answer is the last one.
         calls = parse_tool_calls(answer)
         if not calls:
             break
         with model.timer("tool"):
             results = [call_tool(call) for call in calls]
         num_calls += len(calls)
-        # The answer stays as the policy wrote it, calls included.
+        # The answer keeps its calls, so that it stays as sampled.
         messages.append({"role": "assistant", "content": answer})
         text = "\n".join(f"<tool_response>{result}</tool_response>" for result in results)
         messages.append({"role": "user", "content": text})
@@ -121,10 +117,10 @@ async def calculator_workflow(task: Task, model: PolicyModel) -> Reward:
 
 
 def call_tool(call: ToolCall) -> str:
-    """Run a tool; returns its text, or why the call is wrong."""
+    """Run a tool. Returns: its result or an error, as text."""
     if call.name != "calculator":
         return f"error: there is no tool {call.name!r:.40}; there is calculator"
-    # What the policy wrote is JSON of any shape.
+    # The policy may write any JSON.
     expression = call.arguments.get("expression") if isinstance(call.arguments, dict) else None
     if not isinstance(expression, str):
         return 'error: calculator needs {"expression": text}'

@@ -1,7 +1,7 @@
-"""Base classes of workflows with several turns: say what one turn does, and what it or the whole was worth.
+"""Base classes of workflows with several turns. Subclasses define one turn, and the reward of the turn or the rollout.
 
-Invariant: the reward of a rollout is a function of its steps' rewards, by one of the rules of `propagate_rewards`, or
-of what the class itself says at the end.
+Invariant: the reward of a rollout follows from its steps' rewards by a rule of `propagate_rewards`, or is returned by
+the subclass at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Propagation = Literal["sum", "mean", "last", "max", "discounted"]
 
 
 class MultiTurnWorkflow:
-    """Turns until `turn` says it is over; then `reward` says what the rollout was worth.
+    """Takes turns until `turn` returns False, then calls `reward`.
 
     Example:
         class GuessNumber(MultiTurnWorkflow):
@@ -29,74 +29,74 @@ class MultiTurnWorkflow:
             async def reward(self, task: Task, model: PolicyModel) -> float:
                 return float(self.guess == task.truth)
 
-    Every rollout has an instance of its own, so attributes are its state. A turn may call the policy several times.
+    Every rollout has its own instance, so attributes hold its state. A turn may call the policy several times.
     """
 
     max_turns: int = 8
-    """A taskset may say otherwise in its `workflow_args`."""
+    """Default; `workflow_args.max_turns` overrides it."""
 
     async def start(self, task: Task, model: PolicyModel) -> None:
-        """Before the first turn."""
+        """Called before the first turn."""
 
     async def turn(self, task: Task, model: PolicyModel, number: int) -> bool:
         """Take one turn, counted from 0. Returns: True to go on."""
         raise NotImplementedError(f"{type(self).__name__} must define turn(task, model, number)")
 
     async def reward(self, task: Task, model: PolicyModel) -> float | Reward:
-        """Of the whole rollout, asked once after the last turn."""
+        """Reward of the whole rollout; called once after the last turn."""
         raise NotImplementedError(f"{type(self).__name__} must define reward(task, model)")
 
     async def end(self, task: Task) -> None:
-        """Always, at last: close what `start` opened."""
+        """Close what `start` opened; always called last."""
 
     async def run(self, task: Task, model: PolicyModel) -> float | Reward:
-        """`start`, turns until one returns False or there were `max_turns`, `reward`; `end` in any case."""
+        """Call `start`, then `turn` until it returns False or `max_turns` is reached, `reward`, and always `end`."""
         max_turns = int(task.workflow_args.get("max_turns", self.max_turns))
         try:
             await self.start(task, model)
             for number in range(max_turns):
-                # A failure or timeout then says at which turn.
                 model.set_state(turn=number)
                 if not await self.turn(task, model, number):
                     break
-            # Before `end`, which may close the environment that knows how it went.
+            # Before `end`, which may close the environment.
             return await self.reward(task, model)
         finally:
             await self.end(task)
 
 
 class StepWiseWorkflow(MultiTurnWorkflow):
-    """The same with one call of the policy and one reward for each turn; see `step`. What the rollout is worth follows
+    """A MultiTurnWorkflow with one call of the policy and one reward per turn, see `step`. The rollout's reward follows
     from them by `propagation`, and algorithms that compare steps see each of them.
     """
 
     propagation: ClassVar[Propagation] = "sum"
     gamma: ClassVar[float] = 1.0
-    """Discount factor of reward "discounted"."""
+    """Discount factor of the propagation "discounted"."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
 
     async def step(self, task: Task, model: PolicyModel, number: int) -> tuple[Step, bool]:
-        """Make one call of the policy: what it saw and earned, and whether to go on."""
+        """Make one call of the policy. Returns: the step, and True to continue."""
         raise NotImplementedError(f"{type(self).__name__} must define step(task, model, number)")
 
     async def turn(self, task: Task, model: PolicyModel, number: int) -> bool:
-        """One `step`, which is kept."""
-        step, goes_on = await self.step(task, model, number)
+        """Take one `step` and keep it."""
+        step, continues = await self.step(task, model, number)
         self.steps.append(step)
-        return goes_on
+        return continues
 
     async def reward(self, task: Task, model: PolicyModel) -> Reward:
-        """By `propagation` from the rewards of the steps; a step without one earned 0."""
+        """Reward by `propagation`; a step without a reward counts as 0."""
         earned = [step.reward or 0.0 for step in self.steps]
         value = propagate_rewards(earned, self.propagation, self.gamma)
         return Reward(value, {"num_turns": float(len(earned))}, tuple(self.steps))
 
 
 def propagate_rewards(rewards: Sequence[float], propagation: Propagation, gamma: float = 1.0) -> float:
-    """Reward of a rollout whose steps earned `rewards`: their sum, mean, maximum, the last one, or
-    sum_t gamma^t r_t ("discounted"). Raises: ValueError: no step.
+    """Reward of a rollout from its steps' rewards: their sum, mean, max, last, or sum_t gamma^t r_t ("discounted").
+
+    Raises: ValueError: no step.
     """
     if not rewards:
         raise ValueError("a rollout without a step has no reward")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.cli.replay import replay
+from rftdask.cli.replay import replay_run
 from rftdask.reports.lineage.tables import RunTables
 from tests.e2e.toy_runs import run_folder, write_grpo_config
 from tests.integration.run_cases import final_weights, finish
@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("step", [0, 4])
 def test_the_finished_log_gives_the_weights_that_the_run_gave(run: Path, step: int) -> None:
-    folder, comparison = replay(str(run), step, progress="none")
+    folder, comparison = replay_run(str(run), step, progress="none")
     assert comparison.render() == f"bit-equal with lineage main at step {STEPS}"
     assert final_weights(Path(folder)) == final_weights(run)
 
@@ -56,6 +56,6 @@ def test_two_turns_are_one_row_if_the_template_continues(run: Path) -> None:
 
 def test_another_learning_rate_creates_another_lineage(run: Path) -> None:
     before = final_weights(run)
-    folder, comparison = replay(str(run), 4, "slower", ["algorithm.optimizer.lr=5e-4"], progress="none")
+    folder, comparison = replay_run(str(run), 4, "slower", ["algorithm.optimizer.lr=5e-4"], progress="none")
     assert comparison.step == STEPS and "actor/model.safetensors" in comparison.differing
     assert final_weights(Path(folder)) != final_weights(run) == before

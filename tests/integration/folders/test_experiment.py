@@ -89,7 +89,7 @@ def test_an_opened_run_tells_the_same(experiment: Experiment) -> None:
 
 
 def test_a_path_instead_of_a_config_is_an_error_with_advice() -> None:
-    with pytest.raises(UserError, match=r"Experiment\('run.yaml'\): .*; Experiment.from_yaml reads a file"):
+    with pytest.raises(UserError, match=r"Experiment\('run.yaml'\): .*; use Experiment.from_yaml for a file"):
         Experiment("run.yaml")  # type: ignore[arg-type]
 
 

@@ -92,12 +92,12 @@ def test_weights_that_differ_are_reported(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--from", "3"), "no checkpoint of that step; there are 0, 2, 4"),
-        (("--from", "6"), "has trained steps 1 to 6; begin before one of them"),
-        (("--from", "2", "seed=3"), "needs a name of its own: --lineage NAME"),
+        (("--from", "3"), "no checkpoint of that step; use one of 0, 2, 4"),
+        (("--from", "6"), "has trained steps 1 to 6; start below 6"),
+        (("--from", "2", "seed=3"), "needs its own name; add --lineage NAME"),
         (("--from", "2", "--lineage", "main", "seed=3"), "take a new name"),
         (("--from", "2", "--lineage", "x/y"), "take a new name"),
-        (("--from", "2", "--lineage", "b", "buffer.batch_size=8"), "a replay trains the batches that the ledger has"),
+        (("--from", "2", "--lineage", "b", "buffer.batch_size=8"), "a replay trains the recorded batches"),
         (("--from", "2", "--lineage", "c", "algorithm.algorithm_type=sft"), "sft learns from a dataset"),
     ],
 )

@@ -46,7 +46,7 @@ def cancelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         last = run.end()
         assert last.code == 130, last
         run.wait_for_no_survivors()
-    assert call_cli("cancel", str(folder)).out == f"nobody works on {folder}\n"
+    assert call_cli("cancel", str(folder)).out == f"no process works on {folder}\n"
     status = json.loads(call_cli("status", str(folder), "--json").out)
     assert status["why"] == "stopped" and status["stages"][1]["checkpoint"] == num_steps(folder / "learn")
     # Terminal output: each path is on a line of its own and exists.

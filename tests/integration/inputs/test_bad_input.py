@@ -77,7 +77,7 @@ def test_batch_sizes_that_do_not_fit_repeat_times(config: Path) -> None:
 
 def test_a_batch_larger_than_all_tasks_there_are(config: Path) -> None:
     message = refused(config, "buffer.batch_size=64", "buffer.total_epochs=1")
-    assert "buffer.batch_size 64 exceeds all tasks there are: 16" in message
+    assert "buffer.batch_size 64 exceeds the 16 tasks of all epochs" in message
 
 
 def test_all_mistakes_are_reported_at_once(config: Path) -> None:

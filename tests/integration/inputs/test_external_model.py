@@ -53,4 +53,4 @@ def test_a_wrong_key_is_an_error_of_the_user(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
         monkeypatch.setenv("OPENAI_API_KEY", "wrong")
         ended = call_cli("run", str(config), *EXTERNAL, "mode=bench")
-    assert ended.code == 2 and "refuses us: AuthenticationError" in ended.err, ended
+    assert ended.code == 2 and "refuses all requests: AuthenticationError" in ended.err, ended

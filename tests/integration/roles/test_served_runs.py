@@ -167,7 +167,7 @@ def test_rewarded_sessions_are_logged_once_despite_kills(
             engine.kill()
             rewarded |= {number for number in range(per_step, per_step + 3) if use(served, number)}
             ended = run.end()
-            assert ended.code != 0 and "has died; the same command goes on" in ended.err, ended
+            assert ended.code != 0 and "has died; run the same command again to continue" in ended.err, ended
             run.wait_for_no_survivors()
         with serve(config) as run:
             served = Served(run)
@@ -317,5 +317,5 @@ def test_mode_serve_is_served_by_run_and_needs_no_tasks(tmp_path: Path) -> None:
         assert Served(run).ask("s", "hi")["role"] == "assistant"
         run.process.terminate()
         assert run.process.wait(60) == 0
-    with pytest.raises(UserError, match="mode serve has no end"):
+    with pytest.raises(UserError, match="mode serve never ends"):
         Experiment.from_yaml(config).run()

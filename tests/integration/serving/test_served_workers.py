@@ -143,7 +143,7 @@ def serve(config: Path, *overrides: str) -> RunProcess:
 
 def url_of(run: RunProcess) -> str:
     assert run.process.stdout is not None
-    assert run.process.stdout.readline().startswith("waits for the first explorer worker of cluster.type ")
+    assert run.process.stdout.readline().startswith("waiting for the first explorer worker of cluster.type ")
     line = run.process.stdout.readline()
     assert line.startswith("serving "), (line, run.kill_and_read())
     return line.split()[1].removesuffix("/v1")

@@ -1,5 +1,5 @@
-"""Promises of `rftdask debug`: a task is rolled out as an explorer does it, again and again with the files as they are;
-what it gave is in a run folder; the log of a run stays as it is.
+"""Promises of `rftdask debug`: it rolls out one task repeatedly, like an explorer, with the current files. It saves the
+results in a run folder and does not change the log of a run.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def config(tmp_path: Path) -> Path:
     return write_config(tmp_path)
 
 
-def test_a_round_takes_the_reward_as_its_file_is_by_then(config: Path, tmp_path: Path) -> None:
+def test_each_round_reads_the_current_reward_file(config: Path, tmp_path: Path) -> None:
     plugins = tmp_path / "plugins"
     plugins.mkdir()
 
     def write_reward(value: float | str) -> None:
-        # All in one second, by whose number and the size Python tells whether bytecode is of a file.
+        # All within one second: Python matches bytecode to a file by its size and time in seconds.
         (plugins / "judges.py").write_text(REWARD.format(value=value))
         os.utime(plugins / "judges.py", (1_700_000_000, 1_700_000_000))
 
@@ -48,7 +48,7 @@ def test_a_round_takes_the_reward_as_its_file_is_by_then(config: Path, tmp_path:
     assert "0.25" in first
     assert "0.75" not in first
     assert "0.75" in second
-    assert "AttributeError" in third, "the first error is what is told"
+    assert "AttributeError" in third, "the first error is reported"
     rows = RunTables(tmp_path / "debug").table("experiences").to_pylist()
     assert sorted(row["uid"] for row in rows) == [
         "taskset_0/0/3/0/0",
@@ -59,21 +59,21 @@ def test_a_round_takes_the_reward_as_its_file_is_by_then(config: Path, tmp_path:
     assert not (tmp_path / "runs").exists()
 
 
-def test_another_debugger_of_the_folder_goes_on_after_what_is_there(config: Path, tmp_path: Path) -> None:
+def test_a_second_debugger_continues_the_folder(config: Path, tmp_path: Path) -> None:
     for number in range(2):
         with Debugger(load_config(config, []), tmp_path / "debug", taskset="held_out") as debugger:
             assert f"held_out/{number}/0/0/0" in debugger.try_task(0, rollouts=1)
-            with pytest.raises(DataError, match="rows 0 to 2, and no row 3"):
+            with pytest.raises(DataError, match="no row 3; choose a row from 0 to 2"):
                 debugger.try_task(3, rollouts=1)
 
 
-def test_the_command_ends_after_a_round_where_nobody_types(config: Path, tmp_path: Path) -> None:
+def test_debug_without_a_terminal_ends_after_one_round(config: Path, tmp_path: Path) -> None:
     page, profile = tmp_path / "page.html", tmp_path / "profile"
     files = ("--html", str(page), "--profile", str(profile))
     ended = call_cli("debug", str(config), "--task", "2", "--folder", str(tmp_path / "debug"), *files)
     assert ended.code == 0, ended
     assert "taskset_0/0/2/0/0" in page.read_text()
-    assert f"profile in {profile}, what took longest:" in ended.out and "cumtime" in ended.out
+    assert f"profile in {profile}, the slowest functions:" in ended.out and "cumtime" in ended.out
     names = [name for _, _, name in pstats.Stats(str(profile)).stats]  # type: ignore[attr-defined]
     assert "_roll_out" in names and any("simple_workflow" in name for name in names)
     assert "2+1=" in ended.out
@@ -81,11 +81,11 @@ def test_the_command_ends_after_a_round_where_nobody_types(config: Path, tmp_pat
     assert call_cli("trace", str(tmp_path / "debug"), "taskset_0/0/2/0/0").code == 0
 
 
-def test_what_explores_nothing_and_what_is_not_there_is_refused(config: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no taskset is called 'mine'; there are taskset_0, held_out"):
+def test_debug_rejects_train_mode_and_unknown_tasksets(config: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="taskset 'mine' does not exist; choose one of taskset_0, held_out"):
         Debugger(load_config(config, []), tmp_path / "debug", taskset="mine")
     ended = call_cli("debug", str(config), "--folder", "s3://bucket/debug")
-    assert (ended.code, "give a folder of this machine" in ended.err) == (2, True)
+    assert (ended.code, "give a folder on this machine" in ended.err) == (2, True)
     only_trains = load_config(config, ["mode=train"])
-    with pytest.raises(UserError, match="mode train explores nothing"):
+    with pytest.raises(UserError, match="mode train has no explorer"):
         Debugger(only_trains, tmp_path / "debug")

@@ -1,4 +1,4 @@
-"""Promises of a sweep: every combination is a run of its own, and its table and chart say what became of each."""
+"""Promises of `rftdask sweep`: every combination is a separate run, and table and chart show its state."""
 
 import csv
 from pathlib import Path
@@ -27,38 +27,41 @@ def test_values_of_an_axis(text: str, values: list[str]) -> None:
     assert values_of(text) == values
 
 
-def test_every_combination_is_a_run_with_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_every_combination_is_a_run_in_its_own_folder(tmp_path: Path) -> None:
     path = str(write_config(tmp_path))
     points = plan_sweep(path, ["algorithm.optimizer.lr=1e-6,2e-6", "seed=0..2", "trainer.total_steps=4"])
     assert [point.config.name for point in points][:2] == ["lr-1e-6_seed-0", "lr-1e-6_seed-1"]
     folders = {point.config.checkpoint_job_dir for point in points}
     assert len(points) == len(folders) == 6
     assert {Path(folder).parent for folder in folders} == {tmp_path / "runs" / "rftdask" / "fake"}
-    told = {(p.config.algorithm.optimizer.lr, p.config.seed, p.config.trainer.total_steps) for p in points}
-    assert told == {(lr, seed, 4) for lr in (1e-6, 2e-6) for seed in range(3)}
+    printed = {(p.config.algorithm.optimizer.lr, p.config.seed, p.config.trainer.total_steps) for p in points}
+    assert printed == {(lr, seed, 4) for lr in (1e-6, 2e-6) for seed in range(3)}
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "printed"),
     [
-        (["seed=1"], "nothing is to be swept"),
+        (["seed=1"], "no key has several values"),
         (["seed=0..2000"], "2001 runs"),
-        (["algorithm.repeat_times=2, 2"], "the same folder: repeat_times-2"),
-        (["seed=0..1", "continue_from_checkpoint=false"], "continue_from_checkpoint: a sweep goes on with its runs"),
+        (["algorithm.repeat_times=2, 2"], "share the folder repeat_times-2"),
+        (
+            ["seed=0..1", "continue_from_checkpoint=false"],
+            "continue_from_checkpoint: false: a sweep continues",
+        ),
     ],
 )
-def test_what_is_no_sweep_is_refused(tmp_path: Path, settings: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_invalid_sweeps_are_rejected(tmp_path: Path, settings: list[str], printed: str) -> None:
+    with pytest.raises(UserError, match=printed):
         plan_sweep(str(write_config(tmp_path)), settings)
 
 
-def test_a_mistake_in_one_run_is_told_before_any_starts(tmp_path: Path) -> None:
+def test_a_mistake_in_one_run_stops_the_sweep_before_it_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="repeat_times"):
         plan_sweep(str(write_config(tmp_path)), ["algorithm.repeat_times=2,none_of_it"])
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_table_has_a_line_for_each_run_and_one_for_each_arm(tmp_path: Path) -> None:
+def test_the_table_has_a_line_per_run_and_per_arm(tmp_path: Path) -> None:
     points = plan_sweep(str(write_config(tmp_path)), ["algorithm.optimizer.lr=1e-6,2e-6", "seed=0..1"])
     outcomes = [
         Outcome(point, "finished", step=4, reward=reward, last_accuracy=reward / 2, first_accuracy=0.0)
@@ -71,7 +74,7 @@ def test_the_table_has_a_line_for_each_run_and_one_for_each_arm(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_sweep_runs_goes_on_and_tells_what_became_of_it(tmp_path: Path) -> None:
+def test_a_sweep_runs_continues_and_reports(tmp_path: Path) -> None:
     sweep = ("sweep", str(write_config(tmp_path)), "seed=0..1", "trainer.total_steps=2")
     before = call_cli(*sweep, "--table")
     assert before.code == 0 and before.out.count("not started") == 2
@@ -85,4 +88,4 @@ def test_a_sweep_runs_goes_on_and_tells_what_became_of_it(tmp_path: Path) -> Non
     ]
     assert (folder / "sweep.svg").read_text().count("<path") > 2
     again = call_cli(*sweep)
-    assert again.code == 0 and "begins" not in again.err, "what has finished is left alone"
+    assert again.code == 0 and "begins" not in again.err, "finished runs are kept"

@@ -992,11 +992,11 @@ def test_a_driver_does_not_outlive_the_script_of_its_job(tmp_path: Path) -> None
     ready, told = tmp_path / "ready", tmp_path / "told"
     watching = f"""
 import os, pathlib, signal, time
-from rftdask.cli.app import end_with
+from rftdask.cli.run import end_with_parent
 signal.signal(signal.SIGTERM, lambda *_: pathlib.Path({str(told)!r}).touch())
 parent = os.getppid()
 pathlib.Path({str(ready)!r}).touch()
-end_with(parent)
+end_with_parent(parent)
 """
     script = f"{shlex.join([sys.executable, '-c', watching])} & wait"
     with subprocess.Popen(["bash", "-c", script]) as shell:
@@ -1005,7 +1005,7 @@ end_with(parent)
     wait_for(told.exists)
     config = configured(tmp_path)
     text = controller_text(config, private(config), open_storage(config.checkpoint_job_dir))
-    assert " --with-parent &\n" in text
+    assert " --exit-with-parent &\n" in text
 
 
 def test_a_controller_that_was_cancelled_before_it_started_starts_nothing(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Promises of `rftdask convert`: any checkpoint becomes a folder that transformers loads, in the data type of the files
-of the model itself, tied or not, LoRA merged or alone; and half a folder never appears.
+"""Promises of `rftdask convert`: any checkpoint becomes a folder that transformers loads, in the data type of its
+files, with tied weights or not, with LoRA merged or separate. An incomplete folder never appears.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ IDS = torch.arange(2, 12)[None]
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
-def test_a_checkpoint_becomes_a_model_that_transformers_loads(model_folder: str, tmp_path: Path, lora: bool) -> None:
+def test_a_checkpoint_converts_to_a_transformers_model(model_folder: str, tmp_path: Path, lora: bool) -> None:
     run, engine = make_run(model_folder, tmp_path, lora)
     out = tmp_path / "out"
     assert convert(run, out).step == 2
@@ -109,7 +109,7 @@ def test_a_checkpoint_becomes_a_model_that_transformers_loads(model_folder: str,
     )
 
 
-def test_a_reward_model_is_converted_as_one(small: str, tmp_path: Path) -> None:
+def test_a_reward_model_keeps_its_head(small: str, tmp_path: Path) -> None:
     run, engine = make_run(small, tmp_path, algorithm="reward_model")
     convert(run, tmp_path / "out")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
@@ -117,7 +117,7 @@ def test_a_reward_model_is_converted_as_one(small: str, tmp_path: Path) -> None:
     assert_close(model(IDS).logits, engine._model(IDS).logits)
 
 
-def test_the_adapter_alone_is_in_the_layout_of_peft(small: str, tmp_path: Path) -> None:
+def test_adapters_are_written_in_peft_layout(small: str, tmp_path: Path) -> None:
     run, engine = make_run(small, tmp_path, lora=True)
     convert(run, tmp_path / "out", merge_lora=False)
     model = AutoModelForCausalLM.from_pretrained(small)
@@ -126,7 +126,7 @@ def test_the_adapter_alone_is_in_the_layout_of_peft(small: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("lora", [True, False])
-def test_a_moved_run_is_converted_with_the_model_that_stayed_where_it_began(
+def test_a_moved_run_finds_the_model_in_its_first_folder(
     small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
 ) -> None:
     """It has no model of its own, or adapters, which are added to the one that they were trained on."""
@@ -142,7 +142,7 @@ def test_a_moved_run_is_converted_with_the_model_that_stayed_where_it_began(
         assert (tmp_path / "after" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_a_stage_of_a_moved_run_is_converted_with_what_the_stage_before_it_made(small: str, tmp_path: Path) -> None:
+def test_a_moved_stage_finds_the_model_of_the_stage_before(small: str, tmp_path: Path) -> None:
     run = make_config(small, tmp_path / "whole", lora=True).checkpoint_job_dir
     own = Path(run).parent / "first" / "global_step_4" / HF_FOLDER
     shutil.copytree(small, own)
@@ -154,7 +154,7 @@ def test_a_stage_of_a_moved_run_is_converted_with_what_the_stage_before_it_made(
         assert (tmp_path / "after" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_a_moved_run_is_converted_without_the_model_it_began_with(
+def test_a_moved_run_converts_without_its_first_model(
     small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(small, tmp_path / "model")
@@ -173,7 +173,7 @@ def test_a_moved_run_is_converted_without_the_model_it_began_with(
         assert (tmp_path / "after-2" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_run_checkpoint_and_step_name_the_same(small: str, tmp_path: Path) -> None:
+def test_run_checkpoint_and_step_select_the_same_weights(small: str, tmp_path: Path) -> None:
     run, _ = make_run(small, tmp_path)
     ways: list[dict[str, Any]] = [
         {"source": run, "step": 1},
@@ -189,14 +189,14 @@ def test_run_checkpoint_and_step_name_the_same(small: str, tmp_path: Path) -> No
     assert (tmp_path / "newest" / "model.safetensors").read_bytes() != files[0]
 
 
-def test_the_command_says_what_it_wrote_and_refuses_what_it_cannot(small: str, tmp_path: Path) -> None:
+def test_convert_prints_its_output_and_rejects_bad_input(small: str, tmp_path: Path) -> None:
     run, _ = make_run(small, tmp_path, steps=1)
     done = CliRunner().invoke(app, ["convert", run, str(tmp_path / "out")])
     assert done.exit_code == 0
     assert done.output == f"{tmp_path / 'out'}: step 1 of {run}\n"
     for call, message in (
-        ({"out": tmp_path / "out"}, "exists already"),
-        ({"out": tmp_path / "new", "step": 7}, "no checkpoint of step 7; there are: 1"),
+        ({"out": tmp_path / "out"}, "already exists"),
+        ({"out": tmp_path / "new", "step": 7}, "no checkpoint of step 7; its steps are: 1"),
         ({"out": tmp_path / "new", "merge_lora": False}, "trains all weights"),
     ):
         with pytest.raises(UserError, match=message):
@@ -206,19 +206,19 @@ def test_the_command_says_what_it_wrote_and_refuses_what_it_cannot(small: str, t
 
 
 @pytest.mark.parametrize(
-    ("form", "told"),
+    ("form", "text"),
     [("gguf", r"python llama\.cpp/convert_hf_to_gguf\.py out --outfile out\.gguf"), ("onnx", "hf, a Hugging")],
 )
-def test_a_format_that_is_not_written_is_refused_with_the_way_to_it(
-    form: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_gguf_is_rejected_with_instructions(
+    form: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ended = call_cli("convert", "run", "out", "--to", form)
-    assert ended.code == 2 and re.search(told, ended.err), ended
+    assert ended.code == 2 and re.search(text, ended.err), ended
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_without_a_checkpoint_is_told_so(small: str, tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_is_an_error(small: str, tmp_path: Path) -> None:
     run, _ = make_run(small, tmp_path, steps=0)
     with pytest.raises(UserError, match="has no checkpoint yet"):
         convert(run, tmp_path / "out")

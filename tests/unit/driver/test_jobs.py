@@ -1,4 +1,4 @@
-"""Promises of what is told of a run that does not run: why, from its own last words or from what became of its job."""
+"""Promises of status, logs and cancel: a run that is not running is explained by its own record or by its jobs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def begun(folder: Path, **sections: Any) -> Path:
     return folder
 
 
-def test_a_run_that_spoke_its_last_words_is_quoted(tmp_path: Path) -> None:
+def test_the_recorded_error_of_a_run_is_reported(tmp_path: Path) -> None:
     storage = open_storage(begun(tmp_path))
     assert read_end(storage) is None
     note_end(storage, "failed", "RoleError: out of restarts")
@@ -49,13 +49,13 @@ def test_a_run_that_spoke_its_last_words_is_quoted(tmp_path: Path) -> None:
     assert why_not_running(storage, (ENDED,)) == "finished"
 
 
-def test_a_run_that_was_killed_is_explained_by_its_job(tmp_path: Path) -> None:
+def test_a_killed_run_is_explained_by_its_job(tmp_path: Path) -> None:
     storage = open_storage(begun(tmp_path))
-    told = why_not_running(storage, (ENDED,))
-    assert told == "it was killed and recorded no end: job 7 (controller): NODE_FAIL (exit 0:1)"
+    text = why_not_running(storage, (ENDED,))
+    assert text == "it was killed and recorded no end: job 7 (controller): NODE_FAIL (exit 0:1)"
 
 
-def test_a_run_whose_job_waits_says_so(tmp_path: Path) -> None:
+def test_a_waiting_job_is_reported(tmp_path: Path) -> None:
     waiting = JobStatus("controller", "controller", "7", "PENDING", True)
     assert why_not_running(open_storage(tmp_path), (waiting,)) == "controller is job 7, PENDING"
     assert why_not_running(open_storage(tmp_path), (ENDED,)).startswith("it never began: job 7 (controller)")
@@ -70,7 +70,7 @@ PENDING|0||2026-11-23T12:00:00|Unknown|14|0:0|Priority
 """
 
 
-def test_what_its_jobs_took_is_told_where_slurm_keeps_books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_of_jobs_comes_from_slurm_accounting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, commands = begun(tmp_path / "run"), tmp_path / "bin"
     (run / "log").mkdir()
     for name in ("controller-7.log", "explorer-3-9.log", "explore-1-12_4.log", "trainer-rank-0.log", "driver.log"):
@@ -83,24 +83,24 @@ def test_what_its_jobs_took_is_told_where_slurm_keeps_books(tmp_path: Path, monk
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
     (tmp_path / "told").write_text(SACCT)
-    found = read_run_jobs(str(run))
+    result = read_run_jobs(str(run))
     assert "--jobs=12,7,9\n" in asked.read_text()
-    assert found.usage is not None and found.to_json()["usage"]["gpu_hours"] == 17.0
+    assert result.usage is not None and result.to_json()["usage"]["gpu_hours"] == 17.0
     ends = "1 CANCELLED, 1 COMPLETED, 1 NODE_FAIL, 1 PENDING, 1 PREEMPTED"
-    told = [
+    text = [
         f"5 jobs ({ends}), 17.00 GPU hours, up to 30 min in queue",
         "  job 12_4 PREEMPTED (exit 0:0)",
         "  job 13 NODE_FAIL (exit 1:0, NodeDown)",
     ]
-    assert found.usage.render().splitlines() == told
-    assert all(line.strip() in Path(report_run(run)).read_text() for line in told)
+    assert result.usage.render().splitlines() == text
+    assert all(line.strip() in Path(report_run(run)).read_text() for line in text)
     (commands / "sacct").write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2; exit 1\n")
     without = read_run_jobs(str(run))
     assert without.usage is None and without.usage_unknown == NO_BOOKS
     assert NO_BOOKS in Path(report_run(run)).read_text()
 
 
-def test_a_run_with_an_owner_runs(tmp_path: Path) -> None:
+def test_a_run_with_an_owner_is_running(tmp_path: Path) -> None:
     started_s = psutil.Process().create_time() - psutil.boot_time()
     me = {"host": socket.gethostname(), "pid": os.getpid(), "started_s": started_s}
     (begun(tmp_path) / "control").mkdir()
@@ -109,17 +109,17 @@ def test_a_run_with_an_owner_runs(tmp_path: Path) -> None:
     assert why_not_running(open_storage(tmp_path), (ENDED,)) == ""
 
 
-def test_logs_are_asked_for_by_the_beginning_of_their_names(tmp_path: Path) -> None:
+def test_logs_are_selected_by_name_prefix(tmp_path: Path) -> None:
     (begun(tmp_path) / "log").mkdir()
     (tmp_path / "log" / "trainer-0-12.log").write_text("one\ntwo\nthree\n")
     (tmp_path / "log" / "driver.log").write_text("drove\n")
     assert list(read_logs(str(tmp_path), "trainer", 2)) == [("trainer-0-12.log", ["two", "three"])]
     assert [name for name, _ in read_logs(str(tmp_path), "", 2)] == ["driver.log", "trainer-0-12.log"]
-    with pytest.raises(DataError, match=r"no log of 'engine'; there are: driver, trainer"):
+    with pytest.raises(DataError, match=r"no log of 'engine'; choose one of: driver, trainer"):
         list(read_logs(str(tmp_path), "engine", 2))
 
 
-def test_a_folder_without_logs_is_told_by_what_it_is(tmp_path: Path) -> None:
+def test_missing_logs_and_missing_runs_are_distinct_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"is not a run folder"):
         list(read_logs(str(tmp_path / "elsewhere"), "", 2))
     with pytest.raises(DataError, match=r"has no logs yet"):
@@ -129,15 +129,15 @@ def test_a_folder_without_logs_is_told_by_what_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["rftdask-trainer-try.o12", "rftdask-trainer-try.e12", "trainer-0-12.err", "trainer-0-12.out"]
 )
-def test_logs_that_a_batch_system_names_are_found_by_their_role(tmp_path: Path, name: str) -> None:
+def test_logs_named_by_a_batch_system_are_found(tmp_path: Path, name: str) -> None:
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / name).write_text("one\ntwo\n")
     assert list(read_logs(str(tmp_path), "trainer", 1)) == [(name, ["two"])]
-    with pytest.raises(DataError, match="there are: trainer"):
+    with pytest.raises(DataError, match="choose one of: trainer"):
         list(read_logs(str(tmp_path), "engine", 1))
 
 
-def test_logs_of_stages_are_named_by_their_stage(tmp_path: Path) -> None:
+def test_stage_logs_have_the_stage_as_prefix(tmp_path: Path) -> None:
     begun(tmp_path, stages=[{"stage_name": "one"}, {"stage_name": "two"}])
     for folder in (tmp_path, tmp_path / "one"):
         (folder / "log").mkdir(parents=True)
@@ -146,13 +146,11 @@ def test_logs_of_stages_are_named_by_their_stage(tmp_path: Path) -> None:
     expected = [("driver.log", ["drove"]), ("one/trainer-0.log", ["trained"])]
     assert list(read_logs(str(tmp_path), "", 2)) == expected
     assert list(read_logs(str(tmp_path), "trainer", 2)) == expected[1:]
-    told = follow_logs(str(tmp_path), "", 2, look_s=0.0)
-    assert [next(told), next(told)] == expected
+    text = follow_logs(str(tmp_path), "", 2, poll_s=0.0)
+    assert [next(text), next(text)] == expected
 
 
-def test_logs_of_a_run_on_remote_storage_are_its_copies_by_start_and_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remote_logs_are_listed_by_start_and_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     local = begun(tmp_path / "run", stages=[{"stage_name": "one"}])
     url = f"memory://logs-of-{tmp_path.name}"
@@ -163,16 +161,14 @@ def test_logs_of_a_run_on_remote_storage_are_its_copies_by_start_and_stage(
     expected = [("20260101T000000-7/driver.log", ["drove"]), ("one/20260101T000000-7/trainer-rank-0.log", ["two"])]
     assert list(read_logs(url, "", 1)) == expected
     assert list(read_logs(url, "trainer", 1)) == expected[1:]
-    told = follow_logs(url, "driver", 1, look_s=0.0)
-    assert next(told) == expected[0]
+    text = follow_logs(url, "driver", 1, poll_s=0.0)
+    assert next(text) == expected[0]
     storage.put("log/20260101T000000-7/driver.log", b"drove\non\n")
-    assert next(told) == ("20260101T000000-7/driver.log", ["on"])
+    assert next(text) == ("20260101T000000-7/driver.log", ["on"])
 
 
-def test_a_private_folder_that_was_named_relatively_is_found_from_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As `attach` looks for the address and the keys of a run."""
+def test_a_relative_private_folder_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`attach` reads the address and the keys of a run from it."""
     monkeypatch.chdir(tmp_path)
     config = load_config({**RUN, "checkpoint_root_dir": str(tmp_path), "cluster": {"private_folder": "keys"}})
     storage = open_storage(config.checkpoint_job_dir)
@@ -183,7 +179,7 @@ def test_a_private_folder_that_was_named_relatively_is_found_from_elsewhere(
     assert PrivateFolder.of(read_run_config(storage), storage).read_address() == "tls://10.0.0.1:8786"
 
 
-def test_a_run_without_a_role_yet_is_not_dead_while_its_process_lives(tmp_path: Path) -> None:
+def test_a_starting_run_counts_as_running(tmp_path: Path) -> None:
     storage = open_storage(begun(tmp_path))
     note_end(storage, "failed", "of an earlier start")
     note_begin(storage)
@@ -193,40 +189,38 @@ def test_a_run_without_a_role_yet_is_not_dead_while_its_process_lives(tmp_path: 
     assert why_not_running(storage, ()) == "it was killed and recorded no end"
 
 
-def test_a_stage_at_work_is_the_run_at_work(tmp_path: Path) -> None:
+def test_a_running_stage_means_a_running_run(tmp_path: Path) -> None:
     storage = open_storage(begun(tmp_path, stages=[{"stage_name": "one"}, {"stage_name": "two"}]))
     assert why_not_running(storage, ()) == "it was killed and recorded no end"
     with Lease(open_storage(tmp_path / "two"), "explorer"):
         assert why_not_running(storage, (JobStatus("controller", "controller", "7", "RUNNING", True),)) == ""
 
 
-def test_followed_logs_tell_their_end_and_then_each_whole_line_that_comes(tmp_path: Path) -> None:
+def test_followed_logs_yield_the_tail_and_then_whole_lines(tmp_path: Path) -> None:
     (begun(tmp_path) / "log").mkdir()
     trainer, driver = tmp_path / "log" / "trainer-0-12.log", tmp_path / "log" / "driver.log"
     trainer.write_text("one\ntwo\nthree\nhal")
-    told = follow_logs(str(tmp_path), "", 2, look_s=0.0)
-    assert next(told) == ("trainer-0-12.log", ["two", "three"])
+    text = follow_logs(str(tmp_path), "", 2, poll_s=0.0)
+    assert next(text) == ("trainer-0-12.log", ["two", "three"])
     with trainer.open("a") as log:
         log.write("f\nfive\n")
-    assert next(told) == ("trainer-0-12.log", ["half", "five"])
+    assert next(text) == ("trainer-0-12.log", ["half", "five"])
     driver.write_text("drove\n")  # a new one
-    assert next(told) == ("driver.log", ["drove"])
+    assert next(text) == ("driver.log", ["drove"])
     trainer.write_text("six\n")  # the log was set aside
-    assert next(told) == ("trainer-0-12.log", ["six"])
+    assert next(text) == ("trainer-0-12.log", ["six"])
 
 
-def test_status_for_programs_lists_the_jobs_of_a_run_that_has_not_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_status_lists_jobs_before_the_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")  # no batch system, whatever this machine has
     write_jobs(open_storage(tmp_path), [JobRecord("controller", "controller", "7", "pbs", 1.0)], SUBMITTED_FILE)
-    told = json.loads(CliRunner().invoke(app, ["status", str(tmp_path), "--json"]).output)
+    text = json.loads(CliRunner().invoke(app, ["status", str(tmp_path), "--json"]).output)
     job = {"role": "controller", "name": "controller", "job_id": "7", "state": "not asked", "is_alive": False}
-    assert told == {"jobs": [job], "why": "it never began: job 7 (controller): not asked", "usage": None, "stages": []}
+    assert text == {"jobs": [job], "why": "it never began: job 7 (controller): not asked", "usage": None, "stages": []}
 
 
 @pytest.mark.slow
-def test_who_joins_gives_up_where_no_run_is(tmp_path: Path) -> None:
+def test_join_times_out_without_a_run(tmp_path: Path) -> None:
     tree = {"model": {"model_path": "m", "max_model_len": 64}, "checkpoint_root_dir": str(tmp_path)}
     tree["buffer"] = {"explorer_input": {"taskset": {"path": "t.jsonl"}}}
     config = load_config({**tree, "cluster": {"type": "joined", "tls": False}})

@@ -1,5 +1,5 @@
-"""Promises of `rftdask estimate`: weights, gradients and optimizer state to the byte, activations and logits within
-1.25 of what is kept; the shape of a model from its files alone, without torch.
+"""Promises of `rftdask estimate`: weights, gradients and optimizer state are exact to the byte, activations and logits
+within a factor of 1.25 of measured memory. Shapes come from the files of a model, without torch.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from rftdask.driver.memory_estimate import (
     GB,
     TrainSizes,
     activation_bytes,
-    check_host,
-    check_jobs,
-    check_joined,
     engine_parts,
     estimate,
+    format_memory_report,
     gpu_bytes,
     gpu_shortages,
+    host_shortages,
+    job_shortages,
     load_bytes,
     logit_bytes,
-    tell_memory,
+    raise_shortages,
     train_parts,
     train_sizes,
     vllm_parts,
+    worker_shortages,
 )
 from rftdask.errors import DataError, UserError
 from rftdask.models.lora import adapter_names, begin
@@ -109,7 +110,7 @@ def test_weights_gradients_and_optimizer_state_are_exact(saved: tuple[Any, Model
     assert {name: parts[name] for name in measured} == measured
 
 
-def test_activations_are_within_a_quarter_of_what_is_kept(saved: tuple[Any, ModelShape, Path]) -> None:
+def test_activations_are_within_a_quarter_of_measured_memory(saved: tuple[Any, ModelShape, Path]) -> None:
     model, shape, _ = saved
     assert pack_if_equal(model.eval())
     lengths = [100, 100, 60, 40]
@@ -118,8 +119,8 @@ def test_activations_are_within_a_quarter_of_what_is_kept(saved: tuple[Any, Mode
     assert measured / 1.25 < formula < measured * 1.25
 
 
-def test_with_gradient_checkpointing_too(saved: tuple[Any, ModelShape, Path]) -> None:
-    """Kept beside the layers' inputs is what one layer keeps while it is computed again, which the hooks do not see."""
+def test_checkpointed_activations_are_within_a_quarter(saved: tuple[Any, ModelShape, Path]) -> None:
+    """The estimate adds what one layer keeps while it is recomputed, which the hooks do not see."""
     model, shape, _ = saved
     assert pack_if_equal(model)
     model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -129,8 +130,8 @@ def test_with_gradient_checkpointing_too(saved: tuple[Any, ModelShape, Path]) ->
     assert measured / 1.25 < activation_bytes(shape, sizes) - layer < measured * 1.6
 
 
-def test_logits_are_what_a_pass_holds_at_most(saved: tuple[Any, ModelShape, Path]) -> None:
-    """Of each chunk: logits, logprobs and, on the way back, the gradient."""
+def test_logits_are_the_peak_of_a_pass(saved: tuple[Any, ModelShape, Path]) -> None:
+    """Each chunk has logits, logprobs and, in the backward pass, their gradient."""
     _, shape, _ = saved
     assert logit_bytes(shape, 1000) == 3 * 4 * 96 * 1000
     assert logit_bytes(shape, 10**9) == 3 * 4 * MAX_LOGITS
@@ -159,7 +160,7 @@ def test_the_key_value_cache_of_an_engine_is_exact(saved: tuple[Any, ModelShape,
     assert engine_parts(shape, 40, 2, 4)[1].num_bytes == measured
 
 
-def test_the_configuration_alone_gives_the_same_shape(saved: tuple[Any, ModelShape, Path]) -> None:
+def test_config_json_gives_the_same_shape(saved: tuple[Any, ModelShape, Path]) -> None:
     _, shape, folder = saved
     (folder / "model.safetensors").unlink()
     assert read_shape(str(folder)).num_parameters == shape.num_parameters
@@ -181,7 +182,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         read_shape(str(tmp_path))
 
 
-def test_what_is_no_folder_and_no_name_is_refused_without_asking_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_model_name_needs_no_request_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(*args: object, **options: object) -> None:
         raise AssertionError("the Hub was asked")
 
@@ -250,7 +251,7 @@ def test_the_sizes_of_a_pass_follow_from_the_config(saved: tuple[Any, ModelShape
     _, shape, folder = saved
     cases = {
         "trainer.max_token_len_per_gpu=100": 100,
-        "trainer.max_token_len_per_gpu=10": 64,  # a longer experience goes alone
+        "trainer.max_token_len_per_gpu=10": 64,  # a longer experience is a pass of its own
         "trainer.micro_batch_size=3": 192,
         "trainer.use_dynamic_bsz=false": 64,  # one experience, whatever its length
         "trainer.ulysses_sequence_parallel_size=2": 4 * 8 * 32,  # a half of every experience
@@ -262,7 +263,7 @@ def test_the_sizes_of_a_pass_follow_from_the_config(saved: tuple[Any, ModelShape
     assert lora.trained == shape.lora_parameters(LoraConfig(lora_rank=2))
     assert lora.frozen == ()
     assert train_sizes(make_config(folder), shape).frozen == (shape,)
-    roles = [each.role for each in estimate(make_config(folder), shape)]
+    roles = [item.role for item in estimate(make_config(folder), shape)]
     assert roles == ["trainer", "explorer", "host of a machine"]
 
 
@@ -302,9 +303,7 @@ def test_the_state_of_an_optimizer_is_exact(saved: tuple[Any, ModelShape, Path],
 
 
 @pytest.mark.parametrize("settings", [(), ("algorithm.algorithm_type=ppo",), ("model.lora_configs=[{lora_rank: 2}]",)])
-def test_the_copies_on_the_host_are_those_that_a_trainer_makes(
-    saved: tuple[Any, ModelShape, Path], settings: tuple[str, ...]
-) -> None:
+def test_host_copies_match_those_of_a_trainer(saved: tuple[Any, ModelShape, Path], settings: tuple[str, ...]) -> None:
     _, shape, folder = saved
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel({f"t{i}": i for i in range(96)}, unk_token="t0"))
@@ -353,7 +352,7 @@ def test_the_reference_that_a_trainer_loads_is_counted(
     assert ("with a frozen reference" in make_plan(config).render()) is is_held
 
 
-def test_teachers_critics_and_judges_have_sizes_of_their_own(tmp_path: Path) -> None:
+def test_teachers_critics_and_judges_have_their_own_sizes(tmp_path: Path) -> None:
     small, large = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B"
     distilled = make_config(
         tmp_path,
@@ -361,8 +360,8 @@ def test_teachers_critics_and_judges_have_sizes_of_their_own(tmp_path: Path) -> 
         "algorithm.algorithm_type=on_policy_distill",
         f"explorer.auxiliary_models=[{{model_path: {large}}}]",
     )
-    found = {part.name: part for part in estimate(distilled)[0].parts}
-    assert found["frozen models"].num_bytes >= 2 * read_shape(large).num_parameters
+    result = {part.name: part for part in estimate(distilled)[0].parts}
+    assert result["frozen models"].num_bytes >= 2 * read_shape(large).num_parameters
     critic = make_config(
         tmp_path, f"model.model_path={large}", "algorithm.algorithm_type=ppo", f"model.critic_model_path={small}"
     )
@@ -375,7 +374,7 @@ def test_teachers_critics_and_judges_have_sizes_of_their_own(tmp_path: Path) -> 
     assert [part.num_bytes for part in weights] == [2 * read_shape(name).num_parameters for name in (small, large)]
 
 
-def test_what_a_rank_loads_has_to_fit() -> None:
+def test_the_peak_while_loading_must_fit() -> None:
     shape, teacher = read_shape("Qwen/Qwen3-32B"), read_shape("Qwen/Qwen3-8B")
     table = 151_936 * 5120
     cut = TrainSizes(tokens=1000, num_ranks=64, sharded=True)
@@ -387,21 +386,21 @@ def test_what_a_rank_loads_has_to_fit() -> None:
     engines = "explorer.rollout_model.engine_num=8"
     config = sizes.make_config("Qwen/Qwen3-32B", (8, 8), engines, "trainer.trainer_strategy=ddp")
     trainer, _, host = estimate(config, memory_bytes=80 * GB)
-    assert "a rank holds 131.0 GB while it loads; take fsdp2 and more ranks or LoRA" in trainer.problem
+    assert "a rank holds 131.0 GB while it loads; use fsdp2 and more ranks or LoRA" in trainer.problem
     mixture = sizes.make_config(MIXTRAL, (4, 8), "explorer.rollout_model.engine_num=16")
     # Each of eight ranks has an expert of eight, however many more there are.
-    assert estimate(mixture, memory_bytes=24 * GB)[0].problem == "a rank holds 31.3 GB while it loads; take LoRA"
+    assert estimate(mixture, memory_bytes=24 * GB)[0].problem == "a rank holds 31.3 GB while it loads; use LoRA"
     assert host.total_bytes > 8 * 4 * shape.num_parameters
     assert estimate(sizes.make_config("Qwen/Qwen3-32B", (8, 8), engines), memory_bytes=80 * GB)[0].problem == ""
 
 
 @pytest.mark.parametrize(("model", "num_ranks", "share"), [("Qwen/Qwen3-235B-A22B", 24, 6 / 128), (MIXTRAL, 16, 1 / 8)])
-def test_experts_are_dealt_whole_and_some_ranks_have_none(model: str, num_ranks: int, share: float) -> None:
+def test_experts_are_not_divided_over_ranks(model: str, num_ranks: int, share: float) -> None:
     shape = read_shape(model)
     experts, tensor = shape.num_expert_parameters, max(map(math.prod, shape.weights.values()))
     sizes = TrainSizes(tokens=1000, num_ranks=num_ranks, sharded=True)
     most = 4 * (share * experts + (shape.num_parameters - experts) / num_ranks)
-    # What is no expert is 3 % of the weights, and hardly more uneven than its rows.
+    # Other weights are 3 % of the total and are divided almost evenly.
     assert train_parts(shape, sizes)[0].num_bytes == pytest.approx(most, rel=0.01)
     assert load_bytes(shape, sizes) == pytest.approx(1.2 * most + 4 * tensor, rel=0.01)
     apart: dict[str, tuple[int, ...]] = {}
@@ -420,10 +419,8 @@ def test_the_first_rank_has_the_most_rows(saved: tuple[Any, ModelShape, Path], n
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("trained", ["all", "adapters beside bfloat16", "adapters beside float32"])
-def test_autocast_keeps_copies_of_the_weights_that_are_counted(
-    tmp_path: Path, trained: str, checkpointing: bool
-) -> None:
-    """With `checkpointing` what a layer keeps while it is computed again is counted beside, which no hook sees."""
+def test_autocast_copies_of_weights_are_counted(tmp_path: Path, trained: str, checkpointing: bool) -> None:
+    """With `checkpointing`, the estimate adds what a layer keeps while it is recomputed, which the hooks do not see."""
     model: Any = transformers.AutoModelForCausalLM.from_config(FAMILIES["qwen2 tied"])
     model.to(torch.bfloat16 if "bfloat16" in trained else torch.float32).save_pretrained(tmp_path)
     shape, lora = read_shape(str(tmp_path)), LoraConfig(lora_rank=3)
@@ -433,7 +430,7 @@ def test_autocast_keeps_copies_of_the_weights_that_are_counted(
     assert pack_if_equal(model)
     if checkpointing:
         model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    copies, held = dict[int, torch.UntypedStorage](), {each.untyped_storage().data_ptr() for each in model.parameters()}
+    copies, held = dict[int, torch.UntypedStorage](), {item.untyped_storage().data_ptr() for item in model.parameters()}
     shapes = {tuple(sorted(parameter.shape)) for parameter in model.parameters() if parameter.dim() > 1}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -454,7 +451,7 @@ def test_autocast_keeps_copies_of_the_weights_that_are_counted(
     if checkpointing:
         counted -= {"all": 2 * layers, "adapters beside bfloat16": counted}.get(trained, 0)
         counted -= 2 * (layers / 3 + sizes.trained) if "float32" in trained else 0
-    # What the first of three layers multiplies its input by is kept by none, since the input has no gradient.
+    # The first of three layers keeps no copies for its input, which has no gradient.
     assert measured == pytest.approx(counted, rel=0.08)
 
 
@@ -470,7 +467,7 @@ def test_a_deterministic_backward_pass_counts_its_copies() -> None:
 
 
 class TestVllm:
-    """By the rules of vLLM 0.32: v1/worker/gpu_worker.py, v1/core/kv_cache_utils.py, config/model.py."""
+    """Rules of vLLM 0.32: v1/worker/gpu_worker.py, v1/core/kv_cache_utils.py, config/model.py."""
 
     def parts(self, model: str, *settings: str, memory: float | None = 80 * GB) -> tuple[dict[str, float], str]:
         section = [f"explorer.rollout_model.{setting}" for setting in ("engine_type=vllm", *settings)]
@@ -518,7 +515,7 @@ def test_published_peaks_are_met_within_a_third() -> None:
         assert 0.85 <= sizes.peak_with_all_logits(model, num_gpus, tokens) / sizes.GIB / peak <= 1.15, model
 
 
-def test_the_page_of_sizes_is_what_estimate_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sizes_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     sizes.print_page()
     page = (Path(__file__).parents[3] / "docs" / "sizes.md").read_text()
     assert capsys.readouterr().out == page, "python benchmarks/sizes.py > docs/sizes.md"
@@ -530,7 +527,7 @@ def test_gpus_go_by_name_or_size(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["A100", "Voodoo"])
-def test_a_name_that_is_unknown_or_has_two_sizes_is_refused(name: str) -> None:
+def test_unknown_and_ambiguous_gpu_names_are_rejected(name: str) -> None:
     with pytest.raises(UserError, match="A100 40GB, A100 80GB"):
         gpu_bytes(name)
 
@@ -551,28 +548,32 @@ def test_the_command_prints_every_part_and_what_fits(tmp_path: Path) -> None:
 GPUS_1 = str(Path(__file__).parents[3] / "config" / "gpus" / "gpus-1.yaml")
 
 
-def test_a_role_that_does_not_fit_is_told_with_what_is_needed_what_is_there_and_what_to_change() -> None:
+def test_a_shortage_names_needs_limits_and_remedies() -> None:
     ended = call_cli("validate", GPUS_1, "--gpus", "1", "--gpu", "33GB")
     assert ended.code == 2, ended
     assert "trainer: does not fit, 30.7 of 29.7 GB" in ended.out, ended
-    told = " ".join(ended.err.split())
-    assert told.startswith("error: 1 problem: - GPU memory: stage qwen2.5-1.5b-1gpu, trainer: needs about 30.7 GB on e")
-    assert "(weights 6.2, gradients 6.2, optimizer 12.3, " in told, ended
-    assert "and a GPU has 33.0 GB, of which 29.7 are for it; to change: trainer.max_token_len_per_gpu below" in told
+    printed = " ".join(ended.err.split())
+    assert printed.startswith(
+        "error: 1 problem: - GPU memory: stage qwen2.5-1.5b-1gpu, trainer: needs about 30.7 GB on e"
+    )
+    assert "(weights 6.2, gradients 6.2, optimizer 12.3, " in printed, ended
+    assert (
+        "and a GPU has 33.0 GB, of which 29.7 are available to it; to change: trainer.max_token_len_per_gpu" in printed
+    )
     assert call_cli("validate", GPUS_1, "--gpus", "1", "--gpu", "35GB").code == 0
-    assert call_cli("estimate", GPUS_1, "--gpus", "1", "--gpu", "33GB").code == 0  # it says what is, and refuses none
+    assert call_cli("estimate", GPUS_1, "--gpus", "1", "--gpu", "33GB").code == 0  # estimate only reports
 
 
-def test_an_engine_that_cannot_start_is_told_too() -> None:
+def test_an_engine_that_cannot_start_is_a_shortage() -> None:
     more = ("explorer.rollout_model.gpu_memory_utilization=0.05", "model.lora_configs=[{lora_rank: 8}]")
     ended = call_cli("validate", GPUS_1, *more, "--gpus", "1", "--gpu", "80GB")
-    told = " ".join(ended.err.split())
+    printed = " ".join(ended.err.split())
     assert ended.code == 2, ended
-    assert "explorer: a GPU has 80.0 GB, and vLLM does not start: its cache has 0.0 GB" in told, ended
-    assert "trainer: " not in told, ended
+    assert "explorer: a GPU has 80.0 GB, and vLLM does not start: its cache has 0.0 GB" in printed, ended
+    assert "trainer: " not in printed, ended
 
 
-def test_validate_looks_at_the_gpus_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_checks_the_gpus_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     nvml = fake_nvml()  # of 80 GiB
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
@@ -587,14 +588,14 @@ def test_validate_looks_at_the_gpus_of_this_machine(tmp_path: Path, monkeypatch:
     nvml.nvmlInit = None
     ended = call_cli("validate", GPUS_1)
     assert ended.code == 0, ended
-    assert ended.out.endswith("memory     not known, since nvidia-ml-py does not tell of the GPUs; give --gpu\n"), ended
+    assert ended.out.endswith("memory     not known, since nvidia-ml-py does not report the GPUs; give --gpu\n"), ended
 
 
-def test_weights_gradients_and_optimizer_state_are_certain_and_the_rest_is_estimated(tmp_path: Path) -> None:
+def test_only_weights_gradients_and_state_are_certain(tmp_path: Path) -> None:
     def short(memory: float, *settings: str) -> dict[str, bool]:
         config = load_config(GPUS_1, ["cluster.gpu_per_node=1", *settings])
-        found = gpu_shortages(config.stage_configs(), plan_machines(config), memory * GB)
-        return {re.search(r", (\w+): needs", each.text)[1]: each.is_certain for each in found}  # type: ignore[index]
+        result = gpu_shortages(config.stage_configs(), plan_machines(config), memory * GB)
+        return {re.search(r", (\w+): needs", item.text)[1]: item.is_certain for item in result}  # type: ignore[index]
 
     assert short(80) == {}
     assert short(33) == short(25) == {"trainer": False}
@@ -603,8 +604,8 @@ def test_weights_gradients_and_optimizer_state_are_certain_and_the_rest_is_estim
     assert short(24, "algorithm.optimizer.optimizer_type=some.where.Else") == {"trainer": False}
     lora = "model.lora_configs=[{lora_rank: 8}]"
     assert short(2.5, lora) == {"trainer": True, "explorer": True}
-    told = "explorer.rollout_model.extra_engine_args={quantization: bitsandbytes}"
-    assert short(2.5, lora, told) == {"trainer": True, "explorer": False}
+    printed = "explorer.rollout_model.extra_engine_args={quantization: bitsandbytes}"
+    assert short(2.5, lora, printed) == {"trainer": True, "explorer": False}
 
 
 def test_quantized_files_are_not_certain(tmp_path: Path) -> None:
@@ -615,7 +616,7 @@ def test_quantized_files_are_not_certain(tmp_path: Path) -> None:
     assert not engine_parts(read_shape(str(tmp_path)), 10, 1, 2)[0].is_certain
 
 
-def test_an_engine_has_the_data_type_that_it_loads_on_a_gpu(tmp_path: Path) -> None:
+def test_an_engine_uses_its_gpu_data_type(tmp_path: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(FAMILIES["qwen3"]).save_pretrained(tmp_path)  # float32
     count = read_shape(str(tmp_path)).num_parameters
     for dtype, size in (("auto", 2), ("float16", 2), ("float32", 4)):
@@ -623,7 +624,7 @@ def test_an_engine_has_the_data_type_that_it_loads_on_a_gpu(tmp_path: Path) -> N
         assert engine.parts[0].num_bytes == size * count, dtype
 
 
-def test_a_run_that_needs_more_host_memory_than_there_is_does_not_start() -> None:
+def test_a_run_with_too_little_host_memory_does_not_start() -> None:
     one = ("mode=colocate", "cluster.gpu_per_node=1", "trainer.trainer_strategy=single", "trainer.num_ranks=1")
     config = load_config(
         {
@@ -633,48 +634,48 @@ def test_a_run_that_needs_more_host_memory_than_there_is_does_not_start() -> Non
         one,
     )
     layout = plan_layout([config], 16, num_gpus=1)
-    check_host([config], layout, 64 * GB)
+    raise_shortages(host_shortages([config], layout, 64 * GB))
     with pytest.raises(UserError, match=r"host memory: stage rft needs .*offloaded \d.*asleep .*5.0 GB are fr"):
-        check_host([config], layout, 5 * GB)
-    check_host([config], plan_layout([config], 16), 5 * GB)  # on a CPU nothing lies beside its place
+        raise_shortages(host_shortages([config], layout, 5 * GB))
+    raise_shortages(host_shortages([config], plan_layout([config], 16), 5 * GB))  # on CPUs
 
 
-def test_jobs_of_slurm_have_the_host_memory_that_their_ranks_and_engines_keep() -> None:
+def test_slurm_jobs_must_have_enough_host_memory() -> None:
     path = Path(__file__).parents[3] / "config" / "gpus" / "gpus-32.yaml"
 
     def check(*settings: str) -> None:
         config = load_config(path, settings)
-        check_jobs(config.stage_configs(), plan_machines(config))
+        raise_shortages(job_shortages(config.stage_configs(), plan_machines(config)))
 
     check()
-    usual = "cluster.slurm.trainer.memory=4GB"  # SLURM's, where nobody says more
+    usual = "cluster.slurm.trainer.memory=4GB"  # default of SLURM
     with pytest.raises(
         UserError, match=r"trainer.memory is 4GB.* 30\.2 GB .*for each rank \(ranks 1.5, publ.*set it to 31GB or"
     ):
         check(usual, "cluster.slurm.trainer.exclusive=false")
     check("cluster.slurm.trainer.memory=31GB", "cluster.slurm.trainer.exclusive=false")
-    check(usual)  # of whole nodes it has all
+    check(usual)  # exclusive nodes give all their memory
     with pytest.raises(UserError, match=r"explorer.memory is 1GB.* for each engine \(engines 1.5\); set it to 2GB"):
         check("cluster.slurm.explorer.memory=1GB")
-    # Where they take turns, ranks and engines are in one job, and what waits lies there, too.
+    # Colocated ranks and engines share a job, whose host memory also holds the offloaded weights.
     turns = ("mode=colocate", "trainer.num_ranks=8", "explorer.rollout_model.engine_num=2", "cluster.node_num=1")
     with pytest.raises(UserError, match=r"trainer.memory is 60GB.*\(ranks 1.5, offloaded .*engines 0.4, asleep"):
         check(*turns, "cluster.slurm.trainer.exclusive=false", "cluster.slurm.trainer.memory=60GB")
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "printed"),
     [
-        (["cluster.type=joined"], ["host of a machine: not known whether it has 244.3 GB; `rftdask join` looks at"]),
-        (["cluster.type=existing"], ["host of a machine: not known whether it has 244.3 GB; compare it with what its"]),
+        (["cluster.type=joined"], ["host of a machine: not known whether it has 244.3 GB; `rftdask join` checks each"]),
+        (["cluster.type=existing"], ["host of a machine: not known whether it has 244.3 GB; compare it with the mem"]),
         (
             ["cluster.type=local", "cluster.node_num=1", "mode=colocate", "trainer.num_ranks=8"],
-            ["host of a machine: not known whether it has 899.6 GB; `rftdask run` looks at it before anything starts"],
+            ["host of a machine: not known whether it has 899.6 GB; `rftdask run` checks it before anything starts"],
         ),
         (
             [],
             [
-                "host memory of each rank: not known whether 30.2 GB are there; it shares what whole nodes have (e",
+                "host memory of each rank: not known whether 30.2 GB are available; it shares the memory of whole node",
                 "host memory of each explorer engine: fits, 1.5 of 100.0 GB (cluster.slurm.explorer.memory)",
             ],
         ),
@@ -689,22 +690,20 @@ def test_jobs_of_slurm_have_the_host_memory_that_their_ranks_and_engines_keep() 
             ["cluster.type=pbs", "cluster.options.trainer.memory=40GB"],
             [
                 "host memory of each rank: fits, 30.2 of 40.0 GB (cluster.options.trainer.memory)",
-                "host memory of each explorer engine: not known whether 1.5 GB are there; give cluster.options.memory",
+                "host memory of each explorer engine: not known whether 1.5 GB are available; set cluster.options.memo",
             ],
         ),
     ],
 )
-def test_what_a_machine_elsewhere_has_of_host_memory_is_said_or_said_to_be_unknown(
-    settings: list[str], told: list[str]
-) -> None:
+def test_the_report_compares_host_memory_of_other_machines(settings: list[str], printed: list[str]) -> None:
     path = str(Path(__file__).parents[3] / "config" / "gpus" / "gpus-32.yaml")
     engines = ["explorer.rollout_model.engine_num=2"] * ("mode=colocate" in settings)
     ended = call_cli("estimate", path, *settings, *engines, "--gpu", "H100 80GB")
     lines = [line for line in ended.out.splitlines() if line.startswith("host ") and ": " in line]
-    assert [line[: len(start)] for line, start in zip(lines, told, strict=True)] == told, ended
+    assert [line[: len(start)] for line, start in zip(lines, printed, strict=True)] == printed, ended
 
 
-def test_auxiliary_models_on_workers_of_their_own_are_estimated_and_placed(tmp_path: Path) -> None:
+def test_separate_auxiliary_models_are_estimated_and_placed(tmp_path: Path) -> None:
     apart = (
         "explorer.auxiliary_models=[{name: judge, model_path: Qwen/Qwen3-8B, engine_type: vllm, engine_num: 2, "
         "tensor_parallel_size: 2, max_model_len: 8192, gpu_memory_utilization: 0.8}]"
@@ -718,20 +717,22 @@ def test_auxiliary_models_on_workers_of_their_own_are_estimated_and_placed(tmp_p
     assert judge.total_bytes == pytest.approx(0.8 * 80 * GB, rel=0.01)
     assert [part.name for part in explorer.parts].count("weights") == 1
     assert {part.name: part.count for part in host.parts}["auxiliary"] == 2
-    told = tell_memory(config, "H100 80GB")
-    assert told.splitlines()[0] == "placement  3 ranks on GPUs 0-2, 1 engine on GPU 3, 2 auxiliary engines on GPUs 4-7"
-    assert "auxiliary judge: fits, 64.0 of 80.0 GB" in told
-    assert "auxiliary judge: does not fit" in tell_memory(config, "8GB")
+    printed = format_memory_report(config, "H100 80GB")
+    assert (
+        printed.splitlines()[0] == "placement  3 ranks on GPUs 0-2, 1 engine on GPU 3, 2 auxiliary engines on GPUs 4-7"
+    )
+    assert "auxiliary judge: fits, 64.0 of 80.0 GB" in printed
+    assert "auxiliary judge: does not fit" in format_memory_report(config, "8GB")
 
 
-def test_jobs_of_other_batch_systems_have_it_too() -> None:
+def test_other_batch_jobs_must_have_enough_host_memory() -> None:
     path = Path(__file__).parents[3] / "config" / "gpus" / "gpus-32.yaml"
 
     def check(*settings: str) -> None:
         config = load_config(path, ("cluster.type=pbs", *settings))
-        check_jobs(config.stage_configs(), plan_machines(config))
+        raise_shortages(job_shortages(config.stage_configs(), plan_machines(config)))
 
-    check()  # the site says how much a job has
+    check()  # without the key, the site sets the memory of a job
     with pytest.raises(
         UserError, match=r"cluster.options.memory is 4GB.* 30\.2 GB .*for each rank .* to 31GB or more$"
     ):
@@ -739,17 +740,17 @@ def test_jobs_of_other_batch_systems_have_it_too() -> None:
     check("cluster.options.memory=4GB", "cluster.options.trainer.memory=31GB")
     with pytest.raises(UserError, match=r"cluster.options.explorer.memory is 1GB.* for each engine \(engines 1.5\)"):
         check("cluster.options.memory=31GB", "cluster.options.explorer.memory=1GB")
-    check("cluster.options.memory=1GB", "cluster.gpu_per_node=0", "cluster.node_num=0")  # without GPUs nobody knows
+    check("cluster.options.memory=1GB", "cluster.gpu_per_node=0", "cluster.node_num=0")  # not estimated without GPUs
 
 
-def test_a_worker_joins_a_machine_that_has_the_host_memory_for_it() -> None:
+def test_a_joining_worker_needs_enough_host_memory() -> None:
     config = load_config(Path(__file__).parents[3] / "config" / "gpus" / "gpus-32.yaml", ["cluster.type=joined"])
     stages, layout = config.stage_configs(), plan_machines(config)
-    check_joined(stages, layout, "trainer", 31 * GB)
+    raise_shortages(worker_shortages(stages, layout, "trainer", 31 * GB))
     with pytest.raises(
-        UserError, match=r"30\.2 GB .*for each rank .*and 29.0 GB are free on this machine; let it join"
+        UserError, match=r"30\.2 GB .*for each rank .*and 29.0 GB are free on this machine; join from a machine"
     ):
-        check_joined(stages, layout, "trainer", 29 * GB)
-    check_joined(stages, layout, "explorer", 2 * GB)
+        raise_shortages(worker_shortages(stages, layout, "trainer", 29 * GB))
+    raise_shortages(worker_shortages(stages, layout, "explorer", 2 * GB))
     with pytest.raises(UserError, match=r"for each engine \(engines 1.5\), and 1.0 GB are free"):
-        check_joined(stages, layout, "explorer", 1 * GB)
+        raise_shortages(worker_shortages(stages, layout, "explorer", 1 * GB))

@@ -1,5 +1,5 @@
-"""Promises of the checks: each mistake in data, model or storage is told before anything starts, the data's at
-once; two commands on one run are refused where the storage cannot tell which of two writers was first.
+"""Promises of the checks before a start: each mistake in data, model or storage is reported before a run starts, and
+those of the data together. Two commands on one run are rejected if the storage has no conditional writes.
 """
 
 from __future__ import annotations
@@ -91,28 +91,28 @@ def test_a_missing_file_is_named_with_its_neighbors(world: World) -> None:
     assert "task.jsonl does not exist; nearest in" in problems(world.config(f"{TASKS}.path={world.folder}/task.jsonl"))
 
 
-def test_a_model_whose_images_the_engine_does_not_read_as_the_trainer_does_is_told(world: World) -> None:
+def test_an_engine_that_reads_images_differently_is_an_error(world: World) -> None:
     (world.model / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
     (world.model / "preprocessor_config.json").write_text("{}")
     config = world.config(f"{TASKS}.format.image_key=image", "explorer.rollout_model.engine_type=vllm")
     assert "is a llava; with images this engine was verified to compute" in problems(config)
 
 
-def test_a_model_whose_videos_are_not_read_is_told(world: World) -> None:
+def test_a_model_without_video_support_is_an_error(world: World) -> None:
     (world.model / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
     (world.model / "preprocessor_config.json").write_text("{}")
-    told = problems(world.config(f"{TASKS}.format.video_key=video"))
-    assert "is a llava, and a taskset has format.video_key: only qwen2_vl, qwen2_5_vl read videos" in told
+    lines = problems(world.config(f"{TASKS}.format.video_key=video"))
+    assert "is a llava, and a taskset has format.video_key: only qwen2_vl, qwen2_5_vl read videos" in lines
 
 
-def test_an_empty_taskset_is_told(world: World) -> None:
+def test_an_empty_taskset_is_an_error(world: World) -> None:
     world.write([])
     assert "tasks.jsonl has no rows" in problems(world.config())
     assert "tasks.jsonl has no rows" in problems(world.sft())
 
 
 @pytest.mark.parametrize(("option", "column"), [("prompt_key", "questin"), ("response_key", "anser")])
-def test_a_wrong_key_is_told_with_the_columns(world: World, option: str, column: str) -> None:
+def test_a_wrong_column_key_lists_the_columns(world: World, option: str, column: str) -> None:
     text = problems(world.config(f"{TASKS}.format.{option}={column}"))
     assert f"has no column {column!r}, which format.{option} names" in text
     assert "columns: question, answer; nearest: " in text
@@ -120,7 +120,7 @@ def test_a_wrong_key_is_told_with_the_columns(world: World, option: str, column:
     assert f"has no column {column!r}, which format.{option} names; columns: question, answer" in text
 
 
-def test_held_out_rows_are_checked_as_those_that_are_trained(world: World) -> None:
+def test_held_out_rows_are_checked_like_training_rows(world: World) -> None:
     held_out = "buffer.trainer_input.eval_buffer"
     keys = [f"{held_out}.format.prompt_key=question", f"{held_out}.format.response_key=answer"]
     [inputs] = check_inputs([world.sft(f"{held_out}.path={world.folder}/tasks.jsonl", *keys)])
@@ -135,7 +135,7 @@ def test_held_out_rows_are_checked_as_those_that_are_trained(world: World) -> No
         (f"{TASKS}.default_reward_fn_type=no_such_package.reward", "no_such_package"),
     ],
 )
-def test_an_unknown_plugin_is_told(world: World, override: str, text: str) -> None:
+def test_an_unknown_plugin_is_an_error(world: World, override: str, text: str) -> None:
     assert text in problems(world.config(override))
 
 
@@ -143,20 +143,18 @@ def test_an_unknown_plugin_is_told(world: World, override: str, text: str) -> No
     ("missing", "text"),
     [
         ("tokenizer.json", r"has no tokenizer; save one there with tokenizer.save_pretrained"),
-        ("config.json", "has no config.json, so it is no model folder"),
+        ("config.json", "is not a model folder: it has no config.json"),
         ("model.safetensors", "has no weights"),
     ],
 )
-def test_a_model_folder_that_lacks_a_part_is_told(world: World, missing: str, text: str) -> None:
+def test_an_incomplete_model_folder_is_an_error(world: World, missing: str, text: str) -> None:
     (world.model / missing).unlink()
-    told = problems(world.config())
-    assert f"model.model_path: {str(world.model)!r}" in told
-    assert text in told
+    lines = problems(world.config())
+    assert f"model.model_path: {str(world.model)!r}" in lines
+    assert text in lines
 
 
-def test_a_model_that_does_not_exist_is_told_unless_it_may_be_on_the_hub(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_model_is_an_error_unless_it_may_be_on_the_hub(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "does not exist; give a model folder or a name" in problems(
         world.config(f"model.model_path={world.folder}/none")
     )
@@ -167,16 +165,14 @@ def test_a_model_that_does_not_exist_is_told_unless_it_may_be_on_the_hub(
     check_inputs([on_the_hub])
 
 
-def test_a_batch_larger_than_all_tasks_is_told_with_both_numbers(world: World) -> None:
-    assert "buffer.batch_size 8 exceeds all tasks there are: 6 (1 epochs)" in problems(
-        world.config("buffer.batch_size=8")
-    )
+def test_a_batch_larger_than_all_tasks_is_an_error(world: World) -> None:
+    assert "buffer.batch_size 8 exceeds the 6 tasks of all epochs (1)" in problems(world.config("buffer.batch_size=8"))
     check_inputs([world.config("buffer.batch_size=8", "buffer.total_epochs=2")])
-    told = problems(world.sft("buffer.batch_size=8"))
-    assert "has 6 rows, 1 epochs of it do not fill one batch of 8" in told
+    lines = problems(world.sft("buffer.batch_size=8"))
+    assert "has 6 rows; 1 epochs do not fill one batch of 8" in lines
 
 
-def test_a_root_that_cannot_be_written_is_told(world: World) -> None:
+def test_an_unwritable_root_is_an_error(world: World) -> None:
     (world.folder / "file").write_text("")
     with pytest.raises(
         UserError, match=r"checkpoint_root_dir: cannot write to .*/file/runs/.*something above it is a file"
@@ -184,36 +180,36 @@ def test_a_root_that_cannot_be_written_is_told(world: World) -> None:
         check_inputs([world.config(f"checkpoint_root_dir={world.folder}/file/runs")])
 
 
-def test_a_full_disk_is_told(world: World, tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error(world: World, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode:
         pytest.skip("mounting a small disk needs root")
     try:
-        with pytest.raises(UserError, match=r"0.00 GB free, .* need about 0.07 GB; free some space"):
+        with pytest.raises(UserError, match=r"0.00 GB free; .* need about 0.07 GB; free some space"):
             check_inputs([world.config(f"checkpoint_root_dir={disk}")])
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_staleness_bound_that_cannot_be_kept_is_told_with_the_arithmetic(world: World) -> None:
+def test_an_impossible_staleness_bound_shows_its_arithmetic(world: World) -> None:
     tight = ("mode=both", "synchronizer.sync_offset=2", "synchronizer.max_staleness=1")
-    assert "synchronizer.max_staleness 1 cannot be kept" in problems(world.config(*tight))
+    assert "synchronizer.max_staleness 1 is too low" in problems(world.config(*tight))
     check_inputs([world.config("mode=both", "synchronizer.sync_offset=2", "synchronizer.max_staleness=2")])
 
 
-def test_all_mistakes_are_told_at_once(world: World) -> None:
+def test_all_mistakes_are_reported_together(world: World) -> None:
     (world.model / "tokenizer.json").unlink()
-    told = problems(
+    lines = problems(
         world.config(
             f"{TASKS}.format.prompt_key=x", f"buffer.explorer_input.eval_tasksets=[{{path: {world.folder}/no.jsonl}}]"
         )
     )
-    assert len(told.splitlines()) == 3
+    assert len(lines.splitlines()) == 3
 
 
-def test_every_stage_is_checked_and_a_mistake_of_two_is_told_once(world: World) -> None:
+def test_stages_are_all_checked_without_repeated_errors(world: World) -> None:
     good, bad = world.sft(), world.config(f"{TASKS}.path={world.folder}/task.jsonl")
     assert len(problems(good, bad, bad).splitlines()) == 1
 
@@ -233,14 +229,12 @@ def test_every_stage_is_checked_and_a_mistake_of_two_is_told_once(world: World) 
         ("model.critic_model_path=/no/critic", "model.critic_model_path: '/no/critic' does not exist"),
     ],
 )
-def test_parts_that_do_not_go_together_are_told_before_anything_starts(
-    world: World, override: str, message: str
-) -> None:
+def test_incompatible_parts_are_found_before_the_start(world: World, override: str, message: str) -> None:
     name = "ppo" if "critic_model_path" in override else "grpo"
     assert message in problems(world.config(f"algorithm.algorithm_type={name}", override))
 
 
-def test_what_is_asked_of_experts_and_of_templates_is_checked_against_the_model(world: World) -> None:
+def test_expert_and_template_settings_must_fit_the_model(world: World) -> None:
     build_toy_model(world.model, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2)
     of_experts = world.sft("trainer.router_aux_loss_coef=0.1")
     assert "has no experts; leave it out" in problems(of_experts)
@@ -254,7 +248,7 @@ def test_what_is_asked_of_experts_and_of_templates_is_checked_against_the_model(
     assert "the chat template marks nothing, it has no {% generation %} block" in problems(world.sft(of_template))
 
 
-def test_the_columns_of_pairs_of_text_and_of_demonstrations_are_checked(world: World) -> None:
+def test_columns_of_pairs_texts_and_demonstrations_are_checked(world: World) -> None:
     rows = "buffer.trainer_input.experience_buffer.format"
     pairs = ("algorithm.algorithm_type=dpo", f"{rows}.prompt_key=question", f"{rows}.chosen_key=answer")
     assert "no column 'rejected', which format.rejected_key names" in problems(world.sft(*pairs))
@@ -268,34 +262,34 @@ def test_the_columns_of_pairs_of_text_and_of_demonstrations_are_checked(world: W
     check_inputs([world.config(*mix, f"{shown}.format.response_key=answer")])
 
 
-def test_a_teacher_is_looked_for(world: World) -> None:
+def test_a_missing_teacher_is_an_error(world: World) -> None:
     distill = "algorithm.algorithm_type=jsd"
-    found = problems(world.config(distill, "explorer.auxiliary_models=[{model_path: /no/teacher}]"))
-    assert "explorer.auxiliary_models[0].model_path: '/no/teacher' does not exist" in found
+    result = problems(world.config(distill, "explorer.auxiliary_models=[{model_path: /no/teacher}]"))
+    assert "explorer.auxiliary_models[0].model_path: '/no/teacher' does not exist" in result
 
 
-def test_a_teacher_of_other_tokens_is_refused(world: World) -> None:
+def test_a_teacher_with_another_vocabulary_is_rejected(world: World) -> None:
     teacher = world.folder / "teacher"
     shutil.copytree(world.model, teacher)
     config = world.config("algorithm.algorithm_type=jsd", f"explorer.auxiliary_models=[{{model_path: {teacher}}}]")
     check_inputs([config])
     for folder, size in ((world.model, 258), (teacher, 300)):
         (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
-    assert f"{teacher} has a vocabulary of 300 tokens, the policy {world.model} one of 258" in problems(config)
+    assert f"vocabulary of {teacher} has 300 tokens, and that of the policy {world.model} has 258" in problems(config)
     (teacher / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert f"{teacher} has a vocabulary of 32000 tokens" in problems(config)
+    assert f"vocabulary of {teacher} has 32000 tokens" in problems(config)
     (teacher / "config.json").write_text("{}")
     check_inputs([config])
 
 
-def test_the_columns_of_the_difficulty_are_read(world: World) -> None:
+def test_difficulty_columns_are_checked(world: World) -> None:
     easy_to_hard = f"{TASKS}.data_selector={{selector_type: offline_easy2hard, feature_keys: [level]}}"
     assert "no column 'level', which data_selector.feature_keys names" in problems(world.config(easy_to_hard))
     world.write([{**row, "level": n} for n, row in enumerate(world.rows)])
     assert check_inputs([world.config(easy_to_hard)])[0].sizes == {"taskset_0": 6}
 
 
-def test_the_arguments_of_a_learned_order_and_its_tasks_are_checked(world: World) -> None:
+def test_learning_selectors_are_checked(world: World) -> None:
     world.write([{**row, "weak": 0.0, "strong": 1.0} for row in world.rows])
     selector = f"{TASKS}.data_selector={{selector_type: difficulty_based, feature_keys: [weak, strong]}}"
     assert check_inputs([world.config(selector)])[0].sizes == {"taskset_0": 6}
@@ -303,9 +297,7 @@ def test_the_arguments_of_a_learned_order_and_its_tasks_are_checked(world: World
     assert "exceeds the 6 tasks" in problems(world.config(selector, "buffer.batch_size=8"))
 
 
-def test_a_model_at_a_service_needs_its_tokenizer_a_key_and_an_algorithm_that_asks_for_logprobs(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hosted_model_needs_tokenizer_key_and_algorithm(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     hosted = "model.tinker.enable=true"
     (world.model / "tokenizer.json").unlink()
@@ -313,37 +305,33 @@ def test_a_model_at_a_service_needs_its_tokenizer_a_key_and_an_algorithm_that_as
     build_toy_model(world.model, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2)
     (world.model / "model.safetensors").unlink()
     entropy = "algorithm.entropy_loss_fn_args={entropy_coef: 0.1}"
-    told = problems(world.config(hosted, entropy))
-    assert "model.tinker: the service needs a key; export TINKER_API_KEY=tml-... before starting the run" in told
-    assert "algorithm.entropy_loss_fn: entropies; set none. grpo cannot use it at the Tinker service" in told
-    assert "no weights" not in told
+    lines = problems(world.config(hosted, entropy))
+    assert "model.tinker: the service needs a key; export TINKER_API_KEY=tml-... before starting the run" in lines
+    assert "algorithm.entropy_loss_fn: entropies; set none. grpo cannot use it at the Tinker service" in lines
+    assert "no weights" not in lines
     monkeypatch.setenv("TINKER_API_KEY", "tml-x")
-    told = problems(world.config(hosted, entropy))
-    assert "the service needs a key" not in told
+    lines = problems(world.config(hosted, entropy))
+    assert "the service needs a key" not in lines
     stages = load_config({**world.config(hosted).to_dict(), "stages": [{"stage_name": "a"}, {"stage_name": "b"}]})
-    assert "stages: a later stage begins with the model folder that the one before leaves" in problems(
-        *stages.stage_configs()
-    )
+    assert "stages: 2 stages need a model folder from each stage" in problems(*stages.stage_configs())
 
 
 @pytest.mark.parametrize("mode", ["explore", "train"])
-def test_two_commands_on_one_run_need_a_storage_that_knows_who_was_first(
-    world: World, mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_commands_need_conditional_writes(world: World, mode: str, caplog: pytest.LogCaptureFixture) -> None:
     plain = FsspecStorage("memory://no-conditional-writes")
-    with pytest.raises(UserError, match=f"mode {mode}, which shares a run with another command, is refused there"):
+    with pytest.raises(UserError, match=f"required for mode {mode}, which shares a run with another command"):
         check_owners(plain, world.config(f"mode={mode}"))
-    with pytest.raises(UserError, match="cluster slurm, is refused there"):
+    with pytest.raises(UserError, match="required for cluster slurm"):
         one = world.config()
         check_owners(plain, one.model_copy(update={"cluster": one.cluster.model_copy(update={"type": "slurm"})}))
     for config in (world.config(), world.sft()):
         caplog.clear()
         check_owners(plain, config)
-        assert "start none before this one has ended" in caplog.text
+        assert "start no second command before this one has ended" in caplog.text
     check_owners(open_storage(world.folder), world.config(f"mode={mode}"))
 
 
-def test_a_database_that_does_not_answer_is_told_before_anything_starts(world: World) -> None:
+def test_an_unreachable_database_is_found_before_the_start(world: World) -> None:
     at = "buffer.trainer_input.experience_buffer"
     url = "postgresql://me@127.0.0.1:9/none?connect_timeout=1"
     with pytest.raises(ConfigError, match=f"{at}.path: check in postgresql.*none failed"):
@@ -352,7 +340,7 @@ def test_a_database_that_does_not_answer_is_told_before_anything_starts(world: W
     assert not list(world.folder.rglob("*.sqlite"))
 
 
-def test_what_an_earlier_start_has_tried_is_read_and_not_tried_again(world: World) -> None:
+def test_trials_of_an_earlier_start_are_not_repeated(world: World) -> None:
     (world.folder / "plugins").mkdir()
     (world.folder / "plugins" / "broken_reward.py").write_text(
         "def reward(response, truth, task):\n    return len(task)\n"

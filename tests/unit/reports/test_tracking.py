@@ -84,7 +84,7 @@ def test_report_unknown_trackers_and_invalid_arguments(case: Case, tmp_path: Pat
     ended = call_cli("track", case.url, "--to", "wandbb")
     assert ended.code == 2 and "did you mean wandb" in ended.err, ended
     ended = call_cli("track", case.url, "--to", "lines.Lines", "file")
-    assert ended.code == 2 and "'file' is no KEY=VALUE" in ended.err, ended
+    assert ended.code == 2 and "'file' is not KEY=VALUE" in ended.err, ended
     ended = call_cli("track", case.url, "--to", "lines.Lines", f"fil={tmp_path}")
     assert ended.code == 2 and "file" in ended.err, ended
 

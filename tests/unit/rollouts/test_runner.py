@@ -301,7 +301,7 @@ def test_an_attempt_that_ignores_cancellation_is_not_retried() -> None:
     [experience] = run([task(0, named(stubborn))], replies("x"), max_timeout=0.01)
     assert failure(experience) == (Status.TIMEOUT, None, 0, 0)
     assert experience.error.endswith("and it ignored its cancellation")
-    assert events == ["begin", "this attempt at the rollout has ended; its model answers no more"]
+    assert events == ["begin", "this attempt at the rollout has ended; its model takes no more calls"]
 
 
 def test_a_workflow_that_exits_or_cancels_itself_has_failed() -> None:

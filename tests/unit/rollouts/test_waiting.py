@@ -134,7 +134,7 @@ def test_auxiliary_models_are_called_by_name_and_not_recorded() -> None:
         answer = await model.chat(task.messages)
         verdict = await model.auxiliary("judge").chat([{"role": "user", "content": answer.text}], max_tokens=3)
         [logprob] = await model.auxiliary().logprobs("q", "a")
-        with pytest.raises(ValueError, match=r"no auxiliary model is called .other.; .*has: judge"):
+        with pytest.raises(ValueError, match=r"auxiliary model .other. does not exist; .*has: judge"):
             model.auxiliary("other")
         return Reward(float(verdict.text == "yes"), {"logprob": logprob})
 

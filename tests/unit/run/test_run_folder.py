@@ -22,7 +22,7 @@ from rftdask.errors import DamagedError, DataError, FencedError, UserError
 from rftdask.run.lease import Lease, LeaseWatch, lease_holder, lease_holders
 from rftdask.run.run_folder import (
     RUN_FILE,
-    begin_beside,
+    allocate_run_name,
     check_run,
     open_run,
     read_config,
@@ -66,19 +66,19 @@ def test_the_first_start_makes_the_folder_and_the_second_finds_it(storage: Stora
 
 def test_a_run_begins_beside_the_one_in_its_folder_where_it_is_not_to_continue_it(tmp_path: Path) -> None:
     fresh = config(f"checkpoint_root_dir={tmp_path}", "continue_from_checkpoint=false")
-    assert begin_beside(fresh).name == "rft", "there is none to be beside"
+    assert allocate_run_name(fresh).name == "rft", "there is none to be beside"
     storage = open_storage(fresh.checkpoint_job_dir)
     open_run(storage, fresh)
     assert read_run_config(storage).continue_from_checkpoint, "once begun it is continued"
-    beside = begin_beside(fresh)
+    beside = allocate_run_name(fresh)
     assert re.fullmatch(r"rft_20\d{12}", beside.name)
     open_run(open_storage(beside.checkpoint_job_dir), beside)
-    assert begin_beside(beside) == beside, "who starts it again continues it"
-    assert begin_beside(config(f"checkpoint_root_dir={tmp_path}")).name == "rft"
+    assert allocate_run_name(beside) == beside, "who starts it again continues it"
+    assert allocate_run_name(config(f"checkpoint_root_dir={tmp_path}")).name == "rft"
     with pytest.raises(UserError, match=r"from_checkpoint: .*/rft is not empty, and mode train finds the other"):
-        begin_beside(replace(fresh, {"mode": "train"}))
+        allocate_run_name(replace(fresh, {"mode": "train"}))
     held_out = {"mode": "bench", "buffer.explorer_input.eval_tasksets": [{"path": "held_out.jsonl"}]}
-    assert begin_beside(replace(fresh, held_out)).name == "rft", "it is warned of"
+    assert allocate_run_name(replace(fresh, held_out)).name == "rft", "it is warned of"
 
 
 def test_another_config_is_refused_naming_every_key(storage: Storage) -> None:

@@ -1,6 +1,6 @@
-"""Promises of an engine on a worker, with both sides of the connection in this process and a real engine's process:
-calls are answered, streamed and dropped; weights are loaded, or it is said why not; images come by the run folder; what
-ends one side ends the other, and the engine.
+"""Promises of an engine on a worker, with both sides of the connection in this process and a real engine process: calls
+are answered, streamed and dropped; weights are loaded, or the error is reported; images come from the run folder; the
+end of one side ends the other and the engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rftdask.serve.worker_pool import host
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.published import latest_written, publish_weights
 from tests.unit.engines.test_remote import ASKED, pipes
-from tests.unit.serve.test_session_bank import CONFIG
+from tests.unit.serve.test_sessions import CONFIG
 
 FAKE = replace_keys(CONFIG, {"model.model_path": "none", "explorer.rollout_model.engine_type": "fake"})
 
@@ -57,17 +57,17 @@ async def answers(engine: RemoteEngine, *requests: GenerateRequest) -> list[Any]
 
 def test_calls_are_answered_and_streamed_and_weights_are_loaded(tmp_path: Path) -> None:
     async def check(engine: RemoteEngine, storage: Storage) -> None:
-        told: list[int] = []
-        [plain, streamed] = await answers(engine, ASKED, replace(ASKED, on_tokens=told.extend))
+        received: list[int] = []
+        [plain, streamed] = await answers(engine, ASKED, replace(ASKED, on_tokens=received.extend))
         assert plain == streamed and len(plain.tokens) == 3 and plain.max_policy_version == 0
-        assert tuple(told) == plain.tokens[: len(told)] and told
+        assert tuple(received) == plain.tokens[: len(received)] and received
         publish_weights(storage, 4, b"weights", "main")
         published = latest_written(storage)
         assert published is not None
         await asyncio.to_thread(engine.load, storage, published)
         assert engine.weights == published
         assert [each.max_policy_version for each in await answers(engine, ASKED)] == [4]
-        with pytest.raises(StorageError, match="version 9 are not there"):
+        with pytest.raises(StorageError, match="weights of version 9 no longer exist"):
             await asyncio.to_thread(engine.load, storage, replace(published, version=9))
         assert engine.weights == published and engine.alive()
         [dropped] = engine.submit([ASKED])
@@ -77,7 +77,7 @@ def test_calls_are_answered_and_streamed_and_weights_are_loaded(tmp_path: Path) 
     run(tmp_path, check)
 
 
-def test_an_image_that_the_run_folder_lacks_ends_the_engine_by_name(tmp_path: Path) -> None:
+def test_missing_image_ends_the_engine_with_its_name(tmp_path: Path) -> None:
     async def check(engine: RemoteEngine, storage: Storage) -> None:
         with pytest.raises(ProcessLostError, match=r"media/abcd.* is missing"):
             await answers(engine, replace(ASKED, images=("abcd",)))

@@ -22,7 +22,7 @@ from rftdask.buffer.log.log import first_open_step, note_complete
 from rftdask.buffer.log.retention import ResumePoint, apply_retention
 from rftdask.buffer.log.schema import SCHEMA, Experience
 from rftdask.buffer.log.shard import ShardName
-from rftdask.cli.compact import settled_before
+from rftdask.cli.results.compact import settled_before
 from rftdask.config.schema.buffer import RetentionConfig
 from rftdask.errors import DamagedError, NotFoundError, StorageError, UserError
 from rftdask.storage import Storage, open_storage

@@ -1,4 +1,4 @@
-"""An OpenAI-shaped HTTP server in a thread, for tests: answers as it is told to, and remembers what it was asked."""
+"""An OpenAI-shaped HTTP server in a thread, for tests. It gives planned answers and records requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HANG, DROP = "hang", "drop"
 
 
 class ApiServer(ThreadingHTTPServer):
-    """`plan`: what the next requests get: a status, HANG or DROP; afterwards all of them get an answer."""
+    """`plan`: outcomes of the next requests, each a status, HANG or DROP; later requests get an answer."""
 
     daemon_threads = True
 
@@ -24,7 +24,7 @@ class ApiServer(ThreadingHTTPServer):
         self.plan = list(plan)
         self.requests: list[dict[str, Any]] = []
         self.retry_after = ("retry-after-ms", "1")
-        """The header of each answer."""
+        """Header of every answer."""
         self.over = threading.Event()
         self.lock = threading.Lock()
 
@@ -33,7 +33,7 @@ class ApiServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/v1"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that gave up is none."""
+        """Ignore clients that gave up."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _error(status: int) -> dict[str, Any]:
-    return {"error": {"message": f"told to answer {status}", "type": "test", "code": None}}
+    return {"error": {"message": f"planned status {status}", "type": "test", "code": None}}
 
 
 def _completion(path: str, reply: Any) -> dict[str, Any]:

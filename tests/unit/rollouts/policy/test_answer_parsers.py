@@ -1,5 +1,5 @@
-"""Promises of answer parsers: the one that a model's chat template shows, or the one that is named; calls, thoughts and
-content apart; what needs vLLM says so by name.
+"""Promises of answer parsers: the chat template or a name selects the parser; calls, thoughts and content are separate;
+a format that needs vLLM is named.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def parse(text: str, template: str | None = None, prompt: str = "", tools: Any =
     return AnswerParser(tokenizer, **names).parse(text, [*map(ord, text)], prompt, tools)
 
 
-def test_calls_are_json_within_tags_where_nothing_else_is_shown() -> None:
+def test_calls_are_json_in_tags_by_default() -> None:
     assert parse(f"so {CALL}") == ParsedAnswer("so", None, (ADD,))
     assert parse(CALL) == ParsedAnswer(None, None, (ADD,))
     assert parse("<tool_call>{broken}</tool_call>") == ParsedAnswer("<tool_call>{broken}</tool_call>", None, ())
@@ -49,19 +49,19 @@ def test_calls_are_json_within_tags_where_nothing_else_is_shown() -> None:
         ("a</think>b</think>c", "<think>", ("b</think>c", "a")),
     ],
 )
-def test_thoughts_end_where_the_template_says(text: str, prompt: str, parsed: tuple[str | None, str | None]) -> None:
+def test_template_decides_where_thoughts_end(text: str, prompt: str, parsed: tuple[str | None, str | None]) -> None:
     assert parse(text, "... </think> ...", prompt)[:2] == parsed
     assert parse(text, None, prompt, reasoning="qwen3")[:2] == parsed
     assert parse(text, "... </think> ...", prompt, reasoning="none")[:2] == (text, None)
 
 
-def test_calls_within_thoughts_are_none() -> None:
+def test_calls_within_thoughts_are_ignored() -> None:
     assert parse(f"<think>{CALL}</think>4", "</think>").calls == ()
     assert parse(f"<think>hm</think>{CALL}", "</think> <tool_call>") == ParsedAnswer(None, "hm", (ADD,))
 
 
 class WithTemplate(CharTokenizer):
-    """A tokenizer that knows how its model answers."""
+    """A tokenizer with a response template."""
 
     response_template: ClassVar = {"kind": "own"}
 
@@ -70,7 +70,7 @@ class WithTemplate(CharTokenizer):
         return {"content": prefix, "thinking": "hm", "tool_calls": [call]}
 
 
-def test_a_tokenizer_that_says_how_its_model_answers_is_asked() -> None:
+def test_response_template_of_the_tokenizer_is_used() -> None:
     parsed = AnswerParser(WithTemplate()).parse("abc", [1, 2, 3], "p", TOOLS)
     assert parsed == ParsedAnswer("p", "hm", (ToolCall("add", {"x": 3}),))
     assert AnswerParser(WithTemplate(), "hermes").parse(CALL, [1], "p", TOOLS).calls == (ADD,)
@@ -79,7 +79,7 @@ def test_a_tokenizer_that_says_how_its_model_answers_is_asked() -> None:
 
 
 class Marked(CharTokenizer):
-    """A tokenizer whose marks are special tokens, as gpt-oss's are: numbers beyond those of characters."""
+    """A tokenizer whose marks are special tokens, as in gpt-oss, with ids above those of characters."""
 
     MARKS = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>")
     chat_template = "{{ messages }}<|channel|>"
@@ -127,7 +127,7 @@ THINKS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
         ("just so", TOOLS, ParsedAnswer("just so", None, ())),
     ],
 )
-def test_the_channels_of_gpt_oss_are_read_though_their_marks_are_special_tokens(
+def test_gpt_oss_channels_are_parsed_from_special_tokens(
     names: dict[str, str], said: str, tools: Any, parsed: ParsedAnswer
 ) -> None:
     tokenizer = Marked()
@@ -136,7 +136,7 @@ def test_the_channels_of_gpt_oss_are_read_though_their_marks_are_special_tokens(
     assert AnswerParser(tokenizer, **names).parse(text, tokens, "", tools) == parsed
 
 
-def test_calls_in_channels_stay_text_where_no_parser_is_wanted() -> None:
+def test_calls_in_channels_stay_text_without_a_parser() -> None:
     said = f'{THINKS}<|channel|>commentary to=functions.add <|constrain|>json<|message|>{{"x": 1}}<|call|>'
     tokens = Marked().ids(said)
     text = Marked().decode(tokens, skip_special_tokens=True)
@@ -144,8 +144,8 @@ def test_calls_in_channels_stay_text_where_no_parser_is_wanted() -> None:
 
 
 @without_vllm
-def test_a_format_that_only_vllm_reads_is_refused_by_name() -> None:
-    # What a configuration names is told at once, what a template shows when an answer is to be read.
+def test_format_that_needs_vllm_is_refused_by_name() -> None:
+    # Configured parsers fail at once, parsers suggested by a template when an answer is parsed.
     with pytest.raises(UserError, match=r"vLLM's parser 'mistral'.*hermes, openai, none"):
         AnswerParser(CharTokenizer(), "mistral")
     with pytest.raises(UserError, match=r"reasoning_parser.*'glm45'"):
@@ -155,7 +155,7 @@ def test_a_format_that_only_vllm_reads_is_refused_by_name() -> None:
     assert parse("no tools, no calls", "<function=", tools=None).content == "no tools, no calls"
 
 
-def test_a_parser_that_does_not_exist_is_told_with_the_nearest() -> None:
+def test_unknown_parser_error_suggests_names() -> None:
     for key, wrong, nearest in (
         ("tool_call_parser", "hermess", "hermes"),
         ("tool_call_parser", "qwen3-coder", "qwen3_coder"),

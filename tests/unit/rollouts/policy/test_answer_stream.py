@@ -1,13 +1,13 @@
-"""Promises of streams: text arrives while the answer is sampled, kept to the real package openai; what arrived is the
-beginning of the whole answer, whatever its parser makes of it; no half character and no text to stop at is told; who
-breaks off takes the request along, and an error says so in the stream.
+"""Promises of streams, tested with the package openai: text arrives while the answer is sampled and is a prefix of the
+whole answer; incomplete characters and stop texts are not streamed; a disconnect cancels the request; an error is an
+event of the stream.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -28,16 +28,15 @@ from rftdask.rollouts.policy.answer_stream import EventStream, Part, StreamedTex
 from rftdask.rollouts.policy.openai_api import OpenAIAnswer, TextDelta, pieces, refusal
 from rftdask.rollouts.policy.streaming_queue import Streaming
 from rftdask.rollouts.runner import TextEngine
-from rftdask.rollouts.workflows.base import PolicyModel, Task
-from rftdask.rollouts.workflows.registry import workflow
-from tests.unit.rollouts.policy.test_openai_client import ASKED, TOOLS, WRITTEN, sampled
+from tests.unit.rollouts.policy.agent_rows import Agent, agent_rows
+from tests.unit.rollouts.policy.test_openai_api import ASKED, TOOLS, WRITTEN, sampled
 from tests.unit.rollouts.rollout_cases import CharTokenizer, generation, outcome, prompt_of, task
 
 ANSWER = "hello there"
 
 
 class HalfAnswers:
-    """An engine that tells half of an answer, and holds the rest until somebody asks "go"."""
+    """An engine that streams half of an answer and holds the rest until a request with the prompt "go"."""
 
     def __init__(self, answer: str = ANSWER) -> None:
         self.answer = answer
@@ -62,55 +61,43 @@ class HalfAnswers:
         self.held = []
 
 
-Agent = Callable[[AsyncOpenAI], Awaitable[Any]]
-
-
 def rows_of(agent: Agent, engine: HalfAnswers | None = None, tokenizer: Any = None) -> list[Experience]:
-    """The rows of a rollout whose workflow is `agent`, given its client; all of them ended well."""
-
-    async def run(task: Task, model: PolicyModel) -> float:
-        await agent(model.openai_client())
-        return 1.0
-
-    name = f"streamed_{id(agent)}"
-    workflow(name, in_process=True)(run)
-    policy = TextEngine(Streaming((engine or HalfAnswers()).submit, 600.0), tokenizer or CharTokenizer())
-    found = outcome([task(0, name)], policy, {}, max_retry_times=0, sampling=SamplingParams(max_tokens=200)).experiences
-    assert {row.error for row in found} == {""}, found[0].error
-    return found
+    """The rows of a successful rollout of `agent` with an engine that streams."""
+    streaming = Streaming((engine or HalfAnswers()).submit, 600.0)
+    return agent_rows(agent, TextEngine(streaming, tokenizer or CharTokenizer()))
 
 
 async def go(client: AsyncOpenAI) -> None:
     await client.completions.create(model="p", prompt="go")
 
 
-def test_text_arrives_before_the_answer_is_sampled_to_its_end() -> None:
+def test_text_arrives_while_the_answer_is_sampled() -> None:
     async def agent(client: AsyncOpenAI) -> None:
         create: Any = client.chat.completions.create
         chunks = await create(model="p", messages=ASKED, stream=True, stream_options={"include_usage": True})
-        text, found = "", []
+        text, received = "", []
         async for chunk in chunks:
-            found.append(chunk)
+            received.append(chunk)
             before, text = text, text + "".join(each.delta.content or "" for each in chunk.choices)
             if text == "h" and not before:
-                await go(client)  # only this has the engine go on
-        assert text == ANSWER and len({chunk.id for chunk in found}) == 1
-        assert [chunk.choices[0].finish_reason for chunk in found[-3:-1]] == [None, "stop"]
-        assert found[-1].usage.completion_tokens == len(ANSWER) + 1 and not found[-1].choices
+                await go(client)  # the engine continues only after this
+        assert text == ANSWER and len({chunk.id for chunk in received}) == 1
+        assert [chunk.choices[0].finish_reason for chunk in received[-3:-1]] == [None, "stop"]
+        assert received[-1].usage.completion_tokens == len(ANSWER) + 1 and not received[-1].choices
         stream = await client.completions.create(model="p", prompt="x", stream=True)
-        told = ""
+        sent = ""
         async for piece in stream:
-            told += piece.choices[0].text
-            if told == "h":
+            sent += piece.choices[0].text
+            if sent == "h":
                 await go(client)
-        assert told == ANSWER
+        assert sent == ANSWER
 
     rows = rows_of(agent)
-    assert [sampled(row) for row in rows] == [ANSWER] * 4, "what is recorded is the whole answer, once"
+    assert [sampled(row) for row in rows] == [ANSWER] * 4, "the whole answer is recorded once"
     assert [len(row.rollout_logprobs) for row in rows] == [len(ANSWER) + 1] * 4
 
 
-def test_responses_and_messages_arrive_so_too() -> None:
+def test_responses_and_messages_stream_while_sampled() -> None:
     async def agent(client: AsyncOpenAI) -> None:
         events, text = [], ""
         async for event in await client.responses.create(model="p", input="hi", stream=True):
@@ -129,8 +116,8 @@ def test_responses_and_messages_arrive_so_too() -> None:
         text = ""
         async with client._client.stream(
             "POST", f"{client.base_url}messages", json=body, headers=client.auth_headers
-        ) as told:
-            async for line in told.aiter_lines():
+        ) as sent:
+            async for line in sent.aiter_lines():
                 event = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {"type": ""}
                 if event["type"] == "content_block_delta":
                     text += event["delta"]["text"]
@@ -142,7 +129,7 @@ def test_responses_and_messages_arrive_so_too() -> None:
 
 
 class Thinking(CharTokenizer):
-    """Its answers have thoughts, which end with </think>, and calls of tools."""
+    """Its template has thoughts that end with </think>, and tool calls."""
 
     chat_template = "{{ messages }} {{ tools }} </think>"
 
@@ -164,7 +151,7 @@ STREAMED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", STREAMED)
 @pytest.mark.parametrize("text", ["plain text", f"<think>hm, so</think>{WRITTEN}", "<think>cut of"])
-def test_every_streamed_event_is_of_a_type_that_the_clients_know(path: str, text: str) -> None:
+def test_streamed_events_have_the_clients_types(path: str, text: str) -> None:
     types: dict[str, Any] = {
         "chat/completions": openai.types.chat.ChatCompletionChunk,
         "completions": openai.types.Completion,
@@ -172,7 +159,7 @@ def test_every_streamed_event_is_of_a_type_that_the_clients_know(path: str, text
     }
     if path == "messages":
         types[path] = pytest.importorskip("anthropic").types.RawMessageStreamEvent
-    told, names = TypeAdapter(types[path]), []
+    sent, names = TypeAdapter(types[path]), []
 
     async def agent(client: AsyncOpenAI) -> None:
         body = {"model": "p", "stream": True, **STREAMED[path]}
@@ -186,15 +173,15 @@ def test_every_streamed_event_is_of_a_type_that_the_clients_know(path: str, text
                 names.append(data)
             elif data != "[DONE]":
                 if path == "completions":
-                    # OpenAI's service says so, too, until the end, and its package has no type for it.
+                    # OpenAI's service also sends null before the end, but its package's type does not allow it.
                     data = data.replace('"finish_reason": null', '"finish_reason": "stop"')
-                event = told.validate_json(data)
+                event = sent.validate_json(data)
                 assert not names or names[-1] == event.type
 
     rows_of(agent, HalfAnswers(text), Thinking())
 
 
-def test_several_answers_to_one_request_are_told_side_by_side() -> None:
+def test_choices_of_one_request_stream_concurrently() -> None:
     async def agent(client: AsyncOpenAI) -> None:
         create: Any = client.chat.completions.create
         texts, released = ["", "", ""], False
@@ -209,14 +196,14 @@ def test_several_answers_to_one_request_are_told_side_by_side() -> None:
     assert len(rows_of(agent)) == 4
 
 
-def test_text_arrives_in_a_sandbox_too() -> None:
+def test_text_streams_into_a_sandbox() -> None:
     policy = TextEngine(Streaming(HalfAnswers().submit, 600.0), CharTokenizer())
     tasks = [task(0, "tests.unit.rollouts.policy.streaming_agent.streams", truth=ANSWER)]
-    found = outcome(tasks, policy, {}, max_retry_times=0, sampling=SamplingParams(max_tokens=200)).experiences
-    assert [(row.error, row.reward) for row in found] == [("", 1.0)] * 2
+    received = outcome(tasks, policy, {}, max_retry_times=0, sampling=SamplingParams(max_tokens=200)).experiences
+    assert [(row.error, row.reward) for row in received] == [("", 1.0)] * 2
 
 
-def test_who_breaks_off_takes_the_request_along_and_nothing_is_recorded_of_it() -> None:
+def test_disconnect_cancels_the_stream_and_records_nothing() -> None:
     engine = HalfAnswers()
 
     async def agent(client: AsyncOpenAI) -> None:
@@ -235,12 +222,12 @@ def test_who_breaks_off_takes_the_request_along_and_nothing_is_recorded_of_it() 
     assert row.prompt_text == "go"
 
 
-def test_an_error_after_the_first_text_is_told_in_the_stream() -> None:
+def test_error_after_the_first_text_is_an_event() -> None:
     async def events(answer: Callable[[], OpenAIAnswer]) -> list[Mapping[str, Any]]:
         stream = EventStream("chat/completions", {})
 
         async def answering() -> OpenAIAnswer:
-            stream.tell(0, "content", "so")
+            stream.add_text(0, "content", "so")
             await asyncio.sleep(0)
             return answer()
 
@@ -250,16 +237,16 @@ def test_an_error_after_the_first_text_is_told_in_the_stream() -> None:
         raise RuntimeError("it died")
 
     ways = ((lambda: refusal("the engine is full"), "the engine is full"), (fails, "RuntimeError: it died"))
-    for answer, told in ways:
-        found = asyncio.run(events(answer))
-        assert [bool(event.get("error")) for event in found] == [False, False, True]
-        assert found[-1]["error"]["message"] == told
+    for answer, sent in ways:
+        received = asyncio.run(events(answer))
+        assert [bool(event.get("error")) for event in received] == [False, False, True]
+        assert received[-1]["error"]["message"] == sent
 
 
-def test_a_real_engine_tells_its_tokens_while_it_goes_on(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_real_engine_streams_tokens(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("toy")
     build_toy_model(folder, hidden_size=32, intermediate_size=64, num_heads=2)
-    engine, told = TransformersEngine(str(folder)), list[int]()
+    engine, sent = TransformersEngine(str(folder)), list[int]()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts: list[str] = []
     text = StreamedText(tokenizer, (), lambda text: ("", text), lambda part, piece: texts.append(piece))
@@ -267,8 +254,8 @@ def test_a_real_engine_tells_its_tokens_while_it_goes_on(tmp_path_factory: pytes
 
     def on_tokens(tokens: tuple[int, ...]) -> None:
         news.append(tokens)
-        told.extend(tokens)
-        text.take(tokens)
+        sent.extend(tokens)
+        text.add_tokens(tokens)
 
     sampling = SamplingParams(max_tokens=40, ignore_eos=True)
     streamed = GenerateRequest((5, 6), sampling, 3, on_tokens=on_tokens)
@@ -276,11 +263,11 @@ def test_a_real_engine_tells_its_tokens_while_it_goes_on(tmp_path_factory: pytes
     answers: dict[int, Generation] = {}
 
     def take() -> Sequence[tuple[int, GenerateRequest | None]]:
-        assert 0 not in answers or len(told) == 39
+        assert 0 not in answers or len(sent) == 39
         return looks.pop() if looks else []
 
     engine.serve(take, answers.__setitem__)
-    assert tuple(told) == answers[0].tokens[:-1] and len(news) == 39
+    assert tuple(sent) == answers[0].tokens[:-1] and len(news) == 39
     whole = tokenizer.decode(answers[0].tokens, skip_special_tokens=True)
     assert len(texts) > 5 and whole.startswith("".join(texts))
     alone = engine.generate([GenerateRequest((5, 6), sampling, 3)])[0]
@@ -288,18 +275,18 @@ def test_a_real_engine_tells_its_tokens_while_it_goes_on(tmp_path_factory: pytes
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_half_a_character_is_not_told_and_nothing_is_lost(size: int) -> None:
+def test_incomplete_characters_are_held_back(size: int) -> None:
     whole = "a\u00e9\u20ac\U0001f600b\n\U0001f468\u200d\U0001f469"
     texts: list[str] = []
     text = StreamedText(ByteTokenizer(), (), lambda text: ("", text), lambda part, piece: texts.append(piece))
     tokens = whole.encode()
     for start in range(0, len(tokens), size):
-        text.take(tokens[start : start + size])
+        text.add_tokens(tokens[start : start + size])
     assert "".join(texts) == whole and len(texts) > 1
 
 
 @pytest.mark.parametrize(
-    ("text", "stop", "told"),
+    ("text", "stop", "sent"),
     [
         ("one two END three", ("END",), "one two "),
         ("one ENTER", ("END",), "one ENTER"),
@@ -307,12 +294,12 @@ def test_half_a_character_is_not_told_and_nothing_is_lost(size: int) -> None:
         ("aab", ("ab", "b"), "a"),
     ],
 )
-def test_a_text_to_stop_at_is_never_told(text: str, stop: tuple[str, ...], told: str) -> None:
+def test_stop_texts_are_never_streamed(text: str, stop: tuple[str, ...], sent: str) -> None:
     texts: list[str] = []
     streamed = StreamedText(CharTokenizer(), stop, lambda text: ("", text), lambda part, piece: texts.append(piece))
     for character in text:
-        streamed.take([ord(character)])
-    assert "".join(texts) == told
+        streamed.add_tokens([ord(character)])
+    assert "".join(texts) == sent
 
 
 THINKS = "{% if x %}</think>{% endif %}"
@@ -333,19 +320,19 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(("template", "prompt", "tools", "text", "told"), ANSWERS)
-def test_what_is_certain_is_the_beginning_of_what_the_parser_finds(
-    template: str, prompt: str, tools: Any, text: str, told: tuple[str, str]
+@pytest.mark.parametrize(("template", "prompt", "tools", "text", "sent"), ANSWERS)
+def test_certain_text_is_a_prefix_of_the_parsed_answer(
+    template: str, prompt: str, tools: Any, text: str, sent: tuple[str, str]
 ) -> None:
     tokenizer: Any = CharTokenizer()
     tokenizer.chat_template = template
     parser = AnswerParser(tokenizer)
-    found = [parser.certain(text[:length], prompt, tools) for length in range(len(text) + 1)]
-    assert found[-1] == told
+    received = [parser.certain(text[:length], prompt, tools) for length in range(len(text) + 1)]
+    assert received[-1] == sent
     whole = (None, text, ()) if template == "<|channel|>" else parser.parse(text, [], prompt, tools)
-    for before, after in zip(found, [*found[1:], (whole[1] or "", whole[0] or "")], strict=True):
+    for before, after in zip(received, [*received[1:], (whole[1] or "", whole[0] or "")], strict=True):
         assert all(late.startswith(early) for early, late in zip(before, after, strict=True)), (before, after)
-        assert not before[1] or before[0] == after[0], "its thoughts are over when the rest begins"
+        assert not before[1] or before[0] == after[0], "content begins only after the thoughts"
 
 
 def chat_body(**message: Any) -> dict[str, Any]:
@@ -365,13 +352,13 @@ TOLD: list[list[tuple[Part, str]]] = [
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
-@pytest.mark.parametrize("told", TOLD)
-def test_the_events_are_those_of_the_whole_answer_in_other_pieces(path: str, told: list[tuple[Part, str]]) -> None:
+@pytest.mark.parametrize("sent", TOLD)
+def test_events_are_those_of_the_whole_answer(path: str, sent: list[tuple[Part, str]]) -> None:
     body = chat_body(content="hello there", **THOUGHTS)
     if path == "responses":
-        body = responses_api.as_response(body, {"model": "p"})
+        body = responses_api.as_answer(body, {"model": "p"})
     elif path == "messages":
-        body = messages_api.as_message(body)
+        body = messages_api.as_answer(body, {})
 
     async def events(said: list[tuple[Part, str]]) -> list[Mapping[str, Any]]:
         stream = EventStream(path, {"model": "p"})
@@ -379,26 +366,26 @@ def test_the_events_are_those_of_the_whole_answer_in_other_pieces(path: str, tol
 
         async def answer() -> OpenAIAnswer:
             for part, text in said:
-                stream.tell(0, part, text)
+                stream.add_text(0, part, text)
                 await asyncio.sleep(0)
             return OpenAIAnswer(200, body)
 
         return [each async for each in stream.events(asyncio.ensure_future(answer()))]
 
-    def frames_of(found: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        # What is counted at the end alone is not known at the beginning.
+    def frames_of(received: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        # Values that are known only at the end differ.
         later = {"sequence_number": 0, "message": None, "response": None}
-        return [{**each, **later} for each in found if not isinstance(each, TextDelta)]
+        return [{**each, **later} for each in received if not isinstance(each, TextDelta)]
 
-    def said_in(found: list[Mapping[str, Any]]) -> str:
+    def said_in(received: list[Mapping[str, Any]]) -> str:
         keys = ("text", "thinking", "content", "reasoning")
-        deltas = [each["choices"][0]["delta"] if "choices" in each else each["delta"] for each in found]
+        deltas = [each["choices"][0]["delta"] if "choices" in each else each["delta"] for each in received]
         return "".join(
             each if isinstance(each, str) else next(each[key] for key in keys if key in each) for each in deltas
         )
 
-    streamed, whole = asyncio.run(events(told)), asyncio.run(events([]))
+    streamed, whole = asyncio.run(events(sent)), asyncio.run(events([]))
     assert frames_of(streamed) == frames_of(whole)
-    parts = [[each for each in found if isinstance(each, TextDelta)] for found in (streamed, whole)]
+    parts = [[each for each in received if isinstance(each, TextDelta)] for received in (streamed, whole)]
     assert said_in(parts[0]) == said_in(parts[1]) == "hm, let me seehello there"
     assert pieces("x" * 40) == ["x" * 32, "x" * 8]

@@ -1,5 +1,5 @@
-"""Promises of the queue: one call when everybody waits, never two at a time, order by rollout, and no waiting for
-those who are busy elsewhere.
+"""Promises of the queue: one call when all live rollouts wait, never two at a time, ordered by rollout, without waiting
+for rollouts that are busy elsewhere.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Engine:
 
 
 def run(engine: Engine, bodies: list[Body], max_wait_s: float = 3600.0) -> list[object]:
-    """Each body as one rollout, task number = position, started in reverse order."""
+    """Run each body as a rollout whose task number is its index, started in reverse order."""
 
     async def main() -> list[object]:
         queue = LockstepQueue(engine, max_wait_s)
@@ -68,18 +68,18 @@ def turns(*names: str) -> Body:
     return body
 
 
-def test_a_call_waits_for_every_live_rollout_and_is_in_their_order() -> None:
+def test_call_waits_for_all_live_rollouts_in_order() -> None:
     engine = Engine()
     run(engine, [turns("a0", "a1", "a2"), turns("b0"), turns("c0", "c1")])
     assert engine.calls == ["a0 b0 c0", "a1 c1", "a2"]
 
 
-def test_every_caller_gets_its_own_result() -> None:
+def test_each_request_gets_its_own_answer() -> None:
     answers = run(Engine(), [turns("a"), turns("b"), turns("c")])
     assert [answer[0].tokens for answer in answers] == [(ord(name), 0) for name in "abc"]  # type: ignore[index]
 
 
-def test_calls_that_one_rollout_makes_at_once_are_share_a_call_ordered_by_turn() -> None:
+def test_concurrent_requests_of_a_rollout_share_a_call() -> None:
     async def both(queue: LockstepQueue, key: RolloutKey) -> None:
         await asyncio.gather(*(queue.generate(key, turn, request(f"a{turn}")) for turn in (1, 0)))
 
@@ -88,7 +88,7 @@ def test_calls_that_one_rollout_makes_at_once_are_share_a_call_ordered_by_turn()
     assert engine.calls == ["a0 a1 b0"]
 
 
-def test_who_is_busy_elsewhere_is_waited_for_only_so_long() -> None:
+def test_busy_rollouts_are_waited_for_up_to_max_wait() -> None:
     asked = asyncio.Event()
 
     async def busy(queue: LockstepQueue, key: RolloutKey) -> None:
@@ -104,7 +104,7 @@ def test_who_is_busy_elsewhere_is_waited_for_only_so_long() -> None:
     assert engine.calls == ["a0", "b0"]
 
 
-def test_what_is_asked_during_a_call_goes_out_after_it() -> None:
+def test_requests_during_a_call_are_sent_after_it() -> None:
     async def late(queue: LockstepQueue, key: RolloutKey) -> None:
         await asyncio.sleep(0.01)
         await queue.generate(key, 0, request("b0"))
@@ -114,7 +114,7 @@ def test_what_is_asked_during_a_call_goes_out_after_it() -> None:
     assert engine.calls == ["a0", "b0"]
 
 
-def test_a_cancelled_request_is_not_sent_and_a_later_one_is() -> None:
+def test_cancelled_request_is_not_sent_but_a_later_one_is() -> None:
     async def impatient(queue: LockstepQueue, key: RolloutKey) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(queue.generate(key, 0, request("a0")), 0.001)
@@ -129,7 +129,7 @@ def test_a_cancelled_request_is_not_sent_and_a_later_one_is() -> None:
     assert engine.calls == ["a1 b0"]
 
 
-def test_a_rollout_cancelled_during_a_call_may_ask_again() -> None:
+def test_rollout_cancelled_during_a_call_may_retry() -> None:
     async def impatient(queue: LockstepQueue, key: RolloutKey) -> Generation:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(queue.generate(key, 0, request("a0")), 0.005)
@@ -141,7 +141,7 @@ def test_a_rollout_cancelled_during_a_call_may_ask_again() -> None:
     assert first.tokens == (ord("a"), ord("1"), 0) and len(second) == 1  # type: ignore[attr-defined, arg-type]
 
 
-def test_a_rollout_that_still_waits_for_another_answer_is_not_busy() -> None:
+def test_rollout_with_another_open_request_is_not_busy() -> None:
     async def asks_during_a_call(queue: LockstepQueue, key: RolloutKey) -> None:
         first = asyncio.create_task(queue.generate(key, 0, request("a0")))
         await asyncio.sleep(0.005)
@@ -152,7 +152,7 @@ def test_a_rollout_that_still_waits_for_another_answer_is_not_busy() -> None:
     assert engine.calls == ["a0", "a1"]
 
 
-def test_nobody_waits_for_a_rollout_that_has_left_a_request_behind() -> None:
+def test_calls_do_not_wait_for_an_ended_rollout() -> None:
     left_behind: list[asyncio.Task[Generation]] = []
 
     async def leaves(queue: LockstepQueue, key: RolloutKey) -> None:
@@ -164,7 +164,7 @@ def test_nobody_waits_for_a_rollout_that_has_left_a_request_behind() -> None:
     assert engine.calls == ["a0 b0", "b1"]
 
 
-def test_a_failure_reaches_all_who_wait_and_all_who_ask_later() -> None:
+def test_failure_reaches_waiting_and_later_requests() -> None:
     class Broken(Engine):
         async def __call__(self, requests: list[GenerateRequest]) -> list[Generation]:
             self.calls.append("call")

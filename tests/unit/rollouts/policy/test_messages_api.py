@@ -1,5 +1,5 @@
-"""Promises of the Messages API of Anthropic, kept to the real package anthropic: what chat completions promise holds
-under its names; a conversation with tools is one row; a stream tells what the whole message does.
+"""Promises of Anthropic's Messages API, tested with the package anthropic: the promises of chat completions hold under
+its names; a conversation with tools is one row; a stream equals the whole message.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from openai import AsyncOpenAI
 
 from rftdask.buffer.log.schema import Experience
 from rftdask.engines.base import GenerateRequest
-from rftdask.rollouts.policy.messages_api import as_chat, as_message
+from rftdask.rollouts.policy.messages_api import as_answer, as_chat
 from rftdask.rollouts.policy.openai_api import BadRequestError
-from tests.unit.rollouts.policy.test_openai_client import rows, sampled
+from tests.unit.rollouts.policy.test_openai_api import rows, sampled
 from tests.unit.rollouts.rollout_cases import prompt_of, replies
 
 ASKED: Any = [{"role": "user", "content": "hi"}]
@@ -22,7 +22,7 @@ TOOLS: Any = [{"name": "add", "input_schema": {"type": "object", "properties": {
 WRITTEN = 'so: <tool_call>{"name":"add",  "arguments":{"x":1}}</tool_call>'
 
 
-def test_results_of_tools_are_messages_of_their_own_before_what_is_said_with_them() -> None:
+def test_tool_results_become_messages_before_the_text() -> None:
     blocks = [
         {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "5"}]},
         {"type": "text", "text": "go on"},
@@ -57,23 +57,23 @@ def test_results_of_tools_are_messages_of_their_own_before_what_is_said_with_the
         ("mcp_servers", [{}]),
     ],
 )
-def test_what_is_not_supported_is_named(param: str, value: Any) -> None:
+def test_unsupported_parameter_is_named(param: str, value: Any) -> None:
     with pytest.raises(BadRequestError) as raised:
         as_chat({"messages": ASKED, "max_tokens": 9, param: value})
     assert raised.value.param == param
 
 
-def test_a_call_whose_arguments_are_no_object_is_shown_all_the_same() -> None:
+def test_arguments_that_are_not_an_object_are_passed_through() -> None:
     call = {"id": "c", "function": {"name": "add", "arguments": "[1, 2]"}}
     message = {"content": None, "tool_calls": [call]}
     choice = {"message": message, "finish_reason": "tool_calls"}
     usage = {"prompt_tokens": 1, "completion_tokens": 2}
-    told = as_message({"id": "chatcmpl-0", "model": "m", "choices": [choice], "usage": usage})
-    assert (told["content"][0]["input"], told["stop_reason"]) == ({"arguments": [1, 2]}, "tool_use")
+    returned = as_answer({"id": "chatcmpl-0", "model": "m", "choices": [choice], "usage": usage}, {})
+    assert (returned["content"][0]["input"], returned["stop_reason"]) == ({"arguments": [1, 2]}, "tool_use")
 
 
 def asked(agent: Callable[[Any], Awaitable[Any]], reply: str | Callable[[GenerateRequest], str]) -> list[Experience]:
-    """The rows of a rollout whose agent has a client of Anthropic's."""
+    """The rows of a rollout whose agent uses the anthropic client."""
     anthropic = pytest.importorskip("anthropic")
 
     async def run(client: AsyncOpenAI) -> None:
@@ -85,7 +85,7 @@ def asked(agent: Callable[[Any], Awaitable[Any]], reply: str | Callable[[Generat
 
 
 @pytest.mark.extras
-def test_an_agent_of_anthropics_is_one_conversation() -> None:
+def test_anthropic_agent_is_one_conversation() -> None:
     async def agent(client: Any) -> None:
         messages = list(ASKED)
         for _ in range(3):
@@ -105,32 +105,32 @@ def test_an_agent_of_anthropics_is_one_conversation() -> None:
 
 
 @pytest.mark.extras
-def test_a_stream_of_anthropics_tells_what_the_whole_message_does() -> None:
+def test_anthropic_stream_equals_the_whole_message() -> None:
     async def agent(client: Any) -> None:
         options: Any = {"model": "m", "max_tokens": 99, "messages": ASKED, "tools": TOOLS, "system": "be kind"}
         whole = await client.messages.create(**options)
         async with client.messages.stream(**options) as stream:
-            told = await stream.get_final_message()
-        assert [block.model_dump(exclude={"id", "parsed_output"}) for block in told.content] == [
+            returned = await stream.get_final_message()
+        assert [block.model_dump(exclude={"id", "parsed_output"}) for block in returned.content] == [
             block.model_dump(exclude={"id", "parsed_output"}) for block in whole.content
         ]
-        assert (told.stop_reason, told.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+        assert (returned.stop_reason, returned.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
         counted = await client.messages.count_tokens(model="m", messages=ASKED, tools=TOOLS, system="be kind")
         assert counted.input_tokens == whole.usage.input_tokens
 
-    found = asked(agent, WRITTEN)
-    assert [row.prompt_text for row in found] == ["[add]<system>be kind<user>hi<assistant>"] * 2
+    recorded = asked(agent, WRITTEN)
+    assert [row.prompt_text for row in recorded] == ["[add]<system>be kind<user>hi<assistant>"] * 2
 
 
 @pytest.mark.extras
-def test_what_a_message_asks_for_is_done_or_refused_by_its_own_name() -> None:
+def test_message_parameters_apply_or_are_refused_by_name() -> None:
     anthropic = pytest.importorskip("anthropic")
 
     async def agent(client: Any) -> None:
         create: Any = client.messages.create
         stopped = await create(model="m", max_tokens=99, messages=ASKED, stop_sequences=["never", "la"])
-        told = (stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence)
-        assert told == ("tra", "stop_sequence", "la")
+        returned = (stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence)
+        assert returned == ("tra", "stop_sequence", "la")
         cut = await create(model="m", max_tokens=3, messages=ASKED)
         assert (cut.content[0].text, cut.stop_reason) == ("tra", "max_tokens")
         image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
@@ -141,5 +141,5 @@ def test_what_a_message_asks_for_is_done_or_refused_by_its_own_name() -> None:
         with pytest.raises(anthropic.AuthenticationError):
             await client.with_options(api_key="another").messages.create(model="m", max_tokens=9, messages=ASKED)
 
-    found = asked(agent, "tralala")
-    assert [sampled(row) for row in found] == ["trala", "tra"], "a row has what it stopped at, too"
+    recorded = asked(agent, "tralala")
+    assert [sampled(row) for row in recorded] == ["trala", "tra"], "a row includes the stop text"

@@ -1,5 +1,5 @@
-"""Promises of a rate limit: in no minute, wherever it begins, are more requests or tokens than it allows; nobody waits
-who need not; what a service asks for holds for all.
+"""Promises of a rate limit: no window of one minute exceeds the limits, no request waits longer than needed, and a
+pause that the service requests applies to all.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ class Clock:
         return self.now_s
 
 
-def test_the_first_of_a_minute_go_at_once_and_the_next_when_the_first_is_a_minute_old() -> None:
+def test_next_request_waits_until_the_first_is_a_minute_old() -> None:
     clock = Clock()
     limit = RateLimit(requests=3, clock=clock)
     assert [limit.reserve(1).at_s for _ in range(4)] == [0.0, 0.0, 0.0, 60.0]
     clock.now_s = 90.0
-    assert limit.reserve(1).at_s == 90.0  # beside the one at 60
+    assert limit.reserve(1).at_s == 90.0  # in one window with the request at 60
 
 
-def test_fewer_than_one_request_a_minute_are_further_apart() -> None:
+def test_less_than_one_request_per_minute() -> None:
     limit = RateLimit(requests=0.5, clock=Clock())
     assert [limit.reserve(1).at_s for _ in range(3)] == [0.0, 120.0, 240.0]
 
 
-def test_tokens_that_were_not_needed_are_given_back_and_more_than_a_minute_has_is_all_of_it() -> None:
+def test_unused_tokens_are_returned() -> None:
     clock = Clock()
     limit = RateLimit(tokens=100, clock=clock)
     first = limit.reserve(80)
     limit.settle(first, 20)
     assert [limit.reserve(80).at_s, limit.reserve(1).at_s] == [0.0, 60.0]
     clock.now_s = 300.0
-    limit.settle(first, 1000)  # long gone
+    limit.settle(first, 1000)  # no longer in the window
     assert limit.reserve(1_000).at_s == 300.0
     assert limit.reserve(1).at_s == 360.0
 
 
-def test_a_pause_holds_for_all_that_come() -> None:
+def test_pause_applies_to_all_later_requests() -> None:
     clock = Clock()
     limit = RateLimit(clock=clock)
     limit.pause(20.0)
@@ -64,7 +64,7 @@ def test_a_pause_holds_for_all_that_come() -> None:
         st.tuples(st.sampled_from([0.0, 0.0, 1.0, 30.0]), st.integers(1, 150), st.floats(0.0, 1.0)), max_size=40
     ),
 )
-def test_no_minute_has_more_than_it_allows(requests: Any, tokens: Any, asked: list[tuple[float, int, float]]) -> None:
+def test_no_minute_exceeds_its_limits(requests: Any, tokens: Any, asked: list[tuple[float, int, float]]) -> None:
     clock = Clock()
     limit = RateLimit(requests, tokens, clock=clock)
     places = []

@@ -1,5 +1,5 @@
-"""Promises of models behind an OpenAI-compatible API, asked over real HTTP: what passes is tried again, what stays ends
-the batch with an error that says what to do; answers are rows without tokens; the key is in no text.
+"""Promises of models behind an OpenAI-compatible API, tested over HTTP: temporary errors are retried, permanent errors
+end the batch with advice, answers are rows without tokens, and no text contains the key.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from rftdask.engines.base import SamplingParams
 from rftdask.errors import UserError
 from rftdask.rollouts.policy import rate_limit
 from rftdask.rollouts.policy.rate_limit import RateLimit
-from rftdask.rollouts.policy.remote import RemoteModel, RemoteModelError, check_service, retry_after_s
+from rftdask.rollouts.policy.remote_model import RemoteModel, RemoteModelError, check_service, retry_after_s
 from rftdask.rollouts.runner import TextEngine, run_work_unit
 from rftdask.rollouts.workflows.base import PolicyModel
 from rftdask.rollouts.workflows.registry import workflow
@@ -39,7 +39,7 @@ def model(server: ApiServer, monkeypatch: pytest.MonkeyPatch, **changes: Any) ->
 
 
 def rollouts(remote: RemoteModel, tasks: list[Task], auxiliary: bool = False, **changes: Any) -> list[Experience]:
-    """With `remote` as the policy, or as the auxiliary model "judge" beside a policy that says 4."""
+    """A runner with `remote` as the policy, or as the auxiliary model "judge" of a policy that answers 4."""
     batch = run_work_unit(
         tasks,
         repeat_times=2,
@@ -53,7 +53,7 @@ def rollouts(remote: RemoteModel, tasks: list[Task], auxiliary: bool = False, **
     return asyncio.run(batch).experiences
 
 
-def test_rate_limits_errors_timeouts_and_lost_connections_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_errors_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask(remote: RemoteModel) -> Any:
         try:
             return await remote.ask(QUESTION, SamplingParams(max_tokens=5, top_k=3, temperature=0.5), seed=11)
@@ -76,7 +76,7 @@ def test_rate_limits_errors_timeouts_and_lost_connections_are_tried_again(monkey
         }
 
 
-def test_a_pause_that_the_service_asks_for_holds_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_pause_applies_to_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = RateLimit(clock=time.monotonic)
 
     async def ask() -> float:
@@ -99,9 +99,9 @@ def test_a_pause_that_the_service_asks_for_holds_for_all_who_ask(monkeypatch: py
     assert len(server.requests) == 3
 
 
-def test_a_pause_that_is_too_long_is_no_reason_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_pause_fails_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask(remote: RemoteModel) -> None:
-        with pytest.raises(RemoteModelError, match="told to answer 429"):
+        with pytest.raises(RemoteModelError, match="planned status 429"):
             await remote.ask(QUESTION, SamplingParams(max_tokens=5), seed=1)
         await remote.close()
 
@@ -111,7 +111,7 @@ def test_a_pause_that_is_too_long_is_no_reason_to_wait(monkeypatch: pytest.Monke
     assert len(server.requests) == 1
 
 
-def test_a_service_may_ask_for_a_pause_in_three_ways() -> None:
+def test_pause_headers_have_three_forms() -> None:
     assert retry_after_s({"retry-after-ms": "1500", "retry-after": "9"}, 0.0) == 1.5
     assert retry_after_s({"retry-after": "20"}, 0.0) == 20.0
     assert retry_after_s({"retry-after": "Thu, 01 Jan 1970 00:01:00 GMT"}, 45.0) == 15.0
@@ -119,7 +119,7 @@ def test_a_service_may_ask_for_a_pause_in_three_ways() -> None:
     assert retry_after_s({}, 0.0) is None
 
 
-def test_requests_go_out_as_the_limit_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_follow_the_rate_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rate_limit, "WINDOW_S", 0.5)
 
     async def ask(limit: RateLimit) -> float:
@@ -130,12 +130,12 @@ def test_requests_go_out_as_the_limit_allows(monkeypatch: pytest.MonkeyPatch) ->
         return time.monotonic() - began_s
 
     with api_server("4") as server:
-        # Two in each half second, by number; by tokens, of which an answer has 10 and each reserves some more.
+        # Limited to two requests per half second by number, or by tokens (10 per answer, more reserved).
         assert asyncio.run(ask(RateLimit(requests=2, clock=time.monotonic))) >= 1.0
         assert asyncio.run(ask(RateLimit(tokens=40, clock=time.monotonic))) >= 1.0
 
 
-def test_its_answers_are_rows_with_text_counts_and_rewards_but_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_become_rows_without_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     with api_server(lambda body: "it is 4") as server:
         rows = rollouts(model(server, monkeypatch), [task(0), task(1, truth="5")])
     assert [(row.status, row.reward, row.response_text) for row in rows] == [
@@ -146,7 +146,7 @@ def test_its_answers_are_rows_with_text_counts_and_rewards_but_no_tokens(monkeyp
     assert len({request["seed"] for request in server.requests}) == 4
 
 
-def test_a_plain_prompt_goes_to_completions_and_calls_of_tools_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_prompt_uses_completions_and_calls_become_text(monkeypatch: pytest.MonkeyPatch) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "2+2"}'}}
 
     def reply(body: dict[str, Any]) -> Any:
@@ -162,9 +162,7 @@ def test_a_plain_prompt_goes_to_completions_and_calls_of_tools_are_text(monkeypa
     assert [(row.turn, row.reward, row.metrics["num_tool_calls"]) for row in rows[:2]] == [(0, 1.0, 1.0), (1, 1.0, 1.0)]
 
 
-def test_texts_to_stop_at_are_passed_on_and_what_a_service_is_not_asked_for_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_stop_is_passed_on_and_unsupported_parameters_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, object]] = [{"stop": "END"}, {"stop": ["END", "."]}, {"bad_words": ["x"]}, {"stop": [""]}]
 
     async def judged(task: Task, model: PolicyModel) -> float:
@@ -173,22 +171,22 @@ def test_texts_to_stop_at_are_passed_on_and_what_a_service_is_not_asked_for_is_r
 
     workflow("asks_with_options", in_process=True)(judged)
     with api_server("4") as server:
-        found = rollouts(model(server, monkeypatch), [task(number, "asks_with_options") for number in range(4)])
+        recorded = rollouts(model(server, monkeypatch), [task(number, "asks_with_options") for number in range(4)])
     assert sorted(request["stop"] for request in server.requests) == [["END"]] * 2 + [["END", "."]] * 2
-    assert [row.error.partition(":")[0] for row in found[4::2]] == ["TypeError", "BadRequestError"]
-    assert "bad_words" in found[4].error and "stop" in found[6].error
+    assert [row.error.partition(":")[0] for row in recorded[4::2]] == ["TypeError", "BadRequestError"]
+    assert "bad_words" in recorded[4].error and "stop" in recorded[6].error
 
 
-def test_an_auxiliary_model_behind_an_api_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auxiliary_model_behind_an_api_judges(monkeypatch: pytest.MonkeyPatch) -> None:
     judged = task(0, "rubric_judge_workflow", workflow_args={"rubric": ["is a number"]})
     with api_server("1: yes") as server:
         [row, _] = rollouts(model(server, monkeypatch), [judged], auxiliary=True)
         assert (row.reward, row.response_text, len(row.tokens) > 0) == (1.0, "4", True)
         graded = rollouts(model(server, monkeypatch), [task(0, "math_rm_workflow")], auxiliary=True)
-    assert graded[0].error == "RuntimeError: a model behind an API gives no logprobs of given tokens"
+    assert graded[0].error == "RuntimeError: a model behind an API cannot score given tokens"
 
 
-def test_a_request_that_fails_for_good_costs_its_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_final_failure_of_a_request_fails_its_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     with api_server("4", *[500] * 2) as server:
         rows = rollouts(model(server, monkeypatch, max_retries=0, max_concurrent=1), [task(0), task(1)])
     assert [row.status for row in rows] == [Status.FAILED] * 2 + [Status.OK] * 2
@@ -196,18 +194,18 @@ def test_a_request_that_fails_for_good_costs_its_rollout(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("workflow", ["math_workflow", "tests.unit.rollouts.sandbox.sandbox_workflows.good"])
-def test_a_wrong_key_ends_the_batch_and_is_in_no_text(workflow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_key_ends_the_batch_and_is_not_printed(workflow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_API_KEY", "another-key")
     with (
         api_server("4") as server,
-        pytest.raises(UserError, match=r"refuses us: AuthenticationError.*check its") as told,
+        pytest.raises(UserError, match=r"refuses all requests: AuthenticationError.*check its") as told,
     ):
         rollouts(model(server, monkeypatch), [task(0, workflow), task(1, workflow)])
     assert "another-key" not in str(told.value)
 
 
-def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEST_API_KEY")
     monkeypatch.setenv("TEST_BASE_URL", "http://127.0.0.1:1/v1")
-    with pytest.raises(UserError, match="TEST_API_KEY is not set: it holds the key of the service of model 'm'"):
+    with pytest.raises(UserError, match="TEST_API_KEY is not set; set it to the key of the service of model 'm'"):
         check_service("m", SERVICE)

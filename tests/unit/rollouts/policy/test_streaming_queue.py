@@ -1,5 +1,5 @@
-"""Promises of the stream: whoever asks is asked for at once, beside whatever is under way, and answered at once; who
-gives up leaves the engine; and an engine that fails or falls silent is an error to everybody.
+"""Promises of the queue: requests are sent and answered at once, alongside running ones; a cancelled request leaves the
+engine; a failed or silent engine is an error for all waiting requests.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ def request(name: str) -> GenerateRequest:
 
 
 class Engine:
-    """Holds what it is asked until the test answers it."""
+    """Holds requests until the test answers them."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -56,7 +56,7 @@ class Engine:
 
 
 class LeapingLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock a test puts forward."""
+    """An event loop whose clock the test advances."""
 
     leapt_s = 0.0
 
@@ -96,7 +96,7 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0)
 
 
-def test_what_is_asked_in_one_pass_of_the_event_loop_reaches_the_engine_together() -> None:
+def test_requests_of_one_loop_pass_are_submitted_together() -> None:
     async def body(engine: Engine, stream: StreamingQueue) -> None:
         _tasks = [ask(stream, name) for name in "abc"]
         await until(lambda: engine.calls)
@@ -105,7 +105,7 @@ def test_what_is_asked_in_one_pass_of_the_event_loop_reaches_the_engine_together
     run(body)
 
 
-def test_a_request_is_sent_while_another_is_under_way_and_answered_before_it() -> None:
+def test_request_can_overtake_a_running_one() -> None:
     async def body(engine: Engine, stream: StreamingQueue) -> None:
         long = ask(stream, "long")
         await until(lambda: "long" in engine.futures)
@@ -120,7 +120,7 @@ def test_a_request_is_sent_while_another_is_under_way_and_answered_before_it() -
     run(body)
 
 
-def test_who_gives_up_leaves_the_engine_and_may_ask_again() -> None:
+def test_cancelled_request_leaves_the_engine() -> None:
     async def body(engine: Engine, stream: StreamingQueue) -> None:
         first, neighbor = ask(stream, "a"), ask(stream, "b")
         await until(lambda: engine.calls)
@@ -135,10 +135,10 @@ def test_who_gives_up_leaves_the_engine_and_may_ask_again() -> None:
     run(body)
 
 
-def test_a_request_that_is_cancelled_before_it_is_sent_is_not_sent() -> None:
+def test_request_cancelled_before_sending_is_not_sent() -> None:
     async def body(engine: Engine, stream: StreamingQueue) -> None:
         first = ask(stream, "a")
-        await asyncio.sleep(0)  # it has asked, and nothing is sent yet
+        await asyncio.sleep(0)  # the request is queued but not sent
         first.cancel()
         second = ask(stream, "b")
         await until(lambda: engine.calls)
@@ -148,13 +148,13 @@ def test_a_request_that_is_cancelled_before_it_is_sent_is_not_sent() -> None:
     run(body)
 
 
-def test_a_failure_reaches_all_who_wait_and_all_who_ask_later() -> None:
+def test_failure_reaches_waiting_and_later_requests() -> None:
     async def body(engine: Engine, stream: StreamingQueue) -> None:
         first, second = ask(stream, "a"), ask(stream, "b")
         await until(lambda: engine.calls)
         for future in engine.futures.values():
             future.set_exception(RoleError("gone"))
-        third = ask(stream, "c")  # before anybody knows
+        third = ask(stream, "c")  # before the failure is known
         for waiting in (first, second, third):
             with pytest.raises(RoleError, match="gone"):
                 await waiting
@@ -165,7 +165,7 @@ def test_a_failure_reaches_all_who_wait_and_all_who_ask_later() -> None:
     run(body)
 
 
-def test_a_silent_engine_is_found_out_though_its_rollouts_give_up_and_try_again() -> None:
+def test_silent_engine_is_detected_despite_retries() -> None:
     async def body(engine: Engine, stream: StreamingQueue) -> None:
         for name in "ab":
             trying = ask(stream, name)
@@ -173,7 +173,7 @@ def test_a_silent_engine_is_found_out_though_its_rollouts_give_up_and_try_again(
             leap(400.0)
             trying.cancel()
             await until(engine.futures[name].cancelled)
-            leap(5000.0)  # nothing is under way
+            leap(5000.0)  # no request is running
         patient, other = ask(stream, "c"), ask(stream, "d")
         await until(lambda: "c" in engine.futures)
         leap(150.0)
@@ -182,13 +182,13 @@ def test_a_silent_engine_is_found_out_though_its_rollouts_give_up_and_try_again(
         assert stream.failure is None
         leap(60.0)
         for waiting in (patient, other):
-            with pytest.raises(WaitTimeout, match=r"gave no answer for 101\d s, with 2 requests under way"):
+            with pytest.raises(WaitTimeout, match=r"gave no answer for 101\d s, with 2 requests running"):
                 await waiting
 
     run(body)
 
 
-def test_an_answer_ends_the_silence_and_time_in_which_nothing_is_under_way_is_none() -> None:
+def test_silence_counts_only_while_requests_run() -> None:
     async def body(engine: Engine, stream: StreamingQueue) -> None:
         slow = ask(stream, "slow")
         for name in "abc":
@@ -219,7 +219,7 @@ def named(function: WorkflowFn) -> str:
     return name
 
 
-def test_the_second_turn_of_a_quick_rollout_does_not_wait_for_the_first_of_a_slow_one() -> None:
+def test_quick_rollout_does_not_wait_for_a_slow_one() -> None:
     engine = Engine()
 
     async def three_turns(task: Task, model: PolicyModel) -> float:
@@ -236,13 +236,13 @@ def test_the_second_turn_of_a_quick_rollout_does_not_wait_for_the_first_of_a_slo
     engine.on_submit = quick_then_slow
     engines = TextEngine(Streaming(engine.submit, DEADLINE_S), CharTokenizer())
     tasks = [task(index, named(three_turns)) for index in range(2)]
-    found = outcome(tasks, engines, {}, max_timeout=DEADLINE_S)
+    finished = outcome(tasks, engines, {}, max_timeout=DEADLINE_S)
     assert engine.calls == ["0.0 1.0", "0.1", "0.2", "1.1", "1.2"]
-    assert [e.status for e in found.experiences] == [Status.OK] * 6
-    assert found.engine_s > 0
+    assert [e.status for e in finished.experiences] == [Status.OK] * 6
+    assert finished.engine_s > 0
 
 
-def test_a_dead_engine_ends_the_batch_with_its_own_error() -> None:
+def test_dead_engine_ends_the_batch_with_its_error() -> None:
     engine = Engine()
 
     async def swallows(task: Task, model: PolicyModel) -> float:
@@ -261,11 +261,11 @@ def test_a_dead_engine_ends_the_batch_with_its_own_error() -> None:
         outcome([task(0, named(swallows))], TextEngine(Streaming(engine.submit, DEADLINE_S), CharTokenizer()), {})
 
 
-def test_an_engine_that_hangs_is_ended_and_the_next_batch_finds_another() -> None:
+def test_hung_engine_is_replaced_for_the_next_batch() -> None:
     spec = engine_spec("fake")
     hanging = worker_task._cache.engine(spec)
     assert worker_task._cache.engine(spec) is hanging
-    for _ in range(2):  # each of two units that overlap in it finds out
+    for _ in range(2):  # both of two overlapping units detect it
         with pytest.raises(WaitTimeout), worker_task._ending_what_hangs(hanging):
             raise WaitTimeout("the engine gave no answer")
         assert not hanging.alive()
@@ -275,9 +275,7 @@ def test_an_engine_that_hangs_is_ended_and_the_next_batch_finds_another() -> Non
 
 @pytest.mark.parametrize("engine_type", ["transformers", "vllm"])
 @pytest.mark.parametrize("style", ["fixed", "explorer_driven", "trainer_driven", "fully_async"])
-def test_in_fixed_style_and_only_there_requests_wait_for_calls_of_an_engine_that_repeats_its_bits(
-    style: str, engine_type: str
-) -> None:
+def test_only_fixed_style_batches_requests_in_lockstep(style: str, engine_type: str) -> None:
     class Client:
         spec = engine_spec(engine_type)
 

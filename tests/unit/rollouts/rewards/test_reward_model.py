@@ -1,4 +1,4 @@
-"""Promises of the reward by a trained reward model: the score transformers gives, of the tokens of training."""
+"""Promises of the reward of a trained model: the score of transformers for the tokens of training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rftdask.rollouts.rewards import compute_reward
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reward")
     build_toy_model(folder, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2)
-    torch.manual_seed(0)  # the head is drawn
+    torch.manual_seed(0)  # the head is initialized randomly
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     model.save_pretrained(folder / "scored")
     AutoTokenizer.from_pretrained(folder).save_pretrained(folder / "scored")
@@ -29,7 +29,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_the_reward_is_the_score_of_what_training_would_read(model_path: Path, chat: bool) -> None:
+def test_reward_equals_the_score_in_training(model_path: Path, chat: bool) -> None:
     messages = [{"role": "user", "content": "2+2="}] if chat else []
     task = Task("t", 0, 0, prompt="" if chat else "2+2=", messages=tuple(messages))
     settings = {"model_path": str(model_path / "scored")}
@@ -46,6 +46,6 @@ def test_the_reward_is_the_score_of_what_training_would_read(model_path: Path, c
     assert rewards[0] != rewards[1]
 
 
-def test_a_language_model_is_no_reward_model(model_path: Path) -> None:
-    with pytest.raises(DataError, match=r"is no reward model .*'score.weight'.*what algorithm type reward_model"):
+def test_language_model_is_refused_as_reward_model(model_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is not a reward model .*'score.weight'.*by algorithm type reward_model"):
         compute_reward(Task("t", 0, 0, prompt="a"), "b", "reward_model", {"model_path": str(model_path)})

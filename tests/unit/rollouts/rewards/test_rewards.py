@@ -1,4 +1,4 @@
-"""Promises of the reward functions, by example: (response, truth) and what it is worth."""
+"""Promises of the reward functions, by examples of responses, truths and rewards."""
 
 import pytest
 from hypothesis import given
@@ -37,7 +37,7 @@ def value_of(name: str, response: str, truth: str = "", **arguments: object) -> 
         (r"\boxed{}", ""),
     ],
 )
-def test_the_final_answer_is_found_in_this_order(response: str, answer: str) -> None:
+def test_final_answer_is_found_in_this_order(response: str, answer: str) -> None:
     assert extract_answer(response) == answer
 
 
@@ -105,7 +105,7 @@ def test_different_answers(answer: str, truth: str) -> None:
 @given(
     st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{:,}", "{}.00", "${}", "about {} units", r"\boxed{{{}}}"])
 )
-def test_a_number_is_recognized_however_it_is_written(number: int, form: str) -> None:
+def test_number_is_recognized_in_any_form(number: int, form: str) -> None:
     assert value_of("math_reward", form.format(number), str(number)) == 1.0
 
 
@@ -132,7 +132,7 @@ def test_any_text_gets_a_reward(response: str, truth: str) -> None:
     ],
     ids=lambda response: response[:8],
 )
-def test_runaway_text_is_no_work(response: str) -> None:
+def test_very_long_text_is_fast(response: str) -> None:
     """Quadratic work on any of these takes minutes and ends in the timeout of the test run."""
     for name in ("math_reward", "math_boxed_reward", "format_reward"):
         value_of(name, response, "1", **({"with_think": True} if name == "math_boxed_reward" else {}))
@@ -144,7 +144,7 @@ def test_math_reward_reports_accuracy() -> None:
     assert get_reward("math_reward")("#### 71", "72", TASK) == Reward(0.0, {"accuracy": 0.0})
 
 
-def test_math_boxed_reward_looks_at_boxes_only_and_charges_for_a_missing_thought() -> None:
+def test_math_boxed_reward_reads_only_boxes() -> None:
     assert value_of("math_boxed_reward", "#### 72", "72") == 0.0
     assert value_of("math_boxed_reward", r"\boxed{72}", "72") == 1.0
     assert value_of("math_boxed_reward", r"\boxed{72}", "72", with_think=True) == 0.9
@@ -165,11 +165,11 @@ def test_math_boxed_reward_looks_at_boxes_only_and_charges_for_a_missing_thought
         ("", -0.1),
     ],
 )
-def test_format_reward_wants_a_thought_and_then_an_answer(response: str, value: float) -> None:
+def test_format_reward_needs_a_thought_then_an_answer(response: str, value: float) -> None:
     assert value_of("format_reward", response) == value
 
 
-def test_exact_reward_wants_the_very_text() -> None:
+def test_exact_reward_compares_the_text() -> None:
     assert value_of("exact_reward", " yes\n", "yes") == 1.0
     assert value_of("exact_reward", "Yes", "yes") == 0.0
 
@@ -193,27 +193,27 @@ def test_exact_reward_wants_the_very_text() -> None:
         ("(6-2)*4+8", {"metadata": {"target": 24, "numbers": [8, 6, 4, 2]}}),
     ],
 )
-def test_countdown_wants_the_target_with_every_number_once(
+def test_countdown_needs_the_target_with_each_number_once(
     response: str, value: float, truth: str, row: dict[str, object]
 ) -> None:
     task = Task(taskset="t", epoch=0, index=0, row=row)
     assert get_reward("countdown_reward")(response, truth, task).value == value  # type: ignore[union-attr]
 
 
-def test_countdown_without_a_puzzle_is_an_error() -> None:
-    with pytest.raises(ValueError, match="t/0/0 is no countdown puzzle"):
+def test_countdown_without_a_puzzle_raises() -> None:
+    with pytest.raises(ValueError, match="t/0/0 is not a countdown puzzle"):
         value_of("countdown_reward", "<answer>1</answer>", "1")
 
 
 @pytest.mark.extras
-def test_a_generated_task_is_scored_by_its_generator() -> None:
+def test_generated_task_is_scored_by_its_generator() -> None:
     row = open_dataset("reasoning-gym:chain_sum", dataset_args={"size": 1})[0]
     task = Task(taskset="t", epoch=0, index=0, row=row)
     score = get_reward("reasoning_gym_reward")
     assert score(f"<answer>{row['answer']}</answer>", "", task) == Reward(1.0, {"accuracy": 1.0})
     assert score(row["answer"], "", task) == Reward(1.0, {"accuracy": 1.0})
     assert score("<answer>none</answer>", "", task).value < 1.0  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="not of reasoning-gym"):
+    with pytest.raises(ValueError, match="not from reasoning-gym"):
         score("", "", TASK)
 
 
@@ -221,13 +221,13 @@ def length_reward(response: str, truth: str, task: Task, target: int = 1) -> flo
     return float(len(response) - target)
 
 
-def test_a_reward_function_is_found_by_name_and_by_dotted_path() -> None:
+def test_reward_function_is_found_by_name_and_path() -> None:
     assert reward("test_length_reward")(length_reward) is length_reward
     assert get_reward("test_length_reward") is length_reward
     assert get_reward("rftdask.rollouts.rewards.text.format_reward") is get_reward("format_reward")
 
 
-def test_an_unknown_reward_function_is_a_user_error_with_the_nearest_names() -> None:
+def test_unknown_reward_function_error_suggests_names() -> None:
     with pytest.raises(UserError, match="unknown reward function 'math_rewards'; did you mean math_reward"):
         get_reward("math_rewards")
     with pytest.raises(UserError, match=r"cannot import 'no_such_package\.rewards'"):
@@ -243,7 +243,7 @@ def test_a_name_cannot_be_taken_twice() -> None:
         reward("math_reward")(length_reward)
 
 
-def test_arguments_of_the_task_reach_the_reward_function() -> None:
+def test_task_arguments_reach_the_reward_function() -> None:
     reward("test_length_reward")(length_reward)
     task = Task(taskset="t", epoch=0, index=0, reward_fn="test_length_reward", reward_fn_args={"target": 2})
     assert compute_reward(task, "abc", default="math_reward") == Reward(1.0)

@@ -1,6 +1,6 @@
-"""A verifiers environment for tests: add one, in one turn, or with a look at a tool before the answer.
+"""A verifiers environment for tests: add one, in one turn or with a tool call before the answer.
 
-Its harness runs in process, as verifiers allows, where the shipped ones would install a program first.
+Its harness runs in process; the shipped harnesses would install a program first.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""A server that speaks the messages of OpenEnv, as openenv-core 0.3 does: python openenv_server.py [SESSIONS]
+"""A server with the messages of openenv-core 0.3: python openenv_server.py [SESSIONS]
 
-It prints its port. An environment is a digit to guess, that of the seed; at most SESSIONS (2) are there at once. It is
-not openenv-core's own, whose package needs what excludes the versions here.
+It prints its port. An environment is a digit to guess, given by the seed; at most SESSIONS (2) exist at once. The
+server of openenv-core is not used, because its requirements conflict with the versions here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Promises of the grid: moves as on paper, every step told with its place and what it earned, an end."""
+"""Promises of the grid: moves as on paper, and the position and reward of each step."""
 
 import asyncio
 from typing import Any
@@ -12,7 +12,7 @@ from rftdask.rollouts.workflows.registry import find_workflow
 
 
 class Walker:
-    """A PolicyModel that says one word after another and remembers what it was asked."""
+    """A PolicyModel that answers with the given words in order and records its prompts."""
 
     def __init__(self, *words: str) -> None:
         self.asked: list[Any] = []
@@ -34,7 +34,7 @@ def walk(text: str, walker: Walker, **fields: Any) -> Reward:
     return reward
 
 
-def test_a_walk_tells_the_place_and_the_reward_of_every_step() -> None:
+def test_walk_reports_position_and_reward_of_each_step() -> None:
     walker = Walker("I go Right.", "right", "down", "RIGHT", "never asked")
     reward = walk("S.#\n#.G", walker, workflow_args={"bump_penalty": 0.25})
     assert reward == Reward(
@@ -45,7 +45,7 @@ def test_a_walk_tells_the_place_and_the_reward_of_every_step() -> None:
     assert walker.asked[2] == QUESTION.format(map=".P#\n#.G")
 
 
-def test_a_walk_ends_after_its_last_turn_wherever_it_is() -> None:
+def test_walk_ends_after_its_last_turn() -> None:
     reward = walk("S..G", Walker("right", "what?", "right"), workflow_args={"max_turns": 3})
     assert reward == Reward(
         -0.1, {"accuracy": 0.0, "num_turns": 3.0}, (Step("at 0,0", 0.0), Step("at 0,1", -0.1), Step("at 0,1", 0.0))
@@ -53,12 +53,12 @@ def test_a_walk_ends_after_its_last_turn_wherever_it_is() -> None:
 
 
 @pytest.mark.parametrize("word", ["up", "down", "left"])
-def test_nobody_walks_off_the_map_nor_through_a_wall(word: str) -> None:
+def test_moves_stop_at_walls_and_map_edges(word: str) -> None:
     grid = Grid.of("S.G\n#..")
     assert grid.moved(word) == grid
 
 
-def test_a_chat_keeps_its_system_prompt_and_shows_the_map_as_it_is_now() -> None:
+def test_chat_keeps_its_system_prompt_and_shows_the_map() -> None:
     walker = Walker("right")
     messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "SG"})
     walk("SG", walker, messages=messages)
@@ -66,6 +66,6 @@ def test_a_chat_keeps_its_system_prompt_and_shows_the_map_as_it_is_now() -> None
 
 
 @pytest.mark.parametrize("text", ["..G", "S.S\n..G", "S.."])
-def test_a_map_without_one_start_and_one_goal_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="a map has one S and one G"):
+def test_map_without_one_start_and_goal_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a map needs one S and one G"):
         walk(text, Walker())

@@ -1,6 +1,6 @@
-"""Promises of openenv_workflow, to a server in a process of its own: an episode is one chat with the rewards of the
-environment; a reply becomes an action as the settings say; a full server is waited for; whatever a server does wrong is
-an error with its address, within a deadline.
+"""Promises of openenv_workflow, with a server in its own process: an episode is one chat with the rewards of the
+environment; the settings decide how replies become actions; a full server is waited for; errors of the server name its
+address and come before a timeout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def episode(url: str, *replies: str, seed: int = 7, **arguments: Any) -> tuple[R
     return play("openenv_workflow", model, workflow_args={"base_url": url, **SHOW, **arguments}, row=row), model
 
 
-def test_an_episode_is_one_chat_with_the_rewards_of_the_environment(url: str) -> None:
+def test_episode_is_one_chat_with_environment_rewards(url: str) -> None:
     reward, model = episode(url, "3", "<action>9</action> or <action>7</action>", rules="guess")
     assert [step.reward for step in reward.steps] == [-0.25, 1.0]
     assert (reward.value, reward.metrics["env_done"], reward.metrics["num_turns"]) == (0.75, 1.0, 2.0)
@@ -54,13 +54,13 @@ def test_an_episode_is_one_chat_with_the_rewards_of_the_environment(url: str) ->
     assert (cut.value, cut.metrics["env_done"]) == (-0.5, 0.0)
 
 
-def test_a_reply_becomes_the_action_that_the_settings_say(url: str) -> None:
-    told, _ = episode(url, 'not {"a": {"b": 1}} but {"message": "7"}', action="json")
-    assert told.value == 1.0
+def test_settings_decide_how_replies_become_actions(url: str) -> None:
+    outcome, _ = episode(url, 'not {"a": {"b": 1}} but {"message": "7"}', action="json")
+    assert outcome.value == 1.0
     words = {"action": "number", "actions": [*"abcdefgh"], "action_field": "choice", "action_args": {"message": "7"}}
-    told, model = episode(url, "no letter here", "h", **words)
-    assert (told.value, told.metrics["num_invalid"]) == (pytest.approx(0.9), 1.0)
-    assert model.asked[0] == model.asked[1], "what is no action changes nothing"
+    outcome, model = episode(url, "no letter here", "h", **words)
+    assert (outcome.value, outcome.metrics["num_invalid"]) == (pytest.approx(0.9), 1.0)
+    assert model.asked[0] == model.asked[1], "a reply without an action changes nothing"
     _, model = episode(url, "7", observation_field="", reset_args={"greeting": "hello"})
     assert model.asked == ['{"b": 1, "text": "hello"}']
 
@@ -71,24 +71,24 @@ def test_a_reply_becomes_the_action_that_the_settings_say(url: str) -> None:
         ("boom", "EXECUTION_ERROR", "refused a step .*the world ended"),
         ('{"message": 7}', "VALIDATION_ERROR", "Input should be a valid string"),
         ("vanish", "", "failed on a step: ConnectionClosed"),
-        ("babble", "", "is no message of OpenEnv"),
+        ("babble", "", "is not a message of OpenEnv"),
     ],
 )
-def test_what_a_server_does_wrong_is_an_error_with_its_address(reply: str, code: str, problem: str, url: str) -> None:
+def test_server_error_names_its_address(reply: str, code: str, problem: str, url: str) -> None:
     with pytest.raises(OpenEnvError, match=rf"ws://127\.0\.0\.1:\d+/ws .*{problem}") as error:
         episode(url, reply, action="json" if "{" in reply else "text")
     again = pickle.loads(pickle.dumps(error.value))
     assert (again.code, str(again)) == (error.value.code, str(error.value)) and again.code == code
 
 
-def test_nothing_is_waited_for_for_ever(url: str) -> None:
+def test_every_wait_has_a_timeout(url: str) -> None:
     with pytest.raises(WaitTimeout, match=r"did not answer a step within timeout_s 0\.3 s"):
         episode(url, "hang", timeout_s=0.3)
     with pytest.raises(OpenEnvError, match=r"ws://127\.0\.0\.1:9/ws cannot be reached: ConnectionRefusedError"):
         episode("http://127.0.0.1:9", "7")
 
 
-def test_a_full_server_is_waited_for_as_long_as_is_said(url: str) -> None:
+def test_full_server_is_waited_for_up_to_wait_s(url: str) -> None:
     at_once = [task(workflow_args={"base_url": url, **SHOW}, row={"seed": 7}) for _ in range(4)]
 
     async def all_of_them() -> list[Any]:
@@ -119,11 +119,11 @@ def test_a_full_server_is_waited_for_as_long_as_is_said(url: str) -> None:
     ("arguments", "problem"),
     [
         ({"base_url": "localhost:8000"}, "base_url is 'localhost:8000'; give the address"),
-        ({"turns": 3}, "knows no workflow_args turns"),
+        ({"turns": 3}, "unknown workflow_args turns"),
         ({"action": "number"}, "action is 'number' with 0 actions"),
         ({"observation_field": "picture"}, "no observation_field 'picture' in"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused_by_name(arguments: dict[str, Any], problem: str, url: str) -> None:
+def test_invalid_settings_are_refused_by_name(arguments: dict[str, Any], problem: str, url: str) -> None:
     with pytest.raises(UserError, match=problem):
         episode(**{"url": url, **{("url" if k == "base_url" else k): v for k, v in arguments.items()}})

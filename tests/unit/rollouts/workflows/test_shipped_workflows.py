@@ -1,5 +1,5 @@
-"""Promises of the shipped workflows with several turns, tools, judges and games: what is asked, what is earned, and
-that what cannot be judged is a failure.
+"""Promises of the shipped workflows with several turns, tools, judges and games: their prompts and rewards, and that an
+unreadable verdict is a failure.
 """
 
 import asyncio
@@ -14,11 +14,12 @@ from rftdask.data.task import Task
 from rftdask.engines.base import POLICY
 from rftdask.errors import UserError
 from rftdask.rollouts.policy.answer_parsers import parse_tool_calls
-from rftdask.rollouts.policy.base import Method, PolicyHandle
+from rftdask.rollouts.policy.base import ForwardingPolicy, Method
 from rftdask.rollouts.rewards import compute_reward, get_reward
 from rftdask.rollouts.rewards.math_answer import overlong_penalty
 from rftdask.rollouts.workflows.base import PolicyModel, Response, Reward, Step, as_reward
-from rftdask.rollouts.workflows.games import board_text, find_action
+from rftdask.rollouts.workflows.episode import find_action
+from rftdask.rollouts.workflows.games import board_text
 from rftdask.rollouts.workflows.judged import parse_rating, parse_verdicts, read_rubric
 from rftdask.rollouts.workflows.registry import find_workflow
 from rftdask.rollouts.workflows.sudoku import has_clash, make_board, read_board
@@ -26,8 +27,8 @@ from rftdask.rollouts.workflows.tools import call_tool
 from rftdask.rollouts.workflows.turns import StepWiseWorkflow, propagate_rewards
 
 
-class Script(PolicyHandle):
-    """Models that say what the test wrote, in order; "judge" is the auxiliary one."""
+class Script(ForwardingPolicy):
+    """Models with scripted answers, in order; "judge" is the auxiliary model."""
 
     def __init__(self, answers: Sequence[str], judged: Sequence[Any] = ()) -> None:
         super().__init__(("judge",) if judged else ())
@@ -58,7 +59,7 @@ def call(expression: Any, name: str = "calculator") -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': {'expression': expression}})}</tool_call>"
 
 
-def test_a_policy_that_calls_its_tool_is_told_the_result_and_rewarded_for_its_last_answer() -> None:
+def test_tool_result_is_shown_and_last_answer_scored() -> None:
     model = Script(["let me see " + call("6*7"), r"so \boxed{42}"])
     reward = play("calculator_workflow", model)
     assert (reward.value, reward.metrics) == (1.0, {"accuracy": 1.0, "num_tool_calls": 1.0, "num_turns": 2.0})
@@ -66,7 +67,7 @@ def test_a_policy_that_calls_its_tool_is_told_the_result_and_rewarded_for_its_la
     assert "tool" in model.times and model.state == {"turn": 1, "num_tool_calls": 1}
 
 
-def test_a_policy_that_only_calls_its_tool_ends_after_its_turns() -> None:
+def test_policy_that_only_calls_tools_ends_after_max_turns() -> None:
     reward = play("calculator_workflow", Script([call("1+1")] * 9), workflow_args={"max_turns": 3})
     assert reward.metrics["num_turns"] == 3.0
 
@@ -82,22 +83,22 @@ def test_a_policy_that_only_calls_its_tool_ends_after_its_turns() -> None:
         (call("1", "python"), "error: there is no tool 'python'; there is calculator"),
     ],
 )
-def test_a_tool_answers_every_call_and_runs_no_code(text: str, said: str) -> None:
+def test_tool_answers_every_call_and_runs_no_code(text: str, said: str) -> None:
     [parsed] = parse_tool_calls(text)
     assert call_tool(parsed) == said
 
 
 @pytest.mark.parametrize("text", ["", "<tool_call>{", "<tool_call>[]</tool_call>", "<tool_call>{no}</tool_call>"])
-def test_what_is_no_json_is_no_call(text: str) -> None:
+def test_invalid_json_is_not_a_call(text: str) -> None:
     assert parse_tool_calls(text) == []
 
 
-def test_the_reward_of_a_reward_model_is_the_probability_of_yes() -> None:
+def test_reward_model_gives_the_probability_of_yes() -> None:
     reward = play("math_rm_workflow", Script(["42"], [(math.log(0.6),), (math.log(0.2),)]))
     assert reward.value == pytest.approx(0.75) and reward.metrics == {"accuracy": 1.0}
 
 
-def test_a_rubric_is_met_in_part() -> None:
+def test_rubric_may_be_met_in_part() -> None:
     rubric = ["is polite", {"criterion": "is right", "weight": 3}]
     model = Script(["42"], ["1: no\n2: Yes."])
     reward = play("rubric_judge_workflow", model, workflow_args={"rubric": rubric})
@@ -105,23 +106,23 @@ def test_a_rubric_is_met_in_part() -> None:
     assert "2: is right" in model.asked[1] and "42" in model.asked[1]
 
 
-def test_a_verdict_that_cannot_be_read_is_a_failure_and_no_reward() -> None:
+def test_unreadable_verdict_fails_the_rollout() -> None:
     with pytest.raises(ValueError, match="no verdict on criterion 2"):
         play("rubric_judge_workflow", Script(["42"], ["1: yes"]), row={"rubric": ["a", "b"]})
     assert parse_verdicts("**1**: YES\ncriterion 2 - no", 2) == [True, False]
     with pytest.raises(ValueError, match="t/0/0 has no rubric"):
         read_rubric([], task())
-    with pytest.raises(ValueError, match="no text, or has no weight above 0"):
+    with pytest.raises(ValueError, match="needs a text and a weight above 0"):
         read_rubric([{"criterion": "x", "weight": 0}], task())
 
 
 @pytest.mark.parametrize(("name", "value"), [("math_eval_workflow", 1.0), ("on_policy_distill_math_workflow", 0.0)])
-def test_what_measures_does_not_reward_and_the_reverse(name: str, value: float) -> None:
+def test_metrics_and_rewards_are_separate(name: str, value: float) -> None:
     reward = play(name, Script([r"\boxed{42}"]), reward_fn="format_reward")
     assert (reward.value, reward.metrics) == (value, {"accuracy": 1.0})
 
 
-def test_a_frozen_lake_is_crossed_in_text() -> None:
+def test_frozen_lake_is_played_in_text() -> None:
     pytest.importorskip("gymnasium")
     moves = ["Down", "I go down, so Down", "Right", "no idea", "Right", "Down", "Right"]
     model = Script(moves)
@@ -134,7 +135,7 @@ def test_a_frozen_lake_is_crossed_in_text() -> None:
     assert not find_workflow("frozen_lake_workflow").in_process
 
 
-def test_a_game_with_history_is_a_chat_and_may_show_its_state() -> None:
+def test_game_with_history_is_one_chat() -> None:
     pytest.importorskip("gymnasium")
     arguments = {"env_id": "Blackjack-v1", "actions": ["Stick", "Hit"], "show": "state", "history": True}
     model = Script(["Hit", "Hit", "Stick", "Stick"])
@@ -146,7 +147,7 @@ def test_a_game_with_history_is_a_chat_and_may_show_its_state() -> None:
 
 @pytest.mark.extras
 @pytest.mark.filterwarnings("ignore")
-def test_a_game_of_textarena_is_a_chat_of_what_it_says() -> None:
+def test_textarena_game_is_a_chat() -> None:
     pytest.importorskip("textarena")
     arguments = {"env_id": "GuessTheNumber-v0"}
     model = Script([f"[{number}]" for number in range(1, 21)])
@@ -165,7 +166,7 @@ def test_a_game_of_textarena_is_a_chat_of_what_it_says() -> None:
 
 @pytest.mark.extras
 @pytest.mark.filterwarnings("ignore")
-def test_an_auxiliary_model_plays_the_other_seat() -> None:
+def test_auxiliary_model_plays_the_other_seat() -> None:
     pytest.importorskip("textarena")
     arguments = {"env_id": "TicTacToe-v0", "num_players": 2, "opponent": "judge"}
     model = Script(["[0]", "[1]", "[2]"], judged=["[4]", "[7]"])
@@ -173,7 +174,7 @@ def test_an_auxiliary_model_plays_the_other_seat() -> None:
     assert (reward.value, reward.metrics["num_turns"]) == (1.0, 3.0)
 
 
-def test_games_read_the_last_action_named_and_show_no_codes() -> None:
+def test_games_read_the_last_action_and_hide_codes() -> None:
     assert find_action("not left but RIGHT.", ["Left", "Right"]) == 1
     assert find_action("upright", ["Up", "Right"]) is None
     assert board_text("  (Down)\n\x1b[41mS\x1b[0mFFF\n") == "(Down)\n[S]FFF"
@@ -210,8 +211,8 @@ EMAIL, LOOK = {"name": "email", "arguments": {"n": 1, "to": "Bob"}}, {"name": "l
         ("<think></think><tool_call>[" + "[" * 5000 + "</tool_call>", 0.0, (0.0, 0.0, 0.0)),
     ],
 )
-def test_calls_are_compared_and_not_made(said: str, value: float, metrics: tuple[float, ...]) -> None:
-    """The form of Tool-N1: one thought before the calls, then all of the right ones, in any order."""
+def test_calls_are_compared_but_not_executed(said: str, value: float, metrics: tuple[float, ...]) -> None:
+    """The form of Tool-N1: one thought, then all of the correct calls in any order."""
     model = Script([said])
     reward = play("tool_call_workflow", model, row=ACE, truth="")
     assert (reward.value, tuple(reward.metrics.values())) == (value, metrics)
@@ -219,10 +220,10 @@ def test_calls_are_compared_and_not_made(said: str, value: float, metrics: tuple
     assert find_workflow("toolcall_workflow").run == find_workflow("tool_call_workflow").run
 
 
-def test_calls_without_tools_or_a_right_answer_are_a_fault_of_the_dataset() -> None:
-    with pytest.raises(ValueError, match="column tools is no list of functions: None"):
+def test_missing_tools_or_truth_are_dataset_errors() -> None:
+    with pytest.raises(ValueError, match="column tools is not a list of functions: None"):
         play("tool_call_workflow", Script([""]))
-    with pytest.raises(ValueError, match="the answer is no JSON list"):
+    with pytest.raises(ValueError, match="the answer is not a JSON list"):
         play("tool_call_workflow", Script([""]), row={**ACE, "answer": "Bob"}, truth="")
 
 
@@ -248,12 +249,12 @@ def calibrated(answer: str = "42", sure: str = "0.8", before: str = "") -> str:
         ("", (0.0,) * 5),
     ],
 )
-def test_an_answer_that_says_how_sure_it_is_gets_its_brier_score(said: str, parts: tuple[float, ...]) -> None:
+def test_stated_confidence_gets_its_brier_score(said: str, parts: tuple[float, ...]) -> None:
     scored = compute_reward(task(reward_fn="rlcr_reward"), said, "")
     assert tuple(scored.metrics.values()) == pytest.approx(parts) and scored.value == pytest.approx(sum(parts))
 
 
-def test_without_a_truth_a_low_confidence_earns_nothing_and_weights_are_checked() -> None:
+def test_low_confidence_earns_nothing_without_a_truth() -> None:
     scored = compute_reward(task(reward_fn="rlcr_reward", truth=""), calibrated(sure="0"), "")
     assert scored.metrics["brier"] == 0.0 and scored.metrics["format"] == 0.5
     whole = dict(zip(scored.metrics, (1.0, 2.0, 3.0, 0.0, 0.0), strict=True))
@@ -269,28 +270,28 @@ def test_without_a_truth_a_low_confidence_earns_nothing_and_weights_are_checked(
 SMALL = [[0, 2, 3, 4], [3, 4, 1, 2], [2, 1, 4, 3], [4, 3, 2, 0]]
 
 
-def test_a_sudoku_is_filled_and_the_last_move_earns_the_reward() -> None:
+def test_last_sudoku_move_earns_the_reward() -> None:
     reward = play("sudoku_workflow", Script(["0 0 1", "3 3 1\n"]), row={"puzzle": SMALL})
     assert (reward.value, [step.reward for step in reward.steps]) == (1.0, [0.0, 1.0])
     assert reward.metrics == {"num_turns": 2.0, "num_moves": 2.0, "solved": 1.0}
-    assert SMALL[0][0] == 0  # the row of the dataset is as it was
+    assert SMALL[0][0] == 0  # the row of the dataset is unchanged
     flat = "".join(str(cell) for row in SMALL for cell in row)
     assert play("sudoku_workflow", Script(["0 0 1\n3 3 1"]), row={"puzzle": flat.replace("0", ".")}).value == 1.0
 
 
 @pytest.mark.parametrize("said", ["", "I give up", "0 0 2", "0 1 1", "0 0 5", "4 0 1", "0 0 1\n" * 6, "0 0 1 1"])
-def test_a_wrong_move_ends_a_sudoku(said: str) -> None:
+def test_wrong_move_ends_a_sudoku(said: str) -> None:
     reward = play("sudoku_workflow", Script([said, "0 0 1"]), row={"puzzle": SMALL})
     assert (reward.value, len(reward.steps)) == (-1.0, 1)
 
 
-def test_a_sudoku_may_be_made_and_is_the_same_for_all_rollouts_of_a_task() -> None:
+def test_generated_sudoku_is_equal_for_all_rollouts() -> None:
     for size in (4, 9, 16):
         board = make_board(size, "hard", 7)
         assert board == make_board(size, "hard", 7) != make_board(size, "hard", 8)
         assert not has_clash(board) and sum(cell == 0 for row in board for cell in row) == size * size * 2 // 3
     for bad in ("123", [[1, 1], [0, 0]], [[1, 2, 3, 4]] * 4, [[5, 0, 0, 0], *[[0] * 4] * 3], 7):
-        with pytest.raises(ValueError, match="no square board"):
+        with pytest.raises(ValueError, match="not a square board"):
             read_board(bad)
 
 
@@ -303,23 +304,23 @@ def group(model: Script, answers: Sequence[str], **fields: Any) -> list[Reward]:
     return asyncio.run(judged())
 
 
-def test_a_judge_scores_the_answers_of_a_group_against_each_other() -> None:
+def test_judge_compares_the_answers_of_a_group() -> None:
     model = Script([], ["[1, 2, 3] no: [0.9, -3]"])
     assert [reward.value for reward in group(model, ["a", "b", "a"])] == [0.9, 0.0, 0.9]
-    assert model.asked[0].count("Answer ") == 2  # the same text twice is one answer
+    assert model.asked[0].count("Answer ") == 2  # equal texts are one answer
     with pytest.raises(ValueError, match="no list of 2 scores"):
         group(Script([], ["[0.1, 0.2, 0.3]"]), ["a", "b"])
     own = play("math_ruler_workflow", Script([r"\boxed{42}"]))
     assert (own.value, own.metrics) == (0.0, {"accuracy": 1.0, "gold_reward": 1.0})
 
 
-def test_a_judge_rates_by_a_rubric_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_rates_by_a_whole_rubric(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_rating('so {"rating": 3} no ```json\n{"rating" : 10}```') == 10
     for text in ("", '{"rating": 11}', '{"rating": 0}', '{"rating": 7.5}'):
         with pytest.raises(ValueError, match="no rating from 1 to 10"):
             parse_rating(text)
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    with pytest.raises(ValueError, match="judge_model_name must be set, and the variable OPENAI_BASE_URL"):
+    with pytest.raises(ValueError, match="judge_model_name, and the environment variable OPENAI_BASE_URL"):
         play("rubric_judge_openai_workflow", Script([""]), row={"rubric": ["a"]})
     rubric = [{"title": "Polite", "description": "says please", "weight": 2}]
     assert read_rubric(rubric, task()) == [("Polite: says please", 2.0)]
@@ -334,7 +335,7 @@ class Counts(StepWiseWorkflow):
         return Step(f"at {number}", float(answer.text)), number < 2
 
 
-def test_a_step_wise_workflow_is_worth_what_its_rule_says() -> None:
+def test_step_wise_reward_follows_its_propagation() -> None:
     reward = asyncio.run(Counts().run(task(), Script(["0", "3", "6", "9"])))
     assert reward == Reward(3.0, {"num_turns": 3.0}, (Step("at 0", 0.0), Step("at 1", 3.0), Step("at 2", 6.0)))
 
@@ -348,13 +349,13 @@ def test_rewards_are_propagated(rule: Any, worth: float) -> None:
         propagate_rewards([], rule)
 
 
-def test_a_list_of_steps_is_worth_their_sum() -> None:
+def test_list_of_steps_is_worth_their_sum() -> None:
     assert as_reward([Step("a", 1.0), Step("b"), Step("c", 0.5)]).value == 1.5
     assert as_reward(0.5) == Reward(0.5)
-    assert as_reward("text").value == "text"  # left to the check that names it
+    assert as_reward("text").value == "text"  # checked elsewhere
 
 
-def test_the_overlong_penalty_of_dapo() -> None:
+def test_dapo_overlong_penalty() -> None:
     # Equation 13 with L_max 20, L_cache 4: 0 to 16 tokens, then (16 - |y|) / 4, then -1.
     assert [overlong_penalty(n, 20, 4, 1.0) for n in (3, 16, 17, 20, 25)] == [0.0, 0.0, -0.25, -1.0, -1.0]
     with pytest.raises(ValueError, match="0 < cache_length 0 < max_response_length 0"):
@@ -380,7 +381,7 @@ def test_accuracy_reward_does_algebra(said: str, truth: str, value: float) -> No
     assert compute_reward(task(reward_fn="accuracy_reward", truth=truth), said, "").value == value
 
 
-def test_what_is_not_there_is_refused_by_name() -> None:
+def test_missing_environment_is_refused_by_name() -> None:
     function = get_reward("exact_reward")
     function.requires = {"no_such_module": "some-extra"}  # type: ignore[attr-defined]
     try:

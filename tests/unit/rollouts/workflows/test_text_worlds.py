@@ -1,4 +1,4 @@
-"""Promise: where a folder of ALFWorld's games is named, each task draws one by its seed, the same everywhere."""
+"""Promise: from a folder of ALFWorld games each task selects one by its seed, the same on every machine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rftdask.errors import UserError
 from rftdask.rollouts.workflows.text_worlds import draw, find_games
 
 
-def test_a_seed_draws_one_of_the_games_and_an_empty_folder_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no game\.tw-pddl; run alfworld-download"):
+def test_seed_selects_a_game_and_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no game\.tw-pddl below .*; run alfworld-download"):
         find_games(str(tmp_path))
     for name in ("c", "a/one", "b"):
         (tmp_path / name).mkdir(parents=True)
@@ -21,4 +21,4 @@ def test_a_seed_draws_one_of_the_games_and_an_empty_folder_says_what_to_do(tmp_p
     games = find_games(str(tmp_path))
     assert games == [str(tmp_path / name / "game.tw-pddl") for name in ("a/one", "b", "c")]
     drawn = [draw(games, Task("games", 0, 7, row=row)) for row in ({"seed": 0}, {"seed": 5}, {})]
-    assert drawn == [games[0], games[2], games[1]]  # without a seed by the task's number, 7
+    assert drawn == [games[0], games[2], games[1]]  # without a seed: the task's index, 7

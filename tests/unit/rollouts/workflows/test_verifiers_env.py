@@ -1,5 +1,5 @@
-"""Promises of environments of the package verifiers: their tasks are a taskset by name, an episode is a rollout whose
-calls are recorded with the tokens that were sampled, its rewards are the environment's, and what fails says why.
+"""Promises of environments of the package verifiers: their tasks are a taskset by name; an episode is a rollout whose
+calls are recorded with their sampled tokens; rewards are the environment's; failures give their reason.
 """
 
 import asyncio
@@ -28,10 +28,7 @@ class ToolTokenizer(CharTokenizer):
 def taskset(**settings: Any) -> Taskset:
     return Taskset(
         TasksetConfig(
-            name="t",
-            path="verifiers:addition-env",
-            dataset_args=settings,
-            default_workflow_type="verifiers_workflow",
+            name="t", path="verifiers:addition-env", dataset_args=settings, default_workflow_type="verifiers_workflow"
         )
     )
 
@@ -49,7 +46,7 @@ def rollouts(tasks: Taskset, engine: GenerateBatch, num_tasks: int = 1) -> list[
     return asyncio.run(batch).experiences
 
 
-def test_the_tasks_of_an_environment_are_a_taskset() -> None:
+def test_tasks_of_an_environment_are_a_taskset() -> None:
     tasks = taskset()
     assert (len(tasks), tasks.task(0, 2).prompt, tasks.task(0, 2).truth) == (3, "2+1=", "3")
     assert len(taskset(size=2)) == 2
@@ -60,7 +57,7 @@ def test_the_tasks_of_an_environment_are_a_taskset() -> None:
         taskset(agentt={})
 
 
-def test_an_episode_is_a_rollout_with_the_rewards_of_the_environment() -> None:
+def test_episode_is_a_rollout_with_environment_rewards() -> None:
     [right, wrong] = rollouts(taskset(), replies("it is 1"), num_tasks=2)
     assert (right.status, right.reward, right.metrics["right"], right.metrics["num_replies"]) == (
         Status.OK,
@@ -73,7 +70,7 @@ def test_an_episode_is_a_rollout_with_the_rewards_of_the_environment() -> None:
     assert right.tokens[right.prompt_length :].tolist() == [*map(ord, "it is 1"), 0]
 
 
-def test_turns_with_tools_are_recorded_each_with_its_tokens() -> None:
+def test_tool_turns_are_recorded_with_their_tokens() -> None:
     call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
     engine = replies(lambda request: "it is 1" if '{"sum": "1"}' in prompt_of(request) else call)
     [row] = rollouts(taskset(agent={"harness": {"id": "addition-env", "with_tool": True}}), engine)
@@ -87,7 +84,7 @@ def test_turns_with_tools_are_recorded_each_with_its_tokens() -> None:
     assert sampled.tolist() == [*map(ord, call), 0, *map(ord, "it is 1"), 0]
 
 
-def test_a_failed_episode_is_a_failure_that_says_why() -> None:
+def test_failed_episode_reports_its_reason() -> None:
     asks = {"id": "addition-env", "parameters": {"response_format": {"type": "grammar"}}}
     [failed] = rollouts(taskset(agent={"harness": asks}), replies("it is 1"))
     assert (failed.status, failed.reward) == (Status.FAILED, None)

@@ -1,5 +1,5 @@
-"""Promise: docs/workflows.md does what it says. Its Python runs in the order of the page, in a folder of its own where
-the blocks with file=NAME are modules; the text after a block is what it prints; its YAML is part of a valid config.
+"""Promise: docs/workflows.md works as written. Its Python runs in the order of the page, in a folder where blocks with
+file=NAME are modules; the text after a block is its output; its YAML is part of a valid config.
 """
 
 import contextlib
@@ -53,18 +53,18 @@ WITH_EXTRAS = {
     "openenv_workflow",
     *("agentscope_react_workflow", "agentscope_react_math_workflow"),
 }
-"""Of packages that the default extras leave out."""
+"""Names that need packages outside the default extras."""
 
 
 COMPILED = {"alfworld_workflow", "step_wise_alfworld_workflow"}
-"""Of an extra whose packages are compiled while they are installed: no test installs it."""
+"""Names of an extra whose packages are compiled at installation; no test installs it."""
 
 
 def find(name: str) -> object:
     return (find_workflow if name.endswith("_workflow") else get_reward)(name)
 
 
-def test_every_name_in_the_tables_is_there() -> None:
+def test_every_name_in_the_tables_exists() -> None:
     assert len(NAMED) > 15
     for name in sorted(NAMED - WITH_EXTRAS - COMPILED):
         assert find(name) is not None
@@ -72,5 +72,5 @@ def test_every_name_in_the_tables_is_there() -> None:
 
 @pytest.mark.extras
 @pytest.mark.parametrize("name", sorted(WITH_EXTRAS))
-def test_names_of_other_extras_are_there(name: str) -> None:
+def test_names_of_other_extras_exist(name: str) -> None:
     assert name in NAMED and find(name) is not None

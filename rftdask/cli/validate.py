@@ -1,0 +1,96 @@
+"""`rftdask validate` and `rftdask estimate`: what a configuration means and needs, before anything is started."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rftdask.cli.common import ConfigFile, Gpu, Gpus, Nodes, Origin, Overrides, load, machine_settings, say, warn
+from rftdask.cluster.layout import TRAINER_RESOURCE, plan_machines
+from rftdask.config import load_config, make_plan, replace
+from rftdask.driver.memory_estimate import (
+    can_be_sized,
+    format_memory_report,
+    gpu_bytes,
+    gpu_shortages,
+    job_shortages,
+    raise_shortages,
+)
+from rftdask.driver.start import check_machine
+from rftdask.errors import UserError
+from rftdask.processes.gpus import visible_gpus
+from rftdask.processes.usage import gpu_memory
+
+
+def validate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    data: Annotated[
+        bool, typer.Option("--data", help="Also read data and model, and try workflows and rewards on the first row")
+    ] = False,
+    gpus: Gpus = None,
+    nodes: Nodes = None,
+    gpu: Gpu = "",
+    origin: Origin = "",
+    diff: Annotated[bool, typer.Option("--diff", help="Print the keys that are read differently")] = False,
+) -> None:
+    """Check a configuration, and print it with its plan.
+
+    It prints the resolved configuration. The plan lists roles, workers, concurrent rollouts, steps and experiences.
+    """
+    checked = load_config(config, [*(overrides or []), *machine_settings(gpus, nodes)], origin=origin)
+    # Before the warnings: a configuration with a mistake prints only the mistake.
+    missing = check_machine(checked, data=data)
+    warn(tuple(f"not checked here, and checked where the run starts: {text}" for text in missing))
+    if checked.origin:
+        say(f"read as a file of {checked.origin}, with its defaults:", err=True)
+        for line in checked.reference_defaults:
+            say(f"default: {line}", err=True)
+    warn(checked.warnings)
+    if diff:
+        say("\n".join(checked.changes) or "read as it is written")
+        return
+    say(checked.to_yaml())
+    stages = checked.stage_configs()
+    # The GPUs of this machine do not matter to a run on other machines.
+    num_gpus = len(visible_gpus()) if checked.cluster.is_one_machine and gpus is None else 0
+    shared = any(stage.cluster.colocate for stage in stages)
+    if gpus is not None or checked.cluster.gpu_per_node or num_gpus or shared:
+        planned = checked if checked.cluster.gpu_per_node else replace(checked, {"cluster.gpu_per_node": num_gpus})
+        try:
+            layout = plan_machines(planned)
+        except UserError:
+            say(make_plan(checked).render())
+            raise
+        say(make_plan(checked, layout.num_workers(TRAINER_RESOURCE)).render())
+        if not (gpu and checked.cluster.gpu_per_node):  # otherwise the memory report begins with it
+            say(f"placement  {layout.describe()}")
+        raise_shortages(job_shortages(stages, layout))
+        if num_gpus and not gpu:
+            memory = gpu_memory()
+            if memory is not None and can_be_sized(checked):
+                raise_shortages(gpu_shortages(stages, layout, memory))
+            else:
+                why = "nvidia-ml-py does not report the GPUs" if memory is None else "the model is not on this machine"
+                say(f"memory     not known, since {why}; give --gpu")
+    else:
+        say(make_plan(checked).render())
+    if gpu:
+        say(format_memory_report(checked, gpu))
+        raise_shortages(gpu_shortages(stages, plan_machines(checked), gpu_bytes(gpu)))
+
+
+def estimate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    gpus: Gpus = None,
+    nodes: Nodes = None,
+    gpu: Gpu = "",
+    origin: Origin = "",
+) -> None:
+    """Print the GPU memory that a configuration needs.
+
+    It lists the parts of each role, and with --gpu what fits. It starts nothing.
+    """
+    say(format_memory_report(load(config, [*(overrides or []), *machine_settings(gpus, nodes)], origin), gpu))

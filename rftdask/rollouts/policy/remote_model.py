@@ -1,0 +1,256 @@
+"""Remote model: a model behind an OpenAI-compatible API. Text in, text out.
+
+It returns no token ids and no logprobs, so its answers are evaluated but never trained. Requests follow a rate limit
+(rate_limit.py) and are retried after 408, 409, 429, 5xx and lost connections. A pause that the service requests applies
+to all requests; otherwise each retry waits longer than the one before. Address and key are read only from environment
+variables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rftdask.config.schema.model import ExternalModelConfig
+from rftdask.engines.base import SamplingParams
+from rftdask.errors import UserError
+from rftdask.rollouts.policy.rate_limit import RateLimit, Reservation
+
+if TYPE_CHECKING:
+    from openai.resources import AsyncCompletions
+    from openai.resources.chat import AsyncCompletions as AsyncChatCompletions
+    from openai.types.chat import ChatCompletionMessageFunctionToolCall
+
+_MAX_RETRIES = 8
+"""Retries of a request. Their doubling pauses add up to about a minute, the window of rate limits."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+"""First and longest pause before a retry, if the service requests none."""
+_MAY_SUCCEED = frozenset({408, 409, 429})
+"""Statuses below 500 after which a retry may succeed."""
+MAX_TIMEOUT_S = 600.0
+"""Longest timeout of one try, and longest pause that a service may request."""
+_CHARS_PER_TOKEN = 3
+"""Estimate for token limits until the service reports counts; lower than for most tokenizers."""
+_REFUSALS = frozenset({401, 403, 404})
+"""Permanent errors: wrong key, rights or name."""
+
+
+class RemoteModelError(Exception):
+    """The service refused a request, or did not answer it after all retries."""
+
+
+def check_service(model_name: str, service: ExternalModelConfig) -> None:
+    """Raises: UserError: the package or an environment variable is missing."""
+    if importlib.util.find_spec("openai") is None:
+        raise UserError("a model behind an API needs the package 'openai'; install it: pip install 'rftdask[openai]'")
+    for variable, content in ((service.base_url_env, "address"), (service.api_key_env, "key")):
+        if not os.environ.get(variable):
+            raise UserError(
+                f"environment variable {variable} is not set; set it to the {content} of the service of model "
+                f"{model_name!r} (model.external_model), or to any text if the service needs none"
+            )
+
+
+@dataclass(frozen=True)
+class RemoteAnswer:
+    text: str
+    """Answer text; tool calls are written as <tool_call>{...}</tool_call>."""
+    finish_reason: str
+    num_prompt_tokens: int
+    """Prompt tokens as counted by the service; 0: not reported."""
+    num_response_tokens: int
+
+
+class RemoteModel:
+    """One remote model, used on one event loop.
+
+    Example:
+        model = RemoteModel("a-model", config.model.external_model)
+        answer = await model.ask([{"role": "user", "content": "2+2="}], SamplingParams(max_tokens=8), 1)
+        await model.close()
+
+    `failure`: error that makes all requests fail, such as a wrong key; None: none is known.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        service: ExternalModelConfig,
+        timeout_s: float = MAX_TIMEOUT_S,
+        max_retries: int = _MAX_RETRIES,
+        max_concurrent: int = 64,
+        limit: RateLimit | None = None,
+    ) -> None:
+        """
+        Args:
+            timeout_s: timeout of one try.
+            max_concurrent: concurrent requests of one work unit.
+            limit: rate limit shared by all requests of this process; None: unlimited.
+        Raises: UserError: see check_service.
+        """
+        check_service(name, service)
+        self.failure: UserError | None = None
+        self._name = name
+        self._max_retries, self._timeout_s = max_retries, timeout_s
+        self._limit = limit or RateLimit(clock=time.monotonic)
+        self._where = f"model {name!r} of the service at ${service.base_url_env}"
+        # A service that receives all requests of a unit at once may refuse most of them (429).
+        self._slots = asyncio.Semaphore(max_concurrent)
+        import openai  # late: optional, and the import takes most of a second
+
+        self._client = openai.AsyncOpenAI(
+            base_url=os.environ[service.base_url_env],
+            api_key=os.environ[service.api_key_env],
+            timeout=timeout_s,
+            max_retries=0,  # retried here, because a pause applies to all requests
+        )
+
+    async def ask(
+        self,
+        question: str | Sequence[Mapping[str, Any]],
+        sampling: SamplingParams,
+        seed: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> RemoteAnswer:
+        """Continue a text, or answer the messages of a chat. Some services support only chats.
+
+        Raises: RemoteModelError; UserError: the service refuses all requests.
+        """
+        from openai import APIStatusError, OpenAIError  # late: see __init__
+
+        if self.failure is not None:
+            raise self.failure
+        request: dict[str, Any] = {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p")}
+        # Not every service knows these, so only values that differ from the defaults are sent.
+        defaults, extra = SamplingParams(max_tokens=1), {}
+        for name in ("top_k", "min_tokens", "repetition_penalty", "ignore_eos"):
+            if (value := getattr(sampling, name)) != getattr(defaults, name):
+                extra[name] = value
+        if extra:
+            request["extra_body"] = extra
+        if sampling.stop:
+            request["stop"] = list(sampling.stop)
+        endpoint: AsyncCompletions | AsyncChatCompletions
+        if isinstance(question, str):
+            endpoint, request["prompt"] = self._client.completions, question
+        else:
+            endpoint, request["messages"] = self._client.chat.completions, list(question)
+        if tools:
+            request["tools"] = list(tools)
+        num_chars = len(question if isinstance(question, str) else json.dumps(request["messages"], default=str))
+        expected = num_chars / _CHARS_PER_TOKEN + sampling.max_tokens
+        try:
+            answer = await self._try_until_answered(
+                partial(endpoint.create, model=self._name, seed=seed, **request), expected
+            )
+        # All retries are used up, so errors here are final.
+        except APIStatusError as error:
+            if error.status_code in _REFUSALS:
+                # Later requests fail at once with this error, because the service would refuse them as well.
+                text = f"{self._where} refuses all requests: {_one_line(error)}; check its name, address and key"
+                self.failure = UserError(text)
+                raise self.failure from None
+            raise RemoteModelError(f"{self._where}: {_one_line(error)}") from None
+        except OpenAIError as error:
+            raise RemoteModelError(f"{self._where}, {self._max_retries + 1} tries: {_one_line(error)}") from None
+        if not getattr(answer, "choices", None):
+            raise RemoteModelError(f"{self._where} answered without a choice")
+        choice, usage = answer.choices[0], answer.usage
+        if isinstance(question, str):
+            text = choice.text
+        else:
+            text = (choice.message.content or "") + "".join(map(_written, choice.message.tool_calls or ()))
+        counts = (0, 0) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
+        return RemoteAnswer(text, choice.finish_reason or "stop", *counts)
+
+    async def _try_until_answered(self, ask: Callable[[], Awaitable[Any]], expected_tokens: float) -> Any:
+        """The result of `ask`, with retries. Raises: openai.OpenAIError: the last error."""
+        from openai import APIConnectionError, APIStatusError  # late: see __init__
+
+        for attempt in range(self._max_retries + 1):
+            reservation = await self._reserve(expected_tokens)
+            try:
+                async with self._slots:
+                    answer = await ask()
+            except (APIStatusError, APIConnectionError) as error:
+                headers = error.response.headers if isinstance(error, APIStatusError) else {}
+                status = error.status_code if isinstance(error, APIStatusError) else None
+                requested_s = retry_after_s(headers, time.time())
+                if attempt == self._max_retries or not _may_succeed(status, headers):
+                    raise
+                if requested_s is not None and requested_s > MAX_TIMEOUT_S:
+                    raise
+                if status == 429:
+                    self._limit.settle(reservation, 0.0)  # the service did not count it
+                if requested_s is not None:
+                    # For all requests, because the service would refuse those as well.
+                    self._limit.pause(requested_s)
+                else:
+                    # With jitter, so that requests do not all come back at once.
+                    pause_s = min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S)
+                    await asyncio.sleep(pause_s * random.uniform(0.75, 1.0))
+            else:
+                if (usage := getattr(answer, "usage", None)) is not None:
+                    self._limit.settle(reservation, float(usage.prompt_tokens + usage.completion_tokens))
+                return answer
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _reserve(self, num_tokens: float) -> Reservation:
+        """Wait until the rate limit allows a request."""
+        while True:
+            reservation = self._limit.reserve(num_tokens)
+            await asyncio.sleep(max(0.0, reservation.at_s - time.monotonic()))
+            if not self._limit.paused_s:
+                return reservation
+            self._limit.settle(reservation, 0.0)  # a pause began meanwhile
+
+    async def close(self) -> None:
+        """Close the connections. Idempotent."""
+        await self._client.close()
+
+
+def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
+    """Pause in seconds that a service requests; None: none. now_s: Unix time.
+
+    >>> retry_after_s({"retry-after": "20"}, 0.0)
+    20.0
+    """
+    for name, seconds in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        with suppress(KeyError, ValueError):
+            pause_s = float(headers[name]) * seconds
+            return pause_s if math.isfinite(pause_s) and pause_s >= 0 else None
+    with suppress(KeyError, ValueError, TypeError, OverflowError):
+        return max(0.0, parsedate_to_datetime(headers["retry-after"]).timestamp() - now_s)
+    return None
+
+
+def _may_succeed(status: int | None, headers: Mapping[str, str]) -> bool:
+    """True if a retry may succeed. status: None: no answer."""
+    if status is None:
+        return True
+    advice = headers.get("x-should-retry", "")
+    return advice == "true" or (advice != "false" and (status in _MAY_SUCCEED or status >= 500))
+
+
+def _written(call: ChatCompletionMessageFunctionToolCall) -> str:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except ValueError:
+        # Passed through as text; the workflow decides how to treat a malformed call.
+        arguments = call.function.arguments
+    return f"<tool_call>{json.dumps({'name': call.function.name, 'arguments': arguments})}</tool_call>"
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,180 @@
+"""Promises of required forms, bad words and thinking budgets, tested with a real engine whose policy is random. A form
+that the engine or the schema does not allow is a 400 that names the parameter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from openai import AsyncOpenAI
+from transformers import AutoTokenizer
+
+from rftdask.buffer.log.schema import Experience
+from rftdask.engines.base import GenerateRequest, Generation
+from rftdask.engines.transformers import TransformersEngine
+from rftdask.models.toy import build_toy_model
+from rftdask.rollouts.runner import TextEngine
+from tests.unit.rollouts.policy.agent_rows import Agent, agent_rows
+from tests.unit.rollouts.policy.test_openai_api import ASKED
+from tests.unit.rollouts.rollout_cases import replies
+
+LOOK: Any = {
+    "name": "look",
+    "parameters": {"type": "object", "properties": {"at": {"enum": ["here", "there"]}}, "required": ["at"]},
+}
+GO: Any = {"name": "go", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+TOOLS: Any = [{"type": "function", "function": LOOK}, {"type": "function", "function": GO}]
+SCHEMA: Any = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
+SCHEMA["additionalProperties"] = False
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "said", "schema": SCHEMA, "strict": True}}
+TEMPLATE = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> TransformersEngine:
+    folder = tmp_path_factory.mktemp("toy")
+    build_toy_model(folder, hidden_size=32, intermediate_size=64, num_heads=2)
+    return TransformersEngine(str(folder))
+
+
+def rows_of(engine: TransformersEngine, agent: Agent, template: str = TEMPLATE) -> list[Experience]:
+    """The rows of a successful rollout of `agent` with a real engine."""
+    tokenizer = AutoTokenizer.from_pretrained(engine.model_path)
+    tokenizer.chat_template = template
+
+    async def generate(requests: list[GenerateRequest]) -> list[Generation]:
+        return await asyncio.to_thread(engine.generate, requests)
+
+    return agent_rows(agent, TextEngine(generate, tokenizer, is_guided=True))
+
+
+def test_answer_has_the_requested_form(engine: TransformersEngine) -> None:
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.chat.completions.create
+        answer = await create(model="p", messages=ASKED, response_format=FORMAT)
+        assert json.loads(answer.choices[0].message.content)["yes"] in (True, False)
+        chunks = await create(model="p", messages=ASKED, response_format=FORMAT, stream=True)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+        assert json.loads(text)["yes"] in (True, False)
+        answered = await client.responses.create(
+            model="p", input="hi", text={"format": {"type": "json_schema", "name": "said", "schema": SCHEMA}}
+        )
+        assert json.loads(answered.output_text)["yes"] in (True, False)
+
+    for row in rows_of(engine, agent):
+        prompt, response = row.tokens[: row.prompt_length].tolist(), row.tokens[row.prompt_length :].tolist()
+        [expected] = engine.logprobs([(tuple(prompt), tuple(response))])
+        np.testing.assert_allclose(row.rollout_logprobs, expected, atol=1e-4)
+
+
+def test_required_tool_is_called(engine: TransformersEngine) -> None:
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.chat.completions.create
+        options: dict[str, Any] = {"model": "p", "messages": ASKED, "tools": TOOLS, "parallel_tool_calls": False}
+        for choice in ("required", {"type": "function", "function": {"name": "look"}}):
+            answer = (await create(**options, tool_choice=choice)).choices[0]
+            [call] = answer.message.tool_calls
+            assert answer.finish_reason == "tool_calls" and call.function.name in ("look", "go")
+            arguments = json.loads(call.function.arguments)
+            assert call.function.name == "go" or arguments["at"] in ("here", "there")
+        assert call.function.name == "look"
+        own: Any = [{"type": "function", **GO}]
+        answered = await client.responses.create(
+            model="p", input="hi", tools=own, tool_choice={"type": "function", "name": "go"}
+        )
+        assert [(item.type, item.name) for item in answered.output] == [("function_call", "go")]  # type: ignore[union-attr]
+
+    assert len(rows_of(engine, agent)) == 3
+
+
+def test_bad_words_are_never_sampled(engine: TransformersEngine) -> None:
+    words = [chr(code) for code in range(32, 127)]
+
+    async def agent(client: AsyncOpenAI) -> None:
+        answer = await client.completions.create(model="p", prompt="x", max_tokens=60, extra_body={"bad_words": words})
+        assert not set(answer.choices[0].text) & set(words)
+
+    assert len(rows_of(engine, agent)) == 1
+
+
+@pytest.mark.parametrize("budget", [0, 5])
+def test_thinking_budget_ends_thoughts_with_untrained_tokens(engine: TransformersEngine, budget: int) -> None:
+    template = TEMPLATE + "<think>{% if enable_thinking %}</think>{% endif %}"
+
+    async def agent(client: AsyncOpenAI) -> None:
+        answer = await client.chat.completions.create(
+            model="p", messages=ASKED, max_tokens=40, extra_body={"thinking_token_budget": budget, "bad_words": ["<"]}
+        )
+        message: Any = answer.choices[0].message
+        assert len(message.reasoning.encode()) <= 4 * budget and message.content
+
+    [row] = rows_of(engine, agent, template)
+    assert row.loss_mask is not None
+    end = len("\n</think>\n\n")
+    assert np.flatnonzero(~row.loss_mask).tolist() == list(range(budget, budget + end))
+    assert row.response_text[:0] == "" and "</think>" in row.response_text
+    sampled = row.loss_mask
+    [expected] = engine.logprobs([(tuple(row.tokens[: row.prompt_length]), tuple(row.tokens[row.prompt_length :]))])
+    np.testing.assert_allclose(row.rollout_logprobs[sampled], np.array(expected)[sampled], atol=1e-4)
+    assert len(row.tokens) - row.prompt_length <= 40
+
+
+def test_answer_without_thoughts_ignores_the_budget() -> None:
+    from tests.unit.rollouts.policy.test_openai_api import rows, sampled
+
+    async def agent(client: AsyncOpenAI) -> None:
+        for budget in (2, 100):
+            extra = {"thinking_token_budget": budget}
+            answer = await client.chat.completions.create(model="p", messages=ASKED, extra_body=extra)
+            assert answer.choices[0].message.content in ("heleven", "hello!")
+
+    def say(request: GenerateRequest) -> str:
+        return "leven" if request.prompt_tokens[-1] == ord("e") else "hello!"
+
+    recorded = rows(agent, replies(say))
+    assert [sampled(row) for row in recorded] == ["heleven", "hello!"]
+    assert all(row.loss_mask is None for row in recorded)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format"),
+    ({"response_format": {"type": "grammar"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "moon"}}}}, "response_format"),
+    ({"response_format": FORMAT, "stop": "x"}, "stop"),
+    ({"response_format": FORMAT, "extra_body": {"min_tokens": 4}}, "min_tokens"),
+    ({"response_format": FORMAT, "tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice"),
+    ({"extra_body": {"bad_words": [""]}}, "bad_words"),
+    ({"extra_body": {"thinking_token_budget": -1}}, "thinking_token_budget"),
+]
+
+
+def test_invalid_form_is_refused_by_name(engine: TransformersEngine) -> None:
+    async def agent(client: AsyncOpenAI) -> None:
+        create: Any = client.chat.completions.create
+        for options, param in REFUSED:
+            with pytest.raises(openai.BadRequestError) as error:
+                await create(**{"model": "p", "messages": ASKED, **options})
+            assert error.value.param == param and param in error.value.message, options
+        await create(model="p", messages=ASKED, max_tokens=3)
+
+    assert len(rows_of(engine, agent)) == 1
+
+
+def test_missing_llguidance_is_reported(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+
+    async def agent(client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match="pip install"):
+            await client.chat.completions.create(model="p", messages=ASKED, response_format=FORMAT)
+        await client.chat.completions.create(model="p", messages=ASKED, max_tokens=3)
+
+    assert len(rows_of(engine, agent)) == 1

@@ -1,0 +1,173 @@
+"""Promises of the session store: a session for which `put` has returned is in the log once, in the group of its task,
+wherever a process dies; groups have consecutive positions; a stored row is read back unchanged.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rftdask.buffer.log import open_log
+from rftdask.buffer.log.schema import Experience, Turn
+from rftdask.buffer.log.shard import done_units
+from rftdask.config import load_config
+from rftdask.serve.sessions import RewardedSession, SessionStore
+from rftdask.storage import open_storage
+from tests.unit.config.config_cases import grpo
+
+_numbers = itertools.count()
+CONFIG = load_config(
+    grpo(
+        algorithm={"algorithm_type": "grpo", "repeat_times": 2},
+        buffer={"batch_size": 3, "explorer_input": {"taskset": {"path": "tasks.jsonl"}}},
+        explorer={"tasks_per_batch": 2},
+    )
+)
+
+
+class Killed(BaseException):
+    """Simulated end of the process."""
+
+
+class Dying:
+    """A storage whose process dies before write number `left`."""
+
+    def __init__(self, storage: Any, left: int) -> None:
+        self._storage, self.left = storage, left
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._storage, name)
+        if name not in ("put", "put_new", "remove"):
+            return method
+
+        def write(*arguments: Any) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                raise Killed
+            return method(*arguments)
+
+        return write
+
+
+def session(number: int, task: str) -> RewardedSession:
+    """A session of two turns, identified by its first token."""
+    row = Experience(
+        taskset="",
+        epoch=0,
+        task_index=0,
+        rollout=0,
+        explore_step=0,
+        tokens=np.array([number, 2, 3, 4, 5], np.int32),
+        prompt_length=2,
+        rollout_logprobs=np.array([-0.1, 0.0, -1 / 3], np.float32),
+        loss_mask=np.array([True, False, True]),
+        reward=number / 7,
+        min_policy_version=1,
+        max_policy_version=2,
+        turns=(Turn(0, 0, 1, 0, 1, "user", 7, 1, 1), Turn(1, 2, 3, 2, 3, "tool", 8, 2, 2)),
+        metrics={"num_prompt_tokens": 2.0},
+        version_starts=((0, 1), (2, 2)),
+        session=f"s{number}",
+    )
+    return RewardedSession(f"s{number}", task, number / 7, (row, replace(row, turn=1)))
+
+
+def bank_of(storage: Any, **options: Any) -> SessionStore:
+    return SessionStore(storage, open_log(storage, CONFIG), CONFIG, **{"group_age_s": 1e9, **options})
+
+
+def committed(storage: Any) -> dict[tuple[int, int], list[int]]:
+    """(task index, rollout) -> first tokens of its rows."""
+    log = open_log(storage, CONFIG)
+    stored: dict[tuple[int, int], list[int]] = {}
+    for name in log.shards():
+        for row in log.read(name).to_pylist():
+            stored.setdefault((row["task_index"], row["rollout"]), []).append(row["tokens"][0])
+    return stored
+
+
+def test_sessions_of_a_task_are_a_group() -> None:
+    storage = open_storage(f"memory://bank-{next(_numbers)}")
+    bank = bank_of(storage)
+    for number, task in enumerate(["a", "b", "", "a", "b", "a"]):
+        bank.put(session(number, task))
+        bank.commit_groups()
+    assert committed(storage) == {(0, 0): [2, 2], (1, 0): [0, 0], (1, 1): [3, 3], (2, 0): [1, 1], (2, 1): [4, 4]}
+    assert (bank.num_groups, bank.num_waiting, bank.num_whole_steps) == (3, 1, 1)
+    # A step has three positions, two of them in its first work unit.
+    assert done_units(open_log(storage, CONFIG).shards()) == {(1, 0), (1, 1)}
+
+
+def test_stored_row_is_read_back_unchanged() -> None:
+    storage = open_storage(f"memory://bank-{next(_numbers)}")
+    bank, new_sessions = bank_of(storage), session(5, "")
+    bank.put(new_sessions)
+    bank_of(storage).commit_groups()  # as another process
+    log = open_log(storage, CONFIG)
+    [name] = log.shards()
+    first, second = log.read(name).to_pylist()
+    assert first["rollout_logprobs"] == np.array([-0.1, 0.0, -1 / 3], np.float32).tolist()
+    assert (first["loss_mask_runs"], first["reward"]) == ([1, 1, 1], float(np.float32(5 / 7)))
+    assert [turn["source"] for turn in first["turns"]] == ["user", "tool"]
+    assert [list(start.values()) for start in first["version_starts"]] == [[0, 1], [2, 2]]
+    assert (first["session"], second["session"]) == ("s5", "s5")
+    assert (first["uid"], second["uid"]) == ("served/0/0/0/0", "served/0/0/0/1")
+    assert (name.min_policy_version, name.max_policy_version) == (1, 2)
+
+
+def test_old_group_is_committed_incomplete() -> None:
+    storage, now = open_storage(f"memory://bank-{next(_numbers)}"), [0.0]
+    bank = bank_of(storage, group_age_s=10, clock=lambda: now[0])
+    bank.put(session(0, "a"))
+    assert bank.commit_groups() == 0
+    now[0] = 11.0
+    assert bank.commit_groups() == 1 and committed(storage) == {(0, 0): [0, 0]}
+
+
+def test_session_has_one_reward() -> None:
+    storage = open_storage(f"memory://bank-{next(_numbers)}")
+    bank = bank_of(storage)
+    assert bank.find("s3") is None
+    bank.put(session(3, "a"))
+    with pytest.raises(ValueError, match="s3 already has its reward"):
+        bank.put(session(3, "a"))
+    for _ in range(2):  # while it waits, and when it is in the log
+        stored = bank_of(storage).find("s3")
+        assert stored is not None and (stored["task"], stored["reward"]) == ("a", 3 / 7)
+        bank.put(session(4, "a")) if bank.num_waiting == 1 else None
+        bank.commit_groups()
+    with pytest.raises(ValueError, match="s3 already has its reward"):
+        bank.put(session(3, "a"))
+
+
+@pytest.mark.parametrize("left", range(25))
+def test_each_session_is_in_the_log_once_after_any_crash(left: int) -> None:
+    storage = open_storage(f"memory://bank-{next(_numbers)}")
+    new_sessions = [session(number, task) for number, task in enumerate(["a", "b", "a", "b", ""])]
+    dying, acknowledged = Dying(storage, left), 0
+    try:
+        bank = bank_of(dying)
+        for each in new_sessions:
+            bank.put(each)
+            acknowledged += 1
+            bank.commit_groups()
+        assert left == 24 and dying.left >= 0, "the last case dies nowhere"
+    except Killed:
+        pass
+    bank = bank_of(storage)
+    # A client without a reply checks whether the reward was stored, and otherwise repeats it.
+    for number, each in enumerate(new_sessions):
+        if bank.find(each.id) is None:
+            assert number >= acknowledged, "what was acknowledged is lost"
+            bank.put(each)
+    bank.commit_groups()
+    groups: dict[int, list[int]] = {}
+    for (index, _), tokens in sorted(committed(storage).items()):
+        assert len(tokens) == 2 and len(set(tokens)) == 1, "a session is there once, whole"
+        groups.setdefault(index, []).append(tokens[0])
+    assert sorted(map(sorted, groups.values())) == [[0, 2], [1, 3], [4]]
+    assert bank.num_waiting == 0 and not storage.list("serve/groups") and not storage.list("serve/sessions")
