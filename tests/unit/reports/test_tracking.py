@@ -101,9 +101,9 @@ def test_several_trackers_at_once(case: Case, tmp_path: Path) -> None:
     assert (tmp_path / "lines").read_text() and list(Path(case.url, "monitor", "tensorboard").rglob("events*"))
     for wrong, message in (
         ([{"name": "wandbb"}], "did you mean wandb"),
-        ([{"name": "mlflow"}, {"name": "mlflow"}], "mlflow is there already"),
+        ([{"name": "mlflow"}, {"name": "mlflow"}], "mlflow is listed twice"),
         ([{"name": "mlflow", "args": {"no_such": 1}}], "no_such"),
-        ([{"name": "tensorboard"}], "tensorboard is there already"),
+        ([{"name": "tensorboard"}], "tensorboard is listed twice"),
     ):
         with pytest.raises(ConfigError, match=message):
             check_plugins(load_config({**tree, "monitor": {"extra_monitors": wrong}}))
