@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from typing import Generic, TypeVar
 
-Key = TypeVar("Key", bound=Hashable)
 SLOT = "slot"
 """Kind of an engine's slots. A rollout has one from its beginning to its end."""
 
@@ -63,64 +61,8 @@ def slots_by_memory(cache_tokens: int, mean_tokens: float, fewest: int) -> int:
     return max(fewest, int(cache_tokens / max(1.0, mean_tokens)))
 
 
-class ConcurrencyLimiter(Generic[Key]):
-    """Decides who may run. Not thread-safe.
-
-    Example:
-        limiter = ConcurrencyLimiter({"sandbox": 2})
-        [limiter.enter(key, ("sandbox",)) for key in "abc"]  ->  [True, True, False]
-        limiter.leave("b")  ->  ["c"]
-    """
-
-    def __init__(self, limits: Mapping[str, int]) -> None:
-        """limits: slots by kind. Other kinds are unlimited."""
-        self._free = dict(limits)
-        self._running: dict[Key, tuple[str, ...]] = {}
-        self._waiting: dict[Key, tuple[str, ...]] = {}
-
-    def limit(self, limits: Mapping[str, int]) -> None:
-        """Limit more kinds, of which nothing runs yet. Existing limits stay."""
-        self._free = {**limits, **self._free}
-
-    def change(self, kind: str, by: int) -> list[Key]:
-        """Add slots to a limited kind, or remove slots as their holders leave. Returns: keys that run from now on."""
-        self._free[kind] += by
-        return self._admit_all()
-
-    def enter(self, key: Key, kinds: tuple[str, ...]) -> bool:
-        """Request a slot of each of `kinds`. Returns: True if `key` runs at once; else a later `leave` returns it."""
-        self._waiting[key] = kinds
-        return bool(self._admit(key))
-
-    def leave(self, key: Key) -> list[Key]:
-        """Free the slots of `key`. Returns: keys that run from now on. Idempotent."""
-        self._waiting.pop(key, None)
-        for kind in self._running.pop(key, ()):
-            if kind in self._free:
-                self._free[kind] += 1
-        return self._admit_all()
-
-    def _admit_all(self) -> list[Key]:
-        # In the order of entry; a copy, because admitted keys leave the dict.
-        return [waiting for waiting in list(self._waiting) if self._admit(waiting)]
-
-    def has_slot(self, kind: str) -> bool:
-        """True if a slot of the kind is free."""
-        return self._free.get(kind, 1) > 0
-
-    def _admit(self, key: Key) -> bool:
-        kinds = self._waiting[key]
-        if not all(map(self.has_slot, kinds)):
-            return False
-        for kind in kinds:
-            if kind in self._free:
-                self._free[kind] -= 1
-        self._running[key] = self._waiting.pop(key)
-        return True
-
-
 class SharedSlots:
-    """Slots of one engine, shared by work units on several threads and event loops. Thread-safe.
+    """Slots by kind, shared by work units on several threads and event loops. Thread-safe.
 
     Example:
         slots = SharedSlots({SLOT: 8})
@@ -130,40 +72,56 @@ class SharedSlots:
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         """limits: slots by kind. Other kinds are unlimited."""
-        self._limiter: ConcurrencyLimiter[Hashable] = ConcurrencyLimiter(limits)
-        self._admit: dict[Hashable, Callable[[], None]] = {}
-        """Callbacks of waiting keys."""
+        self._free = dict(limits)
+        self._running: dict[Hashable, tuple[str, ...]] = {}
+        self._waiting: dict[Hashable, tuple[tuple[str, ...], Callable[[], None]]] = {}
         self._changed = threading.Condition(threading.RLock())
 
     def limit(self, limits: Mapping[str, int]) -> None:
-        """Limit more kinds. Existing limits stay."""
+        """Limit more kinds, of which nothing runs yet. Existing limits stay."""
         with self._changed:
-            self._limiter.limit(limits)
+            self._free = {**limits, **self._free}
 
     def enter(self, key: Hashable, kinds: tuple[str, ...], admit: Callable[[], None]) -> None:
         """Request a slot of each of `kinds`. admit: called from any thread once `key` has them; must not block."""
         with self._changed:
-            self._admit[key] = admit
-            if self._limiter.enter(key, kinds):
-                self._admit.pop(key)()
+            self._waiting[key] = kinds, admit
+            self._admit(key)
 
     def change(self, kind: str, by: int) -> None:
         """Add slots to a limited kind, or remove slots as their holders leave."""
         with self._changed:
-            self._admit_keys(self._limiter.change(kind, by))
+            self._free[kind] += by
+            self._admit_all()
 
     def leave(self, key: Hashable) -> None:
         """Free the slots of `key` and admit the next keys. Idempotent."""
         with self._changed:
-            self._admit.pop(key, None)
-            self._admit_keys(self._limiter.leave(key))
-
-    def _admit_keys(self, keys: list[Hashable]) -> None:
-        for key in keys:
-            self._admit.pop(key)()
-        self._changed.notify_all()
+            self._waiting.pop(key, None)
+            for kind in self._running.pop(key, ()):
+                if kind in self._free:
+                    self._free[kind] += 1
+            self._admit_all()
 
     def wait_for_slot(self, kind: str, timeout_s: float) -> bool:
         """Wait until a slot of the kind is free; False after `timeout_s`. Only one thread may be about to take it."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._limiter.has_slot(kind), timeout_s)
+            return self._changed.wait_for(lambda: self._has_slot(kind), timeout_s)
+
+    def _has_slot(self, kind: str) -> bool:
+        return self._free.get(kind, 1) > 0
+
+    def _admit_all(self) -> None:
+        for key in list(self._waiting):  # in the order of entry
+            self._admit(key)
+        self._changed.notify_all()
+
+    def _admit(self, key: Hashable) -> None:
+        kinds, admit = self._waiting[key]
+        if all(map(self._has_slot, kinds)):
+            for kind in kinds:
+                if kind in self._free:
+                    self._free[kind] -= 1
+            del self._waiting[key]
+            self._running[key] = kinds
+            admit()

@@ -28,7 +28,7 @@ from safetensors.numpy import load, save
 
 from rftdask.buffer.batches.batch import TrainingBatch, join_batches
 from rftdask.buffer.batches.ledger import LedgerEntry
-from rftdask.buffer.batches.source import BatchSource
+from rftdask.buffer.batches.source import BatchNotReady, BatchSource
 from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.errors import StorageError
 from rftdask.monitor.events import Alive, CheckpointSaved, Ended, Event, Started, StepFinished, WeightsPublished

@@ -2,15 +2,16 @@
 pass@k is the unbiased estimator; the limiter keeps order and limits.
 """
 
-import math
+from collections.abc import Hashable
 from itertools import combinations
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rftdask.config.schema.explorer import DynamicTimeoutConfig, OverRolloutConfig
-from rftdask.rollouts.concurrency_limits import ConcurrencyLimiter
+from rftdask.rollouts.concurrency_limits import SharedSlots
 from rftdask.rollouts.runner import num_tasks_needed
 from rftdask.rollouts.work_units import pass_at_k, pass_rates
 from rftdask.rollouts.worker_state import attempt_timeout_s
@@ -47,26 +48,38 @@ def test_pass_rates_are_means_over_tasks_with_enough_rollouts() -> None:
         pass_at_k(2, 1, 3)
 
 
+class Admissions:
+    """Slots whose admitted keys are recorded in order."""
+
+    def __init__(self, limits: dict[str, int]) -> None:
+        self.slots, self.admitted = SharedSlots(limits), list[Hashable]()
+
+    def enter(self, key: Hashable, kinds: tuple[str, ...]) -> None:
+        self.slots.enter(key, kinds, lambda: self.admitted.append(key))
+
+
 def test_admission_is_in_order_and_kinds_are_independent() -> None:
-    limiter: ConcurrencyLimiter[str] = ConcurrencyLimiter({"sandbox": 1, "game": 1})
-    kinds = {"a": ("game", "sandbox"), "b": ("sandbox",), "c": ("math",), "d": ("game",)}
-    assert [key for key in kinds if limiter.enter(key, kinds[key])] == ["a", "c"]
-    assert limiter.leave("c") == []
-    assert limiter.leave("a") == ["b", "d"]
-    assert limiter.leave("a") == []
+    limited = Admissions({"sandbox": 1, "game": 1})
+    for key, kinds in {"a": ("game", "sandbox"), "b": ("sandbox",), "c": ("math",), "d": ("game",)}.items():
+        limited.enter(key, kinds)
+    assert limited.admitted == ["a", "c"]
+    limited.slots.leave("c")
+    assert limited.admitted == ["a", "c"]
+    for _ in range(2):
+        limited.slots.leave("a")
+        assert limited.admitted == ["a", "c", "b", "d"]
 
 
 @given(st.lists(st.sampled_from([("x",), ("y",), ("x", "y"), ("z",)]), max_size=20), st.randoms())
-def test_admission_runs_all_and_never_more_than_its_limits(kinds: list[tuple[str, ...]], random: object) -> None:
+def test_admission_runs_all_and_never_more_than_its_limits(kinds: list[tuple[str, ...]], random: Random) -> None:
     limits = {"x": 2, "y": 1}
-    limiter: ConcurrencyLimiter[int] = ConcurrencyLimiter(limits)
-    running = {number for number, rollout_kinds in enumerate(kinds) if limiter.enter(number, rollout_kinds)}
-    ended = 0
-    while running:
+    limited, ended = Admissions(limits), set[Hashable]()
+    for number, rollout_kinds in enumerate(kinds):
+        limited.enter(number, rollout_kinds)
+    while running := [key for key in limited.admitted if key not in ended]:
         for kind, most in limits.items():
-            assert sum(kind in kinds[number] for number in running) <= most
-        key = random.choice(sorted(running))  # type: ignore[attr-defined]
-        running.remove(key)
-        running.update(limiter.leave(key))
-        ended += 1
-    assert ended == len(kinds) and math.isfinite(ended)
+            assert sum(kind in kinds[int(str(number))] for number in running) <= most
+        key = random.choice(running)
+        ended.add(key)
+        limited.slots.leave(key)
+    assert sorted(map(str, limited.admitted)) == sorted(map(str, range(len(kinds))))
