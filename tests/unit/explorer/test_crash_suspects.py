@@ -20,12 +20,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import EngineError, RoleError
 from rftdask.explorer import crash_suspects
 from rftdask.explorer.crash_suspects import MAX_CRASHES, MAX_IN_A_ROW, MAX_LOSSES, CrashSuspect, CrashTracker
 from rftdask.rollouts.work_units import RolloutTask
-from rftdask.synchronizer.styles import WeightRequirement
+from tests.unit.rollouts.rollout_cases import work_unit
 
 WORKER = "tcp://10.0.0.7:4711"
 UNITS = st.integers(1, 70).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), max_size=5)))
@@ -103,22 +102,6 @@ def test_a_unit_of_one_task_has_as_many_chances() -> None:
 
 
 # ---- what the explorer remembers
-
-
-def work_unit(*tasks: int, step: int = 1, epoch: int = 0) -> RolloutTask:
-    return RolloutTask(
-        url="memory://run",
-        config_fingerprint="",
-        folder="experiences",
-        explore_step=step,
-        unit_index=0,
-        tasks=tuple(TaskRef(0, epoch, index) for index in tasks),
-        repeat_times=2,
-        greedy_baseline=False,
-        weights=WeightRequirement(0, exact=True),
-        threads=1,
-        log_file=None,
-    )
 
 
 def blame_first_task(tracker: CrashTracker, unit: RolloutTask) -> CrashSuspect:

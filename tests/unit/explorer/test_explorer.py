@@ -52,12 +52,9 @@ from rftdask.testing.fake_dask import (
 )
 
 
-def failed(client: FakeClient, key: str, unit: RolloutTask) -> Exception:
-    return StorageError("the server is away")
-
-
-def refused(client: FakeClient, key: str, unit: RolloutTask) -> Exception:
-    return StorageRefusedError("the disk is full")
+def fails(error: Exception) -> Outcome:
+    """Outcome: the unit raised this error."""
+    return lambda client, key, unit: error
 
 
 def committed(client: FakeClient, key: str, unit: RolloutTask) -> RolloutResult:
@@ -136,24 +133,16 @@ def end_one_each_pass(client: FakeClient, look: Callable[[list[RolloutTask]], ob
 
 
 def test_a_lost_engine_makes_a_suspect_but_an_error_does_not() -> None:
-    def raises(error: Exception) -> Outcome:
-        return lambda client, key, unit: error
-
-    [lost] = explore(FakeClient(raises(ProcessLostError("engine-fake (pid 7) ended"))), "lost-engine")
+    [lost] = explore(FakeClient(fails(ProcessLostError("engine-fake (pid 7) ended"))), "lost-engine")
     assert lost.endswith(f"(1 of {MAX_CRASHES} losses in a row): ProcessLostError: engine-fake (pid 7) ended")
-    [failed] = explore(FakeClient(raises(RoleError("logits that are not numbers"))), "failed-engine")
+    [failed] = explore(FakeClient(fails(RoleError("logits that are not numbers"))), "failed-engine")
     assert failed.endswith(f"runs again (1 of {MAX_ATTEMPTS}): RoleError: logits that are not numbers")
     with pytest.raises(RoleError, match=f"failed {MAX_ATTEMPTS} times; the last time: RoleError: logits"):
-        explore(FakeClient(then=raises(RoleError("logits that are not numbers"))), "failing-engine")
+        explore(FakeClient(then=fails(RoleError("logits that are not numbers"))), "failing-engine")
 
 
 HEADS = "engine 'vllm' failed on request {}: RuntimeError: Unsupported CPU attention configuration: head_dim=16"
 ENDED = "engine-vllm (pid {}) ended with code {}; its last lines:"
-
-
-def fails(error: Exception) -> Outcome:
-    """The unit's engine failed with this error."""
-    return lambda client, key, unit: error
 
 
 def finished(client: FakeClient, key: str, unit: RolloutTask) -> RolloutResult:
@@ -421,11 +410,11 @@ def test_a_crashing_task_is_set_aside_and_its_sibling_runs() -> None:
 
 def test_a_unit_that_raises_is_retried_a_few_times() -> None:
     with pytest.raises(Exception, match=f"failed {MAX_ATTEMPTS} times.*the server is away"):
-        explore(FakeClient(*[failed] * MAX_ATTEMPTS), "failed")
+        explore(FakeClient(*[fails(StorageError("the server is away"))] * MAX_ATTEMPTS), "failed")
 
 
 def test_a_unit_that_the_storage_refuses_ends_the_run() -> None:
-    client = FakeClient(refused)
+    client = FakeClient(fails(StorageRefusedError("the disk is full")))
     with pytest.raises(StorageRefusedError, match="the disk is full"):
         explore(client, "refused")
     assert len(client.submitted) == 1

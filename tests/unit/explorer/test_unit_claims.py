@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -26,11 +25,9 @@ UNIT = (3, 1)
 
 
 @pytest.fixture
-def storage() -> Iterator[Storage]:
-    storage = open_storage("memory://claims")
-    yield storage
-    for name in storage.list():
-        storage.remove(name.rstrip("/"))
+def storage(request: pytest.FixtureRequest) -> Storage:
+    # One per test: leases that a test does not release keep writing.
+    return open_storage(f"memory://claims/{request.node.name}")
 
 
 def claims_of(storage: Storage, name: str, now: list[float] | None = None) -> Claims:

@@ -11,12 +11,15 @@ from rftdask.buffer.log.schema import Experience
 from rftdask.config.schema.explorer import ExplorerConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.data.task import Task
+from rftdask.data.task_schedule import TaskRef
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.runner import TextEngine, UnitOutcome, run_work_unit
 from rftdask.rollouts.sandbox.messages import SandboxSpec
 from rftdask.rollouts.sandbox.pool import ForkServer
+from rftdask.rollouts.work_units import RolloutTask
 from rftdask.synchronizer.published import Published
+from rftdask.synchronizer.styles import WeightRequirement
 
 VERSION = 7
 
@@ -97,6 +100,13 @@ def task(index: int = 0, workflow: str = "math_workflow", **changes: Any) -> Tas
         "truth": "4",
     }
     return Task(taskset="t", epoch=0, index=index, workflow=workflow, **{**fields, **changes})
+
+
+def work_unit(*tasks: int, step: int = 1, epoch: int = 0, **fields: Any) -> RolloutTask:
+    """Work unit of two rollouts of each task, given by index."""
+    refs = tuple(TaskRef(0, epoch, index) for index in tasks)
+    fields = {"repeat_times": 2, "greedy_baseline": False, "weights": WeightRequirement(0, exact=True), **fields}
+    return RolloutTask("memory://run", "", "experiences", step, 0, refs, threads=1, log_file=None, **fields)
 
 
 def run(

@@ -213,9 +213,15 @@ def test_the_last_failure_becomes_an_experience_without_reward() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [None, math.nan, math.inf, -math.inf, "1", [1.0], Reward(math.nan), 1j, 1e39, 10**400]
+    ("value", "error"),
+    [
+        *((value, "not a number") for value in (None, "1", [1.0], 1j)),
+        *((value, "not a finite number in float32") for value in (math.nan, math.inf, -math.inf, 1e39, 10**400)),
+        (Reward(math.nan), "not a finite number in float32"),
+        (Reward(1.0, {"style": "good"}), "metric style is 'good'"),  # type: ignore[dict-item]
+    ],
 )
-def test_a_non_finite_reward_fails_the_rollout(value: Any) -> None:
+def test_a_reward_or_metric_that_is_not_finite_fails(value: Any, error: str) -> None:
     async def strange(task: Task, model: PolicyModel) -> Any:
         await model.generate("p")
         return value
@@ -223,7 +229,7 @@ def test_a_non_finite_reward_fails_the_rollout(value: Any) -> None:
     name = named(strange)
     [experience] = run([task(0, name)], replies("x"))
     assert failure(experience) == (Status.FAILED, None, 0, 1)
-    assert any(text in experience.error for text in ("not a finite number in float32", "not a number"))
+    assert error in experience.error
     assert f"workflow {name}, task t/0/0" in experience.error
 
 
@@ -235,16 +241,6 @@ def test_every_real_number_is_a_reward(value: Any) -> None:
 
     [experience] = run([task(0, named(numeric))], replies("x"))
     assert experience.reward == 1.0 and type(experience.reward) is float
-
-
-def test_a_non_numeric_metric_fails_the_rollout() -> None:
-    async def strange(task: Task, model: PolicyModel) -> Reward:
-        await model.generate("p")
-        return Reward(1.0, {"style": "good"})  # type: ignore[dict-item]
-
-    [experience] = run([task(0, named(strange))], replies("x"))
-    assert failure(experience) == (Status.FAILED, None, 0, 1)
-    assert "metric style is 'good'" in experience.error
 
 
 def test_a_workflow_that_never_calls_the_policy_has_failed() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from rftdask.buffer.log.schema import Experience, Status
-from rftdask.data.task_schedule import TaskRef
 from rftdask.rollouts.rollout import RolloutTimes
 from rftdask.rollouts.runner import UnitOutcome
 from rftdask.rollouts.work_units import (
@@ -21,23 +20,7 @@ from rftdask.rollouts.work_units import (
     step_metrics,
     summarize_unit,
 )
-from rftdask.synchronizer.styles import WeightRequirement
-
-
-def work_unit(num_tasks: int, repeat_times: int, greedy_baseline: bool = False) -> RolloutTask:
-    return RolloutTask(
-        url="memory://run",
-        config_fingerprint="",
-        folder="experiences",
-        explore_step=1,
-        unit_index=0,
-        tasks=tuple(TaskRef(0, 0, index) for index in range(num_tasks)),
-        repeat_times=repeat_times,
-        greedy_baseline=greedy_baseline,
-        weights=WeightRequirement(0, exact=True),
-        threads=1,
-        log_file=None,
-    )
+from tests.unit.rollouts.rollout_cases import work_unit
 
 
 def turn(task: int, rollout: int, number: int, reward: float | None, num_tokens: int, **fields: Any) -> Experience:
@@ -71,7 +54,7 @@ def test_a_rollout_of_several_turns_counts_once() -> None:
         turn(1, 0, 1, 1.0, 2, status=Status.TRUNCATED),
         turn(1, 1, 0, None, 0, status=Status.FAILED),
     ]
-    metrics = metrics_of(work_unit(2, 2), turns)
+    metrics = metrics_of(work_unit(0, 1), turns)
     assert metrics["num_rollouts"] == 4
     assert metrics["reward"] == metrics["accuracy"] == pytest.approx(2 / 3), "not 5/6, the mean over turns"
     assert metrics["response_length"] == pytest.approx((12 + 6 + 10) / 3)
@@ -84,15 +67,15 @@ def test_a_rollout_of_several_turns_counts_once() -> None:
 def test_the_greedy_baseline_does_not_count_in_metrics() -> None:
     turns = [turn(task, rollout, 0, float(rollout == 2), 4) for task in (0, 1) for rollout in range(3)]
     times = [RolloutTimes(generate_s=100.0 if rollout == 2 else 1.0) for _ in (0, 1) for rollout in range(3)]
-    metrics = metrics_of(work_unit(2, 2, greedy_baseline=True), turns, times)
+    metrics = metrics_of(work_unit(0, 1, greedy_baseline=True), turns, times)
     assert (metrics["num_rollouts"], metrics["reward"], metrics["rollout/generate_s"]) == (4, 0.0, 1.0)
 
 
 def test_each_of_several_tasksets_has_its_own_mean_reward() -> None:
     turns = [turn(0, 0, 0, 1.0, 4), turn(0, 1, 0, 0.0, 4), turn(1, 0, 0, 0.5, 4)]
-    assert not any(name.startswith("taskset/") for name in metrics_of(work_unit(2, 2), turns))
+    assert not any(name.startswith("taskset/") for name in metrics_of(work_unit(0, 1), turns))
     others = [replace(turns[0], taskset="u")]
-    units = [summarize_unit(work_unit(2, 2), UnitOutcome(rows, [], [], 0.0)) for rows in (turns, others)]
+    units = [summarize_unit(work_unit(0, 1), UnitOutcome(rows, [], [], 0.0)) for rows in (turns, others)]
     metrics = step_metrics(units, 1.0)
     assert (metrics["taskset/t/reward"], metrics["taskset/u/reward"]) == (0.5, 1.0)
     assert metrics["reward"] == pytest.approx(2.5 / 4)
@@ -100,13 +83,13 @@ def test_each_of_several_tasksets_has_its_own_mean_reward() -> None:
 
 def test_the_bytes_of_a_unit_are_those_of_all_committed_rows() -> None:
     turns = [turn(0, rollout, 0, 1.0, 4) for rollout in range(3)]
-    result = summarize_unit(work_unit(1, 2, greedy_baseline=True), UnitOutcome(turns, [], [], 0.0))
+    result = summarize_unit(work_unit(0, greedy_baseline=True), UnitOutcome(turns, [], [], 0.0))
     assert result.num_bytes == 3 * (4 * 6 + 4 * 4)
 
 
 def test_rows_that_operators_dropped_do_not_count_in_means() -> None:
     turns = [turn(0, 0, 0, 1.0, 4), turn(0, 1, 0, 0.0, 40, status=Status.FILTERED)]
-    metrics = metrics_of(work_unit(1, 2), turns)
+    metrics = metrics_of(work_unit(0), turns)
     assert (metrics["reward"], metrics["response_length"], metrics["num_rollouts"]) == (1.0, 4.0, 2)
 
 
@@ -145,13 +128,15 @@ def test_a_step_is_the_sum_of_its_units() -> None:
 
 
 def test_a_workflow_metric_does_not_replace_a_built_in_one() -> None:
-    metrics = metrics_of(work_unit(1, 1), [turn(0, 0, 0, 1.0, 4, metrics={"reward": 99.0, "failed": 99.0})])
+    metrics = metrics_of(
+        work_unit(0, repeat_times=1), [turn(0, 0, 0, 1.0, 4, metrics={"reward": 99.0, "failed": 99.0})]
+    )
     assert (metrics["reward"], metrics["failed"]) == (1.0, 0.0)
 
 
 def test_a_unit_without_a_metric_counts_in_its_mean() -> None:
     rows = [turn(0, 0, 0, 1.0, 4, metrics={"format": 1.0})], [turn(0, 0, 0, 1.0, 4, metrics={})]
-    units = [summarize_unit(work_unit(1, 1), UnitOutcome(unit_rows, [], [], 0.0)) for unit_rows in rows]
+    units = [summarize_unit(work_unit(0, repeat_times=1), UnitOutcome(unit_rows, [], [], 0.0)) for unit_rows in rows]
     assert step_metrics(units, 1.0)["format"] == 0.5
 
 
@@ -164,7 +149,9 @@ def test_a_step_that_was_set_aside_whole_has_metrics() -> None:
 
 def test_uses_of_auxiliary_models_are_added_up() -> None:
     uses = {"auxiliary/a/b/calls": 3.0, "auxiliary/a/b/cost": 0.5}, {"auxiliary/a/b/calls": 4.0}, {}
-    units = [summarize_unit(work_unit(1, 1), UnitOutcome([turn(0, 0, 0, 1.0, 4)], [], [], 0.0)) for _ in uses]
+    units = [
+        summarize_unit(work_unit(0, repeat_times=1), UnitOutcome([turn(0, 0, 0, 1.0, 4)], [], [], 0.0)) for _ in uses
+    ]
     for unit, use in zip(units, uses, strict=True):
         unit.sums.put(use)
     assert units[0].auxiliary_sums == uses[0]

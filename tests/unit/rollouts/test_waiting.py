@@ -213,13 +213,6 @@ def test_max_tokens_of_a_call_is_bounded_by_the_run() -> None:
     assert log[0][0].sampling.max_tokens == 100
 
 
-def test_truncated_prompts_are_counted_and_rejected_ones_typed() -> None:
-    [cut] = run([task()], replies("4"), model=cut_at(4))
-    assert cut.metrics["prompt_truncated"] == 1.0
-    [rejected] = run([task()], replies("4"), model=cut_at(4, enable_prompt_truncation=False))
-    assert rejected.error.startswith("PromptTooLongError") and rejected.attempt == 0
-
-
 def test_seeds_count_only_calls_of_the_policy() -> None:
     seeds = []
 

@@ -175,12 +175,6 @@ def test_an_unknown_taskset_is_an_error_with_the_known_ones(storage: Storage) ->
         cache.taskset("gsm9k")
 
 
-def test_rollout_args_of_a_taskset_apply() -> None:
-    run = config("buffer.explorer_input.taskset.rollout_args={temperature: 0.5, top_p: 0.9, top_k: 7, max_tokens: 3}")
-    params = sampling_params(run.buffer.explorer_input.train_tasksets[0], run)
-    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.5, 0.9, 7, 3)
-
-
 def test_a_temperature_may_follow_a_schedule_of_explore_steps() -> None:
     way = "buffer.explorer_input.taskset.rollout_args={temperature: 1.0, final_temperature: 0.6, temperature_steps: 4}"
     run = config(way)
