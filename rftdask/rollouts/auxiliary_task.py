@@ -18,7 +18,7 @@ from rftdask.engines.client import EngineClient
 from rftdask.engines.remote import RemoteEngineServer
 from rftdask.engines.spec import engine_spec, is_asked_in_calls
 from rftdask.errors import ProcessLostError, RftError, RoleError
-from rftdask.processes.dask_task import make_called_off
+from rftdask.processes.dask_task import make_cancel_check
 from rftdask.rollouts.auxiliary_client import OPERATION, Key
 from rftdask.run.run_folder import read_config
 from rftdask.storage import Storage, open_storage
@@ -82,7 +82,7 @@ def serve_auxiliary(task: AuxiliaryTask) -> None:
     Raises: RoleError: the engine cannot be started, or has died; UserError; DataError: the run folder as seen by this
     worker lacks the driver's config; StorageError.
     """
-    worker, is_cancelled = get_worker(), make_called_off()
+    worker, is_cancelled = get_worker(), make_cancel_check()
     storage = open_storage(task.url)
     config = read_config(storage, task.config_fingerprint)
     section = next(model for model in config.models_apart if model.asked_name == task.name)

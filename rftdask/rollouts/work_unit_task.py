@@ -32,7 +32,7 @@ from rftdask.engines.base import POLICY
 from rftdask.engines.client import EngineClient, EngineSpec
 from rftdask.engines.spec import engine_spec, sampling_params
 from rftdask.errors import StorageError, WaitTimeout
-from rftdask.processes.dask_task import host_of, make_called_off, workers_of
+from rftdask.processes.dask_task import host_of, make_cancel_check, workers_of
 from rftdask.rollouts.concurrency_limits import SLOT, SharedSlots
 from rftdask.rollouts.policy.remote_model import RemoteModel
 from rftdask.rollouts.runner import TextEngine, UnitOutcome, run_work_unit
@@ -76,7 +76,7 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
     """
     worker = get_worker()
     # One unit starts at a time. Dask may send the next one while a cancelled one still uses the engine in its thread.
-    with _cache.start_lock(make_called_off()) as start, _ending_turn():
+    with _cache.start_lock(make_cancel_check()) as start, _ending_turn():
         # First, so that the driver knows what was running if the following code kills this process.
         key = worker.get_current_task()
         worker.log_event(BEGAN_TOPIC, (worker.address, key))
@@ -166,7 +166,7 @@ def warm_up(run: WarmUp) -> None:
 
     Raises: as `run_rollouts`. The worker's first work unit tries again.
     """
-    with _cache.start_lock(make_called_off()), _ending_turn():
+    with _cache.start_lock(make_cancel_check()), _ending_turn():
         storage = open_storage(run.url)
         config = _cache.open(storage, run.config_fingerprint)
         if config.is_external:
@@ -274,7 +274,7 @@ def _fetch(storage: Storage, engine: EngineClient, published: Published, config:
     if published.held is None or published == engine.weights:
         return published
     transport, timeout_s = _transport(storage, config), config.synchronizer.sync_timeout
-    return engine.fetch(storage, published, timeout_s, transport=transport, called_off=make_called_off())
+    return engine.fetch(storage, published, timeout_s, transport=transport, called_off=make_cancel_check())
 
 
 def _transport(storage: Storage, config: Config) -> Transport | None:
@@ -358,11 +358,11 @@ def _wait_for_weights(storage: Storage, unit: RolloutTask, config: Config) -> Pu
         # Version 0 takes the newest weights, which are the model folder before the first publication.
         if version == 0 or (newest is not None and newest.version >= version):
             return newest
-        return handle.wait_for_version(version, timeout_s, make_called_off())
+        return handle.wait_for_version(version, timeout_s, make_cancel_check())
     # Read its folder: exactly this version is required, and the pointer may name a newer one.
     published = read_published(storage, version)
     if published is None:
-        handle.wait_for_version(version, timeout_s, make_called_off())
+        handle.wait_for_version(version, timeout_s, make_cancel_check())
         published = read_published(storage, version)
     if published is None and config.mode == "explore" and not unit.is_eval:
         # The trainer of another process keeps only its last few versions and does not know what this run needs.

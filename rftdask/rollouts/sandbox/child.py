@@ -17,7 +17,6 @@ import gc
 import importlib
 import inspect
 import math
-import numbers
 import os
 import pickle
 import resource
@@ -34,7 +33,7 @@ from typing import Any
 import msgpack
 
 from rftdask.config.plugins import load_plugin_folders, read_functions
-from rftdask.processes.zygote import end_with
+from rftdask.processes.zygote import die_with_parent
 from rftdask.rollouts.policy.answer_stream import OnText
 from rftdask.rollouts.policy.base import ForwardingPolicy, Method
 from rftdask.rollouts.rewards.registry import get_reward
@@ -65,7 +64,7 @@ def main(control_fd: int) -> None:
         _guard(server, control_fd)
     else:
         os.setsid()  # signals to the group of one must not reach the other
-        end_with(guard)
+        die_with_parent(guard)
         _serve(control_fd)
 
 
@@ -200,7 +199,7 @@ class _ForkServer:
     def _become_fork(self, output_fd: int) -> None:
         # Give this process its own group, signals, descriptors and limits.
         os.setsid()
-        end_with(self._pid)
+        die_with_parent(self._pid)
         # It adopts its orphaned descendants while it lives, because an attempt may start daemons.
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         signal.set_wakeup_fd(-1)
@@ -413,16 +412,8 @@ class _RemoteModel(ForwardingPolicy):
 def _packed(message: messages.FromFork) -> bytes:
     """Encode a message. Raises: ValueError: longer than MAX_FRAME_BYTES, or values that are not plain data."""
 
-    def as_plain(value: Any) -> Any:
-        # Convert numbers to Python's; anything else to its repr, which the check of the reward quotes.
-        if isinstance(value, numbers.Real):
-            return float(value)
-        with contextlib.suppress(Exception):
-            return value.item()
-        return {"not plain": repr(value)[:200]}
-
     try:
-        body: bytes = msgpack.packb(messages.FROM_FORK.encode(message), default=as_plain)
+        body: bytes = msgpack.packb(messages.FROM_FORK.encode(message))
     except (AttributeError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"only plain values can leave a sandbox: {error}") from error
     if len(body) > messages.MAX_FRAME_BYTES:

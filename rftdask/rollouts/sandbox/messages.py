@@ -5,6 +5,8 @@ Only the worker is trusted: only its messages may contain pickles. Messages from
 
 from __future__ import annotations
 
+import contextlib
+import numbers
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from rftdask.processes.messages import Codec
 from rftdask.rollouts.policy.answer_stream import Part
 from rftdask.rollouts.policy.base import Method
 from rftdask.rollouts.policy.openai_api import OpenAIAnswer
-from rftdask.rollouts.workflows.base import Response, Reward
+from rftdask.rollouts.workflows.base import Response, Reward, Step
 
 LENGTH = struct.Struct(">I")
 """Header of each message on a fork's stream: the length in bytes."""
@@ -157,7 +159,8 @@ class SetState:
 class Finished:
     """The attempt ended well."""
 
-    reward: Reward
+    reward: Any
+    """A `Reward`, decoded without checks (`read_reward`): the worker reports a value that is not a number."""
     times: Mapping[str, float]
     """Seconds by name of the timer."""
 
@@ -172,8 +175,22 @@ class Failed:
     traceback: str = ""
 
 
+def read_reward(fields: Any) -> Reward:
+    """Raises: TypeError: not the fields of a reward."""
+    return Reward(**{**fields, "steps": tuple(Step(**step) for step in fields["steps"])})
+
+
+def _as_plain(value: Any) -> Any:
+    """Convert a number to a float, and any other object to its repr, which the check of the reward quotes."""
+    if isinstance(value, numbers.Real):
+        return float(value)
+    with contextlib.suppress(Exception):
+        return value.item()
+    return {"not plain": repr(value)[:200]}
+
+
 ToFork: TypeAlias = Run | Answer | TextDelta
 TO_FORK: Codec[ToFork] = Codec(Run, Answer, TextDelta)
 FromFork: TypeAlias = Hello | Ask | SetState | Finished | Failed
 # Only plain values: a fork runs untrusted code, whose pickle would run in the worker.
-FROM_FORK: Codec[FromFork] = Codec(Hello, Ask, SetState, Finished, Failed)
+FROM_FORK: Codec[FromFork] = Codec(Hello, Ask, SetState, Finished, Failed, enc_hook=_as_plain)

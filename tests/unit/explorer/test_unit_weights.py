@@ -45,7 +45,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError(name)  # no synchronizer: the storage is read
 
     monkeypatch.setattr(work_unit_task, "get_client", lambda: SimpleNamespace(get_dataset=get_dataset))
-    monkeypatch.setattr(work_unit_task, "make_called_off", lambda: lambda: False)
+    monkeypatch.setattr(work_unit_task, "make_cancel_check", lambda: lambda: False)
 
 
 def test_weights_that_another_trainer_removed_give_way_to_newer() -> None:
@@ -60,7 +60,7 @@ def test_a_required_version_that_was_removed_is_an_error(mode: str, folder: str)
 
 def test_the_wait_for_weights_ends_after_sync_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = iter([False] * 40)  # two seconds, then the unit is cancelled
-    monkeypatch.setattr(work_unit_task, "make_called_off", lambda: lambda: next(checks, True))
+    monkeypatch.setattr(work_unit_task, "make_cancel_check", lambda: lambda: next(checks, True))
     with pytest.raises(WaitTimeout, match=r"policy version 4 was not published within 0 s; newest: 3\."):
         weights_of("waits", "both", "experiences", version=4, timeout_s=0.1)
 
