@@ -77,17 +77,17 @@ class SharedEngine:
         waiting.result()
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[Future[Generation]]:
-        """As `EngineClient.submit`, without streaming. Each request may go to a different worker."""
+        """Like `EngineClient.submit`, without streaming. Each request may go to a different worker."""
         return [self._start(self._generate_one(request)) for request in requests]
 
     def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[Generation]:
-        """As `EngineClient.generate`: all requests go to one worker."""
+        """Like `EngineClient.generate`. All requests go to one worker."""
         return self._wait(self._generate(requests), timeout_s)
 
     def logprobs(
         self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], timeout_s: float
     ) -> list[tuple[float, ...]]:
-        """As `EngineClient.logprobs`."""
+        """Like `EngineClient.logprobs`."""
         [scored] = self._wait(self._call(lambda engine: [engine.score(pairs)]), timeout_s)
         return list(scored.logprobs)
 

@@ -6,7 +6,7 @@ the next unit takes the slots that the long responses of one unit leave free. Th
 server one by one (`KvCacheBudget`), and an explorer's rollouts by their mean length (`slots_by_memory`).
 
 Invariant: rollouts are admitted in the order in which they entered, except that one that waits for a full kind does not
-hold up later ones that need other kinds. So who runs depends on who has ended, not on timing.
+hold up later ones that need other kinds. So the order of admission does not depend on timing.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ async def run_work_unit(
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where the unit's workflows run: on the event loop, or in sandboxes."""
+    """Placement of the unit's workflows: on the event loop, or in sandboxes."""
 
     workflows: Mapping[str, FoundWorkflow]
     sandboxed: frozenset[tuple[str, str]]
@@ -290,7 +290,7 @@ class _RunningUnit:
         self._shares_slots = shared_slots is not None
         self._slots, self._on_admitted = shared_slots or SharedSlots({}), on_admitted
         self._slots.limit(limits | {_SANDBOX: explorer.sandbox.max_processes})
-        # One event per rollout, so that the order of the slots decides who runs, not the order of wake-ups.
+        # One event per rollout, so that rollouts run in the order of the slots, not in that of wake-ups.
         self._admitted = {rollout.key: asyncio.Event() for rollout in rollouts}
         self._num_admitted = 0
         self._all_admitted = asyncio.Event()

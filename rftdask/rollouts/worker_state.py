@@ -121,7 +121,7 @@ class WorkerCache:
         self._shared_engines: dict[str, SharedEngine] = {}
         """Clients of auxiliary models on other workers, by name."""
         self._rate_limits: dict[tuple[str, tuple[float | None, ...]], RateLimit] = {}
-        """By model and limits; kept across runs, because the service does not distinguish runs."""
+        """Rate limits by model and limits; kept across runs, because the service does not distinguish runs."""
         self._task_times_s: dict[int, list[float]] = {}
         """Seconds of each task, by explore step."""
 
@@ -362,7 +362,7 @@ class WorkerCache:
         config = self._config
         section = remote_models(config)[name]
         service = config.model.external_model
-        # All work units of a worker share one rate limit, which is an equal part of what the service allows.
+        # All work units of a worker share one rate limit, an equal part of the service's limit.
         share = 1 / config.explorer.most_workers
         limits = tuple(
             None if limit is None else limit * share

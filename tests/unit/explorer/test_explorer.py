@@ -227,7 +227,7 @@ def test_a_unit_whose_rollouts_all_have_slots_admits_the_next() -> None:
 
 
 class Joining(FakeClient):
-    """A client with more workers than one, as a test says."""
+    """A client with several workers, which a test can change."""
 
     def __init__(self, *outcomes: Outcome, then: Outcome | None = None) -> None:
         super().__init__(*outcomes, then=then)
@@ -351,7 +351,7 @@ def test_weights_with_a_trainer_in_another_process(style: str, required: WeightR
     assert [unit.weights for unit in client.submitted if not unit.is_eval] == [required]
 
 
-# ---- what is done is what the log says
+# ---- the log decides which units are done
 
 
 def test_a_restarted_explorer_runs_only_missing_units() -> None:
@@ -398,7 +398,7 @@ def test_a_unit_whose_workers_die_runs_task_by_task() -> None:
 
 
 def test_a_crashing_task_is_set_aside_and_its_sibling_runs() -> None:
-    client = FakeClient(*[died] * MAX_CRASHES, *[died] * MAX_CRASHES)  # the unit, then its first task alone
+    client = FakeClient(*[died] * MAX_CRASHES, *[died] * MAX_CRASHES)  # the unit, then its first task isolated
     notes = explore(client, "crashes")
     assert [unit.slots for unit in client.submitted] == [*[None] * MAX_CRASHES, *[(0,)] * MAX_CRASHES, (1,)]
     retries = notes[MAX_CRASHES : 2 * MAX_CRASHES - 1]
