@@ -22,9 +22,9 @@ from typing import ClassVar, NamedTuple
 
 import psutil
 
-from rftdask.cluster import slurm
+from rftdask.cluster import slurm_commands as slurm
 from rftdask.cluster.jobs import JobRecord, read_jobs
-from rftdask.processes.zygote import asker_of
+from rftdask.processes.zygote import requester_of
 from rftdask.run.run_folder import read_end
 from rftdask.storage import open_storage
 
@@ -83,7 +83,7 @@ class Run(ABC):
         victim = rng.choice(sorted(candidates, key=lambda process: process.pid))
         try:
             if kind.endswith("worker"):
-                victim = psutil.Process(asker_of(victim.cmdline()) or victim.ppid())
+                victim = psutil.Process(requester_of(victim.cmdline()) or victim.ppid())
             self._note(kind, victim.environ().get("SLURM_JOB_ID", ""))
             victim.kill()
         except psutil.Error:

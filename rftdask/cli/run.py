@@ -18,7 +18,7 @@ from rftdask.cli.app import EXIT_STOPPED
 from rftdask.cli.common import AcceptChanges, ConfigFile, Origin, Overrides, Progress, load, say, with_run_name
 from rftdask.cluster.join import join as work
 from rftdask.cluster.layout import plan_machines
-from rftdask.cluster.secrets_folder import PrivateFolder
+from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.config import Config, load_config
 from rftdask.driver.memory_estimate import raise_shortages, worker_shortages
 from rftdask.driver.start import prepare_experiment, print_summary, serve
@@ -98,7 +98,7 @@ def join(
         )
     if visible_gpus():
         raise_shortages(worker_shortages(checked.stage_configs(), plan_machines(checked), role, free_host_bytes()))
-    work(checked, PrivateFolder.of(checked, open_storage(checked.checkpoint_job_dir)), role, patience)
+    work(checked, SecretsDir.of(checked, open_storage(checked.checkpoint_job_dir)), role, patience)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,8 @@
-"""Submit: the scripts of a run on SLURM, and their submission. What a script says is a pure function of the config.
+"""`rftdask submit`: the scripts of a run on a batch system, as a pure function of the config, and their submission.
 
-The controller job has the scheduler, the driver and the light roles; it submits the jobs of the trainer and the
-explorers itself. SLURM starts it again after the loss of its node and near its walltime, and it continues from storage.
-With one allocation, all roles are steps of one job. The offline chain is jobs that depend on each other:
-explore, then train, over the same log, as many rounds as asked for.
+The controller job has the scheduler, the driver and the light roles, and submits the jobs of trainer and explorers.
+SLURM restarts it after the loss of its node and near its walltime, and the run continues from storage. With
+--single-allocation all roles are steps of one job. With --offline explore and train jobs alternate over the same log.
 """
 
 from __future__ import annotations
@@ -22,9 +21,15 @@ from typing import Annotated
 import typer
 
 from rftdask.cli.common import AcceptChanges, ConfigFile, Origin, Overrides, load, say, warn, with_run_name
-from rftdask.cluster import slurm
+from rftdask.cluster import slurm_commands
 from rftdask.cluster.base import find_cluster
-from rftdask.cluster.batch.slurm_script import (
+from rftdask.cluster.jobqueue import CONTROLLER, SUBMIT_S, OtherCluster, log_folder, states_of, system_of
+from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, SUBMITTED_FILE, JobRecord, read_jobs, write_jobs
+from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, Layout, plan_jobs
+from rftdask.cluster.secrets_dir import SecretsDir
+from rftdask.cluster.slurm import SlurmCluster, chain_shape, check_chain
+from rftdask.cluster.slurm_commands import JobShape
+from rftdask.cluster.slurm_script import (
     NO_REQUEUE,
     ONE_TASK,
     TEMPLATE,
@@ -37,12 +42,6 @@ from rftdask.cluster.batch.slurm_script import (
     staging,
     step,
 )
-from rftdask.cluster.jobqueue import CONTROLLER, SUBMIT_S, OtherCluster, log_folder, states_of, system_of
-from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, SUBMITTED_FILE, JobRecord, read_jobs, write_jobs
-from rftdask.cluster.layout import EXPLORER_RESOURCE, ROLES, TRAINER_RESOURCE, Layout, plan_jobs
-from rftdask.cluster.secrets_folder import PrivateFolder
-from rftdask.cluster.slurm import JobShape
-from rftdask.cluster.slurm_cluster import SlurmCluster, chain_shape, check_chain
 from rftdask.config import Config, load_config, make_plan, replace
 from rftdask.config.plan import plan_work
 from rftdask.config.plugins import SUBMITTED
@@ -51,18 +50,17 @@ from rftdask.driver.memory_estimate import job_shortages, raise_shortages
 from rftdask.driver.preflight import check_inputs
 from rftdask.errors import FencedError, NotInstalledError, RoleError, UserError
 from rftdask.processes.poll import wait_for
-from rftdask.run.input_fingerprints import MadeOf, check_made_of
+from rftdask.run.input_fingerprints import SOURCES_FOLDER, InputFingerprints, check_inputs_unchanged, copy_for_jobs
 from rftdask.run.run_folder import check_run, read_end
-from rftdask.run.sources import SOURCES_FOLDER, copy_for_jobs
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.published import CHECKPOINT_POINTER, read_pointer
 
 WARNING_S = 180
-"""Before its walltime SLURM warns a controller, which then writes a checkpoint and is queued again."""
+"""Time before its walltime at which SLURM signals a controller, which writes a checkpoint and is requeued."""
 PATIENCE_S = 120
-"""Wait for an owner on another machine that was killed a moment ago, and for a scheduler that is starting."""
+"""Time to wait for a lease of a killed process on another machine, and for a starting scheduler."""
 _DRIVER_OPTIONS = ("--progress", "plain", "--patience", str(PATIENCE_S), "--exit-with-parent")
-_LOOK_S = 0.2
+_POLL_INTERVAL_S = 0.2
 DRIVER_FILE = "driver.sh"
 _RESTARTS_FILE = "restarts"
 _WARNING = f"--signal=B:USR1@{WARNING_S}"
@@ -112,7 +110,7 @@ def submit(
     # Checked here, where the user sees the result, and again by the job, since files may change while it waits.
     stages = checked.stage_configs()
     inputs = check_inputs(stages, elsewhere=True)
-    made_of = check_made_of(stages, inputs, accept=accept_changes)
+    made_of = check_inputs_unchanged(stages, inputs, accept=accept_changes)
     if not offline and has_finished(checked, [stage.sizes for stage in inputs]):
         say(
             f"{checked.checkpoint_job_dir} has finished, so nothing is submitted; raise trainer.total_steps to continue"
@@ -128,41 +126,41 @@ def submit(
 
 @dataclass(frozen=True)
 class Script:
-    """A batch script and how it hangs together with the others of a submission."""
+    """A batch script of a submission."""
 
     name: str
     role: str
     text: str
     after: str | None = None
-    """Name of the script that must have ended well before this one starts."""
+    """Name of the script whose job must succeed before."""
     after_task: str = ""
-    """Suffix of the one task of an array that must have ended well: "_0"; "": all of it."""
+    """Suffix of the array task that must succeed before: "_0". "": all tasks."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """Everything that will be submitted.
+    """All scripts of a run.
 
     Example: submission = plan_submission(config); submission.submit()
     """
 
     config: Config
     storage: Storage
-    folder: PrivateFolder
+    folder: SecretsDir
     scripts: tuple[Script, ...]
     worker_scripts: tuple[Script, ...] = ()
-    """Scripts that the controller will submit; here only to be looked at."""
+    """Scripts that the controller will submit, for display."""
     unchecked: str = ""
-    """Why it was not checked against what SLURM has; empty: it was."""
+    """Reason why the scripts were not checked against SLURM's partitions; empty: checked."""
     driver: str = ""
-    """Shell that the controller's job runs on other systems than SLURM."""
+    """Shell that the controller's job runs on batch systems other than SLURM."""
 
     def render(self) -> str:
-        """The exact scripts, each below what SLURM says to it and the command that submits it."""
+        """Text of all scripts, with SLURM's prediction and the submit command of each."""
         if self.driver:
             shown = [f"# {self.folder.path / DRIVER_FILE}\n{self.driver}"]
             return "\n".join(
-                [*(f"# {each.name}\n{each.text}" for each in (*self.scripts, *self.worker_scripts)), *shown]
+                [*(f"# {script.name}\n{script.text}" for script in (*self.scripts, *self.worker_scripts)), *shown]
             )
         parts = [f"# not checked against what SLURM has: {self.unchecked}\n"] * bool(self.unchecked)
         for script in (*self.scripts, *self.worker_scripts):
@@ -173,40 +171,39 @@ class Submission:
         return "\n".join(parts)
 
     def check(self) -> None:
-        """Ask SLURM what it would do with each script. Raises: UserError: it would refuse one, with its words."""
+        """Test each script with SLURM. Raises: UserError: SLURM would refuse a script."""
         for script in (*self.scripts, *self.worker_scripts) if not self.driver else ():
-            if slurm.is_mistake(told := self._foresee(script)):
-                raise UserError(f"SLURM refuses the job of {script.role} (cluster.slurm.{script.role}): {told}")
+            if slurm_commands.is_mistake(answer := self._foresee(script)):
+                raise UserError(f"SLURM refuses the job of {script.role} (cluster.slurm.{script.role}): {answer}")
 
     def _foresee(self, script: Script) -> str:
         try:
-            return slurm.foresee(script.text)
-        except (NotInstalledError, RoleError) as error:  # also a limit that will be none when the job comes
+            return slurm_commands.foresee(script.text)
+        except (NotInstalledError, RoleError) as error:  # may be a temporary limit
             return " ".join(str(error).split())
 
-    def submit(self, made_of: Sequence[MadeOf] = (), after: str | None = None) -> list[JobRecord]:
-        """Write the scripts and copies of the user's sources to the run's private folder and submit them.
+    def submit(self, inputs: Sequence[InputFingerprints] = (), after: str | None = None) -> list[JobRecord]:
+        """Write the scripts and copies of the user's sources to the secrets directory and submit the scripts.
 
-        made_of: what each stage is made of; after: a job that must have ended, however it did, before any of these
-        starts. Raises: RoleError: SLURM refuses a script, the others of the submission are cancelled then;
-        FencedError: it has been submitted meanwhile.
+        Args: inputs: fingerprints of each stage's inputs; after: job that must end before, in any way.
+        Raises: RoleError: SLURM refuses a script, and the other jobs are canceled; FencedError: already submitted.
         """
-        slurm.forget_job()
+        slurm_commands.forget_job()
         if self.config.private:
             self.storage.make_private()
         self.folder.make()
         with _one_at_a_time(self.folder.path / "submit.lock"):
-            _check_not_submitted(self.storage)  # once more: somebody else may have done it since
-            return self._submit(made_of, after)
+            _check_not_submitted(self.storage)  # again, under the lock
+            return self._submit(inputs, after)
 
-    def _submit(self, made_of: Sequence[MadeOf], after: str | None) -> list[JobRecord]:
-        # Left by an earlier `rftdask cancel`; a driver that finds it ends at once.
+    def _submit(self, inputs: Sequence[InputFingerprints], after: str | None) -> list[JobRecord]:
+        # A marker of an earlier `rftdask cancel` would end the driver at once.
         (self.folder.path / CANCELLED_FILE).unlink(missing_ok=True)
         (self.folder.path / _RESTARTS_FILE).unlink(missing_ok=True)
 
-        # Resolved: the job reads no file of the user's, which may change while it waits.
+        # Resolved, because the user's files may change while the job is queued.
         self.folder.write(CONFIG_FILE, self.config.to_yaml())
-        sources = {name: file for stage in made_of for name, file in stage.files.items()}
+        sources = {name: file for stage in inputs for name, file in stage.files.items()}
         folders = [name for stage in self.config.stage_configs() for name in stage.explorer.plugin_dirs]
         copy_for_jobs(sources, folders, self.folder.path / SOURCES_FOLDER)
         log_folder(self.storage, self.folder).mkdir(parents=True, exist_ok=True)
@@ -221,13 +218,13 @@ class Submission:
                 if not options:
                     waits = [self.config.cluster.slurm.dependency, f"afterany:{after}" if after is not None else None]
                     options = [f"--dependency={','.join(filter(None, waits))}"] if any(waits) else []
-                job_id = slurm.submit(str(path), *options)
+                job_id = slurm_commands.submit(str(path), *options)
                 jobs[script.name] = JobRecord(script.role, script.name, job_id, SlurmCluster.cluster_type, time.time())
-        # Half a chain would wait in the queue for jobs that never come.
+        # The rest of a chain would wait for jobs that never come.
         except BaseException:
-            slurm.cancel(job.job_id for job in jobs.values())
+            slurm_commands.cancel(job.job_id for job in jobs.values())
             raise
-        # Last: killed before it, the jobs run all the same, and `status` sees the run by its own files.
+        # Last: without the list the jobs run as well, and `status` reads the files of the run.
         write_jobs(self.storage, list(jobs.values()), SUBMITTED_FILE)
         return list(jobs.values())
 
@@ -244,36 +241,32 @@ def plan_submission(
     explore_jobs: int = 1,
     dry: bool = False,
 ) -> Submission:
-    """The scripts of a run. dry: also where SLURM is not there or does not answer.
+    """Make the scripts of a run. dry: allow SLURM to be unavailable.
 
-    Raises: UserError: an impossible layout; FencedError: it runs or is queued.
+    Raises: UserError: an impossible layout; FencedError: the run is running or queued.
     """
-    slurm.forget_job()  # what is submitted from within an allocation is not of it
-    # What cannot be submitted is told first; then one of three: a chain of jobs, one allocation, or a controller that
-    # submits the rest.
+    slurm_commands.forget_job()
     if find_cluster(config.cluster.type).is_one_machine:
         config = replace(config, {"cluster.type": SlurmCluster.cluster_type})
     kind = find_cluster(config.cluster.type, config.explorer.plugin_dirs)
     if not issubclass(kind, SlurmCluster | OtherCluster):
         raise UserError(
-            f"cluster.type is {config.cluster.type}, and rftdask submit is for batch systems; use rftdask run"
+            f"rftdask submit needs a batch system, and cluster.type is {config.cluster.type}; use rftdask run"
         )
     stages = config.stage_configs()
     storage = open_storage(config.checkpoint_job_dir)
     for number, stage in enumerate(stages):
         check_run(open_storage(stage.checkpoint_job_dir), stage, free=("model.model_path",) if number else ())
-    folder, unchecked = PrivateFolder.base_of(config, storage), ""
+    folder, unchecked = SecretsDir.base_of(config, storage), ""
     if issubclass(kind, OtherCluster):
         if offline or single_allocation:
             raise UserError(
-                f"--offline and --single-allocation are for cluster.type slurm, and it is {config.cluster.type}; leave "
-                "them out"
+                f"--offline and --single-allocation need cluster.type slurm, not {config.cluster.type}; remove them"
             )
         return _elsewhere(kind, config, stages, folder, storage)
     if (offline or single_allocation) and any(stage.cluster.colocate for stage in stages):
         raise UserError(
-            "cluster.colocate: --offline and --single-allocation give each role nodes of its own, where nobody takes "
-            "turns; leave them out"
+            "cluster.colocate: --offline and --single-allocation give each role its own nodes; remove these options"
         )
     layout = None
     try:
@@ -292,14 +285,14 @@ def plan_submission(
     layout = layout or plan_jobs(stages, {role: getattr(config.cluster.slurm, role).cpus for role in ROLES})
     raise_shortages(job_shortages(stages, layout))
     if single_allocation:
-        # The run is to find as many ranks as there are parts for.
+        # The number of ranks must match the parts of the job.
         ranks = layout.num_workers(TRAINER_RESOURCE)
         pinned = {"trainer.num_ranks": ranks} if ranks and config.trainer.trainer_strategy != "single" else {}
         config = replace(config, {"cluster.type": "joined", **pinned})
         script = allocation_script(config, layout, folder, storage)
         return Submission(config, storage, folder, (script,), unchecked=unchecked)
     controller = Script(CONTROLLER, CONTROLLER, controller_text(config, folder, storage))
-    of_cluster, logs = PrivateFolder.of(config, storage), log_folder(storage, folder)
+    of_cluster, logs = SecretsDir.of(config, storage), log_folder(storage, folder)
     workers = []
     for role, count, shape in _jobs_of(config, layout):
         text = SlurmCluster.job_script(config, role, count, f"{role}-<number>", of_cluster, logs)
@@ -308,24 +301,24 @@ def plan_submission(
 
 
 def _elsewhere(
-    kind: type[OtherCluster], config: Config, stages: list[Config], folder: PrivateFolder, storage: Storage
+    kind: type[OtherCluster], config: Config, stages: list[Config], folder: SecretsDir, storage: Storage
 ) -> Submission:
-    """The controller's job, and what it will submit, on another batch system than SLURM."""
+    """Submission on a batch system other than SLURM."""
     _check_not_submitted(storage)
     layout, logs = kind.plan(config, stages), log_folder(storage, folder)
     restarts, path = shlex.quote(str(folder.path / _RESTARTS_FILE)), str(folder.path / CONFIG_FILE)
     python = shlex.quote(config.cluster.python or sys.executable)
     walltime_s = kind.walltime_s(config)
-    # These systems let no job queue itself again in one way, so it submits the next one.
+    # These systems have no common way to requeue a job, so the job submits its successor.
     submit_next = f"{python} -m {__name__} {shlex.quote(path)}"
     again = f'{{ echo >>{restarts} && {submit_next} && echo "queued again before the walltime" && exit 0; }}'
-    # Nor do they warn of a walltime in one way.
+    # Nor a common signal before the walltime.
     first = warning(walltime_s - WARNING_S) if walltime_s > 2 * WARNING_S else ""
     host = HostSystem(restarts=f"$(cat {restarts} 2>/dev/null | wc -l)", again=again, cancel="", first=first)
     run = f"{python} {shlex.join(['-m', 'rftdask', 'run', path, *_DRIVER_OPTIONS])}"
     driver = "\n".join(["#!/usr/bin/env bash", _takes_sources(folder), *driver_shell(folder, run, system=host), ""])
     script = kind.controller(config, folder, logs, _drive(folder)).job_script()
-    of_cluster, workers = PrivateFolder.of(config, storage), []
+    of_cluster, workers = SecretsDir.of(config, storage), []
     for role in ROLES:
         if count := layout.num_workers(role):
             text = kind.job_script(config, role, count, f"{role}-<number>", of_cluster, logs)
@@ -335,12 +328,12 @@ def _elsewhere(
 
 
 def warning(after_s: float) -> str:
-    """Return the shell that sends its own shell USR1 after so many seconds, and that ends with it: the number of a
-    shell that is gone may be another process's by then.
+    """Return shell commands that send USR1 to their shell after a delay. The timer ends with the shell, since another
+    process may have its number later.
     """
     return "\n".join(
         [
-            "set -m  # a group of its own, which is ended whole",
+            "set -m  # a process group, so that all of it can be killed",
             f"( sleep {after_s:.0f}; kill -USR1 $$ ) &",
             "warns=$!",
             "trap 'kill -- -$warns 2>/dev/null' EXIT",
@@ -348,14 +341,14 @@ def warning(after_s: float) -> str:
     )
 
 
-def _drive(folder: PrivateFolder) -> str:
+def _drive(folder: SecretsDir) -> str:
     return f"exec bash {shlex.quote(str(folder.path / DRIVER_FILE))}"
 
 
 def _start_controller(config: Config, storage: Storage) -> JobRecord:
-    """Submit the job that drives a run on another system than SLURM, and note it. Raises: RoleError: it is refused."""
+    """Submit and record the controller's job on another system than SLURM. Raises: RoleError: refused."""
     kind = find_cluster(config.cluster.type, config.explorer.plugin_dirs)
-    folder = PrivateFolder.base_of(config, storage)
+    folder = SecretsDir.base_of(config, storage)
     assert issubclass(kind, OtherCluster)
     job = kind.controller(config, folder, log_folder(storage, folder), _drive(folder))
     try:
@@ -368,20 +361,22 @@ def _start_controller(config: Config, storage: Storage) -> JobRecord:
 
 
 def _check_not_submitted(storage: Storage) -> None:
-    # Of those that drive the run. Jobs of workers that one has left are taken over by the next.
+    # Only drivers count, since the next driver takes over jobs of workers.
     jobs = read_jobs(storage, SUBMITTED_FILE)
-    # Queued counts, too: of two drivers of one run the second would find the first at work, and fail.
+    # Queued drivers count as well, because the second driver of a run would fail.
     if alive := states_of(jobs):
-        told = ", ".join(f"{job.name} is job {job.job_id}, {alive[job.job_id]}" for job in jobs if job.job_id in alive)
-        raise FencedError(f"{storage.url} is submitted already: {told}; rftdask cancel {storage.url} ends it")
+        drivers = ", ".join(
+            f"{job.name} is job {job.job_id}, {alive[job.job_id]}" for job in jobs if job.job_id in alive
+        )
+        raise FencedError(f"{storage.url} is submitted already: {drivers}; rftdask cancel {storage.url} ends it")
 
 
 @contextlib.contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Raises: FencedError: somebody else submits the run, and has not ended in time."""
+    """Hold a lock. Raises: FencedError: another submit of the run holds it for too long."""
     with path.open("a") as file:
 
-        def is_ours() -> bool:
+        def try_lock() -> bool:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -390,37 +385,37 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
                 return True
             return True
 
-        if not wait_for(is_ours, PATIENCE_S, _LOOK_S):
+        if not wait_for(try_lock, PATIENCE_S, _POLL_INTERVAL_S):
             raise FencedError(f"another rftdask submit of this run has held {path} for {PATIENCE_S} s; try again")
         yield
 
 
 def has_finished(config: Config, sizes: Sequence[Mapping[str, int]]) -> bool:
-    """Whether there is nothing left of a run that ended well; then nobody needs a job for it.
+    """True if a run has finished and nothing is left to do, so that it needs no job.
 
-    Args: sizes: of the tasksets of each stage, by name.
+    Args: sizes: sizes of the tasksets of each stage, by name.
     """
     if read_end(open_storage(config.checkpoint_job_dir)) != "finished":
         return False
     for stage, known in zip(config.stage_configs(), sizes, strict=True):
         storage, steps = open_storage(stage.checkpoint_job_dir), plan_work(stage, known).train_steps
-        # It may have been given more steps since, or be one whose end is not known beforehand.
+        # total_steps may have been raised, or the number of steps may be unknown.
         if stage.mode not in ("both", "train") or steps is None or read_pointer(storage, CHECKPOINT_POINTER) != steps:
             return False
     return True
 
 
-def controller_text(config: Config, folder: PrivateFolder, storage: Storage) -> str:
-    """The job that drives the run."""
+def controller_text(config: Config, folder: SecretsDir, storage: Storage) -> str:
+    """Script of the controller."""
     run = _rftdask(config, CONTROLLER, "run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
     shell = [_takes_sources(folder), *driver_shell(folder, run)]
     logs, job = log_folder(storage, folder), config.cluster.slurm.controller
     return batch_script(config, CONTROLLER, CONTROLLER, job, logs, shell, _driver_asks(config))
 
 
-def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, storage: Storage) -> Script:
-    """All roles in one job, which SLURM grants at once, and no job submits another: a heterogeneous one, or where sites
-    have none one whose nodes are all alike. Raises: UserError: the roles ask for different nodes.
+def allocation_script(config: Config, layout: Layout, folder: SecretsDir, storage: Storage) -> Script:
+    """Script of one job with all roles: a heterogeneous job, or one with equal nodes for sites without heterogeneous
+    jobs. Raises: UserError: the roles need different nodes.
     """
     logs, section = log_folder(storage, folder), config.cluster.slurm
     asks, steps, parts, at = list[str](), list[str](), dict[str, JobShape](), 0
@@ -428,20 +423,20 @@ def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, sto
         job: JobConfig = getattr(section, role)
         if each.span > 1:
             raise UserError(
-                f"cluster.slurm.{role}: an engine would have {each.span} nodes, which is for rftdask submit without "
-                "--single-allocation, or for rftdask run in an allocation of salloc"
+                f"cluster.slurm.{role}: an engine would use {each.span} nodes; use rftdask submit without "
+                "--single-allocation, or rftdask run in an allocation of salloc"
             )
         shape = parts[role] = JobShape(1, each.num_jobs * each.nodes, each.tasks_per_node)
         if not each.nodes:
             shape = parts[role] = JobShape(1, 0 if section.heterogeneous else 1, each.num_jobs * each.tasks_per_node)
-        # Each role has nodes of its own; the driver is part 0, or beside the first of them.
+        # Each role has its own nodes; the driver is part 0, or on the first node.
         place = f"--het-group={len(parts)}" if section.heterogeneous else f"--relative={at}"
         at += shape.nodes
         asks += ["hetjob", *asks_for(job, shape)] * section.heterogeneous
         output = f"--output={logs}/{role}-%J-%t.log"
         srun = step(job, shape, place, "--kill-on-bad-exit=0", output, "--open-mode=append")
         work = ("join", str(folder.path / CONFIG_FILE), "--role", role, "--patience", str(PATIENCE_S))
-        # In a shell of its own: what the prologue of a role sets is not for the others.
+        # In a subshell, because the prologue of a role must not affect the others.
         steps += ["(", *job.prologue, f"exec {_rftdask(config, role, *work, srun=srun)}", ") &"]
     run = _rftdask(config, CONTROLLER, "run", str(folder.path / CONFIG_FILE), *_DRIVER_OPTIONS)
     shell = [_takes_sources(folder), *driver_shell(folder, run, steps)]
@@ -454,13 +449,13 @@ def allocation_script(config: Config, layout: Layout, folder: PrivateFolder, sto
 
 
 def offline_scripts(
-    config: Config, folder: PrivateFolder, storage: Storage, rounds: int, explore_jobs: int
+    config: Config, folder: SecretsDir, storage: Storage, rounds: int, explore_jobs: int
 ) -> tuple[Script, ...]:
-    """Explore and train in turns: an array of explore jobs, whose first drives and whose others join while it lasts,
-    and a train job after it. Raises: UserError: it is not known how much there is to explore.
+    """Scripts of alternating jobs: an array of explore jobs, whose first task is the driver and whose others join, then
+    a train job. Raises: UserError: the number of explore steps is not known.
     """
     if config.stages:
-        raise UserError("rftdask submit --offline makes stages of its own; submit a config without `stages`")
+        raise UserError("rftdask submit --offline creates its own stages; submit a config without `stages`")
     total = make_plan(config).stages[0].explore_steps
     if total is None or total < rounds:
         raise UserError(
@@ -475,15 +470,15 @@ def offline_scripts(
     work = _rftdask(config, EXPLORER_RESOURCE, *help_with, srun=srun)
     cancelled = shlex.quote(str(folder.path / CANCELLED_FILE))
     help_out = [
-        "# The tasks of the array but the first are helpers: they come, go and are preempted as SLURM likes.",
+        "# All tasks but the first are helpers, which SLURM may start and preempt at any time.",
         f'if [ "$SLURM_ARRAY_TASK_ID" != 0 ]; then [ -e {cancelled} ] || exec {work}; exit; fi',
     ]
-    end = 'scancel --quiet --state=PENDING "$SLURM_ARRAY_JOB_ID"  # helpers that would come too late'
+    end = 'scancel --quiet --state=PENDING "$SLURM_ARRAY_JOB_ID"  # helpers that have not started'
     engines = f"explorer.rollout_model.engine_num={explore_jobs * of_explorers.num_workers}"
-    # The train job is one machine, whose cores the batch system has counted already.
+    # The batch system limits the cores of the train job.
     cores = [f"cluster.num_cpus={train.cpus}"] if train.cpus > 1 and config.cluster.num_cpus is None else []
     for number in range(1, rounds + 1):
-        # Each round explores on to a later step of the same run.
+        # Each round continues the run to a later step.
         run = ("run", path, f"buffer.total_steps={total * number // rounds}", *_DRIVER_OPTIONS)
         drive = _rftdask(config, CONTROLLER, *run, "mode=explore", "cluster.type=joined", engines)
         shell = [_takes_sources(folder), *help_out, *driver_shell(folder, drive, [f"{work} &"], [end])]
@@ -504,13 +499,13 @@ def offline_scripts(
     return tuple(scripts)
 
 
-def _takes_sources(folder: PrivateFolder) -> str:
-    """Shell by which a job and what it starts import the sources that were submitted, whatever became of them since."""
+def _takes_sources(folder: SecretsDir) -> str:
+    """Shell that makes a job and its children import the submitted sources."""
     return f"export {SUBMITTED}={shlex.quote(str(folder.path / SOURCES_FOLDER))}"
 
 
 def _jobs_of(config: Config, layout: Layout) -> list[tuple[str, int, JobShape]]:
-    """(role, number of its workers, its jobs) of the roles that have any."""
+    """(role, number of workers, jobs) of each role with workers."""
     counts = {role: layout.num_in_jobs(role) for role in ROLES}
     return [(role, count, SlurmCluster.shape(config, role, count)) for role, count in counts.items() if count]
 
@@ -522,7 +517,7 @@ def _dependency(script: Script, job_id: str) -> list[str]:
 
 
 def _driver_asks(config: Config) -> tuple[str, ...]:
-    """Options of a job that drives a run: it is warned of its walltime, and its user is written to."""
+    """Options of a driver's job: a signal before the walltime, and mail to the user."""
     mail = config.cluster.slurm.mail
     return (_WARNING, *((f"--mail-user={mail}", "--mail-type=END,FAIL") if mail is not None else ()))
 
@@ -531,6 +526,6 @@ def _rftdask(config: Config, role: str, *arguments: str, srun: str = "") -> str:
     return command_of(config, role, shlex.join(["-m", "rftdask", *arguments]), srun)
 
 
-if __name__ == "__main__":  # a driver's job, near its walltime
+if __name__ == "__main__":  # called by a driver's job near its walltime
     queued = load_config(sys.argv[1], was_checked=True)
     _start_controller(queued, open_storage(queued.checkpoint_job_dir))

@@ -25,12 +25,12 @@ import typer
 from rftdask.cli.app import EXIT_FAILED
 from rftdask.cli.common import ConfigFile, say
 from rftdask.cli.submit import plan_submission
-from rftdask.cluster.slurm_cluster import SlurmCluster
+from rftdask.cluster.slurm import SlurmCluster
 from rftdask.config import Config, load_config
 from rftdask.driver.preflight import check_inputs
 from rftdask.errors import DataError, UserError
 from rftdask.reports.run_reader import open_stages
-from rftdask.run.input_fingerprints import check_made_of
+from rftdask.run.input_fingerprints import check_inputs_unchanged
 from rftdask.run.run_folder import read_end
 from rftdask.storage import open_storage
 
@@ -206,7 +206,7 @@ def submit_sweep(points: Sequence[Point], at_most: int, say: Callable[[str], Non
         submission = plan_submission(point.config)
         stages = point.config.stage_configs()
         # Checked for each run, since an axis may vary the model or the taskset.
-        made_of = check_made_of(stages, check_inputs(stages, elsewhere=True))
+        made_of = check_inputs_unchanged(stages, check_inputs(stages, elsewhere=True))
         [job] = submission.submit(made_of, after=jobs[-at_most] if len(jobs) >= at_most else None)
         say(f"submitted {point.config.name} as job {job.job_id}")
         jobs.append(job.job_id)

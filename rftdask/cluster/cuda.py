@@ -1,7 +1,7 @@
-"""A cluster on this machine that dask-cuda starts: its workers on the cores that are near their GPUs.
+"""A cluster on this machine that dask-cuda starts, with each worker on the cores near its GPUs.
 
-Each worker sees its own GPUs alone, and so does the child process of its role. Nothing else of dask-cuda is used: no
-tensor passes through Dask, so there is nothing to spill, and the worker itself opens no GPU.
+Each worker and its child processes see only their own GPUs. No other feature of dask-cuda is used: tensors do not pass
+through Dask, and workers do not open GPUs.
 """
 
 from __future__ import annotations
@@ -28,17 +28,14 @@ class LocalCudaCluster(LocalCluster):
     def __init__(
         self, layout: Layout, dashboard_address: str | None = None, tls: bool = True, base: Any = None
     ) -> None:
-        """base: dask_cuda.LocalCUDACluster, or what takes its place in a test.
-
-        Raises: UserError: a role has no GPU.
-        """
+        """base: replacement of dask_cuda.LocalCUDACluster. Raises: UserError: no GPU is visible."""
         self._base = base or import_module("dask_cuda").LocalCUDACluster  # late: an extra
         if all(worker.gpu is None for worker in layout.workers):
-            raise UserError("cluster.type local-cuda needs GPUs, and none can be seen here; use cluster.type local")
+            raise UserError("cluster.type local-cuda needs GPUs, and none is visible; use cluster.type local")
         super().__init__(layout, dashboard_address, tls)
 
     def _start(self, layout: Layout, dashboard_address: str | None) -> Any:
-        return placed(self._base, layout, self._turns)(
+        return role_local_cuda_cluster(self._base, layout, self._lock_dir)(
             CUDA_VISIBLE_DEVICES=visible_gpus(),
             n_workers=len(layout.workers),
             threads_per_worker=1,
@@ -51,37 +48,37 @@ class LocalCudaCluster(LocalCluster):
         )
 
     def scale(self, role: str, num_workers: int) -> None:
-        """Raises: UserError: another number than there is."""
+        """Raises: UserError: not the current number."""
         if num_workers != self.num_asked(role):
             raise UserError(
-                "cluster.type local-cuda has a worker for each GPU and is not scaled; use cluster.type local"
+                "cluster.type local-cuda has one worker per GPU and cannot be scaled; use cluster.type local"
             )
 
 
-def placed(base: Any, layout: Layout, turns: str = "") -> Any:
-    """`base` with the workers of the layout, in its order; turns: folder of those who share GPUs."""
+def role_local_cuda_cluster(base: Any, layout: Layout, lock_dir: str = "") -> Any:
+    """Subclass of `base` with the workers of the layout. lock_dir: folder of device locks."""
 
-    class Placed(base):  # type: ignore[misc]  # a class of dask-cuda, which is only there with its extra
+    class RoleLocalCUDACluster(base):  # type: ignore[misc]  # dask-cuda is optional
         num_placed = 0
         worker_spec: dict[Any, Any]
 
         def new_worker_spec(self) -> dict[Any, Any]:
-            """What the base makes, with our name, resources and preload in place of its own."""
-            # dask-cuda calls it once for each worker, in order, and takes the first of its GPUs that no worker has yet:
-            # so it is shown workers on all but the one that is meant, also where another worker has that one, too.
+            """Spec of the next worker, with its name, resources and preload."""
+            # dask-cuda calls this once per worker and takes the first GPU without a worker. So `worker_spec` has
+            # workers on all GPUs but the planned one, which other workers may share.
             worker = layout.workers[self.num_placed]
             self.num_placed += 1
             gpus: list[Any] = list(self.cuda_visible_devices)
-            first = worker.gpu or 0  # the control role has none, and lies near the first
-            there: dict[Any, Any] = self.worker_spec
+            first = worker.gpu or 0  # the control role has no GPU
+            current: dict[Any, Any] = self.worker_spec
             self.worker_spec = dict.fromkeys(gpus[:first] + gpus[first + 1 :])
             ((_, spec),) = super().new_worker_spec().items()
-            self.worker_spec = there
+            self.worker_spec = current
             own_gpus = [] if worker.gpu is None else gpus[first : first + worker.num_gpus]
-            own = {
+            options = {
                 "name": worker.name,
                 "resources": worker.amounts,
-                # Not dask-cuda's own, which takes GPU memory for the worker.
+                # The preload of dask-cuda would allocate GPU memory.
                 "preload": [preloads.MODULE],
                 "preload_argv": [],
                 "dashboard": False,
@@ -90,8 +87,8 @@ def placed(base: Any, layout: Layout, turns: str = "") -> Any:
             env = {
                 "CUDA_VISIBLE_DEVICES": ",".join(map(str, own_gpus)),
                 **grace(worker.resources),
-                **shared_devices(turns, worker.shares),
+                **shared_devices(lock_dir, worker.shares),
             }
-            return {worker.name: {**spec, "options": {**spec["options"], **own, "env": env}}}
+            return {worker.name: {**spec, "options": {**spec["options"], **options, "env": env}}}
 
-    return Placed
+    return RoleLocalCUDACluster

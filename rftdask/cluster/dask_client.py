@@ -26,7 +26,7 @@ class UnitFuture(Protocol):
         """Call `callback` with the future once it is done, at once if it is; from another thread."""
 
     def exception(self) -> BaseException | None:
-        """What the task raised; None: nothing."""
+        """Exception of the task. None: no exception."""
 
     def result(self, timeout: float) -> RolloutResult:
         """Raises: TimeoutError; CancelledError: it was lost; what the task raised."""
@@ -52,10 +52,10 @@ class DaskClient(AsksScheduler, Protocol):
         """Run a unit, or a warm-up, on one of `workers`, by their addresses, that has the resources."""
 
     def cancel(self, futures: list[UnitFuture], /, *, force: bool) -> object:
-        """Cancel the tasks; what runs of them is told at its next look."""
+        """Cancel the tasks; running ones notice it at their next check."""
 
     def subscribe_topic(self, topic: str, handler: Callable[[tuple[float, Any]], None], /) -> object:
-        """Call `handler` with (time, message) of what workers report on the topic, from Dask's thread."""
+        """Call `handler` with (time, message) for reports of workers on the topic, from Dask's thread."""
 
     def unsubscribe_topic(self, topic: str, /) -> object:
         """Take no more reports on the topic."""

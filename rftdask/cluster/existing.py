@@ -1,8 +1,8 @@
-"""A Dask cluster that somebody else started and will end. Its workers get the roles of a run, unless they have them.
+"""A running Dask cluster of the user.
 
-A worker that holds one of our resources was meant for that role (`dask worker --resources explorer=1`), and keeps it.
-If none does, roles are given out in the order of the workers' names; a worker that joins later has none. The control
-role needs no worker here (`control_workers`).
+Workers that hold resources of roles keep them (`dask worker --resources explorer=1`). If no worker has any, roles are
+assigned in the order of the workers' names; workers that join later have none. The control role needs no worker of its
+own (`control_workers`).
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ class ExistingCluster(Cluster):
 
     @classmethod
     def plan(cls, config: Config, stages: list[Config]) -> Layout:
-        """By what the config says of the cluster; it is not asked before `start`."""
+        """Plan from the config; `start` connects to the cluster."""
         section = config.cluster
         num_gpus = section.node_num * section.gpu_per_node or None
         return plan_jobs(stages, dict.fromkeys(ROLES, section.num_cpus or 1), num_gpus)
 
     @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
-        """Connects, and gives out roles where the workers have none."""
+        """Connect, and assign roles to workers without any."""
         return cls(config, layout)
 
     def __init__(self, config: Config, layout: Layout) -> None:
-        """Raises: UserError: it is not named well, does not answer, or has too few workers."""
+        """Raises: UserError: wrong options, no answer, or too few workers."""
         options = dict(fill_from_environment(config.cluster.options))
         if unknown := sorted(set(options) - set(_OPTIONS)):
-            raise UserError(f"cluster.options: {', '.join(unknown)} is not known; there are {', '.join(_OPTIONS)}")
+            raise UserError(f"cluster.options: {', '.join(unknown)} is not an option; use {', '.join(_OPTIONS)}")
         if ("address" in options) == ("scheduler_file" in options):
             raise UserError("cluster.options: cluster.type existing needs either address or scheduler_file")
         self._layout = layout
@@ -71,15 +71,14 @@ class ExistingCluster(Cluster):
             )
         address, file = options.get("address"), options.get("scheduler_file")
         try:
-            # The default client: actor calls look for it.
+            # As the default client, which actor calls use.
             self.client = Client(address, scheduler_file=file, security=security, timeout=_CONNECT_S)
         except (OSError, ValueError) as error:
             self._restore.__exit__(None, None, None)
             raise UserError(f"cluster.options: no Dask scheduler answers at {address or file}: {error}") from error
         try:
             workers = workers_of(self.client)
-            # By a call on each worker: resources given here are the scheduler's from then on, and the workers keep them
-            # after this run.
+            # Called on each worker, which reports its resources to the scheduler and keeps them after this run.
             for worker, resources in assign(workers, layout).items():
                 self.client.run(_set_resources, resources, workers=[worker])
         except BaseException:
@@ -87,33 +86,33 @@ class ExistingCluster(Cluster):
             raise
 
     def scale(self, role: str, num_workers: int) -> None:
-        """Raises: UserError: another number than there is."""
+        """Raises: UserError: not the current number."""
         if num_workers != self.num_asked(role):
             raise UserError("cluster.type existing: start or stop workers where you started the cluster")
 
     def num_asked(self, role: str) -> int:
-        """As the layout has it."""
+        """Number of workers in the layout."""
         return self._layout.num_workers(role)
 
     def close(self) -> None:
-        """Ends the connection alone; the workers go on, and keep the roles they were given."""
+        """Disconnect. Workers keep running, and keep their roles."""
         close_in_turn(self.client)
         self._restore.__exit__(None, None, None)
 
 
 def assign(workers: Mapping[str, WorkerInfo], layout: Layout) -> dict[str, dict[str, float]]:
-    """Resources to give to workers, by address; empty where they have roles already.
+    """Resources to assign, by address; empty if workers have roles already.
 
-    Args: workers: by address, with "name" and "resources". Raises: UserError: there are too few, with the arithmetic.
+    Args: workers: by address, with "name" and "resources". Raises: UserError: too few workers.
     """
     needed = {role: layout.num_workers(role) for role in ROLES}
-    # If any worker has a role, whoever started them has placed the roles, and none is added.
-    there = {role: sum(bool(info["resources"].get(role)) for info in workers.values()) for role in ROLES}
-    if any(there.values()):
+    # If any worker has a role, the user has assigned all of them.
+    held = {role: sum(bool(info["resources"].get(role)) for info in workers.values()) for role in ROLES}
+    if any(held.values()):
         for role in ROLES:
-            if there[role] < needed[role]:
+            if held[role] < needed[role]:
                 raise UserError(
-                    f"cluster: {needed[role]} workers for role {role} are needed, and {there[role]} of the "
+                    f"cluster: {needed[role]} workers for role {role} are needed, and {held[role]} of the "
                     f"{len(workers)} workers hold that resource (dask worker --resources {role}="
                     f"{amount_of(role, _num_gpus(layout, role))})"
                 )
@@ -124,16 +123,15 @@ def assign(workers: Mapping[str, WorkerInfo], layout: Layout) -> dict[str, dict[
             f"{f' + {needed[AUXILIARY_RESOURCE]} auxiliary' * bool(needed[AUXILIARY_RESOURCE])} = "
             f"{sum(needed.values())} workers are needed, and the existing cluster has {len(workers)}"
         )
-    # In the order of ROLES; workers beyond the sum are left without a role.
     order = [role for role in ROLES for _ in range(needed[role])]
-    # By name, so that a second run on the same workers places the roles as the first did.
+    # By name, so that a second run on the same workers assigns the same roles.
     addresses = sorted(workers, key=lambda address: (str(workers[address]["name"]), address))
     amounts = {role: float(amount_of(role, _num_gpus(layout, role))) for role in ROLES}
     return {address: {role: amounts[role]} for address, role in zip(addresses, order, strict=False)}
 
 
 def _num_gpus(layout: Layout, role: str) -> int:
-    """Of a worker of the role; those of one role are alike here."""
+    """GPUs of each worker of the role."""
     return next((worker.num_gpus for worker in layout.workers if role in worker.resources), 1)
 
 

@@ -1,11 +1,10 @@
-"""Join: a worker for one role, on this machine, of a run whose scheduler is somewhere else. Scripts and srun start it.
+"""Worker process of a batch job or of `rftdask join`, for a run whose scheduler is on another machine.
 
-It outlives a scheduler that is killed or that may return: the worker ends, and another one is started as soon as a
-scheduler answers again. It ends well with the run, which takes its address back, or when none answers for a while.
+It starts a worker for each scheduler of the run: after the loss of a scheduler it waits for the next one. It ends when
+the run removes its address, or when no scheduler answers for a while.
 
-It is the nanny of its workers. They, and the engines and ranks below them, are forks of one process that has imported
-what they need (nursery.py): so what follows a worker, an engine, a rank or a scheduler that was lost starts at once.
-The job's first worker waits for this module, which therefore loads neither Dask nor a configuration as it is imported.
+It is the nanny of its workers. Workers, engines and ranks are forks (processes/zygote.py), so replacements start at
+once. Importing this module imports neither Dask nor a configuration, because the first worker of a job waits for it.
 """
 
 from __future__ import annotations
@@ -33,32 +32,31 @@ from rftdask.cluster.layout import (
     imports_ahead,
 )
 from rftdask.cluster.preloads import LEAVING, UMASK_VARIABLE
-from rftdask.cluster.secrets_folder import PrivateFolder
+from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.engines.vllm_follower import ADDRESS, NODES, Nodes, follow
 from rftdask.errors import RoleError
 from rftdask.processes.fork_server import start_fork_server
 from rftdask.processes.gpus import has_gpu_devices
 from rftdask.processes.poll import wait_for
-from rftdask.processes.zygote import ADDRESS as NURSERY_ADDRESS
-from rftdask.processes.zygote import TOKENIZERS, can_fork, start_nursery, umask
+from rftdask.processes.zygote import TOKENIZERS, ZYGOTE_ADDRESS, can_fork, start_zygote, umask
 from rftdask.storage.staging import stage_here, sweep
 
 if TYPE_CHECKING:
     from rftdask.config import Config
 
-_LOOK_S = 0.5
-_KNOCK_S = 5.0
+_POLL_INTERVAL_S = 0.5
+_CONNECT_TIMEOUT_S = 5.0
 MAX_FAILURES = 3
-"""Workers in a row that ended with an error."""
+"""Consecutive workers that end with an error, until the process fails."""
 
 log = logging.getLogger(__name__)
 
 
-def join(config: Config, folder: PrivateFolder, role: str, patience_s: float) -> int:
-    """Work until the run is over; the number of workers that were started, one for each scheduler.
+def join(config: Config, folder: SecretsDir, role: str, patience_s: float) -> int:
+    """Run workers until the run ends. Returns: the number of started workers, one for each scheduler.
 
-    Args: patience_s: how long to wait for a scheduler, at the start and after one was killed.
-    Raises: RoleError: workers cannot be started here.
+    Args: patience_s: time to wait for a scheduler, at the start and after its loss.
+    Raises: RoleError: workers fail.
     """
     if config.cluster.local_cache_dir is not None:
         stage_here(config.cluster.local_cache_dir, config.cluster.stage_keep)
@@ -79,32 +77,32 @@ def join(config: Config, folder: PrivateFolder, role: str, patience_s: float) ->
 
 
 def main() -> None:
-    """Entry of a job: `dask worker` with the given options, one after the other for each scheduler of the run.
+    """Entry point of a job: runs `dask worker` with the given options for each scheduler of the run.
 
-    It exits with an error where workers cannot be started, so that its batch system knows.
+    Exits with an error if workers fail, so that the batch system knows.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--scheduler-file", type=Path, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--death-timeout", type=float, required=True)
     parser.add_argument("--interface")
-    parser.add_argument("--imports", default="", help="modules that engines and ranks import, with commas between them")
-    parser.add_argument("--engine-every", type=int, default=0, help="tasks of a node, the first with an engine, too")
-    parser.add_argument("--span", type=int, default=1, help="tasks of the job that are one worker, a node each")
+    parser.add_argument("--imports", default="", help="modules that engines and ranks import, separated by commas")
+    parser.add_argument("--engine-every", type=int, default=0, help="start an engine in every Nth task of a node")
+    parser.add_argument("--span", type=int, default=1, help="tasks of each worker, one per node")
     ours, options = parser.parse_known_args()
     options += ["--scheduler-file", str(ours.scheduler_file), "--death-timeout", f"{ours.death_timeout:.0f}"]
     options += ["--interface", ours.interface] if ours.interface else []
     imports = ours.imports.split(",") if ours.imports else []
     try:
         if ours.span == 1:
-            # A job may run it several times, as tasks of one step.
+            # A job may run several tasks.
             name = f"{ours.name}-{os.environ.get('SLURM_PROCID', '0')}"
-            place, every = int(os.environ.get("SLURM_LOCALID", "0")), ours.engine_every
-            engine = [f"{EXPLORER_RESOURCE}=1" if each == f"{TRAINER_RESOURCE}=1" else each for each in options]
-            beside = [sys.executable, "-m", "rftdask.cluster.join", "--name", f"{ours.name}-engine"]
-            beside += ["--imports", ours.imports, *engine]
-            with _beside(beside) if every and place % every == 0 else nullcontext():
-                _keep_worker(PrivateFolder(ours.scheduler_file.parent), name, options, imports, ours.death_timeout)
+            task, every = int(os.environ.get("SLURM_LOCALID", "0")), ours.engine_every
+            trainer, explorer = f"{TRAINER_RESOURCE}=1", f"{EXPLORER_RESOURCE}=1"
+            engine = [sys.executable, "-m", "rftdask.cluster.join", "--name", f"{ours.name}-engine"]
+            engine += ["--imports", ours.imports, *(explorer if word == trainer else word for word in options)]
+            with _running(engine) if every and task % every == 0 else nullcontext():
+                _keep_worker(SecretsDir(ours.scheduler_file.parent), name, options, imports, ours.death_timeout)
             return
         number, node = divmod(int(os.environ.get("SLURM_PROCID", "0")), ours.span)
         nodes = _share_engine(ours.scheduler_file.parent / f"engine-{ours.name}-{number}", ours.span, ours.interface)
@@ -112,7 +110,7 @@ def main() -> None:
             follow(nodes, node)
             return
         try:
-            folder = PrivateFolder(ours.scheduler_file.parent)
+            folder = SecretsDir(ours.scheduler_file.parent)
             _keep_worker(folder, f"{ours.name}-{number}", options, imports, ours.death_timeout)
         finally:
             nodes.end()
@@ -121,8 +119,8 @@ def main() -> None:
 
 
 @contextmanager
-def _beside(command: list[str]) -> Iterator[None]:
-    """Have another process beside this one: if one of them fails, neither goes on."""
+def _running(command: list[str]) -> Iterator[None]:
+    """Run another process during the block. If it fails, this process ends as well."""
     with subprocess.Popen(command) as other:
         ended = threading.Event()
 
@@ -130,7 +128,7 @@ def _beside(command: list[str]) -> Iterator[None]:
             if other.wait() and not ended.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        threading.Thread(target=watch, name="beside", daemon=True).start()
+        threading.Thread(target=watch, name="engine-watch", daemon=True).start()
         try:
             yield
         finally:
@@ -139,8 +137,8 @@ def _beside(command: list[str]) -> Iterator[None]:
 
 
 def _share_engine(folder: Path, count: int, interface: str | None) -> Nodes:
-    """Say to the engine of this task what it shares with those of the other nodes, and on which interface."""
-    from distributed.utils import get_ip, get_ip_interface  # late: most jobs share no engine
+    """Set the environment of an engine over several nodes: their number, its folder and the network interface."""
+    from distributed.utils import get_ip, get_ip_interface  # late: most engines use one node
 
     folder.mkdir(mode=0o700, exist_ok=True)
     os.environ[NODES] = f"{count}:{folder}"
@@ -152,56 +150,58 @@ def _share_engine(folder: Path, count: int, interface: str | None) -> Nodes:
 
 
 def _keep_worker(
-    folder: PrivateFolder, name: str, options: Sequence[str], imports: Sequence[str], patience_s: float
+    folder: SecretsDir, name: str, options: Sequence[str], imports: Sequence[str], patience_s: float
 ) -> int:
     with ExitStack() as stack:
         stack.callback(sweep)
         environment: dict[str, str] = {}
         if sys.platform == "linux":
             may_fork = can_fork(has_gpu_devices())
-            start_fork_server((*WORKER_IMPORTS, *(TOKENIZERS if may_fork else ())))
+            if may_fork:
+                start_fork_server((*WORKER_IMPORTS, *TOKENIZERS), imports)
+            else:
+                start_fork_server(WORKER_IMPORTS)
             environment = {UMASK_VARIABLE: str(umask())}
             if may_fork:
-                environment[NURSERY_ADDRESS] = start_nursery(imports)
+                environment[ZYGOTE_ADDRESS] = start_zygote(imports)
         return _keep_workers(folder, name, options, environment, patience_s)
 
 
 def _keep_workers(
-    folder: PrivateFolder, name: str, options: Sequence[str], environment: dict[str, str], patience_s: float
+    folder: SecretsDir, name: str, options: Sequence[str], environment: dict[str, str], patience_s: float
 ) -> int:
     started, failures = 0, 0
-    while wait_for(lambda: _answers(folder.read_address()), patience_s, _LOOK_S):
+    while wait_for(lambda: _answers(folder.read_address()), patience_s, _POLL_INTERVAL_S):
         started += 1
-        # A new name for each worker: the scheduler refuses one that it still knows.
+        # A new name, because the scheduler refuses names of known workers.
         code = _work(["--name", f"{name}-{started}", *options], environment)
-        # In a row alone: in a run of days a worker may be killed now and then, and the next one works.
+        # Only consecutive failures count, since workers of a long run may be killed at times.
         failures = failures + 1 if code else 0
         if folder.read_address() is None:
-            break  # it said that the run is over; one that was killed would have said nothing
+            break  # the run has ended; a killed driver would have left the address
         if failures >= MAX_FAILURES:
             raise RoleError(
-                f"{failures} workers {name} in a row ended with an error (the last with code {code}); what they said "
-                "is above"
+                f"{failures} workers {name} in a row ended with an error (the last with code {code}); see the log above"
             )
     return started
 
 
 def _answers(address: str | None) -> bool:
-    """Whether somebody listens there; Dask's worker would knock for half a minute where nobody does any more."""
+    """True if a process listens at the address. Dask's worker would retry for half a minute."""
     if address is None:
         return False
     host, _, port = address.rpartition("//")[2].rpartition(":")
     try:
-        socket.create_connection((host, int(port)), _KNOCK_S).close()
+        socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S).close()
     except OSError:
         return False
     return True
 
 
 def _work(options: list[str], environment: dict[str, str]) -> int:
-    """`dask worker` in this process, the worker itself a fork that has the environment, too; its exit code.
+    """Run `dask worker` in this process, with the environment for the worker. Returns: its exit code.
 
-    SIGTERM ends this process, after the nanny has said that its worker leaves (preloads.py).
+    SIGTERM ends this process, after the nanny has reported that its worker leaves (preloads.py).
     """
     import dask  # late: as above
     from distributed.cli.dask_worker import main as dask_worker
@@ -209,17 +209,17 @@ def _work(options: list[str], environment: dict[str, str]) -> int:
     from rftdask.processes.dask_cluster import DASK_CONFIG, METHOD  # late: as above
 
     method = "forkserver" if UMASK_VARIABLE in environment else "spawn"
-    told, tells = socket.socketpair()
-    told.setblocking(False)
-    tells.setblocking(False)
+    signals, wakeup = socket.socketpair()
+    signals.setblocking(False)
+    wakeup.setblocking(False)
 
     def on_terminate(*_: object) -> None:
-        # SLURM may send it more than once, and Dask, which waits for it while there is a worker, takes the first alone.
-        if _count_terminate(told) == 1:
+        # SLURM may send it several times, and Dask handles only the first one.
+        if _count_terminate(signals) == 1:
             raise SystemExit(128 + signal.SIGTERM)
 
     before = signal.signal(signal.SIGTERM, on_terminate)
-    heard_by = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+    previous_fd = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
     code = 0
     try:
         with dask.config.set({**DASK_CONFIG, METHOD: method, "distributed.nanny.environ": environment}):
@@ -227,23 +227,23 @@ def _work(options: list[str], environment: dict[str, str]) -> int:
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
     except Exception:
-        # As the end of a process would have it: the last lines of its log, and a code.
+        # Like the end of a process: a traceback in the log, and an exit code.
         traceback.print_exc()
         code = 1
     finally:
-        signal.set_wakeup_fd(heard_by)
-        with told, tells:
-            if _count_terminate(told):
+        signal.set_wakeup_fd(previous_fd)
+        with signals, wakeup:
+            if _count_terminate(signals):
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already
                 raise SystemExit(128 + signal.SIGTERM)
         signal.signal(signal.SIGTERM, before)
     return code
 
 
-def _count_terminate(told: socket.socket) -> int:
-    """How often SIGTERM came, by what Python writes there for every signal before it calls anybody."""
+def _count_terminate(signals: socket.socket) -> int:
+    """Number of received SIGTERM. Python writes each signal to the socket before it calls handlers."""
     try:
-        return told.recv(1 << 12, socket.MSG_PEEK).count(signal.SIGTERM)
+        return signals.recv(1 << 12, socket.MSG_PEEK).count(signal.SIGTERM)
     except BlockingIOError:
         return 0
 

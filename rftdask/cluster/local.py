@@ -1,9 +1,9 @@
-"""A cluster on this machine: a Dask scheduler in this process and one worker process for each role.
+"""A cluster on this machine: a Dask scheduler in this process, and worker processes.
 
-They talk TLS: whoever reaches a scheduler's port may run code as its owner, and on a shared machine everybody reaches
-127.0.0.1. The keys are made anew at each start and are in no file: each worker gets them through the pipe of its nanny.
+They use TLS, because access to a scheduler's port allows running code as its owner, and every user of a shared machine
+can reach 127.0.0.1. Keys are created at each start and sent through the pipe of a worker's nanny, never stored.
 
-Dask is imported late, as the cluster starts: what its processes are forked from is to begin before.
+Dask is imported late, when the cluster starts, because the fork server starts before (processes/zygote.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rftdask.errors import WaitTimeout
 from rftdask.processes.device_lock import shared_devices
 from rftdask.processes.fork_server import start_fork_server
 from rftdask.processes.gpus import visible_gpus
-from rftdask.processes.zygote import ADDRESS, can_fork, start_nursery, umask
+from rftdask.processes.zygote import ZYGOTE_ADDRESS, can_fork, start_zygote, umask
 from rftdask.storage import Storage
 from rftdask.synchronizer.node_cache import sweep
 
@@ -49,28 +49,26 @@ _START_DEADLINE_S = 120
 
 
 def grace(resources: Collection[str]) -> dict[str, str]:
-    """Environment of a worker that this process starts: how long it outlives SIGTERM (preloads.py). Engines end at
-    once: nothing needs them.
-    """
+    """Environment of a worker with its seconds from SIGTERM to its end (preloads.py), 0 for workers of engines."""
     ends = EXPLORER_RESOURCE in resources or AUXILIARY_RESOURCE in resources
     return {preloads.GRACE_VARIABLE: "0" if ends else str(preloads.GRACE_S)}
 
 
 def worker_spec(name: str, resources: Mapping[str, int], env: Mapping[str, str], **options: Any) -> dict[str, Any]:
-    """A worker in its nanny, as SpecCluster starts it. options: host, and what more of a nanny's is not the default."""
-    own = {
+    """Worker of a SpecCluster, in a nanny. options: further options of the nanny."""
+    defaults = {
         "name": name,
         "nthreads": 1,
         "dashboard": False,
         "dashboard_address": None,
-        # The data is in child processes, which the nanny does not see.
+        # Data is in child processes, which the nanny does not measure.
         "memory_limit": 0,
         "silence_logs": logging.CRITICAL,
         "preload": [preloads.MODULE],
         "resources": dict(resources),
         "env": {**grace(resources), **env},
     }
-    return {"cls": "distributed.Nanny", "options": {**own, **options}}
+    return {"cls": "distributed.Nanny", "options": {**defaults, **options}}
 
 
 class LocalCluster(Cluster):
@@ -84,49 +82,48 @@ class LocalCluster(Cluster):
 
     @classmethod
     def plan(cls, config: Config, stages: list[Config]) -> Layout:
-        """Raises: UserError: several nodes are wanted, or this machine has too few cores or GPUs."""
+        """Raises: UserError: node_num is above 1, or this machine has too few cores or GPUs."""
         check_one_machine(config)
         return plan_layout(stages, config.cluster.num_cpus or num_cores(), count_gpus(config))
 
     @classmethod
     def prepare(cls, config: Config, stages: list[Config]) -> None:
-        """Starts what workers, engines and trainers are forked from, with what those of the stages import."""
+        """Start the fork server and the zygote of workers, engines and ranks."""
         if can_fork(count_gpus(config) > 0):
-            start_nursery(imports_ahead(stages, ROLES))
-            start_fork_server(worker_imports(stages))
+            start_fork_server(worker_imports(stages), imports_ahead(stages, ROLES))
 
     @classmethod
     def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
-        """Returns when all workers have joined."""
+        """Start the cluster and wait until all workers have joined."""
         return cls(layout, config.cluster.dashboard_address, config.cluster.tls)
 
     def __init__(self, layout: Layout, dashboard_address: str | None = None, tls: bool = True) -> None:
-        """dashboard_address: host:port of Dask's dashboard; None: no dashboard (it costs seconds of start-up)."""
+        """dashboard_address: host:port of Dask's dashboard. None: no dashboard, which saves seconds of start-up."""
         import dask
         from distributed.security import Security
 
         from rftdask.processes.dask_cluster import DASK_CONFIG, METHOD, connect
 
         self._stack = contextlib.ExitStack()
-        # Global to the process, and put back by `close`: a notebook may have a cluster of its own.
+        # Global to the process; `close` restores it for other clusters of a notebook.
         self._stack.enter_context(dask.config.set(DASK_CONFIG))
         self._layout = layout
         self._env: dict[str, str] = {}
-        # Of this start alone: nobody else has its devices, and what an earlier one left has ended, or ends by itself.
-        self._turns = self._stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="rftdask-turns-", ignore_cleanup_errors=True)
+        # Device locks of this start; processes of earlier starts have ended.
+        self._lock_dir = self._stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="rftdask-devices-", ignore_cleanup_errors=True)
         )
         if can_fork(any(worker.gpu is not None for worker in layout.workers)):
             start_fork_server(WORKER_IMPORTS)
             self._stack.enter_context(dask.config.set({METHOD: "forkserver"}))
-            # The fork server has the environment and the mask of its start, which may be those of an earlier run.
-            own = {ADDRESS: start_nursery(), preloads.UMASK_VARIABLE: str(umask())}
-            self._env = {**os.environ, **own}
+            # The fork server may have the environment and the umask of an earlier run.
+            forked = {ZYGOTE_ADDRESS: start_zygote(), preloads.UMASK_VARIABLE: str(umask())}
+            self._env = {**os.environ, **forked}
         self._security = Security.temporary() if tls else None
         self._comm = {"host": "127.0.0.1", "protocol": "tls://" if tls else "tcp://"}
         self._plans = list(layout.workers)
-        self._num_named = len(self._plans)  # counts on, so that a name never comes back
-        # Two roles may ask at once, and both plans are made from the same list.
+        self._num_named = len(self._plans)  # names are never used again
+        # Two roles may scale at the same time.
         self._scaling = threading.Lock()
         with contextlib.ExitStack() as failing:
             failing.callback(self._stack.close)
@@ -136,9 +133,9 @@ class LocalCluster(Cluster):
             try:
                 self.client.wait_for_workers(len(layout.workers), timeout=_START_DEADLINE_S)
             except TimeoutError as error:
-                told = f"{len(layout.workers)} local workers did not start in {_START_DEADLINE_S} s"
-                raise WaitTimeout(told) from error
-            failing.pop_all()  # from here on `close` does it
+                text = f"{len(layout.workers)} local workers did not start in {_START_DEADLINE_S} s"
+                raise WaitTimeout(text) from error
+            failing.pop_all()  # from now on `close` does this
 
     def _start(self, layout: Layout, dashboard_address: str | None) -> SpecCluster:
         from rftdask.processes.dask_cluster import start_dask
@@ -147,40 +144,39 @@ class LocalCluster(Cluster):
         return start_dask(workers, dashboard_address, self._security, **self._comm)
 
     def _worker_spec(self, worker: WorkerPlan) -> dict[str, Any]:
-        # What the worker sees its child sees, which then finds these GPUs alone and calls one of them the first.
+        # Children inherit the variable, and so see only these GPUs.
         gpus = [] if worker.gpu is None else visible_gpus()[worker.gpu : worker.gpu + worker.num_gpus]
         env = self._env if worker.gpu is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        env = {**env, **shared_devices(self._turns, worker.shares)}
+        env = {**env, **shared_devices(self._lock_dir, worker.shares)}
         return worker_spec(worker.name, worker.amounts, env, security=self._security, **self._comm)
 
     def scale(self, role: str, num_workers: int) -> None:
-        """New workers get the GPUs that nobody has; those that leave are the newest."""
+        """Give new workers free GPUs; the newest workers leave first."""
         with self._scaling:
             num_gpus = len(visible_gpus()) if any(plan.gpu is not None for plan in self._plans) else 0
-            # All GPUs of the machine, also those that the layout left over: they are what new explorers get.
             before = {plan.name for plan in self._plans}
             self._plans = scaled(self._plans, self._layout, role, num_workers, num_gpus, self._num_named)
             self._num_named += sum(plan.name not in before for plan in self._plans)
             spec = {plan.name: self._worker_spec(plan) for plan in self._plans}
-            # In the loop of the cluster, which reads the dict of workers there.
+            # The cluster reads the dict of workers in its loop.
             assert self._cluster.loop is not None
             self._cluster.loop.add_callback(self._apply, spec)
 
     def num_asked(self, role: str) -> int:
-        """Those of the plan, whether or not they have started."""
+        """Number of planned workers, started or not."""
         return sum(role in plan.resources for plan in self._plans)
 
     def _apply(self, spec: dict[str, Any]) -> None:
-        # What is the same in both stays as it is: a worker that is there keeps its engine.
-        there = self._cluster.worker_spec
-        for name in there.keys() - spec.keys():
-            del there[name]
-        there.update({name: spec[name] for name in spec.keys() - there.keys()})
-        # Dask's own step from the dict to processes: it starts what is new there, and ends what is gone.
+        # Unchanged entries stay as they are, so these workers keep their engines.
+        current = self._cluster.worker_spec
+        for name in current.keys() - spec.keys():
+            del current[name]
+        current.update({name: spec[name] for name in spec.keys() - current.keys()})
+        # Starts the new workers of the dict and ends the removed ones.
         self._cluster._correct_state()
 
     def close(self) -> None:
-        """Client, workers and scheduler in turn; then the configuration of Dask as it was."""
+        """Close client, workers and scheduler, and restore the configuration of Dask."""
         close_in_turn(self.client, self._cluster)
-        sweep()  # weights that workers had mapped, which are not asked whether they have an end
+        sweep()  # weights that ended workers had mapped
         self._stack.close()

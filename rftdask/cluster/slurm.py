@@ -1,436 +1,352 @@
-"""SLURM's own commands: what jobs ask for, which jobs live, and what a partition could give. It knows no cluster and no
-script.
+"""SLURM clusters: workers are jobs with the options in `cluster.slurm`, or steps of an existing allocation.
+
+If `rftdask run` starts in an allocation (salloc, or a script of the user) that `rftdask submit` has not made, each
+worker job is an `srun` step on the nodes of the allocation, which waits while other steps use them. Layouts that do not
+fit into the partitions are refused before anything starts.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
+import shlex
 import subprocess
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from datetime import datetime
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
 
-from rftdask.cluster.layout import AUXILIARY_RESOURCE, TRAINER_RESOURCE
-from rftdask.config.schema.cluster import JobConfig, WorkerJobConfig, count_gres
-from rftdask.errors import NotInstalledError, RoleError, UserError
+import psutil
 
-_NEVER = {
-    *("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "BadConstraints", "DependencyNeverSatisfied"),
-    *("InvalidAccount", "InvalidQOS", "AccountNotAllowed", "QOSNotAllowed"),
-}
-_NEVER_PER_JOB = re.compile(r"(QOS|Assoc)Max\w+Per(JobLimit|Job|Node)|QOSMin\w+")
-"""Reasons of waiting jobs (%r of squeue, job_reason_string in SLURM's source) that the job alone is the cause of."""
-_WELL = {"COMPLETED", "CANCELLED", "RUNNING", "PENDING", "REQUEUED", "COMPLETING", "CONFIGURING", "RESIZING"}
-"""States in SLURM's books of which there is nothing to tell; a run cancels the jobs of its workers when it ends."""
-_MOST_FAILED = 5
-NO_BOOKS = "SLURM keeps no books here that sacct would read, so GPU hours, queue time and exit reasons are not known"
-ENDING = "COMPLETING"
-_COMMAND_S = 60.0
-"""For one command; while its controller restarts SLURM's clients try for some seconds by themselves."""
+from rftdask.cluster import slurm_commands
+from rftdask.cluster.base import Cluster
+from rftdask.cluster.jobqueue import DEATH_TIMEOUT_S, JobQueueCluster, worker_options
+from rftdask.cluster.layout import (
+    AUXILIARY_RESOURCE,
+    EXPLORER_RESOURCE,
+    ROLES,
+    TRAINER_RESOURCE,
+    Layout,
+    auxiliary_sizes,
+    plan_jobs,
+)
+from rftdask.cluster.secrets_dir import SecretsDir
+from rftdask.cluster.slurm_script import batch_script, command_of, staging, step
+from rftdask.config import Config
+from rftdask.config.plugins import SUBMITTED
+from rftdask.config.schema.cluster import WorkerJobConfig, count_gres
+from rftdask.errors import RoleError, UserError
+from rftdask.storage import Storage
 
+_ALLOCATION = "RFTDASK_ALLOCATION"
+"""Environment variable with the id of the allocation, once SLURM's own variables are removed."""
+_END_S = 10.0
 
-def call(*command: str, deadline_s: float = _COMMAND_S) -> str:
-    """Output of one of SLURM's commands. Raises: NotInstalledError: there is no SLURM here; RoleError: it failed."""
-    return _call(command, "", deadline_s).stdout
-
-
-def _call(command: Sequence[str], given: str, deadline_s: float) -> subprocess.CompletedProcess[str]:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, input=given, check=False)
-    except FileNotFoundError:
-        raise NotInstalledError(
-            f"{command[0]} is not a command here: SLURM's commands are on a login node of the cluster; without SLURM, "
-            "rftdask run with cluster.type=local works on one machine"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise RoleError(f"{' '.join(command)} did not answer in {deadline_s:.0f} s") from None
-    if done.returncode:
-        raise RoleError(f"{' '.join(command)} failed ({done.returncode}): {done.stderr.strip()}")
-    return done
+_steps: dict[str, subprocess.Popen[bytes]] = {}
+"""Steps that this process has started, by id."""
 
 
-def foresee(script: str) -> str:
-    """What SLURM would do with a script, which is not submitted: when and where it would start, in SLURM's words.
+class SlurmCluster(JobQueueCluster):
+    """Example: with SlurmCluster.start(config, layout, storage) as cluster: cluster.scale("explorer", 8)"""
 
-    Raises: RoleError: it would refuse it, or does not answer; NotInstalledError: there is no SLURM here.
-    """
-    told = _call(("sbatch", "--test-only"), script, _COMMAND_S).stderr  # that is where it says it
-    lines = (line.strip().removeprefix("sbatch: ") for line in told.splitlines())
-    return "; ".join(" ".join(line.split()) for line in lines if line)
+    cluster_type: ClassVar[str] = "slurm"
+    spans_nodes: ClassVar[bool] = True
+    takes_options: ClassVar[bool] = False  # `cluster.slurm` has the options of jobs
+    # For the keys of TLS. Jobs of dask-jobqueue have only one task on one node.
+    required_package: ClassVar[str | None] = "cryptography"
+    is_mistake = staticmethod(slurm_commands.is_mistake)
+    is_at_limit = staticmethod(slurm_commands.is_at_limit)
 
-
-def is_requeued(job_id: str) -> bool:
-    """Whether SLURM would queue a job again, which a site may forbid (JobRequeue, --no-requeue)."""
-    return not re.search(r"\bRequeue=0\b", call("scontrol", "--oneliner", "show", "job", job_id))
-
-
-def expected_starts(ids: Sequence[str]) -> dict[str, str]:
-    """When SLURM expects those of the jobs to start that wait, where it has thought of it: "2026-11-24T08:00:00"."""
-    if not ids:
-        return {}
-    told = call("squeue", "--noheader", "--me", "--states=PENDING", "--format=%A %S")
-    rows = (line.split() for line in told.splitlines())
-    return {job_id: at for job_id, at in rows if job_id in ids and at != "N/A"}
-
-
-def directives(job: JobConfig) -> list[str]:
-    """The options of a job, in the form that both `#SBATCH` and srun read."""
-    options = [
-        ("--partition", job.partition),
-        ("--account", job.account),
-        ("--qos", job.qos),
-        ("--reservation", job.reservation),
-        ("--gres", job.gres),
-        ("--gpus-per-node", job.gpus_per_node),
-        ("--constraint", job.constraint),
-        ("--time", job.walltime),
-    ]
-    told = [f"{name}={value}" for name, value in options if value is not None]
-    return [*told, *["--exclusive"] * job.exclusive, *job.directives]
-
-
-def megabytes(memory: str) -> int:
-    """ "4GB" -> 3815, in units of 2**20 bytes, rounded up. Raises: UserError: it is no amount of memory."""
-    from dask.utils import parse_bytes  # late: who plans a run imports nothing heavy
-
-    try:
-        return -(-int(parse_bytes(memory)) // 2**20)
-    except ValueError as error:
-        raise UserError(f"cluster.slurm: memory: {error}") from error
-
-
-def submit(script: str, *options: str) -> str:
-    """Submit a script file; the job id. Raises: RoleError: SLURM refuses it, with its words."""
-    told = call("sbatch", "--parsable", *options, script)
-    # The last line alone: a site's wrapper may have greeted before.
-    found = re.fullmatch(r"(\d+)(;.*)?", told.strip().rpartition("\n")[2])
-    if not found:
-        raise RoleError(f"sbatch {script} named no job; it said: {told.strip() or 'nothing'}")
-    return found[1]
-
-
-def cancel(ids: Iterable[str]) -> None:
-    """Idempotent: jobs that ended are left alone."""
-    if ids := list(ids):
-        call("scancel", "--quiet", *ids)
-
-
-def forget_job() -> None:
-    """Drop what SLURM has told this process of its own job; to be called before jobs are submitted from inside one.
-
-    They inherit its environment: a memory limit of another kind than theirs makes each `srun` in them fatal, and a job
-    that was never restarted would take the restarts of the one around it for its own. Options of sbatch that a user has
-    set (SBATCH_ACCOUNT) stay.
-    """
-    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name not in kept]:
-        del os.environ[name]
-
-
-def interrupt(job_id: str) -> None:
-    """SIGINT to the script of a job, which ends its run with a checkpoint; tasks of an array that wait are dropped."""
-    # First those that wait, else one of them would start when the one that runs has ended.
-    call("scancel", "--quiet", "--state=PENDING", job_id)
-    call("scancel", "--batch", "--signal=INT", job_id)
-
-
-def states(ids: Sequence[str]) -> dict[str, str]:
-    """State of those of the jobs that are still in the queue, such as "RUNNING" or, with SLURM's reason,
-    "PENDING (Resources)"; the others have ended. ENDING of one whose processes are being ended for good; REQUEUED, if
-    it comes back then.
-    """
-    if not ids:
-        return {}
-    # All of the user's: asking by number fails once SLURM has forgotten one of them.
-    lines = call("squeue", "--noheader", "--array", "--me", "--format=%A %F %T %M %r").splitlines()
-    # %F is the number of the array: it runs if one of its tasks does, so those are taken last.
-    rows = sorted((line.split(maxsplit=4) for line in lines), key=lambda row: row[2] == "RUNNING")
-    found: dict[str, str] = {}
-    for number, array, state, used, *why in rows:
-        # Of both SLURM says COMPLETING; one that is queued again has used no time of its next start.
-        if state == ENDING and used == "0:00":
-            state = "REQUEUED"
-        is_told = state == "PENDING" and why and why[0].strip() != "None"
-        found[number] = found[array] = f"{state} ({why[0].strip()})" if is_told else state
-    return {job_id: found[job_id] for job_id in ids if job_id in found}
-
-
-def never_runs(state: str) -> bool:
-    """Whether a job in this state (`states`) waits for what no wait brings, because of what it asks for."""
-    reason = state.removeprefix("PENDING (").removesuffix(")")
-    return reason in _NEVER or bool(_NEVER_PER_JOB.fullmatch(reason))
-
-
-def is_mistake(error: str) -> bool:
-    """Whether sbatch refused a job for what it asks for, as it would every time."""
-    return bool(re.search(r"(?i)\binvalid |configuration is not available|specification can not be satisfied", error))
-
-
-def is_at_limit(error: str) -> bool:
-    """Whether sbatch refused a job because of how many are submitted already, and will take it when some have ended."""
-    return bool(re.search(r"SubmitJob|MaxJobCount|job submit limit|temporarily unable to accept job", error))
-
-
-def reason(job_id: str) -> str:
-    """How a job that has left the queue ended, as far as SLURM remembers: "TIMEOUT (exit 0:15)"; empty: not known."""
-    try:
-        told = call("scontrol", "--oneliner", "show", "job", job_id)
-    except RoleError:
-        return ""
-    found = dict(re.findall(r"(\w+)=(\S+)", told))
-    return f"{found.get('JobState', '')} (exit {found.get('ExitCode', '?')})"
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What the jobs of a run took, by SLURM's books; a job that was queued again counts each time.
-
-    Example: Usage(num_jobs=3, gpu_hours=16.5, queue_s=1800.0, ends={"COMPLETED": 2, "PREEMPTED": 1})
-    """
-
-    num_jobs: int
-    gpu_hours: float
-    queue_s: float
-    """The longest that one of them waited."""
-    ends: dict[str, int]
-    """How many ended how, or are RUNNING or PENDING."""
-    failed: tuple[str, ...] = ()
-    """Of each that did not end well: its number, how it ended, and why, as far as SLURM says it."""
-
-    def render(self) -> str:
-        """In a line, and one for each of the last that did not end well."""
-        ends = ", ".join(f"{count} {state}" for state, count in sorted(self.ends.items()))
-        told = (
-            f"{self.num_jobs} jobs ({ends}), {self.gpu_hours:.2f} GPU hours, up to {self.queue_s / 60:.0f} min in queue"
+    @classmethod
+    def plan(cls, config: Config, stages: list[Config]) -> Layout:
+        """Plan for the partitions of SLURM. Raises: UserError: the jobs do not fit."""
+        section = config.cluster
+        jobs = {role: getattr(section.slurm, role) for role in ROLES}
+        limited = capacities(config)
+        known = limited[TRAINER_RESOURCE].num_nodes * limited[TRAINER_RESOURCE].gpus
+        # Without node_num the run does not take the whole partition.
+        num_gpus = known if section.node_num and jobs[TRAINER_RESOURCE].num_gpus else None
+        layout = plan_jobs(stages, {role: job.cpus for role, job in jobs.items()}, num_gpus)
+        slurm_commands.check_fit(
+            {role: cls.shape(config, role, layout.num_in_jobs(role)) for role in ROLES}, jobs, limited
         )
-        return "\n".join([told, *(f"  job {each}" for each in self.failed[-_MOST_FAILED:])])
+        return layout
 
+    @classmethod
+    def start(cls, config: Config, layout: Layout, storage: Storage) -> Cluster:
+        """Start a cluster of jobs, or of steps if this process is in an allocation."""
+        kind = SlurmStepsCluster if cls is SlurmCluster and allocation() is not None else cls
+        return kind(config, layout, SecretsDir.of(config, storage), storage)
 
-def usage(ids: Sequence[str]) -> Usage | None:
-    """Of these jobs; None: SLURM keeps no books here, or does not answer."""
-    fields = "State,ElapsedRaw,AllocTRES,Submit,Start,JobID,ExitCode,Reason"
-    options = ("--allocations", "--duplicates", "--noheader", "--parsable2", f"--format={fields}")
-    try:
-        rows = call("sacct", *options, f"--jobs={','.join(ids)}").splitlines() if ids else []
-    except (RoleError, UserError):
-        return None
-    if not rows:
-        return None
-    ends: Counter[str] = Counter()
-    gpu_s = queue_s = 0.0
-    failed = []
-    for state, elapsed, tres, *times, job_id, code, why in (row.split("|") for row in rows):
-        if state.split()[0] not in _WELL:
-            failed.append(f"{job_id} {state} (exit {code}{f', {why}' if why not in ('', 'None') else ''})")
-        ends[state.split()[0]] += 1  # "CANCELLED by 1000"
-        gpus = re.search(r"(?<![\w/])gres/gpu=(\d+)", tres)  # of all types
-        gpu_s += int(elapsed or 0) * int(gpus[1] if gpus else 0)
-        with suppress(ValueError):  # "Unknown", of one that has not started
-            submit, start = map(datetime.fromisoformat, times)
-            queue_s = max(queue_s, (start - submit).total_seconds())
-    return Usage(len(rows), gpu_s / 3600, queue_s, dict(ends), tuple(failed))
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """What a partition has, used or not."""
-
-    partition: str
-    num_nodes: int
-    cpus: int
-    """Of each node."""
-    gpus: int
-    """Of each node."""
-    memory_mb: int = 0
-    """Of each node, in units of 2**20 bytes; 0: not asked."""
-    time_limit: str = "infinite"
-    """Longest time of a job, as SLURM writes it."""
-
-
-def read_capacity(partition: str | None) -> Capacity:
-    """Raises: UserError: there is no such partition, or no SLURM."""
-    told = call("sinfo", "--noheader", "--format=%P|%D|%c|%G|%m|%l", *(["--partition", partition] if partition else []))
-    rows = [line.strip().split("|") for line in told.splitlines() if line.strip()]
-    if not partition:  # the default partition is marked so; without one, whatever there is
-        rows = [row for row in rows if row[0].endswith("*")] or rows
-    if not rows:
-        raise UserError(f"cluster.slurm: there is no partition {partition!r}; sinfo lists those that you may use")
-    return Capacity(
-        partition=rows[0][0].rstrip("*"),
-        num_nodes=sum(int(row[1]) for row in rows),
-        cpus=max(int(row[2].rstrip("+")) for row in rows),
-        gpus=max(count_gres(row[3]) for row in rows),
-        memory_mb=max(int(row[4].rstrip("+")) for row in rows),
-        time_limit=rows[0][5],
-    )
-
-
-def hours(time_limit: str) -> float:
-    """ "1-12:00:00" -> 36.0, "30:00" -> 0.5; infinite where it is not a time."""
-    if not re.fullmatch(r"(\d+-)?\d+(:\d+)*", time_limit):
-        return math.inf
-    days, _, clock = time_limit.rpartition("-")
-    parts = [int(part) for part in clock.split(":")]
-    # From the right: seconds, minutes, hours; after days it is hours that stand first.
-    parts = parts + [0] * (3 - len(parts)) if days else [0] * (3 - len(parts)) + parts
-    return 24 * int(days or 0) + parts[0] + parts[1] / 60 + parts[2] / 3600
-
-
-@dataclass(frozen=True)
-class JobShape:
-    """The workers of a role as jobs, all alike.
-
-    Example: 16 ranks on two nodes of 8 GPUs are JobShape(num_jobs=1, nodes=2, tasks_per_node=8).
-    """
-
-    num_jobs: int
-    nodes: int
-    """Of each job; 0: as SLURM likes."""
-    tasks_per_node: int
-    """Workers on each node, or of the job where `nodes` is 0."""
-    span: int = 1
-    """Nodes of each worker: a task on each, of which the first is the worker and the others follow its engine."""
-
-    @property
-    def num_tasks(self) -> int:
-        """Of each job."""
-        return self.tasks_per_node * (self.nodes or 1)
-
-    @property
-    def num_workers(self) -> int:
-        """Of each job."""
-        return self.num_tasks // self.span
-
-
-def shape_of(role: str, job: WorkerJobConfig, num_workers: int, gpus_each: int) -> JobShape:
-    """How `num_workers` ranks, which are one job, or engines are jobs.
-
-    Args: gpus_each: GPUs that each of them works on, where it has any.
-    Raises: UserError: a job would have GPUs or places that nobody uses, or too few.
-    """
-    if not num_workers:
-        return JobShape(0, 0, 1)
-    ask, is_trainer = f"cluster.slurm.{role}", role == TRAINER_RESOURCE
-    what, key = ("rank", "trainer.num_ranks") if is_trainer else ("engine", "explorer.rollout_model.engine_num")
-    if role == AUXILIARY_RESOURCE:
-        key = "engine_num of explorer.auxiliary_models"
-    gpus = f"{ask}.gpus_per_node is {job.gpus_per_node}" if job.gpus_per_node else f"{ask}.gres is {job.gres}"
-    if not is_trainer and 1 <= job.num_gpus < gpus_each:
-        return _over_nodes(job, num_workers, gpus_each, ask, gpus)
-    each = job.workers_per_node(gpus_each)
-    # Where a site has no GRES, nodes are whole, and nobody knows here what they have.
-    if gpus_each > 1 and not job.num_gpus and not job.exclusive:
-        raise UserError(
-            f"{gpus}, and an engine works on {gpus_each} GPUs (tensor, pipeline and data_parallel_size of "
-            f"explorer.rollout_model); set gpu:{gpus_each}"
-        )
-    if job.num_gpus and each * gpus_each != job.num_gpus:
-        raise UserError(
-            f"{gpus}, and {_counted(each, what)} with {_counted(gpus_each, 'GPU')} each ({ask}.tasks_per_node) use "
-            f"{each * gpus_each} of a node; ask for {each * gpus_each}"
-        )
-    if is_trainer:
-        nodes = job.nodes or (-(-num_workers // each) if each else 0)
-        each = each or -(-num_workers // (nodes or 1))
-    else:
-        nodes, each = job.nodes or min(1, each), each or 1
-    one = JobShape(1, nodes, each)
-    if num_workers % one.num_tasks:
-        raise UserError(
-            f"cluster: {_counted(num_workers, what)} ({key}), and a job of {_counted(nodes or 1, 'node')} x {each} has "
-            f"{one.num_tasks} ({gpus}; {ask}.nodes, tasks_per_node); set {key} to "
-            f"{-(-num_workers // one.num_tasks) * one.num_tasks}, or ask for less"
-        )
-    return replace(one, num_jobs=num_workers // one.num_tasks)
-
-
-def _over_nodes(job: WorkerJobConfig, num_workers: int, gpus_each: int, ask: str, gpus: str) -> JobShape:
-    """Engines that have several nodes each, and all GPUs of those."""
-    span, rest = divmod(gpus_each, job.num_gpus)
-    told = (
-        f"{gpus}, and an engine works on {gpus_each} GPUs (tensor, pipeline and data_parallel_size of "
-        "explorer.rollout_model)"
-    )
-    if rest or (job.tasks_per_node or 1) > 1:
-        raise UserError(f"{told}, which are no whole nodes; set gpu:{gpus_each}, or a number that divides {gpus_each}")
-    # Said, and not guessed: with fewer GPUs than an engine needs somebody may have forgotten the others.
-    if (job.nodes or 0) % span or not job.nodes:
-        raise UserError(
-            f"{told}; set gpu:{gpus_each}, or for engines over {span} nodes {ask}.nodes: {span}, or a multiple of it"
-        )
-    one = JobShape(1, job.nodes, 1, span)
-    if num_workers % one.num_workers:
-        raise UserError(
-            f"{told}, so {span} nodes, and a job of {job.nodes} nodes has {one.num_workers} of {num_workers} engines; "
-            f"set explorer.rollout_model.engine_num to {-(-num_workers // one.num_workers) * one.num_workers}"
-        )
-    return replace(one, num_jobs=num_workers // one.num_workers)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
-def check_fit(
-    shapes: Mapping[str, JobShape], jobs: Mapping[str, JobConfig], capacities: Mapping[str, Capacity]
-) -> None:
-    """Whether the jobs of all roles could run at once on empty partitions.
-
-    Args: all by role. Raises: UserError: they could not, with the arithmetic.
-    """
-    # Roles that share a partition share its nodes: their jobs are added up.
-    shared: dict[str, list[str]] = {}
-    for role, shape in shapes.items():
-        there = capacities[role]
-        if shape.nodes > there.num_nodes:
+    @classmethod
+    def shape(cls, config: Config, role: str, num_workers: int) -> slurm_commands.JobShape:
+        """Jobs for `num_workers` workers of a role. Raises: UserError: jobs would have unused GPUs or tasks."""
+        exploring = [stage for stage in config.stage_configs() if stage.has_explorer]
+        job: WorkerJobConfig = getattr(config.cluster.slurm, role)
+        of_engines = {TRAINER_RESOURCE: 1, AUXILIARY_RESOURCE: max(auxiliary_sizes(config.stage_configs()), default=1)}
+        gpus_each = of_engines.get(role) or _gpus_of_engines(config)
+        if role == AUXILIARY_RESOURCE and num_workers and 1 <= job.num_gpus < gpus_each:
             raise UserError(
-                f"cluster.slurm.{role}: a job of {shape.nodes} nodes with {shape.tasks_per_node} workers each, and "
-                f"partition {there.partition} has {there.num_nodes} nodes with {there.gpus} GPUs; ask for more of each "
-                "node (gres, tasks_per_node)"
+                f"cluster.slurm.auxiliary: a node has {job.num_gpus} GPUs, and an engine of an auxiliary model uses "
+                f"{gpus_each}; set gres to gpu:{gpus_each}, since only engines of the policy may use several nodes"
             )
-        if shape.num_jobs:
-            shared.setdefault(there.partition, []).append(role)
-    for partition, roles in shared.items():
-        there = capacities[roles[0]]
-        # What is asked for is asked for of a node, or of each worker where SLURM places them as it likes.
-        counts = {role: shapes[role].num_jobs * (shapes[role].nodes or shapes[role].num_tasks) for role in roles}
-        gpus = {role: jobs[role].num_gpus for role in roles}
-        cores = {role: jobs[role].cpus * (shapes[role].tasks_per_node if shapes[role].nodes else 1) for role in roles}
-        for what, asked, each in (("GPUs", gpus, there.gpus), ("cores", cores, there.cpus)):
-            for role in roles:
-                if asked[role] > each:
-                    raise UserError(
-                        f"cluster.slurm.{role}: a job asks for {asked[role]} {what} of a node, and no node of "
-                        f"partition {partition} has more than {each}"
-                    )
-                if jobs[role].exclusive:
-                    asked[role] = each
-            places = there.num_nodes * each
-            # Of empty nodes: what others use now they give back; what does not fit on empty ones never will.
-            needed = sum(counts[role] * asked[role] for role in roles)
-            if needed > places:
-                sums = " + ".join(f"{counts[role]} {role} x {asked[role]}" for role in roles)
-                raise UserError(
-                    f"cluster: {sums} = {needed} {what}, and partition {partition} has {there.num_nodes} nodes x "
-                    f"{each} = {places} (trainer.num_ranks, explorer.rollout_model.engine_num, cluster.node_num, "
-                    "cluster.gpu_per_node)"
-                )
+        shape = slurm_commands.shape_of(role, job, num_workers, gpus_each)
+        if shape.span > 1:
+            for stage in exploring:
+                check_spans(stage, job)
+        return shape
+
+    @classmethod
+    def workers_per_job(cls, config: Config, role: str, num_workers: int) -> int:
+        """All ranks of a trainer, or the engines that the GPUs of a job allow."""
+        return cls.shape(config, role, num_workers).num_workers
+
+    @classmethod
+    def states(cls, job_ids: Sequence[str]) -> dict[str, str]:
+        """States from squeue, never None."""
+        return slurm_commands.states(job_ids)
+
+    @classmethod
+    def never_runs(cls, state: str) -> bool:
+        """Decided by SLURM's reason."""
+        return slurm_commands.never_runs(state)
+
+    @classmethod
+    def is_ending(cls, state: str) -> bool:
+        """True for COMPLETING jobs, which epilogs and hanging processes may keep for minutes."""
+        return state == slurm_commands.ENDING
+
+    @classmethod
+    def expected_starts(cls, job_ids: Sequence[str]) -> dict[str, str]:
+        """Start times from squeue."""
+        return slurm_commands.expected_starts(job_ids)
+
+    @classmethod
+    def is_requeued(cls, job_id: str) -> bool:
+        """Answer of scontrol; a site may forbid requeueing."""
+        return slurm_commands.is_requeued(job_id)
+
+    @classmethod
+    def interrupt(cls, job_id: str) -> bool:
+        """Send SIGINT to the script."""
+        slurm_commands.interrupt(job_id)
+        return True
+
+    @classmethod
+    def reason(cls, job_id: str) -> str:
+        """State from scontrol, which keeps ended jobs for some minutes."""
+        return slurm_commands.reason(job_id)
+
+    @classmethod
+    def cancel(cls, job_id: str) -> None:
+        """Cancel with scancel."""
+        slurm_commands.cancel([job_id])
+
+    @classmethod
+    def job_script(cls, config: Config, role: str, num_workers: int, name: str, folder: SecretsDir, logs: Path) -> str:
+        """Script from `cluster.slurm.<role>`. A preempted job is requeued under its id."""
+        job, shape = getattr(config.cluster.slurm, role), cls.shape(config, role, num_workers)
+        worker = _worker(config, role, folder, shape.span)
+        # Completed by the shell. Names have the numbers of the job and its start, since known names are refused.
+        number = "${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"
+        name_options = f'--name "{name}-{number}" --local-directory "${{TMPDIR:-/tmp}}"'
+        # A failing task ends the job, because the others wait for it, and the next job may get a better node.
+        srun = step(job, shape, "--kill-on-bad-exit=1") if shape.num_tasks > 1 else ""
+        submitted = os.environ.get(SUBMITTED, "")
+        shell = [
+            *staging(config),
+            # For sites that do not pass the environment on to jobs.
+            *([f"export {SUBMITTED}={shlex.quote(submitted)}"] * bool(submitted)),
+            # Replaces the shell of the script, so that the worker receives signals of the batch system.
+            "exec " + command_of(config, role, f"{worker} {name_options}", srun),
+        ]
+        return batch_script(config, name, role, job, logs, shell, shape=shape)
+
+    def start_job(self, role: str, name: str) -> str:
+        """Submit with sbatch, which has read the script when it returns, so one file per role is enough."""
+        return slurm_commands.submit(str(self._folder.write(f"{role}.sh", self.script(role, name))))
 
 
-def limit(there: Capacity, num_nodes: int, gpus: int) -> Capacity:
-    """What may be used of it: `num_nodes` nodes with `gpus` GPUs each; 0: all there are. Raises: UserError: too few."""
-    if num_nodes > there.num_nodes:
-        raise UserError(
-            f"cluster.node_num is {num_nodes}, and partition {there.partition} has {there.num_nodes} nodes; 0 takes "
-            "what there is"
+class SlurmStepsCluster(SlurmCluster):
+    """A cluster in an existing allocation, whose jobs are steps with ids `allocation.process`."""
+
+    cluster_type: ClassVar[str] = ""
+
+    @classmethod
+    def job_script(cls, config: Config, role: str, num_workers: int, name: str, folder: SecretsDir, logs: Path) -> str:
+        """Shell of a step."""
+        shape = cls.shape(config, role, num_workers)
+        return step_script(config, role, shape, name, _worker(config, role, folder, shape.span), logs)
+
+    def start_job(self, role: str, name: str) -> str:
+        """Start an srun."""
+        return start_step(self._folder.write(f"{name}.sh", self.script(role, name)))
+
+    @classmethod
+    def states(cls, job_ids: Sequence[str]) -> dict[str, str]:
+        """States of steps, also of an ended driver on this machine, from the process of srun."""
+        return {job_id: "RUNNING" for job_id in job_ids if _process_of(job_id) is not None}
+
+    @classmethod
+    def reason(cls, job_id: str) -> str:
+        """Exit code of srun, if this process has started it."""
+        process = _steps.get(job_id)
+        code = None if process is None else process.poll()
+        return "" if code is None else "CANCELLED" if code < 0 else f"FAILED (exit {code})"
+
+    @classmethod
+    def cancel(cls, job_id: str) -> None:
+        """Terminate srun, which ends its tasks. Idempotent."""
+        if (process := _process_of(job_id)) is not None:
+            process.terminate()
+            # A second signal would end srun without its tasks.
+            if job_id in _steps:
+                try:
+                    _steps[job_id].wait(_END_S)
+                except subprocess.TimeoutExpired:
+                    raise RoleError(f"step {job_id} did not end in {_END_S:.0f} s") from None
+
+
+def check_spans(stage: Config, job: WorkerJobConfig) -> None:
+    """Raises: UserError: an engine of the stage would need several nodes, and does not support them."""
+    for path, engine in stage.explorer.engines():
+        if engine.num_gpus <= job.num_gpus or (path != "explorer.rollout_model" and engine.is_apart):
+            continue
+        problem = f"{path} uses {engine.num_gpus} GPUs, and a node of cluster.slurm.explorer has {job.num_gpus}"
+        if path != "explorer.rollout_model" or not engine.traits.spans_nodes:
+            raise UserError(f"{problem}; only engines of the policy with engine_type vllm may use several nodes")
+        if engine.data_parallel_size > 1:
+            raise UserError(f"{problem}; data_parallel_size is limited to one node, use engine_num for more engines")
+        if "://" in stage.checkpoint_job_dir:
+            raise UserError(
+                f"{problem}; all of its nodes read the weights, so checkpoint_root_dir must be a shared folder"
+            )
+        # In /dev/shm or TMPDIR of the worker's node.
+        first = "are only on the first of its nodes"
+        if stage.sync_method != "checkpoint":
+            raise UserError(
+                f"{problem}; weights of synchronizer.sync_method {stage.sync_method} {first}, set checkpoint"
+            )
+        if stage.synchronizer.full_publish_interval > 1:
+            raise UserError(f"{problem}; weights made of deltas {first}, set synchronizer.full_publish_interval to 1")
+
+
+def _gpus_of_engines(config: Config) -> int:
+    return max((s.explorer.gpus_per_worker for s in config.stage_configs() if s.has_explorer), default=1)
+
+
+def _worker(config: Config, role: str, folder: SecretsDir, span: int) -> str:
+    """Arguments of Python for a worker, without its name and folder, which the shell of its job adds."""
+    colocates = any(stage.cluster.colocate for stage in config.stage_configs())
+    return shlex.join(
+        [
+            *("-m", "rftdask.cluster.join"),
+            *(("--span", str(span)) if span > 1 else ()),
+            *(("--engine-every", str(_gpus_of_engines(config))) if role == TRAINER_RESOURCE and colocates else ()),
+            *folder.worker_options(config.cluster.tls, config.cluster.interface),
+            *(*worker_options(config, role), "--death-timeout", str(DEATH_TIMEOUT_S)),
+        ]
+    )
+
+
+def capacities(config: Config) -> dict[str, slurm_commands.Capacity]:
+    """Nodes that each role may use of its partition, or of the allocation of this process.
+
+    Raises: UserError: the config requests more, or SLURM is not installed.
+    """
+    section = config.cluster
+    if (job_id := allocation()) is not None:
+        return dict.fromkeys(
+            ROLES, slurm_commands.limit(read_allocation(job_id), section.node_num, section.gpu_per_node)
         )
-    if gpus > there.gpus:
+    sizes = {role: slurm_commands.read_capacity(getattr(section.slurm, role).partition) for role in ROLES}
+    return {role: slurm_commands.limit(size, section.node_num, section.gpu_per_node) for role, size in sizes.items()}
+
+
+def check_chain(config: Config) -> None:
+    """Check that the jobs of an offline chain fit: one explore job, which others may help, or one train job.
+
+    Raises: UserError: a job does not fit.
+    """
+    if any(stage.models_apart for stage in config.stage_configs()):
         raise UserError(
-            f"cluster.gpu_per_node is {gpus}, and the nodes of partition {there.partition} have {there.gpus} GPUs; 0 "
-            "takes what there is"
+            "explorer.auxiliary_models: --offline has no jobs for auxiliary models; set engine_num to 0, which loads "
+            "them in the workers of the policy"
         )
-    return replace(there, num_nodes=num_nodes or there.num_nodes, gpus=gpus or there.gpus)
+    jobs, partitions = {role: getattr(config.cluster.slurm, role) for role in ROLES}, capacities(config)
+    for role in (TRAINER_RESOURCE, EXPLORER_RESOURCE):
+        slurm_commands.check_fit({role: chain_shape(config, role)}, jobs, partitions)
+
+
+def chain_shape(config: Config, role: str) -> slurm_commands.JobShape:
+    """Job of an offline chain: the engines of one job, or a trainer whose ranks are processes of one task.
+
+    Raises: UserError: the job would have unused GPUs, or train on several nodes.
+    """
+    job: WorkerJobConfig = getattr(config.cluster.slurm, role)
+    if role == TRAINER_RESOURCE:
+        if (job.nodes or 1) > 1:
+            raise UserError("cluster.slurm.trainer.nodes: the train job of --offline has one node; remove this key")
+        return slurm_commands.JobShape(1, min(1, job.num_gpus), 1)
+    each = max(stage.explorer.gpus_per_worker for stage in config.stage_configs())
+    if 1 <= job.num_gpus < each:
+        raise UserError(
+            f"cluster.slurm.explorer: an engine of {each} GPUs needs several nodes with {job.num_gpus} each; use "
+            "rftdask submit without --offline"
+        )
+    return slurm_commands.shape_of(role, job, max(1, job.workers_per_node(each)) * (job.nodes or 1), each)
+
+
+def allocation() -> str | None:
+    """Id of the allocation that this process may use. None: not in an allocation, or in a job of `rftdask submit`."""
+    if SUBMITTED in os.environ:
+        return None
+    job_id = os.environ.get(_ALLOCATION) or os.environ.get("SLURM_JOB_ID")
+    if job_id is not None:
+        os.environ[_ALLOCATION] = job_id
+    return job_id
+
+
+def read_allocation(job_id: str) -> slurm_commands.Capacity:
+    """Nodes of an allocation. Raises: RoleError: unknown to SLURM."""
+    told: dict[str, str] = dict(
+        re.findall(r"(\w+)=(\S+)", slurm_commands.call("scontrol", "--oneliner", "show", "job", job_id))
+    )
+    nodes = int(told.get("NumNodes", "1").partition("-")[0])
+    # For jobs with whole nodes only AllocTRES has the number of GPUs.
+    in_all = re.search(r"(?<![\w/])gres/gpu=(\d+)", told.get("AllocTRES") or told.get("TRES", ""))
+    gpus = max(count_gres(told.get("TresPerNode")), int(in_all[1]) // nodes if in_all else 0)
+    return slurm_commands.Capacity(f"of allocation {job_id}", nodes, int(told.get("NumCPUs", "1")) // nodes, gpus)
+
+
+def step_script(config: Config, role: str, shape: slurm_commands.JobShape, name: str, worker: str, logs: Path) -> str:
+    """Shell of a step whose tasks are workers. worker: arguments of Python, without a name."""
+    job_id, job = os.environ[_ALLOCATION], getattr(config.cluster.slurm, role)
+    gpus = [option for option in slurm_commands.directives(job) if option.startswith(("--gres=", "--gpus-per-node="))]
+    # --exact leaves the rest to steps of other roles and runs; memory is shared.
+    options = (f"--jobid={job_id}", "--exact", "--mem=0", "--kill-on-bad-exit=1", *gpus)
+    # `exec` keeps the process id of the shell, which is part of the id of the step.
+    name_options = f'--name "{name}-{job_id}.$$-0" --local-directory "${{TMPDIR:-/tmp}}"'
+    command = command_of(config, role, f"{worker} {name_options}", step(job, shape, *options))
+    log = f'exec >>{shlex.quote(str(logs))}/"{name}-{job_id}.$$.log" 2>&1'
+    return "\n".join([log, *job.prologue, *staging(config), f"exec {command}\n"])
+
+
+def start_step(script: Path) -> str:
+    """Start a step. Returns: its id."""
+    process = subprocess.Popen(["bash", str(script)], stdin=subprocess.DEVNULL, start_new_session=True)
+    job_id = f"{os.environ[_ALLOCATION]}.{process.pid}"
+    _steps[job_id] = process
+    return job_id
+
+
+def _process_of(job_id: str) -> psutil.Process | None:
+    allocation_id, _, pid = job_id.partition(".")
+    if job_id in _steps and _steps[job_id].poll() is not None:
+        return None
+    try:
+        process = psutil.Process(int(pid))
+        # Another process may have the number by now; a shell of this process becomes srun.
+        is_step = f"--jobid={allocation_id}" in process.cmdline() or job_id in _steps
+    except (psutil.Error, ValueError):
+        return None
+    return process if is_step else None

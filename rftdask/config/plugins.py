@@ -32,8 +32,8 @@ from rftdask import __plugin_adapters__
 from rftdask.errors import NotInstalledError, UserError
 
 SUBMITTED = "RFTDASK_SUBMITTED"
-"""Environment variable of a submitted run's processes: the folder with copies of the user's sources (run/sources.py).
-They are imported instead of the originals, which may have changed since."""
+"""Environment variable of a submitted run's processes: folder with copies of the user's sources, which are imported
+instead of the originals."""
 PLUGINS, MODULES = "plugins", "modules"
 """Subfolders of that folder: modules of plug-in folders, and modules found elsewhere on sys.path."""
 if SUBMITTED in os.environ:
@@ -376,7 +376,7 @@ _METHOD = re.compile(
 class RegisteredPart:
     """A class or function that a configuration can name. Its source is parsed when its arguments are needed.
 
-    Example: RegisteredPart("slurm", "rftdask.cluster.slurm_cluster", "SlurmCluster", source, package="rftdask.cluster")
+    Example: RegisteredPart("slurm", "rftdask.cluster.slurm", "SlurmCluster", source, package="rftdask.cluster")
     """
 
     name: str

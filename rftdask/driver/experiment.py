@@ -51,7 +51,7 @@ from rftdask.reports.page.report_file import import_ahead, report_run, write_rep
 from rftdask.reports.run_reader import StageReader, stages_of
 from rftdask.reports.summary import RunSummary, summarize
 from rftdask.reports.tracking import open_feeds
-from rftdask.run.input_fingerprints import WholeContents, check_made_of, copy_sources
+from rftdask.run.input_fingerprints import BackgroundHasher, check_inputs_unchanged, copy_sources
 from rftdask.run.lease import DATASET, Lease
 from rftdask.run.run_folder import (
     RUN_FILE,
@@ -173,7 +173,7 @@ class Experiment:
         self.prepare()
         say = log.info if progress == "none" else lambda line: print(safe(line), file=sys.stderr)
         inputs = self._check(stages, storage, say)
-        made_of = check_made_of(stages, inputs, accept=accept_changes)
+        made_of = check_inputs_unchanged(stages, inputs, accept=accept_changes)
         layout = plan_run(self.config, stages)
         # Up to here, only datasets of task pipelines were written; `check_inputs` has removed its probe.
         with private_files(storage, self.config):
@@ -207,7 +207,7 @@ class Experiment:
                         on_gpus=layout.trains_on_gpus,
                     )
                     copy_sources(stage_storage, made_of[number])
-                    contents = WholeContents(stage_storage, config.mode, made_of[number], accept=accept_changes)
+                    contents = BackgroundHasher(stage_storage, config.mode, made_of[number], accept=accept_changes)
                     observer = StageObserver(self, config, number, len(stages), stage_storage, cluster, view, contents)
                     stage = StageRun(
                         config,
@@ -425,7 +425,7 @@ class StageObserver:
     storage: Storage
     cluster: Cluster
     view: ProgressView
-    contents: WholeContents
+    contents: BackgroundHasher
 
     def __post_init__(self) -> None:
         config, storage = self.config, self.storage

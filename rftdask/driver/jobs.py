@@ -17,7 +17,7 @@ from time import sleep
 from typing import TYPE_CHECKING
 
 from rftdask.cluster.jobs import CANCELLED_FILE, CONFIG_FILE, JOB_PREFIX, read_jobs
-from rftdask.cluster.secrets_folder import PrivateFolder
+from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.config import Config, load_config
 from rftdask.errors import DataError, NotFoundError, UserError, WaitTimeout
 from rftdask.monitor.logs import COPY_EVERY_S
@@ -60,7 +60,7 @@ def cancel(url: str, deadline_s: float, say: Callable[[str], None]) -> None:
         return
     from rftdask.cluster.jobqueue import states_of
 
-    folder = PrivateFolder.base_of(_config_of(storage), storage)
+    folder = SecretsDir.base_of(_config_of(storage), storage)
     # Created before the jobs are listed, so that a driver which starts in between finds it and ends.
     (folder.path / CANCELLED_FILE).touch(mode=0o600)
     alive, by_file = states_of(drivers), False
@@ -145,7 +145,7 @@ def _log_folders(url: str) -> Iterator[list[tuple[str, Path]]]:
         if "://" in storage.url:  # batch jobs write their logs to the private folder
             from rftdask.cluster.jobqueue import log_folder
 
-            folders.append(("", log_folder(storage, PrivateFolder.base_of(_config_of(storage), storage))))
+            folders.append(("", log_folder(storage, SecretsDir.base_of(_config_of(storage), storage))))
         yield folders
 
 
@@ -169,7 +169,7 @@ def connect(url: str, timeout_s: float = 30.0) -> Client:
     from distributed import Client
 
     storage = open_storage(url)
-    folder = PrivateFolder.of(_config_of(storage), storage)
+    folder = SecretsDir.of(_config_of(storage), storage)
     address = folder.read_address()
     if address is None:
         raise UserError(f"{storage.url} has no scheduler now; see rftdask status {storage.url}")

@@ -24,7 +24,7 @@ from rftdask.cluster.layout import (
     num_ranks,
     plan_machines,
 )
-from rftdask.cluster.slurm import megabytes
+from rftdask.cluster.slurm_commands import megabytes
 from rftdask.config import Config
 from rftdask.config.schema.explorer import InferenceModelConfig
 from rftdask.config.schema.optimizer import OptimizerConfig

@@ -27,7 +27,7 @@ from rftdask.config.schema.model import ModelConfig
 from rftdask.data.hub import local_model
 from rftdask.engines.base import Engine, GenerateRequest, Generation, SamplingParams
 from rftdask.processes.child import Channel
-from rftdask.processes.device_lock import DeviceTurn
+from rftdask.processes.device_lock import DeviceLock
 from rftdask.processes.gpus import out_of_memory, use_device
 from rftdask.processes.messages import Codec
 from rftdask.storage.staging import staged
@@ -176,10 +176,10 @@ FROM_SERVER: Codec[FromServer] = Codec(Ready, Generated, Scored, Loaded, HasTurn
 def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     """Entry point of the child process. spec: from `EngineSpec.to_plain`."""
     device = _device(spec)  # first: it records in this process that the GPUs are shared
-    turn = DeviceTurn.of_this_process(alone=False)
+    turn = DeviceLock.from_environment(exclusive=False)
     # The engine of the policy waits for ranks that need the device; other models are used while it holds the lock.
-    waits = {"timeout_s": spec["turn_timeout_s"], "beside": spec["section"]["model_path"] is not None}
-    engine = _make_engine(spec, device, None if turn is None else partial(turn.wait, **waits))
+    waits = {"timeout_s": spec["turn_timeout_s"], "skip_gate": spec["section"]["model_path"] is not None}
+    engine = _make_engine(spec, device, None if turn is None else partial(turn.acquire, **waits))
     client = _ClientOf(engine, spec, channel)
     client.send(Ready(engine.cache_tokens))
     again = _smoke_requests(spec, longest=False)
@@ -199,7 +199,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
                 break
             rests = False
             if turn is not None and not turn.held:
-                turn.wait(**waits)
+                turn.acquire(**waits)
                 with _telling_memory(spec, "the engine returns to its GPU"):
                     engine.return_to_device()
             if isinstance(message, Generate | Drop):
@@ -215,7 +215,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
         # The engine is idle or a unit has ended. A waiting rank gets the device even if another unit follows at once.
         if turn is not None and rests and turn.held and turn.is_wanted:
             engine.leave_device()
-            turn.leave()
+            turn.release()
 
 
 class _ClientOf:

@@ -15,7 +15,7 @@ from rftdask.config.schema.model import ModelConfig
 from rftdask.engines.base import POLICY, SamplingParams
 from rftdask.engines.client import EngineSpec
 from rftdask.processes.child import LOG_LEVEL
-from rftdask.processes.device_lock import VARIABLE
+from rftdask.processes.device_lock import DEVICES_VARIABLE
 
 
 def engine_spec(section: InferenceModelConfig, config: Config, threads: int, log_file: str | None) -> EngineSpec:
@@ -35,7 +35,7 @@ def engine_spec(section: InferenceModelConfig, config: Config, threads: int, log
     kinds = tuple(dict.fromkeys(samplings))
     # The device is shared according to the cluster that started this worker, or to the config.
     colocated = bool(config.cluster.colocate) and (is_policy or not section.is_apart)
-    turn_s = config.synchronizer.sync_timeout if colocated or VARIABLE in os.environ else 0.0
+    turn_s = config.synchronizer.sync_timeout if colocated or DEVICES_VARIABLE in os.environ else 0.0
     folders = config.explorer.plugin_dirs
     records_experts = is_policy and config.algorithm.enable_router_replay
     return EngineSpec(section, model, threads, log_file, folders, env, turn_s, colocated, records_experts, kinds)

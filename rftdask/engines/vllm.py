@@ -35,7 +35,7 @@ from rftdask.engines.transformers import end_ids
 from rftdask.engines.vllm_follower import CAUSE_FILE, ENGINE_PID, Nodes, set_defaults
 from rftdask.errors import DataError, RoleError, UserError
 from rftdask.models.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from rftdask.processes.device_lock import VARIABLE
+from rftdask.processes.device_lock import DEVICES_VARIABLE
 from rftdask.synchronizer.fingerprint import SEQUENCE_LENGTH
 
 log = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ class VllmEngine(Engine):
             **(_lora_args(lora_rank) if lora_rank else {}),
             **(engine_args or {}),
         }
-        self._sleeps = device != "cpu" and VARIABLE in os.environ
+        self._sleeps = device != "cpu" and DEVICES_VARIABLE in os.environ
         """True if it shares its GPUs with a trainer."""
         self._lacks_cache = False
         """True if only the weights, not the cache, are back on its GPUs."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rftdask.errors import RoleError
-from rftdask.processes.zygote import end_with, socket_folder
+from rftdask.processes.zygote import die_with_parent, socket_folder
 from rftdask.storage.staging import source_of, staged
 
 ENGINE_PID = "RFTDASK_ENGINE_PID"
@@ -138,7 +138,7 @@ def set_defaults(on_cpu: bool) -> None:
 
 def main(file: str, node_rank: str) -> None:
     """Entry point of a part: vLLM processes on this node, as in `vllm serve --headless`."""
-    end_with(os.getppid())
+    die_with_parent(os.getppid())
     given = json.loads(Path(file).read_text())
     set_defaults(on_cpu=bool(given.pop("on_cpu")))
     os.environ[ENGINE_PID] = str(os.getpid())  # for vLLM's processes, which end with this one

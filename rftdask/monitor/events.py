@@ -4,8 +4,7 @@ A role emits an event as an object. Between processes it is a plain list: rank -
 driver. `CODEC` encodes it at the first and decodes it at the last of them.
 
     emit(StepFinished("trainer", 12, {"loss": 0.3}))
-    CODEC.encode(WeightsPublished(12, "ab12")) == ["WeightsPublished", 12, "ab12"]
-    CODEC.decode(["WeightsPublished", 12, "ab12"]) == WeightsPublished(12, "ab12")
+    CODEC.decode(CODEC.encode(WeightsPublished(12, "ab12"))) == WeightsPublished(12, "ab12")
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Child: a process of our own below a Dask worker, for what may block, hang or hold a GPU (engines, trainer ranks).
+"""Child: a process below a Dask worker, for code that may block, hang or hold a GPU (engines, trainer ranks).
 
-The parent and the child speak msgpack over the child's stdin and stdout. The child ends when its stdin closes, whatever
-it is doing, so no orphan outlives its worker. What the child prints goes to stderr, which goes to a log file whose tail
-is part of the error when it dies. Where there is a nursery (nursery.py), the process is a fork of it, which has the
-imports done. This module knows neither Dask nor what the child does.
+Parent and child exchange msgpack messages over the child's stdin and stdout. The child ends when its stdin closes, so
+it never outlives its worker. Its prints go to a log file, whose last lines are part of the error when it dies. If a
+zygote exists (zygote.py), the child is its fork and skips the imports. This module knows neither Dask nor the tasks of
+children.
 
 Parent:
     child = Child("rftdask.engines.server:serve", {"model_path": ...}, threads=1)
@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -43,21 +44,21 @@ from rftdask.errors import (
     WaitTimeout,
     lacks_training,
 )
-from rftdask.processes.zygote import ADDRESS, Forked, with_wait_policy
+from rftdask.processes.zygote import ZYGOTE_ADDRESS, ForkedProcess, with_wait_policy
 from rftdask.storage.safe_text import SafeFormatter, safe
 
-_MODULE = "rftdask.processes.child"  # also where this is __main__
+_MODULE = "rftdask.processes.child"  # __name__ is __main__ in a new interpreter
 _READ_BYTES = 1 << 20
 _TAIL_LINES = 20
 LOG_LEVEL = "RFTDASK_LOG_LEVEL"
-"""Environment variable: least important message a child logs."""
+"""Environment variable: log level of children."""
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RFTDASK_THREADS")
 
 
 def _messages(stream: IO[bytes]) -> Iterator[Any]:
-    """The messages until the end of the stream; one that is cut off there is dropped."""
-    # Unbuffered, because a buffered file would wait for as many bytes as the unpacker has room for.
+    """Messages until the end of the stream; an incomplete last one is dropped."""
+    # A buffered file would wait until the buffer of the unpacker is full.
     raw = os.fdopen(stream.fileno(), "rb", buffering=0, closefd=False)
     return iter(msgpack.Unpacker(raw, read_size=_READ_BYTES, max_buffer_size=0, strict_map_key=False))
 
@@ -75,30 +76,30 @@ def _start_process(
     *,
     may_fork: bool,
     needs: Sequence[str] | None,
-) -> subprocess.Popen[bytes] | Forked:
+) -> subprocess.Popen[bytes] | ForkedProcess:
     variables = dict.fromkeys(_THREAD_VARIABLES, str(threads))
-    # Dask's nanny sets the math libraries to one thread; the child owns its cores and says so itself.
+    # Dask's nanny sets the math libraries to one thread; a child has its own cores.
     environment = with_wait_policy({**os.environ, **variables, "TOKENIZERS_PARALLELISM": "false", **env})
-    # Dask makes the allocator of its workers give memory back at once; in training that is a page fault for every
-    # activation, and a third of the time.
+    # Dask makes the allocator return memory at once. In training each activation would cause page faults, a third of
+    # the time.
     environment.pop("MALLOC_TRIM_THRESHOLD_", None)
-    address = environment.pop(ADDRESS, None)
+    address = environment.pop(ZYGOTE_ADDRESS, None)
     if address is not None and may_fork:
-        with contextlib.suppress(OSError):  # it has ended; an interpreter of its own does the same, later
-            return Forked(address, f"{_MODULE}:main", (target,), stderr.fileno(), environment, needs=needs)
+        with contextlib.suppress(OSError):  # the zygote has ended
+            return ForkedProcess(address, f"{_MODULE}:main", (target,), stderr.fileno(), environment, needs=needs)
     return subprocess.Popen(
         [sys.executable, "-m", _MODULE, target],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=stderr,
         env=environment,
-        # Ctrl-C in the terminal is for the driver; a child ends when its stdin closes.
+        # Only the driver acts on Ctrl-C; a child ends when its stdin closes.
         start_new_session=True,
     )
 
 
 class Child:
-    """The parent's end of one child process. `close` is idempotent; so is the child's death."""
+    """The parent's handle of a child process."""
 
     def __init__(
         self,
@@ -112,10 +113,10 @@ class Child:
         may_fork: bool = True,
         needs: Sequence[str] | None = None,
     ) -> None:
-        """Run `target` ("module:function") in a process of its own, with `threads` for its math libraries.
+        """Run `target` ("module:function") in a new process, with `threads` threads for its math libraries.
 
-        may_fork: from what has imported torch and transformers already; not if `env` is to reach their imports.
-        needs: modules that it imports, see `Forked`.
+        may_fork: the process may be a fork of the zygote. False: `env` affects imports.
+        needs: modules that it imports, see `ForkedProcess`.
         """
         self.name = name
         self._own_folder = None if log_file else tempfile.TemporaryDirectory(prefix="rftdask-")
@@ -124,21 +125,21 @@ class Child:
         with self._log_file.open("ab") as log:
             self._process = _start_process(target, threads, log, env or {}, may_fork=may_fork, needs=needs)
         self._messages: queue.Queue[Any] = queue.Queue()
-        # A reader of its own: a child that says much is never blocked by a parent that is busy.
+        # A thread, so that a busy parent never blocks its child.
         threading.Thread(target=self._pump, name=f"{name}-reader", daemon=True).start()
         self.send(dict(spec))
 
     @property
     def pid(self) -> int:
-        """Its process id, also once it is dead."""
+        """Process id, also after the end of the process."""
         return self._process.pid
 
     def alive(self) -> bool:
-        """Whether the process has not ended; it may hang all the same."""
+        """True if the process has not ended; it may hang."""
         return self._process.poll() is None
 
     def send(self, message: Any) -> None:
-        """Hand the child a message. Raises: ProcessLostError: it is dead."""
+        """Send the child a message. Raises: ProcessLostError: it has ended."""
         assert self._process.stdin is not None
         try:
             _send(self._process.stdin, message)
@@ -146,14 +147,14 @@ class Child:
             raise self._death() from error
 
     def receive(self, timeout_s: float) -> Any:
-        """The child's next message.
+        """Receive the child's next message.
 
-        Raises: WaitTimeout: none came; ProcessLostError: it ended, with its last lines; what the child raised.
+        Raises: WaitTimeout: no message came; ProcessLostError: it ended; the child's own error.
         """
         try:
             message = self._messages.get(timeout=timeout_s)
         except queue.Empty:
-            raise WaitTimeout(f"{self.name} (pid {self.pid}) said nothing for {timeout_s:.0f} s") from None
+            raise WaitTimeout(f"{self.name} (pid {self.pid}) sent no message for {timeout_s:.0f} s") from None
         if message is None:
             self._messages.put(None)
             raise self._death()
@@ -162,7 +163,7 @@ class Child:
         return message
 
     def request(self, message: Any, timeout_s: float) -> Any:
-        """`send`, then `receive`: for children that answer each message with one."""
+        """Send a message and receive the answer."""
         self.send(message)
         return self.receive(timeout_s)
 
@@ -187,13 +188,13 @@ class Child:
         self._messages.put(None)
 
     def _failure(self, kind: str, text: str, traceback: str) -> RftError:
-        """What the child raised, as an error of this process: our own by their class, others with their traceback."""
-        # By the name of its class: exceptions do not travel, and a class of a library need not be importable here.
+        """The child's error: an instance of our error classes, or a RoleError with the traceback."""
+        # Classes are sent by name, because this process may be unable to import those of libraries.
         known = getattr(errors, kind, None)
         if known is ConfigError:
-            return UserError(text)  # its own arguments are lists; what counts is that a restart does not mend it
+            return UserError(text)  # the constructor of ConfigError takes lists
         if known is WaitTimeout:
-            return RoleError(f"{self.name} failed: {text}")  # WaitTimeout of `receive` is the child's own silence
+            return RoleError(f"{self.name} failed: {text}")  # a WaitTimeout of `receive` means that the child is silent
         if known is OperatorError:
             return OperatorError(f"{text}\n{traceback}")
         if isinstance(known, type) and issubclass(known, RftError):
@@ -202,7 +203,7 @@ class Child:
 
     def _death(self) -> ProcessLostError:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # Its pipe ends a moment before it does, and the code says what ended it.
+            # The pipe closes a moment before the process has an exit code.
             self._process.wait(5)
         text = f"{self.name} (pid {self.pid}) ended with code {self._process.returncode}"
         with contextlib.suppress(OSError):
@@ -212,7 +213,7 @@ class Child:
 
 
 class Channel:
-    """The child's end: iterate over the parent's messages, `send` answers and events."""
+    """The child's connection: iterate over the parent's messages and `send` answers."""
 
     def __init__(self, source: IO[bytes], sink: IO[bytes]) -> None:
         self._sink = sink
@@ -223,7 +224,7 @@ class Channel:
     def _pump(self, source: IO[bytes]) -> None:
         for message in _messages(source):
             self._messages.put(message)
-        # The parent closed the pipe or died. Nothing here outlives it: what matters is on storage already.
+        # The parent closed the pipe or died. Results are on storage already.
         os._exit(0)
 
     def __iter__(self) -> Iterator[Any]:
@@ -231,26 +232,26 @@ class Channel:
             yield self._messages.get()
 
     def try_receive(self, timeout_s: float = 0.0) -> Any | None:
-        """The parent's next message, if there is one already or comes within `timeout_s`."""
+        """The parent's next message. None: no message within `timeout_s`."""
         with contextlib.suppress(queue.Empty):
             return self._messages.get(block=timeout_s > 0, timeout=timeout_s)
         return None
 
     def send(self, message: Any) -> None:
-        """Hand the parent a message; safe to use from threads."""
+        """Send the parent a message. Thread-safe."""
         with self._lock:
             _send(self._sink, message)
 
 
 def main(target: str) -> None:
-    """Entry of the child process: the first message is the spec, then `target(spec, channel)` runs."""
-    # Libraries print to stdout; the frames need it to themselves, so stdout becomes stderr.
+    """Entry point of the child process: the first message is the spec, then `target(spec, channel)` runs."""
+    # Messages use stdout, so prints of libraries go to stderr.
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # the last lines before a kill are those one wants to see
-    # SLURM sends SIGTERM to every process of a job that is to end; the driver ends what it has, in its order. A handler
-    # in place of SIG_IGN, which the programs that a child starts would inherit.
+        sys.stdout.reconfigure(line_buffering=True)  # the last lines before a kill are part of the error
+    # SLURM sends SIGTERM to every process of an ending job, and the driver ends its children in order. Programs that a
+    # child starts would inherit SIG_IGN, but not a handler.
     signal.signal(signal.SIGTERM, lambda *_: None)
     channel = Channel(os.fdopen(0, "rb", closefd=False), sink)
     spec = next(iter(channel))
@@ -261,20 +262,17 @@ def main(target: str) -> None:
     try:
         getattr(importlib.import_module(module), function)(spec, channel)
     except Exception as error:
-        # The decision: every failure becomes a message to the parent and a non-zero exit; the traceback is in the log.
-        import traceback
-
+        # Each failure is sent to the parent; the traceback is in the log.
         lines = traceback.format_exc().rstrip()
-        with contextlib.suppress(OSError):  # the disk of its log may be full
+        with contextlib.suppress(OSError):  # the disk may be full
             print(safe(lines), file=sys.stderr, flush=True)
-        # Our own errors come without a traceback, which has the notes of others.
+        # The text of our own errors includes their notes; a traceback has those of other errors.
         notes = getattr(error, "__notes__", []) if isinstance(error, RftError) else []
         kind, text = type(error).__name__, "\n".join([str(error), *notes])
         if isinstance(error, ImportError) and (remedy := lacks_training(error)):
             kind, text = "UserError", remedy
-        told = {"kind": kind, "text": text, "traceback": lines}
-        channel.send({"child_error": told})
-        # Not sys.exit, which would wait for the threads and handlers of libraries.
+        channel.send({"child_error": {"kind": kind, "text": text, "traceback": lines}})
+        # sys.exit would wait for threads and handlers of libraries.
         os._exit(1)
     with contextlib.suppress(OSError):
         sys.stderr.flush()

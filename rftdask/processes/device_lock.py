@@ -1,14 +1,14 @@
-"""Turns: which of the processes that share a device has it now. A rank has its device alone, engines have it together.
+"""Locks of devices that a trainer rank and engines share: exclusive for a rank, shared among engines.
 
-Each device has two files, a door and a room, and who holds what is told by locks of the kernel (flock), which end with
-their process however it ends: there is no state to mend after kill -9.
+Each device has two lock files, a gate and the lock itself, on which processes hold kernel locks (flock). The kernel
+releases them when a process ends, also by kill -9, so no state needs repair.
 
-- A rank locks the door, then waits until the room is empty. It keeps both until it leaves.
-- An engine passes the door, which it cannot while a rank has it, enters the room, and leaves the door open. It stays
-  until a rank is at the door and it has nothing to do.
+- A rank takes the gate exclusively, then waits for the lock. It keeps both until it releases the device.
+- An engine passes the gate, which it cannot while a rank has it, takes the lock in shared mode, and releases the gate.
+  It keeps the lock until a rank has the gate and the engine has nothing to do.
 
-So whoever waits for its turn is next, and a rank and an engine are never in one room. Nobody waits in a circle: an
-engine of several devices enters all of their rooms or none, and a rank has one device.
+So a waiting rank comes before further engines. Deadlock is impossible: an engine takes the locks of all its devices or
+none, and a rank has one device.
 """
 
 from __future__ import annotations
@@ -21,87 +21,87 @@ from pathlib import Path
 
 from rftdask.errors import WaitTimeout
 
-VARIABLE = "RFTDASK_TURNS"
-"""Environment variable of a process that shares devices: "<folder>:<name>,<name>"; of its children, too."""
-_LOOK_S = 0.02
+DEVICES_VARIABLE = "RFTDASK_DEVICE_LOCKS"
+"""Environment variable of a process, and of its children, that shares devices: "<folder>:<name>,<name>"."""
+_POLL_INTERVAL_S = 0.02
 
 
 def shared_devices(folder: str | Path, names: Sequence[str | int]) -> dict[str, str]:
-    """The environment of a process that takes turns on these devices; folder: of all who share them."""
-    return {VARIABLE: f"{folder}:{','.join(map(str, names))}"} if names else {}
+    """Environment of a process that shares these devices; `folder` is the same for all of them."""
+    return {DEVICES_VARIABLE: f"{folder}:{','.join(map(str, names))}"} if names else {}
 
 
-class DeviceTurn:
-    """The turn of this process on its devices.
+class DeviceLock:
+    """The lock of this process on its devices.
 
     Example:
-        turn = DeviceTurn.of_this_process(alone=True)     # None: it shares no device
-        turn.wait(3600)
-        ...                                         # its weights are on the device
-        turn.leave()
+        lock = DeviceLock.from_environment(exclusive=True)     # None: shares no device
+        lock.acquire(3600)
+        ...                                         # weights are on the device
+        lock.release()
     """
 
-    def __init__(self, folder: str | Path, names: Sequence[str | int], *, alone: bool) -> None:
-        """alone: True for a rank; False for an engine, of which several may have a turn together."""
+    def __init__(self, folder: str | Path, names: Sequence[str | int], *, exclusive: bool) -> None:
+        """exclusive: True for a rank, False for an engine."""
         self.held = False
-        """Whether it is this process's turn."""
-        self._alone, self._names = alone, tuple(str(name).replace("/", "-") for name in names)
+        """True while this process has its devices."""
+        self._exclusive, self._names = exclusive, tuple(str(name).replace("/", "-") for name in names)
         self._files = {
-            # Closed in programs that it starts: a lock lasts as long as anybody has its file open.
+            # Not inherited by programs that it starts: a lock lasts as long as any process has its file open.
             file: os.open(Path(folder, file), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             for name in self._names
-            for file in (f"door-{name}", f"room-{name}")
+            for file in (f"gate-{name}", f"lock-{name}")
         }
 
     @classmethod
-    def of_this_process(cls, *, alone: bool) -> DeviceTurn | None:
-        """As its environment says, not taken yet; None: it shares no device."""
-        folder, _, names = os.environ.get(VARIABLE, "").rpartition(":")
-        return cls(folder, names.split(","), alone=alone) if folder else None
+    def from_environment(cls, *, exclusive: bool) -> DeviceLock | None:
+        """The lock that DEVICES_VARIABLE describes, not held. None: this process shares no device."""
+        folder, _, names = os.environ.get(DEVICES_VARIABLE, "").rpartition(":")
+        return cls(folder, names.split(","), exclusive=exclusive) if folder else None
 
-    def try_take(self, *, beside: bool = False) -> bool:
-        """Take the turn if it can be had now. A rank that cannot stands at the door, and no further engine passes it.
+    def try_acquire(self, *, skip_gate: bool = False) -> bool:
+        """Acquire without waiting; False: not possible now. A rank keeps the gate, so no further engine passes.
 
-        beside: another engine of the same worker may have the turn, and waits for this one; so no door stops it.
+        skip_gate: do not wait for a rank at the gate, since an engine of this worker holds the device until this one
+        has it as well.
         """
         if self.held:
             return True
-        kind = fcntl.LOCK_EX if self._alone else fcntl.LOCK_SH
+        kind = fcntl.LOCK_EX if self._exclusive else fcntl.LOCK_SH
         for name in self._names:
-            entered = (beside or self._lock(f"door-{name}", kind)) and self._lock(f"room-{name}", kind)
-            # An engine only passes the door; a rank stands in it until it leaves.
-            if not self._alone:
-                self._unlock(f"door-{name}")
-                if not entered:
-                    self.leave()  # of several rooms all or none
-            if not entered:
+            has_lock = (skip_gate or self._lock(f"gate-{name}", kind)) and self._lock(f"lock-{name}", kind)
+            if not self._exclusive:
+                self._unlock(f"gate-{name}")
+                if not has_lock:
+                    self.release()  # all devices or none
+            if not has_lock:
                 return False
         self.held = True
         return True
 
-    def wait(self, timeout_s: float, *, beside: bool = False) -> None:
-        """Take the turn. Raises: WaitTimeout: it did not come."""
+    def acquire(self, timeout_s: float, *, skip_gate: bool = False) -> None:
+        """Wait for the devices. Raises: WaitTimeout."""
         deadline = time.monotonic() + timeout_s
-        while not self.try_take(beside=beside):
+        while not self.try_acquire(skip_gate=skip_gate):
             if time.monotonic() > deadline:
                 raise self.timeout(timeout_s)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
 
     def timeout(self, timeout_s: float) -> WaitTimeout:
-        """The error of one who has waited for so long."""
-        other = "an engine" if self._alone else "a trainer rank"
+        """The error after a wait of `timeout_s`."""
+        holder = "an engine" if self._exclusive else "a trainer rank"
         return WaitTimeout(
-            f"device {', '.join(self._names)} is shared by turns, and {other} did not leave it for {timeout_s:.0f} s; "
-            "raise synchronizer.sync_timeout if its turn may take so long"
+            f"{holder} did not release the shared device {', '.join(self._names)} for {timeout_s:.0f} s; raise "
+            "synchronizer.sync_timeout if it may hold the device for so long"
         )
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a rank waits at a door: who has nothing to do is to leave."""
-        return not all([self._lock(f"door-{n}", fcntl.LOCK_SH) and self._unlock(f"door-{n}") for n in self._names])
+        """True while a rank waits, so an idle engine should release the device."""
+        return not all([self._lock(f"gate-{n}", fcntl.LOCK_SH) and self._unlock(f"gate-{n}") for n in self._names])
 
-    def leave(self) -> None:
-        """End the turn; what was on the devices must have gone. Idempotent."""
+    def release(self) -> None:
+        """Release the devices, whose memory must be free. Idempotent."""
         for file in self._files:
             self._unlock(file)
         self.held = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from rftdask.cluster import slurm
+from rftdask.cluster import slurm_commands as slurm
 from rftdask.cluster.jobs import JobRecord, read_jobs, slurm_numbers
 from rftdask.errors import RftError
 from rftdask.run.lease import lease_holders

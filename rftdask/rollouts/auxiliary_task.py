@@ -18,7 +18,7 @@ from rftdask.engines.client import EngineClient
 from rftdask.engines.remote import RemoteEngineServer
 from rftdask.engines.spec import engine_spec, is_asked_in_calls
 from rftdask.errors import ProcessLostError, RftError, RoleError
-from rftdask.processes.dask_task import make_called_off
+from rftdask.processes.dask_task import make_cancel_check
 from rftdask.rollouts.auxiliary_client import OPERATION, Key
 from rftdask.run.run_folder import read_config
 from rftdask.storage import Storage, open_storage
@@ -81,7 +81,7 @@ def serve_auxiliary(asked: AuxiliaryTask) -> None:
     Raises: RoleError: the engine cannot be started, or has died; UserError; DataError: the run folder, as this worker
     sees it, lacks the config that the driver has; StorageError.
     """
-    worker, called_off = get_worker(), make_called_off()
+    worker, is_cancelled = get_worker(), make_cancel_check()
     storage = open_storage(asked.url)
     config = read_config(storage, asked.config_fingerprint)
     section = next(model for model in config.models_apart if model.asked_name == asked.name)
@@ -94,7 +94,7 @@ def serve_auxiliary(asked: AuxiliaryTask) -> None:
         ended = ProcessLostError(f"{engine} has ended, which served auxiliary model {asked.name!r}")
         try:
             while engine.alive():
-                if called_off():
+                if is_cancelled():
                     return
                 time.sleep(_LOOK_S)
             raise ended

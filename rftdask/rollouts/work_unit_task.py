@@ -32,7 +32,7 @@ from rftdask.engines.base import POLICY
 from rftdask.engines.client import EngineClient, EngineSpec
 from rftdask.engines.spec import engine_spec, sampling_params
 from rftdask.errors import OperatorError, StorageError, WaitTimeout
-from rftdask.processes.dask_task import host_of, make_called_off, workers_of
+from rftdask.processes.dask_task import host_of, make_cancel_check, workers_of
 from rftdask.rollouts.concurrency_limits import SLOT, SharedPlaces
 from rftdask.rollouts.policy.remote_model import RemoteModel
 from rftdask.rollouts.runner import TextEngine, UnitOutcome, run_work_unit
@@ -77,7 +77,7 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
     """
     worker = get_worker()
     # One unit at a time begins. Dask may send the next one while the thread of a cancelled one still uses the engine.
-    with _cache.seat(make_called_off()) as seat, _ending_turn():
+    with _cache.seat(make_cancel_check()) as seat, _ending_turn():
         # Before anything that may end this process: what it was running must be known then.
         key = worker.get_current_task()
         worker.log_event(BEGAN_TOPIC, (worker.address, key))
@@ -171,7 +171,7 @@ def warm_up(run: WarmUp) -> None:
 
     Raises: as `run_rollouts`; the worker's first work unit tries again.
     """
-    with _cache.seat(make_called_off()), _ending_turn():
+    with _cache.seat(make_cancel_check()), _ending_turn():
         storage = open_storage(run.url)
         config = _cache.open(storage, run.config_fingerprint)
         if config.is_external:
@@ -272,7 +272,7 @@ def _fetch(storage: Storage, engine: EngineClient, published: Published, config:
     if published.held is None or published == engine.weights:
         return published
     transport, timeout_s = _transport(storage, config), config.synchronizer.sync_timeout
-    return engine.fetch(storage, published, timeout_s, transport=transport, called_off=make_called_off())
+    return engine.fetch(storage, published, timeout_s, transport=transport, called_off=make_cancel_check())
 
 
 def _transport(storage: Storage, config: Config) -> Transport | None:
@@ -356,11 +356,11 @@ def _wait_for_weights(storage: Storage, unit: RolloutTask, config: Config) -> Pu
         # 0: whatever there is. Nothing published is no reason to wait, for then the model folder is what there is.
         if version == 0 or (newest is not None and newest.version >= version):
             return newest
-        return handle.wait_for_version(version, timeout_s, make_called_off())
+        return handle.wait_for_version(version, timeout_s, make_cancel_check())
     # By its own folder: the pointer may have moved on, and exactly this version is wanted.
     published = read_published(storage, version)
     if published is None:
-        handle.wait_for_version(version, timeout_s, make_called_off())
+        handle.wait_for_version(version, timeout_s, make_cancel_check())
         published = read_published(storage, version)
     if published is None and config.mode == "explore" and not unit.is_eval:
         # A trainer beside this run keeps its last few versions, whatever this run still means to use.

@@ -1,5 +1,4 @@
-"""One run: its folder and who owns it (run_folder.py), the checks before it (preflight.py), the stages that start the
-roles on a cluster and watch them (stage.py), and what a person is told of it (view.py, summary.py, report.py).
+"""The folder of a run: its config, leases of roles, and fingerprints of inputs.
 
-The folder does not know what a role does in its loop (explorer/, trainer/), nor how workers are started (cluster/).
+The package knows neither roles (explorer/, trainer/) nor the start of workers (cluster/).
 """

@@ -1,99 +1,113 @@
-"""What a run is made of beside its config: sources of plug-ins and rewards, rows of tasksets, files of models.
+"""Fingerprints of a run's inputs that its config does not contain: the user's source files, rows of tasksets, files of
+models.
 
-`run.json` says what the first start found, and `sources/` has copies. A later start that finds something else is
-refused, unless it is told to accept that: then `control/accepted-<n>.json`, numbered and create-only, says what changed
-and after which step. Only what both found is compared: two commands of a run, such as explore and train, see different
-parts of it. It knows neither what the parts mean nor who may start a run.
+`run.json` has those of the first start, and `sources/` has copies of the sources. A later start with other inputs is
+refused unless the user accepts the changes; `control/accepted-<n>.json`, numbered and create-only, then records them
+and the step before. Only inputs that both starts found are compared, since commands such as explore and train see
+different ones. Python, installed packages and this package have versions in `run.json`.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import importlib.util
 import json
 import logging
+import os
 import re
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, Protocol
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.config import Config
+from rftdask.config.parts import named_parts
+from rftdask.config.plugins import MODULES, PLUGINS, SUBMITTED, find_part, is_own_code, module_of, plugin_folders
 from rftdask.data.hub import is_model_name, local_model
-from rftdask.errors import DamagedError, DataError
+from rftdask.errors import DamagedError, DataError, UserError
 from rftdask.run.run_folder import RUN_FILE, read_run
-from rftdask.run.sources import find_sources, git_states
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.base import next_number, numbers_in
 from rftdask.storage.checked_json import parse_object
 
+SOURCES_FOLDER = "sources"
+"""Folder of the copies for the jobs of a run, in its private folder."""
+MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", ".jinja", ".py"}
+"""Suffixes of the files that loading a model may read."""
+_GIT_FILE = "git.json"
+_GIT_TIMEOUT_S = 5.0
 _ACCEPTED = "control/accepted-{}.json"
 _COPY = "sources/{}-{}.py"
-"""Of a module, by its name and the beginning of its hash."""
+"""Copy of a source: module and beginning of its hash."""
 _COMPARED = ("sources", "tasksets", "models")
-MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", ".jinja", ".py"}
-"""Suffixes of the files that a model may be loaded from."""
 _WHOLE_BYTES = 16 << 20
-"""Longest file of a model that is read whole; of a longer one, `_NUM_PIECES` spread over it."""
+"""Model files up to this size are hashed completely, larger ones in `_NUM_PIECES` pieces."""
 _NUM_PIECES, _PIECE_BYTES = 16, 1 << 18
 _CHUNK_BYTES = 1 << 20
 _EVALUATES = "eval/"
-"""Beginning of the names of tasksets that only evaluate."""
+"""Prefix of the names of tasksets that are only evaluated."""
 
 log = logging.getLogger(__name__)
 
 
 class Inputs(Protocol):
-    """What the checks of a stage found (preflight.Inputs)."""
+    """Results of the checks of a stage (preflight.Inputs)."""
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
-        """Content hashes of what is trained on, by the name of the dataset."""
+        """Content hashes of the training data, by the name of the dataset."""
 
     @property
     def modules(self) -> Iterable[str]:
-        """Names of the modules that define its workflows and rewards."""
+        """Names of the modules that define workflows and rewards of the stage."""
 
 
 @dataclass(frozen=True)
-class MadeOf:
-    """What one start of a stage found."""
+class InputFingerprints:
+    """Fingerprints of a stage at one start."""
 
     sources: Mapping[str, str] = field(default_factory=dict)
-    """sha256 of the file of each module of the user's (sources.py)."""
+    """sha256 of the file of each of the user's modules."""
     tasksets: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints by the name of the taskset; of a supervised dataset as "dataset"."""
+    """Fingerprints by the name of the taskset; a supervised dataset is "dataset"."""
     models: Mapping[str, str] = field(default_factory=dict)
-    """"<bytes> <hash>" by "<key of the config>/<file>", recipes of operator data_juicer among them. The hash is the one
-    under which the Hub's cache stores it, or else of its content: all of a small file, pieces of a large one, of which
-    training changes every one and whose whole content `WholeContents` hashes beside the run."""
+    """"<bytes> <hash>" by "<config key>/<file>", including recipes of the operator data_juicer. The hash is the name in
+    the cache of the Hub, or the hash of the content. Large files are hashed in pieces, each of which training changes;
+    `BackgroundHasher` hashes them completely during the run."""
     files: Mapping[str, Path] = field(default_factory=dict, repr=False)
-    """Where the sources are; not written down."""
+    """Paths of `sources`; not stored."""
     large: Mapping[str, Path] = field(default_factory=dict, repr=False)
-    """Where the files of models are of which `models` has a hash of pieces, by the same names; not written down."""
+    """Paths of the model files that are hashed in pieces, by the names in `models`; not stored."""
 
     @classmethod
-    def of(cls, stage: Config, modules: Iterable[str], tasksets: Mapping[str, str], *, is_first: bool) -> MadeOf:
-        """Read what `stage` is made of.
+    def of(
+        cls, stage: Config, modules: Iterable[str], tasksets: Mapping[str, str], *, is_first: bool
+    ) -> InputFingerprints:
+        """Compute the fingerprints of a stage.
 
         Args:
-            modules: names of those that have the workflows and rewards of its tasks; imported.
-            tasksets: their fingerprints.
-            is_first: False: its model is what an earlier stage makes.
+            modules: names of the imported modules with workflows and rewards of its tasks.
+            tasksets: fingerprints of its tasksets.
+            is_first: False: an earlier stage makes the model of the stage.
         """
         files = find_sources(stage, modules)
         hashes = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
-        # Models by the key that names them. The policy only of the first stage: later ones train what the run itself
-        # made.
-        found = {"model.critic_model_path": stage.model.critic_model_path}
+        folders = {"model.critic_model_path": stage.model.critic_model_path}
         for number, model in enumerate(stage.explorer.auxiliary_models):
-            found[f"explorer.auxiliary_models[{number}]"] = None if model.traits.is_external else model.model_path
-        found |= {"model.model_path": stage.model.model_path} if is_first and not stage.is_external else {}
-        paths = {f"{key}/{file.name}": file for key, path in found.items() for file in _model_files(path)}
-        # What a recipe says decides what is dropped, as a model does that somebody else has made.
+            folders[f"explorer.auxiliary_models[{number}]"] = None if model.traits.is_external else model.model_path
+        if is_first and not stage.is_external:
+            folders["model.model_path"] = stage.model.model_path
+        paths = {f"{key}/{file.name}": file for key, path in folders.items() for file in _model_files(path)}
+        # A recipe decides which experiences are dropped.
         for number, operator in enumerate(stage.data_processor.experience_pipeline.operators):
             recipe = Path(str((operator.get("args") or {}).get("config_path") or "")).expanduser()
             if operator.get("name") == "data_juicer" and recipe.is_file():
@@ -107,170 +121,166 @@ class MadeOf:
         return cls(hashes, tasksets, models, files, large)
 
     def to_json(self) -> dict[str, Any]:
-        """As `run.json` has it, with the machine and the state of the user's git repositories."""
+        """Content of `run.json`, with the machine and the states of the user's git repositories."""
         compared = {kind: dict(getattr(self, kind)) for kind in _COMPARED}
         return {**compared, "host": socket.gethostname(), "git": git_states(self.files.values())}
 
 
-def copy_sources(storage: Storage, made_of: MadeOf) -> None:
-    """Keep the sources in the run folder, under names that a changed one does not have."""
-    for module, digest in made_of.sources.items():
-        storage.put_new(_COPY.format(module, digest[:12]), made_of.files[module].read_bytes())
+def copy_sources(storage: Storage, inputs: InputFingerprints) -> None:
+    """Copy the sources to the run folder, a changed source under a new name."""
+    for module, digest in inputs.sources.items():
+        storage.put_new(_COPY.format(module, digest[:12]), inputs.files[module].read_bytes())
 
 
-def check_made_of(stages: Sequence[Config], inputs: Sequence[Inputs], *, accept: bool = False) -> list[MadeOf]:
-    """Hold what a start found against what the run was made of before; what each stage is made of now.
+def check_inputs_unchanged(
+    stages: Sequence[Config], checked: Sequence[Inputs], *, accept: bool = False
+) -> list[InputFingerprints]:
+    """Compute the fingerprints of all stages and compare them with those of earlier starts.
 
-    Raises: DataError: something changed and `accept` is False; names all of it.
+    Raises: DataError: inputs changed, and `accept` is False; names all changes.
     """
-    found = []
-    for number, (stage, read) in enumerate(zip(stages, inputs, strict=True)):
-        found.append(MadeOf.of(stage, read.modules, read.fingerprints, is_first=number == 0))
-        _check(open_storage(stage.checkpoint_job_dir), found[-1], accept)
-    return found
+    fingerprints = []
+    for number, (stage, inputs) in enumerate(zip(stages, checked, strict=True)):
+        fingerprints.append(InputFingerprints.of(stage, inputs.modules, inputs.fingerprints, is_first=number == 0))
+        _check(open_storage(stage.checkpoint_job_dir), fingerprints[-1], accept)
+    return fingerprints
 
 
-def _check(storage: Storage, made_of: MadeOf, accept: bool) -> None:
-    # What it was made of at last, by kind; a run of before this was written down has nothing to compare with.
-    was = dict[str, dict[str, str]]()
+def _check(storage: Storage, inputs: InputFingerprints, accept: bool) -> None:
+    # A run of an older version has no fingerprints.
+    newest = dict[str, dict[str, str]]()
     first = read_run(storage).get("made_of") or {} if storage.exists(RUN_FILE) else {}
-    for each in (_told(storage, RUN_FILE, first), *_accepted(storage)):
+    for record in (_parse_record(storage, RUN_FILE, first), *_accepted(storage)):
         for kind in _COMPARED:
-            was.setdefault(kind, {}).update(each.get(kind) or {})
-    changes = [text for kind in _COMPARED for text in _changes(kind, was.get(kind, {}), getattr(made_of, kind))]
+            newest.setdefault(kind, {}).update(record.get(kind) or {})
+    changes = [text for kind in _COMPARED for text in _changes(kind, newest.get(kind, {}), getattr(inputs, kind))]
+    # Changed rows for evaluation affect no weights.
     refused = [text for text in changes if not text.startswith(f"taskset {_EVALUATES}")]
     if not changes:
         return
-    # Other rows for evaluation change no weights: they are told and written down, and refuse nothing.
     if refused and not accept:
         raise DataError(_refusal(storage, refused))
     for text in (text for text in changes if text not in refused):
-        log.warning("%s: what is evaluated from now on does not compare with what was; written down", text)
-    _write_accepted(storage, made_of, changes)
+        log.warning("%s: new evaluation results do not compare with earlier ones; the change is recorded", text)
+    _write_accepted(storage, inputs, changes)
 
 
 def _refusal(storage: Storage, changes: Sequence[str]) -> str:
     return (
-        f"{storage.url} was made of something else; put it back (copies of sources are in {storage.url}/sources), "
-        "choose another name, or accept the change with --accept-changes, which is written down:\n"
+        f"the inputs of {storage.url} changed; restore them (copies of sources are in {storage.url}/sources), choose "
+        "another name, or accept and record the changes with --accept-changes:\n"
         + "\n".join(f"  - {text}" for text in changes)
     )
 
 
-def _write_accepted(storage: Storage, made_of: MadeOf, changes: Sequence[str]) -> int:
+def _write_accepted(storage: Storage, inputs: InputFingerprints, changes: Sequence[str]) -> int:
     number = next_number(storage.list("control"), "accepted-", ".json")
-    copy_sources(storage, made_of)
-    said = {"changes": changes, "after_step": Ledger(storage).last_step(), "time_s": time.time(), **made_of.to_json()}
-    if not storage.put_new(_ACCEPTED.format(number), json.dumps(said, indent=1).encode()):
+    copy_sources(storage, inputs)
+    record = {"changes": changes, "after_step": Ledger(storage).last_step(), "time_s": time.time(), **inputs.to_json()}
+    if not storage.put_new(_ACCEPTED.format(number), json.dumps(record, indent=1).encode()):
         raise DataError(f"another process has just accepted changes of {storage.url}; start again")
     return number
 
 
-class WholeContents:
-    """Hashes all of the large files of models in a thread, while a stage runs, and holds them against what an earlier
-    start found: `control/contents-<mode>-<n>.json`, after `n` accepted changes.
+class BackgroundHasher:
+    """Hashes large model files completely in a thread during a stage and compares them with those of earlier starts, in
+    `control/contents-<mode>-<n>.json` after `n` accepted changes.
 
-    Example: contents = WholeContents(storage, "both", made_of); contents.check(); ...; contents.close()
+    Example: hasher = BackgroundHasher(storage, "both", inputs); hasher.check(); ...; hasher.close()
     """
 
-    def __init__(self, storage: Storage, mode: str, made_of: MadeOf, *, accept: bool = False) -> None:
-        self._storage, self._mode, self._made_of, self._accept = storage, mode, made_of, accept
+    def __init__(self, storage: Storage, mode: str, inputs: InputFingerprints, *, accept: bool = False) -> None:
+        self._storage, self._mode, self._inputs, self._accept = storage, mode, inputs, accept
         self._error: BaseException | None = None
         self._closed = threading.Event()
-        # Daemon: a run that ends does not wait for the hash of a hundred gigabytes.
+        # Daemon: a run does not wait at its end for the hash of a hundred gigabytes.
         self._thread = threading.Thread(target=self._run, name="contents", daemon=True)
-        if made_of.large:
+        if inputs.large:
             self._thread.start()
 
     def check(self) -> None:
-        """Waits for nothing. Raises: DataError: a file has another content than at an earlier start; what the thread
-        met.
-        """
+        """Raise the error of the thread, without waiting. Raises: DataError: a file changed since an earlier start."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Give up what is left to do. Idempotent."""
+        """Stop hashing. Idempotent."""
         self._closed.set()
 
     def _run(self) -> None:
         try:
-            now = {name: self._hash(file) for name, file in self._made_of.large.items()}
-            # Given up half-way, it has hashed parts of files, which compare with nothing.
-            if not self._closed.is_set():
-                self._settle({name: said for name, said in now.items() if said})
-        except BaseException as error:  # raised by `check`, in the thread of the run
+            hashes = {name: self._hash(file) for name, file in self._inputs.large.items()}
+            if not self._closed.is_set():  # else they are hashes of parts
+                self._compare(hashes)
+        except BaseException as error:  # `check` raises it in the thread of the run
             self._error = error
 
     def _hash(self, file: Path) -> str:
         digest, size = hashlib.sha256(), 0
         with file.open("rb") as opened:
             while not self._closed.is_set() and (piece := opened.read(_CHUNK_BYTES)):
-                digest.update(piece)  # a long one lets other threads run
+                digest.update(piece)  # releases the GIL
                 size += len(piece)
         return f"{size} {digest.hexdigest()}"
 
-    def _settle(self, now: Mapping[str, str]) -> None:
+    def _compare(self, hashes: Mapping[str, str]) -> None:
         storage, names = self._storage, self._storage.list("control")
-        # Only what was hashed since the last accepted change compares with what is there now.
+        # Hashes from before the last accepted change no longer count.
         number = max(numbers_in(names, "accepted-", ".json"), default=0)
-        was: dict[str, str] = {}
+        earlier: dict[str, str] = {}
         for path in (f"control/{name}" for name in names if re.fullmatch(rf"contents-\w+-{number}\.json", name)):
-            was |= _told(storage, path, storage.get(path)).get("models") or {}
-        if changes := list(_changes("models", was, now)):
+            earlier |= _parse_record(storage, path, storage.get(path)).get("models") or {}
+        if changes := list(_changes("models", earlier, hashes)):
             if not self._accept:
                 raise DataError(_refusal(storage, changes))
-            number = _write_accepted(storage, self._made_of, changes)
-        said = json.dumps({"models": now}, indent=1).encode()
-        storage.put_new(f"control/contents-{self._mode}-{number}.json", said)
+            number = _write_accepted(storage, self._inputs, changes)
+        record = json.dumps({"models": hashes}, indent=1).encode()
+        storage.put_new(f"control/contents-{self._mode}-{number}.json", record)
 
 
 def accepted_changes(storage: Storage) -> list[str]:
-    """What was accepted, in its order: "after step 12: source my_reward changed". Raises: DamagedError."""
-    return [f"after step {said.get('after_step')}: {text}" for said in _accepted(storage) for text in said["changes"]]
+    """Accepted changes in order: "after step 12: source my_reward: ...". Raises: DamagedError."""
+    return [f"after step {row.get('after_step')}: {text}" for row in _accepted(storage) for text in row["changes"]]
 
 
 def _accepted(storage: Storage) -> list[dict[str, Any]]:
     paths = [_ACCEPTED.format(n) for n in sorted(numbers_in(storage.list("control"), "accepted-", ".json"))]
-    return [_told(storage, path, storage.get(path)) for path in paths]
+    return [_parse_record(storage, path, storage.get(path)) for path in paths]
 
 
-def _told(storage: Storage, path: str, data: bytes | Mapping[str, Any]) -> dict[str, Any]:
-    """What was found, as it was written down. Raises: DamagedError: it has another shape."""
+def _parse_record(storage: Storage, path: str, data: bytes | Mapping[str, Any]) -> dict[str, Any]:
+    """Stored fingerprints, with "changes". Raises: DamagedError: not the expected types."""
     try:
-        # accepted-<n>.json has changes; the other files that come here have none.
-        said = {"changes": [], **(parse_object(data) if isinstance(data, bytes) else data)}
-        texts = [*said["changes"], *(text for kind in _COMPARED for text in dict(said.get(kind) or {}).values())]
+        record = {"changes": [], **(parse_object(data) if isinstance(data, bytes) else data)}
+        texts = [*record["changes"], *(text for kind in _COMPARED for text in dict(record.get(kind) or {}).values())]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError("it holds something else than texts")
+            raise ValueError("all values must be texts")
     except (TypeError, ValueError) as error:
         raise DamagedError(f"{storage.url}/{path} is damaged: {error}") from error
-    return said
+    return record
 
 
 def _changes(kind: str, was: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
-    # What only one start found says nothing: two commands of a run see different parts of it.
     for name in sorted(was.keys() & now.keys()):
         if was[name] == now[name]:
             continue
         if kind == "tasksets":
-            yield f"taskset {name}: other rows, or another order (fingerprint {was[name][:12]}, now {now[name][:12]})"
+            yield f"taskset {name}: rows or their order changed (fingerprint {was[name][:12]}, now {now[name][:12]})"
         elif kind == "sources":
-            yield f"source {name}: another content (sha256 {was[name][:12]}, now {now[name][:12]})"
+            yield f"source {name}: content changed (sha256 {was[name][:12]}, now {now[name][:12]})"
         else:
-            yield f"{name}: another content (was {was[name]:.40}, is {now[name]:.40}; bytes and hash)"
+            yield f"{name}: content changed (was {was[name]:.40}, is {now[name]:.40}; bytes and hash)"
 
 
 def _model_files(path: str | None) -> list[Path]:
-    """The files of a model folder, or of a name's copy on this machine."""
-    # A name of the Hub is looked up in this machine's cache, and never fetched for this.
+    """Files of a model folder, or of the local copy of a Hub model, which is never downloaded here."""
     folder = Path(local_model(path) if is_model_name(path) else path).expanduser() if path else Path()
     files = sorted(folder.iterdir()) if path and folder.is_dir() else []
     return [file for file in files if file.suffix in MODEL_FILES and file.is_file()]
 
 
 def _stored_hash(file: Path) -> str:
-    """That under which the Hub's cache stores the content, as the name of a blob; empty: it is no file of it."""
+    """Name of the blob in the cache of the Hub, which is the hash of its content; empty: not a file of that cache."""
     return file.resolve().name if file.is_symlink() and file.resolve().parent.name == "blobs" else ""
 
 
@@ -285,3 +295,136 @@ def _content_hash(file: Path) -> str:
                 opened.seek((size - _PIECE_BYTES) * piece // (_NUM_PIECES - 1))
                 digest.update(opened.read(_PIECE_BYTES))
     return digest.hexdigest()
+
+
+def find_sources(stage: Config, modules: Iterable[str]) -> dict[str, Path]:
+    """Find the user's own source files, by module name: plug-in folders, parts that the config names, `modules`, and
+    all that these import of the user's code, also inside functions.
+
+    modules: names of further modules, already imported.
+    """
+    folders = stage.explorer.plugin_dirs
+    sources = {
+        file.stem: file for folder in plugin_folders(folders) for file in sorted(folder.glob("*.py")) if file.is_file()
+    }
+    names = set(modules)
+    for use in named_parts(stage):
+        if use.registered is None:
+            try:
+                names.add(module_of(find_part(use.named.kind, use.name, use.named.registered(), folders)))
+            except UserError:
+                continue  # not installed on this machine, which was reported
+    for name in sorted(names):
+        path = str(getattr(sys.modules.get(name), "__file__", None) or "")
+        if path.endswith(".py") and name.partition(".")[0] != "rftdask":
+            sources.setdefault(name, Path(path))
+    # `seen` includes installed modules, so that each name is looked up once.
+    waiting, seen = list(sources), set(sources)
+    while waiting:
+        name = waiting.pop()
+        for imported in _imports(name, sources[name]) - seen:
+            seen.add(imported)
+            spec = _spec(imported)
+            if spec is not None and is_own_code(spec.origin or ""):
+                sources[imported] = Path(spec.origin or "")
+                waiting.append(imported)
+    return dict(sorted(sources.items()))
+
+
+def _imports(name: str, file: Path) -> set[str]:
+    """Names of modules that a source file may import, with their parent packages."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return set()
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    # Importing a.b.c also runs the __init__ of a and a.b. A name after "from" may be an attribute, without a spec.
+    names = {package}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    return {".".join(parts[:end]) for parts in (n.split(".") for n in names) for end in range(1, len(parts) + 1)} - {""}
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    """Spec of a module, without importing anything."""
+    if (module := sys.modules.get(name)) is not None:
+        return module.__spec__
+    # importlib.util.find_spec("a.b") would import a.
+    parent, _, _ = name.rpartition(".")
+    try:
+        if not parent:
+            return importlib.util.find_spec(name)
+        above = _spec(parent)
+        locations = above.submodule_search_locations if above is not None else None
+        return PathFinder.find_spec(name, locations) if locations is not None else None
+    except (ImportError, ValueError):
+        return None
+
+
+def copy_for_jobs(sources: Mapping[str, Path], plugin_dirs: Sequence[str], folder: Path) -> None:
+    """Copy the user's own sources to `folder` for the jobs of a run, and link the other files next to them, so that a
+    module finds its data. Replaces the copies of an earlier submission.
+
+    Scripts of jobs set SUBMITTED, and every process of the run imports the copies (config/plugins.py).
+    """
+    # A module that was deleted since must not remain as an old copy.
+    shutil.rmtree(folder, ignore_errors=True)
+    plugins = plugin_folders(plugin_dirs)
+    for part in (PLUGINS, MODULES):
+        (folder / part).mkdir(parents=True)
+    originals: dict[Path, Path] = {}
+    for name, file in sources.items():
+        if not is_own_code(str(file)):
+            continue
+        below = [*name.split("."), "__init__"] if file.name == "__init__.py" else name.split(".")
+        part = PLUGINS if any(file.resolve().is_relative_to(plugin) for plugin in plugins) else MODULES
+        copy = folder.joinpath(part, *below).with_suffix(".py")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+        originals[copy.parent] = file.resolve().parent
+    for copied, original in originals.items():
+        for other in original.iterdir():
+            is_source = other.suffix == ".py" or other.name == "__pycache__" or other.name.startswith(".")
+            if not is_source and not (copied / other.name).exists():
+                (copied / other.name).symlink_to(other)
+    (folder / _GIT_FILE).write_text(json.dumps(git_states(sources.values())))
+
+
+def git_states(files: Iterable[Path]) -> dict[str, Any]:
+    """State {"commit", "is_dirty"} of the git repositories of the working directory and of `files`, by top folder. In a
+    job: the states at its submission. Dirty: tracked files differ from the commit, or one of `files` is untracked.
+    """
+    if SUBMITTED in os.environ:
+        try:
+            return dict(json.loads(Path(os.environ[SUBMITTED], _GIT_FILE).read_bytes()))
+        except (OSError, ValueError):
+            return {}
+    return dict(_git_states([file.resolve() for file in files if is_own_code(str(file))]))
+
+
+def _git_states(files: Sequence[Path]) -> Iterator[tuple[str, Any]]:
+    def git(folder: Path | str, *arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
+        )
+        return done.stdout.strip()
+
+    seen = set()
+    for folder in dict.fromkeys((Path.cwd(), *(file.parent for file in files))):
+        try:
+            top = git(folder, "rev-parse", "--show-toplevel")
+            if top in seen:
+                continue
+            seen.add(top)
+            commit = git(top, "rev-parse", "HEAD")
+            # Other untracked files of the repository do not matter to the run.
+            sources = [str(file) for file in files if file.is_relative_to(top)]
+            untracked = git(top, "ls-files", "--others", "--", *sources) if sources else ""
+            yield top, {"commit": commit, "is_dirty": bool(untracked or git(top, "status", "--porcelain", "-uno"))}
+        except (OSError, subprocess.SubprocessError):
+            continue  # no git on this machine, or no commit yet

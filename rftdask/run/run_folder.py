@@ -1,9 +1,7 @@
-"""Run folder: opening it, owning it, and refusing what does not belong in it.
+"""Run folder: opens it and refuses configurations that do not belong to its run.
 
-`run.json` holds the config as the run began; `control/config-<fingerprint>.json` one as a later start resolved it, for
-its workers; `control/lease-<role>-<n>.json` says which process works on a role. Leases are numbered and create-only, so
-of two that start at once one wins, and an owner that sees a higher number than its own stops. Explorers of different
-names have roles of their own, `explorer.<name>`, and are beside each other only in mode explore.
+`run.json` has the config of the first start, `control/config-<fingerprint>.json` the resolved config of a later start
+for its workers, and `control/END.json` the driver, or how the run ended.
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ from rftdask.config import Config, fill_from_environment, load_config, names_env
 from rftdask.config.base import plain
 from rftdask.errors import DamagedError, DataError, FencedError, NotFoundError, UserError
 from rftdask.run.lease import (
-    _excludes,
-    _held,
-    _is_alive,
-    _parse_lease,
-    _this_process,
+    conflict,
+    excludes,
+    is_alive,
     lease_holders,
     lease_role,
+    parse_lease,
     roles_of,
+    this_process,
 )
 from rftdask.storage import Storage, open_storage
 from rftdask.storage.checked_json import parse_object
@@ -40,12 +38,12 @@ RUN_FILE = "run.json"
 STOP_FILE = "control/STOP"
 END_FILE = "control/END.json"
 _BEGUN = "begun"
-"""In place of how the run ended, while it has not."""
+"""Status in END_FILE while the run has not ended."""
 CONFIG_FILE = "control/config-{}.json"
-"""Of a config, by its fingerprint."""
+"""Path of a config, by its fingerprint."""
 _CONFIG_EDITION = 2
-"""Of what the words of a config mean, as `run.json` says it. 1, where it says nothing: plaintext said what raw says
-now, and supervised rows looked at neither `system_prompt_key` nor `reply_prefix`."""
+"""Edition of the meaning of config values, in `run.json`. In edition 1, without a number, plaintext meant raw, and
+supervised rows ignored `system_prompt_key` and `reply_prefix`."""
 _PACKAGES = ("rftdask", "torch", "transformers", "dask", "distributed", "pyarrow", "fsspec", "vllm")
 
 _FREE_KEYS = {
@@ -100,16 +98,16 @@ _FREE_KEYS = {
     "trainer.trainer_strategy",
     "trainer.ulysses_sequence_parallel_size",
 }
-"""What a later start may change: it decides how far, how fast or how loud a run goes, not what its steps are."""
+"""Keys that a later start may change: they affect length, speed and output of a run, not its steps."""
 
 _FREE_OF_MODELS = (
     *("engine_num", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "gpu_memory_utilization"),
     *("requests_per_minute", "tokens_per_minute", "max_retries", "prompt_price", "response_price"),
 )
-"""The same of each auxiliary model: where it is, how fast it is asked, and what that costs."""
+"""Keys of each auxiliary model that a later start may change."""
 
 _TRAINED_KEYS = {"buffer.explorer_input.taskset", "buffer.explorer_input.tasksets"}
-"""What a later start in mode bench may leave out."""
+"""Keys that a later start in mode bench may leave out."""
 
 
 def allocate_run_name(config: Config) -> Config:
@@ -133,20 +131,20 @@ def allocate_run_name(config: Config) -> Config:
 
 
 def check_run(storage: Storage, config: Config, free: Collection[str] = (), explore_steps: int | None = None) -> None:
-    """Whether the folder could be opened for `config` now; changes nothing.
+    """Check that the folder can be opened for `config` now, without changes.
 
-    Args: free: keys that are not known yet, and so not compared. explore_steps: as of `Lease`.
-    Raises: DataError: it is of another config; FencedError: a living process works on a role of it, or is an explorer
-        that this one cannot be beside.
+    Args: free: further keys that are not compared. explore_steps: see `Lease`.
+    Raises: DataError: it has a run of another config; FencedError: a living process holds a role of the run, or is an
+        explorer that excludes this one.
     """
     if storage.exists(RUN_FILE):
         _check_same(storage, config, free)
-    held = lease_holders(storage)
+    holders = lease_holders(storage)
     for role in roles_of(config):
-        own = lease_role(config, role)
-        for other, holder in held.items():
-            if other == own or (role == "explorer" and _excludes(other, holder, explore_steps)):
-                raise FencedError(_held(storage, other, holder, own, explore_steps))
+        new_role = lease_role(config, role)
+        for other, holder in holders.items():
+            if other == new_role or (role == "explorer" and excludes(other, holder, explore_steps)):
+                raise FencedError(conflict(storage, other, holder, new_role, explore_steps))
 
 
 def open_run(
@@ -157,32 +155,30 @@ def open_run(
     *,
     on_gpus: bool = False,
 ) -> Config:
-    """Open the run folder for `config`, making it at the first start; the config to run with.
+    """Open the run folder for `config`, creating it at the first start. Returns: the config to run with.
 
-    For the first start to write down: made_of: what the run is made of beside its config (made_of.py); placement: where
-    its roles are, as `Layout.describe` says it. on_gpus: whether the trainer is, which decides what `deterministic`
-    leaves open.
-    Raises: DataError: the folder is of another config, naming every key that differs, or is not a run folder.
+    Args: made_of: fingerprints of the run's other inputs, and placement: `Layout.describe`, both stored by the first
+    start. on_gpus: True if the trainer uses GPUs, which decides the default of `deterministic`.
+    Raises: DataError: the folder has a run of another config (names all different keys), or is not a run folder.
     """
-    # What the config leaves open is settled from here on: how large work units are, and whether bits repeat.
-    settled = config.deterministic is None
-    first = _settled(replace(config, {"deterministic": not on_gpus}) if settled else config, config)
-    # Of two first starts one makes the file; the other is compared with it like any later start.
+    is_open = config.deterministic is None
+    first = _with_defaults_of(replace(config, {"deterministic": not on_gpus}) if is_open else config, config)
+    # If two first starts race, the second compares itself with the first like any later start.
     if not storage.exists(RUN_FILE) and storage.put_new(RUN_FILE, _run_json(first, made_of, placement)):
         return first
     return _check_same(storage, config)
 
 
 def _check_same(storage: Storage, config: Config, free: Collection[str] = ()) -> Config:
-    """`config` with what it takes over from the run's. Raises: DataError: they differ in what matters."""
+    """Complete `config` with values of the run. Raises: DataError: keys that may not change differ."""
     was = read_run_config(storage)
-    if was.pipeline_place is not None:  # what it makes is where the run is now
+    if was.pipeline_place is not None:  # the run may have moved
         was = replace(was, {"checkpoint_root_dir": config.checkpoint_root_dir})
-    # Before the comparison: what the first start chose by itself is not something that the user has changed.
-    config = _settled(config, was)
+    # Before the comparison, since the user has not changed what the first start chose.
+    config = _with_defaults_of(config, was)
     free = {*_FREE_KEYS, *free}
     if config.mode == "bench" and not config.buffer.explorer_input.train_tasksets:
-        free |= _TRAINED_KEYS  # an evaluation reads none of them
+        free |= _TRAINED_KEYS  # an evaluation does not read them
     differing = [
         mask(f"{key}: was {old!r}, is {new!r}")
         for key, old, new in _differences(_compared(was), _compared(config))
@@ -191,7 +187,7 @@ def _check_same(storage: Storage, config: Config, free: Collection[str] = ()) ->
     ]
     if differing:
         raise DataError(
-            f"{storage.url} holds a run of another configuration; set these back, or choose another name:\n"
+            f"{storage.url} has a run with another configuration; restore these values, or choose another name:\n"
             + "\n".join(f"  - {line}" for line in differing)
         )
     return config
@@ -199,14 +195,14 @@ def _check_same(storage: Storage, config: Config, free: Collection[str] = ()) ->
 
 @contextmanager
 def private_files(storage: Storage, config: Config) -> Iterator[None]:
-    """What this process writes in the block, and every process that it starts there, only its owner may read, if the
-    config says so; the run folder first of all.
+    """Within the block, make new files of this process and its children readable only by their owner, if the config is
+    `private`; also the run folder.
     """
     if not config.private:
         yield
         return
     storage.make_private()
-    before = os.umask(0o077)  # for what goes by no storage: logs, databases, trackers
+    before = os.umask(0o077)  # for files that are not written through the storage: logs, databases, trackers
     try:
         yield
     finally:
@@ -214,24 +210,24 @@ def private_files(storage: Storage, config: Config) -> Iterator[None]:
 
 
 def record_run(storage: Storage, config: Config) -> None:
-    """Make the folder of a run with stages known as a run; the folder of each stage is what refuses another config."""
-    # Renewed at each start: further stages may be added to a run.
+    """Write `run.json` of a run with stages. The folders of the stages refuse other configs."""
+    # Each start may add stages.
     if config.stages and not storage.put_new(RUN_FILE, _run_json(config)):
         storage.put(RUN_FILE, _run_json(config))
 
 
 def read_run(storage: Storage) -> dict[str, Any]:
-    """`run.json` of an existing run, its config in the words of today. Raises: DataError: there is none."""
+    """Content of `run.json`, its config in the current edition. Raises: DataError: not a run folder."""
     try:
         tree = parse_object(storage.get(RUN_FILE))
         if not isinstance(tree.get("config"), Mapping):
-            raise ValueError("it holds no config")
+            raise ValueError("it has no config")
         if "config_edition" not in tree:
-            tree["config"] = _as_meant(tree["config"])
+            tree["config"] = _upgraded(tree["config"])
     except NotFoundError:
         raise DataError(
             f"{storage.url} is not a run folder: it has no {RUN_FILE}; give <checkpoint_root_dir>/<project>/<name>, "
-            "the folder that rftdask validate tells"
+            "the folder that rftdask validate reports"
         ) from None
     except ValueError as error:
         raise DamagedError(f"{storage.url}/{RUN_FILE} is damaged: {error}") from error
@@ -239,73 +235,67 @@ def read_run(storage: Storage) -> dict[str, Any]:
 
 
 def read_run_config(storage: Storage) -> Config:
-    """The config with which an existing run began. Raises: DataError: there is none."""
-    # Once begun it is continued, whatever was asked for when it began.
+    """Config of the first start of a run. Raises: DataError: not a run folder."""
     return load_config({**read_run(storage)["config"], "continue_from_checkpoint": True}, was_checked=True)
 
 
 def record_config(storage: Storage, config: Config) -> str:
-    """Write the config of this start down for the workers that are sent its fingerprint, which is returned.
+    """Write the config of this start for its workers. Returns: its fingerprint, which names the file.
 
-    `run.json` holds the config of the first start; a later one may differ from it in the free keys, and the two roles
-    of a run may be two commands, each with its own. So each config has a file of its own, named by its content.
+    The config may differ from that in `run.json`, and commands for one role each have different configs.
     """
     data = json.dumps(config.to_dict(), sort_keys=True).encode()
-    # Of the bytes as written, keys sorted, so that equal configs share a file whoever wrote it.
     fingerprint = hashlib.sha256(data).hexdigest()[:32]
     path = CONFIG_FILE.format(fingerprint)
-    # What a crash or a disk left of it is put right: who knows the config can write the very same bytes again.
+    # Repairs a file that a crash left incomplete.
     if not storage.put_new(path, data) and storage.get(path) != data:
         storage.put(path, data)
     return fingerprint
 
 
 def read_config(storage: Storage, fingerprint: str) -> Config:
-    """The config that `record_config` gave this fingerprint.
-
-    Raises: DataError: the folder has none such; DamagedError: the file is not what was written.
-    """
+    """Read the config with this fingerprint. Raises: DataError: not in this folder; DamagedError."""
     path = CONFIG_FILE.format(fingerprint)
     try:
         data = storage.get(path)
     except NotFoundError:
         raise DataError(
-            f"{storage.url} has no {path}, which the driver of the run wrote: does this machine see the driver's "
-            "run folder (checkpoint_root_dir)?"
+            f"{storage.url} has no {path}, which the driver wrote; check that this machine sees the run folder of the "
+            "driver (checkpoint_root_dir)"
         ) from None
     if hashlib.sha256(data).hexdigest()[:32] != fingerprint:
-        raise DamagedError(f"{storage.url}/{path} is damaged: its content does not fit its name; start the run again")
+        raise DamagedError(f"{storage.url}/{path} is damaged: its content does not match its name; start the run again")
     return load_config(json.loads(data), was_checked=True)
 
 
 def folders_of(storage: Storage) -> dict[str, Storage]:
-    """The folder of a run, "", then those of its stages by name: all below `storage`, wherever the run began."""
+    """Storage of the run under "", then of its stages by name, all below `storage` even if the run has moved."""
     stages = read_run_config(storage).stages if storage.exists(RUN_FILE) else ()
     names = [stage.stage_name for stage in stages]
     return {"": storage} | {name: open_storage(f"{storage.url.rstrip('/')}/{name}") for name in names}
 
 
 def note_begin(storage: Storage) -> None:
-    """Say who drives the run, from before it has a role until `note_end`; an earlier end is not told any more."""
-    storage.put(END_FILE, json.dumps({**_this_process(time.time()), "status": _BEGUN, "error": ""}).encode())
+    """Record this process as the driver, until `note_end`. Replaces an earlier end."""
+    storage.put(END_FILE, json.dumps({**this_process(time.time()), "status": _BEGUN, "error": ""}).encode())
 
 
 def read_driver(storage: Storage) -> dict[str, Any] | None:
-    """The process that drives the run now: {"host", "pid", ...}. Of another machine only in its first half minute."""
+    """Process that drives the run now: {"host", "pid", ...}. On other machines it is known only for half a minute."""
     try:
-        driver = _parse_lease(storage.get(END_FILE))
-    except (NotFoundError, ValueError):  # it ended, and said how
+        driver = parse_lease(storage.get(END_FILE))
+    except (NotFoundError, ValueError):  # the run has ended
         return None
-    return driver if _is_alive(driver, time.time()) else None
+    return driver if is_alive(driver, time.time()) else None
 
 
 def note_end(storage: Storage, status: str, error: str) -> None:
-    """The last words of a run, for who asks later why it does not run; a run that was killed leaves none."""
+    """Record how the run ended. A killed run has no such record."""
     storage.put(END_FILE, json.dumps({"status": status, "error": mask(error), "time_s": time.time()}).encode())
 
 
 def read_end(storage: Storage) -> str | None:
-    """How the run said that it ended: "failed: RoleError: ..."; None: it said nothing."""
+    """How the run ended: "failed: RoleError: ...". None: not recorded."""
     try:
         end = parse_object(storage.get(END_FILE))
         if end["status"] == _BEGUN:
@@ -316,21 +306,20 @@ def read_end(storage: Storage) -> str | None:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter for a run."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and of the main packages of a run."""
+    versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
-def _settled(config: Config, first: Config) -> Config:
-    """The config with what the run began with where it says nothing: the size of work units, on which slots of groups
-    depend, and whether bits repeat."""
+def _with_defaults_of(config: Config, first: Config) -> Config:
+    """Complete unset keys with the values of the first start: the size of work units, and `deterministic`."""
     settled: dict[str, Any] = {}
-    # Derived from the number of engines at the first start; another number of engines later must not move it.
+    # Slots of groups depend on it, and its default depends on the number of engines, which may change.
     if config.explorer.tasks_per_batch is None:
         settled["explorer.tasks_per_batch"] = first.tasks_per_unit
     if config.deterministic is None and first.deterministic is not None:
@@ -339,24 +328,23 @@ def _settled(config: Config, first: Config) -> Config:
 
 
 def _run_json(config: Config, made_of: Mapping[str, Any] | None = None, placement: str | None = None) -> bytes:
-    told = config.to_dict()
+    tree = config.to_dict()
     folder = config.cluster.private_folder
-    if folder is not None and not names_environment(folder):  # who attaches is elsewhere
-        told["cluster"]["private_folder"] = str(Path(folder).expanduser().absolute())
-    # Versions and seed are for people; a later start is held against the config and what the run is made of.
-    tree = {"config": told, "versions": package_versions(), "seed": config.seed, "created_s": time.time()}
-    tree |= {"cwd": os.getcwd(), "config_edition": _CONFIG_EDITION} | ({} if made_of is None else {"made_of": made_of})
-    tree |= {} if placement is None else {"placement": placement}
-    return json.dumps(tree, indent=1).encode()
+    if folder is not None and not names_environment(folder):  # other commands run in other folders
+        tree["cluster"]["private_folder"] = str(Path(folder).expanduser().absolute())
+    run = {"config": tree, "versions": package_versions(), "seed": config.seed, "created_s": time.time()}
+    run |= {"cwd": os.getcwd(), "config_edition": _CONFIG_EDITION} | ({} if made_of is None else {"made_of": made_of})
+    run |= {} if placement is None else {"placement": placement}
+    return json.dumps(run, indent=1).encode()
 
 
-def _as_meant(tree: Any, key: str = "", supervised: bool = False) -> Any:
-    """A part of a config of the first edition, in the words of this one; `supervised`: it is of `trainer_input`."""
+def _upgraded(tree: Any, key: str = "", supervised: bool = False) -> Any:
+    """Convert a part of a config from edition 1. supervised: the part belongs to `trainer_input`."""
     if isinstance(tree, list):
-        return [_as_meant(item) for item in tree]
+        return [_upgraded(item) for item in tree]
     if not isinstance(tree, Mapping):
         return tree
-    tree = {name: _as_meant(item, name, supervised or name == "trainer_input") for name, item in tree.items()}
+    tree = {name: _upgraded(item, name, supervised or name == "trainer_input") for name, item in tree.items()}
     if key == "format" and tree.get("prompt_type") == "plaintext":
         tree["prompt_type"] = "raw"
     ignored = ("system_prompt_key", "reply_prefix") if key == "format" and supervised else ()
@@ -364,14 +352,14 @@ def _as_meant(tree: Any, key: str = "", supervised: bool = False) -> Any:
 
 
 def _is_of_the_run(storage: Storage, was: str, now: str) -> bool:
-    """Whether both are what an earlier stage of the run made at one step, at its old place and at the new one."""
+    """True if both paths are the same checkpoint of an earlier stage, before and after the run moved."""
     root = storage.url.rstrip("/").rpartition("/")[0]
     inside = now.removeprefix(root)
     return now.startswith(f"{root}/") and "/global_step_" in inside and was.endswith(inside)
 
 
 def _compared(config: Config) -> dict[str, Any]:
-    """The config without what a later start may change of its auxiliary models."""
+    """Config tree without the free keys of auxiliary models."""
     tree: dict[str, Any] = plain(config)
     for model in tree["explorer"]["auxiliary_models"]:
         for key in _FREE_OF_MODELS:
@@ -384,6 +372,7 @@ def _differences(was: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, 
         for name in sorted({*was, *now}):
             yield from _differences(was.get(name), now.get(name), f"{key}.{name}" if key else name)
     elif was != now and not (isinstance(was, list | tuple) and list(was) == list(now or [])):
-        # What an older start wrote down may be the value of what stands for it now.
-        stands_for_it = names_environment(now) and not names_environment(was) and fill_from_environment(now) == was
-        yield from [] if stands_for_it else [(key, was, now)]
+        # An older version stored the value of an environment variable, not its name.
+        is_same_value = names_environment(now) and not names_environment(was) and fill_from_environment(now) == was
+        if not is_same_value:
+            yield key, was, now

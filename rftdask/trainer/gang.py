@@ -38,7 +38,7 @@ from rftdask.errors import (
 )
 from rftdask.monitor.events import CODEC, Ended
 from rftdask.processes.child import LOG_LEVEL, Child
-from rftdask.processes.dask_task import LEAVING_TOPIC, AsksScheduler, host_of, make_called_off, workers_of
+from rftdask.processes.dask_task import LEAVING_TOPIC, AsksScheduler, host_of, make_cancel_check, workers_of
 from rftdask.synchronizer.transports.dask_broadcast import serve_blocks
 from rftdask.trainer.flight_recorder import forget, left_behind, recording
 
@@ -153,7 +153,7 @@ def supervise(spec: RankSpec, address: str) -> Ended:
     if worker.address != address:
         # Submitted with allow_other_workers, since a task that is bound to a dead worker would wait forever.
         raise ProcessLostError(f"rank {spec.rank} was meant for {address}, which is gone; this is {worker.address}")
-    is_cancelled = make_called_off()
+    is_cancelled = make_cancel_check()
     serve_blocks(worker)  # of weights that the rank holds in memory
     # gloo and NCCL have no authentication, so they are bound to one interface; the user's values win.
     interface = interface_of(host_of(address))

@@ -53,7 +53,7 @@ from rftdask.monitor.events import CODEC, Alive, Event
 from rftdask.monitor.metrics import MetricsWriter
 from rftdask.processes.child import Channel
 from rftdask.processes.dask_task import host_of
-from rftdask.processes.device_lock import DeviceTurn
+from rftdask.processes.device_lock import DeviceLock
 from rftdask.processes.gpus import out_of_memory, set_device, use_device
 from rftdask.run.run_folder import STOP_FILE
 from rftdask.storage import Storage, open_storage
@@ -112,7 +112,7 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
         def emit(event: Event) -> None:
             channel.send(CODEC.encode(event))
 
-        device_lock, timeout_s = DeviceTurn.of_this_process(alone=True), float(config.synchronizer.sync_timeout)
+        device_lock, timeout_s = DeviceLock.from_environment(exclusive=True), float(config.synchronizer.sync_timeout)
         if device_lock is not None:  # before a model is loaded onto the device
             acquire_device(device_lock, all_ranks(), timeout_s, lambda: emit(Alive()))
         with MetricsWriter(storage, "trainer") as metrics:

@@ -32,7 +32,7 @@ from rftdask.buffer.batches.source import BatchNotReady, BatchSource
 from rftdask.config.schema.trainer import TrainerConfig
 from rftdask.errors import StorageError
 from rftdask.monitor.events import Alive, CheckpointSaved, Ended, Event, Started, StepFinished, WeightsPublished
-from rftdask.processes.device_lock import DeviceTurn
+from rftdask.processes.device_lock import DeviceLock
 from rftdask.storage import Storage
 from rftdask.storage.base import Data
 from rftdask.synchronizer.fingerprint import Fingerprint
@@ -119,7 +119,7 @@ class Trainer:
     held_out: Sequence[TrainingBatch] = ()
     """Evaluation rows, the same on all ranks; evaluated before the first step, every `eval_interval` steps and after
     the last."""
-    device_lock: DeviceTurn | None = None
+    device_lock: DeviceLock | None = None
     """Lock on a GPU shared with an engine, already held at construction. None: the GPU is not shared."""
     device_timeout_s: float = 3600.0
     """Seconds to wait for the lock."""
@@ -246,7 +246,7 @@ class Trainer:
         """Leave the device to the engines that share it. On all ranks."""
         if self.device_lock is not None and self.device_lock.held:
             self.engine.leave_device()
-            self.device_lock.leave()
+            self.device_lock.release()
 
     def _next_action(self, step: int) -> Action:
         """Decide what follows `step`, on rank 0; the entry of a batch is in the ledger before it is returned."""
@@ -512,7 +512,7 @@ def batch_metrics(step: int, entry: LedgerEntry, batch: TrainingBatch) -> dict[s
     return metrics
 
 
-def acquire_device(lock: DeviceTurn, ranks: Ranks, timeout_s: float, send_heartbeat: Callable[[], None]) -> None:
+def acquire_device(lock: DeviceLock, ranks: Ranks, timeout_s: float, send_heartbeat: Callable[[], None]) -> None:
     """Wait until every rank has locked its device. Called by all ranks.
 
     Raises: WaitTimeout: an engine did not release a device.
@@ -520,7 +520,7 @@ def acquire_device(lock: DeviceTurn, ranks: Ranks, timeout_s: float, send_heartb
     began = heartbeat_s = time.monotonic()
     # All ranks poll together: a rank that waited without them would block the others in a collective call, which has a
     # different deadline. Acquired locks are kept.
-    while not all(ranks.all_gather(lock.try_take())):
+    while not all(ranks.all_gather(lock.try_acquire())):
         now = time.monotonic()
         if now - heartbeat_s > _HEARTBEAT_INTERVAL_S:
             heartbeat_s = now

@@ -18,7 +18,7 @@ _NO_CALLS = ("<module>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
 Call = tuple[str, str]
 """A function as docs/tour.md links to it: file below the package's parent, and name or Class.name."""
-_FORKS: Call = ("rftdask/processes/zygote.py", "_Nursery._fork")
+_FORKS: Call = ("rftdask/processes/zygote.py", "Zygote._fork")
 
 
 def own_calls() -> list[Call]:

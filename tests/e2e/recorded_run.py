@@ -15,7 +15,7 @@ from distributed.threadpoolexecutor import ThreadPoolExecutor
 
 from rftdask.cli import app as cli
 from rftdask.cluster import local
-from rftdask.processes.zygote import Forked
+from rftdask.processes.zygote import ForkedProcess
 from tests.e2e.own_stack import write_own_calls
 
 
@@ -43,7 +43,7 @@ def _rank_process(address: str, entry: str, args: Any, *_: Any, **__: Any) -> st
 
 record(ThreadPoolExecutor, "submit", _function)
 record(distributed.Client, "submit", _function)
-record(Forked, "__init__", _rank_process)
+record(ForkedProcess, "__init__", _rank_process)
 
 
 def preload_in_workers() -> None:

@@ -28,7 +28,7 @@ from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.lineage import MAIN_LINEAGE
 from rftdask.buffer.log.shard import ShardName
 from rftdask.cli import app as cli
-from rftdask.processes.zygote import asker_of
+from rftdask.processes.zygote import requester_of
 from rftdask.storage import open_storage
 
 DEADLINE_S = 300.0
@@ -209,7 +209,7 @@ class RunProcess:
 
 def worker_of(process: psutil.Process) -> psutil.Process:
     """Return the worker that a rank or an engine belongs to."""
-    return psutil.Process(asker_of(process.cmdline()) or process.ppid())
+    return psutil.Process(requester_of(process.cmdline()) or process.ppid())
 
 
 def _command_line(process: psutil.Process) -> str:

@@ -12,7 +12,7 @@ import yaml
 from hostile import assert_mendable, refused_run
 
 from rftdask.config import load_config
-from rftdask.run.input_fingerprints import MadeOf
+from rftdask.run.input_fingerprints import InputFingerprints
 from tests.integration.run_cases import call_cli, write_config
 
 TASKSET = "buffer.explorer_input.taskset"
@@ -251,5 +251,5 @@ def test_a_fifo_among_plugins_is_not_waited_for(name: str, tmp_path: Path) -> No
     fifo(tmp_path / "plugins" / name)
     settings = (f"explorer.plugin_dirs=[{tmp_path}/plugins]", "algorithm.policy_loss_fn=ppoo")
     assert_mendable(call_cli("run", str(config), *settings), "plugins/x.py" if name == "x.py" else "ppoo")
-    found = MadeOf.of(load_config(config, settings[:1]), (), {}, is_first=True)
+    found = InputFingerprints.of(load_config(config, settings[:1]), (), {}, is_first=True)
     assert not found.sources

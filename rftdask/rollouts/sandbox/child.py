@@ -17,7 +17,6 @@ import gc
 import importlib
 import inspect
 import math
-import numbers
 import os
 import pickle
 import resource
@@ -34,7 +33,7 @@ from typing import Any
 import msgpack
 
 from rftdask.config.plugins import load_plugin_folders, read_functions
-from rftdask.processes.zygote import end_with
+from rftdask.processes.zygote import die_with_parent
 from rftdask.rollouts.policy.answer_stream import OnText
 from rftdask.rollouts.policy.base import ForwardingPolicy, Method
 from rftdask.rollouts.rewards.registry import get_reward
@@ -65,7 +64,7 @@ def main(control_fd: int) -> None:
         _guard(server, control_fd)
     else:
         os.setsid()  # a signal to the group of one is none to the other's
-        end_with(guard)
+        die_with_parent(guard)
         _serve(control_fd)
 
 
@@ -200,7 +199,7 @@ class _ForkServer:
     def _become_fork(self, output_fd: int) -> None:
         # Take this process out of the fork server's hands: a group, signals, descriptors and limits of its own.
         os.setsid()
-        end_with(self._pid)
+        die_with_parent(self._pid)
         # Its orphans stay with it while it lives: an attempt may start what puts itself in the background.
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         signal.set_wakeup_fd(-1)
@@ -413,16 +412,8 @@ class _RemoteModel(ForwardingPolicy):
 def _packed(message: messages.FromFork) -> bytes:
     """The message as bytes. Raises: ValueError: longer than MAX_FRAME_BYTES, or of values that are no plain data."""
 
-    def as_plain(value: Any) -> Any:
-        # Numbers of any kind as Python's; of anything else its looks, which the check of a reward will name.
-        if isinstance(value, numbers.Real):
-            return float(value)
-        with contextlib.suppress(Exception):
-            return value.item()
-        return {"not plain": repr(value)[:200]}
-
     try:
-        body: bytes = msgpack.packb(messages.FROM_FORK.encode(message), default=as_plain)
+        body: bytes = msgpack.packb(messages.FROM_FORK.encode(message))
     except (AttributeError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"only plain values can leave a sandbox: {error}") from error
     if len(body) > messages.MAX_FRAME_BYTES:

@@ -6,6 +6,8 @@ written to its stream.
 
 from __future__ import annotations
 
+import contextlib
+import numbers
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from rftdask.processes.messages import Codec
 from rftdask.rollouts.policy.answer_stream import Part
 from rftdask.rollouts.policy.base import Method
 from rftdask.rollouts.policy.openai_api import OpenAIAnswer
-from rftdask.rollouts.workflows.base import Response, Reward
+from rftdask.rollouts.workflows.base import Response, Reward, Step
 
 LENGTH = struct.Struct(">I")
 """Header of each message on a fork's stream: its number of bytes."""
@@ -158,7 +160,8 @@ class SetState:
 class Finished:
     """The attempt ended well."""
 
-    reward: Reward
+    reward: Any
+    """A `Reward`, decoded without checks (`read_reward`): the worker reports a value that is not a number."""
     times: Mapping[str, float]
     """Seconds by what the workflow timed."""
 
@@ -173,8 +176,22 @@ class Failed:
     traceback: str = ""
 
 
+def read_reward(fields: Any) -> Reward:
+    """Raises: TypeError: not the fields of a reward."""
+    return Reward(**{**fields, "steps": tuple(Step(**step) for step in fields["steps"])})
+
+
+def _as_plain(value: Any) -> Any:
+    """A number as a float, and any other object as its text, which the check of a reward reports."""
+    if isinstance(value, numbers.Real):
+        return float(value)
+    with contextlib.suppress(Exception):
+        return value.item()
+    return {"not plain": repr(value)[:200]}
+
+
 ToFork: TypeAlias = Run | Answer | Told
 TO_FORK: Codec[ToFork] = Codec(Run, Answer, Told)
 FromFork: TypeAlias = Hello | Ask | SetState | Finished | Failed
 # Of plain values alone: a fork runs code of others, and a pickle of theirs would run in the worker.
-FROM_FORK: Codec[FromFork] = Codec(Hello, Ask, SetState, Finished, Failed)
+FROM_FORK: Codec[FromFork] = Codec(Hello, Ask, SetState, Finished, Failed, enc_hook=_as_plain)

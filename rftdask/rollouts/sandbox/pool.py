@@ -29,6 +29,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -263,7 +264,8 @@ class SandboxPool:
         if isinstance(outcome, messages.Finished):
             for name, time_s in outcome.times.items():
                 model.times[name] = model.times.get(name, 0.0) + time_s
-            return outcome.reward
+            reward: Reward = outcome.reward
+            return reward
         if outcome.error == PromptTooLongError.__name__:
             raise PromptTooLongError(outcome.text)
         where = ""
@@ -356,9 +358,11 @@ class _Process:
                 elif isinstance(message, messages.SetState):
                     model.set_state(**message.values)
                 elif isinstance(message, messages.Finished | messages.Failed):
+                    if isinstance(message, messages.Finished):
+                        message = replace(message, reward=messages.read_reward(message.reward))
                     self._read_output()  # what it printed before it said so
                     return message
-        except (TypeError, ValueError) as error:  # what a workflow may have written to the stream itself
+        except (KeyError, TypeError, ValueError) as error:  # what a workflow may have written to the stream itself
             raise SandboxError(f"its process said what cannot be understood: {error!r:.200}") from error
         finally:
             for answer in answers:

@@ -42,7 +42,7 @@ import pytest
 import yaml
 
 from rftdask import Experiment
-from rftdask.cluster import slurm
+from rftdask.cluster import slurm_commands as slurm
 from rftdask.cluster.jobs import JobRecord, read_jobs
 from rftdask.errors import RftError
 from rftdask.run.lease import lease_holder
@@ -273,7 +273,7 @@ def test_a_limit_of_submitted_jobs_reduces_only_the_explorers(tmp_path: Path) ->
         assert call_cli("submit", str(demo.config)).code == 0
         demo.wait_for_end()
         assert assert_sound(demo.folder)["step"] == tree["trainer"]["total_steps"], demo.log()
-        assert "2 explorer jobs are there, and one more is tried later: " in demo.log() and limit in demo.log()
+        assert "2 explorer jobs are submitted, another one follows later: " in demo.log() and limit in demo.log()
     finally:
         demo.cancel_all()
 
@@ -370,7 +370,7 @@ def test_a_rank_and_an_engine_take_turns_in_one_job(tmp_path: Path) -> None:
     demo = Demo(tmp_path, ("cluster", "colocate", True))
     tree = yaml.safe_load(demo.config.read_text())
     # On a GPU they recognize each other by its name; here the test names the device.
-    tree["cluster"]["slurm"]["trainer"]["prologue"].append(f"export RFTDASK_TURNS={turns}:0")
+    tree["cluster"]["slurm"]["trainer"]["prologue"].append(f"export RFTDASK_DEVICE_LOCKS={turns}:0")
     tree["explorer"] = {**tree.get("explorer", {}), "max_workers": 1}
     demo.config.write_text(yaml.safe_dump(tree))
     try:
@@ -449,9 +449,9 @@ def test_a_run_without_requeue_reports_it_and_ends(tmp_path: Path) -> None:
     demo.config.write_text(yaml.safe_dump(tree))
     try:
         submitted = call_cli("submit", str(demo.config))
-        assert submitted.code == 0 and "warning: SLURM does not queue this job again" in submitted.err, submitted
+        assert submitted.code == 0 and "warning: SLURM does not requeue this job" in submitted.err, submitted
         demo.wait_for_end()
-        assert "SLURM does not queue this job again" in demo.log()
+        assert "SLURM does not requeue this job" in demo.log()
         again = call_cli("submit", str(demo.config))
         assert again.code == 0 and "has finished, so nothing is submitted" in again.out, again
         assert demo.alive() == {}
@@ -483,7 +483,7 @@ def test_an_allocation_resumes_a_killed_driver_as_submitted(tmp_path: Path, demo
     assert assert_sound(demo.folder)["checkpoint"] > before
     assert set(Experiment.open(demo.folder).experiences()["reward"].dropna()) == {0.25}
     refused = call_cli(*submit)
-    assert refused.code == 2 and "source submitted_reward: another content" in refused.err, refused
+    assert refused.code == 2 and "source submitted_reward: content changed" in refused.err, refused
 
 
 @pytest.mark.long

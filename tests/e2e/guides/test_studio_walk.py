@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.cluster import slurm
+from rftdask.cluster import slurm_commands as slurm
 from rftdask.cluster.jobs import read_jobs
 from rftdask.storage import open_storage
 from tests.e2e.clusters.test_slurm_runs import has_slurm

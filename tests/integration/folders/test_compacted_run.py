@@ -56,7 +56,7 @@ def test_a_compacted_run_is_sound_and_complete_for_readers(tmp_path: Path) -> No
     oldest = min(checkpoint_steps(open_storage(str(folder))))
     with Lease(open_storage(str(folder)), "trainer"):
         busy = call_cli("compact", str(folder))
-    assert busy.code == 2 and "is being worked on: trainer is process" in busy.err
+    assert busy.code == 2 and "is in use: trainer is process" in busy.err
     ended = call_cli("compact", str(folder))
     assert ended.code == 0 and "audit       unchanged" in ended.out, ended
     waiting = was["experiences"]["waiting"] // REPEAT_TIMES  # a shard holds at least one group

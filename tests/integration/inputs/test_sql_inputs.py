@@ -72,7 +72,7 @@ def test_sft_reads_a_table_and_refuses_a_changed_one(tmp_path: Path) -> None:
         connection.exec_driver_sql("update shown set answer = '0' where id = 1")
     engine.dispose()
     again = call_cli("run", str(config), *SHORT[:1], *table, "trainer.total_steps=3")
-    assert again.code == 2 and "taskset dataset: other rows, or another order" in again.err
+    assert again.code == 2 and "taskset dataset: rows or their order changed" in again.err
 
 
 def test_a_missing_table_is_reported_before_anything_starts(tmp_path: Path) -> None:

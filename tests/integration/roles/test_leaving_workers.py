@@ -26,7 +26,7 @@ from distributed import Client, KilledWorker, Scheduler, SpecCluster
 
 from rftdask.cluster.preloads import LEAVING
 from rftdask.processes.dask_cluster import DASK_CONFIG
-from rftdask.processes.dask_task import LEAVING_TOPIC, make_called_off
+from rftdask.processes.dask_task import LEAVING_TOPIC, make_cancel_check
 from tests.integration.run_cases import DEADLINE_S
 from tests.living import lives
 
@@ -142,9 +142,9 @@ def test_nothing_outlives_the_process_of_a_job(client: Client, tmp_path: Path) -
 
 def test_a_task_notices_a_lost_scheduler_and_frees_its_worker(tmp_path: Path) -> None:
     def look(ready: str, told: str) -> None:
-        called_off = make_called_off()
+        is_cancelled = make_cancel_check()
         Path(ready).touch()
-        while not called_off():
+        while not is_cancelled():
             time.sleep(0.02)
         Path(told).touch()
 

@@ -170,7 +170,7 @@ def test_invalid_skips_change_nothing(storage: Storage, tmp_path: Path) -> None:
     refuse(BAD, "give a reason of 1 to 200", because="\x1b[2J")
     refuse(BAD, "give a reason of 1 to 200", because="x" * 300)
     with Lease(storage, "trainer"):
-        refuse(BAD, "is being worked on", kind=FencedError)
+        refuse(BAD, "is in use", kind=FencedError)
     storage.put("global_step_8/MANIFEST.json", b"torn")  # somebody may put it back
     refuse(BAD, "global_step_8 includes it, damaged or not")
     storage.remove("global_step_8")

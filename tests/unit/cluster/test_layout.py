@@ -23,7 +23,7 @@ from rftdask.processes.gpus import visible_gpus
 
 
 class Stays(EngineTraits):
-    """An engine of somebody's that says nothing of leaving a GPU."""
+    """An engine of a plug-in that cannot release a GPU."""
 
 
 def stage(engines: int, *overrides: str) -> Config:
@@ -35,23 +35,23 @@ def stage(engines: int, *overrides: str) -> Config:
     return load_config(tree, overrides)
 
 
-def test_two_cores_are_a_trainer_that_also_controls_and_an_engine() -> None:
+def test_two_cores_have_a_trainer_with_control_and_an_engine() -> None:
     expected = (WorkerPlan("trainer-0", ("trainer", "control"), 1), WorkerPlan("explorer-0", ("explorer",), 1))
     assert plan_layout([stage(1)], 2) == Layout(expected)
 
 
-def test_without_a_trainer_the_control_role_has_a_worker_that_no_rollout_can_kill() -> None:
+def test_without_a_trainer_the_control_role_has_a_worker() -> None:
     workers = plan_layout([stage(2, "mode=explore")], 2).workers
     assert [worker.resources for worker in workers] == [("explorer",), ("explorer",), ("control",)]
 
 
-def test_every_role_has_a_gpu_of_its_own() -> None:
+def test_every_role_has_its_own_gpu() -> None:
     workers = plan_layout([stage(7)], 64, num_gpus=8).workers
     assert [worker.gpu for worker in workers] == list(range(8))
     assert {worker.threads for worker in workers} == {8}
 
 
-def test_an_engine_on_several_gpus_has_all_of_them_to_itself() -> None:
+def test_an_engine_on_several_gpus_shares_none() -> None:
     split = ("explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.tensor_parallel_size=2")
     workers = plan_layout([stage(2, *split)], 64, num_gpus=8).workers
     assert [worker.num_gpus for worker in workers] == [1, 1, 1, 1, 2, 2]
@@ -61,7 +61,7 @@ def test_an_engine_on_several_gpus_has_all_of_them_to_itself() -> None:
         plan_layout([stage(4, *split, *apart)], 64, num_gpus=8)
 
 
-def test_more_roles_than_gpus_are_refused_with_the_arithmetic() -> None:
+def test_more_roles_than_gpus_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"1 trainer \+ 8 explorers .* = 9 processes .* 8 GPUs .* lower engine_num to 7"
     ):
@@ -74,10 +74,10 @@ def places(layout: Layout) -> list[tuple[str, int | None, int, tuple[int, ...]]]
     return [(worker.name, worker.gpu, worker.num_gpus, worker.shares) for worker in layout.workers]
 
 
-def test_one_gpu_is_shared_by_turns() -> None:
+def test_one_gpu_is_shared() -> None:
     layout = plan_layout([stage(1)], 16, num_gpus=1)
     assert places(layout) == [("trainer-0", 0, 1, (0,)), ("explorer-0", 0, 1, (0,))]
-    assert {worker.threads for worker in layout.workers} == {16}  # who waits needs no cores
+    assert {worker.threads for worker in layout.workers} == {16}  # waiting roles need no cores
     assert layout.describe() == "1 rank on GPU 0, 1 engine on GPU 0; they take turns on GPU 0 (colocate)"
     assert not plan_layout([stage(1)], 16, num_gpus=2).colocated
     assert plan_layout([stage(1, "mode=colocate")], 16, num_gpus=2).num_workers("trainer") == 2
@@ -87,7 +87,7 @@ def test_gpus_are_shared_by_as_many_ranks_and_engines() -> None:
     layout = plan_layout([stage(8)], 64, num_gpus=8)
     assert [worker.shares for worker in layout.workers] == [(i,) for i in (*range(8), *range(8))]
     assert layout.describe() == "8 ranks on GPUs 0-7, 8 engines on GPUs 0-7; they take turns on GPUs 0-7 (colocate)"
-    # An engine that works on several waits for all of its ranks; who shares no GPU waits for nobody.
+    # An engine on several GPUs waits for all of their ranks.
     split = ("explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.tensor_parallel_size=2")
     mixed = plan_layout([stage(4, *split, "trainer.num_ranks=3")], 64, num_gpus=8)
     assert places(mixed)[3:] == [
@@ -105,13 +105,13 @@ def test_gpus_are_shared_by_as_many_ranks_and_engines() -> None:
         plan_layout([stage(1, "trainer.num_ranks=9")], 64, num_gpus=8)
 
 
-def test_ranks_take_their_turns_together_also_those_that_have_their_gpu_alone() -> None:
+def test_all_ranks_lock_their_gpus_together() -> None:
     layout = plan_layout([stage(1, "mode=colocate", "trainer.num_ranks=3")], 16, num_gpus=3)
     assert [worker.shares for worker in layout.workers] == [(0,), (1,), (2,), (0,)]
     assert layout.describe() == "3 ranks on GPUs 0-2, 1 engine on GPU 0; they take turns on GPU 0 (colocate)"
 
 
-def test_a_dataset_is_trained_beside_an_engine_where_there_are_tasks_to_evaluate() -> None:
+def test_training_on_a_dataset_may_have_an_engine_to_evaluate() -> None:
     dataset = ("mode=train", "algorithm={algorithm_type: sft}", "buffer.trainer_input.experience_buffer.path=d.jsonl")
     tasks = "buffer.explorer_input.eval_tasksets=[{path: e.jsonl}]"
     assert plan_layout([stage(1, *dataset)], 2).num_workers("explorer") == 0
@@ -119,11 +119,11 @@ def test_a_dataset_is_trained_beside_an_engine_where_there_are_tasks_to_evaluate
     assert plan_layout([stage(1, "mode=train", tasks)], 2).num_workers("explorer") == 0, (
         "of a log: who explores evaluates"
     )
-    with pytest.raises(UserError, match=r"a trainer on a dataset waits for nobody.* leave out .*eval_tasksets"):
+    with pytest.raises(UserError, match=r"a trainer on a dataset never releases its GPU.* remove .*eval_tasksets"):
         plan_layout([stage(1, *dataset, tasks)], 16, num_gpus=1)
 
 
-def test_cores_can_be_shared_by_turns_too() -> None:
+def test_cores_can_be_shared() -> None:
     layout = plan_layout([stage(2, "mode=colocate", "trainer.num_ranks=2")], 2)
     assert [worker.shares for worker in layout.workers] == [(0,), (1,), (0,), (1,)]
     assert layout.describe() == "2 ranks, 2 engines; they take turns on what each machine has (colocate)"
@@ -131,11 +131,11 @@ def test_cores_can_be_shared_by_turns_too() -> None:
 
 def test_an_engine_that_cannot_leave_its_gpu_shares_none() -> None:
     own = "explorer.rollout_model.engine_type=test_layout.Stays"
-    with pytest.raises(UserError, match=r"explorer.rollout_model.engine_type .*Stays.* cannot leave its GPU"):
+    with pytest.raises(UserError, match=r"explorer.rollout_model.engine_type .*Stays.* cannot release its GPU"):
         plan_layout([stage(1, own)], 16, num_gpus=1)
 
 
-def test_a_run_can_be_planned_for_machines_that_are_elsewhere() -> None:
+def test_a_run_can_be_planned_for_other_machines() -> None:
     assert plan_machines(stage(6, "cluster.gpu_per_node=8", "trainer.num_ranks=2")).describe() == (
         "2 ranks on GPUs 0-1, 6 engines on GPUs 2-7"
     )
@@ -146,15 +146,15 @@ def test_a_run_can_be_planned_for_machines_that_are_elsewhere() -> None:
     with pytest.raises(UserError, match=r"1 trainer \+ 32 explorers .* = 33 GPUs, and there are 32 .*engine_num to 31"):
         plan_machines(stage(32, *four, "cluster.type=joined"))
     split = ("explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.tensor_parallel_size=16")
-    with pytest.raises(UserError, match=r"an engine works on 16 GPUs .* and a machine has 8"):
+    with pytest.raises(UserError, match=r"an engine uses 16 GPUs .* and a machine has 8"):
         plan_machines(stage(1, *four, *split, "cluster.type=joined"))
-    # Turns are taken by the processes of a machine, whoever started their workers there.
+    # Processes of a machine share its GPUs, however their workers were started.
     assert plan_machines(stage(32, *four, "cluster.type=joined", "mode=colocate")).describe() == (
         "32 ranks, 32 engines; they take turns on what each machine has (colocate)"
     )
     with pytest.raises(UserError, match=r"1 trainer \+ 33 explorers .* turns .* = 33 GPUs.*engine_num to 32"):
         plan_machines(stage(33, *four, "cluster.type=joined", "mode=colocate", "trainer.num_ranks=1"))
-    with pytest.raises(UserError, match=r"cluster.colocate: cluster.type pbs has jobs of their own"):
+    with pytest.raises(UserError, match=r"cluster.colocate: cluster.type pbs has separate jobs"):
         plan_machines(stage(1, *four, "cluster.type=pbs", "mode=colocate"))
     turns = plan_machines(stage(32, *four, "cluster.type=slurm", "mode=colocate"))
     assert (turns.num_workers("explorer"), turns.num_in_jobs("explorer"), turns.num_in_jobs("trainer")) == (32, 0, 32)
@@ -162,17 +162,17 @@ def test_a_run_can_be_planned_for_machines_that_are_elsewhere() -> None:
         plan_machines(stage(2, *four, "cluster.type=slurm", "mode=colocate", "trainer.num_ranks=4"))
 
 
-def test_gpus_are_those_that_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5f")
     assert visible_gpus() == ["2", "GPU-5f"]
     assert (count_gpus(stage(1)), count_gpus(stage(1, "cluster.gpu_per_node=1"))) == (2, 1)
-    with pytest.raises(UserError, match="gpu_per_node is 3, and 2 GPUs can be seen"):
+    with pytest.raises(UserError, match="gpu_per_node is 3, and 2 GPUs are visible"):
         count_gpus(stage(1, "cluster.gpu_per_node=3"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == []
 
 
-def test_a_trainer_takes_as_many_ranks_as_asked_else_the_gpus_that_explorers_leave() -> None:
+def test_a_trainer_takes_num_ranks_or_the_remaining_gpus() -> None:
     asked = stage(2, "trainer.num_ranks=4")
     workers = plan_layout([asked], 12).workers
     assert [worker.name for worker in workers[:4]] == ["trainer-0", "trainer-1", "trainer-2", "trainer-3"]
@@ -189,29 +189,29 @@ def test_a_trainer_takes_as_many_ranks_as_asked_else_the_gpus_that_explorers_lea
     assert [num_ranks(each, both) for each in (asked, single)] == [4, 1]
 
 
-def test_too_many_ranks_are_refused_with_what_would_fit() -> None:
+def test_too_many_ranks_are_refused_with_a_number_that_fits() -> None:
     with pytest.raises(UserError, match=r"8 trainer \+ 2 explorers .* = 10 processes .* 4 cores .* num_ranks to 2"):
         plan_layout([stage(2, "trainer.num_ranks=8")], 4)
 
 
-def test_ranks_that_work_together_make_whole_groups() -> None:
+def test_ranks_make_whole_groups() -> None:
     split = stage(1, "trainer.ulysses_sequence_parallel_size=2")
     assert num_ranks(split, plan_layout([split], 64, num_gpus=5)) == 4
-    with pytest.raises(UserError, match=r"groups of 2 ranks .*ulysses.* the trainer would have 3 ranks"):
+    with pytest.raises(UserError, match=r"ulysses.* groups of 2 ranks, and the trainer would have 3"):
         plan_layout([split], 64, num_gpus=4)
     cut = stage(1, "trainer.tensor_parallel_size=2", "trainer.trainer_strategy=ddp")
-    with pytest.raises(UserError, match=r"groups of 2 ranks .*tensor.* the trainer would have 3 ranks"):
+    with pytest.raises(UserError, match=r"tensor.* groups of 2 ranks, and the trainer would have 3"):
         plan_layout([cut], 64, num_gpus=4)
 
 
-def test_a_role_is_scaled_by_workers_with_new_names_and_free_gpus() -> None:
+def test_new_workers_have_new_names_and_free_gpus() -> None:
     layout = plan_layout([stage(2, "trainer.num_ranks=1")], 64, num_gpus=4)
     fewer = scaled(layout.workers, layout, "explorer", 1, num_gpus=4, unused=3)
     assert [worker.name for worker in fewer] == ["trainer-0", "explorer-0"]
     more = scaled(fewer, layout, "explorer", 3, num_gpus=4, unused=3)
     assert [(worker.name, worker.gpu) for worker in more[2:]] == [("explorer-3", 2), ("explorer-4", 3)]
     with pytest.raises(
-        UserError, match=r"4 workers for role 'explorer' with 1 GPUs each .* beside 1 .* 4 GPUs; ask for 3"
+        UserError, match=r"4 workers for role 'explorer' with 1 GPUs each .* next to 1 .* 4 GPUs; request 3"
     ):
         scaled(more, layout, "explorer", 4, num_gpus=4, unused=5)
     none = scaled(more, layout, "explorer", 0, num_gpus=4, unused=5)
@@ -219,16 +219,16 @@ def test_a_role_is_scaled_by_workers_with_new_names_and_free_gpus() -> None:
     assert [worker.name for worker in scaled(none, layout, "explorer", 1, num_gpus=4, unused=5)][1:] == ["explorer-5"]
 
 
-def test_engines_on_several_gpus_are_added_where_neighbors_are_free() -> None:
+def test_engines_on_several_gpus_need_free_neighbors() -> None:
     split = ("explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.tensor_parallel_size=2")
     layout = plan_layout([stage(2, *split, "trainer.num_ranks=1")], 64, num_gpus=8)
     more = scaled(layout.workers, layout, "explorer", 3, num_gpus=8, unused=3)
     assert [(worker.gpu, worker.num_gpus) for worker in more] == [(0, 1), (1, 2), (3, 2), (5, 2)]
-    with pytest.raises(UserError, match=r"4 workers for role 'explorer' with 2 GPUs each .* ask for 3"):
+    with pytest.raises(UserError, match=r"4 workers for role 'explorer' with 2 GPUs each .* request 3"):
         scaled(more, layout, "explorer", 4, num_gpus=8, unused=4)
 
 
-def test_a_trainer_that_is_added_does_not_control() -> None:
+def test_an_added_trainer_has_no_control_role() -> None:
     layout = plan_layout([stage(1)], 2)
     workers = scaled(layout.workers, layout, "trainer", 2, num_gpus=0, unused=2)
     assert [(w.name, w.resources) for w in workers if "trainer" in w.resources] == [
@@ -237,7 +237,7 @@ def test_a_trainer_that_is_added_does_not_control() -> None:
     ]
 
 
-def test_a_layout_has_the_explorers_to_begin_with_and_leaves_cores_for_those_that_may_join() -> None:
+def test_a_layout_leaves_cores_for_later_explorers() -> None:
     elastic = stage(2, "explorer.min_workers=1", "explorer.max_workers=3")
     workers = plan_layout([elastic], 8).workers
     assert [(worker.name, worker.threads) for worker in workers] == [("trainer-0", 2), ("explorer-0", 2)]
@@ -256,12 +256,12 @@ def test_a_layout_has_the_explorers_to_begin_with_and_leaves_cores_for_those_tha
         (("explorer.min_workers=1", "explorer.max_workers=9"), (1, 9)),
     ],
 )
-def test_workers_that_are_not_told_are_the_engines(overrides: tuple[str, ...], limits: tuple[int, int]) -> None:
+def test_the_default_number_of_workers_is_engine_num(overrides: tuple[str, ...], limits: tuple[int, int]) -> None:
     explorer = stage(2, *overrides).explorer
     assert (explorer.fewest_workers, explorer.most_workers) == limits
 
 
-def test_engines_of_several_gpus_are_scaled_to_gpus_that_lie_together() -> None:
+def test_scaled_engines_get_neighboring_gpus() -> None:
     like = WorkerPlan("explorer-1", ("explorer",), 2, gpu=1, num_gpus=2)
     layout = Layout((WorkerPlan("trainer-0", ("trainer", "control"), 2, gpu=0), like))
     more = scaled(layout.workers, layout, "explorer", 3, num_gpus=7, unused=2)
@@ -272,7 +272,7 @@ def test_engines_of_several_gpus_are_scaled_to_gpus_that_lie_together() -> None:
     ]
 
 
-def test_jobs_are_those_to_begin_with_and_their_gpus_are_kept_for_those_that_may_join() -> None:
+def test_jobs_leave_gpus_for_later_explorers() -> None:
     elastic = stage(2, "explorer.min_workers=1", "explorer.max_workers=3")
     workers = plan_jobs([elastic], {"trainer": 4, "explorer": 2}, num_gpus=8).workers
     assert [worker.name for worker in workers if "explorer" in worker.resources] == ["explorer-0"]
@@ -294,20 +294,20 @@ def judges(*models: str) -> str:
     return f"explorer.auxiliary_models=[{', '.join(items)}]"
 
 
-def test_auxiliary_models_have_workers_and_gpus_of_their_own() -> None:
+def test_auxiliary_models_have_their_own_workers_and_gpus() -> None:
     layout = plan_layout([stage(1, judges("2x2", "1x1", "0x1"))], 64, num_gpus=8)
     apart = [worker for worker in layout.workers if "auxiliary" in worker.resources]
     # At the end of the machine; the ranks have what is left.
     assert [(worker.gpu, worker.num_gpus) for worker in apart] == [(6, 2), (4, 2), (3, 1)]
     assert [worker.amounts for worker in apart] == [{"auxiliary": 2}, {"auxiliary": 2}, {"auxiliary": 1}]
-    # The model beside the policy has the GPUs of its explorer, which are as many as its own.
+    # A model in the workers of the policy has the same number of GPUs.
     with pytest.raises(UserError, match=r"4 GPUs? each"):
         plan_layout([stage(2, judges("0x4"), "cluster.colocate=false")], 64, num_gpus=8)
     with_small = plan_layout([stage(1, judges("1x2"))], 64, num_gpus=8)
     assert with_small.describe() == "5 ranks on GPUs 0-4, 1 engine on GPU 5, 1 auxiliary engine on GPUs 6-7"
 
 
-def test_too_few_gpus_or_cores_for_auxiliary_models_are_refused_with_the_arithmetic() -> None:
+def test_too_little_for_auxiliary_models_is_refused() -> None:
     apart = ("trainer.num_ranks=2", "cluster.colocate=false")
     with pytest.raises(
         UserError, match=r"2 trainer \+ 3 explorers .*\+ 2 auxiliary .*2 \+ 2 of .* = 9 GPUs.*engine_num to 2"
@@ -321,14 +321,14 @@ def test_too_few_gpus_or_cores_for_auxiliary_models_are_refused_with_the_arithme
         plan_layout([stage(1, judges("1x1"))], 2)
 
 
-def test_every_stage_has_workers_for_its_auxiliary_models_and_a_teacher_has_none() -> None:
+def test_all_stages_have_workers_for_auxiliary_models() -> None:
     layout = plan_layout([stage(1, judges("1x1", "1x4")), stage(1, judges("3x2"))], 64, num_gpus=16)
     assert [w.num_gpus for w in layout.workers if "auxiliary" in w.resources] == [4, 2, 2]
     taught = stage(1, "algorithm.algorithm_type=on_policy_distill", judges("2x1"))
     assert plan_layout([taught], 64, num_gpus=8).num_workers("auxiliary") == 0
 
 
-def test_jobs_of_auxiliary_models_are_as_large_as_the_largest() -> None:
+def test_jobs_of_auxiliary_models_fit_the_largest() -> None:
     threads = {"trainer": 4, "explorer": 2, "auxiliary": 8}
     layout = plan_jobs([stage(2, judges("1x4", "1x1"), "cluster.type=slurm")], threads, num_gpus=12)
     apart = [worker for worker in layout.workers if "auxiliary" in worker.resources]

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from rftdask.cli.app import app
 from rftdask.cluster.jobs import SUBMITTED_FILE, JobRecord, write_jobs
 from rftdask.cluster.join import join
-from rftdask.cluster.secrets_folder import PrivateFolder
-from rftdask.cluster.slurm import NO_BOOKS
+from rftdask.cluster.secrets_dir import SecretsDir
+from rftdask.cluster.slurm_commands import NO_BOOKS
 from rftdask.config import load_config
 from rftdask.driver.jobs import follow_logs, read_logs
 from rftdask.errors import DataError, RoleError
@@ -173,10 +173,10 @@ def test_a_relative_private_folder_is_found_from_elsewhere(tmp_path: Path, monke
     config = load_config({**RUN, "checkpoint_root_dir": str(tmp_path), "cluster": {"private_folder": "keys"}})
     storage = open_storage(config.checkpoint_job_dir)
     open_run(storage, config)
-    PrivateFolder.of(config, storage).write_address("tls://10.0.0.1:8786")
+    SecretsDir.of(config, storage).write_address("tls://10.0.0.1:8786")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert PrivateFolder.of(read_run_config(storage), storage).read_address() == "tls://10.0.0.1:8786"
+    assert SecretsDir.of(read_run_config(storage), storage).read_address() == "tls://10.0.0.1:8786"
 
 
 def test_a_starting_run_counts_as_running(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_join_times_out_without_a_run(tmp_path: Path) -> None:
     tree = {"model": {"model_path": "m", "max_model_len": 64}, "checkpoint_root_dir": str(tmp_path)}
     tree["buffer"] = {"explorer_input": {"taskset": {"path": "t.jsonl"}}}
     config = load_config({**tree, "cluster": {"type": "joined", "tls": False}})
-    folder = PrivateFolder(tmp_path / "private")
+    folder = SecretsDir(tmp_path / "private")
     assert join(config, folder, "explorer", 0.1) == 0
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"nonsense://127.0.0.1:{server.getsockname()[1]}"

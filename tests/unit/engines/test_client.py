@@ -44,7 +44,7 @@ from rftdask.engines.server import (
 )
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import EngineError, ProcessLostError, RoleError, WaitTimeout
-from rftdask.processes.device_lock import DeviceTurn, shared_devices
+from rftdask.processes.device_lock import DeviceLock, shared_devices
 from tests.unit.engines.engine_contract import engine_spec
 from tests.unit.engines.plugins.broken_engine import CAUSE
 from tests.unit.engines.tiny_models import save_tiny_mixture
@@ -187,12 +187,12 @@ def test_an_engine_records_experts_or_refuses(tmp_path: Path, monkeypatch: pytes
 class SharingEngine(FakeEngine):
     """Lets a rank use the device for a moment when the engine leaves it."""
 
-    rank: ClassVar[DeviceTurn]
+    rank: ClassVar[DeviceLock]
     seen: ClassVar[list[str]] = []
 
     def leave_device(self) -> None:
-        self.seen.append("left" + " too early" * self.rank.try_take())
-        Timer(0.2, lambda: (self.rank.wait(9), self.seen.append("rank"), self.rank.leave())).start()
+        self.seen.append("left" + " too early" * self.rank.try_acquire())
+        Timer(0.2, lambda: (self.rank.acquire(9), self.seen.append("rank"), self.rank.release())).start()
 
     def return_to_device(self) -> None:
         self.seen.append("returned")
@@ -203,12 +203,12 @@ def test_an_engine_leaves_the_device_for_a_waiting_rank(tmp_path: Path, monkeypa
     for name, value in shared_devices(tmp_path, [0]).items():
         monkeypatch.setenv(name, value)
     spec = replace(engine_spec(f"{__name__}.SharingEngine"), turn_timeout_s=20.0)
-    SharingEngine.rank, _ = DeviceTurn(tmp_path, [0], alone=True), SharingEngine.seen.clear()
+    SharingEngine.rank, _ = DeviceLock(tmp_path, [0], exclusive=True), SharingEngine.seen.clear()
     parent = Parent(TakeTurn(1), asks(2), EndTurn(), TakeTurn(3), asks(4), EndTurn())
 
     def on_answer(answer: FromServer) -> None:
         if answer == HasTurn(1):
-            SharingEngine.rank.try_take()  # the rank waits for the lock
+            SharingEngine.rank.try_acquire()  # it waits and has the gate
 
     parent.on_answer = on_answer
     with pytest.raises(EOFError):

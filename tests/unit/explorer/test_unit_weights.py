@@ -44,7 +44,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError(name)  # no synchronizer: storage itself is asked
 
     monkeypatch.setattr(worker_task, "get_client", lambda: SimpleNamespace(get_dataset=get_dataset))
-    monkeypatch.setattr(worker_task, "make_called_off", lambda: lambda: False)
+    monkeypatch.setattr(worker_task, "make_cancel_check", lambda: lambda: False)
 
 
 def test_weights_that_another_trainer_removed_give_way_to_the_newest() -> None:
@@ -59,7 +59,7 @@ def test_weights_that_must_be_these_are_said_to_be_gone(mode: str, folder: str) 
 
 def test_weights_that_do_not_come_are_waited_for_as_long_as_the_section_says(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([False] * 40)  # of two seconds, after which nobody wants them any more
-    monkeypatch.setattr(worker_task, "make_called_off", lambda: lambda: next(looks, True))
+    monkeypatch.setattr(worker_task, "make_cancel_check", lambda: lambda: next(looks, True))
     with pytest.raises(WaitTimeout, match=r"policy version 4 was not published in 0 s; newest: 3\."):
         weights_of("waits", "both", "experiences", version=4, timeout_s=0.1)
 

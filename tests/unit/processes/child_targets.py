@@ -1,4 +1,4 @@
-"""What the children of test_child.py run: each is `function(spec, channel)`, named as "child_targets:function"."""
+"""Targets of the children in test_child.py: `function(spec, channel)`, named "child_targets:function"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rftdask.processes.child import Channel
 
 
 def echo(spec: Mapping[str, Any], channel: Channel) -> None:
-    """Answers each message with it, the spec and the threads it was given."""
+    """Answer each message with the message, the spec and the number of threads."""
     for message in channel:
         channel.send({"message": message, "spec": spec, "threads": os.environ["OMP_NUM_THREADS"]})
 
@@ -25,7 +25,7 @@ def wait_policy(spec: Mapping[str, Any], channel: Channel) -> None:
 
 
 def noisy(spec: Mapping[str, Any], channel: Channel) -> None:
-    """As echo, and prints in every way there is."""
+    """Like echo, and prints in all ways."""
     for message in channel:
         print("printed", message)
         sys.stdout.write("written without an end")
@@ -44,7 +44,7 @@ def fail(spec: Mapping[str, Any], channel: Channel) -> None:
 
 
 def die(spec: Mapping[str, Any], channel: Channel) -> None:
-    """Says where it is, then ends as a crash in C does."""
+    """Print the position, then end like a crash in C."""
     for number in range(30):
         print(f"line {number}")
     os._exit(7)
@@ -62,7 +62,7 @@ def busy(spec: Mapping[str, Any], channel: Channel) -> None:
 
 
 def look(spec: dict[str, Any], channel: Channel) -> None:
-    """Tell what this process is like."""
+    """Send the state of this process."""
     channel.send(
         {
             "modules": list(sys.modules),
@@ -77,7 +77,7 @@ def look(spec: dict[str, Any], channel: Channel) -> None:
 
 
 def draw(spec: dict[str, Any], channel: Channel) -> None:
-    """Tell a number of Python's global generator and one of NumPy's."""
+    """Send a number of Python's global generator and one of NumPy's."""
     import numpy as np
 
     channel.send([random.random(), float(np.random.rand())])
@@ -86,7 +86,7 @@ def draw(spec: dict[str, Any], channel: Channel) -> None:
 
 
 def environment(spec: dict[str, Any], channel: Channel) -> None:
-    """Tell the length of a variable, and the bytes of another one."""
+    """Send the length of a variable, and the bytes of another one."""
     long, odd = (os.environ[name] for name in spec["names"])
     channel.send([len(long), os.fsencode(odd).hex()])
     for _ in channel:

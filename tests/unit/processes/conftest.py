@@ -1,4 +1,4 @@
-"""A nursery for the tests of this folder."""
+"""A zygote for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rftdask.processes.zygote import start_nursery
+from rftdask.processes.zygote import start_zygote
 
 HERE = str(Path(__file__).parent)
 
 
 @pytest.fixture(scope="session")
 def address() -> Iterator[str]:
-    """The socket of a nursery that finds the targets of these tests."""
+    """Address of a zygote that can import the targets of these tests."""
     sys.path.insert(0, HERE)
-    yield start_nursery()
+    yield start_zygote()
     sys.path.remove(HERE)

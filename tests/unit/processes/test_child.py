@@ -1,7 +1,4 @@
-"""Promises of a child process: one answer per frame, typed errors, and no orphan whatever happens to its parent.
-
-All of it holds for a fork of a nursery as for an interpreter of its own.
-"""
+"""Promises of a child process, a fork or an interpreter: an answer per message, typed errors, and no orphan."""
 
 from __future__ import annotations
 
@@ -21,22 +18,21 @@ import pytest
 import rftdask
 from rftdask.errors import FencedError, ProcessLostError, RoleError, UserError, WaitTimeout
 from rftdask.processes.child import Child
-from rftdask.processes.zygote import ADDRESS
+from rftdask.processes.zygote import ZYGOTE_ADDRESS
 from tests.living import wait_until_gone
 
 HERE = Path(__file__).parent
 ENV = {
     "PYTHONPATH": os.pathsep.join([str(HERE), str(Path(rftdask.__file__).parents[1])]),
-    "PYTHONUNBUFFERED": "",  # as most machines have it
+    "PYTHONUNBUFFERED": "",  # the default of most machines
 }
 
 
 LONG_S = 60.0
-"""Longer than any machine needs; a test that waits so long has failed."""
 
 
-class Nursery:
-    """Starts children and ends them all."""
+class Starter:
+    """Starts children, which the fixture ends."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,17 +46,17 @@ class Nursery:
 
 
 @pytest.fixture(params=["interpreter", "fork"])
-def start(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nursery]:
-    nursery = Nursery(tmp_path)
+def start(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starter]:
+    starter = Starter(tmp_path)
     if request.param == "fork":
-        monkeypatch.setenv(ADDRESS, request.getfixturevalue("address"))
-    yield nursery
-    for child in nursery.children:
+        monkeypatch.setenv(ZYGOTE_ADDRESS, request.getfixturevalue("address"))
+    yield starter
+    for child in starter.children:
         child.close()
         child.close()
 
 
-def test_a_child_answers_and_ends_when_it_is_closed(start: Nursery) -> None:
+def test_a_child_answers_and_ends_when_it_is_closed(start: Starter) -> None:
     child = start("echo", model="m", size=3)
     answer = child.request({"data": b"\x00\xff", "list": [1, 2.5, None]}, LONG_S)
     assert answer == {
@@ -77,7 +73,7 @@ def test_a_child_answers_and_ends_when_it_is_closed(start: Nursery) -> None:
         child.send("too late")
 
 
-def test_what_a_child_prints_goes_to_its_log_and_not_among_the_frames(start: Nursery, tmp_path: Path) -> None:
+def test_prints_of_a_child_go_to_its_log(start: Starter, tmp_path: Path) -> None:
     child = start("noisy")
     assert [child.request(n, LONG_S) for n in (1, 2)] == [1, 2]
     child.close()
@@ -100,7 +96,7 @@ def test_what_a_child_prints_goes_to_its_log_and_not_among_the_frames(start: Nur
     ],
 )
 def test_an_error_of_the_child_is_raised_by_its_parent(
-    start: Nursery, tmp_path: Path, kind: str, error: type, text: str
+    start: Starter, tmp_path: Path, kind: str, error: type, text: str
 ) -> None:
     child = start("fail", kind=kind)
     with pytest.raises(error, match=text) as caught:
@@ -113,7 +109,7 @@ def test_an_error_of_the_child_is_raised_by_its_parent(
         child.receive(LONG_S)
 
 
-def test_a_child_that_dies_is_told_with_its_last_lines(start: Nursery) -> None:
+def test_the_error_of_a_dead_child_has_its_last_lines(start: Starter) -> None:
     child = start("die")
     with pytest.raises(RoleError) as caught:
         child.receive(LONG_S)
@@ -125,7 +121,7 @@ def test_a_child_that_dies_is_told_with_its_last_lines(start: Nursery) -> None:
         child.receive(LONG_S)
 
 
-def test_a_child_that_is_killed_is_told_with_the_signal(start: Nursery) -> None:
+def test_the_error_of_a_killed_child_names_the_signal(start: Starter) -> None:
     child = start("busy")
     assert child.receive(LONG_S) == child.pid
     os.kill(child.pid, signal.SIGKILL)
@@ -133,38 +129,36 @@ def test_a_child_that_is_killed_is_told_with_the_signal(start: Nursery) -> None:
         child.receive(LONG_S)
 
 
-def test_what_a_child_said_before_its_end_is_still_heard(start: Nursery) -> None:
+def test_messages_sent_before_the_end_are_received(start: Starter) -> None:
     child = start("answer_then_end")
     assert child.receive(LONG_S) == "last words"
     with pytest.raises(RoleError, match="ended with code 0"):
         child.receive(LONG_S)
 
 
-def test_threads_of_a_child_spin_for_microseconds_unless_the_user_says(
-    start: Nursery, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_of_a_child_wait_passively_by_default(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
     assert start("wait_policy").receive(LONG_S) == ["PASSIVE", "1000"]
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert start("wait_policy").receive(LONG_S) == ["ACTIVE", None]
 
 
-def test_waiting_for_a_silent_child_has_a_deadline(start: Nursery) -> None:
+def test_waiting_for_a_silent_child_has_a_deadline(start: Starter) -> None:
     child = start("busy")
     child.receive(LONG_S)
-    with pytest.raises(WaitTimeout, match=rf"busy \(pid {child.pid}\) said nothing for 0 s"):
+    with pytest.raises(WaitTimeout, match=rf"busy \(pid {child.pid}\) sent no message for 0 s"):
         child.receive(0.01)
 
 
-def test_a_busy_child_ends_with_its_pipe(start: Nursery) -> None:
+def test_a_busy_child_ends_with_its_pipe(start: Starter) -> None:
     child = start("busy")
     child.receive(LONG_S)
     child.close(LONG_S)
     assert not child.alive()
-    with pytest.raises(RoleError, match="ended with code 0"):  # by itself, not killed
+    with pytest.raises(RoleError, match="ended with code 0"):  # not killed
         child.receive(LONG_S)
 
 
-def test_a_target_that_does_not_exist_is_told(start: Nursery) -> None:
+def test_a_missing_target_is_an_error(start: Starter) -> None:
     with pytest.raises(RoleError, match=r"AttributeError.*no_such_target"):
         start("no_such_target").receive(LONG_S)
 

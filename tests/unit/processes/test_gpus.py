@@ -1,5 +1,5 @@
-"""Promises of GPUs: one that is planned is used or it is an error that says why; processes that see all of a machine's
-take different ones; a lack of memory is an error that names what was done, how much there was and what to change.
+"""Promises of GPUs: an unusable planned GPU is an error; processes that see all GPUs claim different ones; errors about
+memory name the phase, the peak and the remedy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from rftdask.errors import RoleError, UserError
 from rftdask.processes import gpus
-from rftdask.processes.device_lock import VARIABLE, DeviceTurn
+from rftdask.processes.device_lock import DEVICES_VARIABLE, DeviceLock
 from rftdask.processes.gpus import free_host_bytes, out_of_memory, use_device
 
 GIB = 2**30
@@ -50,7 +50,7 @@ def sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Call it with the GPUs that the process sees, and a stand-in for torch.cuda."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(gpus, "_FREE_S", 0.0)
-    for name in (*gpus._JOBS, VARIABLE):
+    for name in (*gpus._JOBS, DEVICES_VARIABLE):
         monkeypatch.setenv(name, "")
 
     def see(names: str, stand_in: SimpleNamespace) -> None:
@@ -79,11 +79,11 @@ def test_a_planned_gpu_is_used_or_it_is_an_error(sees: Any, monkeypatch: pytest.
     ):
         use_device()
     sees("9", cuda(works=False))
-    with pytest.raises(UserError, match=r"finds no device of that name; look at nvidia-smi"):
+    with pytest.raises(UserError, match=r"finds no device of that name; see nvidia-smi"):
         use_device()
 
 
-def test_who_sees_more_than_it_needs_takes_what_nobody_has(sees: Any, tmp_path: Path) -> None:
+def test_a_process_claims_gpus_that_no_other_has(sees: Any, tmp_path: Path) -> None:
     sees("0,1,2", cuda())
     assert use_device() == "cuda"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
@@ -91,25 +91,25 @@ def test_who_sees_more_than_it_needs_takes_what_nobody_has(sees: Any, tmp_path: 
     use_device(num_gpus=2)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,2"
     sees("0,1,2", cuda())
-    with pytest.raises(UserError, match=r"1 of the GPUs 0, 1, 2 are needed for this process, and 0 are free"):
+    with pytest.raises(UserError, match=r"this process needs 1 of the GPUs 0, 1, 2, and 0 are free"):
         use_device()
-    # Who was given as many as it needs was placed there, and asks nobody.
+    # A process with the right number of visible GPUs claims none.
     sees("1", cuda())
     use_device()
 
 
-def test_a_rank_and_an_engine_that_share_gpus_find_each_other(sees: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_and_an_engine_share_the_lock_of_a_gpu(sees: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for role in ("rank-", "engine-"):
         for gpu in ("0", "1"):
-            monkeypatch.delenv(VARIABLE, raising=False)
+            monkeypatch.delenv(DEVICES_VARIABLE, raising=False)
             sees("0,1", cuda())
             use_device(shares_as=role)
-            assert os.environ[VARIABLE].rpartition(":")[2] == os.environ["CUDA_VISIBLE_DEVICES"] == gpu
-    engine = DeviceTurn.of_this_process(alone=False)
+            assert os.environ[DEVICES_VARIABLE].rpartition(":")[2] == os.environ["CUDA_VISIBLE_DEVICES"] == gpu
+    engine = DeviceLock.from_environment(exclusive=False)
     assert engine is not None
-    rank = DeviceTurn(os.environ[VARIABLE].rpartition(":")[0], ["1"], alone=True)
-    assert rank.try_take()
-    assert not engine.try_take()
+    rank = DeviceLock(os.environ[DEVICES_VARIABLE].rpartition(":")[0], ["1"], exclusive=True)
+    assert rank.try_acquire()
+    assert not engine.try_acquire()
     # A job has GPUs of its own, which may have the names of another job's.
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     sees("0,1", cuda())
@@ -135,9 +135,9 @@ input()
 """
 
 
-def test_joined_workers_that_see_all_gpus_do_not_all_take_the_first(tmp_path: Path) -> None:
+def test_joined_workers_claim_different_gpus(tmp_path: Path) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,1,2,3,4", "RFTDASK_THREADS": "1"}
-    env = {name: value for name, value in env.items() if name not in (*gpus._JOBS, VARIABLE)}
+    env = {name: value for name, value in env.items() if name not in (*gpus._JOBS, DEVICES_VARIABLE)}
     with ExitStack() as stack:  # three engines, of which one has two GPUs, and a rank, at the same time
         processes = [
             stack.enter_context(subprocess.Popen([sys.executable, "-c", JOINED, who], env=env, stdin=-1, stdout=-1))
@@ -149,10 +149,10 @@ def test_joined_workers_that_see_all_gpus_do_not_all_take_the_first(tmp_path: Pa
     taken = [name for names, _ in told for name in names.split(",")]
     assert sorted(taken) == ["0", "1", "2", "3", "4"], told
     assert [len(names.split(",")) for names, _ in told] == [1, 2, 1, 1]
-    assert {device for _, device in told} == {"0"}, "the first of those that a process sees now is its own"
+    assert {device for _, device in told} == {"0"}, "each process sees only its own GPUs"
 
 
-def test_a_gpu_is_free_again_when_its_process_was_killed(sees: Any, tmp_path: Path) -> None:
+def test_a_killed_process_releases_its_gpu(sees: Any, tmp_path: Path) -> None:
     code = "from rftdask.processes import gpus; gpus._claim(['0', '1'], 2, ''); print('has', flush=True); input()"
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], env=env, stdin=-1, stdout=-1) as other:
@@ -167,18 +167,18 @@ def test_a_gpu_is_free_again_when_its_process_was_killed(sees: Any, tmp_path: Pa
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
 
 
-def test_a_lack_of_gpu_memory_names_phase_peak_and_what_to_change(sees: Any) -> None:
+def test_out_of_gpu_memory_names_phase_peak_and_remedy(sees: Any) -> None:
     sees("0", cuda())
     error = RoleError("engine 'transformers' failed on a batch of 4 requests")
     error.__cause__ = torch.OutOfMemoryError(TORCH_SAYS)
     told = str(out_of_memory(error, "step 7 is trained", "trainer.gradient_checkpointing: true"))
     assert told.startswith("out of GPU memory while step 7 is trained: CUDA out of memory. Tried to allocate 2.00 GiB")
-    assert "the peak was 66.5 GiB in tensors, 71.0 GiB with what the allocator holds, of 80.0 GiB, of which 2.0" in told
+    assert "the peak was 66.5 GiB in tensors and 71.0 GiB in the allocator, of 80.0 GiB; other processes" in told
     assert "To change: trainer.gradient_checkpointing: true" in told
     assert out_of_memory(RuntimeError("shapes do not fit"), "step 7 is trained", "") is None
 
 
-def test_a_lack_of_host_memory_is_told_as_one(sees: Any) -> None:
+def test_out_of_host_memory_is_named_as_such(sees: Any) -> None:
     sees("", cuda())
     for error in (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8589934592"), MemoryError()):
         told = str(out_of_memory(error, "checkpoint 4 is saved", "use LoRA"))
@@ -186,7 +186,7 @@ def test_a_lack_of_host_memory_is_told_as_one(sees: Any) -> None:
         assert told.endswith("Give its machine or job more memory, or use LoRA")
 
 
-def test_the_transformers_engine_ends_for_want_of_memory_with_what_to_change(sees: Any) -> None:
+def test_an_engine_out_of_memory_names_the_remedy(sees: Any) -> None:
     from rftdask.engines.server import _telling_memory
 
     sees("0", cuda())
@@ -206,7 +206,7 @@ def test_the_transformers_engine_ends_for_want_of_memory_with_what_to_change(see
         ("0::/elsewhere", "", "memory.max", "memory.current"),  # a container, which sees its own group at the top
     ],
 )
-def test_the_host_memory_of_a_job_is_that_of_its_group(
+def test_the_host_memory_of_a_job_is_limited_by_its_cgroup(
     tmp_path: Path, line: str, folder: str, limit: str, used: str
 ) -> None:
     own, groups = tmp_path / "own", tmp_path / "groups"

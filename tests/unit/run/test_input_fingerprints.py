@@ -1,5 +1,5 @@
-"""Promises: a run says what it is made of, with copies of its sources; a start that finds another reward, taskset or
-model is refused by the name of what changed; what is accepted is written down, once, and told.
+"""Promises: a run stores fingerprints of its inputs and copies of its sources; a start with changed inputs is refused
+with their names; accepted changes are recorded once.
 """
 
 import hashlib
@@ -17,9 +17,16 @@ from rftdask.config.plugins import SUBMITTED
 from rftdask.driver.preflight import Inputs, check_inputs
 from rftdask.errors import DamagedError, DataError
 from rftdask.models.toy import build_toy_model
-from rftdask.run.input_fingerprints import MadeOf, WholeContents, accepted_changes, check_made_of, copy_sources
+from rftdask.run.input_fingerprints import (
+    BackgroundHasher,
+    InputFingerprints,
+    accepted_changes,
+    check_inputs_unchanged,
+    copy_for_jobs,
+    copy_sources,
+    find_sources,
+)
 from rftdask.run.run_folder import open_run, read_run
-from rftdask.run.sources import copy_for_jobs, find_sources
 from rftdask.storage import open_storage
 from tests.integration.run_cases import RunProcess, call_cli, finish_alone, num_steps, run_folder, write_config
 
@@ -53,9 +60,9 @@ class World:
     def config(self, *more: str) -> Config:
         return load_config(self.path, (*self.settings, *more))
 
-    def start(self, *more: str, accept: bool = False) -> MadeOf:
+    def start(self, *more: str, accept: bool = False) -> InputFingerprints:
         config = self.config(*more)
-        [made_of] = check_made_of([config], check_inputs([config]), accept=accept)
+        [made_of] = check_inputs_unchanged([config], check_inputs([config]), accept=accept)
         open_run(self.storage, config, made_of.to_json())
         copy_sources(self.storage, made_of)
         return made_of
@@ -73,20 +80,20 @@ def world(tmp_path: Path, model: Path) -> World:
     return World(tmp_path, model)
 
 
-def test_another_recipe_of_an_operator_is_refused_by_its_key(world: World) -> None:
+def test_a_changed_recipe_of_an_operator_is_refused(world: World) -> None:
     recipe, at = world.tasks.with_name("recipe.yaml"), "data_processor.experience_pipeline"
     recipe.write_text("process: [text_length_filter]\n")
     operator = f"{at}.operators=[{{name: data_juicer, args: {{config_path: {recipe}}}}}]"
     config = world.config(operator, f"{at}.stage=commit")
-    [made_of] = check_made_of([config], [Inputs()])
+    [made_of] = check_inputs_unchanged([config], [Inputs()])
     open_run(world.storage, config, made_of.to_json())
-    check_made_of([config], [Inputs()])
+    check_inputs_unchanged([config], [Inputs()])
     recipe.write_text("process: [alphanumeric_filter]\n")
-    with pytest.raises(DataError, match=r"experience_pipeline.operators\[0\]/recipe.yaml: another content"):
-        check_made_of([config], [Inputs()])
+    with pytest.raises(DataError, match=r"experience_pipeline.operators\[0\]/recipe.yaml: content changed"):
+        check_inputs_unchanged([config], [Inputs()])
 
 
-def test_a_run_says_what_it_is_made_of(world: World) -> None:
+def test_a_run_stores_the_fingerprints_of_its_inputs(world: World) -> None:
     made_of = world.start()
     said = read_run(world.storage)["made_of"]
     assert said["host"] == socket.gethostname()
@@ -130,17 +137,15 @@ def tokenized_otherwise(world: World) -> None:
 
 CHANGES: dict[str, tuple[Callable[[World], None], str]] = {
     "a reward": (rewarded_otherwise, "source own_"),
-    "what a reward imports": (imported_otherwise, "_scale: another content"),
-    "a taskset": (reordered, "taskset taskset_0: other rows, or another order"),
-    "weights": (trained_further, "model.model_path/model.safetensors: another content"),
-    "a file of the model": (tokenized_otherwise, "model.model_path/config.json: another content"),
+    "what a reward imports": (imported_otherwise, "_scale: content changed"),
+    "a taskset": (reordered, "taskset taskset_0: rows or their order changed"),
+    "weights": (trained_further, "model.model_path/model.safetensors: content changed"),
+    "a file of the model": (tokenized_otherwise, "model.model_path/config.json: content changed"),
 }
 
 
 @pytest.mark.parametrize(("change", "text"), CHANGES.values(), ids=CHANGES.keys())
-def test_what_changed_is_refused_by_its_name_until_it_is_accepted(
-    change: Callable[[World], None], text: str, world: World
-) -> None:
+def test_changes_are_refused_by_name_until_accepted(change: Callable[[World], None], text: str, world: World) -> None:
     world.start()
     change(world)
     with pytest.raises(DataError, match="--accept-changes") as refused:
@@ -154,7 +159,7 @@ def test_what_changed_is_refused_by_its_name_until_it_is_accepted(
     assert line.startswith("after step 0: ") and text in line
 
 
-def test_a_source_that_was_accepted_is_kept_beside_the_first(world: World) -> None:
+def test_an_accepted_source_is_copied_next_to_the_first(world: World) -> None:
     world.start()
     rewarded_otherwise(world)
     world.start(accept=True)
@@ -164,22 +169,22 @@ def test_a_source_that_was_accepted_is_kept_beside_the_first(world: World) -> No
         world.start()
 
 
-def test_another_evaluation_goes_on_and_is_written_down(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_evaluation_is_recorded_and_not_refused(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.start()
     held_out = world.path.parent / "held_out.jsonl"
     held_out.write_text("".join(reversed(held_out.read_text().splitlines(keepends=True))))
     world.start()
     world.start()
-    assert caplog.text.count("what is evaluated from now on does not compare with what was") == 1
+    assert caplog.text.count("new evaluation results do not compare with earlier ones") == 1
     [line] = accepted_changes(world.storage)
-    assert line.startswith("after step 0: taskset eval/held_out: other rows, or another order")
+    assert line.startswith("after step 0: taskset eval/held_out: rows or their order changed")
 
 
 SHAPES = ("[]", "{", '{"sources": [1]}', '{"changes": 7}', '{"changes": [["a"]]}', '{"models": {"a": 7}}', "[" * 5000)
 
 
 @pytest.mark.parametrize("text", SHAPES, ids=[text[:20] for text in SHAPES])
-def test_what_was_accepted_in_another_shape_is_damage_that_is_named(text: str, world: World) -> None:
+def test_a_malformed_record_of_changes_is_damage(text: str, world: World) -> None:
     world.start()
     world.storage.put("control/accepted-1.json", text.encode())
     for ask in (world.start, lambda: accepted_changes(world.storage)):
@@ -187,12 +192,12 @@ def test_what_was_accepted_in_another_shape_is_damage_that_is_named(text: str, w
             ask()
 
 
-def test_a_run_that_did_not_write_it_down_goes_on(world: World) -> None:
+def test_a_run_without_fingerprints_continues(world: World) -> None:
     open_run(world.storage, world.config())
     world.start()
 
 
-def test_a_large_file_is_told_by_its_pieces(tmp_path: Path, world: World) -> None:
+def test_a_large_file_is_hashed_in_pieces(tmp_path: Path, world: World) -> None:
     file = world.model / "more.safetensors"
     with file.open("wb") as opened:
         opened.truncate(200 << 20)
@@ -201,24 +206,25 @@ def test_a_large_file_is_told_by_its_pieces(tmp_path: Path, world: World) -> Non
         with file.open("r+b") as opened:
             opened.seek(place)
             opened.write(b"1")
-        found = MadeOf.of(world.config(), Inputs().modules, {}, is_first=True)
+        found = InputFingerprints.of(world.config(), Inputs().modules, {}, is_first=True)
         hashes.append(found.models["model.model_path/more.safetensors"])
     assert hashes[2] != hashes[1]
-    assert not MadeOf.of(world.config(), (), {}, is_first=False).models, "a later stage's model is made by the run"
+    later = InputFingerprints.of(world.config(), (), {}, is_first=False)
+    assert not later.models, "the run makes the model of a later stage"
 
 
-def test_all_of_a_large_file_is_hashed_beside_the_run(world: World) -> None:
+def test_a_large_file_is_hashed_fully_during_the_run(world: World) -> None:
     file = world.model / "more.safetensors"
 
-    def place(value: bytes) -> MadeOf:
+    def place(value: bytes) -> InputFingerprints:
         with file.open("wb") as opened:
             opened.truncate(40 << 20)
             opened.seek((1 << 18) + 17)  # between two pieces
             opened.write(value)
-        return MadeOf.of(world.config(), (), {}, is_first=True)
+        return InputFingerprints.of(world.config(), (), {}, is_first=True)
 
     def start(value: bytes, *, accept: bool = False, mode: str = "both") -> None:
-        contents = WholeContents(world.storage, mode, place(value), accept=accept)
+        contents = BackgroundHasher(world.storage, mode, place(value), accept=accept)
         for thread in threading.enumerate():
             if thread.name == "contents":
                 thread.join()
@@ -232,7 +238,7 @@ def test_all_of_a_large_file_is_hashed_beside_the_run(world: World) -> None:
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     assert said == {"model.model_path/more.safetensors": f"{40 << 20} {digest}"}
     for mode in ("both", "explore"):
-        with pytest.raises(DataError, match=r"model.model_path/more.safetensors: another content .*; bytes and hash"):
+        with pytest.raises(DataError, match=r"model.model_path/more.safetensors: content changed .*; bytes and hash"):
             start(b"2", mode=mode)
     assert accepted_changes(world.storage) == []
     start(b"2", accept=True)
@@ -242,19 +248,19 @@ def test_all_of_a_large_file_is_hashed_beside_the_run(world: World) -> None:
         start(b"1")
 
 
-def test_what_the_hub_stores_is_known_by_its_name_there(world: World) -> None:
+def test_files_in_the_hub_cache_have_the_hash_of_their_blob(world: World) -> None:
     file = world.model / "model.safetensors"
     (world.model.parent / "blobs").mkdir()
     file.rename(world.model.parent / "blobs" / "abc")
     with (world.model.parent / "blobs" / "abc").open("r+b") as opened:
         opened.truncate(40 << 20)
     file.symlink_to(world.model.parent / "blobs" / "abc")
-    found = MadeOf.of(world.config(), (), {}, is_first=True)
+    found = InputFingerprints.of(world.config(), (), {}, is_first=True)
     assert found.models["model.model_path/model.safetensors"] == f"{40 << 20} abc" and not found.large
 
 
 @pytest.mark.slow
-def test_a_resume_with_another_reward_is_refused_and_of_what_was_submitted_goes_on(world: World) -> None:
+def test_a_resume_refuses_a_changed_reward_not_its_copy(world: World) -> None:
     """And one whose large file differs where no piece is ends, with the file's name, as soon as that is known."""
     copies = world.path.parent / "copies"
     config = world.config()
@@ -278,5 +284,5 @@ def test_a_resume_with_another_reward_is_refused_and_of_what_was_submitted_goes_
         opened.seek((1 << 18) + 17)
         opened.write(b"1")
     other = call_cli(*more, "trainer.total_steps=40")
-    assert other.code == 2 and "model.model_path/more.safetensors: another content" in other.err, other
+    assert other.code == 2 and "model.model_path/more.safetensors: content changed" in other.err, other
     assert "Traceback" not in other.err

@@ -260,8 +260,8 @@ def test_a_fork_that_does_not_begin_is_not_waited_for(tmp_path: Path, monkeypatc
     server = keep(SandboxSpec(("simple_workflow",), max_memory_bytes=1 << 30))
     try:
         os.kill(server._process.pid, signal.SIGSTOP)  # who watches over the fork server, too
-        [nursery] = children(server._process.pid)
-        os.kill(nursery, signal.SIGSTOP)
+        [zygote] = children(server._process.pid)
+        os.kill(zygote, signal.SIGSTOP)
         began, output = server.take()  # before that
         began.close()
         os.close(output)
@@ -272,7 +272,7 @@ def test_a_fork_that_does_not_begin_is_not_waited_for(tmp_path: Path, monkeypatc
         with pytest.raises(SandboxLostError, match=r"no process began within 0\.5 s"):
             asyncio.run(begin())
         assert not server.alive()
-        until(lambda: not lives(nursery))
+        until(lambda: not lives(zygote))
     finally:
         server.close()
 
@@ -294,7 +294,7 @@ def test_children_together_have_the_memory_of_their_rollout_and_no_more() -> Non
     assert told and int(told[1]) <= 5 and 0.25 <= float(told[2]) < 0.6, too_much.error
 
 
-def test_forks_end_with_their_nursery_and_the_nursery_with_its_parent() -> None:
+def test_forks_end_with_the_zygote_and_the_zygote_with_its_parent() -> None:
     async def hang(fork_server: ForkServer) -> int:
         from rftdask.rollouts.sandbox.pool import _Process
 

@@ -1,6 +1,6 @@
-"""On a shared machine another user reaches every port of 127.0.0.1; a run of ours obeys none who has not its keys.
+"""Promises of local clusters: other users of the machine reach every port of 127.0.0.1, and need the keys of the run.
 
-The stranger is a process of another uid where the tests run as root, else of the same one, which has no keys either.
+The stranger is a process of another uid if the tests run as root, else of the same one, also without keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TITLES = """
 import distributed  # before the workers' fork server starts, as in a notebook
 import psutil
 from rftdask.cluster.local import LocalCluster
-from tests.unit.cluster.test_trust import PLANS, Layout
+from tests.unit.cluster.test_cluster_local import PLANS, Layout
 
 with LocalCluster(Layout(PLANS)):
     for process in psutil.Process().children(recursive=True):
@@ -78,7 +78,7 @@ def cluster(of_others: set[int]) -> Iterator[LocalCluster]:
 
 
 def listening() -> list[psutil._common.addr]:
-    """Where this process and its descendants listen."""
+    """Sockets on which this process and its descendants listen."""
     me = psutil.Process()
     return [
         found.laddr
@@ -88,7 +88,7 @@ def listening() -> list[psutil._common.addr]:
     ]
 
 
-def test_no_socket_of_a_local_cluster_obeys_or_tells_a_stranger(cluster: LocalCluster, of_others: set[int]) -> None:
+def test_no_socket_of_a_local_cluster_trusts_strangers(cluster: LocalCluster, of_others: set[int]) -> None:
     assert cluster.client.submit(os.getuid).result(timeout=60) == os.getuid()
     ports = sorted(str(port) for port in {address.port for address in listening()} - of_others)
     assert len(ports) >= 4, ports
@@ -105,12 +105,12 @@ def test_no_socket_of_a_local_cluster_obeys_or_tells_a_stranger(cluster: LocalCl
     assert [line for line in answers if not line.startswith("refused")] == []
 
 
-def test_a_local_cluster_listens_on_loopback_alone(cluster: LocalCluster, of_others: set[int]) -> None:
+def test_a_local_cluster_listens_only_on_loopback(cluster: LocalCluster, of_others: set[int]) -> None:
     assert {address.ip for address in listening() if address.port not in of_others} == {"127.0.0.1"}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are forks on Linux alone")
-def test_who_looks_at_ps_sees_which_worker_it_is() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forks only on Linux")
+def test_ps_shows_the_name_of_a_worker() -> None:
     done = subprocess.run([sys.executable, "-c", TITLES], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert {"rftdask worker trainer-0", "rftdask worker explorer-0"} <= {*done.stdout.splitlines()}, done.stdout

@@ -1,6 +1,5 @@
-"""Promises: the sources of a run are the user's own modules, with what they import wherever in their text, and nothing
-that is installed; jobs import the copies that were submitted, whatever became of the originals, and find the data
-beside them; git says which commit they were.
+"""Promises: the sources of a run are the user's modules and all of the user's code that these import; jobs import the
+submitted copies and find the data next to them; git states have the commit.
 """
 
 import json
@@ -12,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from rftdask.cli.submit import controller_text
-from rftdask.cluster.secrets_folder import PrivateFolder
+from rftdask.cluster.secrets_dir import SecretsDir
 from rftdask.config import Config, load_config
 from rftdask.config.plugins import SUBMITTED
-from rftdask.run.sources import copy_for_jobs, find_sources, git_states
+from rftdask.run.input_fingerprints import copy_for_jobs, find_sources, git_states
 from rftdask.storage import open_storage
 from tests.integration.run_cases import write_config
 
@@ -64,7 +63,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def scores(world: World, **environment: str) -> float:
-    """What the reward gives in another process."""
+    """Reward in another process."""
     code = (
         "import sys; from rftdask.config.plugins import find_part; "
         "print(find_part('reward', sys.argv[1], {}, sys.argv[2:])(1, 2, 3))"
@@ -80,14 +79,14 @@ def scores(world: World, **environment: str) -> float:
     return float(done.stdout)
 
 
-def test_what_is_imported_of_the_users_own_code_belongs_to_the_sources(world: World) -> None:
+def test_sources_include_imports_of_the_users_code(world: World) -> None:
     found = find_sources(world.config, ())
     parts = ("", "_pkg", "_pkg.deep", "_pkg.shared", "_scale")
     assert list(found) == [f"{world.name}{part}" for part in parts]
     assert found[f"{world.name}_pkg.shared"] == world.library / f"{world.name}_pkg" / "shared.py"
 
 
-def test_jobs_import_what_was_submitted(world: World, tmp_path: Path) -> None:
+def test_jobs_import_the_submitted_sources(world: World, tmp_path: Path) -> None:
     sources = find_sources(world.config, ())
     copies = tmp_path / "copies"
     copy_for_jobs(sources, world.config.explorer.plugin_dirs, copies)
@@ -103,13 +102,13 @@ def test_jobs_import_what_was_submitted(world: World, tmp_path: Path) -> None:
 def test_every_script_names_the_copies(tmp_path: Path) -> None:
     config: Config = load_config(write_config(tmp_path))
     storage = open_storage(config.checkpoint_job_dir)
-    folder = PrivateFolder.base_of(config, storage)
+    folder = SecretsDir.base_of(config, storage)
     line = f"export {SUBMITTED}={folder.path}/sources"
     text = controller_text(config, folder, storage).splitlines()
     assert text.index(line) < next(number for number, said in enumerate(text) if "-m rftdask run" in said)
 
 
-def test_git_tells_the_commit_of_the_sources_and_whether_it_has_them(
+def test_git_states_have_the_commit_and_dirtiness(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -136,4 +135,4 @@ def test_git_tells_the_commit_of_the_sources_and_whether_it_has_them(
     world.edit()
     assert git_states(files)[top]["is_dirty"]
     monkeypatch.setenv(SUBMITTED, str(tmp_path / "copies"))
-    assert git_states(files) == json.loads(json.dumps(clean)), "a job says what it was at its submission"
+    assert git_states(files) == json.loads(json.dumps(clean)), "a job has the states of its submission"

@@ -1,9 +1,4 @@
-"""SLURM's batch scripts: the text that sbatch is given, from the directives to the shell that drives a run. All are
-made by one template, which a site may extend.
-
-It knows what a script says, and neither when it is submitted (cli/submit.py, slurm_cluster.py) nor SLURM's
-commands (slurm.py).
-"""
+"""Text of SLURM's batch scripts, from the directives to the shell of the driver. Sites may extend the template."""
 
 from __future__ import annotations
 
@@ -16,10 +11,10 @@ from typing import Any
 
 import jinja2
 
-from rftdask.cluster import slurm
+from rftdask.cluster import slurm_commands
 from rftdask.cluster.jobs import CANCELLED_FILE, JOB_PREFIX, RETURNED, RETURNS_FILE
-from rftdask.cluster.secrets_folder import PrivateFolder
-from rftdask.cluster.slurm import JobShape
+from rftdask.cluster.secrets_dir import SecretsDir
+from rftdask.cluster.slurm_commands import JobShape
 from rftdask.config import Config
 from rftdask.config.schema.cluster import JobConfig
 from rftdask.errors import UserError
@@ -59,65 +54,66 @@ run       the name of the run
 {% endblock %}
 {% endif %}
 """
-"""Of Jinja, named job.sh for those that extend it."""
+"""Jinja template, named job.sh for templates that extend it."""
 NO_REQUEUE = (
-    "SLURM does not queue this job again: before its walltime the run writes a checkpoint and ends, and rftdask submit "
+    "SLURM does not requeue this job: before its walltime the run writes a checkpoint and ends, and rftdask submit "
     "continues it"
 )
 MAX_RESTARTS = 100
-"""Restarts of one job, for whatever reason: a run that is killed each time must not come back for ever."""
+"""Restarts of a job for any reason, so that a failing run does not restart forever."""
 
 
 @dataclass(frozen=True)
 class HostSystem:
-    """What the shell that runs a driver says to the batch system of its job."""
+    """Shell commands of a batch system for the script of the driver."""
 
     restarts: str
-    """Expands to how often the job was queued again."""
+    """Number of restarts of the job."""
     again: str
-    """Queues it again; fails where that is refused."""
+    """Requeue the job; fails if that is not possible."""
     cancel: str
-    """Says that its job was cancelled, where books tell that from a failure; empty: nothing does."""
+    """Mark the job as canceled in the accounting; empty: not possible."""
     first: str = ""
-    """What is done at the start."""
+    """Run at the start."""
     queued: str = "false"
-    """Succeeds, once the job is told to end, if it is queued again by who tells it."""
+    """Succeeds after SIGTERM if the batch system requeues the job."""
 
 
 ON_SLURM = HostSystem(
     restarts="${SLURM_RESTART_COUNT:-0}",
     again='scontrol requeue "$SLURM_JOB_ID"',
     cancel='scancel --quiet "$SLURM_JOB_ID" && sleep 60',
-    # Told at the start, and not when the walltime comes.
+    # A warning at the start, not at the walltime.
     first='case "$(scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null)" in\n'
     f'  *" Requeue=0 "*) echo "warning: {NO_REQUEUE}" >&2 ;;\nesac',
-    # SLURM counts a requeue, also one by preemption, before it signals.
+    # SLURM counts a requeue before it signals.
     queued='scontrol --oneliner show job "$SLURM_JOB_ID" 2>/dev/null'
     ' | grep -q " Restarts=$((${SLURM_RESTART_COUNT:-0} + 1)) "',
 )
 
 
 def driver_shell(
-    folder: PrivateFolder,
+    folder: SecretsDir,
     run: str,
     beside: Sequence[str] = (),
     at_end: Sequence[str] = (),
     system: HostSystem = ON_SLURM,
 ) -> list[str]:
-    """Shell that runs the driver and passes on what SLURM signals: INT and TERM end it with a checkpoint, USR1 (the
-    walltime is near) too, and then the job is queued again, to find those of its workers as it left them. After TERM
-    it is not: SLURM knows whether it ends the job (scancel) or queues it again (requeue, preemption), and its workers'
-    jobs stay in the latter. A driver that is killed is started again here, without a queue.
+    """Shell that runs the driver and forwards SLURM's signals.
+
+    INT, TERM and USR1 (near the walltime) end the driver with a checkpoint. After USR1 the shell requeues the job, and
+    the jobs of workers stay. After TERM the jobs of workers stay only if SLURM requeues the job (requeue, preemption,
+    not scancel). A killed driver is started again in the same job.
     """
     return [
         f"cancelled={shlex.quote(str(folder.path / CANCELLED_FILE))}",
         f"returns={shlex.quote(str(folder.path / RETURNS_FILE))}",
         'rm -f "$returns"',
         f'may_return() {{ [ ! -e "$cancelled" ] && [ "{system.restarts}" -lt {MAX_RESTARTS} ]; }}',
-        # A signal may come before the driver is there: it is noted, and passed on as soon as there is a process.
+        # A signal that comes before the driver starts is forwarded later.
         "run= again= asked= stop= code=1 kills=0",
         "trap 'asked=1 stop=INT; [ -n \"$run\" ] && kill -INT $run' INT",
-        # Where the driver finds the file as it ends, it leaves the jobs of its workers alone.
+        # With this file the ending driver leaves the jobs of its workers.
         f"queued() {{ {system.queued}; }}",
         'trap \'asked=1 stop=TERM; [ -n "$run" ] && kill -TERM $run; may_return && queued && touch "$returns"\' TERM',
         'trap \'asked=1 stop=INT again=1; may_return && touch "$returns"; [ -n "$run" ] && kill -INT $run\' USR1',
@@ -130,15 +126,14 @@ def driver_shell(
         f"{run} &",
         "  run=$!",
         '  [ -n "$stop" ] && kill -$stop $run',
-        # `wait` ends at a trapped signal, long before the driver does: then it waits again. 127 says that it was
-        # collected by the wait before, whose code counts.
+        # A trapped signal interrupts `wait`, which is then repeated. 127: the wait before has the exit code.
         "  while :; do",
         "    stop=",
         "    wait $run; now=$?",
         "    [ $now -ne 127 ] && code=$now",
         '    [ -z "$stop" ] && break  # else it was the signal that ended the wait',
         "  done",
-        # 130 and 143 are INT and TERM, of which it ends by itself.
+        # 130 and 143: the driver ended after INT or TERM.
         '  [ $code -gt 128 ] && [ $code -ne 130 ] && [ $code -ne 143 ] && [ -z "$asked" ] || break',
         f"  [ $kills -lt {MAX_RESTARTS} ] && may_return || break",
         "  kills=$((kills + 1))",
@@ -146,17 +141,17 @@ def driver_shell(
         "done",
         'if [ -n "$again" ] && [ $code -gt 128 ] && [ $code -ne 143 ] && may_return; then',
         f'  if {system.again}; then echo "queued again before the walltime"; sleep 60',
-        '  else echo "error: this job is not queued again; submit the run again to go on" >&2; fi',
+        '  else echo "error: this job cannot be requeued; submit the run again to continue" >&2; fi',
         "fi",
-        *(f"[ $code -eq 143 ] || {command}" for command in at_end),  # else it may come back
-        # What somebody cancelled is CANCELLED in SLURM's books too, and not FAILED by its exit code.
+        *(f"[ $code -eq 143 ] || {command}" for command in at_end),  # else it may be requeued
+        # A canceled job is CANCELLED in SLURM's accounting, not FAILED by its exit code.
         *([f'if [ -e "$cancelled" ] && [ $code -eq 130 ]; then {system.cancel}; fi'] * bool(system.cancel)),
         "exit $code",
     ]
 
 
 def staging(config: Config) -> list[str]:
-    """Return the shell that says where on its node a job puts models and datasets; its variables are the node's."""
+    """Shell that sets the folder for local copies of models and datasets; the node expands its variables."""
     section = config.cluster
     if section.local_cache_dir is None:
         return []
@@ -178,14 +173,14 @@ def batch_script(
     """Return the text of a batch script.
 
     Args:
-        name: of the job and its log.
-        role: of what it runs.
-        options: of sbatch, for this job alone.
-        more: directives after its own.
-        number: stands for the job's in the name of its log.
+        name: name of the job and its log.
+        role: role of its command.
+        options: options of sbatch for this job.
+        more: further directives.
+        number: pattern of the job id in the name of the log.
     Raises: UserError: the site's template fails.
     """
-    # --requeue lets SLURM start it again after the loss of its node, and append keeps what it had logged before.
+    # --requeue allows a restart after the loss of a node, and append keeps the log of earlier starts.
     directives = [
         f"--job-name={JOB_PREFIX}{name}-{config.name.replace('/', '-')}",
         f"--output={logs}/{name}-{number}.log",
@@ -199,58 +194,57 @@ def batch_script(
 
 
 def command_of(config: Config, role: str, arguments: str, srun: str = "") -> str:
-    """Return the command by which a job starts a process of the run: Python with `arguments`, as a shell reads them.
+    """Return the shell command of a process of the run: Python with `arguments`.
 
-    Args: srun: before it where it is to be several tasks. Raises: UserError: the site's template fails.
+    Args: srun: prefix for several tasks. Raises: UserError: the site's template fails.
     """
     python = shlex.quote(config.cluster.python or sys.executable)
-    told = {"python": python, "arguments": arguments, "command": f"{python} {arguments}", "srun": srun}
-    return " ".join(_render(config, role, **told).split("\n")).strip()
+    values = {"python": python, "arguments": arguments, "command": f"{python} {arguments}", "srun": srun}
+    return " ".join(_render(config, role, **values).split("\n")).strip()
 
 
 def _render(config: Config, role: str, **values: Any) -> str:
     template = config.cluster.slurm.template
-    own = {} if template is None else {"site": template}
+    site = {} if template is None else {"site": template}
     environment = jinja2.Environment(
-        loader=jinja2.DictLoader({"job.sh": TEMPLATE, **own}),
+        loader=jinja2.DictLoader({"job.sh": TEMPLATE, **site}),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
     try:
-        found = environment.get_template("site" if own else "job.sh")
-        return found.render({"command": "", "srun": "", "run": config.name, "role": role, **values})
+        script = environment.get_template("site" if site else "job.sh")
+        return script.render({"command": "", "srun": "", "run": config.name, "role": role, **values})
     except jinja2.TemplateError as error:
         raise UserError(f"cluster.slurm.template: {type(error).__name__}: {error}") from error
 
 
 def asks_for(job: JobConfig, shape: JobShape) -> list[str]:
-    """Return the directives with what a job of this shape asks for, each of whose tasks is a worker."""
-    # By core and by task, because each task is a worker of its own. A whole node has all of its cores, and by core it
-    # would have to have as much memory for each of them; 0 is what it has.
-    by_core = f"--mem-per-cpu={-(-slurm.megabytes(job.memory) // job.cpus)}M"
+    """Return the directives with the resources of a job, each of whose tasks is a worker."""
+    # By core and task, because each task is a worker. A whole node has more cores, so it gets all of its memory (0).
+    by_core = f"--mem-per-cpu={-(-slurm_commands.megabytes(job.memory) // job.cpus)}M"
     options = (*_places(shape), f"--cpus-per-task={job.cpus}", "--mem=0" if job.exclusive else by_core)
-    return [*options, *slurm.directives(job)]
+    return [*options, *slurm_commands.directives(job)]
 
 
 def alike(
     jobs: Mapping[str, JobConfig], controller: JobConfig, parts: Mapping[str, JobShape]
 ) -> tuple[JobConfig, JobShape]:
-    """Return what one job asks for that has the nodes of all parts: each has what the part that needs most has of one.
+    """Return one job with the nodes of all parts, each as large as the largest.
 
-    Args: all by role; `controller` says where the job runs and for how long. Raises: UserError: GPUs differ.
+    Args: all by role; `controller` has the partition and walltime. Raises: UserError: GPUs differ.
     """
     if len({(job.gres, job.gpus_per_node) for job in jobs.values()}) > 1:
-        told = ", ".join(f"cluster.slurm.{role}: {job.gres or job.gpus_per_node}" for role, job in jobs.items())
+        requests = ", ".join(f"cluster.slurm.{role}: {job.gres or job.gpus_per_node}" for role, job in jobs.items())
         raise UserError(
-            f"one job that is not heterogeneous has nodes that are all alike (cluster.slurm.heterogeneous), and GPUs "
-            f"differ: {told}; ask for the same"
+            f"all nodes of a job that is not heterogeneous are equal (cluster.slurm.heterogeneous), and GPUs differ: "
+            f"{requests}; request the same"
         )
     one = next(iter(jobs.values()))
     tasks = {role: shape.tasks_per_node for role, shape in parts.items()}
     cpus = max(job.cpus * tasks[role] for role, job in jobs.items())
-    memory = max(slurm.megabytes(job.memory) * tasks[role] for role, job in jobs.items())
+    memory = max(slurm_commands.megabytes(job.memory) * tasks[role] for role, job in jobs.items())
     job = controller.model_copy(
         update={
             **{"cpus": cpus, "memory": f"{memory}MiB", "gres": one.gres, "gpus_per_node": one.gpus_per_node},
@@ -262,12 +256,13 @@ def alike(
 
 
 def step(job: JobConfig, shape: JobShape, *options: str) -> str:
-    """Return the command before which a command is one that all tasks of a job run, each of which sees all GPUs of its
-    node: of several each takes its own (processes/gpus.py), and NCCL finds the way between them.
+    """Return the srun prefix of a command that all tasks of a job run.
+
+    Each task sees all GPUs of its node and claims its own (processes/gpus.py), so NCCL can connect them.
     """
-    # What srun would read of its job's environment differs between its versions, so all is said. MPI is nobody's here.
-    # Nothing of GPUs: --gpus-per-task would hide those of the neighbors, and with --gpu-bind=none SLURM 22.05 tells
-    # several tasks of a node of none.
+    # All options are explicit, because versions of srun read the job's environment differently. No GPU options:
+    # --gpus-per-task hides the GPUs of other tasks, and with --gpu-bind=none SLURM 22.05 hides all GPUs if a node has
+    # several tasks.
     return shlex.join(["srun", *options, *_places(shape), f"--cpus-per-task={job.cpus}", "--mpi=none"])
 
 

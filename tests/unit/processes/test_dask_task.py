@@ -1,6 +1,4 @@
-"""Promises of what is known of workers: all of them, whatever else the client asks meanwhile; and of the client: where
-its start is cancelled there is another one, and a reason where there is none. A worker that is lost comes back.
-"""
+"""Promises of Dask's workers and client: workers are listed and return, and a canceled start is repeated."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from rftdask.processes.dask_cluster import connect
 from rftdask.processes.dask_task import workers_of
 
 
-def test_workers_are_told_while_the_client_asks_for_none_of_them() -> None:
+def test_workers_are_listed_while_the_client_polls() -> None:
     with (
         LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster) as client,
@@ -30,7 +28,7 @@ def test_workers_are_told_while_the_client_asks_for_none_of_them() -> None:
 
         def ask() -> None:
             while not ended.is_set():
-                # What it does by itself every few seconds.
+                # Dask does this every few seconds.
                 client.sync(client._update_scheduler_info)
 
         asking = threading.Thread(target=ask)
@@ -43,8 +41,8 @@ def test_workers_are_told_while_the_client_asks_for_none_of_them() -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_comes_back_late_is_not_given_up() -> None:
-    """15 s after a loss Dask gives up a worker that is not there, whether it starts slowly or was lost once more."""
+def test_a_worker_that_returns_late_is_kept() -> None:
+    """By default Dask gives up a worker 15 s after its loss, even one that starts slowly or was lost again."""
     with OurCluster(Layout((WorkerPlan("explorer-0", ("explorer",), 1),))) as cluster:
         (address,) = workers_of(cluster.client)
         pid, forks = cluster.client.run(os.getpid)[address], forkserver._forkserver._forkserver_pid
@@ -57,7 +55,7 @@ def test_a_worker_that_comes_back_late_is_not_given_up() -> None:
         assert cluster.client.submit(int, "7", workers=["explorer-0"]).result(timeout=60) == 7
 
 
-def test_a_client_whose_start_is_cancelled_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_with_a_cancelled_start_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     starts, start = list[str](), Client._start
     cancelled = 1
 
@@ -73,5 +71,5 @@ def test_a_client_whose_start_is_cancelled_is_started_again(monkeypatch: pytest.
             assert client.submit(int, "7").result(timeout=30) == 7
         assert len(set(starts)) == 2
         cancelled = 9
-        with pytest.raises(RoleError, match="cancelled as it started, 3 times"):
+        with pytest.raises(RoleError, match="cancelled in 3 attempts"):
             connect(cluster)

@@ -1,0 +1,126 @@
+"""Promises of batch systems other than SLURM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rftdask.cluster.base import find_cluster
+from rftdask.cluster.jobqueue import HTCondorCluster, LsfCluster, OarCluster, PbsCluster, Query, SgeCluster
+from rftdask.errors import RoleError
+from tests.unit.cluster.batch_cases import configured, private
+
+
+@pytest.mark.parametrize("system", ["pbs", "lsf", "sge", "oar", "htcondor"])
+def test_other_batch_systems_get_the_same_worker(tmp_path: Path, system: str) -> None:
+    options = "{cores: 4, memory: 8GB, queue: long, trainer: {queue: gpu}}"
+    if system == "htcondor":
+        options = "{cores: 4, memory: 8GB, disk: 1GB}"
+    if system == "oar":
+        options = "{cores: 4, memory: 8GB, memory_per_core_property_name: not_applicable}"
+    config = configured(tmp_path, f"cluster.type={system}", f"cluster.options={options}")
+    batch_system: Any = find_cluster(system)
+    options = batch_system.job_options(config, "trainer", "trainer-0", private(config), tmp_path / "log")
+    made = batch_system.load_job_class()(**options)
+    assert "--resources trainer=1" in made.job_script()
+    assert "--scheduler-file" in made.job_script()
+    if system in ("pbs", "sge"):
+        assert "-q gpu" in made.job_script()
+
+
+PBS_TABLE = """
+pbs01: 
+                                                            Req'd  Req'd   Elap
+Job ID          Username Queue    Jobname    SessID NDS TSK Memory Time  S Time
+--------------- -------- -------- ---------- ------ --- --- ------ ----- - -----
+4711.pbs01      me       gpu      rftdask-t*  20341   1   8   64gb 24:00 R 01:12
+4712.pbs01      me       gpu      rftdask-e*    --    1   8   64gb 24:00 Q   -- 
+4713[].pbs01    me       gpu      sweep         --    1   1    4gb 01:00 B   -- 
+4709.pbs01      me       gpu      old         19001   1   1    4gb 01:00 F 00:30
+"""
+
+
+SGE_TABLE = """\
+job-ID  prior   name       user         state submit/start at     queue                          slots ja-task-ID 
+-----------------------------------------------------------------------------------------------------------------
+      2 0.75000 rftdask-co root         r     11/24/2026 19:35:13 all.q@vm                           1        
+      3 0.58803 rftdask-tr root         r     11/24/2026 19:35:59 all.q@vm                           1        
+      9 0.25000 t.sh       root         t     11/24/2026 19:37:35 all.q@vm                           1        
+      7 0.25000 badwd      root         Eqw   11/24/2026 19:37:33                                    1        
+      8 0.00000 held       root         hqw   11/24/2026 19:37:34                                    1        
+"""
+"""Recorded from Grid Engine 8.1.9, but for the `t`, which lasts too short a time."""
+
+
+OAR_TABLE = """\
+Job id    S User     Duration   System message
+--------- - -------- ---------- ------------------------------------------------
+5001      R me        0:12:44 R=8,W=4:0:0,J=B,N=rftdask-trainer-try (Karma=0.001)
+5002      W me        0:00:00 R=8,W=4:0:0,J=B,N=rftdask-explorer-try (Karma=0.001)
+5003      E me        0:00:01 R=8,W=4:0:0,J=B
+"""
+
+
+OLD_OAR_TABLE = """\
+Job id     Name           User           Submission Date     S Queue
+---------- -------------- -------------- ------------------- - ----------
+5001       rftdask        me             2026-11-24 00:20:01 R default
+5002       rftdask        me             2026-11-24 00:20:03 W default
+"""
+
+
+@pytest.mark.parametrize(
+    ("query", "told", "states"),
+    [
+        (PbsCluster.query, PBS_TABLE, {"4711": "RUNNING", "4712": "PENDING (Q)", "4713": "RUNNING"}),
+        (
+            LsfCluster.query,
+            "7001 RUN\n7002 PEND\n7003 DONE\n7004 EXIT\n",
+            {"7001": "RUNNING", "7002": "PENDING (PEND)"},
+        ),
+        (
+            SgeCluster.query,
+            SGE_TABLE,
+            {"2": "RUNNING", "3": "RUNNING", "9": "RUNNING", "7": "PENDING (Eqw)", "8": "PENDING (hqw)"},
+        ),
+        (OarCluster.query, OAR_TABLE, {"5001": "RUNNING", "5002": "PENDING (W)"}),
+        (OarCluster.query, OLD_OAR_TABLE, {"5001": "RUNNING", "5002": "PENDING (W)"}),
+        (HTCondorCluster.query, "12.0 2\n13.0 1\n14.0 5\n15.0 4\n", {"12.0": "RUNNING", "13.0": "PENDING (1)"}),
+    ],
+)
+def test_the_output_of_other_batch_systems_is_parsed(query: Query, told: str, states: dict[str, str]) -> None:
+    found = query.read(told)
+    assert {job_id: state for job_id, state in found.items() if state != "PENDING (5)"} == states
+    stuck = {job_id for job_id, state in found.items() if query.never_runs(state)}
+    assert stuck == ({"7"} if query is SgeCluster.query else {"14.0"} if query is HTCondorCluster.query else set())
+
+
+def test_a_missing_command_and_no_jobs_are_no_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert LsfCluster.query.states(["1"]) is None and LsfCluster.query.states([]) == {}
+    bjobs = tmp_path / "bjobs"
+    bjobs.write_text("#!/bin/sh\necho 'No unfinished job found' >&2; exit 255\n")
+    bjobs.chmod(0o755)
+    assert LsfCluster.query.states(["1"]) == {}
+    bjobs.write_text("#!/bin/sh\necho 'LSF is down. Please wait ...' >&2; exit 255\n")
+    with pytest.raises(RoleError, match="LSF is down"):
+        LsfCluster.query.states(["1"])
+
+
+def test_loading_a_batch_system_keeps_the_sigint_handler() -> None:
+    code = """
+import signal, threading
+from rftdask.cluster.jobqueue import PbsCluster
+
+before = signal.getsignal(signal.SIGINT)
+loaded = []
+thread = threading.Thread(target=lambda: loaded.append(PbsCluster.load_job_class()))
+thread.start()
+thread.join()
+assert loaded and signal.getsignal(signal.SIGINT) is before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
