@@ -1,4 +1,8 @@
-"""Columns of the experience table: its Arrow schema, and experiences as a table of it."""
+"""Columns of the experience table: its Arrow schema, and experiences as a table of it.
+
+Rows become columns without a Python loop over tokens. Token ids and logprobs in numpy arrays cost one copy; other
+sequences cost about 30 times as much, but make the same experience.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,12 @@ import json
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from rftdask.buffer.log.schema import ADDED_COLUMNS, SCHEMA_VERSION, Experience
-
-if TYPE_CHECKING:
-    pass
 
 
 def _list_of(kind: pa.DataType) -> pa.DataType:

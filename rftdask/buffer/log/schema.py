@@ -1,12 +1,9 @@
-"""Experience: one trainable token sequence, and the Parquet schema that stores it.
+"""Experience: one trainable token sequence, and the version of the Parquet schema that stores it.
 
 A rollout is generated at least once and trained at most once. It is identified by its `uid`, which is known before the
 rollout starts. This module knows neither storage nor shards.
 
 Shapes: L = tokens of prompt and response, P = prompt tokens, R = L - P = response tokens.
-
-Rows become columns without a Python loop over tokens. Token ids and logprobs in numpy arrays cost one copy; other
-sequences cost about 30 times as much, but make the same experience.
 """
 
 from __future__ import annotations
