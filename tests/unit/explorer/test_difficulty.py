@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from rftdask.buffer.log.columns import experiences_to_table
 from rftdask.buffer.log.file_log import ParquetLog
-from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
+from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config import load_config
 from rftdask.data.task_schedule import TaskRef
 from rftdask.errors import DamagedError, UserError

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
+from rftdask.buffer.log.columns import experiences_to_table
+from rftdask.buffer.log.schema import Experience, Status
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.errors import RoleError, UserError

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
+from rftdask.buffer.log.columns import experiences_to_table
+from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config.base import FrozenDict
 from rftdask.config.schema.explorer import SandboxConfig
 from rftdask.data.task import Task
