@@ -36,9 +36,10 @@ from rftdask.buffer.batches.batch import batch_from_table
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.log_source import EntryReader, LogSource
 from rftdask.buffer.batches.selection import Cursor, SampleRule
+from rftdask.buffer.log.columns import experiences_to_table
 from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, ParquetLog
 from rftdask.buffer.log.log import first_open_step, note_complete
-from rftdask.buffer.log.schema import Experience, experiences_to_table
+from rftdask.buffer.log.schema import Experience
 from rftdask.buffer.log.writer import UnitWriter
 from rftdask.errors import NotFoundError
 from rftdask.storage import Storage, open_storage

@@ -128,9 +128,15 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """Base of all sections. Unknown keys fail; nothing can be changed after validation."""
+    """Base of all sections. Unknown keys fail; nothing can be changed after validation.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    Validators are built at the first validation. The default of a section is therefore `X.model_construct()`, because
+    `X()` would validate, and importing the schema would build a validator for every section.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )
 
 
 # ---- reading a schema

@@ -1,8 +1,8 @@
 """Source of a configuration, read as one plain tree: YAML, overrides, interpolations, and the settings of a site.
 
 A site's settings are the profile that the configuration names and its template of job scripts. The module knows
-OmegaConf (imported late, because plain data needs none of it) and, of the schema, those two keys only. Every problem is
-collected; the rest is a tree of dicts, lists and scalars.
+OmegaConf (imported late, because plain data and simple files need none of it) and, of the schema, those two keys only.
+Every problem is collected; the rest is a tree of dicts, lists and scalars.
 Invariant: a text that is filled in from the environment where it is used stays as it was written, so that no copy of
 the tree has values of the environment.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,12 +46,11 @@ def read_tree(
     stays: called with a path and the resolved text; True: the text stays as written, because it is filled in from the
         environment where it is used (`fill_from_environment`).
     """
-    if not overrides and isinstance(source, Mapping):
-        try:
-            copy: dict[str, Any] = _plain(source)
+    if not overrides:
+        # OmegaConf reads whatever these refuse, and reports its mistakes.
+        with suppress(_NotPlainError, RecursionError, OSError, ValueError, yaml.YAMLError):
+            copy: dict[str, Any] = _plain(source) if isinstance(source, Mapping) else _read_plain(Path(source), stays)
             return copy
-        except (_NotPlainError, RecursionError):
-            pass
     root = _read(source, problems)
     if root is None:
         return None
@@ -74,6 +74,91 @@ def _plain(value: Any) -> Any:
     if value is None or kind in (bool, int, float) or (kind is str and "${" not in value and value != "???"):
         return value
     raise _NotPlainError
+
+
+# As in OmegaConf's loader: "1e-3" is a number, and a date is text.
+_FLOAT = re.compile(
+    r"""^(?:
+     [-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
+    |[-+]?[0-9]+(?:_[0-9]+)*(?:[eE][-+]?[0-9]+)
+    |\.[0-9]+(?:_[0-9]+)*(?:[eE][-+][0-9]+)?
+    |[-+]?[0-9]+(?:_[0-9]+)*(?::[0-5]?[0-9])+\.[0-9_]*
+    |[-+]?\.(?:inf|Inf|INF)
+    |\.(?:nan|NaN|NAN))$""",
+    re.VERBOSE,
+)
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        keys = [key.value for key, _ in node.value]
+        if len(set(keys)) < len(keys) or "<<" in keys or "=" in keys:
+            raise _NotPlainError
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
+
+_MAX_CHARS = 20_000
+"""Longer files may exceed the number of nodes that OmegaConf accepts."""
+_SIMPLE = re.compile(r"\$\{(?:oc\.env:(\w+)(?:,(\.{0,2}/[\w./-]*))?|([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*))\}", re.ASCII)
+"""${oc.env:NAME}, ${oc.env:NAME,./default/path} or ${section.key}."""
+
+
+def _read_plain(file: Path, stays: Callable[[str, str], bool]) -> dict[str, Any]:
+    """Return the tree of a file whose interpolations are all `_SIMPLE`. It is the tree that OmegaConf returns, without
+    the time that importing OmegaConf takes. Raises: _NotPlainError: OmegaConf must read it.
+    """
+    text = file.read_text(encoding="utf-8") if file.is_file() else "&"
+    # An alias needs an anchor "&name".
+    root = None if len(text) > _MAX_CHARS or "&" in text else yaml.load(text, _Loader)
+    if type(root) is not dict:
+        raise _NotPlainError
+    tree: dict[str, Any] = _resolve_plain(root, stays)
+    return tree
+
+
+def _resolve_plain(root: dict[str, Any], stays: Callable[[str, str], bool]) -> Any:
+    """Return the tree with its interpolations filled in. Raises: _NotPlainError: one is not `_SIMPLE`."""
+
+    def look_up(match: re.Match[str]) -> str:
+        name, default, key = match.groups()
+        if key is None:
+            value: Any = os.environ.get(name, default)
+        else:
+            value = root
+            for part in key.split("."):
+                value = value.get(part) if type(value) is dict else None
+        # OmegaConf reports a missing key or variable, copies a section, and formats numbers.
+        if not isinstance(value, str) or value == "???":
+            raise _NotPlainError
+        if key is not None:
+            return fill(value)
+        if "$" in value or "\\" in value:
+            raise _NotPlainError
+        return value
+
+    def fill(text: str) -> str:
+        if "${" not in text:
+            return text
+        if "\\" in text or "$" in _SIMPLE.sub("", text):
+            raise _NotPlainError
+        return _SIMPLE.sub(look_up, text)
+
+    def resolve(value: Any, path: str) -> Any:
+        if type(value) is dict and all(type(key) is str for key in value):
+            return {key: resolve(item, f"{path}.{key}" if path else key) for key, item in value.items()}
+        if type(value) is list:
+            return [resolve(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        if type(value) is not str or "${" not in value:
+            return _plain(value)
+        text = fill(value)
+        return value if stays(path, text) and _names_only_environment(value) else text
+
+    return resolve(root, "")
 
 
 def escape(value: Any) -> Any:
@@ -143,6 +228,11 @@ def fill_from_environment(value: T) -> T:
 
     filled: T = fill(value) if names_environment(value) else value
     return filled
+
+
+def _names_only_environment(text: str) -> bool:
+    # References to other keys mean nothing without them, and an escaped text is literal.
+    return bool(_VARIABLE.search(text)) and "${" not in _VARIABLE.sub("", text) and "\\${" not in text
 
 
 def _read(source: str | Path | Mapping[str, Any], problems: list[Problem]) -> DictConfig | None:
@@ -236,8 +326,7 @@ class _Resolver:
         if isinstance(value, str) and OmegaConf.is_interpolation(node, key) and self._stays(path, value):
             # The text before interpolation: it names the variable and does not have its value.
             written = str(node._get_node(key)._value())
-            # References to other keys mean nothing without them, and an escaped text is literal.
-            if _VARIABLE.search(written) and "${" not in _VARIABLE.sub("", written) and "\\${" not in written:
+            if _names_only_environment(written):
                 return written
         return self.resolve(value, path)
 

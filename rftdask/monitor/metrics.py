@@ -200,23 +200,30 @@ class MetricsFollower:
 
 def read_metrics(storage: Storage, role: str | None = None) -> pd.DataFrame:
     """Read all rows of a run, or of one role, in the format of `rows_to_frame`; empty without rows."""
-    rows: list[MetricsRow] = []
-    for name in _roles(storage) if role is None else [role]:
-        for _, path in _parts(storage, name):
-            rows += _read_part(storage, path)
-    return rows_to_frame(rows)
+    return rows_to_frame(read_rows(storage, role))
+
+
+def read_rows(storage: Storage, role: str | None = None) -> list[MetricsRow]:
+    """Read all rows of a run, or of one role, in the order of `latest_rows`, without pandas."""
+    roles = _roles(storage) if role is None else [role]
+    return latest_rows(row for name in roles for _, path in _parts(storage, name) for row in _read_part(storage, path))
+
+
+def latest_rows(rows: Iterable[MetricsRow]) -> list[MetricsRow]:
+    """Return one row per (role, step, tags), the one written last, sorted by step, then role and tags."""
+    # A resumed role repeats some steps; only the newer row belongs to the continued run.
+    latest = {(row.step, row.role, *sorted(row.tags.items())): row for row in sorted(rows, key=lambda row: row.time_s)}
+    return [latest[key] for key in sorted(latest)]
 
 
 def rows_to_frame(rows: Iterable[MetricsRow]) -> pd.DataFrame:
-    """Return one line per (role, step, tags), from the row written last, sorted by step, then role and tags.
+    """Return `latest_rows` as a table.
 
     Columns: role (str), step (int64), time_s, tags (str, "" if missing), metrics (float64, NaN if missing).
     """
     import pandas as pd  # late: half a second, which writers do not need
 
-    # A resumed role repeats some steps; only the newer row belongs to the continued run.
-    latest = {(row.step, row.role, *sorted(row.tags.items())): row for row in sorted(rows, key=lambda row: row.time_s)}
-    kept = [latest[key] for key in sorted(latest)]
+    kept = latest_rows(rows)
     columns: dict[str, list[str] | list[int] | list[float]] = {
         "role": [row.role for row in kept],
         "step": [row.step for row in kept],

@@ -62,8 +62,8 @@ TORCH = "torch"
 """Longest import of an algorithm's checks."""
 TOKENIZERS = ("transformers.models", "transformers.tokenization_utils_tokenizers")
 """Modules that loading a tokenizer imports; none of them imports torch."""
-REGISTERED = "rftdask.config.parts"
-"""Module that reads the registered parts of configurations."""
+REGISTERED = "rftdask.config.preload"
+"""Module that reads the registered parts of configurations and builds their validator."""
 ZYGOTE_ADDRESS = "RFTDASK_ZYGOTE"
 """Environment variable of a worker: socket of the zygote that forks for it."""
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)

@@ -9,6 +9,7 @@ where it is.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,7 @@ from rftdask.buffer.batches.replay_priority import max_uses
 from rftdask.buffer.log import open_log
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.config import Config
-from rftdask.monitor.metrics import MACHINE, read_metrics
+from rftdask.monitor.metrics import MACHINE, MetricsRow, read_rows, rows_to_frame
 from rftdask.reports.metric_table import warn_of_learning
 from rftdask.run.run_folder import RUN_FILE, read_run_config
 from rftdask.storage import Storage, open_storage
@@ -90,7 +91,7 @@ class StageReader:
         """
         # Take the maximum: metrics are flushed at intervals, and so are weights published.
         pointers = (read_pointer(self.storage, name) or 0 for name in (CHECKPOINT_POINTER, WEIGHTS_POINTER))
-        return max(0, *pointers, *map(int, self.rows("trainer")["step"]))
+        return max(0, *pointers, self.last_step)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -101,9 +102,14 @@ class StageReader:
         return {"committed": audit.committed, "trained": audit.trained, "waiting": audit.waiting, **audit.dropped}
 
     @cached_property
+    def metric_rows(self) -> list[MetricsRow]:
+        """Rows of metrics by step. Unlike `metrics` and `rows`, reading them does not import pandas."""
+        return read_rows(self.storage)
+
+    @cached_property
     def metrics(self) -> pd.DataFrame:
         """One line per row of metrics, with columns "role", "step", "time_s", tags and metrics."""
-        return read_metrics(self.storage)
+        return rows_to_frame(self.metric_rows)
 
     def rows(self, role: str) -> pd.DataFrame:
         """Return the metrics of one role, by step; without metrics, an empty frame with "role", "step" and "time_s"."""
@@ -111,10 +117,13 @@ class StageReader:
             return self.metrics.reindex(columns=["role", "step", "time_s"])
         return self.metrics[self.metrics["role"] == role].sort_values("step")
 
+    def _of_role(self, role: str) -> list[MetricsRow]:
+        return [row for row in self.metric_rows if row.role == role]
+
     def values(self, role: str, metric: str) -> list[float]:
         """List the values of a metric by step, without gaps; [] if the role never measured it."""
-        rows = self.rows(role)
-        return [float(value) for value in rows[metric].dropna()] if metric in rows else []
+        values = (row.metrics.get(metric, math.nan) for row in self._of_role(role))
+        return [value for value in values if not math.isnan(value)]
 
     def last(self, role: str, metric: str) -> float | None:
         """Return the newest value of a metric, or None if the role never measured it."""
@@ -123,8 +132,7 @@ class StageReader:
     @property
     def last_step(self) -> int:
         """Newest optimizer step with metrics; 0 without any."""
-        steps = self.rows("trainer")["step"]
-        return int(steps.max()) if len(steps) else 0
+        return max((row.step for row in self._of_role("trainer")), default=0)
 
     @property
     def seconds(self) -> float:
@@ -136,29 +144,33 @@ class StageReader:
     def span(self) -> tuple[float, float]:
         """Unix seconds of the first and the last row of metrics; 0 without rows."""
         # Machine metrics are written even while the run is idle.
-        times = self.metrics["time_s"][self.metrics["role"] != MACHINE] if len(self.metrics) else []
-        return float(min(times, default=0.0)), float(max(times, default=0.0))
+        times = [row.time_s for row in self.metric_rows if row.role != MACHINE]
+        return min(times, default=0.0), max(times, default=0.0)
 
     @property
     def accuracies(self) -> list[Accuracy]:
         """Accuracy over all tasksets of each completely evaluated policy version, in order."""
-        rows = self.rows("eval")
-        if "accuracy" not in rows:
-            return []
+        has_counts = any("num_rollouts" in row.metrics for row in self.metric_rows)
+        versions: dict[int, list[tuple[float, float]]] = defaultdict(
+            list
+        )  # step -> (correct, rollouts) of each taskset
+        for row in self._of_role("eval"):
+            count = row.metrics.get("num_rollouts", math.nan) if has_counts else 1.0
+            if not math.isnan(correct := row.metrics.get("accuracy", math.nan) * count):
+                versions[row.step].append((correct, count))
         # Each taskset has a row. A stopped run may have evaluated its last version on some tasksets only, and their
         # accuracy must not be compared with that of all tasksets.
-        counts = rows.get("num_rollouts", 1.0)
-        rows = rows.assign(num_rollouts=counts, num_correct=rows["accuracy"] * counts).dropna(subset=["num_correct"])
-        versions = rows.groupby("step")[["num_correct", "num_rollouts"]]
-        sizes = versions.size()
-        sums = versions.sum()[sizes == sizes.max()]
-        return [Accuracy(correct / count, int(count)) for correct, count in sums.itertuples(index=False)]
+        size = max(map(len, versions.values()), default=0)
+        sums = [tuple(map(math.fsum, zip(*pairs, strict=True))) for pairs in versions.values() if len(pairs) == size]
+        return [Accuracy(correct / count, int(count)) for correct, count in sums]
 
     @cached_property
     def auxiliary_use(self) -> dict[str, dict[str, float]]:
         """Calls, failures, tokens and cost of each auxiliary model, over all rollouts and evaluations."""
         use: dict[str, dict[str, float]] = {}
-        for column in [str(name) for name in self.metrics.columns if str(name).startswith("auxiliary/")]:
+        for column in sorted(
+            {name for row in self.metric_rows for name in row.metrics if name.startswith("auxiliary/")}
+        ):
             model, _, quantity = column.removeprefix("auxiliary/").rpartition("/")  # the name may contain slashes
             values = [value for role in ("explorer", "eval") for value in self.values(role, column)]
             use.setdefault(model, {})[quantity] = sum(values, 0.0)
@@ -167,7 +179,7 @@ class StageReader:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Skipped steps and reasons why the stage does not learn, one line each; empty if it learns."""
-        trainer, explorer = (self.rows(role).to_dict("records") for role in ("trainer", "explorer"))
+        trainer, explorer = ([row.metrics for row in self._of_role(role)] for role in ("trainer", "explorer"))
         skipped = (f"step {step} was skipped: {reason}" for step, reason in self.ledger.skips.items())
         return (*skipped, *warn_of_learning(trainer, explorer).values())
 

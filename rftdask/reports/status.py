@@ -175,7 +175,7 @@ def read_line(name: str, url: str, stages: Sequence[StageReader]) -> RunLine:
     rewards = [reward for stage in begun if (reward := stage.last("trainer", "reward")) is not None]
     losses = [loss for stage in begun if (loss := stage.last("eval", "eval_loss")) is not None]
     accuracies = [accuracy for stage in begun for accuracy in stage.accuracies]
-    spans = [stage.span for stage in begun if len(stage.metrics)]
+    spans = [stage.span for stage in begun if stage.metric_rows]
     return RunLine(
         name,
         state,

@@ -77,7 +77,7 @@ class Folder:
         def read() -> list[StageReader]:
             stages = open_stages(url)
             for stage in stages:
-                _ = stage.metrics  # read now, so that the time it takes is measured
+                _ = stage.metric_rows  # read now, so that the time it takes is measured
             return stages
 
         return self._cached(("stages", name), read)

@@ -15,7 +15,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rftdask.buffer.batches.groups import groups_of_shard
 from rftdask.buffer.batches.ledger import SKIPPED, Ledger, skipped_sources
 from rftdask.buffer.batches.selection import Position
 from rftdask.buffer.log.log import ExperienceLog
@@ -126,6 +125,10 @@ def _num_repeats(
 
     Shards that cannot be read because of their schema are added to `problems`.
     """
+    if not repeated:
+        return 0
+    from rftdask.buffer.batches.groups import groups_of_shard  # late: loads numpy and pyarrow, which are heavy
+
     num_rows, taken = 0, set(settled)
     for name in repeated:
         try:

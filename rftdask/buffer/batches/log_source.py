@@ -44,8 +44,9 @@ from rftdask.buffer.batches.source import (
     with_masks,
     with_rewards,
 )
+from rftdask.buffer.log.columns import SCHEMA
 from rftdask.buffer.log.log import ExperienceLog
-from rftdask.buffer.log.schema import SCHEMA, Status
+from rftdask.buffer.log.schema import Status
 from rftdask.buffer.log.shard import ShardName
 from rftdask.errors import DamagedError, DataError, EmptyBatchError, WaitTimeout
 from rftdask.storage.base import in_order

@@ -20,7 +20,8 @@ from rftdask.algorithm.compose import make_part
 from rftdask.algorithm.drop_reasons import DropReason
 from rftdask.algorithm.operators import DataJuicer, ExperienceTable, Operator
 from rftdask.buffer.batches.batch import GROUP_KEY, batch_from_table
-from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
+from rftdask.buffer.log.columns import experiences_to_table
+from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config import Config, fill_from_environment
 from rftdask.config.base import plain
 from rftdask.errors import OperatorError, UserError

@@ -11,14 +11,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import numpy as np
+from typing import TYPE_CHECKING, ClassVar
 
 from rftdask.buffer.batches.ledger import LedgerEntry, Rows
 from rftdask.buffer.batches.selection import Cursor, Group, Position, SampleRule, Selection, UsedGroup, next_positions
 from rftdask.config import Config, fill_from_environment
 from rftdask.config.plugins import bind_arguments, find_part, read_parts
+
+if TYPE_CHECKING:
+    import numpy as np
 
 TIME_NOTE = "time_s"
 """Note of a ledger entry: time when it was formed, in Unix seconds. Cooldowns are measured between these times."""
@@ -118,6 +119,8 @@ class Replay:
 
         The noise is a function of (seed, step) and of the order of the candidates.
         """
+        import numpy as np  # late: heavy, and a reader of `max_uses` does not need it
+
         # Keyed, not advanced: the noise of a step does not depend on how many steps this process has seen.
         key = np.array([self.seed % 2**64, step], dtype=np.uint64)
         random = np.random.Generator(np.random.Philox(key=key))
@@ -229,6 +232,8 @@ def select_with_reuse(
     fill the gap. With an ordered rule, the fresh candidates are the next positions.
     Args: as `select_groups`; used: in a fixed order.
     """
+    import numpy as np  # late: as above
+
     wanted = rule.groups_per_batch if count is None else count
     positions = next_positions(cursor, wanted, rule.tasks_per_step) if rule.ordered else sorted(waiting)
     if any(position not in waiting for position in positions):

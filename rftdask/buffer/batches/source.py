@@ -29,7 +29,7 @@ from rftdask.buffer.batches.batch import (
     supervised_batch,
 )
 from rftdask.buffer.batches.ledger import Fence, Ledger, LedgerEntry, Rows
-from rftdask.buffer.log.schema import SCHEMA
+from rftdask.buffer.log.columns import SCHEMA
 from rftdask.errors import DataError, FencedError
 
 BASELINE = "baseline"

@@ -9,6 +9,7 @@ two files.
 Rows of a large file have two additional columns, `shard` and `row`, by which ledger entries name them. A row group
 holds whole shards, so one shard is read without the other row groups. Checksums cover every byte: one per row group,
 and one for the rest of the file.
+pyarrow is imported late, because a reader that only lists shards does not need it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rftdask.buffer.log.schema import EXPERTS_COLUMN
 from rftdask.buffer.log.shard import ShardName
@@ -34,6 +32,10 @@ from rftdask.errors import DamagedError, NotFoundError
 from rftdask.storage import Storage
 from rftdask.storage.base import in_order
 from rftdask.storage.checked_json import dump_checked, load_checked
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
 COMPACT = "compact"
 """Folder of the large files of a log."""
@@ -44,9 +46,8 @@ MAX_FILE_BYTES = 256 << 20
 """A file ends with the row group that exceeds this size; the merger holds one file in memory."""
 MIN_GROUP_ROWS = 1024
 """A row group ends with the shard that reaches this number of rows."""
-_PLACE = pa.schema([pa.field("shard", pa.string(), nullable=False), pa.field("row", pa.int32(), nullable=False)])
 
-Shards = Iterable[tuple[ShardName, pa.Table]]
+Shards: TypeAlias = "Iterable[tuple[ShardName, pa.Table]]"
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,8 @@ def merge_shards(shards: Shards) -> Iterator[tuple[MergedFile, bytes]]:
 
     Shards of another schema begin another file. Shards without rows at the end of a file are omitted.
     """
+    import pyarrow.parquet as pq
+
     # The schema includes its metadata: the run, and the version of the schema.
     for _, alike in groupby(shards, key=lambda shard: shard[1].schema.serialize().to_pybytes()):
         sink = io.BytesIO()
@@ -251,12 +254,15 @@ def merge_shards(shards: Shards) -> Iterator[tuple[MergedFile, bytes]]:
 
 def _row_groups(shards: Shards) -> Iterator[tuple[tuple[str, ...], pa.Table]]:
     """Yield row groups of whole shards, with the columns `shard` and `row`, of `MIN_GROUP_ROWS` or more rows."""
+    import pyarrow as pa
+
     names: list[str] = []
     tables: list[pa.Table] = []
     num_rows = 0
     for name, table in shards:
         names.append(name.text)
-        for field, column in zip(_PLACE, _place(name).columns, strict=True):
+        place = _place(name)
+        for field, column in zip(place.schema, place.columns, strict=True):
             table = table.append_column(field, column)
         tables.append(table)
         num_rows += len(table)
@@ -286,6 +292,9 @@ def _finish(
 
 def read_merged(path: Path, file: MergedFile, number: int) -> pa.Table:
     """Read row group `number`, verified. Raises: DamagedError."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     # Before Parquet parses anything: a damaged footer may point anywhere.
     with path.open("rb") as opened:
         for span in (file.groups[number].span, file.tail):
@@ -304,11 +313,15 @@ def rows_of(table: pa.Table, group: RowGroup, name: ShardName) -> pa.Table:
     before = map(ShardName.try_parse, group.shards[: group.shards.index(name.text)])
     # Shards follow one another in a row group, and their names contain the numbers of rows.
     rows = table.slice(sum(other.num_rows for other in before if other is not None), name.num_rows)
-    if not rows.select(_PLACE.names).equals(_place(name)):
+    place = _place(name)
+    if not rows.select(place.column_names).equals(place):
         raise DamagedError(f"shard {name.text} is not at its place in its merged file; restore the file from a backup")
-    return rows.drop_columns(_PLACE.names)
+    return rows.drop_columns(place.column_names)
 
 
 def _place(name: ShardName) -> pa.Table:
     """Return the columns `shard` and `row` of a shard."""
-    return pa.table([[name.text] * name.num_rows, range(name.num_rows)], _PLACE)
+    import pyarrow as pa
+
+    columns = [pa.field("shard", pa.string(), nullable=False), pa.field("row", pa.int32(), nullable=False)]
+    return pa.table([[name.text] * name.num_rows, range(name.num_rows)], pa.schema(columns))

@@ -1,7 +1,8 @@
 """The experience log as files: immutable shards in small buckets. A commit is one atomic put: a listed name is
 committed.
 
-`FileLog` finds and quarantines shards; its subclasses define the format of a shard: Parquet, or JSON lines.
+`FileLog` finds and quarantines shards; its subclasses define the format of a shard: Parquet, or JSON lines. pyarrow and
+the schema are imported late, because a listing of shards does not need them.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-
-import pyarrow as pa
+from typing import TYPE_CHECKING
 
 from rftdask.buffer.log.compaction import NUM_THREADS, CompactedShards, Compaction
 from rftdask.buffer.log.log import EXPERIENCES, ExperienceLog
-from rftdask.buffer.log.schema import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION, Experience, experiences_to_table
+from rftdask.buffer.log.schema import ADDED_COLUMNS, SCHEMA_VERSION, Experience
 from rftdask.buffer.log.shard import (
     Part,
     ShardName,
@@ -32,6 +32,9 @@ from rftdask.errors import DamagedError, DataError, NotFoundError
 from rftdask.storage import Storage
 from rftdask.storage.base import in_order
 from rftdask.storage.checked_json import dump_checked, load_checked
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 STEPS_PER_BUCKET = 64
 """Limits a bucket to some hundreds of shards, so that the cost of listing one does not grow."""
@@ -227,6 +230,8 @@ class ParquetLog(FileLog):
         try:
             return super().read(name, columns)
         except NotFoundError:
+            from rftdask.buffer.log.columns import SCHEMA
+
             rows = self._compacted.read(self._bucket(name.explore_step), name)
             rows = with_added_columns(rows, SCHEMA.names)
             return rows if columns is None else rows.select(columns)
@@ -288,6 +293,8 @@ class JsonlLog(FileLog):
     suffix = "jsonl"
 
     def _encode(self, experiences: Sequence[Experience], explore_step: int, unit: int) -> tuple[ShardName, bytes]:
+        from rftdask.buffer.log.columns import experiences_to_table
+
         data = to_lines(experiences_to_table(experiences), {"schema": SCHEMA_VERSION, "run": self.run})
         name = shard_name(
             experiences, data, explore_step=explore_step, unit=unit, writer=self.writer, suffix=self.suffix
@@ -303,6 +310,10 @@ def to_lines(table: pa.Table, head: Mapping[str, str] | None = None) -> bytes:
 
     Null values of `ADDED_COLUMNS` are omitted, so such a row has the same bytes as in earlier schema versions.
     """
+
+    import pyarrow as pa
+
+    from rftdask.buffer.log.columns import SCHEMA
 
     def shortest(column: pa.ChunkedArray) -> pa.ChunkedArray:
         # float32 via its shortest text to float64, which Python then prints as 0.1 instead of 0.10000000149.
@@ -324,6 +335,10 @@ def to_lines(table: pa.Table, head: Mapping[str, str] | None = None) -> bytes:
 
 def from_lines(name: ShardName, data: bytes) -> pa.Table:
     """Decode and verify the rows. Raises: DamagedError: they do not match the name; DataError: another schema."""
+    import pyarrow as pa
+
+    from rftdask.buffer.log.columns import SCHEMA
+
     check_bytes(name, data)
     try:
         # The last element follows the last newline, and is empty.

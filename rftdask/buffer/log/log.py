@@ -17,8 +17,7 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-
-import pyarrow as pa
+from typing import TYPE_CHECKING
 
 from rftdask.buffer.log.compaction import Compaction
 from rftdask.buffer.log.schema import Experience
@@ -26,6 +25,9 @@ from rftdask.buffer.log.shard import Part, ShardName, done_units
 from rftdask.errors import NotFoundError, UserError
 from rftdask.storage import Storage
 from rftdask.storage.checked_json import dump_checked, load_checked
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 EXPERIENCES = "experiences"
 """Folder of the log that is trained from; the rollouts of an evaluation have a log of their own."""

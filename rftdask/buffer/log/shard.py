@@ -3,7 +3,7 @@
 A shard holds a whole work unit (number `unit` of explore step `explore_step`), all its groups in the order of the
 tasks. Or it holds some whole groups of the unit that were done long before the others; its name then lists them. So a
 listing shows which work is done, and a unit that ran twice gives two shards with the same groups, of which the reader
-uses one. This module knows no storage.
+uses one. This module knows no storage. It imports pyarrow late, because a listing of shards does not need it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from rftdask.buffer.log.schema import (
-    ADDED_COLUMNS,
-    EXPERTS_COLUMN,
-    SCHEMA,
-    SCHEMA_VERSION,
-    Experience,
-    experiences_to_table,
-)
+from rftdask.buffer.log.schema import ADDED_COLUMNS, EXPERTS_COLUMN, SCHEMA_VERSION, Experience
 from rftdask.errors import DamagedError, DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _NAME = re.compile(
     r"(\d{8,})-(\d{4,})-([0-9a-f]+)(?:-p([0-9a-f]+)-(\d+))?-n(\d+)-v(\d+)-(\d+)-([0-9a-f]{8})\.(parquet|jsonl|sql)"
@@ -144,6 +138,11 @@ def encode_shard(
     Args: codec: lz4 for file systems, where time matters; zstd for object stores, where size matters.
     Raises: ValueError: as `experiences_to_table`.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from rftdask.buffer.log.columns import experiences_to_table
+
     sink = pa.BufferOutputStream()
     pq.write_table(
         experiences_to_table(experiences, run),
@@ -185,6 +184,11 @@ def decode_shard(name: ShardName, data: bytes, columns: Sequence[str] | None = N
 
     Raises: DamagedError: bytes or rows do not match the name; DataError: another schema.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from rftdask.buffer.log.columns import SCHEMA
+
     check_bytes(name, data)
     try:
         # Not read_table: it looks for a data set first, which costs as much as reading a small shard. Without the page
@@ -204,6 +208,10 @@ def decode_shard(name: ShardName, data: bytes, columns: Sequence[str] | None = N
 
 def with_added_columns(table: pa.Table, wanted: Sequence[str]) -> pa.Table:
     """Return the table with null columns for the wanted ones that an earlier schema version lacks."""
+    import pyarrow as pa
+
+    from rftdask.buffer.log.columns import SCHEMA
+
     for column in ADDED_COLUMNS:
         if column in wanted and column not in table.column_names:
             kind = SCHEMA.field(column)

@@ -25,9 +25,10 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
+from rftdask.buffer.log.columns import SCHEMA, experiences_to_table
 from rftdask.buffer.log.file_log import to_lines
 from rftdask.buffer.log.log import EXPERIENCES, ExperienceLog
-from rftdask.buffer.log.schema import SCHEMA, Experience, experiences_to_table
+from rftdask.buffer.log.schema import Experience
 from rftdask.buffer.log.shard import Part, ShardName, shard_name
 from rftdask.data.database import database_url, open_engine, shown
 from rftdask.errors import DamagedError, NotFoundError, StorageError

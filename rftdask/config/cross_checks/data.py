@@ -114,7 +114,7 @@ _WEIGHTS = ("quality", "difficulty", "usage_frequency", "diversity")
 def _pipeline_makes_a_dataset(config: Config) -> Iterator[Problem]:
     """Check the pipeline. `check_pipeline` reports the problems that Data-Juicer finds in its operators."""
     pipeline, at = config.data_processor.task_pipeline, "data_processor.task_pipeline"
-    if pipeline == TaskPipelineConfig():
+    if pipeline == TaskPipelineConfig.model_construct():
         return
     if not pipeline.operators and pipeline.config_path is None:
         yield f"{at}.operators", "required, unless config_path names a recipe of Data-Juicer"

@@ -81,7 +81,7 @@ def _schedule_takes_its_arguments(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("algorithm.optimizer.optimizer_type", "algorithm.optimizer.betas", "algorithm.optimizer.weight_decay")
 def _optimizer_takes_its_settings(config: Config) -> Iterator[Problem]:
-    section, usual = config.algorithm.optimizer, OptimizerConfig()
+    section, usual = config.algorithm.optimizer, OptimizerConfig.model_construct()
     name = section.optimizer_type
     # muon uses AdamW for weights other than hidden matrices. `ModelOptimizer` checks optimizers that are not listed.
     if name not in OPTIMIZERS or name.lower() == "muon":

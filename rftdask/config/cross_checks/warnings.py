@@ -60,7 +60,7 @@ def warn(config: Config) -> Iterator[Problem]:
     if not config.algorithm.trains_critic:
         critic = {
             "model.critic_model_path": bool(config.model.critic_model_path),
-            "trainer.critic": config.trainer.critic != CriticConfig(),
+            "trainer.critic": config.trainer.critic != CriticConfig.model_construct(),
             "trainer.critic_warmup": config.trainer.critic_warmup > 0,
         }
         for path, is_set in critic.items():

@@ -91,7 +91,7 @@ class AlgorithmConfig(Section):
     """Name of the algorithm; docs/algorithms.md lists them."""
     repeat_times: Annotated[Count, Computed("the algorithm's default")] = absent()
     """Rollouts of each task, the group size. None: the algorithm's default (grpo 8)."""
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = OptimizerConfig.model_construct()
     """Optimizer and learning rate schedule."""
     sample_strategy: Annotated[
         str,

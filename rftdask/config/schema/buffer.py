@@ -150,7 +150,7 @@ class TasksetConfig(Section):
     subset_name: str | None = None
     """Configuration of a Hub dataset, for example "main". sql: the table. None: the default; sql: the table named like
     the taskset."""
-    format: FormatConfig = FormatConfig()
+    format: FormatConfig = FormatConfig.model_construct()
     """Meaning of the columns."""
     default_workflow_type: Annotated[str | None, _WORKFLOW, Computed("explorer_input")] = None
     """Workflow of this taskset. None: `explorer_input.default_workflow_type`, for evaluation
@@ -161,14 +161,14 @@ class TasksetConfig(Section):
         Computed("explorer_input"),
     ] = None
     """Reward function of this taskset. None: `explorer_input.default_reward_fn_type`."""
-    rollout_args: RolloutArgs = RolloutArgs()
+    rollout_args: RolloutArgs = RolloutArgs.model_construct()
     """Sampling parameters of this taskset."""
     workflow_args: OpenDict = empty_dict()
     """Arguments of the workflow. Here and in the arguments of all other parts, ${oc.env:NAME} is filled in where it is
     used and never stored."""
     reward_fn_args: OpenDict = empty_dict()
     """Arguments of the reward function."""
-    data_selector: DataSelectorConfig = DataSelectorConfig()
+    data_selector: DataSelectorConfig = DataSelectorConfig.model_construct()
     """Order of the tasks."""
     repeat_times: Annotated[Count, Computed("algorithm.repeat_times; eval: 1")] = absent()
     """Rollouts of each task. Only evaluation tasksets may set it; training uses `algorithm.repeat_times`."""
@@ -257,18 +257,18 @@ class ExperienceBufferConfig(Section):
     max_read_timeout: Seconds = 1800.0
     """Seconds that the trainer waits for a full batch. After that it trains the whole groups that exist; it fails if
     there are none, and always in style fixed, where batches do not depend on time."""
-    replay_buffer: ReplayConfig = ReplayConfig()
+    replay_buffer: ReplayConfig = ReplayConfig.model_construct()
     """Replay by priority."""
-    retention: RetentionConfig = RetentionConfig()
+    retention: RetentionConfig = RetentionConfig.model_construct()
     """Retention of trained experiences."""
     split: str = "train"
     """Split of the dataset."""
     subset_name: str | None = None
     """Configuration of a Hub dataset. sql: the table of a dataset. None: the default; sql: the table named like the
     buffer."""
-    format: FormatConfig = FormatConfig()
+    format: FormatConfig = FormatConfig.model_construct()
     """Meaning of the columns."""
-    data_selector: DataSelectorConfig = DataSelectorConfig()
+    data_selector: DataSelectorConfig = DataSelectorConfig.model_construct()
     """Order of the rows."""
 
     @property
@@ -280,7 +280,7 @@ class ExperienceBufferConfig(Section):
 class TrainerInput(Section):
     """`buffer.trainer_input`: inputs of the trainer."""
 
-    experience_buffer: ExperienceBufferConfig = ExperienceBufferConfig()
+    experience_buffer: ExperienceBufferConfig = ExperienceBufferConfig.model_construct()
     """The main input."""
     auxiliary_buffers: dict[str, ExperienceBufferConfig] = empty_dict()
     """Datasets by name, in the format of sft; sample_strategy mix takes its demonstrations from one of them."""
@@ -303,7 +303,7 @@ class BufferConfig(Section):
     """Passes over the training tasks, or over the dataset."""
     total_steps: Count | None = None
     """Explore steps (sft: train steps). Overrides `total_epochs`. None: `total_epochs` decides."""
-    explorer_input: ExplorerInput = ExplorerInput()
+    explorer_input: ExplorerInput = ExplorerInput.model_construct()
     """Tasks."""
-    trainer_input: TrainerInput = TrainerInput()
+    trainer_input: TrainerInput = TrainerInput.model_construct()
     """Experiences."""

@@ -99,13 +99,13 @@ class WorkerJobConfig(JobConfig):
 class SlurmConfig(Section):
     """`cluster.slurm`: the jobs of a run on SLURM."""
 
-    controller: JobConfig = JobConfig()
+    controller: JobConfig = JobConfig.model_construct()
     """The job of `rftdask submit`: scheduler, driver and light roles. It needs no GPU."""
-    trainer: WorkerJobConfig = WorkerJobConfig()
+    trainer: WorkerJobConfig = WorkerJobConfig.model_construct()
     """One job for all ranks of the trainer."""
-    explorer: WorkerJobConfig = WorkerJobConfig()
+    explorer: WorkerJobConfig = WorkerJobConfig.model_construct()
     """One job per engine, or per as many engines as fit the GPUs of its nodes. Suits preemptible partitions."""
-    auxiliary: WorkerJobConfig = WorkerJobConfig()
+    auxiliary: WorkerJobConfig = WorkerJobConfig.model_construct()
     """The same for engines of auxiliary models with their own workers; all jobs have the size of the largest."""
     profile: str | None = None
     """Name of a file ~/.config/rftdask/NAME.yaml or /etc/rftdask/NAME.yaml, or a path, with a section `cluster` for a
@@ -142,7 +142,7 @@ class ClusterConfig(Section):
     options: OpenDict = empty_dict()
     """existing: {address} or {scheduler_file}, and with TLS {tls_ca_file, tls_cert, tls_key}. pbs to oar: arguments of
     dask-jobqueue's job class for all roles; below `trainer`, `explorer` and `auxiliary`, for one role."""
-    slurm: SlurmConfig = SlurmConfig()
+    slurm: SlurmConfig = SlurmConfig.model_construct()
     """slurm: resources of the jobs of each role."""
     interface: str | None = None
     """Network interface through which workers reach the scheduler. None: the one of the default route."""

@@ -317,9 +317,9 @@ class ExplorerConfig(Section):
     """Environment variables of the explorer's processes. Write a secret as ${oc.env:NAME}; it is never stored."""
     plugin_dirs: tuple[str, ...] = ()
     """Folders whose modules are imported where rollouts run, for the workflows and rewards that they register."""
-    sandbox: SandboxConfig = SandboxConfig()
+    sandbox: SandboxConfig = SandboxConfig.model_construct()
     """Processes for workflows and rewards of the user's."""
-    rollout_model: InferenceModelConfig = InferenceModelConfig()
+    rollout_model: InferenceModelConfig = InferenceModelConfig.model_construct()
     """Engines of the policy."""
     auxiliary_models: tuple[InferenceModelConfig, ...] = ()
     """Models that workflows may use, such as judges: with the policy in each explorer worker, on their own workers
@@ -330,9 +330,9 @@ class ExplorerConfig(Section):
     """Evaluate the initial weights."""
     bench_on_latest_checkpoint: bool = False
     """Mode bench: evaluate only the newest checkpoint."""
-    over_rollout: OverRolloutConfig = OverRolloutConfig()
+    over_rollout: OverRolloutConfig = OverRolloutConfig.model_construct()
     """Do not wait for the slowest tasks."""
-    dynamic_timeout: DynamicTimeoutConfig = DynamicTimeoutConfig()
+    dynamic_timeout: DynamicTimeoutConfig = DynamicTimeoutConfig.model_construct()
     """Time limit derived from the mean duration."""
     listen_address: str = "127.0.0.1"
     """Mode serve, and `rftdask serve`: address to listen on. Clients need the key."""

@@ -98,8 +98,8 @@ class ModelConfig(Section):
     """Divisor of the logits of tokens seen before. 1: none."""
     lora_configs: Annotated[tuple[LoraConfig, ...] | None, Field(max_length=1)] = None
     """Adapter to train instead of all weights, one at most. Needs the extra `lora`. None: train all weights."""
-    external_model: ExternalModelConfig = ExternalModelConfig()
+    external_model: ExternalModelConfig = ExternalModelConfig.model_construct()
     """A model behind an API, evaluated in mode bench. Auxiliary models with engine external use the same environment
     variables."""
-    tinker: TinkerConfig = TinkerConfig()
+    tinker: TinkerConfig = TinkerConfig.model_construct()
     """The policy at the Tinker service. Needs the extra `tinker`."""

@@ -113,9 +113,9 @@ class ExperiencePipelineConfig(Section):
 class DataProcessorConfig(Section):
     """`data_processor`: pipelines for tasks and experiences."""
 
-    task_pipeline: TaskPipelineConfig = TaskPipelineConfig()
+    task_pipeline: TaskPipelineConfig = TaskPipelineConfig.model_construct()
     """Pipeline for the dataset, before the run."""
-    experience_pipeline: ExperiencePipelineConfig = ExperiencePipelineConfig()
+    experience_pipeline: ExperiencePipelineConfig = ExperiencePipelineConfig.model_construct()
     """Pipeline for experiences, during the run."""
 
 
@@ -130,7 +130,7 @@ class DataJuicerServiceConfig(Section):
 class ServiceConfig(Section):
     """`service`: external services of the run."""
 
-    data_juicer: DataJuicerServiceConfig = DataJuicerServiceConfig()
+    data_juicer: DataJuicerServiceConfig = DataJuicerServiceConfig.model_construct()
     """Data-Juicer."""
 
 
@@ -189,27 +189,27 @@ class Config(Section):
     deterministic: bool | None = None
     """Same configuration, same bits. False: allow faster kernels. None: True if the trainer runs on CPUs, else False;
     the first start writes the choice to run.json."""
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig.model_construct()
     """The objective."""
     model: ModelConfig
     """The trained model."""
-    cluster: ClusterConfig = ClusterConfig()
+    cluster: ClusterConfig = ClusterConfig.model_construct()
     """The machines."""
-    buffer: BufferConfig = BufferConfig()
+    buffer: BufferConfig = BufferConfig.model_construct()
     """Batches and data."""
-    explorer: ExplorerConfig = ExplorerConfig()
+    explorer: ExplorerConfig = ExplorerConfig.model_construct()
     """Sampling."""
-    trainer: TrainerConfig = TrainerConfig()
+    trainer: TrainerConfig = TrainerConfig.model_construct()
     """Training."""
-    synchronizer: SynchronizerConfig = SynchronizerConfig()
+    synchronizer: SynchronizerConfig = SynchronizerConfig.model_construct()
     """Hand-over of weights."""
-    monitor: MonitorConfig = MonitorConfig()
+    monitor: MonitorConfig = MonitorConfig.model_construct()
     """Metrics."""
-    data_processor: DataProcessorConfig = DataProcessorConfig()
+    data_processor: DataProcessorConfig = DataProcessorConfig.model_construct()
     """Pipelines."""
-    service: ServiceConfig = ServiceConfig()
+    service: ServiceConfig = ServiceConfig.model_construct()
     """External services."""
-    log: LogConfig = LogConfig()
+    log: LogConfig = LogConfig.model_construct()
     """Messages."""
     stages: tuple[StageConfig, ...] = ()
     """Runs that follow each other, each on the weights of the previous one."""

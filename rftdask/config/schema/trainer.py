@@ -90,7 +90,7 @@ class TrainerConfig(Section):
     use_dynamic_bsz: bool = True
     """True: a pass takes as many experiences as `max_token_len_per_gpu` tokens allow, and at most `micro_batch_size`.
     False: `micro_batch_size` experiences of any length; if that is None, one."""
-    critic: CriticConfig = CriticConfig()
+    critic: CriticConfig = CriticConfig.model_construct()
     """Value model of ppo."""
     critic_warmup: Natural = 0
     """Number of first steps that train only the critic."""

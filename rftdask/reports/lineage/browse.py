@@ -18,8 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rftdask.buffer.log import open_log
+from rftdask.buffer.log.columns import runs_to_mask
 from rftdask.buffer.log.log import EXPERIENCES
-from rftdask.buffer.log.schema import runs_to_mask, sampled_spans, token_versions
+from rftdask.buffer.log.schema import sampled_spans, token_versions
 from rftdask.data.images import FOLDER as IMAGE_FOLDER
 from rftdask.data.images import data_url, file_of
 from rftdask.errors import DamagedError, DataError, NotFoundError, StorageError

@@ -20,8 +20,8 @@ from rftdask.buffer.batches.audit import DAMAGED, REPEAT
 from rftdask.buffer.batches.groups import group_slots
 from rftdask.buffer.batches.ledger import Ledger, LedgerEntry, skipped_sources
 from rftdask.buffer.log import open_log
+from rftdask.buffer.log.columns import SCHEMA
 from rftdask.buffer.log.log import EXPERIENCES
-from rftdask.buffer.log.schema import SCHEMA
 from rftdask.buffer.log.shard import ShardName, repeated_shards
 from rftdask.errors import DamagedError, DataError, NotFoundError
 from rftdask.monitor.metrics import read_metrics

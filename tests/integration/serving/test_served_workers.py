@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from distributed import Client
 
 from rftdask.buffer.log import open_log
 from rftdask.config import load_config
@@ -127,6 +128,12 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return folder
 
 
+def wait_for_workers(scheduler_file: Path, number: int) -> None:
+    """A server that finds too few workers in an existing cluster ends at once."""
+    with Client(scheduler_file=str(scheduler_file), timeout=60) as client:
+        client.wait_for_workers(number, timeout=60)
+
+
 @contextlib.contextmanager
 def scheduler(file: Path) -> Iterator[tuple[str, str]]:
     """A Dask scheduler that writes its address to the file, and the options that make a run use its cluster."""
@@ -143,7 +150,8 @@ def serve(config: Path, *overrides: str) -> RunProcess:
 
 def url_of(run: RunProcess) -> str:
     assert run.process.stdout is not None
-    assert run.process.stdout.readline().startswith("waiting for the first explorer worker of cluster.type ")
+    first = run.process.stdout.readline()
+    assert first.startswith("waiting for the first explorer worker of cluster.type "), (first, run.kill_and_read())
     line = run.process.stdout.readline()
     assert line.startswith("serving "), (line, run.kill_and_read())
     return line.split()[1].removesuffix("/v1")
@@ -183,8 +191,10 @@ def test_a_killed_worker_costs_no_call_and_is_replaced(tmp_path: Path, calls: Pa
         scheduler(file) as cluster,
         worker(file, "127.0.0.1") as first,
         worker(file, "127.0.0.2") as victim,
-        serve(config, *cluster, "explorer.rollout_model.engine_num=2") as run,
+        contextlib.ExitStack() as stack,
     ):
+        wait_for_workers(file, 2)
+        run = stack.enter_context(serve(config, *cluster, "explorer.rollout_model.engine_num=2"))
         url = url_of(run)
         run.wait_until(lambda: health(url)["engines"] == 2)
         killed, left = engine_of(victim, calls), engine_of(first, calls)
@@ -213,6 +223,7 @@ def test_a_killed_worker_costs_no_call_and_is_replaced(tmp_path: Path, calls: Pa
 def test_a_killed_engine_is_replaced_and_servers_leave_none(tmp_path: Path, calls: Path) -> None:
     config, file = write_config(tmp_path), tmp_path / "scheduler.json"
     with scheduler(file) as cluster, worker(file, "127.0.0.2") as host:
+        wait_for_workers(file, 1)
         with serve(config, *cluster) as run:
             agents = Agents(url_of(run))
             agents.play("one")

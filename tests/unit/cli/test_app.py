@@ -2,6 +2,7 @@
 
 - `--version`, `--help` and the completion of a command's name import neither the configuration nor Dask, and `logs` not
   Dask;
+- `status` and `validate` import no library of tables or arrays, and `validate` of a simple file imports no OmegaConf;
 - the tables of commands show the help that the commands have, and hide only the alias;
 - `run --help` forks no servers.
 """
@@ -18,9 +19,16 @@ from typing import Any
 import pytest
 import typer
 
+from rftdask.buffer.log.file_log import ParquetLog
 from rftdask.cli.app import COMMANDS, LazyGroup, app
+from rftdask.config import load_config
+from rftdask.monitor.metrics import MetricsWriter
+from rftdask.run.run_folder import open_run
+from rftdask.storage import open_storage
 from tests.integration.run_cases import call_cli
+from tests.unit.buffer.buffer_cases import experience
 
+ROOT = Path(__file__).parents[3]
 GROUP: Any = typer.main.get_command(app)
 PROGRAM = """
 import sys
@@ -30,7 +38,8 @@ try:
     main()
 except SystemExit:
     pass
-print("imported:", *sorted({"pydantic", "rftdask.config", "distributed"} & sys.modules.keys()))
+heavy = {"pydantic", "rftdask.config", "distributed", "numpy", "pandas", "pyarrow", "omegaconf", "torch"}
+print("imported:", *sorted(heavy & sys.modules.keys()))
 """
 
 
@@ -66,6 +75,32 @@ def test_logs_do_not_import_dask(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "driver.log").write_text("a line\n")
     assert imported("logs", str(tmp_path)) == ["==> driver.log <==", "a line", "imported: pydantic rftdask.config"]
+
+
+def test_status_imports_no_library_of_tables(tmp_path: Path) -> None:
+    config = load_config(
+        {
+            "checkpoint_root_dir": str(tmp_path),
+            "model": {"model_path": "tiny", "max_model_len": 64},
+            "algorithm": {"repeat_times": 2},
+            "buffer": {"batch_size": 1, "explorer_input": {"taskset": {"path": "tasks.jsonl"}}},
+        }
+    )
+    storage = open_storage(config.checkpoint_job_dir)
+    open_run(storage, config)
+    ParquetLog(storage).commit([experience(0, rollout) for rollout in range(2)], explore_step=1, unit=0)
+    with MetricsWriter(storage, "eval") as metrics:
+        metrics.write(0, {"accuracy": 0.5, "num_rollouts": 2.0})
+    *lines, last = imported("status", storage.url)
+    assert any("2 committed, 0 trained, 2 waiting" in line for line in lines), lines
+    assert any(line.split() == ["accuracy", "50.0%"] for line in lines), lines
+    assert last == "imported: pydantic rftdask.config"
+
+
+def test_validate_of_a_simple_file_imports_no_omegaconf(tmp_path: Path) -> None:
+    *lines, last = imported("validate", str(ROOT / "config" / "quickstart.yaml"), RFTDASK_RUNS=str(tmp_path))
+    assert any(line.split() == ["stage", "quickstart/grpo"] for line in lines), lines
+    assert last == "imported: pydantic rftdask.config"
 
 
 def test_the_tables_list_the_help_of_their_commands() -> None:

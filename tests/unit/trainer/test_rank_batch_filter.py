@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.compose import make_algorithm, make_part
 from rftdask.algorithm.drop_reasons import DropReason
+from rftdask.buffer.log.columns import experiences_to_table
 from rftdask.buffer.log.file_log import ParquetLog
-from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
+from rftdask.buffer.log.schema import Experience, Status
 from rftdask.errors import UserError
 from rftdask.storage import open_storage
 from rftdask.trainer.rank import AlgorithmFilter

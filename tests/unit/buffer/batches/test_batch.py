@@ -18,7 +18,8 @@ from rftdask.buffer.batches.batch import (
     numbers_of,
     supervised_batch,
 )
-from rftdask.buffer.log.schema import Experience, experiences_to_table
+from rftdask.buffer.log.columns import experiences_to_table
+from rftdask.buffer.log.schema import Experience
 from tests.unit.buffer.buffer_cases import experience
 
 TOLD = [("a", 0.5), (None, None), ("b", -1.0), ("a", None)]

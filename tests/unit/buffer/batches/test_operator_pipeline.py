@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from rftdask.algorithm.compose import make_algorithm, make_part
 from rftdask.algorithm.operators import ExperienceTable, Operator
 from rftdask.buffer.batches.operator_pipeline import experience_table, filter_experiences, operators_of
-from rftdask.buffer.log.schema import Experience, Status, experiences_to_table
+from rftdask.buffer.log.columns import experiences_to_table
+from rftdask.buffer.log.schema import Experience, Status
 from rftdask.config import load_config
 from rftdask.errors import OperatorError
 from rftdask.trainer.rank import AlgorithmFilter, build_batch_filter

@@ -141,7 +141,7 @@ def test_another_dataset_than_the_ledgers_is_refused() -> None:
 
 
 def test_turns_of_a_rollout_share_its_number() -> None:
-    from rftdask.buffer.log.schema import experiences_to_table
+    from rftdask.buffer.log.columns import experiences_to_table
     from tests.unit.buffer.buffer_cases import experience
 
     rows = [experience(0, 0), experience(0, 1), experience(0, 1, turn=1), experience(1, 0)]
@@ -152,7 +152,8 @@ def test_turns_of_a_rollout_share_its_number() -> None:
 
 
 def test_rows_of_one_turn_and_rows_of_several_stand_in_one_batch() -> None:
-    from rftdask.buffer.log.schema import Turn, experiences_to_table
+    from rftdask.buffer.log.columns import experiences_to_table
+    from rftdask.buffer.log.schema import Turn
     from tests.unit.buffer.buffer_cases import experience
 
     turns = (Turn(0, 0, 1, 0, 1, "user", 7, 0, 0, "a", 0.5), Turn(2, 2, 3, 1, 2, "tool", 8))

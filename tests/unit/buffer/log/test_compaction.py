@@ -16,11 +16,12 @@ import pytest
 
 from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.log import compaction
+from rftdask.buffer.log.columns import SCHEMA
 from rftdask.buffer.log.compaction import CompactedShards, MergedFile, merge_shards, read_merged, rows_of
 from rftdask.buffer.log.file_log import STEPS_PER_BUCKET, JsonlLog, ParquetLog
 from rftdask.buffer.log.log import first_open_step, note_complete
 from rftdask.buffer.log.retention import ResumePoint, apply_retention
-from rftdask.buffer.log.schema import SCHEMA, Experience
+from rftdask.buffer.log.schema import Experience
 from rftdask.buffer.log.shard import ShardName
 from rftdask.cli.results.compact import settled_before
 from rftdask.config.schema.buffer import RetentionConfig

@@ -30,9 +30,10 @@ from hypothesis import strategies as st
 
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.ledger import Ledger
+from rftdask.buffer.log.columns import SCHEMA, experiences_to_table
 from rftdask.buffer.log.file_log import FileLog, JsonlLog, ParquetLog
 from rftdask.buffer.log.log import ExperienceLog
-from rftdask.buffer.log.schema import SCHEMA, Experience, Status, Turn, experiences_to_table
+from rftdask.buffer.log.schema import Experience, Status, Turn
 from rftdask.buffer.log.shard import Part, ShardName, done_units
 from rftdask.buffer.log.sql_log import SqlLog
 from rftdask.errors import DamagedError, NotFoundError, StorageError

@@ -31,8 +31,8 @@ from rftdask.buffer.batches.ledger import Ledger
 from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.replay_priority import DecayLimitRandomization, Replay
 from rftdask.buffer.batches.selection import SampleRule
+from rftdask.buffer.log.columns import experiences_to_table
 from rftdask.buffer.log.file_log import ParquetLog
-from rftdask.buffer.log.schema import experiences_to_table
 from rftdask.buffer.log.shard import ShardName
 from rftdask.cli.app import app
 from rftdask.config import load_config

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftdask.buffer.log.schema import ADDED_COLUMNS, SCHEMA, experiences_to_table
+from rftdask.buffer.log.columns import SCHEMA, experiences_to_table
+from rftdask.buffer.log.schema import ADDED_COLUMNS
 from rftdask.buffer.log.shard import Part, ShardName, decode_shard, encode_shard
 from rftdask.errors import DamagedError, DataError
 from tests.unit.buffer.buffer_cases import experience

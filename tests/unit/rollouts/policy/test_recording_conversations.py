@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rftdask.buffer.log.schema import Experience, Status, experiences_to_table, token_versions
+from rftdask.buffer.log.columns import experiences_to_table
+from rftdask.buffer.log.schema import Experience, Status, token_versions
 from rftdask.data.task import Task
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch

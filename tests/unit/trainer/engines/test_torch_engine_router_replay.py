@@ -16,7 +16,8 @@ import torch
 
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, batch_from_table, join_batches, supervised_batch
-from rftdask.buffer.log.schema import Experience, experiences_to_table
+from rftdask.buffer.log.columns import experiences_to_table
+from rftdask.buffer.log.schema import Experience
 from rftdask.config.schema.model import LoraConfig
 from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.engines.transformers import TransformersEngine

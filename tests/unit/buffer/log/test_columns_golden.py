@@ -17,8 +17,9 @@ import pytest
 from rftdask.buffer.batches.audit import audit_log
 from rftdask.buffer.batches.ledger import Ledger, Rows
 from rftdask.buffer.batches.log_source import EntryReader
+from rftdask.buffer.log.columns import SCHEMA, experiences_to_table
 from rftdask.buffer.log.file_log import ParquetLog
-from rftdask.buffer.log.schema import SCHEMA, SCHEMA_VERSION, experiences_to_table
+from rftdask.buffer.log.schema import SCHEMA_VERSION
 from rftdask.buffer.log.shard import Part, ShardName, decode_shard, encode_shard
 from rftdask.storage import Storage, open_storage
 from tests.unit.buffer.buffer_cases import batch_of, experience, make_source, new_storage

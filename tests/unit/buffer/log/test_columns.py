@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rftdask.buffer.log.schema import (
-    SCHEMA,
-    Experience,
-    Status,
-    Turn,
-    experiences_to_table,
-    mask_to_runs,
-    runs_to_mask,
-    token_versions,
-)
+from rftdask.buffer.log.columns import SCHEMA, experiences_to_table, mask_to_runs, runs_to_mask
+from rftdask.buffer.log.schema import Experience, Status, Turn, token_versions
 from tests.unit.buffer.buffer_cases import experience
 
 FULL = Experience(
