@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import typer
 
-from rftdask import __main__ as entry
 from rftdask.cli.app import COMMANDS, LazyGroup, app
 from tests.integration.run_cases import call_cli
 
@@ -60,18 +59,6 @@ def test_version_and_help_import_no_configuration(option: str) -> None:
 def test_completion_of_a_command_name_imports_no_configuration() -> None:
     shell = {"_RFTDASK_COMPLETE": "complete_bash", "COMP_WORDS": "rftdask va", "COMP_CWORD": "1"}
     assert imported(**shell) == ["validate", "imported:"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "starts"), [(["run", "--help"], []), (["run"], []), (["validate", "a"], []), (["run", "a"], ["fork"])]
-)
-def test_only_a_run_forks_servers_before_it_reads_arguments(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], starts: list[str]
-) -> None:
-    forks: list[str] = []
-    monkeypatch.setattr(entry, "_begin_imports", lambda: forks.append("fork"))
-    call_cli(*arguments, main=entry.main)
-    assert forks == starts
 
 
 def test_logs_do_not_import_dask(tmp_path: Path) -> None:

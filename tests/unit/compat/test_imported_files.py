@@ -200,7 +200,7 @@ def test_a_value_that_is_refused_here_is_told_where_it_stands(tmp_path: Path) ->
         ("trl", "def broken(:", "cannot be read as Python"),
         ("verl", "a: 1", "it is not a verl configuration"),
         ("verl", "algorithm: {algorithm_type: grpo}", "it is not a verl configuration"),
-        ("axolotl", "a: 1", "it is trl, verl or trinity"),
+        ("axolotl", "a: 1", "use trl, verl or trinity"),
     ],
 )
 def test_what_is_no_such_file_is_told(tmp_path: Path, system: str, text: str, told: str) -> None:

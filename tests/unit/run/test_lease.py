@@ -127,7 +127,9 @@ def test_a_lease_with_the_last_number_must_be_removed(storage: Storage) -> None:
         storage.put(f"control/{name}", b"{}")
         Lease(storage, "trainer").release()
     storage.put("control/lease-trainer-999999999999999.json", b"{}")
-    with pytest.raises(DamagedError, match=r"lease-trainer-999999999999999.json has a number .* remove it"):
+    with pytest.raises(
+        DamagedError, match=r"lease-trainer-999999999999999.json has the largest possible number.* remove it"
+    ):
         Lease(storage, "trainer")
 
 

@@ -73,29 +73,29 @@ def test_a_step_reads_trains_publishes_saves_then_records(storage: Storage) -> N
     readable = [
         e if isinstance(e, str) else f"{type(e).__name__} {vars(e).get('step', vars(e).get('version'))}" for e in events
     ]
-    published = [e for e in readable if e.startswith(("weights/", WEIGHTS_POINTER, "Published"))]
+    published = [e for e in readable if e.startswith(("weights/", WEIGHTS_POINTER, "WeightsPublished"))]
     # A thread of its own: beside the steps, and in this order.
     assert published == [
         "weights/1/model.safetensors",
         "weights/1/MANIFEST.json",
         WEIGHTS_POINTER,
-        "Published 1",
+        "WeightsPublished 1",
         "weights/2/model.safetensors",
         "weights/2/MANIFEST.json",
         WEIGHTS_POINTER,
-        "Published 2",
+        "WeightsPublished 2",
     ]
     assert [e for e in readable if e not in published] == [
         "Started 0",
         "ledger/main/00000001.json",
-        "Step 1",
+        "StepFinished 1",
         "ledger/main/00000002.json",
         "global_step_2/actor/model.safetensors",
         "global_step_2/trainer_state.json",
         "global_step_2/MANIFEST.json",
         CHECKPOINT_POINTER,
         "CheckpointSaved 2",
-        "Step 2",
+        "StepFinished 2",
     ]
 
 
