@@ -40,7 +40,7 @@ from rftdask.config import load_config
 from rftdask.explorer.explorer import Explorer
 from rftdask.processes.dask_cluster import DASK_CONFIG
 from rftdask.processes.poll import wait_for
-from rftdask.rollouts.work_units import RolloutResult, RolloutTask
+from rftdask.rollouts.work_units import RolloutResult, RolloutTask, Sums
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle, start_synchronizer
 from rftdask.synchronizer.published import publish_weights
@@ -69,8 +69,7 @@ def simulate(unit: RolloutTask) -> RolloutResult:
     if unit.weights.version:
         SyncHandle(open_storage(unit.url), None, 0.02).wait_for_version(unit.weights.version, 600)
     waited = time.perf_counter()
-    seconds = unit_seconds(unit.explore_step, unit.unit_index)
-    time.sleep(seconds)
+    time.sleep(unit_seconds(unit.explore_step, unit.unit_index))
     num = len(unit.tasks) * unit.repeat_times
     return RolloutResult(
         unit.key,
@@ -78,9 +77,7 @@ def simulate(unit: RolloutTask) -> RolloutResult:
         unit.weights.version,
         "",
         num_rollouts=num,
-        num_rewards=num,
-        time_s=seconds,
-        time_wait_s=waited - began,
+        sums=Sums({"wait_s": (waited - began, "")}, {"rollouts": num, "rewarded": num}),
     )
 
 
@@ -105,7 +102,9 @@ class CountingExplorer(Explorer):
     def _count(self, unit: RolloutTask, result: RolloutResult) -> None:
         drawn = lengths(unit.explore_step, unit.unit_index)
         share = float(drawn.mean() / drawn.max())
-        self.finished.append(Finished(time.perf_counter(), result.time_s, result.num_rollouts, share))
+        self.finished.append(
+            Finished(time.perf_counter(), unit_seconds(unit.explore_step, unit.unit_index), result.num_rollouts, share)
+        )
         super()._count(unit, result)
 
 

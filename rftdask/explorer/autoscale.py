@@ -1,12 +1,11 @@
-"""Autoscale: how many explorer workers a run asks for. A pure rule of counters and times; knows no cluster.
+"""Number of explorer workers that a run requests. A pure rule of counters and times, which does not know the cluster.
 
-What there is to do decides: a worker runs one work unit at a time, so more workers than units that could run this
-moment are of no use. The staleness bound is in that number: a unit that has to wait for newer weights cannot run.
-More are asked for at once; fewer only after a time in which nobody missed them, because an engine takes long to load
-and because the explorer of a run in lock-step has nothing to do in every other moment. What the cluster gives decides,
-too: of workers that were asked for and have not come there are never more than twice as many as have.
+A worker runs one work unit at a time, so more workers than runnable units are useless. Units that the staleness bound
+holds back are not runnable. The rule requests more workers at once, but fewer only after a time without need for them,
+because loading an engine takes long, and because the explorer of a run in lockstep is idle half of the time. At most
+as many requested workers may be missing as have joined, or `OPEN_REQUESTS`.
 
-Invariant: min_workers <= target <= max_workers, whatever is seen.
+Invariant: min_workers <= target <= max_workers, whatever is observed.
 """
 
 from __future__ import annotations
@@ -14,32 +13,32 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 IDLE_S = 60.0
-"""Time without use after which a worker is let go: about what it takes to load an engine again."""
+"""Idle time after which a worker is released: about the time to load an engine again."""
 OPEN_REQUESTS = 8
-"""Workers that may be asked for and not there, however few have come: a queue that gives nothing is not flooded."""
+"""Requested workers that may be missing, however few have joined, so that a full queue is not flooded."""
 
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """The number of workers to ask for, from what was seen until now. Immutable: `after` gives the next one.
+    """Number of workers to request, from past observations. Immutable: `after` returns the next rule.
 
     Example:
         rule = ScaleRule(min_workers=2, max_workers=16)
         rule = rule.after(at_s=10.0, num_workers=2, backlog=40)
-        rule.target == 10   # 8 more than there are
+        rule.target == 10   # 8 more than have joined
     """
 
     min_workers: int
     max_workers: int
     idle_s: float = IDLE_S
     asked: int = 0
-    """Workers that were asked for last; 0: none yet."""
+    """Number of workers in the last request. 0: no request yet."""
     needed: int = 0
-    """Most workers that were of use at any moment since `since_s`, of those that were asked for."""
+    """Largest number of requested workers that were useful at one time since `since_s`."""
     since_s: float = 0.0
-    """Last moment at which all that were asked for were of use, or fewer were asked for."""
+    """Last time at which all requested workers were useful, or fewer were requested."""
     seen_s: float = 0.0
-    """Time of the last look."""
+    """Time of the last observation."""
 
     def __post_init__(self) -> None:
         if not 0 < self.min_workers <= self.max_workers:
@@ -47,29 +46,28 @@ class ScaleRule:
 
     @property
     def target(self) -> int:
-        """Workers to ask for now."""
+        """Number of workers to request now."""
         return self._bounded(self.asked)
 
     def after(self, at_s: float, num_workers: int, backlog: int) -> ScaleRule:
-        """The rule once it is known what there is at one moment.
+        """Rule after one more observation.
 
         Args:
-            at_s: time on any clock that does not go back.
-            num_workers: explorer workers that are there.
-            backlog: work units under way or ready to run this moment.
+            at_s: time of any monotonic clock.
+            num_workers: explorer workers that have joined.
+            backlog: work units that run or could run now.
         """
-        # Up soon, down late: a worker that waits costs less than one that has to load its model again.
+        # Grow at once, shrink late: an idle worker costs less than one that must load its model again.
         wanted = self._bounded(backlog)
         if wanted >= self.target:
-            # More than the cluster has given are asked for step by step, so that it is not flooded.
+            # Request many workers step by step, so that the cluster is not flooded.
             reachable = num_workers + max(OPEN_REQUESTS, num_workers)
             asked = max(self.target, min(wanted, reachable))
             return replace(self, asked=asked, needed=0, since_s=at_s, seen_s=at_s)
-        # The most that was of use in the whole time, not what is of use this moment.
         needed = max(self.needed, wanted)
         if at_s - self.since_s < self.idle_s:
             return replace(self, asked=self.target, needed=needed, seen_s=at_s)
-        # Down to the most that was of use, in one step: whoever is above it had nothing to do all the time.
+        # Shrink in one step to the largest useful number: the workers above it were idle all the time.
         return replace(self, asked=self._bounded(needed), needed=0, since_s=at_s, seen_s=at_s)
 
     def _bounded(self, count: int) -> int:

@@ -1,8 +1,8 @@
-"""Auxiliary pool: the driver's rule which worker serves which auxiliary model, looked at now and then.
+"""Assigns auxiliary models to the workers that serve them; runs in the driver.
 
-Every worker of auxiliary models serves one, for the whole run; explorers find it by themselves (shared_engine.py). A
-worker that is lost is asked for again, and the next that joins takes its model. Whoever joins beyond the number that
-was asked for serves the model that has the fewest engines for what it should have.
+Each worker of auxiliary models serves one model for the whole run, and explorer workers discover it
+(auxiliary_client.py). A lost worker is requested again, and the next one that joins serves its model. A worker beyond
+the requested number serves the model with the smallest fraction of its engines.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from rftdask.run.run_folder import record_config
 from rftdask.storage import Storage
 
 MAX_FAILURES = 4
-"""Starts of a model's engine in a row that fail, or lose their worker, before the run fails."""
+"""Starts of a model's engine in a row that may fail or lose their worker before the run fails."""
 _ASK_AGAIN_S = 10.0
-"""Pause before workers that were asked for and are missing are asked for again."""
+"""Seconds before missing workers are requested again."""
 
 log = logging.getLogger(__name__)
 
 
 def choose_model(models: Mapping[str, InferenceModelConfig], served: Mapping[str, int], amount: float) -> str | None:
-    """The model that a free worker is to serve; None: it has too few GPUs for any.
+    """Name of the model that a free worker should serve. None: the worker has too few GPUs for any.
 
-    Args: models: by name; served: workers of each that are there; amount: GPUs of the worker.
-    Example: of a judge that wants 2 engines and has 1, and one that has all of its own, the first.
+    Args: models: sections by name; served: number of workers by model; amount: GPUs of the worker.
+    Example: if one judge has 1 of 2 engines and another has all of its engines, the first judge.
     """
     fitting = {name: model for name, model in models.items() if model.num_gpus <= amount}
-    # The largest of those that lack an engine: it has the fewest workers to choose from.
+    # Prefer the largest model that lacks an engine, because it fits the fewest workers.
     lacking = [name for name, model in fitting.items() if served.get(name, 0) < model.engine_num]
     if lacking:
         return max(lacking, key=lambda name: (fitting[name].num_gpus, -served.get(name, 0)))
@@ -47,11 +47,11 @@ def choose_model(models: Mapping[str, InferenceModelConfig], served: Mapping[str
 
 
 class AuxiliaryPool:
-    """The auxiliary models of a stage that have workers of their own. Used by one thread.
+    """Auxiliary models of a stage that run on separate workers. Not thread-safe.
 
     Example:
         pool = AuxiliaryPool(client, storage, config, threads=4, ...)
-        pool.look(workers_of(client))   # now and then
+        pool.look(workers_of(client))   # periodically
         pool.close()
     """
 
@@ -69,47 +69,47 @@ class AuxiliaryPool:
     ) -> None:
         """
         Args:
-            threads: of each engine.
-            deadline_s: how long a model may have no worker.
-            note: takes news for people.
-            scale: asks for so many workers. Raises: UserError: they are somebody else's to start.
+            threads: threads of each engine.
+            deadline_s: seconds that a model may be without a worker.
+            note: emits a message for the user.
+            scale: requests a number of workers. Raises: UserError: this run does not start workers.
         """
         self._client, self._url, self._threads, self._log_folder = client, storage.url, threads, log_folder
         self._fingerprint = record_config(storage, config)
         self._models = {model.asked_name: model for model in config.models_apart}
         self._deadline_s, self._note, self._scale = deadline_s, note, scale
         self._tasks: dict[str, tuple[str, Future[Any]]] = {}
-        """(name of the model, its task) by the address of the worker."""
+        """(name of the model, its Dask task) by address of the worker."""
         self._serving: set[str] = set()
-        """Keys of tasks whose models answer; filled from Dask's thread."""
-        self._told: set[str] = set()
-        """Those of them that were told of."""
+        """Keys of tasks whose models are ready; filled from Dask's thread."""
+        self._announced: set[str] = set()
+        """Keys in `_serving` that were noted."""
         self._failures: Counter[str] = Counter()
-        """By model, in a row."""
+        """Failures in a row by model."""
         self._missing_since_s: dict[str, float] = {}
         self._asked_s = time.monotonic()
         client.subscribe_topic(SERVING_TOPIC, lambda message: self._serving.add(str(message[1])))
 
     def look(self, workers: Mapping[str, WorkerInfo]) -> None:
-        """Take in who has come and gone, by address, and give out models.
+        """Assign models to new workers, and replace lost ones. workers: connected workers by address.
 
-        Raises: RoleError: the engines of a model fail again and again; WaitTimeout: no worker of a model has come;
+        Raises: RoleError: the engines of a model fail repeatedly; WaitTimeout: no worker of a model has joined;
         UserError: an engine's.
         """
         amounts = {a: info["resources"].get(AUXILIARY_RESOURCE, 0.0) for a, info in workers.items()}
         amounts = {address: amount for address, amount in amounts.items() if amount}
         for address, (name, task) in list(self._tasks.items()):
             key = str(task.key)
-            if key in self._serving and key not in self._told:
-                self._told.add(key)
+            if key in self._serving and key not in self._announced:
+                self._announced.add(key)
                 self._failures[name] = 0
                 worker = workers[address]["name"] if address in workers else address
                 self._note(f"auxiliary model {name!r} is served by worker {worker}")
             if task.status != "pending" or address not in amounts:
                 del self._tasks[address]
                 self._take_end(name, task)
-        # The largest first, else a small model would take a place that a large one needs.
-        for address in sorted(amounts.keys() - self._tasks.keys(), key=lambda each: (-amounts[each], each)):
+        # Largest worker first, so that a small model does not take one that a large model needs.
+        for address in sorted(amounts.keys() - self._tasks.keys(), key=lambda address: (-amounts[address], address)):
             served = Counter(name for name, _ in self._tasks.values())
             chosen = choose_model(self._models, served, amounts[address])
             if chosen is not None:
@@ -131,7 +131,7 @@ class AuxiliaryPool:
         return self._client.submit(
             serve_auxiliary,
             AuxiliaryTask(self._url, self._fingerprint, name, self._threads, log_file),
-            # The time makes the key new: Dask must not answer with what it knows of an earlier one.
+            # The time makes the key unique, or Dask would return the result of an earlier task.
             key=f"auxiliary-{address}-{time.time_ns()}",
             resources={AUXILIARY_RESOURCE: self._models[name].num_gpus},
             workers=[address],
@@ -149,11 +149,11 @@ class AuxiliaryPool:
             cause = "its worker was lost"
         else:
             cause = f"{type(error).__name__}: {error}"
-        told = f"an engine of auxiliary model {name!r} ended: {cause}"
-        log.warning("%s", told)
+        text = f"an engine of auxiliary model {name!r} ended: {cause}"
+        log.warning("%s", text)
         if self._failures[name] >= MAX_FAILURES:
-            raise RoleError(f"{told}; so did {MAX_FAILURES} in a row, without one answer") from error
-        self._note(f"{told.partition(chr(10))[0]}; another takes its place")
+            raise RoleError(f"{text}; {MAX_FAILURES} in a row have ended without serving a request") from error
+        self._note(f"{text.partition(chr(10))[0]}; it is replaced")
         self._client.cancel([task], force=True)
 
     def _check_missing(self, num_workers: int) -> None:
@@ -165,14 +165,14 @@ class AuxiliaryPool:
             elif now - self._missing_since_s.setdefault(name, now) > self._deadline_s:
                 model = self._models[name]
                 raise WaitTimeout(
-                    f"no worker with {model.num_gpus} of the resource {AUXILIARY_RESOURCE} has come for auxiliary "
+                    f"no worker with {model.num_gpus} of the resource {AUXILIARY_RESOURCE} has joined for auxiliary "
                     f"model {name!r} in {self._deadline_s:.0f} s (engine_num {model.engine_num})"
                 )
         wanted = sum(model.engine_num for model in self._models.values())
         if num_workers < wanted and now - self._asked_s > _ASK_AGAIN_S:
-            # Again while some are missing: a worker that died while it started is not started again by its nanny.
+            # Repeat the request while some are missing: a nanny does not restart a worker that died while it started.
             self._asked_s = now
             try:
                 self._scale(wanted)
             except UserError as error:
-                log.info("workers of auxiliary models are not asked for: %s", error)
+                log.info("workers of auxiliary models are not requested: %s", error)

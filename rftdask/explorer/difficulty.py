@@ -1,10 +1,9 @@
-"""Tasks chosen by what was learned of their difficulty (selectors that learn, as BOTS), and where the choice is kept.
+"""Tasks chosen by their learned difficulty (selectors that learn, such as BOTS), and the storage of the choices.
 
-The posterior is nowhere stored: it is the log's rows, folded in the order of the explore steps. What it makes of them
-is written to `schedule/<step>.json`, which is created only once and before the step is run. If that file exists, it is
-the choice for ever: a resumed explorer replays it. This module knows nothing of weights or of the cluster. Invariant: a
-choice is a function of the results of steps 1..known and of the step's number, so where `known` is a function of the
-step (style fixed), a run repeats itself.
+The posterior is not stored: it is recomputed from the rows of the log, in the order of the explore steps. Each choice
+is written to `schedule/<step>.json`, which is created once, before the step runs, and which a resumed explorer uses
+again. Invariant: a choice is a function of the results of steps 1..known and of the number of the step. So if `known`
+is a function of the step (style fixed), a run repeats its bits. This module does not know weights or the cluster.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from rftdask.storage.checked_json import parse_json
 
 
 class ChosenTasks:
-    """The choices of one run: which tasks an explore step runs, where that is no function of its number.
+    """Stored choices of one run: the tasks of each explore step, for selectors that learn.
 
     Example: tasks = chosen.read(7) or chosen.put_if_absent(7, tasks, learned_from=5)
     """
@@ -40,12 +39,11 @@ class ChosenTasks:
         self._storage = storage
 
     def path(self, step: int) -> str:
-        """File of the choice of `step`."""
         return f"schedule/{step:08d}.json"
 
     def read(self, step: int) -> list[TaskRef] | None:
-        """The tasks of `step`, or None if they are not chosen yet. Raises: DamagedError: the file cannot be read; it is
-        never guessed, for some of its tasks may have been run.
+        """Tasks of `step`, or None if they are not chosen yet. Raises: DamagedError: the file cannot be read. A new
+        choice is not made in that case, because some of its tasks may have been run.
         """
         try:
             tree = parse_json(self._storage.get(self.path(step)))
@@ -55,29 +53,28 @@ class ChosenTasks:
             return None
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedError(f"{self.path(step)} is damaged ({error}); restore it from a backup") from error
-        # A checksum of content would not see it: each file is whole, and in the wrong place.
+        # A checksum would not detect a file that is whole, but in the wrong place.
         if written_for != step:
             raise DamagedError(f"{self.path(step)} is of step {written_for}: files were moved")
         return tasks
 
     def put_if_absent(self, step: int, tasks: Sequence[TaskRef], *, learned_from: int) -> list[TaskRef]:
-        """Write the choice down; returns the tasks of the step, which are others if they were chosen before.
+        """Store the choice. Returns: the stored tasks of the step, which differ if they were chosen before.
 
-        Args: learned_from: last explore step whose results had a part in the choice.
+        Args: learned_from: last explore step whose results influenced the choice.
         """
-        # Numbers alone: a task is found again by its place in its taskset.
         rows = [(task.taskset_number, task.epoch, task.index) for task in tasks]
         tree = {"step": step, "learned_from": learned_from, "tasks": rows}
         self._storage.put_new(self.path(step), json.dumps(tree).encode())
-        # Read back also after a put that won: what is replayed later is what the file says.
+        # Read back even after a successful put, because a resumed run uses the content of the file.
         written = self.read(step)
         if written is None:
-            raise DamagedError(f"{self.path(step)} was removed while the run was at work; start it again")
+            raise DamagedError(f"{self.path(step)} was removed during the run; start the run again")
         return written
 
 
 class LearnedOrder:
-    """Chooses the tasks of each explore step of one run; see `task_order.TaskOrder`.
+    """Task order of one run with a selector that learns; see `task_order.TaskOrder`.
 
     Example:
         order = LearnedOrder(storage, log, config, taskset)
@@ -88,23 +85,23 @@ class LearnedOrder:
         """Raises: DataError: the columns of `feature_keys` are missing, or an argument of the selector is wrong."""
         selector = make_selector(taskset.data_selector, config.explorer.plugin_dirs)
         if not isinstance(selector, LearningSelector):
-            raise UserError(f"selector {taskset.data_selector.selector_type!r} learns, and is no LearningSelector")
+            raise UserError(f"selector {taskset.data_selector.selector_type!r} learns, but is not a LearningSelector")
         self._selector = selector
         numbers = Taskset(taskset).numbers(taskset.data_selector.feature_keys)
         self._state = selector.initial(torch.tensor(numbers, dtype=torch.float64))
         self._folded = 0
-        """Explore steps whose results are in the state."""
+        """Number of explore steps whose results are in the state."""
         self._log = log
         self._config = config
         self._chosen = ChosenTasks(storage)
         self._last: tuple[int, list[TaskRef]] = (0, [])
-        """The step that was asked for last, and its tasks: each work unit of a step asks again."""
+        """Last step and its tasks, which each work unit of the step needs."""
 
     def tasks(self, step: int, known: int) -> list[TaskRef] | None:
-        """The tasks of `step`, chosen by the results of steps 1..known unless it is chosen already.
+        """Tasks of `step`: the stored choice, or a new one from the results of steps 1..known.
 
-        Each step is an epoch of its own: a task chosen again is another. None: results have gone missing; their work
-        units run again first.
+        Each step is a separate epoch, so a task that is chosen again is a new task. None: results are missing, and
+        their work units must run again first.
         """
         if self._last[0] == step:
             return self._last[1]
@@ -114,13 +111,13 @@ class LearnedOrder:
                 return None
             indices = self._selector.select(self._state, step, self._config.buffer.batch_size).tolist()
             refs = [TaskRef(0, step - 1, index) for index in indices]
-            # Written before it is run: after a restart more is known, and another choice would be made.
+            # Stored before it runs: after a restart more results are known, and the choice would differ.
             tasks = self._chosen.put_if_absent(step, refs, learned_from=self._folded)
         self._last = (step, tasks)
         return tasks
 
     def _learn(self, known: int) -> bool:
-        # Fold the results of the steps up to `known`; False if some of them are missing.
+        # Fold the results of the steps up to `known` into the state. False: some are missing.
         names = self._log.shards(self._folded + 1) if known > self._folded else []
         for step in range(self._folded + 1, known + 1):
             tables: list[tuple[ShardName, pa.Table]] = []
@@ -128,13 +125,12 @@ class LearnedOrder:
                 try:
                     tables.append((name, self._log.read(name)))
                 except DamagedError as error:
-                    # Set aside, its units are not done any more: the explorer runs them again,
-                    # and this step is asked for again.
+                    # The units of a quarantined shard are not done, so the explorer runs them again.
                     self._log.quarantine(name, str(error))
             if len(done_units(name for name, _ in tables)) < self._config.units_per_step:
                 return False
             rates = pass_rates(first_copies(tables), self._config.algorithm.repeat_times)
-            # In the order of the rows, since floating-point sums over tasks depend on it.
+            # In the order of the rows, on which floating-point sums depend.
             rows, values = torch.tensor(list(rates), dtype=torch.int64), torch.tensor(list(rates.values()))
             self._state = self._selector.updated(self._state, rows, values)
             self._folded = step
@@ -142,17 +138,17 @@ class LearnedOrder:
 
 
 def pass_rates(tables: Iterable[pa.Table], repeat_times: int) -> dict[int, float]:
-    """Share of passed rollouts by row of the task, in order of the row; tasks without a scored rollout are not there.
+    """Fraction of passed rollouts by row of the task, ordered by row, for tasks with a scored rollout.
 
-    A rollout passes by its metric accuracy, else by a reward above 0, and counts once, however many turns it took.
-    Failed rollouts and the greedy one do not count.
+    A rollout passes by its metric accuracy if it has one, else by a reward above 0. It counts once, however many turns
+    it took. Failed rollouts and the greedy one do not count.
     """
     passed: dict[int, list[float]] = {}
     for table in tables:
         names = ("task_index", "rollout", "turn", "status", "reward", "metrics")
         columns = (table.column(name).to_pylist() for name in names)
         for index, rollout, turn, status, reward, metrics in zip(*columns, strict=True):
-            # An operator's verdict (filtered) hides no answer: the task was as hard as its rollouts say.
+            # Rollouts that an operator filtered out were scored, and show the difficulty of the task.
             scored = Status(status).trainable or status == Status.FILTERED
             if turn == 0 and rollout < repeat_times and reward is not None and scored:
                 accuracy = dict(metrics).get("accuracy", float(reward > 0))

@@ -1,9 +1,9 @@
-"""Evaluation: which versions are measured on which tasksets, the work units that wait for it, and what came of them.
+"""Evaluations: due versions and tasksets, their waiting work units, and their metrics.
 
-Three steps of one idea: `EvaluationQueue` says what is due, `evaluation_metrics` reads the shards of one evaluation,
-`repeat_metrics` says what the rollouts of one task tell together. It does not know workers: the explorer takes units
-from the queue and reports the ones that are committed. Invariant: an evaluation is recorded once all of its units are
-on storage, from what is there, so one resumed half-way counts whole.
+`EvaluationQueue` determines which evaluations are due, `evaluation_metrics` reads the shards of one evaluation, and
+`repeat_metrics` computes statistics over the rollouts of a task. The explorer takes units from the queue and reports
+the committed ones; this module does not know workers. Invariant: an evaluation is recorded from storage once all its
+units are committed, so one that was resumed half-way counts whole.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rftdask.synchronizer.styles import WeightRequirement, make_sync_rules
 MakeUnit = Callable[[str, int, int, Sequence[TaskRef], int, WeightRequirement], RolloutTask]
 """(folder of the log, policy version, unit_index, tasks, repeat_times, weights) -> the work unit."""
 Record = Callable[[str, int, Mapping[str, float]], None]
-"""(name of the taskset, policy version, metrics): called once for each complete evaluation."""
+"""(name of the taskset, policy version, metrics), called once for each complete evaluation."""
 
 
 class EvaluationQueue:
-    """The evaluations of a stage: done, under way, waiting.
+    """Evaluations of a stage: done, running and waiting.
 
     Example:
         queue.add_due(newest=8, ended_at=None)
@@ -51,18 +51,18 @@ class EvaluationQueue:
         make_unit: MakeUnit,
         record: Record,
     ) -> None:
-        """sizes: tasks by name of the taskset; versions: those to evaluate whatever is published (bench); empty: by
+        """sizes: number of tasks by name of the taskset; versions: versions to evaluate in mode bench. Empty: every
         `explorer.eval_interval`. Raises: DataError: a taskset is empty.
         """
         self._storage = storage
         self._config = config
         self._tasksets = config.buffer.explorer_input.eval_tasksets
-        """A taskset is known by its number: its place here."""
+        """The number of a taskset is its position here."""
         for taskset in self._tasksets:
             if not sizes[taskset.name]:
                 raise DataError(f"taskset {taskset.name} ({taskset.path}) is empty")
         self._sizes = [sizes[taskset.name] for taskset in self._tasksets]
-        # As many rollouts as a unit of training has, so that evaluating needs no more memory.
+        # As many rollouts as a unit of training, so that an evaluation needs no more memory.
         rollouts_per_unit = config.tasks_per_unit * config.algorithm.repeat_times
         self._tasks_per_unit = [max(1, rollouts_per_unit // taskset.repeat_times) for taskset in self._tasksets]
         self._versions = versions
@@ -71,36 +71,36 @@ class EvaluationQueue:
         # Only versions that the trainer publishes can be evaluated: multiples of both intervals.
         self._interval = math.lcm(config.explorer.eval_interval, make_sync_rules(config).trainer_sync_interval)
         self._published: tuple[int, list[int]] = (0, [])
-        """The newest version when published ones were last listed, and they; of training on a dataset."""
+        """Newest version at the last listing of published versions, and that listing; for training on a dataset."""
         self._done: set[tuple[int, int]] = set()
         """(version, number of the taskset) of complete evaluations."""
         self._num_open: dict[tuple[int, int], int] = {}
-        """Number of units under way or waiting, by version and number of the taskset."""
+        """Number of running or waiting units by (version, number of the taskset)."""
         self._waiting: deque[RolloutTask] = deque()
         self._auxiliary_sums: dict[tuple[str, int], dict[str, float]] = {}
-        """Of evaluations that are not recorded yet, by folder of the log and version."""
+        """Use of auxiliary models by evaluations that are not recorded yet, by (folder of the log, version)."""
         self._oldest = 0
-        """Oldest version whose weights were there when the queue was made."""
+        """Oldest version whose weights existed at the call of `read`."""
 
     @property
     def num_waiting(self) -> int:
-        """Units that `take` would give."""
+        """Number of waiting units."""
         return len(self._waiting)
 
     def read(self) -> None:
-        """Find what was evaluated before, and record what nobody has; older versions whose weights are gone stay so."""
-        # Taken once: from here on the explorer keeps the weights of which an evaluation is due.
+        """Find complete evaluations, and record those without metrics. Versions whose weights are gone are skipped."""
+        # Read once: from now on the explorer keeps the weights that due evaluations need.
         self._oldest = min(published_versions(self._storage), default=0)
         for number, taskset in enumerate(self._tasksets):
             units: dict[int, set[int]] = {}
             for name in open_log(self._storage, self._config, f"eval/{taskset.name}").shards(0):
                 units.setdefault(name.explore_step, set()).add(name.unit)
-            # Rounded up: the last unit has what is left of the tasks.
+            # Rounded up: the last unit may be smaller.
             num_units = -(-self._sizes[number] // self._tasks_per_unit[number])
             self._done |= {(version, number) for version, indices in units.items() if len(indices) == num_units}
-        # The driver may have ended between the last unit and its row; bench reports also what was evaluated before.
+        # The driver may have died between the last unit and the metrics; bench reports earlier evaluations again.
         recorded: set[tuple[int, str]] = set()
-        # A trainer's rows, of held-out data, have no taskset.
+        # Rows that a trainer wrote for held-out data have no taskset.
         if self._done and "taskset" in (rows := read_metrics(self._storage, "eval")):
             recorded = set(zip(rows["step"], rows["taskset"], strict=True))
         for version, number in sorted(self._done):
@@ -108,35 +108,35 @@ class EvaluationQueue:
                 self._record_from_log(self._tasksets[number].name, version)
 
     def add_due(self, newest: int, ended_at: int | None) -> None:
-        """Let the units of the evaluations wait that can run now and have not.
+        """Add the units of due evaluations to the queue.
 
-        Args: newest: newest published version; ended_at: the last version there will be, once that is known.
+        Args: newest: newest published version; ended_at: last version of the run. None: not known yet.
         """
         for version, number in list(self._due(newest, ended_at)):
             tasks = [TaskRef(number, 0, index) for index in range(self._sizes[number])]
             size, taskset = self._tasks_per_unit[number], self._tasksets[number]
             parts = [tasks[start : start + size] for start in range(0, len(tasks), size)]
-            # From here on it is under way, so that the next look does not add it again.
+            # Marks the evaluation as running, so that the next call does not add it again.
             self._num_open[version, number] = len(parts)
-            # Exact: an evaluation is of one version, whatever is newest when its unit runs.
+            # Exact: an evaluation measures one version, not the newest when its unit runs.
             weights, folder = WeightRequirement(version, exact=True), f"eval/{taskset.name}"
             for unit_index, part in enumerate(parts):
                 self._waiting.append(self._make_unit(folder, version, unit_index, part, taskset.repeat_times, weights))
 
     def take(self) -> RolloutTask:
-        """The first waiting unit, which waits no longer. Raises: IndexError: none waits."""
+        """Remove and return the first waiting unit. Raises: IndexError: none waits."""
         return self._waiting.popleft()
 
     def count(self, unit: RolloutTask, auxiliary_sums: Mapping[str, float]) -> None:
-        """Add what a unit asked of auxiliary models (`RolloutResult.auxiliary_sums`), which no row has."""
+        """Add the use of auxiliary models by a unit (`RolloutResult.auxiliary_sums`), which rows do not contain."""
         sums = self._auxiliary_sums.setdefault((unit.folder, unit.explore_step), {})
         for name, value in auxiliary_sums.items():
             sums[name] = sums.get(name, 0.0) + value
 
     def finish(self, unit: RolloutTask) -> bool:
-        """Note that a unit is on storage; True if it was the last of its evaluation, which is recorded then."""
+        """Count a committed unit. Returns: True if it was the last of its evaluation, which is then recorded."""
         names = [f"eval/{taskset.name}" for taskset in self._tasksets]
-        # Of an evaluation the explore step is the policy version, see RolloutTask.
+        # The explore step of an evaluation is the policy version, see RolloutTask.
         key = (unit.explore_step, names.index(unit.folder))
         self._num_open[key] -= 1
         if self._num_open[key]:
@@ -147,29 +147,29 @@ class EvaluationQueue:
         return True
 
     def is_empty(self, newest: int, ended_at: int | None) -> bool:
-        """True if nothing waits or is due."""
+        """True if no evaluation waits or is due."""
         return not self._waiting and next(self._due(newest, ended_at), None) is None
 
     def versions_in_use(self, newest: int, ended_at: int | None) -> list[int]:
-        """Versions whose weights will be needed by units that are not under way yet."""
+        """Versions whose weights units need that do not run yet."""
         waiting = [unit.weights.version for unit in self._waiting]
         return waiting + [version for version, _ in self._due(newest, ended_at)]
 
     def _due(self, newest: int, ended_at: int | None) -> Iterator[tuple[int, int]]:
-        # (version, number of the taskset) of what can be evaluated now and has not begun.
+        # (version, number of the taskset) of evaluations that can run now and have not begun.
         versions = list(self._versions)
         if not versions:
             versions = [0] if self._config.explorer.eval_on_startup else []
             if self._config.evaluates_training and self._config.eval_interval:
-                # An earlier start may have published at other intervals, or not at all: what there is is listed.
+                # List the versions, because an earlier start may have published at other intervals or not at all.
                 if newest != self._published[0]:
                     self._published = newest, published_versions(self._storage)
                 versions.extend(v for v in self._published[1] if v and v % self._config.eval_interval == 0)
             elif self._config.mode == "both":
-                # Not before the oldest weights that there are: those of earlier versions are gone for good.
+                # From the oldest existing weights on; those of earlier versions were removed.
                 first = -(-self._oldest // self._interval) * self._interval or self._interval
                 versions.extend(range(first, newest + 1, self._interval))
-            # The last weights are evaluated whatever the interval says.
+            # The last weights are always evaluated.
             if self._config.has_both_roles and ended_at and ended_at not in versions:
                 versions.append(ended_at)
         for key in product(versions, range(len(self._tasksets))):
@@ -179,20 +179,19 @@ class EvaluationQueue:
     def _record_from_log(self, taskset: str, version: int) -> None:
         log = open_log(self._storage, self._config, f"eval/{taskset}")
         metrics = evaluation_metrics(log, version, detailed=self._config.monitor.detailed_stats)
-        use = self._auxiliary_sums.pop((f"eval/{taskset}", version), {})
-        self._record(taskset, version, metrics | {f"auxiliary/{name}": value for name, value in use.items()})
+        self._record(taskset, version, metrics | self._auxiliary_sums.pop((f"eval/{taskset}", version), {}))
 
 
 def evaluation_metrics(log: ExperienceLog, version: int, *, detailed: bool = False) -> dict[str, float]:
-    """Means over all rollouts of the evaluation of `version`, read from its shards.
+    """Means over all rollouts of the evaluation of `version`, read from its shards; see also `repeat_metrics`.
 
-    A unit that ran twice counts once, and so does a rollout of several rows. A failed rollout is no correct answer
-    and counts as 0; in training it would be left out. `num_rollouts` is their number; see also `repeat_metrics`.
-    detailed: also the largest, the smallest and the standard deviation over all rollouts (`monitor.detailed_stats`).
+    A unit that ran twice counts once, and so does a rollout of several rows. A failed rollout counts as 0, unlike in
+    training, where it is left out. `num_rollouts` is the number of rollouts.
+    detailed: also the maximum, the minimum and the standard deviation over all rollouts (`monitor.detailed_stats`).
     """
-    # By index of the unit: of two shards with the same rollouts one counts.
+    # One shard per unit, if several contain the same rollouts.
     shards = {name.unit: name for name in log.shards(version) if name.explore_step == version}
-    # By task, then by rollout, the metrics of a rollout.
+    # Metrics of a rollout, by task and rollout.
     tasks: dict[int, dict[int, dict[str, float]]] = {}
     num_rows = 0
     row_sums: dict[str, float] = {}
@@ -200,7 +199,7 @@ def evaluation_metrics(log: ExperienceLog, version: int, *, detailed: bool = Fal
         for row in log.read(name).select(["task_index", "rollout", "turn", "reward", "metrics"]).to_pylist():
             num_rows += 1
             metrics = dict(row["metrics"])
-            # A rollout's metrics stand in each of its rows and count once; those of rows are summed over all of them.
+            # Every row repeats the metrics of its rollout, which count once; metrics of rows are summed over all rows.
             for metric in metrics.keys() & ROW_METRICS:
                 row_sums[metric] = row_sums.get(metric, 0.0) + metrics.pop(metric)
             if row["turn"] == 0:
@@ -210,7 +209,7 @@ def evaluation_metrics(log: ExperienceLog, version: int, *, detailed: bool = Fal
     by_name = {metric: [[values.get(metric, 0.0) for values in task] for task in rollouts] for metric in sorted(names)}
     num_rollouts = sum(map(len, rollouts))
     means = {metric: sum(map(sum, values)) / max(1, num_rollouts) for metric, values in by_name.items()}
-    # A reward without a verdict of its own is taken for one.
+    # Without a metric accuracy, the reward is the accuracy.
     means.setdefault("accuracy", means["reward"])
     means |= {metric: total / num_rows for metric, total in row_sums.items()}
     means["num_rollouts"] = float(num_rollouts)
@@ -224,11 +223,11 @@ def evaluation_metrics(log: ExperienceLog, version: int, *, detailed: bool = Fal
 def repeat_metrics(name: str, values_by_task: Sequence[Sequence[float]]) -> dict[str, float]:
     """Statistics of the n rollouts of a task, as means over the tasks: mean@n, std@n, best@k and worst@k.
 
-    Names and meanings as in Trinity-RFT: best@k and worst@k are of k rollouts drawn with replacement from a task's n,
-    for k = 2, 4, 8, ... below n, and n. It estimates them by 1,000 random draws; here they are what those draws tend
-    to, so that the same rollouts give the same number. std@n is of the n values themselves (divided by n).
+    Names and meanings as in Trinity-RFT: best@k and worst@k are those of k rollouts drawn with replacement from a
+    task's n, for k = 2, 4, 8, ... below n, and n. Trinity-RFT estimates them by 1,000 random draws; here they are the
+    exact expectations, so that the same rollouts have the same values. std@n divides by n.
 
-    Args: values_by_task: one value for each rollout of a task; as many for each task.
+    Args: values_by_task: one value for each rollout of each task, with the same number of rollouts for all tasks.
     Example: repeat_metrics("reward", [[0, 1], [1, 1]])  ->  reward/mean@2 0.75, reward/std@2 0.25, best@2 0.875, ...
     """
     num_rollouts = max(map(len, values_by_task), default=0)

@@ -1,26 +1,26 @@
 """Explorer: the driver's loop that keeps a bounded window of work units on the explorer workers.
 
-    schedule --> choose tasks --> roll out (worker_task.py, on a worker) --> commit (there, too) --> record
+    schedule --> choose tasks --> roll out (work_unit_task.py, on a worker) --> commit (on the worker) --> record
 
-A *work unit* is a fixed part of an explore step, some tasks with all their rollouts: what a worker is sent at a time,
-and what a lost worker costs at most. `Explorer.run` is the whole loop; for each of its parts:
+A *work unit* is a fixed part of an explore step, some tasks with all their rollouts: the amount that a worker receives
+at a time and that a lost worker costs at most. `Explorer.run` contains the whole loop. Its parts:
 
-- choose: consumes the task order (a pure function of the step, or a choice that is written down) and the sync rules
-  (which weights the step needs). Waits until every explore step that those weights are trained from is committed, and
-  while more lies unread than the limits allow; the trainer's next ledger entry unblocks it. Produces a `RolloutTask`.
-- roll out and commit: by the workers, which wait for the weights to be published, with a deadline. The window of units
-  that want slots is 1.5 per engine and one more, so that no engine waits for the driver; a unit leaves it when its
-  result arrives, and the next one enters. Where units overlap the window is one per engine, and a unit leaves it when
-  all its rollouts have slots and another slot is free: so the next one goes where there is room, and does not wait
-  behind the long responses of one engine while another has nothing to do. A worker that joins while others work is
-  given units once its engine is warm.
-- record: consumes results; a step whose units are all committed is a row of metrics and an event. A unit whose worker
-  was lost goes back to the workers, as poison.py says.
+- choose: consumes the task order (a pure function of the step, or a stored choice) and the sync rules (which weights
+  the step needs). Waits until all explore steps from which those weights are trained are committed, and while the
+  unread experiences exceed the limits; the trainer's next ledger entry unblocks it. Produces a `RolloutTask`.
+- roll out and commit: done by the workers, which wait for the weights to be published, with a deadline. The window of
+  units that wait for slots is 1.5 per engine plus one, so that no engine waits for the driver. A unit leaves it when
+  its result arrives. Where units overlap, the window is one per engine, and a unit leaves it when all its rollouts have
+  slots and another slot is free. The next unit then goes to a worker with room, and does not wait behind the long
+  responses of one engine while another is idle. A worker that joins while others work receives units once its engine
+  is warm.
+- record: consumes results. A step whose units are all committed yields a row of metrics and an event. A unit whose
+  worker was lost runs again as crash_suspects.py decides.
 
-Invariants: a unit is submitted only when every step its weights depend on is committed, so no waiting unit can block
-the one it waits for. What is done is what the log's listing says; the loop keeps nothing that storage does not, so it
-may die at any line and a new one goes on. In mode explore others may work on the same run, each under its name: a unit
-is chosen by who claims it (claims.py), and each of them goes on until all are committed.
+Invariants: a unit is submitted only when every step that its weights depend on is committed, so a waiting unit cannot
+block the one it waits for. The listing of the log decides which units are done. The loop has no state that storage
+lacks, so it may die at any line and a new one continues. In mode explore, explorers of other names may work on the same
+run: they divide the units by claims (unit_claims.py), and each runs until all units are committed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from rftdask.errors import (
     UserError,
 )
 from rftdask.explorer.autoscale import ScaleRule
-from rftdask.explorer.crash_suspects import STRIKES, PoisonTracker, Trial
+from rftdask.explorer.crash_suspects import MAX_CRASHES, CrashSuspect, CrashTracker
 from rftdask.explorer.evaluation import EvaluationQueue
 from rftdask.explorer.task_order import make_task_order
 from rftdask.explorer.unit_claims import EVALUATIONS, Claims
@@ -78,26 +78,26 @@ from rftdask.synchronizer.published import latest_published, remove_weights_belo
 from rftdask.synchronizer.styles import SyncStyle, WeightRequirement, make_sync_rules
 
 MAX_ATTEMPTS = 4
-"""Attempts at a work unit that raises, as for storage; failures of its rollouts and lost workers do not count."""
+"""Attempts at a work unit that raises a temporary error. Failed rollouts and lost workers do not count."""
 _TICK_S = 0.25
-"""Longest wait for a result before the loop looks at everything else again."""
+"""Longest wait for a result in one pass of the loop."""
 _RESULT_S = 10.0
-"""Time to fetch a result, which is small. Dask itself would try for minutes to fetch it from a worker that died."""
-_RESULT_LOOK_S = 1.0
-"""Pause between two looks whether the run was cancelled, while a result is fetched."""
+"""Seconds to fetch a result, which is small. Dask would try for minutes if the worker has died."""
+_RESULT_POLL_INTERVAL_S = 1.0
+"""Seconds between checks for cancellation while a result is fetched."""
 _AUDIT_EVERY_S = 2.0
 _SCALE_EVERY_S = 1.0
 _ASK_AGAIN_S = 10.0
-"""Pause before workers that were asked for and are missing are asked for again."""
+"""Seconds before missing workers are requested again."""
 _VANISHED_S = 5.0
-"""Time after which a unit that only workers may run that are gone is sent again; Dask usually tells of it at once."""
+"""Seconds after which a unit whose allowed workers are all gone is submitted again. Dask usually reports it at once."""
 _OVERLAP = 2.0**-10
-"""Of a worker's resource, for a unit that overlaps with others: so many may be on a worker as have slots. A power of
-two, so that sums are exact."""
+"""Amount of the worker's resource that an overlapping unit takes: the slots limit the units of a worker, not Dask. A
+power of two, so that sums are exact."""
 _ADMITTED = "admitted "
-"""Before a key, in the queue of news: the task has all its slots, and leaves some."""
+"""Prefix of a key in the queue of events: all rollouts of the task have slots, and another slot is free."""
 _EVAL_PRIORITY = 1_000_000
-"""Dask priority of evaluations: above every explore step's, which is minus its number."""
+"""Dask priority of evaluations, above that of every explore step, which is minus its number."""
 
 log = logging.getLogger(__name__)
 
@@ -131,19 +131,19 @@ class Explorer:
         claims: Claims | None = None,
         task: Callable[[RolloutTask], RolloutResult] = run_rollouts,
     ) -> None:
-        """Reads the tasksets that are ordered by their columns; changes nothing.
+        """Reads the tasksets that are ordered by their columns; writes nothing.
 
         Args:
-            sizes: tasks by name of the taskset.
-            num_steps: explore steps in all; 0 for evaluations only.
-            eval_versions: versions to evaluate whatever is published (bench).
-            threads, log_file: of the engines.
-            trainer_ended_at: the last policy version, once there will be no newer one.
-            remove_old_shards: removes what retention does not keep; called now and then.
-            scale: asks for so many explorer workers; None: those that come are taken, and nobody is asked.
-            workers_asked: workers that were asked for before.
-            claims: by which the run is shared with explorers of other names; None: there are none.
-            task: what runs on the workers (benchmarks have another).
+            sizes: number of tasks by name of the taskset.
+            num_steps: total number of explore steps. 0: only evaluations.
+            eval_versions: versions to evaluate in mode bench, in place of the published ones.
+            threads, log_file: threads and output file of the engines.
+            trainer_ended_at: returns the last policy version when the trainer has ended, else None.
+            remove_old_shards: removes shards that retention does not keep; called periodically.
+            scale: requests a number of explorer workers. None: the explorer uses the workers that join.
+            workers_asked: number of workers requested before.
+            claims: claims of units, which explorers of other names share. None: no other explorer exists.
+            task: function that workers run; benchmarks replace it.
         Raises: DataError: a taskset is empty, or its columns do not fit its selector.
         """
         self._client, self._storage, self._config = client, storage, config
@@ -157,99 +157,98 @@ class Explorer:
         self._scale = scale
         self._scale_rule = ScaleRule(config.explorer.fewest_workers, config.explorer.most_workers, asked=workers_asked)
         self._scaled_s = 0.0
-        """Time at which workers were last asked for."""
+        """Time of the last request for workers."""
         self._metrics = {role: MetricsWriter(storage, role) for role in ("explorer", "eval")}
         self._log = open_log(storage, config)
         self._claims, self._evaluates = claims, claims is None
-        """Whether evaluations are this explorer's to make."""
+        """True if this explorer makes the evaluations."""
         self._rules = make_sync_rules(config)
         self._overlaps = self._rules.style is not SyncStyle.FIXED
         self._follows_trainer = config.has_both_roles
         self._order = make_task_order(storage, self._log, config, sizes) if num_steps else None
         self._evals = EvaluationQueue(storage, config, sizes, eval_versions, self._make_unit, self._record_evaluation)
-        self._poison = PoisonTracker()
+        self._crashes = CrashTracker()
         self._backpressure = Backpressure(config, Ledger(storage, MAIN_LINEAGE))
         self._config_fingerprint = ""
 
-        # What is done and under way. (explore step, unit_index) names a unit of training.
+        # Completed and running units. A unit of training is identified by (explore step, unit_index).
         self._done: set[tuple[int, int]] = set()
         self._complete = 0
-        """Last step up to which every unit is committed."""
+        """Last step up to which all units are committed."""
         self._noted = 0
-        """Step of the last note of progress."""
+        """Last value of `_complete` that was stored."""
         self._step_ended = 0.0
-        """Time at which the last explore step was complete, or the loop began."""
+        """Time at which the last explore step completed, or the loop began."""
         self._begun: set[tuple[int, int]] = set()
-        """Units of training that were chosen and are not committed, whatever happens to their workers."""
+        """Units of training that were chosen and are not committed, running or not."""
         self._cursor = (1, 0)
-        """No unit before this one is left to choose."""
+        """First unit that may be left to choose."""
         self._under_way: dict[str, tuple[RolloutTask, UnitFuture]] = {}
-        """Units on the workers, by the key of their Dask task."""
+        """Submitted units by the key of their Dask task."""
         self._admitted: set[str] = set()
-        """Keys of those of them that have all the slots they need, and leave some, which their workers report."""
+        """Keys of submitted units whose rollouts all have slots, on workers with another free slot."""
         self._allowed: dict[str, tuple[str, ...]] = {}
-        """Addresses of the workers that may run them."""
+        """Addresses of the workers that may run a unit, by key."""
         self._seen_s: dict[str, float] = {}
-        """Time at which one of those was there last."""
+        """Time at which one of these workers was last connected, by key."""
         self._warm: set[str] = set()
-        """Addresses of the workers that are given units."""
+        """Addresses of the workers that receive units."""
         self._warming: dict[str, UnitFuture] = {}
-        """Engines that get warm, by the address of their worker."""
+        """Running warm-up tasks by address of the worker."""
         self._retry: list[RolloutTask] = []
         self._num_attempts: dict[UnitKey, int] = {}
         self._results: dict[int, list[RolloutResult]] = {}
-        """Results of the units of an explore step, until it is complete."""
+        """Results of units by explore step, until the step is complete."""
         self._ended: queue.Queue[str] = queue.Queue()
-        """Keys of Dask tasks that ended, those that were admitted after `_ADMITTED`, and "" for other news; from any
-        thread."""
+        """Events from any thread: keys of ended tasks, `_ADMITTED` + keys of admitted ones, "" to wake the loop."""
 
-        # Which weights there are, and which the steps run with.
         self._newest = 0
-        """Newest policy version known to be published; behind by a look at most."""
+        """Newest policy version known to be published."""
         self._pinned = self._pinned_at = 0
-        """Version that steps run with until a boundary of the sync style lets them move on, and the step up to which
-        boundaries were looked for."""
+        """Version that steps run with until the next boundary of the sync style, and the step up to which boundaries
+        were checked."""
 
         self._num_quarantined = 0
         self._audited_s = 0.0
 
     def open(self) -> None:
-        """Read which units are done; a log that is to grow has no seal from here on. Before `run` and before the
-        trainer, which would end where an earlier seal says.
+        """Read which units are done, and remove the seal of a log that will grow. Call it before `run` and before the
+        trainer starts, which would end at the old seal.
         """
-        # Before any unit is sent: its worker looks for this file.
+        # Before any unit is sent, because its worker reads this file.
         self._config_fingerprint = record_config(self._storage, self._config)
-        # Before the log is read: a seal that comes later is of another explorer, which has made the rest meanwhile.
+        # Before the log is read: a later seal is that of another explorer, which has completed the rest.
         try:
             was_sealed = self._log.sealed_at() is not None
         except DamagedError:
             was_sealed = True
         self._read_log()
-        # A run that is given more steps than it ended with has more to tell.
+        # The run was resumed with more steps.
         if was_sealed and self._complete < self._num_steps:
             self._log.unseal()
 
     def run(self) -> None:
-        """Run until all steps and evaluations are done, or `cancelled`; after `open`.
+        """Run until all steps and evaluations are done, or until cancelled. Call `open` first.
 
-        Raises: RoleError: a unit failed for good, or workers are lost whatever they run; FencedError; UserError.
+        Raises: RoleError: a unit failed repeatedly, or workers are lost whatever they run; FencedError; UserError.
         """
         if self._evaluates:
             self._evals.read()
         self._look_for_weights()
-        # What workers report of themselves, which no storage keeps: what they begin, and that they were told to end.
-        self._client.subscribe_topic(BEGAN_TOPIC, lambda message: self._poison.began(*message[1]))
-        self._client.subscribe_topic(LEAVING_TOPIC, lambda message: self._poison.leaves(message[1]))
-        self._client.subscribe_topic(ADMITTED_TOPIC, lambda message: self._take_admitted(message[1]))
+        # Workers report which tasks they begin, which have all their slots, and requests to end.
+        self._client.subscribe_topic(BEGAN_TOPIC, lambda message: self._crashes.began(*message[1]))
+        self._client.subscribe_topic(LEAVING_TOPIC, lambda message: self._crashes.leaves(message[1]))
+        self._client.subscribe_topic(ADMITTED_TOPIC, lambda message: self._ended.put(f"{_ADMITTED}{message[1]}"))
         self._step_ended = time.monotonic()
-        # Wanted until the next units are sent: Dask would say first that they are not, and send nothing more for 10 ms.
+        # Released only after the next units are sent: Dask would send the release first, and pause for 10 ms.
         ended: list[UnitFuture] = []
         try:
             while not self._cancelled():
-                # Counted anew in each turn: workers come and go, and the window follows them.
-                found = {address: info["resources"] for address, info in workers_of(self._client).items()}
+                # The window follows the workers, which come and go.
                 workers = {
-                    address: int(has[EXPLORER_RESOURCE]) for address, has in found.items() if EXPLORER_RESOURCE in has
+                    address: int(info["resources"][EXPLORER_RESOURCE])
+                    for address, info in workers_of(self._client).items()
+                    if EXPLORER_RESOURCE in info["resources"]
                 }
                 self._warm_up(workers.keys())
                 if self._claims is not None and self._claims.is_due:
@@ -258,15 +257,14 @@ class Explorer:
                 window = num_engines if self._overlaps else math.ceil(1.5 * num_engines) + 1
                 self._retry += self._take_vanished(workers.keys())
 
-                # Choose what enters the window. Evaluations first, on half of the engines at most while there is
-                # training to go on with (one engine alone does both in turn); then units that failed; then the next
-                # ones of the schedule.
+                # Fill the window: first evaluations, on at most half of the engines while training goes on (a single
+                # engine alternates); then units that failed; then the next units of the schedule.
                 if self._evaluates:
                     self._evals.add_due(self._newest, self._trainer_ended_at())
                 eval_window = max(1, num_engines // 2) if self._next_unit() is not None else window
                 while num_engines and self._evals.num_waiting and self._num_under_way(is_eval=True) < eval_window:
                     unit = self._evals.take()
-                    self._roll_out_rest(unit, self._poison.begin(unit))
+                    self._roll_out_rest(unit, self._crashes.begin(unit))
                 while self._retry and num_engines and len(self._under_way.keys() - self._admitted) < window:
                     self._submit(self._retry.pop(0))
                 while (
@@ -275,42 +273,40 @@ class Explorer:
                     and (chosen := self._choose_unit()) is not None
                 ):
                     self._begun.add((chosen.explore_step, chosen.unit_index))
-                    self._roll_out_rest(chosen, self._poison.begin(chosen))
+                    self._roll_out_rest(chosen, self._crashes.begin(chosen))
 
                 if self._is_over():
                     break
                 ended.clear()
                 self._ask_for_workers(sum(workers.values()))
 
-                # Meanwhile the workers roll out and commit. What was lost runs again, and tells whether a task of it is
-                # to blame.
+                # Wait for workers to finish units.
                 ended += self._take_ended()
                 if time.monotonic() - self._audited_s > _AUDIT_EVERY_S:
                     self._audit()
-        finally:  # leave nothing running and no number unwritten
-            self._client.unsubscribe_topic(BEGAN_TOPIC)
-            self._client.unsubscribe_topic(LEAVING_TOPIC)
-            self._client.unsubscribe_topic(ADMITTED_TOPIC)
+        finally:
+            for topic in (BEGAN_TOPIC, LEAVING_TOPIC, ADMITTED_TOPIC):
+                self._client.unsubscribe_topic(topic)
             futures = [*(future for _, future in self._under_way.values()), *self._warming.values()]
             self._client.cancel(futures, force=True)
             for writer in self._metrics.values():
                 writer.flush()
             if self._claims is not None and self._evaluates:
                 self._claims.give_back(EVALUATIONS)
-        # Also after a cancelled loop: what is complete is complete, and the trainer need not wait for more.
+        # Also after a cancelled loop, so that the trainer does not wait for more.
         if self._complete >= self._num_steps > 0:
             self._log.seal(self._num_steps)
 
     def wake(self, version: int = 0) -> None:
-        """Look again, for something happened: `version` was published. From any thread."""
-        # Two threads may write it; the older of two numbers costs one look at the pointer.
+        """Wake the loop; `version`: a newly published version. From any thread."""
+        # A lost update between two threads costs one more read of the pointer.
         self._newest = max(self._newest, version)
         self._ended.put("")
 
     # ---- what is done, and what is next
 
     def _read_log(self) -> None:
-        # Learn from the listing which units are committed; none of a step before the first open one is of interest.
+        # Steps before the first open one are complete.
         first = first_open_step(self._storage, self._log)
         self._done = done_units([*self._log.shards(first), *self._log.removed(first)])
         self._complete = self._noted = first - 1
@@ -318,8 +314,8 @@ class Explorer:
         self._advance()
 
     def _look_at_others(self, claims: Claims) -> None:
-        # Learn what other explorers have done and are at, in this order, so that no claim of what is done is left; and
-        # take over what nobody does any more.
+        # Read the units that other explorers have committed, then their claims, in this order, so that claims of
+        # committed units are removed. Then take over evaluations that no explorer makes.
         first = self._complete + 1
         self._done |= done_units([*self._log.shards(first), *self._log.removed(first)])
         self._advance()
@@ -330,7 +326,7 @@ class Explorer:
             self._evals.read()
 
     def _advance(self) -> None:
-        # Move `_complete` on over the steps all of whose units are committed, and note it now and then.
+        # Advance `_complete` over the steps whose units are all committed, and store it periodically.
         while self._is_complete(self._complete + 1):
             self._complete += 1
         if self._complete >= self._noted + NOTE_EVERY:
@@ -341,8 +337,7 @@ class Explorer:
         return all((step, unit_index) in self._done for unit_index in range(self._config.units_per_step))
 
     def _next_unit(self) -> tuple[int, int] | None:
-        # The first unit that is neither committed nor begun, here or by another explorer; None: there is none, or the
-        # trainer wants no more.
+        # First unit that is neither committed nor begun by any explorer. None: none is left, or the trainer has ended.
         if self._follows_trainer and self._trainer_ended_at() is not None:
             return None
         unit, moves_on = self._cursor, True
@@ -352,77 +347,74 @@ class Explorer:
                 break
             step, unit_index = unit
             unit = (step, unit_index + 1) if unit_index + 1 < self._config.units_per_step else (step + 1, 0)
-            # The cursor stays before what another explorer is at, which may be free again. Else it moves on only;
-            # `_read_log` sets it back when units have to run again.
+            # The cursor stays before units of other explorers, which may become free again. `_read_log` resets it when
+            # units must run again.
             moves_on &= not is_others
             self._cursor = unit if moves_on else self._cursor
         return unit if unit[0] <= self._num_steps else None
 
     def _choose_unit(self) -> RolloutTask | None:
-        # The next unit of the schedule; None while it may not begin, or there is none.
+        # Next unit of the schedule. None: it may not begin yet, or none is left.
         upcoming = self._next_unit()
         if upcoming is None or self._order is None:
             return None
         step, unit_index = upcoming
         weights = self._weights_for(step)
         steps_needed = self._rules.explore_steps_for(weights.version)
-        # A unit that waits for weights must not block the units that these are trained from.
+        # A unit that waits for weights must not block the units from which they are trained.
         if (self._follows_trainer and steps_needed > self._complete) or not self._has_room(step, unit_index):
             return None
         if self._rules.style is SyncStyle.EXPLORER_DRIVEN and weights.version > self._newest:
-            # Not before its experiences are complete: it would replace the request that the step before waits for.
+            # Only now that its experiences are complete: it replaces the request of the previous step.
             request_version(self._storage, weights.version)
-        # Style fixed learns from the steps that its weights learned from, whatever else has been completed by now.
+        # In style fixed the choice depends on the steps from which the weights are trained, not on timing.
         fixed = self._follows_trainer and self._rules.style is SyncStyle.FIXED
         tasks = self._order.tasks(step, known=steps_needed if fixed else self._complete)
         if tasks is None or (self._claims is not None and not self._claim(self._claims, upcoming)):
             return None
-        # The last unit of a step may be smaller: a slice beyond the end is short.
         size = self._config.tasks_per_unit
         part = tasks[unit_index * size : (unit_index + 1) * size]
         return self._make_unit("experiences", step, unit_index, part, self._config.algorithm.repeat_times, weights)
 
     def _claim(self, claims: Claims, unit: tuple[int, int]) -> bool:
-        # Claim the unit for this explorer; False: another one was first, or has committed it since the last look.
+        # Claim the unit for this explorer. False: another explorer claimed it, or has committed it since the last look.
         if not claims.take(unit):
             return False
-        if claims.alone or unit not in done_units(self._log.find_all(*unit)):
+        if claims.is_sole or unit not in done_units(self._log.find_all(*unit)):
             return True
         self._done.add(unit)
         claims.give_back(unit)
         return False
 
     def _weights_for(self, step: int) -> WeightRequirement:
-        # Choose the weights that the step runs with. Without a trainer beside it, a step takes the newest there is.
+        # Weights of a step. If the trainer is in another process, a step takes the newest weights.
         if self._follows_trainer:
             required = self._rules.weights_for(step)
             if required.exact or self._rules.style is SyncStyle.FULLY_ASYNC:
                 return required
         elif self._rules.style is SyncStyle.FULLY_ASYNC:
-            # Those that are under way with older ones need not end for it, as long as the bound allows.
+            # Running units with older weights need not end for it, within the staleness bound.
             return WeightRequirement(max(0, self._newest - self._rules.staleness_bound), exact=False)
         else:
             required = WeightRequirement(0, exact=False)
-        # A step may be passed over, which another explorer makes whole, and its boundary counts all the same.
+        # Steps that another explorer makes are skipped here, but their boundaries count.
         passed = range(min(self._pinned_at + 1, step) if self._claims is not None else step, step + 1)
         self._pinned_at = max(self._pinned_at, step)
         if any(map(self._rules.takes_newest_at, passed)) or required.version > self._pinned:
-            # Only ever to what was published: a version that was asked for may be skipped for a newer one.
+            # Only to published versions: a newer one may replace the required version.
             self._pinned = max(self._pinned, self._newest)
         version = max(self._pinned, required.version)
         return WeightRequirement(version, exact=version == self._pinned)
 
     def _has_room(self, step: int, unit_index: int) -> bool:
-        # True if so little lies unread before this unit that it may begin.
-        # Groups of all units before this one in the schedule: whatever of them is not settled by the trainer lies
-        # unread.
+        # True if the limits on unread experiences let the unit begin. All groups of earlier units count as written.
         num_groups = (step - 1) * self._config.buffer.batch_size + unit_index * self._config.tasks_per_unit
         return self._backpressure.has_room(num_groups)
 
     def _is_over(self) -> bool:
         training_over = self._next_unit() is None
         if self._claims is not None and self._complete < self._num_steps:
-            return False  # what other explorers are at may be left to this one
+            return False  # units of other explorers may be left to this one
         if self._complete >= self._num_steps > 0 and self._log.sealed_at() is None:
             self._log.seal(self._num_steps)  # the trainer may be waiting for more
         trainer_over = not self._follows_trainer or self._trainer_ended_at() is not None
@@ -454,29 +446,29 @@ class Explorer:
             log_file=self._log_file,
         )
 
-    def _roll_out_rest(self, unit: RolloutTask, trial: Trial) -> None:
-        # Run what the trial says is left of the unit; the unit is complete when nothing is.
-        if trial.poisonous:
-            error = f"{STRIKES} workers in a row were lost while it ran, and nothing beside it"
+    def _roll_out_rest(self, unit: RolloutTask, suspect: CrashSuspect) -> None:
+        # Submit the rest of the unit, or complete the unit if none is left.
+        if suspect.to_set_aside:
+            error = f"{MAX_CRASHES} workers in a row were lost while it ran isolated"
             unit_log = open_log(self._storage, self._config, unit.folder)
-            self._count(unit, commit_poisoned(unit_log, unit, self._config, trial.poisonous, error))
-            self._poison.set_aside(unit, trial.poisonous)
-        if trial.is_over:
+            self._count(unit, commit_poisoned(unit_log, unit, self._config, suspect.to_set_aside, error))
+            self._crashes.set_aside(unit, suspect.to_set_aside)
+        if suspect.is_over:
             self._complete_unit(unit)
         else:
-            self._submit(replace(unit, slots=trial.next_slots, alone=trial.runs_alone))
+            self._submit(replace(unit, slots=suspect.next_slots, isolated=suspect.is_isolated))
 
     def _warm_up(self, workers: Set[str]) -> None:
-        # Have the engines of workers that joined started, before they are given units.
+        # Start the engines of workers that joined, before they receive units.
         self._warm &= workers
         for address in [address for address, future in self._warming.items() if future.status != "pending"]:
-            # However it ended: what cannot get warm fails with its first unit, where the error is told.
+            # Also after an error, which the first unit of the worker raises again.
             del self._warming[address]
             self._warm |= {address} & workers
         for address in [address for address in self._warming if address not in workers]:
             self._client.cancel([self._warming.pop(address)], force=True)
         if not self._warm:
-            # None works that could go on meanwhile: the first units wait on the workers.
+            # No worker is active, so units wait for the engines on the workers themselves.
             self._warm |= workers
         for address in sorted(workers - self._warm - self._warming.keys()):
             self._warming[address] = self._client.submit(
@@ -489,10 +481,10 @@ class Explorer:
                 pure=False,
                 retries=0,
             )
-            self._warming[address].add_done_callback(lambda done: self._ended.put(""))
+            self._warming[address].add_done_callback(lambda _: self._ended.put(""))
 
     def _submit(self, unit: RolloutTask) -> None:
-        # The time makes the key new: Dask must not answer with what it knows of an earlier attempt.
+        # The time makes the key unique, or Dask would return the result of an earlier attempt.
         key = f"rollouts-{unit.folder.replace('/', '-')}-{unit.explore_step}-{unit.unit_index}-{time.time_ns()}"
         allowed = tuple(sorted(self._warm))
         future = self._client.submit(
@@ -505,18 +497,18 @@ class Explorer:
             pure=False,
             retries=0,
         )
-        # Before the callback is added: a task that has ended already calls it at once, from another thread.
+        # Before the callback is added, which another thread calls at once if the task has already ended.
         self._under_way[key], self._allowed[key], self._seen_s[key] = (unit, future), allowed, time.monotonic()
         future.add_done_callback(lambda done: self._ended.put(str(done.key)))
 
     def _take_vanished(self, workers: Set[str]) -> list[RolloutTask]:
-        # Units that wait for workers of which none is left. Dask tells of those that it had given to one.
+        # Units that wait for workers that are all gone. Dask reports only those that it had assigned.
         now, vanished = time.monotonic(), list[RolloutTask]()
         for key, (unit, future) in list(self._under_way.items()):
             if not workers.isdisjoint(self._allowed[key]) or future.status != "pending":
                 self._seen_s[key] = now
             elif now - self._seen_s[key] > _VANISHED_S:
-                log.warning("work unit %s is sent again: its workers are gone", unit.key)
+                log.warning("work unit %s is submitted again: its workers are gone", unit.key)
                 self._take_out(key)
                 self._client.cancel([future], force=True)
                 vanished.append(unit)
@@ -527,31 +519,27 @@ class Explorer:
         del self._allowed[key], self._seen_s[key]
         return self._under_way.pop(key)
 
-    def _take_admitted(self, key: str) -> None:
-        # From Dask's thread.
-        self._ended.put(f"{_ADMITTED}{key}")
-
     def _num_under_way(self, is_eval: bool) -> int:
-        # Those that want slots: the others are under way until they end, and are in nobody's way.
+        # Only units that wait for slots; admitted units do not hold up others.
         return sum(unit.is_eval == is_eval and key not in self._admitted for key, (unit, _) in self._under_way.items())
 
     def _take_ended(self) -> list[UnitFuture]:
-        """Record what has ended; the futures, which nothing else holds then."""
+        """Record units that have ended. Returns: their futures, to which no other reference is left."""
         futures = []
         for unit, future, result, error in self._wait_for_ended():
             futures.append(future)
             if result is not None:
                 self._count(unit, result)
-                self._poison.ended(result.worker, str(future.key))
-                self._roll_out_rest(unit, self._poison.finished(unit, result.num_rollouts))
+                self._crashes.ended(result.worker, str(future.key))
+                self._roll_out_rest(unit, self._crashes.finished(unit, result.num_rollouts))
             elif not self._cancelled():
                 self._take_failure(unit, future, error)
         return futures
 
     def _wait_for_ended(self) -> Iterator[tuple[RolloutTask, UnitFuture, RolloutResult | None, BaseException | None]]:
-        """Take units whose Dask tasks have ended out of the window, with result or error; wait a tick for the first.
+        """Remove ended units from the window and yield them with result or error; wait `_TICK_S` for the first.
 
-        Neither result nor error: it was lost after it had ended.
+        Neither result nor error: the worker was lost after the unit had ended.
         """
         timeout_s = _TICK_S
         while True:
@@ -563,7 +551,7 @@ class Explorer:
             if key.startswith(_ADMITTED) and (key := key.removeprefix(_ADMITTED)) in self._under_way:
                 self._admitted.add(key)
                 continue
-            # "" from `wake`, or a task that was taken out before.
+            # "" from `wake`, or a task that was removed before.
             if key not in self._under_way:
                 continue
             unit, future = self._take_out(key)
@@ -571,7 +559,7 @@ class Explorer:
             deadline = time.monotonic() + (_RESULT_S if status == "finished" else 0.0)
             while result is None and time.monotonic() < deadline and not self._cancelled():
                 try:
-                    result = future.result(timeout=_RESULT_LOOK_S)
+                    result = future.result(timeout=_RESULT_POLL_INTERVAL_S)
                 except TimeoutError:
                     continue
                 except CancelledError:
@@ -579,43 +567,45 @@ class Explorer:
             yield unit, future, result, future.exception() if status == "error" else None
 
     def _take_failure(self, unit: RolloutTask, future: UnitFuture, error: BaseException | None) -> None:
-        """Let the unit run again, if that may help. Raises: RoleError: it may not; UserError, FencedError: the unit's.
+        """Submit the unit again if that may help. Raises: RoleError: it will not; UserError, FencedError: the unit's.
 
-        error: None: the worker was lost after the unit had ended, so nothing of the unit is to blame.
+        error: None if the worker was lost after the unit had ended, so that the unit is not at fault.
         """
-        # Three kinds of failure: what stays as it is ends the run; what was lost runs again and is a clue to poison;
-        # what could not answer is tried a few times.
+        # Three kinds of failure: permanent ones end the run; a lost unit runs again and may become a crash suspect;
+        # temporary ones are retried a few times.
         name, cause = f"work unit {unit.key}", f"{type(error).__name__}: {error}"
         if isinstance(error, UserError | FencedError | StorageRefusedError):
             raise error
         if isinstance(error, EngineError | ProcessLostError):
-            self._poison.engine_failed(unit, str(future.key), error)
-        # The loss of an engine's process is as good as that of its worker. Any other error of an engine is none: it
-        # says nothing of the task that ran, and may come again.
+            self._crashes.engine_failed(unit, str(future.key), error)
+        # The loss of an engine's process counts as the loss of its worker. Other errors of an engine do not: they are
+        # unrelated to the running task.
         if error is None or isinstance(error, KilledWorker | ProcessLostError):
             was_running = error is not None
             if isinstance(error, KilledWorker):
                 address = error.last_worker.address
-                was_running = self._poison.was_running(str(future.key), on=address)
+                was_running = self._crashes.was_running(str(future.key), on=address)
                 cause = f"its worker {address} was lost"
             elif error is None:
                 finished = future.status == "finished"
                 cause = "its worker was lost with the result" if finished else f"the task is {future.status}"
-            trial = self._poison.lost(unit, was_running, cause)
-            log.warning("%s runs again: %s (%s)", name, cause, trial)
+            suspect = self._crashes.lost(unit, was_running, cause)
+            log.warning("%s runs again: %s (%s)", name, cause, suspect)
             first_line = cause.partition("\n")[0]
-            if was_running and trial.strikes:
-                what = name if trial.is_whole else f"a task of {name}, alone,"
-                self._emit(Note(f"{what} runs again ({trial.strikes} of {STRIKES} losses in a row): {first_line}"))
-            elif was_running and not trial.poisonous:
+            if was_running and suspect.num_crashes:
+                what = name if suspect.is_whole else f"an isolated task of {name}"
                 self._emit(
-                    Note(f"{name} runs task by task, to find out whether one of them ends workers: {first_line}")
+                    Note(f"{what} runs again ({suspect.num_crashes} of {MAX_CRASHES} losses in a row): {first_line}")
                 )
-            self._roll_out_rest(unit, trial)
+            elif was_running and not suspect.to_set_aside:
+                self._emit(
+                    Note(f"{name} runs task by task, to find out whether one of them crashes workers: {first_line}")
+                )
+            self._roll_out_rest(unit, suspect)
             return
         if not isinstance(error, RftError | OSError):
-            raise RoleError(f"{name} failed: {cause}") from error  # a fault of code: it would fail again
-        # Storage or an engine that could not answer: it may at the next try, and the unit changed nothing.
+            raise RoleError(f"{name} failed: {cause}") from error  # a bug, which would fail again
+        # Storage or an engine failed temporarily; the unit has changed nothing.
         attempts = self._num_attempts[unit.key] = self._num_attempts.get(unit.key, 0) + 1
         if attempts >= MAX_ATTEMPTS:
             raise RoleError(f"{name} failed {attempts} times; the last time: {cause}") from error
@@ -630,8 +620,7 @@ class Explorer:
             self._emit(Note(result.note))
         if unit.is_eval:
             self._evals.count(unit, result.auxiliary_sums)
-        # None where an attempt before had committed it, whose answer was lost: its shards count, its times are not
-        # known.
+        # num_rollouts is 0 if an earlier attempt committed the unit and its result was lost, whose times are unknown.
         if not unit.is_eval and result.num_rollouts:
             self._results.setdefault(unit.explore_step, []).append(result)
             self._backpressure.add(result.num_rollouts, result.num_bytes)
@@ -649,13 +638,13 @@ class Explorer:
         self._record_steps()
 
     def _record_steps(self) -> None:
-        # Write the metrics of each step that is complete, by the results of the units that were rolled out here.
+        # Write the metrics of complete steps, from the units that this explorer rolled out.
         for step in [step for step in self._results if self._is_complete(step)]:
             results = self._results.pop(step)
-            # Steps overlap, so the time of one counts from the end of the step before, not from its own first unit.
+            # Steps overlap, so the time of a step begins at the end of the previous step, not at its first unit.
             began, self._step_ended = self._step_ended, time.monotonic()
             metrics = step_metrics(results, self._step_ended - began)
-            # Of each explorer a row, if it made any of the step's units.
+            # Each explorer writes a row if it made any of the step's units.
             named = self._config.command_name != self._config.mode
             self._metrics["explorer"].write(
                 step, metrics, **({"explorer": self._config.explorer.name} if named else {})
@@ -663,22 +652,22 @@ class Explorer:
             self._emit(StepFinished("explorer", step, metrics))
 
     def _record_evaluation(self, taskset: str, version: int, metrics: Mapping[str, float]) -> None:
-        # The names of Trinity-RFT beside ours.
+        # Trinity-RFT's names in addition.
         prefixed = {f"bench/{name}": v for name, v in metrics.items()} if self._config.mode == "bench" else {}
         self._metrics["eval"].write(version, {**metrics, **prefixed}, taskset=taskset)
-        # At once: evaluations are rare, and somebody waits for each.
+        # Evaluations are rare and awaited, so flush at once.
         self._metrics["eval"].flush()
         self._emit(Evaluated(version, taskset, metrics))
 
     # ---- now and then
 
     def _ask_for_workers(self, num_engines: int) -> None:
-        # Ask the cluster for as many workers as there are units that could run this moment; see autoscale.py.
+        # Request as many workers as there are runnable units; see autoscale.py.
         now, before = time.monotonic(), self._scale_rule
         if self._scale is None or now - before.seen_s < _SCALE_EVERY_S:
             return
-        # A unit that waits for weights on its worker keeps it busy, and more workers would not help.
-        # What has all its slots needs its worker, and no other.
+        # More workers do not help units that wait for weights on their workers. Admitted units need only the workers
+        # that they have.
         backlog = sum(
             unit.weights.version <= self._newest and key not in self._admitted
             for key, (unit, _) in self._under_way.items()
@@ -686,8 +675,7 @@ class Explorer:
         backlog += min(num_engines, len(self._admitted))
         backlog += len(self._retry) + self._evals.num_waiting
         upcoming = self._next_unit()
-        # Also units of the coming steps, as far as weights and back-pressure let them begin now. More of them than the
-        # most workers there may be need not be counted.
+        # Add units of the next steps that weights and back-pressure let begin now, up to max_workers.
         while upcoming is not None and backlog < before.max_workers and self._has_room(*upcoming):
             step, unit_index = upcoming
             if self._follows_trainer and self._rules.weights_for(step).version > self._newest:
@@ -697,20 +685,19 @@ class Explorer:
         self._scale_rule = before.after(now, num_engines, backlog)
         target = self._scale_rule.target
         if target != before.target:
-            there = f"{num_engines} are there, and {backlog} work units to run"
-            self._emit(Note(f"asks for {target} explorer workers: {there}"))
+            self._emit(Note(f"requests {target} explorer workers: {num_engines} joined, {backlog} units are runnable"))
         elif num_engines >= target or now - self._scaled_s < _ASK_AGAIN_S:
             return
-        # Again while some are missing: a worker that died while it started is not started again by its nanny.
+        # Repeat the request while some are missing: a nanny does not restart a worker that died while it started.
         self._scaled_s = now
         self._scale(target)
 
     def _audit(self) -> None:
-        # Drop weights and shards that nobody needs, and find shards that were set aside: their units run again.
+        # Remove weights and shards that are no longer needed, and run the units of quarantined shards again.
         self._audited_s = time.monotonic()
         self._look_for_weights()
         if self._follows_trainer:
-            # Whatever a unit under way, a failed one, an evaluation or the next step may still load stays.
+            # Keep the versions that running units, failed units, evaluations or the next step may still load.
             in_use = [unit.weights.version for unit, _ in self._under_way.values()]
             in_use += [unit.weights.version for unit in self._retry]
             in_use += self._evals.versions_in_use(self._newest, self._trainer_ended_at())
@@ -718,7 +705,7 @@ class Explorer:
                 in_use.append(self._rules.weights_for(self._complete + 1).version)
             remove_weights_below(self._storage, min([self._newest - 1, *in_use]))
             self._remove_old_shards()
-        # Set aside by the trainer, who reads the shards: their units count as not done, and are chosen again.
+        # The trainer, which reads the shards, quarantines damaged ones; their units count as not done.
         num_quarantined = self._log.num_quarantined()
         if num_quarantined != self._num_quarantined:
             self._num_quarantined = num_quarantined
@@ -728,6 +715,3 @@ class Explorer:
     def _look_for_weights(self) -> None:
         published = latest_published(self._storage)
         self._newest = max(self._newest, published.version if published is not None else 0)
-
-
-# ---- what the loop uses of Dask; testing/fake_dask.py has another client

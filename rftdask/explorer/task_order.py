@@ -1,7 +1,7 @@
-"""Task order: which tasks an explore step runs, a function of its number or, if they are learned, of the results.
+"""Tasks of each explore step: a function of its number or, for selectors that learn, of earlier results.
 
-Knows neither weights nor workers. Invariant: the order is a function of the config and of the rows (and of the results
-of the steps that it may know of), so a resumed run has the same.
+Invariant: the order is a function of the config, the rows, and the results of the steps that it may use, so a resumed
+run has the same order. This module does not know weights or workers.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class TaskOrder(Protocol):
     """Chooses the tasks of explore steps."""
 
     def tasks(self, step: int, known: int) -> list[TaskRef] | None:
-        """The `batch_size` tasks of `step`; None: they cannot be chosen before results that went missing are back.
+        """The `batch_size` tasks of `step`. None: lost results that the choice needs must be made again first.
 
-        known: last explore step whose results may have a part in the choice.
+        known: last explore step whose results may influence the choice.
         """
         ...
 
 
 class FixedOrder:
-    """The order of training tasksets whose selectors go together: a pure function of the step's number.
+    """Order of one or several training tasksets: a pure function of the number of the step.
 
     Example: FixedOrder(tasksets, {"gsm8k": 7473}, batch_size=32).tasks(step=1, known=0)
     """
@@ -49,8 +49,8 @@ class FixedOrder:
     ) -> None:
         """Reads the rows of tasksets that are ordered by their columns.
 
-        Args: sizes: tasks by name of the taskset.
-        Raises: DataError: a column of `feature_keys` is missing or holds something else than numbers.
+        Args: sizes: number of tasks by name of the taskset.
+        Raises: DataError: a column of `feature_keys` is missing or is not numeric.
         """
         selectors = [make_selector(taskset.data_selector, plugin_dirs) for taskset in tasksets]
         self._tasks_of = partial(
@@ -61,32 +61,32 @@ class FixedOrder:
                 partial(selector.order, selector_features(taskset, selector, sizes[taskset.name]))
                 for taskset, selector in zip(tasksets, selectors, strict=True)
             ),
-            # One seed and one answer for all of them, by the config's rules.
+            # The checks of the config make sure that these are the same for all tasksets.
             seed=next((t.data_selector.seed for t, s in zip(tasksets, selectors, strict=True) if s.seeded), 0),
             epoch_each_step=any(selector.epoch_each_step for selector in selectors),
         )
 
     def tasks(self, step: int, known: int) -> list[TaskRef]:
-        """See TaskOrder; `known` plays no part."""
+        """See TaskOrder; ignores `known`."""
         return self._tasks_of(step)
 
 
 def make_task_order(storage: Storage, log: ExperienceLog, config: Config, sizes: Mapping[str, int]) -> TaskOrder:
-    """The order of a stage's training tasks. Raises: DataError: a selector does not fit its taskset's columns."""
+    """Order of a stage's training tasks. Raises: DataError: a selector does not fit its taskset's columns."""
     tasksets = [taskset for taskset in config.buffer.explorer_input.train_tasksets if taskset.name in sizes]
     plugin_dirs = config.explorer.plugin_dirs
     if any(trait(taskset.data_selector.selector, "learns") for taskset in tasksets):
-        # Late: it needs torch, which the driver does without otherwise.
+        # Late: it imports torch, which the driver needs only here.
         from rftdask.explorer.difficulty import LearnedOrder
 
-        return LearnedOrder(storage, log, config, tasksets[0])  # the only one, by the config's rules
+        return LearnedOrder(storage, log, config, tasksets[0])  # the only one, as the config checks
     return FixedOrder(tasksets, sizes, config.buffer.batch_size, plugin_dirs)
 
 
 def selector_features(taskset: TasksetConfig, selector: Selector, size: int) -> npt.NDArray[np.float64]:
     """[size, F] numbers of the columns of `feature_keys`; F is 0 for a selector that reads none.
 
-    Raises: DataError: a column is missing or holds something else than numbers.
+    Raises: DataError: a column is missing or is not numeric.
     """
     if not selector.features:
         return np.empty((size, 0))

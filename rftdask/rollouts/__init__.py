@@ -1,4 +1,5 @@
-"""Rollouts: tasks in, experiences out. The runner of a work unit, attempts at a rollout, and what workflows talk to.
+"""Rollouts: tasks in, experiences out. Runs work units on explorer workers.
 
-The folder knows no Dask, storage or weights: it asks engines through queues, and gives experiences to its caller.
+The Dask task of a worker (work_unit_task.py) with its cache (worker_state.py), the runner of a work unit (runner.py),
+attempts at a rollout (rollout.py), sandboxes (sandbox/), and the model handles of workflows (policy/).
 """

@@ -1,13 +1,13 @@
-"""Shared engine: an auxiliary model on workers of its own, as the rollouts of any explorer worker ask it.
+"""Client of an auxiliary model on separate workers, for the rollouts of explorer workers.
 
     explorer worker: SharedEngine.submit --RemoteEngine--> ModelServer of another worker --> its EngineClient
 
-Tokens in, tokens out: tokenizer, templates and seeds are the asker's, so an answer is the one that an engine beside the
-policy would give. Who serves which model is asked of the workers, each of which knows (auxiliary_task.py); which
-workers there are, of the scheduler. How a worker is asked, `engines.remote` says.
+Requests and responses contain tokens. The client has the tokenizer, the templates and the seeds, so a response is the
+same as that of an engine in the explorer worker. The client gets the addresses of workers from the scheduler, and asks
+the workers which model they serve (auxiliary_task.py). See `engines.remote` for the connection.
 
-Invariants: what was asked of a worker that is lost is asked of another; a request that has lost several is given up,
-since it may be what ends them; no wait is without a deadline, and the error names the model.
+Invariants: a request to a lost worker goes to another; a request that has lost several workers fails, since it may be
+what crashes them; every wait has a deadline, and its error names the model.
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ from rftdask.errors import RoleError, WaitTimeout
 
 AUXILIARY_RESOURCE = "auxiliary"
 OPERATION = "rftdask_auxiliary"
-"""Of a worker that serves a model; takes a `Key`."""
-_LOOK_S = 1.0
-"""Between two looks which workers there are, while there is somebody to ask; and how long one that does not serve a
-model is not asked for it."""
+"""Operation of a worker's Dask server; takes a `Key`."""
+_POLL_INTERVAL_S = 1.0
+"""Seconds between updates of the list of workers, and until a worker without the model is tried again."""
 _MAX_LOSSES = 3
-"""Workers that a request may lose before it is given up."""
+"""Workers that a request may lose before it fails."""
 
 Key = tuple[str, str, str]
 """(run folder, fingerprint of its config, name of the model)."""
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class SharedEngine:
-    """A model that workers of its own serve. Has what an `EngineClient` is asked for. Used from any thread.
+    """Client of a model on separate workers with the methods of `EngineClient` that rollouts use. Thread-safe.
 
     Example:
         judge = SharedEngine(get_worker(), ("runs/a", fingerprint, "judge"), spec, num_engines=2, patience_s=900)
@@ -52,90 +51,90 @@ class SharedEngine:
     """
 
     def __init__(self, worker: Worker, key: Key, spec: EngineSpec, *, num_engines: int, patience_s: float) -> None:
-        """num_engines: that the run asks for, for the error; patience_s: how long a request waits where no worker
-        serves the model, and how long an answer may take.
+        """num_engines: number of requested engines, for the error; patience_s: seconds that a request waits for a
+        worker that serves the model, and seconds that a response may take.
         """
         self.spec = spec
         self.answered_s = time.monotonic()
-        """Time of the last answer to anybody, or of the last moment at which none could come."""
+        """Monotonic time of the last response, or of the last time at which no worker served the model."""
         self._worker, self._key = worker, key
         self._num_engines, self._patience_s = num_engines, patience_s
-        # Both on the event loop of Dask's worker alone.
+        # Used only on the event loop of the Dask worker.
         self._engines = RemoteEngines(self._open, 0.0)
-        self._looked_s = -math.inf
+        self._updated_s = -math.inf
         self._num_workers = 0
 
     def __str__(self) -> str:
         return f"auxiliary model {self._key[2]!r}"
 
-    def wait_ready(self, timeout_s: float, called_off: Callable[[], bool] = lambda: False) -> None:
-        """Wait until a worker serves the model. Raises: RoleError: none does in time, or it is called off."""
+    def wait_ready(self, timeout_s: float, is_cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Wait until a worker serves the model. Raises: RoleError: none does in time, or cancelled."""
         waiting = self._start(self._choose((), timeout_s))
-        while wait([waiting], _LOOK_S).not_done:
-            if called_off():
+        while wait([waiting], _POLL_INTERVAL_S).not_done:
+            if is_cancelled():
                 waiting.cancel()
-                raise RoleError(f"{self} is waited for no longer: the work unit was called off")
+                raise RoleError(f"the work unit was cancelled while it waited for {self}")
         waiting.result()
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[Future[Generation]]:
-        """As `EngineClient.submit`; each request may go to another worker. Their tokens are not told on the way."""
+        """Like `EngineClient.submit`, without streaming. Each request may go to a different worker."""
         return [self._start(self._generate_one(request)) for request in requests]
 
     def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[Generation]:
-        """As `EngineClient.generate`: these together, of one worker."""
+        """Like `EngineClient.generate`. All requests go to one worker."""
         return self._wait(self._generate(requests), timeout_s)
 
     def logprobs(
         self, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], timeout_s: float
     ) -> list[tuple[float, ...]]:
-        """As `EngineClient.logprobs`."""
-        [scored] = self._wait(self._ask(lambda engine: [engine.score(pairs)]), timeout_s)
+        """Like `EngineClient.logprobs`."""
+        [scored] = self._wait(self._call(lambda engine: [engine.score(pairs)]), timeout_s)
         return list(scored.logprobs)
 
     def close(self) -> None:
-        """End the connections to workers. Idempotent."""
-        with suppress(RuntimeError):  # the worker has ended, and its event loop
+        """Close the connections to workers. Idempotent."""
+        with suppress(RuntimeError):  # the worker and its event loop have ended
             self._loop.call_soon_threadsafe(self._engines.close)
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop:
         return cast(Any, self._worker.loop).asyncio_loop  # type: ignore[no-any-return]
 
-    def _start(self, work: Coroutine[Any, Any, Found]) -> Future[Found]:
+    def _start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def _wait(self, work: Coroutine[Any, Any, Found], timeout_s: float) -> Found:
-        # Longer than the request itself waits, so that its own error is told.
+    def _wait(self, work: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
+        # Longer than the request itself waits, so that its own error is raised.
         future = self._start(work)
         try:
             return future.result(timeout_s + 2 * self._patience_s)
         except TimeoutError:
             future.cancel()
-            raise WaitTimeout(f"{self} gave no answer for {timeout_s + 2 * self._patience_s:.0f} s") from None
+            raise WaitTimeout(f"{self} sent no response for {timeout_s + 2 * self._patience_s:.0f} s") from None
 
     async def _generate_one(self, request: GenerateRequest) -> Generation:
         [generation] = await self._generate([request])
         return generation
 
     async def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        plain = [replace(each, on_tokens=None) for each in requests]
-        return await self._ask(lambda engine: engine.submit(plain))
+        plain = [replace(request, on_tokens=None) for request in requests]
+        return await self._call(lambda engine: engine.submit(plain))
 
-    async def _ask(self, ask: Callable[[RemoteEngine], Sequence[Future[Found]]]) -> list[Found]:
-        """The answers of one of the workers. Raises: RoleError: none serves the model for so long, or several were lost
-        with this request.
+    async def _call(self, submit: Callable[[RemoteEngine], Sequence[Future[Result]]]) -> list[Result]:
+        """Responses of one of the workers. Raises: RoleError: none serves the model in time, or several were lost with
+        this request.
         """
         lost, why = list[RemoteEngine](), ""
         while True:
             engine = await self._choose(lost, self._patience_s, why)
-            # A future that is cancelled leaves the engine.
-            answers = asyncio.gather(*map(asyncio.wrap_future, ask(engine)))
+            # Cancelling a future removes its request from the engine.
+            responses = asyncio.gather(*map(asyncio.wrap_future, submit(engine)))
             try:
                 async with asyncio.timeout(self._patience_s):
-                    # A machine that has gone without a word is known by the scheduler first.
-                    while not (await asyncio.wait([answers], timeout=_LOOK_S))[0]:
-                        await self._look()
-                    found: list[Found] = answers.result()
+                    # The scheduler notices first that a machine has disappeared.
+                    while not (await asyncio.wait([responses], timeout=_POLL_INTERVAL_S))[0]:
+                        await self._update_workers()
+                    results: list[Result] = responses.result()
             except (RoleError, TimeoutError) as error:
                 lost.append(engine)
                 why = f"the last was lost: {type(error).__name__}: {error}; "
@@ -145,38 +144,38 @@ class SharedEngine:
                     ) from error
             else:
                 self.answered_s = time.monotonic()
-                return found
+                return results
             finally:
-                answers.cancel()
+                responses.cancel()
 
     async def _choose(self, lost: Sequence[RemoteEngine], patience_s: float, why: str = "") -> RemoteEngine:
-        """The engine with the least of ours to do; one of `lost` if there is no other. Raises: RoleError: none serves
-        the model for so long.
+        """Engine with the fewest requests of this client; one of `lost` if there is no other. Raises: RoleError: none
+        serves the model in time.
         """
         deadline = time.monotonic() + patience_s
         while True:
-            await self._look()
+            await self._update_workers()
             if alive := self._engines.alive:
                 return min(alive, key=lambda engine: (engine in lost, engine.num_under_way, str(engine)))
-            self.answered_s = time.monotonic()  # it is not an engine that is silent
+            self.answered_s = time.monotonic()  # no engine exists that could be hanging
             if self.answered_s > deadline:
                 raise RoleError(
-                    f"no worker has served {self} (explorer.auxiliary_models) for {patience_s:.0f} s, of "
-                    f"{self._num_engines} that were asked for (engine_num); {why}"
-                    f"{self._num_workers} workers of auxiliary models are there. Their logs say why"
+                    f"no worker has served {self} (explorer.auxiliary_models) for {patience_s:.0f} s; engine_num is "
+                    f"{self._num_engines}; {why}{self._num_workers} workers of auxiliary models are connected; see "
+                    "their logs"
                 )
-            await asyncio.sleep(_LOOK_S / 20)
+            await asyncio.sleep(_POLL_INTERVAL_S / 20)
 
-    async def _look(self) -> None:
-        """Take in who serves the model, as of a moment ago."""
-        if time.monotonic() - self._looked_s >= _LOOK_S:
-            self._looked_s = time.monotonic()  # before it is answered: one question is enough
-            with suppress(OSError):  # the scheduler is gone, and this worker with it, or does not answer
-                asked = self._worker.scheduler.identity(n_workers=-1)
-                told = (await asyncio.wait_for(asked, self._patience_s))["workers"]
-                there = {address for address, info in told.items() if info["resources"].get(AUXILIARY_RESOURCE)}
-                self._num_workers = len(there)
-                self._engines.look(there)
+    async def _update_workers(self) -> None:
+        """Update the list of workers of auxiliary models, at most every `_POLL_INTERVAL_S`."""
+        if time.monotonic() - self._updated_s >= _POLL_INTERVAL_S:
+            self._updated_s = time.monotonic()  # before the response, so that only one request is sent
+            with suppress(OSError):  # the scheduler is gone or does not respond
+                identity = self._worker.scheduler.identity(n_workers=-1)
+                workers = (await asyncio.wait_for(identity, self._patience_s))["workers"]
+                addresses = {address for address, info in workers.items() if info["resources"].get(AUXILIARY_RESOURCE)}
+                self._num_workers = len(addresses)
+                self._engines.look(addresses)
 
     async def _open(self, address: str) -> RemoteEngine:
         operation = {"op": OPERATION, "key": list(self._key)}

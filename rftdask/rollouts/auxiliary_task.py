@@ -1,7 +1,7 @@
-"""Auxiliary task: the Dask task of a worker that serves an auxiliary model, as long as its engine lives.
+"""Dask task of a worker that serves an auxiliary model as long as its engine lives.
 
-The driver sends one to every worker of auxiliary models (auxiliary_pool.py). It ends with an error where the engine
-cannot be started or has died, so that the error has a place to go. Its weights are frozen: nothing is loaded later.
+The driver submits one to every worker of auxiliary models (auxiliary_pool.py). If the engine cannot be started or dies,
+the task ends with the error. The weights are those of the model folder and do not change.
 """
 
 from __future__ import annotations
@@ -24,79 +24,80 @@ from rftdask.run.run_folder import read_config
 from rftdask.storage import Storage, open_storage
 
 SERVING_TOPIC = "rftdask-serving"
-"""Dask topic where a worker reports the key of its task, once the model answers."""
-_LOOK_S = 0.5
+"""Dask topic of the key of a task whose model is ready."""
+_POLL_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True)
 class AuxiliaryTask:
-    """Which model a worker is to serve."""
+    """Request to a worker: serve an auxiliary model."""
 
     url: str
     """Run folder."""
     config_fingerprint: str
     name: str
-    """As workflows call it."""
+    """Name that workflows use."""
     threads: int
     """Threads of its engine."""
     log_file: str | None
-    """File that the engine writes to; None: its output is the worker's."""
+    """Output file of the engine. None: the worker's output."""
 
 
 class ModelServer:
-    """Answers what other workers ask of the engine of this worker, from here on. in_calls: one call at a time, which
-    shares the engine with nobody.
+    """Handler of a worker's Dask server, through which other workers use its engine.
+
+    in_calls: the engine runs one call at a time and batches no requests of different calls.
     """
 
     def __init__(self, worker: Worker, key: Key, engine: EngineClient, storage: Storage, *, in_calls: bool) -> None:
         self._key, self._engine, self._storage = key, engine, storage
-        self._alone = asyncio.Lock() if in_calls else None
-        self._asked: set[RemoteEngineServer] = set()
+        self._call_lock = asyncio.Lock() if in_calls else None
+        self._active: set[RemoteEngineServer] = set()
         self._ended: RftError | None = None
         worker.handlers[OPERATION] = self._answer
 
     def end(self, error: RftError) -> None:
-        """Let nobody ask any more."""
+        """Reject new requests and end the active ones with this error."""
         self._ended = error
-        for answering in tuple(self._asked):
+        for answering in tuple(self._active):
             answering.end(error)
 
     async def _answer(self, comm: Comm, key: Sequence[str]) -> Status:
-        answering = RemoteEngineServer(comm, alone=self._alone)
-        self._asked.add(answering)  # first: the engine may end meanwhile
+        answering = RemoteEngineServer(comm, alone=self._call_lock)
+        self._active.add(answering)  # first, because the engine may end meanwhile
         if self._ended is None and tuple(key) == self._key:
             answering.begin(self._engine, self._storage)
         else:
-            answering.end(self._ended or RoleError("it serves another model"))
+            answering.end(self._ended or RoleError("this worker serves another model"))
         try:
             await answering.run()
         finally:
-            self._asked.remove(answering)
+            self._active.remove(answering)
         return Status.dont_reply
 
 
-def serve_auxiliary(asked: AuxiliaryTask) -> None:
+def serve_auxiliary(task: AuxiliaryTask) -> None:
     """Serve the model until the task is cancelled.
 
-    Raises: RoleError: the engine cannot be started, or has died; UserError; DataError: the run folder, as this worker
-    sees it, lacks the config that the driver has; StorageError.
+    Raises: RoleError: the engine cannot be started, or has died; UserError; DataError: the run folder as seen by this
+    worker lacks the driver's config; StorageError.
     """
     worker, is_cancelled = get_worker(), make_cancel_check()
-    storage = open_storage(asked.url)
-    config = read_config(storage, asked.config_fingerprint)
-    section = next(model for model in config.models_apart if model.asked_name == asked.name)
-    engine = EngineClient(engine_spec(section, config, asked.threads, asked.log_file))
+    storage = open_storage(task.url)
+    config = read_config(storage, task.config_fingerprint)
+    section = next(model for model in config.models_apart if model.asked_name == task.name)
+    engine = EngineClient(engine_spec(section, config, task.threads, task.log_file))
     try:
         engine.wait_ready()
-        key, in_calls = (asked.url, asked.config_fingerprint, asked.name), is_asked_in_calls(section, config)
+        key, in_calls = (task.url, task.config_fingerprint, task.name), is_asked_in_calls(section, config)
         server = ModelServer(worker, key, engine, storage, in_calls=in_calls)
         worker.log_event(SERVING_TOPIC, worker.get_current_task())
-        ended = ProcessLostError(f"{engine} has ended, which served auxiliary model {asked.name!r}")
+        ended = ProcessLostError(f"{engine} has ended; it served auxiliary model {task.name!r}")
         try:
             while engine.alive():
                 if is_cancelled():
                     return
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_INTERVAL_S)
             raise ended
         finally:
             server.end(ended)

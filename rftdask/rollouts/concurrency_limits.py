@@ -1,172 +1,127 @@
-"""Places: which rollouts may run now, under limits on how many of a kind run at once; also over several work units.
-And what an engine's memory of keys and values has room for, which limits the calls of a server one by one
-(`TokenRoom`), and the rollouts of an explorer by their mean (`slots_by_memory`).
+"""Limits on how many rollouts of a kind run at once, also across work units, and the KV cache budget of an engine.
 
-A rollout takes one place of each of its kinds, all of them or none: holding one while waiting for another could block
-two for ever. A *slot* of an engine is such a kind: work units that overlap in one engine share a `SharedPlaces`, so
-that what the long responses of one unit leave free is taken by the next. No clock, no engine.
+A rollout takes one slot of each of its kinds, all of them or none: holding one while waiting for another could
+deadlock. An engine's slots are such a kind (`SLOT`). Work units that overlap in one engine share a `SharedSlots`, so
+the next unit takes the slots that the long responses of one unit leave free. The KV cache bounds the requests of a
+server one by one (`KvCacheBudget`), and an explorer's rollouts by their mean length (`slots_by_memory`).
 
 Invariant: rollouts are admitted in the order in which they entered, except that one that waits for a full kind does not
-hold up those behind it that need another. So who runs depends on who has ended, not on timing.
+hold up later ones that need other kinds. So the order of admission does not depend on timing.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from typing import Generic, TypeVar
 
-Key = TypeVar("Key", bound=Hashable)
 SLOT = "slot"
-"""Kind of place of an engine's slots; a rollout has one from its beginning to its end."""
+"""Kind of an engine's slots. A rollout has one from its beginning to its end."""
 
 
-class TokenRoom:
-    """The memory of an engine for keys and values, in tokens: what may enter it, beside what is in it. The pure rule.
+class KvCacheBudget:
+    """Tokens of keys and values that an engine's memory holds, and those in use.
 
     Example:
-        room = TokenRoom(100)
-        room.take(60); room.has_room(50), room.has_room(40)  ->  False, True
-        room.give(60); room.has_room(300)  ->  True, for one by itself is never too large
+        budget = KvCacheBudget(100)
+        budget.take(60); budget.has_room(50), budget.has_room(40)  ->  False, True
+        budget.give(60); budget.has_room(300)  ->  True, because an empty engine takes any request
     """
 
     def __init__(self, num_tokens: int | None) -> None:
-        """num_tokens: that it has room for; None: not known, so there is room for any."""
+        """num_tokens: capacity. None: unknown, so there is always room."""
         self.num_tokens = num_tokens
         self.taken = 0
 
     def has_room(self, needed: int) -> bool:
-        """True if what needs so many tokens may enter now."""
+        """True if a request of `needed` tokens may enter now."""
         return self.num_tokens is None or not self.taken or self.missing(needed) <= 0
 
     def missing(self, needed: int) -> int:
-        """Tokens that have to be given before there is room for so many; 0 or less: none."""
+        """Tokens to be freed before a request of `needed` tokens fits. 0 or less: it fits."""
         return 0 if self.num_tokens is None else self.taken + needed - self.num_tokens
 
     def take(self, num_tokens: int) -> None:
-        """Something has entered."""
+        """Count a request that entered."""
         self.taken += num_tokens
 
     def give(self, num_tokens: int) -> None:
-        """It has left."""
+        """Free the tokens of a request that ended."""
         self.taken -= num_tokens
 
 
 def slots_by_memory(cache_tokens: int, mean_tokens: float, fewest: int) -> int:
-    """Slots of an engine that has room for the keys and values of so many tokens.
+    """Slots of an engine whose KV cache holds `cache_tokens`.
 
-    Not by the longest that rollouts may become, of which they would leave most unused: they are many, and most of them
-    under way are not at their end; where it was too many all the same, the engine lets requests wait.
+    The maximum length of rollouts would leave most of the cache unused: many rollouts run, most of them before their
+    end. If the slots turn out to be too many, the engine lets requests wait.
 
-    Args: mean_tokens: of a rollout at its end, its longest sequence; fewest: slots in any case.
+    Args: mean_tokens: mean length of a rollout at its end, its longest sequence; fewest: lower bound of the result.
     Example: slots_by_memory(400_000, 1_600.0, fewest=64) == 250
     """
     return max(fewest, int(cache_tokens / max(1.0, mean_tokens)))
 
 
-class ConcurrencyLimiter(Generic[Key]):
-    """The pure rule.
+class SharedSlots:
+    """Slots by kind, shared by work units on several threads and event loops. Thread-safe.
 
     Example:
-    limiter = ConcurrencyLimiter({"sandbox": 2})
-    [limiter.enter(key, ("sandbox",)) for key in "abc"]  ->  [True, True, False]
-    limiter.leave("b")  ->  ["c"]
+        slots = SharedSlots({SLOT: 8})
+        slots.enter((unit, key), (SLOT,), admit=lambda: ...)   # calls `admit` now, or when another rollout leaves
+        slots.leave((unit, key))
     """
 
     def __init__(self, limits: Mapping[str, int]) -> None:
-        """limits: places of each kind; a kind without one has any number."""
+        """limits: slots by kind. Other kinds are unlimited."""
         self._free = dict(limits)
-        self._running: dict[Key, tuple[str, ...]] = {}
-        self._waiting: dict[Key, tuple[str, ...]] = {}
-
-    def limit(self, limits: Mapping[str, int]) -> None:
-        """Limit more kinds, of which nothing runs yet; those that are limited stay as they are."""
-        self._free = {**limits, **self._free}
-
-    def change(self, kind: str, by: int) -> list[Key]:
-        """Have more places of a kind that is limited, or fewer, which those that run give up as they leave. Returns:
-        those that run from now on.
-        """
-        self._free[kind] += by
-        return self._admit_all()
-
-    def enter(self, key: Key, kinds: tuple[str, ...]) -> bool:
-        """Ask for a place of each of `kinds`. Returns: True if `key` runs at once; else a later `leave` names it."""
-        self._waiting[key] = kinds
-        return bool(self._admit(key))
-
-    def leave(self, key: Key) -> list[Key]:
-        """Give up the places of `key`. Returns: those that run in its place. Idempotent."""
-        self._waiting.pop(key, None)
-        for kind in self._running.pop(key, ()):
-            if kind in self._free:
-                self._free[kind] += 1
-        return self._admit_all()
-
-    def _admit_all(self) -> list[Key]:
-        # In the order in which they came; a copy, because those that are admitted leave.
-        return [waiting for waiting in list(self._waiting) if self._admit(waiting)]
-
-    def has_room(self, kind: str) -> bool:
-        """True if a place of the kind is free."""
-        return self._free.get(kind, 1) > 0
-
-    def _admit(self, key: Key) -> bool:
-        kinds = self._waiting[key]
-        if any(self._free.get(kind, 1) <= 0 for kind in kinds):
-            return False
-        for kind in kinds:
-            if kind in self._free:
-                self._free[kind] -= 1
-        # The places are kept by name, since a rollout gives back the very ones that it took.
-        self._running[key] = self._waiting.pop(key)
-        return True
-
-
-class SharedPlaces:
-    """The places of one engine, for work units on threads and event loops of their own. Used from any thread.
-
-    Example:
-        places = SharedPlaces({SLOT: 8})
-        places.enter((unit, key), (SLOT,), admit=lambda: ...)   # calls `admit` now, or when somebody else leaves
-        places.leave((unit, key))
-    """
-
-    def __init__(self, limits: Mapping[str, int]) -> None:
-        """limits: places of each kind; a kind without one has any number."""
-        self._limiter: ConcurrencyLimiter[Hashable] = ConcurrencyLimiter(limits)
-        self._admit: dict[Hashable, Callable[[], None]] = {}
-        """What to call for those that wait."""
+        self._running: dict[Hashable, tuple[str, ...]] = {}
+        self._waiting: dict[Hashable, tuple[tuple[str, ...], Callable[[], None]]] = {}
         self._changed = threading.Condition(threading.RLock())
 
     def limit(self, limits: Mapping[str, int]) -> None:
-        """Limit more kinds; those that are limited stay as they are."""
+        """Limit more kinds, of which nothing runs yet. Existing limits stay."""
         with self._changed:
-            self._limiter.limit(limits)
+            self._free = {**limits, **self._free}
 
     def enter(self, key: Hashable, kinds: tuple[str, ...], admit: Callable[[], None]) -> None:
-        """Ask for a place of each of `kinds`. admit: called once they are there, from any thread; must not block."""
+        """Request a slot of each of `kinds`. admit: called from any thread once `key` has them; must not block."""
         with self._changed:
-            self._admit[key] = admit
-            if self._limiter.enter(key, kinds):
-                self._admit.pop(key)()
+            self._waiting[key] = kinds, admit
+            self._admit(key)
 
     def change(self, kind: str, by: int) -> None:
-        """Have more places of a kind that is limited, or fewer, and admit those that run then."""
+        """Add slots to a limited kind, or remove slots as their holders leave."""
         with self._changed:
-            for admitted in self._limiter.change(kind, by):
-                self._admit.pop(admitted)()
-            self._changed.notify_all()
+            self._free[kind] += by
+            self._admit_all()
 
     def leave(self, key: Hashable) -> None:
-        """Give up the places of `key`, and admit those that run in its place. Idempotent."""
+        """Free the slots of `key` and admit the next keys. Idempotent."""
         with self._changed:
-            self._admit.pop(key, None)
-            for admitted in self._limiter.leave(key):
-                self._admit.pop(admitted)()
-            self._changed.notify_all()
+            self._waiting.pop(key, None)
+            for kind in self._running.pop(key, ()):
+                if kind in self._free:
+                    self._free[kind] += 1
+            self._admit_all()
 
-    def wait_for_room(self, kind: str, timeout_s: float) -> bool:
-        """Wait until a place of the kind is free; False: not in `timeout_s`. Nobody else may be about to take it."""
+    def wait_for_slot(self, kind: str, timeout_s: float) -> bool:
+        """Wait until a slot of the kind is free; False after `timeout_s`. Only one thread may be about to take it."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._limiter.has_room(kind), timeout_s)
+            return self._changed.wait_for(lambda: self._has_slot(kind), timeout_s)
+
+    def _has_slot(self, kind: str) -> bool:
+        return self._free.get(kind, 1) > 0
+
+    def _admit_all(self) -> None:
+        for key in list(self._waiting):  # in the order of entry
+            self._admit(key)
+        self._changed.notify_all()
+
+    def _admit(self, key: Hashable) -> None:
+        kinds, admit = self._waiting[key]
+        if all(map(self._has_slot, kinds)):
+            for kind in kinds:
+                if kind in self._free:
+                    self._free[kind] -= 1
+            del self._waiting[key]
+            self._running[key] = kinds
+            admit()

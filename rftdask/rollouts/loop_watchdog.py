@@ -1,7 +1,8 @@
-"""Watchdog: notices that an event loop is blocked, says by what, and breaks it off after a while.
+"""Watchdog that logs what blocks an event loop, and interrupts it after a while.
 
-For workflows that share an event loop because they are declared `in_process`: one that computes without end would stop
-all others, and the loop itself could not tell. What sleeps in C is told of, and broken off when it returns to Python.
+It is for workflows that share an event loop because they are declared `in_process`: one that computes without end would
+stop all others, and the loop itself could not notice. Code that sleeps in C is logged, and interrupted when it returns
+to Python.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ log = logging.getLogger(__name__)
 
 
 class BlockedLoopError(Exception):
-    """A blocking call was made on the event loop that would have to answer it."""
+    """A blocking call was made on the event loop that would have to complete it."""
 
 
 class BlockedLoopTimeout(BaseException):
-    """Raised in the middle of code that has blocked its event loop for too long. No `except Exception` stops it."""
+    """Raised inside code that has blocked its event loop for too long. `except Exception` does not catch it."""
 
 
 class Watchdog:
-    """Example:
-    with Watchdog(max_block_s=60, only_within="run_in_process"):
-        await ...
+    """Context manager that watches the running event loop. Of several on one loop only the first is active.
 
-    Several on one loop are one, the first: two would break off what blocks twice.
+    Example:
+        with Watchdog(max_block_s=60, only_within="run_in_process"):
+            await ...
     """
 
     _watched: ClassVar[dict[asyncio.AbstractEventLoop, list[Watchdog]]] = {}
-    """Those that were entered on each loop and not left; the first of each watches."""
+    """Entered watchdogs by loop; the first of each loop is active."""
 
     def __init__(self, max_block_s: float, only_within: str) -> None:
-        """only_within: name of the function below which code may be broken off; elsewhere the loop is only told of."""
+        """only_within: name of a function. Only code that it calls is interrupted; other code is only logged."""
         self._max_block_s = max_block_s
         self._only_within = only_within
         self._ended = threading.Event()
@@ -77,11 +78,11 @@ class Watchdog:
 
     def _beat(self) -> None:
         self._beat_at = time.monotonic()
-        # A beat is a callback of the loop itself: while something blocks it there is none.
+        # A callback of the loop, which does not run while code blocks the loop.
         self._timer = self._loop.call_later(_BEAT_S, self._beat)
 
     def _watch(self) -> None:
-        told_of = broken_off = 0.0
+        warned = interrupted = 0.0
         interval_s = min(_BEAT_S, self._max_block_s / 4)
         while not self._ended.wait(interval_s):
             beat = self._beat_at
@@ -89,19 +90,19 @@ class Watchdog:
             frame = sys._current_frames().get(self._thread_id)
             if blocked_s < min(WARN_AFTER_S, self._max_block_s) or frame is None:
                 continue
-            if told_of != beat:
-                told_of = beat
+            if warned != beat:
+                warned = beat
                 lines = "".join(traceback.format_stack(frame)[-_TAIL_LINES:])
                 log.warning("the event loop of all rollouts is blocked for %.1f s by:\n%s", blocked_s, lines)
-            # The frames as they are now: while the warning was written, the loop may have gone on.
+            # Read the frames again, because the loop may have gone on while the warning was written.
             frame = sys._current_frames().get(self._thread_id)
-            if blocked_s <= self._max_block_s or broken_off == beat or self._beat_at != beat:
+            if blocked_s <= self._max_block_s or interrupted == beat or self._beat_at != beat:
                 continue
             while frame is not None and frame.f_code.co_name != self._only_within:
                 frame = frame.f_back
             if frame is not None:
-                broken_off = beat
-                # The one way to raise in another thread: it takes effect at the next bytecode.
+                interrupted = beat
+                # Raises in the other thread at its next bytecode.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread_id), ctypes.py_object(BlockedLoopTimeout)
                 )

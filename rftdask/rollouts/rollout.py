@@ -1,8 +1,8 @@
-"""Rollout: one rollout of a task, whose attempts are bounded in time and retried, and give experiences.
+"""One rollout of a task: attempts that are bounded in time and retried, and the experiences they yield.
 
-Invariant: a rollout gives at least one experience, whatever its workflow does: one per sequence of calls of the policy
-if it ended well, else one that says why not, without tokens and without a reward. A failure of the engine is nobody's
-rollout's: it rises. This module knows neither engines nor processes nor storage.
+Invariant: a rollout yields at least one experience, whatever its workflow does. If it ends well, there is one for each
+sequence of calls of the policy; otherwise one that contains the error, without tokens and reward. Failures of the
+engine are not failures of a rollout: they are raised. This module does not know engines, processes or storage.
 """
 
 from __future__ import annotations
@@ -30,26 +30,25 @@ from rftdask.storage.safe_text import mask
 from rftdask.synchronizer.published import Published
 
 STOP_GRACE_S = 1.0
-"""Time that a cancelled attempt has to clean up; one that ignores its cancellation is left behind, without a model."""
+"""Seconds that a cancelled attempt has to clean up. One that ignores its cancellation is abandoned, without a model."""
 _MAX_ERROR_LENGTH = 500
 _MAX_BLOCK_S = 30.0
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 def max_block_s(explorer: ExplorerConfig) -> float:
-    """Seconds that code on the event loop may take between two awaits; the others wait meanwhile."""
+    """Seconds that code on the event loop may run between two awaits, while all other rollouts wait."""
     return min(_MAX_BLOCK_S, explorer.max_timeout / 2)
 
 
 @dataclass
 class RolloutTimes:
-    """Seconds that one rollout took, by what it did, over all its attempts. Not part of an experience: the same
-    rollout is the same row, however long it took."""
+    """Seconds that one rollout took over all its attempts. Not part of an experience, whose bits must repeat."""
 
     queue_s: float = 0.0
-    """Wait for a place."""
+    """Wait for a slot."""
     generate_s: float = 0.0
-    """Calls of models, the wait for the engine included; of several at once the sum."""
+    """Calls of models, including the wait for the engine; the sum of concurrent calls."""
     tool_s: float = 0.0
     """Time that the workflow counted as "tool"."""
     reward_s: float = 0.0
@@ -64,137 +63,141 @@ class _AttemptTimeout(Exception):
 
 
 class _WillNotStopError(_AttemptTimeout):
-    """The attempt's deadline passed, and it ignored its cancellation: a retry would run beside it."""
+    """The attempt's deadline passed, and it ignored its cancellation: a retry would run concurrently with it."""
 
 
-class _CalledOff(Exception):
+class _CancelledEarly(Exception):
     """Enough other tasks are done."""
 
 
 @dataclass
 class Rollout:
-    """One rollout; `run` is called once.
-
-    engine_failure: why no engine will answer any more, which is then raised here, whatever the workflow makes of it.
-    """
+    """One rollout; `run` is called once."""
 
     task: Task
     key: RolloutKey
     explore_step: int
     workflow: WorkflowFn
     engine_failure: Callable[[], Exception | None]
+    """Returns the error because of which the engine will not answer, which is raised whatever the workflow does. None:
+    the engine works."""
     new_model: Callable[[Rollout], RecordingModel]
     explorer: ExplorerConfig
-    """Its max_timeout bounds an attempt, the wait for the engine included."""
+    """Its max_timeout bounds an attempt, including the wait for the engine."""
     sampling: SamplingParams
-    """How the policy samples, unless the workflow says otherwise."""
+    """Sampling parameters of the policy; the workflow may override them."""
     weights: Published
-    """Those that the engine serves."""
+    """Weights that the engine serves."""
     times: RolloutTimes = field(default_factory=RolloutTimes)
-    called_off: str = ""
-    """Reason why it is cancelled; "": it is not. Set before the cancellation, which is then a result like others."""
+    cancel_reason: str = ""
+    """Set before a cancellation that ends the rollout with a result. "": a cancellation is raised."""
 
     async def run(self, admitted: asyncio.Event) -> list[Experience]:
         """Run the rollout once `admitted` is set. Returns: its experiences, ordered by their first calls. Raises:
-        RoleError: the engine, or what starts sandboxes, is gone.
+        RoleError: the engine, or the process that starts sandboxes, is gone.
         """
         began = time.perf_counter()
         try:
             await admitted.wait()
-            # Not counted in the attempt's time: the wait for a place is not the workflow's.
+            # Outside of the attempt's time: the workflow cannot shorten the wait for a slot.
             self.times.queue_s = time.perf_counter() - began
-            return await self._attempts()
+            for attempt in range(self.explorer.max_retry_times + 1):
+                experiences = await self._attempt(attempt)
+                if experiences is not None:
+                    return experiences
+            raise AssertionError("unreachable: the last attempt returns")
         except asyncio.CancelledError:
-            if not self.called_off:
+            if not self.cancel_reason:
                 raise
-            return [self._failure(_CalledOff(self.called_off), self.times.num_retries, {})]
+            return [self._failure(_CancelledEarly(self.cancel_reason), self.times.num_retries, {})]
         finally:
             self.times.total_s = time.perf_counter() - began - self.times.queue_s
 
-    async def _attempts(self) -> list[Experience]:
-        # Attempt it until an attempt ends well, cannot be repeated, or was the last.
-        for attempt in range(self.explorer.max_retry_times + 1):
-            self.times.num_retries = attempt
-            # A new model for each attempt: its calls are those of this attempt alone, and the old one answers no more.
-            model = self.new_model(self)
-            try:
-                reward = await self._attempt(model)
-                self._check(reward, model)
-            except Exception as error:  # a workflow may raise anything; all of it becomes a typed, counted result
-                # The engine first: what it broke is not the rollout's failure, however the workflow dressed it up.
-                if (failure := self.engine_failure()) is not None:
-                    raise failure from None
-                # What starts sandboxes is gone: no attempt of any rollout could end well here.
-                if isinstance(error, SandboxLostError):
-                    raise
-                # A prompt stays too long, and an attempt that will not stop would run beside its retry.
-                final = isinstance(error, (PromptTooLongError, _WillNotStopError))
-                if final or attempt == self.explorer.max_retry_times:
-                    return [self._failure(error, attempt, model.state)]
-            else:
-                if (failure := self.engine_failure()) is not None:  # the workflow swallowed it
-                    raise failure
-                return [self._success(calls, n, attempt, reward) for n, calls in enumerate(model.sequences)]
-            finally:
-                # Of failed attempts, too: they have kept the engine busy.
-                self.times.generate_s += model.times.get("generate", 0.0)
-                self.times.tool_s += model.times.get("tool", 0.0)
-                self.times.reward_s += model.times.get("reward", 0.0)
-        raise AssertionError("unreachable: the last attempt returns")
+    async def _attempt(self, attempt: int) -> list[Experience] | None:
+        """Run one attempt. Returns: its experiences, or one with its error if it was the last. None: try again."""
+        self.times.num_retries = attempt
+        # Each attempt has its own model, which records only the calls of this attempt and is closed at its end.
+        model = self.new_model(self)
+        try:
+            reward = await self._call_workflow(model)
+            self._check(reward, model)
+        except Exception as error:  # a workflow may raise anything; all of it becomes a typed, counted result
+            # The engine first: its failure is not the rollout's, whatever the workflow raised because of it.
+            if (failure := self.engine_failure()) is not None:
+                raise failure from None
+            # Without the process that starts sandboxes, no attempt of any rollout can end well.
+            if isinstance(error, SandboxLostError):
+                raise
+            # A prompt stays too long, and an attempt that will not stop would run concurrently with its retry.
+            is_final = isinstance(error, (PromptTooLongError, _WillNotStopError))
+            if is_final or attempt == self.explorer.max_retry_times:
+                return [self._failure(error, attempt, model.state)]
+            return None
+        else:
+            if (failure := self.engine_failure()) is not None:  # the workflow swallowed it
+                raise failure
+            return [self._success(calls, n, attempt, reward) for n, calls in enumerate(model.sequences)]
+        finally:
+            # Also for failed attempts, which have kept the engine busy.
+            self.times.generate_s += model.times.get("generate", 0.0)
+            self.times.tool_s += model.times.get("tool", 0.0)
+            self.times.reward_s += model.times.get("reward", 0.0)
 
-    async def _attempt(self, model: RecordingModel) -> Reward:
-        """Run one attempt. Raises: what the workflow raises; _AttemptTimeout after `max_timeout` seconds."""
-        where = f"(workflow {self.task.workflow}, task {self.task.group_id})"
+    async def _call_workflow(self, model: RecordingModel) -> Reward:
+        """Run the workflow. Raises: its error; _AttemptTimeout: it took more than `max_timeout` seconds."""
         timeout_s = self.explorer.max_timeout
-
-        async def guarded() -> Any:
-            # What would end more than this attempt becomes an error of it.
-            try:
-                return await self.workflow(self.task, model)
-            except SystemExit as error:  # would end the event loop, and with it every other rollout
-                raise RuntimeError(f"the workflow called sys.exit({error.code!r})") from error
-            except BlockedLoopTimeout:
-                raise _AttemptTimeout(
-                    f"blocked the event loop for {max_block_s(self.explorer):g} s {where}; "
-                    "it is declared in_process and must not block"
-                ) from None
-
-        attempt = asyncio.create_task(guarded())
+        attempt = asyncio.create_task(self._contained(model))
         deadline = time.monotonic() + timeout_s
         try:
-            # Not wait_for, which would wait without end for an attempt that ignores its cancellation.
+            # Not wait_for, which would wait forever for an attempt that ignores its cancellation.
             await asyncio.wait({attempt}, timeout=timeout_s)
             if not attempt.done() and (late_s := time.monotonic() - deadline) > 0:
-                # The event loop was blocked over the deadline, by another rollout: that time it gets now.
+                # Another rollout blocked the event loop past the deadline: this one gets that time back.
                 await asyncio.wait({attempt}, timeout=min(late_s, timeout_s))
-            # It was not us: a rollout that is called off leaves by the wait above.
+            # A rollout that is cancelled from outside leaves by the wait above.
             if attempt.cancelled():
                 raise RuntimeError("the workflow cancelled itself")
             if attempt.done():
                 return as_reward(attempt.result())
         finally:
-            model.close()  # an attempt that will not stop must not go on beside its retry
+            model.close()  # an attempt that will not stop must not go on next to its retry
             if not attempt.done():
                 attempt.cancel()
                 # Time for its `finally` blocks: an environment closes its connection, a tool removes its files.
                 await asyncio.wait({attempt}, timeout=STOP_GRACE_S)
             if attempt.done() and not attempt.cancelled():
-                attempt.exception()  # marks an error on the way out as seen; the deadline is what counts
-        message = f"not finished after max_timeout {timeout_s:g} s {where}"
+                attempt.exception()  # mark the error as retrieved; the deadline takes precedence
+        message = f"not finished after max_timeout {timeout_s:g} s {self._where}"
         if not attempt.done():
             raise _WillNotStopError(f"{message}, and it ignored its cancellation")
         raise _AttemptTimeout(message)
 
+    async def _contained(self, model: RecordingModel) -> Any:
+        # Turn exceptions that would end more than this attempt into errors of it.
+        try:
+            return await self.workflow(self.task, model)
+        except SystemExit as error:  # would end the event loop, and with it every other rollout
+            raise RuntimeError(f"the workflow called sys.exit({error.code!r})") from error
+        except BlockedLoopTimeout:
+            raise _AttemptTimeout(
+                f"blocked the event loop for {max_block_s(self.explorer):g} s {self._where}; "
+                "it is declared in_process and must not block"
+            ) from None
+
+    @property
+    def _where(self) -> str:
+        return f"(workflow {self.task.workflow}, task {self.task.group_id})"
+
     def rewarded(self, model: RecordingModel, reward: Reward) -> list[Experience]:
-        """The experiences of what `model` was asked. Raises: TypeError, ValueError: they cannot be trained."""
+        """Experiences of the calls that `model` recorded. Raises: TypeError, ValueError: they cannot be trained."""
         self._check(reward, model)
         return [self._success(calls, n, 0, reward) for n, calls in enumerate(model.sequences)]
 
     async def reward_group(
         self, group_reward: GroupReward, ended: Mapping[RolloutKey, list[Experience]]
     ) -> dict[RolloutKey, list[Experience]]:
-        """The rows of the task's rollouts that may be trained, with the rewards that they get together; as failures
-        where those cannot be had. Raises: RoleError: the engine is gone.
+        """Rows of the task's trainable rollouts with the rewards of the group; failed rows if the rewards cannot be
+        computed. Raises: RoleError: the engine is gone.
         """
         good = {key: rows for key, rows in sorted(ended.items()) if rows and all(row.status.trainable for row in rows)}
         if not good:
@@ -202,18 +205,17 @@ class Rollout:
         model = self.new_model(self)
         try:
             texts = [rows[-1].response_text for rows in good.values()]
-            asked = group_reward(self.task, texts, model)
-            rewards = list(await asyncio.wait_for(asked, self.explorer.max_timeout))
+            rewards = list(await asyncio.wait_for(group_reward(self.task, texts, model), self.explorer.max_timeout))
             if len(rewards) != len(texts) or model.calls:
-                raise ValueError(f"a reward for each of {len(texts)} rollouts is wanted, and the policy is not asked")
+                raise ValueError(f"it must return one reward for each of {len(texts)} rollouts and not call the policy")
             for reward in rewards:
                 self._check_reward(reward)
-        except Exception as error:  # a judge may say anything; all of it becomes a typed, counted result
+        except Exception as error:  # a judge may raise anything; all of it becomes a typed, counted result
             if (failure := self.engine_failure()) is not None:
                 raise failure from None
-            told = mask(" ".join(f"reward of the group: {type(error).__name__}: {error}".split()))[:_MAX_ERROR_LENGTH]
+            text = mask(" ".join(f"reward of the group: {type(error).__name__}: {error}".split()))[:_MAX_ERROR_LENGTH]
             return {
-                key: [replace(row, status=Status.FAILED, reward=None, error=told) for row in rows]
+                key: [replace(row, status=Status.FAILED, reward=None, error=text) for row in rows]
                 for key, rows in good.items()
             }
         finally:
@@ -228,41 +230,40 @@ class Rollout:
         }
 
     def _check(self, reward: Reward, model: RecordingModel) -> None:
-        """Raises: TypeError, ValueError: what the workflow returned cannot be trained on, naming workflow and task."""
-        where = f"workflow {self.task.workflow}, task {self.task.group_id}"
+        """Raises: TypeError, ValueError: the workflow's result cannot be trained on; names workflow and task."""
         self._check_reward(reward)
         if not model.calls:
-            raise ValueError(f"the policy was never called, so there is nothing to train ({where})")
-        # One step for each call, by position: nothing else ties them together.
+            raise ValueError(f"the policy was never called, so there is nothing to train {self._where}")
+        # Steps and calls are matched by position only.
         if reward.steps and len(reward.steps) != len(model.calls):
-            raise ValueError(f"{len(reward.steps)} steps told for {len(model.calls)} calls of the policy ({where})")
+            raise ValueError(
+                f"{len(reward.steps)} steps returned for {len(model.calls)} calls of the policy {self._where}"
+            )
         for turn, step in enumerate(reward.steps):
             if step.state is not None and not isinstance(step.state, str):
-                raise ValueError(f"state of step {turn} is {step.state!r:.100}, not a text ({where})")
+                raise ValueError(f"state of step {turn} is {step.state!r:.100}, not a string {self._where}")
             if step.reward is not None and not _is_storable(step.reward):
                 raise ValueError(
-                    f"reward of step {turn} is {step.reward!r:.100}, not a finite number in float32 ({where})"
+                    f"reward of step {turn} is {step.reward!r:.100}, not a finite number in float32 {self._where}"
                 )
 
     def _check_reward(self, reward: Reward) -> None:
-        """Raises: TypeError, ValueError: as _check, of the number and the metrics."""
-        where = f"workflow {self.task.workflow}, task {self.task.group_id}"
+        """Raises: TypeError, ValueError: the log or the loss cannot take the reward or a metric."""
         value = reward.value
-        # Everything that the log or the loss could not take, with the words of who wrote the workflow.
         if not isinstance(value, numbers.Real):
-            raise TypeError(f"reward is {value!r:.100}, not a number ({where})")
+            raise TypeError(f"reward is {value!r:.100}, not a number {self._where}")
         if not _is_storable(value):
-            raise ValueError(f"reward is {value!r:.100}, not a finite number in float32 ({where})")
+            raise ValueError(f"reward is {value!r:.100}, not a finite number in float32 {self._where}")
         for name, metric in reward.metrics.items():
             if not isinstance(metric, numbers.Real):
-                raise ValueError(f"metric {name} is {metric!r:.100}, not a number ({where})")
+                raise ValueError(f"metric {name} is {metric!r:.100}, not a number {self._where}")
 
     def _success(self, calls: Sequence[tuple[int, Call]], ordinal: int, attempt: int, reward: Reward) -> Experience:
-        # One sequence of calls, each with its place among all of the rollout, as a row.
-        place, first = calls[0]
+        # calls: (number among all calls of the rollout, call) of one sequence, which becomes a row.
+        number_of_first, first = calls[0]
         last = calls[-1][1]
         prompt_length = len(first.request.prompt_tokens)
-        # Arrays, made here, one by one while others are sampled: the commit then only joins them.
+        # Build arrays here, while other rollouts are sampled, so that the commit only has to join them.
         tokens = np.array((*last.request.prompt_tokens, *last.generation.tokens), np.int32)
         logprobs = np.zeros(len(tokens) - prompt_length, np.float32)
         mask = np.zeros(len(logprobs), bool)
@@ -274,7 +275,7 @@ class Rollout:
             logprobs[start:end], mask[start:end] = generation.logprobs, True
             mask[start + call.forced.start : start + call.forced.stop] = False
             versions += [(start + token, version) for token, version in generation.versions]
-            # Of what stood there before, those of the call that sampled by them.
+            # Each call repeats the experts of its prompt; keep those of the call that sampled the tokens.
             experts += generation.routed_experts[len(experts) :]
             text_start = len(text) + len(call.added_text)
             text += call.added_text + call.response.text
@@ -282,7 +283,7 @@ class Rollout:
             turns.append(
                 Turn(
                     *(number, start, end, text_start, len(text), call.source, call.request.seed),
-                    # As the engine says, request by request: weights may have changed while it was answered.
+                    # Per request, because weights may change while a request runs.
                     generation.min_policy_version,
                     generation.max_policy_version,
                     step.state,
@@ -290,13 +291,13 @@ class Rollout:
                 )
             )
         oldest, newest = min(turn.min_policy_version for turn in turns), max(turn.max_policy_version for turn in turns)
-        are_told = oldest != newest and all(call.generation.versions for _, call in calls)
+        has_versions = oldest != newest and all(call.generation.versions for _, call in calls)
         num_sampled = sum(call.num_response_tokens for _, call in calls)
         truncated = any(call.generation.finish_reason == "length" for _, call in calls)
-        is_turn = len(calls) == 1 and place == ordinal
+        is_turn = len(calls) == 1 and number_of_first == ordinal
         return self._row(
             *(ordinal, attempt, first.request.sampling, first.request.seed),
-            # Trainable all the same; an operator may drop it.
+            # Truncated rows are trained unless an operator drops them.
             status=Status.TRUNCATED if truncated else Status.OK,
             tokens=tokens,
             prompt_length=prompt_length,
@@ -305,7 +306,7 @@ class Rollout:
             reward=float(reward.value),
             min_policy_version=oldest,
             max_policy_version=newest,
-            # Of other weights than those named when the unit began, the hash is not known here.
+            # Only the hash of the weights at the start of the unit is known here.
             weights_hash=self.weights.content_hash if newest == self.weights.version else "",
             prompt_text=first.prompt_text,
             response_text=text,
@@ -314,7 +315,7 @@ class Rollout:
             turns=None if is_turn else tuple(turns),
             routed_experts=np.frombuffer(b"".join(experts), np.int16).reshape(len(experts), -1) if experts else None,
             images=last.request.images or None,
-            version_starts=_without_repeats(versions) if are_told else None,
+            version_starts=_without_repeats(versions) if has_versions else None,
             metrics={
                 **_floats(reward.metrics),
                 "num_prompt_tokens": float(last.num_prompt_tokens + last.num_response_tokens - num_sampled),
@@ -325,17 +326,17 @@ class Rollout:
         )
 
     def _failure(self, error: Exception, attempt: int, state: Mapping[str, Any]) -> Experience:
-        # The one experience of a rollout that failed; `state`: what the workflow said of where it stood.
-        if isinstance(error, (SandboxError, _CalledOff)):
-            text = str(error)  # it names the error it stands for
+        # The only experience of a failed rollout. state: values that the workflow passed to set_state.
+        if isinstance(error, (SandboxError, _CancelledEarly)):
+            text = str(error)  # it contains the name of the original error
         else:
             text = f"{'TimeoutError' if isinstance(error, _AttemptTimeout) else type(error).__name__}: {error}"
         where = "".join(f" {name}={value!r:.40}" for name, value in state.items())
         seed = rollout_seed(self.explorer.rollout_model.seed, self.task.group_id, self.key.rollout, 0)
         return self._row(
             *(0, attempt, self.sampling, seed),
-            status=Status.TIMEOUT if isinstance(error, (_AttemptTimeout, _CalledOff)) else Status.FAILED,
-            # It stays beside the run, and an error of an HTTP client quotes its URL.
+            status=Status.TIMEOUT if isinstance(error, (_AttemptTimeout, _CancelledEarly)) else Status.FAILED,
+            # Masked, because it is stored, and errors of HTTP clients contain URLs.
             error=mask(" ".join(f"{text}{f' [state:{where}]' if where else ''}".split()))[:_MAX_ERROR_LENGTH],
             prompt_text=self.task.prompt,
             min_policy_version=self.weights.version,
@@ -343,7 +344,7 @@ class Rollout:
             weights_hash=self.weights.content_hash,
         )
 
-    def _row(self, turn: int, attempt: int, sampling: SamplingParams, seed: int, **found: Any) -> Experience:
+    def _row(self, turn: int, attempt: int, sampling: SamplingParams, seed: int, **fields: Any) -> Experience:
         return Experience(
             taskset=self.task.taskset,
             epoch=self.task.epoch,
@@ -357,12 +358,12 @@ class Rollout:
             top_k=sampling.top_k,
             seed=seed,
             truth=self.task.truth,
-            **found,
+            **fields,
         )
 
 
 def _is_storable(value: object) -> bool:
-    """Whether it is a number that the log's float32 holds: 1e39 would be stored as infinity."""
+    """True for a number that the log's float32 holds: 1e39 would be stored as infinity."""
     try:
         return isinstance(value, numbers.Real) and bool(abs(float(value)) <= _LARGEST)
     except OverflowError:
@@ -370,7 +371,7 @@ def _is_storable(value: object) -> bool:
 
 
 def _without_repeats(versions: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Those of (token, policy version), in their order, at which the version is another than before."""
+    """The (token, policy version) pairs at which the version changes, in order."""
     return (versions[0], *(after for before, after in pairwise(versions) if after[1] != before[1]))
 
 

@@ -1,9 +1,8 @@
-"""Runner: the tasks of a work unit in, experiences out. Runs the rollouts side by side, where they are safe to run, and
-waits no longer for them than it is told to.
+"""Runs the rollouts of a work unit concurrently: tasks in, experiences out.
 
-A workflow of this package, with a reward of this package, runs as a coroutine on the event loop; any other in a process
-of its own (sandbox/), unless it is declared `in_process`. A failure of the engine is nobody's rollout's: it ends the
-unit, which somebody else then runs again. This module knows neither engines nor storage.
+Workflows of this package with rewards of this package run as coroutines on the event loop. Any other workflow runs in
+its own process (sandbox/), unless it is declared `in_process`. A failure of the engine ends the unit, which then runs
+again elsewhere. This module does not know engines or storage.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rftdask.data.tokenizer import Tokenizer
 from rftdask.engines.base import SamplingParams
 from rftdask.engines.spec import model_sampling
 from rftdask.errors import UserError
-from rftdask.rollouts.concurrency_limits import SLOT, SharedPlaces
+from rftdask.rollouts.concurrency_limits import SLOT, SharedSlots
 from rftdask.rollouts.loop_watchdog import BlockedLoopTimeout, Watchdog
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch, LockstepQueue, RequestQueue, RolloutKey
@@ -46,24 +45,27 @@ from rftdask.rollouts.workflows.registry import FoundWorkflow, find_workflow
 from rftdask.synchronizer.published import Published
 
 _SANDBOX = "sandbox"
-"""Kind of place for processes, beside those named by workflows and the engine's slots."""
+"""Kind of slots of sandbox processes. Other kinds are workflow names and the engine's slots."""
+Result = TypeVar("Result")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TextEngine:
-    """An engine, and the tokenizer by which it takes and gives text: the policy, or a frozen model beside it."""
+    """An engine with its tokenizer: the policy, or a frozen auxiliary model."""
 
     generate: GenerateBatch | Streaming
-    """In calls, one at a time, or as requests come."""
+    """Takes one call of several requests at a time, or requests as they come."""
     tokenizer: Tokenizer
     logprobs: LogprobsBatch | None = None
-    """None: the engine cannot score given tokens."""
+    """None: the engine cannot score tokens."""
     parser: AnswerParser | None = None
-    """Of its answers, as OpenAI's API tells them; None: the one that its chat template shows."""
+    """Parser of tool calls and reasoning in responses. None: detected from the chat template."""
     is_guided: bool = False
     """See EngineTraits.guides_sampling."""
     images: ImageProcessor | None = None
-    """Of the images in chats; None: chats have none."""
+    """Image processor. None: chats have no images."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,13 @@ class UnitOutcome:
     experiences: list[Experience]
     """Ordered by (task, rollout, turn)."""
     times: list[RolloutTimes]
-    """Times of the rollouts, in their order."""
+    """Times of the rollouts, in order."""
     task_times_s: list[float]
-    """Seconds from a task's first rollout to the end of its last, of the tasks that were not called off."""
+    """Seconds from a task's first rollout to the end of its last, of the tasks without cancelled rollouts."""
     engine_s: float
-    """Seconds in which the policy's engine had something to do."""
+    """Seconds in which the policy's engine was busy."""
     uses: Mapping[str, ModelUse] = field(default_factory=dict)
-    """What each auxiliary model was asked for, by name."""
+    """Use of each auxiliary model by name."""
 
 
 async def run_work_unit(
@@ -97,32 +99,31 @@ async def run_work_unit(
     greedy_baseline: bool = False,
     on_group: Callable[[int, list[Experience]], None] = lambda number, experiences: None,
     fork_server: Callable[[SandboxSpec], ForkServer] | None = None,
-    places: SharedPlaces | None = None,
+    shared_slots: SharedSlots | None = None,
     on_admitted: Callable[[], None] = lambda: None,
 ) -> UnitOutcome:
-    """Run `repeat_times` rollouts of each task, side by side.
+    """Run `repeat_times` rollouts of each task concurrently.
 
     Args:
-        explorer: how long and how often rollouts are tried, where they run, and how many of them are waited for.
-        model: the limits of prompts, and what auxiliary models have no lengths and temperature of their own for.
-        sampling: of the policy, by the name of the taskset.
-        weights: those that the policy's engine serves.
-        max_wait_s: for rollouts that are busy elsewhere, before a call of the engine goes out without them.
+        explorer: time limits and retries of rollouts, where they run, and how many of them to wait for.
+        model: limits of prompts, and defaults of the lengths and the temperature of auxiliary models.
+        sampling: sampling parameters of the policy by the name of the taskset.
+        weights: weights that the policy's engine serves.
+        max_wait_s: seconds that a call of the engine waits for rollouts that do something else.
         greedy_baseline: one more rollout of each task, the last, at temperature 0.
-        on_group: takes the number of a task and its experiences as soon as all its rollouts have ended; must not block.
-        fork_server: gives a living one of a spec, and keeps it; None: this unit has its own.
-        places: slots and other places, which it may share with other units on this event loop; None: it has its own,
-            and as many slots as rollouts.
-        on_admitted: called once every rollout has its places.
-    Raises: UserError: a task names a workflow or a reward function that does not exist. What the engines raise.
+        on_group: called with the number of a task and its experiences when all its rollouts have ended; must not block.
+        fork_server: returns a running fork server of a spec and owns it. None: the unit starts its own.
+        shared_slots: slots that other units may share. None: the unit has its own, one per rollout.
+        on_admitted: called once every rollout has its slots.
+    Raises: UserError: a task names a workflow or a reward function that does not exist. Errors of the engines.
     """
     plan = _Plan.of(tasks, explorer)
     queues: list[RequestQueue] = []
-    remotes = [each for each in (policy, *(auxiliary or {}).values()) if isinstance(each, RemoteModel)]
+    remotes = [model for model in (policy, *(auxiliary or {}).values()) if isinstance(model, RemoteModel)]
 
-    # How each model is asked: an engine through a queue of this unit, a model behind an API directly.
+    # Requests to an engine go through a queue of this unit, requests to a model behind an API directly.
     def serve(
-        engine: TextEngine | RemoteModel, wait_s: float, own: ModelConfig, use: ModelUse
+        engine: TextEngine | RemoteModel, wait_s: float, limits: ModelConfig, use: ModelUse
     ) -> Callable[[SamplingParams], Served]:
         if isinstance(engine, RemoteModel):
             return partial(ServedRemote, engine, use=use)
@@ -131,20 +132,20 @@ async def run_work_unit(
         queues.append(queue)
         parser = engine.parser or AnswerParser(engine.tokenizer)
         return lambda sampling: ServedModel(
-            queue, engine.tokenizer, sampling, own, engine.logprobs, parser, engine.is_guided, engine.images, use
+            queue, engine.tokenizer, sampling, limits, engine.logprobs, parser, engine.is_guided, engine.images, use
         )
 
     serve_policy = serve(policy, max_wait_s, model, ModelUse())
     queue = queues[0] if queues else None
-    owns = {each.asked_name: each.own_model(model) for each in explorer.auxiliary_models}
-    # Nobody waits for others to ask a judge.
+    auxiliary_limits = {section.asked_name: section.own_model(model) for section in explorer.auxiliary_models}
+    # Requests to auxiliary models do not wait for other rollouts.
     served, uses = dict[str, Served](), dict[str, ModelUse]()
     for name, engine in (auxiliary or {}).items():
-        own, uses[name] = owns.get(name, model), ModelUse()
-        served[name] = serve(engine, 0.0, own, uses[name])(model_sampling(own))
+        limits, uses[name] = auxiliary_limits.get(name, model), ModelUse()
+        served[name] = serve(engine, 0.0, limits, uses[name])(model_sampling(limits))
 
     def engine_failure() -> Exception | None:
-        failures = [*(each.failure for each in queues), *(each.failure for each in remotes)]
+        failures = [*(queue.failure for queue in queues), *(remote.failure for remote in remotes)]
         return next((failure for failure in failures if failure is not None), None)
 
     def new_model(rollout: Rollout) -> RecordingModel:
@@ -160,11 +161,11 @@ async def run_work_unit(
     own_server = pool = None
     try:
         if plan.spec is not None:
-            # In a thread: importing plug-ins takes as long as they like.
+            # In a thread, because importing plug-ins may take long.
             server = await asyncio.to_thread(fork_server or ForkServer, plan.spec)
             own_server = server if fork_server is None else None
             pool = SandboxPool(server)
-        # All rollouts before any runs: who may run, and for whom calls wait, is known from the start.
+        # Make all rollouts before any runs, so that slots and calls of the engine take all of them into account.
         rollouts = [
             Rollout(
                 task=task,
@@ -178,51 +179,51 @@ async def run_work_unit(
                 weights=weights,
             )
             for number, task in enumerate(tasks)
-            # The greedy one comes last, as number `repeat_times`, and only its sampling tells it from its siblings.
+            # The greedy one comes last, as number `repeat_times`, and differs from its siblings only in its sampling.
             for rollout in range(repeat_times + greedy_baseline)
         ]
-        # The watchdog breaks off workflows that block the loop, and nothing of our own: see _Plan.workflow_of.
+        # The watchdog interrupts only workflows that block the loop, not the package's code: see _Plan.workflow_of.
         with Watchdog(max_block_s(explorer), only_within="run_in_process"):
-            outcome = await _RunningUnit(rollouts, plan, queue, explorer, on_group, places, on_admitted).run()
+            outcome = await _RunningUnit(rollouts, plan, queue, explorer, on_group, shared_slots, on_admitted).run()
             return replace(outcome, uses=uses)
     except ExceptionGroup as group:
-        # The engine's own, where it has one: what rollouts raise after it only follows from it.
+        # Prefer the engine's error, because errors of rollouts follow from it.
         failure = engine_failure() or group.exceptions[0]
     finally:
         if pool is not None:
             await pool.close()
         if own_server is not None:
             own_server.close()
-        for each in queues:
-            await each.close()
+        for request_queue in queues:
+            await request_queue.close()
         for remote in remotes:
             await remote.close()
-    # Not in the handler: an error whose context is the group that holds it cannot be pickled for the way home.
+    # Outside the handler: an error whose context is the group that contains it cannot be pickled.
     raise failure
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Places of the unit's workflows: the event loop, or sandboxes."""
+    """Placement of the unit's workflows: on the event loop, or in sandboxes."""
 
     workflows: Mapping[str, FoundWorkflow]
     sandboxed: frozenset[tuple[str, str]]
-    """(workflow, reward function) of the tasks that run in sandboxes; "" is the workflow's own reward."""
+    """(workflow, reward function) of the tasks that run in sandboxes. "": the workflow's default reward."""
     spec: SandboxSpec | None
-    """What the sandboxes need; None: no task runs in one."""
+    """Spec of the sandboxes. None: no task runs in one."""
 
     @classmethod
     def of(cls, tasks: Sequence[Task], explorer: ExplorerConfig) -> _Plan:
-        """Find what the tasks need. Raises: UserError: a workflow or reward is not there, or no sandbox can have it."""
-        # First: the names below may be defined there.
+        """Raises: UserError: a workflow or reward does not exist, or cannot be imported in a sandbox."""
+        # First, because plug-ins may define the names below.
         load_plugin_folders(explorer.plugin_dirs)
         kinds = sorted({(task.workflow, task.reward_fn) for task in tasks})
         workflows = {name: find_workflow(name) for name in sorted({workflow for workflow, _ in kinds})}
         rewards = {name: get_reward(name) for name in sorted({reward for _, reward in kinds} - {""})}
-        safe = {name for name, found in workflows.items() if found.in_process}
+        safe = {name for name, entry in workflows.items() if entry.in_process}
         safe |= {name for name, function in rewards.items() if runs_in_process(function)} | {""}
         mode = explorer.sandbox.mode
-        # By pairs: a workflow of ours is not safe with a reward function of somebody else's.
+        # By pairs: a workflow of this package is not safe with a user's reward function.
         sandboxed = {kind for kind in kinds if mode == "always" or (mode == "auto" and not safe.issuperset(kind))}
         if not sandboxed:
             return cls(workflows, frozenset(), None)
@@ -231,8 +232,8 @@ class _Plan:
         modules |= {m for n in needed for m in (workflows[n].requires if n in workflows else requires(rewards[n]))}
         if "__main__" in modules:
             raise UserError(
-                f"one of {', '.join(sorted(needed))} is defined in a script or notebook, where no other process finds "
-                "it; move it to a module, or declare it in_process=True"
+                f"one of {', '.join(sorted(needed))} is defined in a script or notebook, so no other process can "
+                "import it; move it to a module, or declare it in_process=True"
             )
         memory_gb = explorer.sandbox.max_memory_gb
         spec = SandboxSpec(
@@ -248,17 +249,17 @@ class _Plan:
         return cls(workflows, frozenset(sandboxed), spec)
 
     def kinds(self, task: Task) -> tuple[str, ...]:
-        """Kinds of places that a rollout of the task takes; see SharedPlaces."""
+        """Kinds of slots that a rollout of the task takes; see SharedSlots."""
         sandboxed = (task.workflow, task.reward_fn) in self.sandboxed
         return (SLOT, task.workflow, _SANDBOX) if sandboxed else (SLOT, task.workflow)
 
     def workflow_of(self, task: Task, pool: SandboxPool | None) -> WorkflowFn:
-        """The task's workflow where it is safe to run: here, or in a process of `pool`."""
+        """Function that runs the task's workflow where it is safe: in this process, or in one of `pool`."""
         if _SANDBOX not in self.kinds(task):
             run = self.workflows[task.workflow].run
 
             async def run_in_process(task: Task, model: Any) -> Any:
-                """The watchdog breaks off what blocks below this function's name, and nothing of our own."""
+                # The watchdog interrupts only code that this function calls; it looks for the name.
                 return await run(task, model)
 
             return run_in_process
@@ -267,7 +268,7 @@ class _Plan:
 
 
 class _RunningUnit:
-    """The rollouts of a unit under way: who may run now, what has ended, and who is not waited for any longer."""
+    """The rollouts of a running unit: admits them, collects their experiences, and cancels late ones."""
 
     def __init__(
         self,
@@ -276,20 +277,20 @@ class _RunningUnit:
         queue: RequestQueue | None,
         explorer: ExplorerConfig,
         on_group: Callable[[int, list[Experience]], None],
-        places: SharedPlaces | None,
+        shared_slots: SharedSlots | None,
         on_admitted: Callable[[], None],
     ) -> None:
-        """queue: None: the policy is asked without one; places: None: it has its own."""
+        """queue: None for a model behind an API; shared_slots: None if the unit has its own slots."""
         self._rollouts = rollouts
         self._plan = plan
         self._queue = queue
         self._over_rollout = explorer.over_rollout
         self._on_group = on_group
-        limits = {name: found.max_concurrent for name, found in plan.workflows.items() if found.max_concurrent}
-        self._shares_places = places is not None
-        self._places, self._on_admitted = places or SharedPlaces({}), on_admitted
-        self._places.limit(limits | {_SANDBOX: explorer.sandbox.max_processes})
-        # An event for each: who may run is decided by the places, in their order, and not by who wakes first.
+        limits = {name: entry.max_concurrent for name, entry in plan.workflows.items() if entry.max_concurrent}
+        self._shares_slots = shared_slots is not None
+        self._slots, self._on_admitted = shared_slots or SharedSlots({}), on_admitted
+        self._slots.limit(limits | {_SANDBOX: explorer.sandbox.max_processes})
+        # One event per rollout, so that rollouts run in the order of the slots, not in that of wake-ups.
         self._admitted = {rollout.key: asyncio.Event() for rollout in rollouts}
         self._num_admitted = 0
         self._all_admitted = asyncio.Event()
@@ -299,25 +300,25 @@ class _RunningUnit:
         for rollout in rollouts:
             self._of_task.setdefault(rollout.key.task_number, []).append(rollout)
         self._experiences: dict[int, dict[RolloutKey, list[Experience]]] = {number: {} for number in self._of_task}
-        """Experiences of each task's rollouts that have ended."""
+        """Experiences of the rollouts that have ended, by task."""
         self._task_times_s: list[float] = []
         self._num_needed = num_tasks_needed(self._over_rollout, len(self._of_task))
         self._enough = asyncio.Event()
-        """Set when so many tasks are done that the others' time runs."""
+        """Set when so many tasks are done that the deadline of the others starts."""
 
     async def run(self) -> UnitOutcome:
-        """Run all of them. Raises: ExceptionGroup: an engine, or what starts sandboxes, is gone."""
-        # All of them first, so that the first call of the engine waits for all of them.
+        """Run all rollouts. Raises: ExceptionGroup: an engine, or the process that starts sandboxes, is gone."""
+        # Enter all rollouts first, so that the first call of the engine waits for all of them.
         for rollout in self._rollouts:
             kinds = self._plan.kinds(rollout.task)
-            self._places.enter((self, rollout.key), kinds, partial(self._admit, rollout.key))
+            self._slots.enter((self, rollout.key), kinds, partial(self._admit, rollout.key))
         try:
             await self._run_all()
-        finally:  # also of those that were cancelled before they began
+        finally:  # also for rollouts that were cancelled before they began
             for rollout in self._rollouts:
-                self._places.leave((self, rollout.key))
-        # By number and not as they ended, so that the unit is the same rows whatever was quicker.
-        experiences = [each for number in sorted(self._experiences) for each in self._group(number)]
+                self._slots.leave((self, rollout.key))
+        # By number and not by the order in which they ended, so that the rows of a unit repeat.
+        experiences = [row for number in sorted(self._experiences) for row in self._group(number)]
         times = [rollout.times for rollout in self._rollouts]
         engine_s = 0.0 if self._queue is None else self._queue.busy_s
         return UnitOutcome(experiences, times, self._task_times_s, engine_s)
@@ -327,17 +328,17 @@ class _RunningUnit:
             running = [group.create_task(self._run(rollout)) for rollout in self._rollouts]
             if self._over_rollout.ratio > 0:
                 await self._enough.wait()
-                if self._shares_places:
-                    # Not while some wait for others' slots: those would be called off before they began.
+                if self._shares_slots:
+                    # Rollouts that still wait for slots of other units would be cancelled before they began.
                     await self._all_admitted.wait()
-                # Enough tasks are done: the others have a while, and what still runs then is called off.
+                # Enough tasks are done: the others have wait_s seconds left.
                 wait_s = self._over_rollout.wait_after_min
                 await asyncio.wait(running, timeout=wait_s)
                 done = f"{self._num_needed} of {len(self._of_task)} tasks were done"
                 for rollout, task in zip(self._rollouts, running, strict=True):
                     if not task.done():
-                        # First the reason: the rollout then takes its cancellation for a result.
-                        rollout.called_off = f"called off {wait_s:g} s after {done} (explorer.over_rollout)"
+                        # Set the reason first: the rollout then returns a result when it is cancelled.
+                        rollout.cancel_reason = f"cancelled {wait_s:g} s after {done} (explorer.over_rollout)"
                         task.cancel()
 
     def _admit(self, key: RolloutKey) -> None:
@@ -354,77 +355,71 @@ class _RunningUnit:
         try:
             experiences = await rollout.run(self._admitted[rollout.key])
         finally:
-            # Those that come in its place first: so calls wait for them, whatever else happens in this pass.
-            self._places.leave((self, rollout.key))
+            # Admit the next rollouts first, so that calls of the engine wait for them.
+            self._slots.leave((self, rollout.key))
             if self._queue is not None:
                 self._queue.leave(rollout.key)
         number = rollout.key.task_number
         ended, siblings = self._experiences[number], self._of_task[number]
         ended[rollout.key] = experiences
-        # Handed on as a whole group: advantages compare siblings.
+        # A group is passed on as a whole, because advantages compare siblings.
         if len(ended) < len(siblings):
             return
         group_reward = self._plan.workflows[rollout.task.workflow].group_reward
         if group_reward is not None:
             ended.update(await rollout.reward_group(group_reward, ended))
-        if not any(sibling.called_off for sibling in siblings):
+        if not any(sibling.cancel_reason for sibling in siblings):
             self._task_times_s.append(time.perf_counter() - self._task_began[number])
             if len(self._task_times_s) >= self._num_needed:
                 self._enough.set()
         elif not self._over_rollout.return_partial_tasks:
-            # What siblings gave before the others were called off is kept for the record, and not trained on.
-            reason = "other rollouts of its task were called off, and over_rollout.return_partial_tasks is off"
-            for key, given in ended.items():
+            # Siblings that ended before the cancellation are recorded, but not trained.
+            reason = "other rollouts of its task were cancelled, and over_rollout.return_partial_tasks is off"
+            for key, rows in ended.items():
                 ended[key] = [
-                    replace(each, status=Status.FILTERED, error=reason) if each.status.trainable else each
-                    for each in given
+                    replace(row, status=Status.FILTERED, error=reason) if row.status.trainable else row for row in rows
                 ]
-        # From here on the group may be committed, also when the rest of the unit is lost.
+        # From here on the group may be committed, even if the rest of the unit is lost.
         self._on_group(number, self._group(number))
 
     def _group(self, number: int) -> list[Experience]:
-        # Experiences of a task, ordered by rollout and turn.
         ended = self._experiences[number]
         return [experience for key in sorted(ended) for experience in ended[key]]
 
 
 def num_tasks_needed(over_rollout: OverRolloutConfig, num_tasks: int) -> int:
-    """Tasks of a work unit that must be done before the time of the others begins to run.
+    """Number of tasks of a work unit that must be done before the deadline of the others starts.
 
     Meanings as in Trinity-RFT's `explorer.over_rollout`.
     """
     return math.ceil(num_tasks * (1 - over_rollout.ratio))
 
 
-Result = TypeVar("Result")
-
-
-log = logging.getLogger(__name__)
-
-
 class SharedLoop:
-    """Example: SharedLoop().submit(run_work_unit(...)).result()"""
+    """Event loop in a thread that ends with the process.
+
+    Example: SharedLoop().submit(run_work_unit(...)).result()
+    """
 
     def __init__(self) -> None:
-        """Starts the thread, which ends with the process."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name="rollouts", daemon=True).start()
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run it beside the others. From any other thread."""
+        """Run a coroutine on the loop. From any other thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
-        """Cancel what runs on it, and end the thread."""
+        """Cancel the coroutines on the loop, and end the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # it cancels what is left
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # its exit cancels the remaining tasks
             runner.get_loop()
             asyncio.set_event_loop(self._loop)
             while True:
                 try:
                     return self._loop.run_forever()
-                # The watchdog's, which came after the code that it was for had returned: the others go on.
+                # The watchdog raised it after the blocking code had returned: the other rollouts go on.
                 except BlockedLoopTimeout:
-                    log.warning("a workflow blocked the event loop and went on by itself")
+                    log.warning("a workflow blocked the event loop, and returned before it could be interrupted")

@@ -1,7 +1,6 @@
-"""Try a workflow on one task without a model: the policy says what you write. For notebooks, first drafts, and the
-checks before a run.
+"""Tries a workflow on one task without a model: the policy returns given texts. For drafts and preflight checks.
 
-Everything but the engine is what a run has: sandboxes, timeouts, checks of the reward, typed failures.
+Everything but the engine is as in a run: sandboxes, timeouts, checks of the reward, typed failures.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rftdask.rollouts.sandbox.pool import ForkServer
 from rftdask.synchronizer.published import Published
 
 TRIAL_TIMEOUT_S = 30.0
-"""Longest that a check before a run waits for a workflow."""
+"""Seconds that a check before a run waits for a workflow."""
 _END = 0
 _MAX_TOKENS = 4096
 _MISTAKES = {"TypeError", "AttributeError", "NameError", "UnboundLocalError", "SyntaxError", "IndentationError"}
@@ -32,14 +31,13 @@ _NOT_INSTALLED = {"ImportError", "ModuleNotFoundError"}
 async def try_workflow(
     task: Task, replies: Sequence[str], *, max_timeout_s: float = 60.0, sandbox: SandboxConfig | None = None
 ) -> list[Experience]:
-    """Run one rollout of `task`, whose calls of the policy are answered by `replies` in order, the last again and
-    again.
+    """Run one rollout of `task`. The policy returns `replies` in order, then the last one repeatedly.
 
-    Raises: UserError: its workflow or reward function cannot be found.
+    Raises: UserError: the workflow or reward function does not exist.
     """
-    said = iter(replies)
+    remaining = iter(replies)
     explorer = ExplorerConfig(max_timeout=max_timeout_s, sandbox=sandbox or SandboxConfig())
-    return await _attempt(task, lambda: next(said, replies[-1]), explorer)
+    return await _attempt(task, lambda: next(remaining, replies[-1]), explorer)
 
 
 async def _attempt(
@@ -48,12 +46,12 @@ async def _attempt(
     explorer: ExplorerConfig,
     fork_server: Callable[[SandboxSpec], ForkServer] | None = None,
 ) -> list[Experience]:
-    """One attempt at `task`, whose models, the auxiliary ones too, answer what `reply` gives."""
+    """Run one attempt at `task`. All models, including auxiliary ones, respond with `reply()`."""
 
     async def generate(requests: list[GenerateRequest]) -> list[Generation]:
         answers = []
         for request in requests:
-            # A token a character, so that the workflow reads the very text that it is given.
+            # One token per character, so that the workflow receives exactly the text of the reply.
             tokens = (*map(ord, reply()), _END)[: request.sampling.max_tokens]
             answers.append(Generation(tokens, (0.0,) * len(tokens), "stop" if tokens[-1] == _END else "length", 0, 0))
         return answers
@@ -67,29 +65,30 @@ async def _attempt(
         repeat_times=1,
         explore_step=1,
         policy=engine,
-        # One try: the first error is what is to be told.
+        # No retries: the first error is reported.
         explorer=explorer.model_copy(update={"max_retry_times": 0}),
         model=ModelConfig(model_path="none", max_response_tokens=_MAX_TOKENS),
         sampling={task.taskset: SamplingParams(max_tokens=_MAX_TOKENS)},
         weights=Published(0, "", ""),
-        auxiliary={each.name or each.model_path or "": engine for each in explorer.auxiliary_models},
+        auxiliary={section.name or section.model_path or "": engine for section in explorer.auxiliary_models},
         fork_server=fork_server,
     )
     return outcome.experiences
 
 
 async def trial_problems(tasks: Sequence[Task], explorer: ExplorerConfig) -> tuple[list[str], list[str], list[str]]:
-    """What is wrong with the workflows and rewards of `tasks`, each tried once with its own answer as the reply.
+    """Try the workflows and rewards of `tasks` once each, with the task's own answer as the reply of the policy.
 
-    Returns: mistakes: the code is wrong, or failed before it had asked the policy, so that every rollout would;
-        imports: what is not installed here; and doubts: an answer, or the time there was, may have been the reason.
-    Raises: UserError: a workflow or reward function cannot be found.
+    Returns: (mistakes, imports, doubts), messages of failures. A mistake is wrong code, or failed before it called the
+        policy, so every rollout would fail. An import needs a package that is not installed here. A doubt may have
+        failed because of the reply or the time limit.
+    Raises: UserError: a workflow or reward function does not exist.
     """
     limits = explorer.model_copy(update={"max_timeout": min(explorer.max_timeout, TRIAL_TIMEOUT_S)})
     servers: dict[SandboxSpec, ForkServer] = {}
 
     def fork_server(spec: SandboxSpec) -> ForkServer:
-        # One for all tasks of the same imports, which are what takes the time.
+        # One for all tasks with the same imports, which take most of the time.
         if spec not in servers:
             servers[spec] = _QuietForkServer(spec)
         return servers[spec]
@@ -97,14 +96,12 @@ async def trial_problems(tasks: Sequence[Task], explorer: ExplorerConfig) -> tup
     mistakes, imports, doubts = list[str](), list[str](), list[str]()
     try:
         for task in tasks:
-            # Whether the policy was asked tells a mistake from a doubt: before it, nothing depends on what a model
-            # says.
-            asked: list[str] = []
+            # A failure before the first call of the policy does not depend on the reply, so it is a mistake.
+            replies: list[str] = []
 
-            def reply(truth: str = task.truth, asked: list[str] = asked) -> str:
-                asked.append(truth)
-                # Never empty: what is tried is how the workflow takes a usual answer.
-                return truth or "1"
+            def reply(truth: str = task.truth, replies: list[str] = replies) -> str:
+                replies.append(truth or "1")  # never empty, as a usual reply
+                return replies[-1]
 
             [first, *_] = await _attempt(task, reply, limits, fork_server)
             if first.status not in (Status.FAILED, Status.TIMEOUT):
@@ -112,9 +109,9 @@ async def trial_problems(tasks: Sequence[Task], explorer: ExplorerConfig) -> tup
             kind = first.error.partition(":")[0]
             reward = f", reward {task.reward_fn}" if task.reward_fn else ""
             text = f"workflow {task.workflow}{reward}: tried on row {task.index} of {task.taskset}: {first.error}"
-            never_asked = not asked and first.status == Status.FAILED
-            where = imports if kind in _NOT_INSTALLED else mistakes if kind in _MISTAKES or never_asked else doubts
-            where.append(text)
+            never_called = not replies and first.status == Status.FAILED
+            is_mistake = kind in _MISTAKES or never_called
+            (imports if kind in _NOT_INSTALLED else mistakes if is_mistake else doubts).append(text)
     finally:
         for server in servers.values():
             server.close()
@@ -122,13 +119,13 @@ async def trial_problems(tasks: Sequence[Task], explorer: ExplorerConfig) -> tup
 
 
 class _QuietForkServer(ForkServer):
-    """Logs no failure: a trial tells it in one line of its own."""
+    """Fork server that logs no failures, which the caller reports."""
 
-    def tell(self, failure: Failed) -> None: ...
+    def log_failure(self, failure: Failed) -> None: ...
 
 
 class _CharacterTokenizer:
-    """Code points as tokens, roles and contents line by line; a chat goes on where an answer ended."""
+    """Tokenizer of code points. A chat is one "role: content" line per message, so it continues a response exactly."""
 
     eos_token_id: int | None = _END
 

@@ -1,10 +1,10 @@
-"""Worker task: the Dask task of an explorer worker. It rolls out one work unit and commits it, as a shard or in parts.
+"""Dask task of an explorer worker: rolls out one work unit and commits it, as a shard or in parts.
 
-Consumes: a `RolloutTask` (task numbers, seeds' origin, the version it needs), the config in the run folder, weights.
-Waits for: the version to be published, with a deadline; the engine to load. Produces: shards, then a `RolloutResult`
-of counts and times. The Dask task is idempotent: its tasks, its seeds and the name of what it writes are functions of
-its arguments, and a unit that is committed already is not run again. It returns, which acknowledges it to Dask, only
-after its shards are durable. What the worker process keeps between units is a cache (worker_cache.py).
+Consumes: a `RolloutTask` (tasks, origin of the seeds, required version), the config in the run folder, weights.
+Waits for: publication of the version, with a deadline; loading of the engine. Produces: shards, then a `RolloutResult`
+with counts and times. The Dask task is idempotent: tasks, seeds and shard names are functions of its arguments, and a
+committed unit does not run again. It returns, which acknowledges it to Dask, only after its shards are durable. The
+worker process keeps only a cache between units (worker_state.py).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from rftdask.data.task import Task
 from rftdask.engines.base import POLICY
 from rftdask.engines.client import EngineClient, EngineSpec
 from rftdask.engines.spec import engine_spec, sampling_params
-from rftdask.errors import OperatorError, StorageError, WaitTimeout
+from rftdask.errors import StorageError, WaitTimeout
 from rftdask.processes.dask_task import host_of, make_cancel_check, workers_of
-from rftdask.rollouts.concurrency_limits import SLOT, SharedPlaces
+from rftdask.rollouts.concurrency_limits import SLOT, SharedSlots
 from rftdask.rollouts.policy.remote_model import RemoteModel
 from rftdask.rollouts.runner import TextEngine, UnitOutcome, run_work_unit
-from rftdask.rollouts.work_units import RolloutResult, RolloutTask, auxiliary_sums, summarize_unit
+from rftdask.rollouts.work_units import RolloutResult, RolloutTask, Sums, auxiliary_sums, summarize_unit
 from rftdask.rollouts.worker_state import WorkerCache, text_engine
 from rftdask.storage import Storage, open_storage
 from rftdask.synchronizer.actor import SyncHandle
@@ -53,55 +53,55 @@ from rftdask.synchronizer.transports.dask_broadcast import dask_transport, serve
 
 EXPLORER_RESOURCE = "explorer"
 BEGAN_TOPIC = "rftdask-began"
-"""Dask topic where a worker reports which task it has begun: (address, key). So it is known what was running when the
-worker is lost."""
+"""Dask topic of (address, key): a worker has begun this task. The driver thus knows what was running on a lost
+worker."""
 ADMITTED_TOPIC = "rftdask-admitted"
-"""Dask topic where a worker reports the key of a task all of whose rollouts have slots, and that another slot is free:
-it can take another task."""
-_LOOK_S = 0.5
-"""Between two looks whether a unit has ended that waits for a free slot, whose end frees one."""
+"""Dask topic of the key of a task: all its rollouts have slots and another slot is free, so its worker can take another
+task."""
+_POLL_INTERVAL_S = 0.5
+"""Seconds between checks whether a unit has ended, whose end frees a slot."""
 _MAX_WAIT_FIXED_S = 5.0
-"""Time that a call of the engine waits for rollouts that are busy elsewhere, where which requests share a call must not
-depend on timing (style fixed): longer than any step of a usual workflow. See LockstepQueue."""
+"""Seconds that a call of the engine waits for rollouts that do something else, in style fixed, where timing must not
+decide which requests share a call: longer than any step of a usual workflow. See LockstepQueue."""
 
 
 _cache = WorkerCache()
 
 
 def run_rollouts(unit: RolloutTask) -> RolloutResult:
-    """Roll out one work unit and commit it; see the module's text.
+    """Roll out one work unit and commit it; see the module docstring.
 
     Raises: WaitTimeout: its weights were not published in time, or an engine hangs; RoleError: the engine failed;
-    DataError: the run folder, as this worker sees it, lacks the config that the driver has; OperatorError;
-    StorageError; UserError.
+    DataError: the run folder as seen by this worker lacks the driver's config; OperatorError; StorageError; UserError.
     """
     worker = get_worker()
-    # One unit at a time begins. Dask may send the next one while the thread of a cancelled one still uses the engine.
-    with _cache.seat(make_cancel_check()) as seat, _ending_turn():
-        # Before anything that may end this process: what it was running must be known then.
+    # One unit starts at a time. Dask may send the next one while a cancelled one still uses the engine in its thread.
+    with _cache.start_lock(make_cancel_check()) as start, _ending_turn():
+        # First, so that the driver knows what was running if the following code kills this process.
         key = worker.get_current_task()
         worker.log_event(BEGAN_TOPIC, (worker.address, key))
         began_s = time.monotonic()
         storage = open_storage(unit.url)
         config = _cache.open(storage, unit.config_fingerprint)
         log = open_log(storage, config, unit.folder)
-        # Dask runs a task again whose worker was lost after the commit and before the answer.
+        # Dask runs a task again if its worker was lost between the commit and the result.
         committed = log.find_all(unit.explore_step, unit.unit_index)
         if done_units(committed):
-            # The weights that sampled it, from its name; the times of that attempt are lost.
+            # The shard names contain the version of the weights; the times of that attempt are lost.
             version = max(name.max_policy_version for name in committed)
             return RolloutResult(unit.key, tuple(name.text for name in committed), version, worker.address)
-        # Parts of the unit, by an attempt that was lost before it committed the rest.
-        held = {slot for name in committed if name.part is not None for slot in name.part.slots}
-        # All of them run again all the same: what an engine samples depends on what it samples beside it.
-        slots = tuple(range(len(unit.tasks)) if unit.slots is None else (s for s in unit.slots if s not in held))
+        # Groups already committed by an earlier attempt that died part-way.
+        committed_slots = {slot for name in committed if name.part is not None for slot in name.part.slots}
+        # They run again with the others, because samples depend on the other requests in the engine.
+        wanted = range(len(unit.tasks)) if unit.slots is None else set(unit.slots) - committed_slots
+        slots = tuple(sorted(wanted))
         if not slots:
             return RolloutResult(unit.key, (), unit.weights.version, worker.address)
         served = _serve(storage, unit, config)
 
         def begin_next() -> None:
-            # In this thread: Dask gives the next unit to a thread of its own.
-            seat.give_up()
+            # In this thread: Dask gives the next unit to another thread.
+            start.release()
             worker.log_event(ADMITTED_TOPIC, key)
             secede()
 
@@ -114,48 +114,43 @@ def run_rollouts(unit: RolloutTask) -> RolloutResult:
                 unit=unit.unit_index,
                 num_tasks=len(unit.tasks),
                 max_commit_delay_s=None if unit.is_eval else config.explorer.max_commit_delay_s,
-                committed=held,
+                committed=committed_slots,
             ) as writer,
         ):
             groups: dict[int, list[Experience]] = {}
-            failures: list[OperatorError] = []
             filter_group = _group_filter(unit, config)
 
             def commit(slot: int, experiences: list[Experience]) -> None:
-                try:
-                    groups[slot] = experiences if filter_group is None else filter_group(experiences)
-                    writer.add(slot, groups[slot])
-                except OperatorError as error:  # raised below: here it would cancel the rollouts beside it
-                    failures.append(error)
+                groups[slot] = experiences if filter_group is None else filter_group(experiences)
+                writer.add(slot, groups[slot])
 
-            # In a thread of their own: operators may take seconds, in which the rollouts of other groups go on.
-            with _in_turn(commit) if filter_group is not None else nullcontext(commit) as on_group:
+            # Operators may take seconds, so they run in another thread than the rollouts of other groups.
+            with _in_one_thread(commit) if filter_group is not None else nullcontext(commit) as on_group:
                 outcome = _roll_out(storage, unit, slots, config, served, on_group, begin_next)
-            if failures:
-                raise failures[0]
-            outcome = replace(outcome, experiences=[each for slot in sorted(groups) for each in groups[slot]])
+            outcome = replace(outcome, experiences=[row for slot in sorted(groups) for row in groups[slot]])
             names = writer.finish()
-        request_s, used_s = (0.0, 0.0) if served.engine is None else served.engine.take_use()
+
+        result = summarize_unit(unit, outcome)
+        result.sums.put(auxiliary_sums(config, outcome))
+        result.sums.put({"wait_s": served.wait_s, "load_s": served.load_s, "generate_s": outcome.engine_s})
+        result.sums.weights["engine_s"] = _cache.count_time(began_s)
+        if served.engine is not None:
+            request_s, used_s = served.engine.take_use()
+            if used_s:
+                result.sums.put({"occupancy": request_s}, "slot_s")
+                result.sums.weights["slot_s"] = used_s * _cache.num_slots
         return replace(
-            summarize_unit(unit, outcome),
+            result,
             shards=tuple(name.text for name in names),
             version=served.weights.version,
             worker=worker.address,
-            time_wait_s=served.wait_s,
-            time_load_s=served.load_s,
-            time_generate_s=outcome.engine_s,
-            time_s=time.monotonic() - began_s,
-            time_engine_s=_cache.count_time(began_s),
-            request_s=request_s,
-            slot_s=used_s * _cache.num_slots,
-            auxiliary_sums=auxiliary_sums(config, outcome),
             note=_cache.take_note(),
         )
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What a worker needs to know to start the engines of a run."""
+    """Request to a worker: start the engines of a run."""
 
     url: str
     """Run folder."""
@@ -163,40 +158,39 @@ class WarmUp:
     threads: int
     """Threads of each engine."""
     log_file: str | None
-    """File that the policy's engine writes to; None: its output is the worker's."""
+    """Output file of the policy's engine. None: the worker's output."""
 
 
 def warm_up(run: WarmUp) -> None:
-    """Start the engines of this worker, and load the newest weights, so that its first work unit waits for neither.
+    """Start the engines of this worker and load the newest weights, so that its first work unit starts at once.
 
-    Raises: as `run_rollouts`; the worker's first work unit tries again.
+    Raises: as `run_rollouts`. The worker's first work unit tries again.
     """
-    with _cache.seat(make_cancel_check()), _ending_turn():
+    with _cache.start_lock(make_cancel_check()), _ending_turn():
         storage = open_storage(run.url)
         config = _cache.open(storage, run.config_fingerprint)
         if config.is_external:
             return
         engine = _cache.ready_engine(engine_spec(config.explorer.rollout_model, config, run.threads, run.log_file))
         _cache.start_auxiliary(run.threads)
-        # On a device that is shared, the first unit loads in its turn.
+        # On a shared device the first unit loads them once it has the device lock.
         published = latest_published(storage)
         if published is not None and not _cache.is_busy and not engine.spec.turn_timeout_s and config.mode != "bench":
             with _ending_what_hangs(engine):
                 try:
                     published = engine.fetch(storage, published, 0.0, transport=_transport(storage, config))
-                except StorageError:  # it is not held any more, or not yet again; the first unit waits for it
+                except StorageError:  # its holder is gone or restarting; the first unit waits for it
                     return
                 engine.load(storage, published)
 
 
 @contextmanager
-def own_engine(run: WarmUp, called_off: Callable[[], bool]) -> Iterator[EngineClient]:
-    """A new engine of this worker that serves the model folder, for somebody else than work units, which wait until the
-    block ends, and the engine with it. called_off: whether nobody wants it any more.
+def own_engine(run: WarmUp, is_cancelled: Callable[[], bool]) -> Iterator[EngineClient]:
+    """New engine of this worker that serves the model folder; work units wait until the block and the engine end.
 
-    Raises: RoleError: it was called off, or the engine failed; DataError, UserError: as `run_rollouts`.
+    Raises: RoleError: cancelled, or the engine failed; DataError, UserError: as `run_rollouts`.
     """
-    with _cache.seat(called_off):
+    with _cache.start_lock(is_cancelled):
         config = _cache.open(open_storage(run.url), run.config_fingerprint)
         _cache.wait_until_idle()
         _cache.drop_engine()
@@ -210,56 +204,64 @@ def own_engine(run: WarmUp, called_off: Callable[[], bool]) -> Iterator[EngineCl
 
 @dataclass(frozen=True)
 class _Served:
-    """The engine as a unit finds it."""
+    """Engine of a unit, with its weights."""
 
     engine: EngineClient | None
     """None: the policy is a model behind an API."""
     weights: Published
     shares: bool
-    """Whether other units may begin beside this one."""
+    """True if other units may start while this one runs."""
     wait_s: float = 0.0
-    """See `RolloutResult.time_wait_s`."""
+    """Seconds of waiting for the weights to be published, and for the lock of a shared device."""
     load_s: float = 0.0
+    """Seconds of starting the engine and loading weights."""
 
 
 def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
-    """The engine with the weights that the unit needs, once it has a slot for it or nothing else to do. In the seat."""
-    began = time.monotonic()
+    """Wait until the engine has a slot for the unit, or is idle if the unit needs that, and have it serve the unit's
+    weights. Needs the start lock.
+    """
     if config.is_external:
         _cache.wait_until_idle()
         return _Served(None, Published(0, "", ""), shares=False)
+
+    began = time.monotonic()
     engine = _cache.ready_engine(engine_spec(config.explorer.rollout_model, config, unit.threads, unit.log_file))
     load_s = time.monotonic() - began
-    shares = units_overlap(config, engine.spec) and not unit.alone and unit.slots is None
+    shares = units_overlap(config, engine.spec) and not unit.isolated and unit.slots is None
+
+    # Wait for the engine before choosing weights, so that they are new when the first rollout begins.
     if shares:
-        # Before it looks for weights, which should be new when its first rollout begins.
         _cache.wait_for_slot()
     else:
         _cache.wait_until_idle()
     began = time.monotonic()
     published = _wait_for_weights(storage, unit, config)
-    loads = config.synchronizer.load_in_flight and shares and not unit.weights.exact and _cache.may_load_in_flight
-    if _cache.is_busy and loads and published is not None and is_newer(published, engine.weights):
-        with _ending_what_hangs(engine):
-            engine.load(storage, _fetch(storage, engine, published, config), in_flight=True)
-    elif _cache.is_busy and not may_join(unit.weights, engine.weights, published):
-        _cache.wait_until_idle()
-        # There may be newer ones by now.
-        began = time.monotonic()
-        published = _wait_for_weights(storage, unit, config)
+
+    # While other units run, load without interrupting them, or take the weights that they use, or wait for their end.
+    if _cache.is_busy:
+        may_load = config.synchronizer.load_in_flight and shares and not unit.weights.exact
+        if may_load and _cache.may_load_in_flight and published is not None and is_newer(published, engine.weights):
+            with _ending_what_hangs(engine):
+                engine.load(storage, _fetch(storage, engine, published, config), in_flight=True)
+        elif not may_join(unit.weights, engine.weights, published):
+            _cache.wait_until_idle()
+            began = time.monotonic()
+            published = _wait_for_weights(storage, unit, config)  # newer ones may exist by now
     if _cache.is_busy:
         return _Served(engine, engine.weights, shares, 0.0, load_s)
+
+    # The engine is idle, and stays idle as long as this unit has the start lock.
     with _ending_what_hangs(engine):
         if published is not None:
             published = _fetch(storage, engine, published, config)
-        # After the weights are there: who waits for them in its turn would wait for a trainer that waits for this
-        # one's end.
+        # Lock the device only now: the trainer needs it to make the weights that the lines above wait for.
         engine.take_turn()
         waited = time.monotonic()
         if published is not None:
             engine.load(storage, published)
         elif engine.weights.version != 0:
-            # Back to the start: only a fresh engine has the weights of the model folder.
+            # Only a new engine has the weights of the model folder.
             _cache.drop_engine()
             engine = _cache.engine(engine.spec)
             engine.wait_ready()
@@ -268,7 +270,7 @@ def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
 
 
 def _fetch(storage: Storage, engine: EngineClient, published: Published, config: Config) -> Published:
-    """The version on this machine, if it is held elsewhere. Raises: StorageError; RoleError: called off."""
+    """Copy a version to this machine if another process holds it. Raises: StorageError; RoleError: cancelled."""
     if published.held is None or published == engine.weights:
         return published
     transport, timeout_s = _transport(storage, config), config.synchronizer.sync_timeout
@@ -276,7 +278,7 @@ def _fetch(storage: Storage, engine: EngineClient, published: Published, config:
 
 
 def _transport(storage: Storage, config: Config) -> Transport | None:
-    """How a version that is held on another machine comes to this one; None: there is no other."""
+    """Transport of versions that another machine holds. None: no other machine holds any."""
     if config.cluster.is_one_machine or config.sync_method == "checkpoint":
         return None
     worker = get_worker()
@@ -288,33 +290,33 @@ def _transport(storage: Storage, config: Config) -> Transport | None:
         return group_transport(host_of(worker.address))
     serve_blocks(worker)
     workers = workers_of(get_client())
-    peers = [address for address, told in workers.items() if told["resources"].get(EXPLORER_RESOURCE)]
+    peers = [address for address, info in workers.items() if info["resources"].get(EXPLORER_RESOURCE)]
     return dask_transport(storage, worker, peers)
 
 
 def units_overlap(config: Config, spec: EngineSpec) -> bool:
-    """Whether a unit may begin while the rollouts of others are under way in the engine.
+    """True if a unit may start while rollouts of other units run in the engine.
 
-    Not in style fixed, which repeats its bits: what an engine samples depends on what it samples beside it. Nor where
-    the engine takes turns with a trainer, which comes when a unit has ended.
+    False in style fixed, whose bits repeat: samples depend on the other requests in the engine. False for an engine
+    that shares its device with a trainer, which gets the device when a unit ends.
     """
     return config.synchronizer.sync_style != "fixed" and not spec.turn_timeout_s
 
 
 def may_join(required: WeightRequirement, served: Published, published: Published | None) -> bool:
-    """True if a unit may begin with the weights that its engine serves to others, which newer ones would have to end.
+    """True if a unit may use the weights that its engine serves to running units, instead of waiting for their end.
 
-    published: what it would load, had it the engine for itself; None: the model folder.
+    published: the weights that the unit would load into an idle engine. None: the model folder.
     """
     if served == published or (published is None and served.version == 0):
         return True
-    # An older one will do as long as the rule says so: the bound of staleness, for the styles that have one.
+    # Older weights are fine within the requirement, which contains the staleness bound of the style, if any.
     newer = published is not None and is_newer(published, served)
     return newer and not required.exact and served.version >= required.version
 
 
 def is_newer(published: Published, served: Published) -> bool:
-    """True for newer weights of the same lineage; version 0 is before all."""
+    """True for newer weights of the same lineage. Version 0 belongs to every lineage."""
     return published.version > served.version and served.lineage in ("", published.lineage)
 
 
@@ -329,7 +331,7 @@ def _ending_turn() -> Iterator[None]:
 
 @contextmanager
 def _ending_what_hangs(engine: EngineClient | None) -> Iterator[None]:
-    # End the engines after a WaitTimeout: whoever runs the unit again is to find other ones.
+    # End the engines after a WaitTimeout, so that the next attempt at the unit gets new ones.
     try:
         yield
     except WaitTimeout:
@@ -338,7 +340,7 @@ def _ending_what_hangs(engine: EngineClient | None) -> Iterator[None]:
 
 
 def _wait_for_weights(storage: Storage, unit: RolloutTask, config: Config) -> Published | None:
-    """The weights to serve; None: the model folder as it is. Raises: WaitTimeout; StorageError: they are gone."""
+    """Weights that the unit needs. None: the model folder. Raises: WaitTimeout; StorageError: they were removed."""
     version = unit.weights.version
     if version == 0 and unit.weights.exact:
         return None
@@ -347,23 +349,23 @@ def _wait_for_weights(storage: Storage, unit: RolloutTask, config: Config) -> Pu
         if published is None:
             raise StorageError(f"checkpoint global_step_{version} is not complete")
         return published
-    # Near, by looking at the pointer first; else through the actor while it lives.
+    # On one machine, read the pointer file first; otherwise ask the actor while it lives.
     is_near = config.cluster.is_one_machine and storage.local_file(WEIGHTS_POINTER) is not None
     handle = SyncHandle(storage, get_client(), config.synchronizer.poll_interval_s, is_near=is_near)
     timeout_s = config.synchronizer.sync_timeout
     if not unit.weights.exact:
         newest = handle.latest()
-        # 0: whatever there is. Nothing published is no reason to wait, for then the model folder is what there is.
+        # Version 0 takes the newest weights, which are the model folder before the first publication.
         if version == 0 or (newest is not None and newest.version >= version):
             return newest
         return handle.wait_for_version(version, timeout_s, make_cancel_check())
-    # By its own folder: the pointer may have moved on, and exactly this version is wanted.
+    # Read its folder: exactly this version is required, and the pointer may name a newer one.
     published = read_published(storage, version)
     if published is None:
         handle.wait_for_version(version, timeout_s, make_cancel_check())
         published = read_published(storage, version)
     if published is None and config.mode == "explore" and not unit.is_eval:
-        # A trainer beside this run keeps its last few versions, whatever this run still means to use.
+        # The trainer of another process keeps only its last few versions and does not know what this run needs.
         published = latest_published(storage)
     if published is None:
         raise StorageError(f"weights of version {version} were published and are gone; rollouts need them")
@@ -371,11 +373,11 @@ def _wait_for_weights(storage: Storage, unit: RolloutTask, config: Config) -> Pu
 
 
 def _keep_images(storage: Storage, tasks: Sequence[Task]) -> None:
-    """Have the images of tasks in the run folder, before anything that names them, and as tokens in this process."""
+    """Write the images of the tasks to the run folder, before any row names them, and cache their tokens."""
     processor = _cache.images()
     if processor is None:
         return
-    _ = processor.placeholder_id  # here, and not on the event loop: it loads torch
+    _ = processor.placeholder_id  # here and not on the event loop, because it loads torch
     processor.run = storage
     processor.keep([name for task in tasks for name in images_in(task.messages)])
 
@@ -389,17 +391,17 @@ def _roll_out(
     on_group: Callable[[int, list[Experience]], None],
     begin_next: Callable[[], None],
 ) -> UnitOutcome:
-    """Run the rollouts of the tasks at `slots`, side by side.
+    """Run the rollouts of the tasks at `slots` concurrently.
 
-    on_group: takes the slot of a task whose rollouts have ended, and their experiences; begin_next: called in this
-    thread once all rollouts have slots and another is free, if others may then begin.
+    on_group: called with a task's slot and experiences when all its rollouts have ended; begin_next: called in this
+    thread once all rollouts have slots and another slot is free, if other units may then start.
     """
-    model, explorer = config.model, config.explorer
+    explorer = config.explorer
     names = _taskset_names(unit, config)
     refs = [unit.tasks[slot] for slot in slots]
     tasks = [_cache.taskset(names[ref.taskset_number]).task(ref.epoch, ref.index) for ref in refs]
     _keep_images(storage, tasks)
-    if unit.is_eval:  # its tasks are no measure of the others', and all of them count
+    if unit.is_eval:  # an evaluation waits for all its tasks, without a limit learned from others
         explorer = explorer.model_copy(update={"over_rollout": OverRolloutConfig()})
     else:
         explorer = explorer.model_copy(update={"max_timeout": _cache.timeout_s(unit.explore_step)})
@@ -409,16 +411,16 @@ def _roll_out(
         for taskset in (source.eval_tasksets if unit.is_eval else source.train_tasksets)
     }
 
-    # Here, and not on an event loop that other units share: it may take minutes.
+    # In this thread, because it may take minutes and other units share the event loop.
     _cache.start_auxiliary(unit.threads)
     if config.models_apart:
         _cache.wait_for_shared(get_worker(), unit.config_fingerprint, unit.url)
     admitted = threading.Event()
     limits = {SLOT: explorer.slots_per_engine} if isinstance(explorer.slots_per_engine, int) else {}
-    places, loop = _cache.shared() if served.shares else (SharedPlaces(limits), None)
+    shared_slots, loop = _cache.shared() if served.shares else (SharedSlots(limits), None)
 
     async def run() -> UnitOutcome:
-        # Made here, because the clients of models behind an API belong to the event loop that asks them.
+        # On the loop, because clients of models behind an API belong to the event loop that uses them.
         auxiliary = _cache.auxiliary(unit.threads)
         if served.engine is None:
             policy: TextEngine | RemoteModel = _cache.remote_model(POLICY)
@@ -432,13 +434,13 @@ def _roll_out(
             policy=policy,
             auxiliary=auxiliary,
             explorer=explorer,
-            model=model,
+            model=config.model,
             sampling=sampling,
             weights=served.weights,
             max_wait_s=_MAX_WAIT_FIXED_S,
             on_group=lambda number, experiences: on_group(slots[number], experiences),
             fork_server=_cache.fork_server,
-            places=places,
+            shared_slots=shared_slots,
             on_admitted=admitted.set,
         )
 
@@ -449,8 +451,8 @@ def _roll_out(
             running = loop.submit(run())
             running.add_done_callback(lambda _: admitted.set())
             admitted.wait()
-            # Not before there is room: what is sent here waits here, while another engine may have slots free.
-            while not (running.done() or places.wait_for_room(SLOT, _LOOK_S)):
+            # A unit sent before a slot is free would wait here, while another engine may have free slots.
+            while not (running.done() or shared_slots.wait_for_slot(SLOT, _POLL_INTERVAL_S)):
                 pass
             begin_next()
             outcome = running.result()
@@ -467,7 +469,7 @@ def _roll_out(
 
 
 def _group_filter(unit: RolloutTask, config: Config) -> Callable[[list[Experience]], list[Experience]] | None:
-    """The operators, if they run before the commit: a task's experiences in, those to commit out."""
+    """Function that applies the operators to a group, if they run before the commit."""
     section = config.data_processor.experience_pipeline
     if section.stage != "commit" or not section.operators or unit.is_eval:
         return None
@@ -483,9 +485,12 @@ def _group_filter(unit: RolloutTask, config: Config) -> Callable[[list[Experienc
 
 
 @contextmanager
-def _in_turn(function: Callable[[int, list[Experience]], None]) -> Iterator[Callable[[int, list[Experience]], None]]:
-    """The same function, in one thread, call after call; at the end all of them are done, and what one raised is
-    raised. After an error of the block those that have not begun are left out.
+def _in_one_thread(
+    function: Callable[[int, list[Experience]], None],
+) -> Iterator[Callable[[int, list[Experience]], None]]:
+    """Run the calls of `function` one after another in a thread, and raise the first error at the end of the block.
+
+    The end of the block waits for all calls. If the block raises, calls that have not started are dropped.
     """
     with ThreadPoolExecutor(1, "operators") as thread:
         calls: list[Future[None]] = []
@@ -501,7 +506,7 @@ def _in_turn(function: Callable[[int, list[Experience]], None]) -> Iterator[Call
 def commit_poisoned(
     log: ExperienceLog, unit: RolloutTask, config: Config, slots: Sequence[int], error: str
 ) -> RolloutResult:
-    """Commit, without running them, the rollouts of the tasks at `slots` as poisoned, with the reason."""
+    """Commit the rollouts of the tasks at `slots` with status poisoned and the reason, without running them."""
     names = _taskset_names(unit, config)
     experiences = [
         Experience(
@@ -518,8 +523,8 @@ def commit_poisoned(
         for slot in slots
         for rollout in range(unit.repeat_times + unit.greedy_baseline)
     ]
-    # The driver commits them, since no worker lives through them; their rows still count in the audit.
-    # A part names its slots, so that the rest of the unit still counts as missing.
+    # The driver commits them, since they crash every worker. A part names its slots, so that the rest of the unit
+    # still counts as missing.
     whole = len(slots) == len(unit.tasks)
     part = None if whole else Part(tuple(slots), len(unit.tasks))
     name = log.commit(experiences, explore_step=unit.explore_step, unit=unit.unit_index, part=part)
@@ -531,12 +536,11 @@ def commit_poisoned(
         unit.weights.version,
         "",
         num_rollouts=num_rollouts,
-        num_by_status={str(Status.POISONED): num_rollouts},
-        note=f"task {', '.join(tasks)} is poisonous and was set aside: {error}",
+        sums=Sums({"failed": (num_rollouts, "rollouts")}, {"rollouts": num_rollouts}),
+        note=f"task {', '.join(tasks)} crashed its workers and was set aside: {error}",
     )
 
 
 def _taskset_names(unit: RolloutTask, config: Config) -> list[str]:
-    # Names of the tasksets by their number.
     source = config.buffer.explorer_input
     return [t.name for t in (source.eval_tasksets if unit.is_eval else source.train_tasksets)]

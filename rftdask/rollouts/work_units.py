@@ -1,10 +1,10 @@
-"""Work units as messages between driver and explorer workers, and the metrics of an explore step made from them."""
+"""Messages about work units between the driver and explorer workers, and the metrics of an explore step."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from rftdask.buffer.log.schema import Experience, Status
@@ -15,24 +15,26 @@ from rftdask.rollouts.runner import UnitOutcome
 from rftdask.synchronizer.styles import WeightRequirement
 
 ROW_METRICS = frozenset({"num_prompt_tokens", "num_response_tokens", "prompt_truncated"})
-"""Metrics that each row has for itself; every other metric is the rollout's, and stands in each of its rows, but for
-those that begin with `BRANCHES`."""
-
+"""Metrics whose value differs from row to row. Any other metric belongs to the rollout and is repeated in each of its
+rows, except the metrics that begin with `BRANCHES`."""
 
 BRANCHES = "branches/"
-"""Before the reason why a row begins where it does, in a metric of that row alone."""
+"""Prefix of a metric that only one row has: the reason why the row begins where it does."""
 
+_FAILURES = (Status.FAILED, Status.TIMEOUT, Status.POISONED)
+AUXILIARY = "auxiliary/"
+"""Prefix of the metrics of auxiliary models."""
 
 UnitKey = tuple[str, int, int]
-"""(folder, explore step, unit_index): names a work unit in its run."""
+"""(folder, explore step, unit_index): identifies a work unit in its run."""
 
 
 @dataclass(frozen=True)
 class RolloutTask:
-    """One work unit, some tasks of an explore step with all their rollouts, or a slot of it: what is sent to a worker.
+    """Request to a worker: run one work unit, which is some tasks of an explore step with all their rollouts.
 
-    Everything that decides what it gives, save the weights if `weights.exact` is False. The config itself stays in the
-    run folder: see `run_folder.read_config`.
+    The fields determine the result, except for the weights if `weights.exact` is False. The config stays in the run
+    folder; see `run_folder.read_config`.
     """
 
     url: str
@@ -41,23 +43,23 @@ class RolloutTask:
     folder: str
     """Log to commit to: "experiences", or "eval/<taskset>"."""
     explore_step: int
-    """Counted from 1; for evaluations the policy version."""
+    """Counted from 1. The policy version in evaluations."""
     unit_index: int
     """Counted from 0 in the explore step."""
     tasks: tuple[TaskRef, ...]
     repeat_times: int
     """Number of rollouts of each task."""
     greedy_baseline: bool
-    """One more rollout of each task, at temperature 0: rollout number `repeat_times`."""
+    """True: one more rollout of each task, number `repeat_times`, at temperature 0."""
     weights: WeightRequirement
     threads: int
     """Threads of the engine."""
     log_file: str | None
-    """File that the engine writes to; None: its output is the worker's."""
+    """Output file of the engine. None: the worker's output."""
     slots: tuple[int, ...] | None = None
-    """Places of the only tasks to run, of those that are not committed; None: all, so that they sample side by side."""
-    alone: bool = False
-    """Whether nothing may run beside it, since it may be what ends workers."""
+    """Positions of the tasks to run; committed ones are skipped. None: all, so that they sample together."""
+    isolated: bool = False
+    """True if no other unit may run on the worker, because this one may be what crashes workers."""
 
     @property
     def is_eval(self) -> bool:
@@ -66,16 +68,47 @@ class RolloutTask:
 
     @property
     def key(self) -> UnitKey:
-        """Names the unit in its run."""
+        """Identifier of the unit in its run."""
         return self.folder, self.explore_step, self.unit_index
+
+
+@dataclass
+class Sums:
+    """Metrics as sums that add up over work units: a metric is its sum divided by a weight.
+
+    Means over the same rollouts share one weight, so a unit that lacks such a metric still counts in its mean.
+
+    Example:
+        one = Sums({"reward": (3.0, "rewarded")}, {"rewarded": 4.0})
+        two = Sums({"reward": (0.0, "rewarded")}, {"rewarded": 2.0})
+        (one + two).metrics()  ->  {"reward": 0.5}
+    """
+
+    sums: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """(sum, name of its weight) by metric. "": not divided."""
+    weights: dict[str, float] = field(default_factory=dict)
+
+    def put(self, sums: Mapping[str, float], weight: str = "") -> None:
+        """Set the sums of some metrics, which share a weight."""
+        self.sums |= {name: (float(value), weight) for name, value in sums.items()}
+
+    def __add__(self, other: Sums) -> Sums:
+        sums = dict(self.sums)
+        for name, (value, weight) in other.sums.items():
+            sums[name] = sums.get(name, (0.0, weight))[0] + value, weight
+        names = self.weights | other.weights
+        return Sums(sums, {name: self.weights.get(name, 0.0) + other.weights.get(name, 0.0) for name in names})
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics by name. A sum of weight 0 is 0 and stays 0."""
+        return {name: value / (self.weights.get(weight) or 1.0) for name, (value, weight) in self.sums.items()}
 
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """Answer of a worker to the driver: counts and times of a unit, whose experiences are on storage.
+    """Response of a worker to the driver: what a unit has committed, with the sums of its metrics.
 
-    A rollout of several rows counts as one rollout here. The greedy baseline is in none of
-    the counts, but in `num_bytes`.
+    A rollout of several rows counts once. Greedy baselines count only in `num_bytes`.
     """
 
     key: UnitKey
@@ -83,60 +116,28 @@ class RolloutResult:
     version: int
     worker: str
     num_rollouts: int = 0
-    num_by_status: Mapping[str, int] = field(default_factory=dict)
-    """Number of rollouts by status; see `rollout_status`."""
-    num_tokens: int = 0
-    """Sampled tokens of all turns of all rollouts."""
+    """0: an earlier attempt had committed the unit."""
     num_bytes: int = 0
-    """Size of all that was committed: tokens, logprobs and text, before any encoding."""
-    num_rewards: int = 0
-    """Number of rollouts that may be trained, which have a reward; the sums below are over them."""
-    num_trained_tokens: int = 0
-    """Sampled tokens of their turns that may be trained."""
-    reward_sum: float = 0.0
-    metric_sums: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the rollouts with a reward, each rollout once, by name."""
-    num_turns: int = 0
-    """Turns of the rollouts with a reward."""
-    num_rows: int = 0
-    """Their rows."""
-    row_metric_sums: Mapping[str, float] = field(default_factory=dict)
-    """Metrics in ROW_METRICS, summed over those rows."""
-    time_wait_s: float = 0.0
-    """Seconds of waiting for the weights to be published, and for the turn on a shared device."""
-    time_load_s: float = 0.0
-    """Seconds of starting the engine and loading weights."""
-    time_generate_s: float = 0.0
-    """Seconds in which the policy's engine had something to do."""
-    time_s: float = 0.0
-    """Seconds from the beginning to the commit."""
-    time_engine_s: float = 0.0
-    """Those of them that no other unit of the worker has counted: units may overlap."""
-    request_s: float = 0.0
-    """Seconds that requests were under way in the engine, each for itself, since a unit ended there last."""
-    slot_s: float = 0.0
-    """Seconds since then, times the slots of the engine: what `request_s` could have been."""
-    rollout_time_sums: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by name of a field of RolloutTimes, summed over the rollouts."""
-    pass_rates: Mapping[str, float] = field(default_factory=dict)
-    """pass@k by name, mean over the tasks."""
-    reward_sums: Mapping[str, float] = field(default_factory=dict)
-    """By the name of the taskset, over its rollouts that may be trained."""
-    reward_counts: Mapping[str, float] = field(default_factory=dict)
-    """How many those are."""
-    auxiliary_sums: Mapping[str, float] = field(default_factory=dict)
-    """What auxiliary models were asked for: "judge/calls", and the other names of a ModelUse."""
+    """Size of all committed rows before encoding: tokens, logprobs and text."""
+    sums: Sums = field(default_factory=Sums)
     note: str = ""
-    """News that people should know, such as that the engine had died; "": none."""
+    """Message for the user, such as that an engine was replaced. "": none."""
+
+    @property
+    def auxiliary_sums(self) -> dict[str, float]:
+        """Use of auxiliary models; see `auxiliary_sums`."""
+        return {
+            name: value for name, (value, weight) in self.sums.sums.items() if name.startswith(AUXILIARY) and not weight
+        }
 
 
 def auxiliary_sums(config: Config, outcome: UnitOutcome) -> dict[str, float]:
-    """What the auxiliary models were asked for, at their prices; see `RolloutResult.auxiliary_sums`."""
+    """Use of each auxiliary model, such as "auxiliary/judge/calls" and "auxiliary/judge/cost" at the model's prices."""
     prices = {
         model.asked_name: (model.prompt_price, model.response_price) for model in config.explorer.auxiliary_models
     }
     return {
-        f"{model}/{name}": value
+        f"{AUXILIARY}{model}/{name}": value
         for model, use in outcome.uses.items()
         for name, value in use.sums(*prices[model]).items()
     }
@@ -153,8 +154,8 @@ def pass_at_k(num_rollouts: int, num_passed: int, k: int) -> float:
 
 
 def pass_rates(rewards_by_group: Mapping[str, Sequence[float]], threshold: float = 1.0) -> dict[str, float]:
-    """Mean pass@k over the groups with at least k rollouts, for k = 1, 2, 4, ...; passed: a reward >= threshold."""
-    # Groups may be of different sizes, where rollouts have failed: each k is over those that have as many.
+    """Mean pass@k over the groups with k rollouts, for k = 1, 2, 4, ... A rollout passes if reward >= threshold."""
+    # Failed rollouts make groups smaller, so each k has its own set of groups.
     largest = max((len(rewards) for rewards in rewards_by_group.values()), default=0)
     rates = {}
     k = 1
@@ -170,81 +171,89 @@ def pass_rates(rewards_by_group: Mapping[str, Sequence[float]], threshold: float
 
 
 def summarize_unit(unit: RolloutTask, outcome: UnitOutcome) -> RolloutResult:
-    """Counts and sums over the rollouts of a unit; times and the names of its shards are not filled in."""
+    """Sums over the rollouts of a unit. The caller adds the times of the engine and the names of the shards."""
     rows_by_rollout: dict[tuple[str, int], list[Experience]] = {}
     for experience in outcome.experiences:
-        if experience.rollout < unit.repeat_times:  # a greedy baseline is no sample
+        if experience.rollout < unit.repeat_times:  # a greedy baseline is not a sample
             rows_by_rollout.setdefault((experience.group_id, experience.rollout), []).append(experience)
-    # Counts over rollouts, each of which is its rows; then times, which rollouts have in the order of the unit.
-    num_by_status: dict[str, int] = defaultdict(int)
+    counts: Counter[str] = Counter()
+    num_by_status: Counter[Status] = Counter()
     rewards_by_group: dict[str, list[float]] = defaultdict(list)
     metric_sums: dict[str, float] = defaultdict(float)
     row_metric_sums: dict[str, float] = defaultdict(float)
-    num_tokens = num_trained_tokens = num_turns = num_rows = 0
     for (group_id, _), rows in rows_by_rollout.items():
-        num_by_status[str(rollout_status(rows))] += 1
-        num_tokens += sum(map(num_sampled_tokens, rows))
+        num_by_status[rollout_status(rows)] += 1
+        counts["sampled_tokens"] += sum(map(num_sampled_tokens, rows))
         trained = [row for row in rows if row.status.trainable and row.reward is not None]
-        num_trained_tokens += sum(map(num_sampled_tokens, trained))
-        num_turns += sum(1 if row.turns is None else len(row.turns) for row in trained)
-        num_rows += len(trained)
+        counts["trained_tokens"] += sum(map(num_sampled_tokens, trained))
+        counts["turns"] += sum(1 if row.turns is None else len(row.turns) for row in trained)
+        counts["rows"] += len(trained)
         for number, row in enumerate(trained):
             for name, value in row.metrics.items():
                 if name in ROW_METRICS:
                     row_metric_sums[name] += value
-                elif number == 0 or name.startswith(BRANCHES):  # else it stands in every row, and is the rollout's
+                elif number == 0 or name.startswith(BRANCHES):  # every row repeats the metrics of the rollout
                     metric_sums[name] += value
         if trained and (reward := trained[0].reward) is not None:
             rewards_by_group[group_id].append(reward)
-    # Of each task `repeat_times` samples, then its greedy baseline if there is one.
+    # Each task has `repeat_times` samples, then its greedy baseline if any; times are in this order.
     per_task = unit.repeat_times + unit.greedy_baseline
-    # By position: the outcome has the times of rollouts in the order in which the runner made them.
     times = [times for number, times in enumerate(outcome.times) if number % per_task < unit.repeat_times]
     rewards = [reward for group in rewards_by_group.values() for reward in group]
+    num_rollouts = len(rows_by_rollout)
+    rates = pass_rates(rewards_by_group)
+
+    # The package's own metrics come last, so that a metric of a workflow cannot replace them.
+    sums = Sums(
+        weights={
+            "rollouts": float(num_rollouts),
+            "rewarded": float(len(rewards)),
+            "rows": float(counts["rows"]),
+            "sampled_tokens": float(counts["sampled_tokens"]),
+            **dict.fromkeys(rates, float(num_rollouts)),
+        }
+    )
+    sums.put(metric_sums, "rewarded")
+    sums.put(row_metric_sums, "rows")
+    sums.put(
+        {f"rollout/{t.name}": sum(getattr(time, t.name) for time in times) for t in fields(RolloutTimes)}, "rollouts"
+    )
+    for name, rate in rates.items():
+        sums.put({name: rate * num_rollouts}, name)
+    for group_id, group_rewards in rewards_by_group.items():
+        taskset = f"taskset/{group_id.partition('/')[0]}"  # the name of a taskset has no slash
+        sums += Sums({f"{taskset}/reward": (sum(group_rewards), taskset)}, {taskset: len(group_rewards)})
+    own = {
+        "reward": sum(rewards),
+        "num_turns": counts["turns"],
+        "response_length": counts["trained_tokens"],
+        "truncated": num_by_status[Status.TRUNCATED],
+    }
+    sums.put(own, "rewarded")
+    sums.put({"failed": sum(num_by_status[status] for status in _FAILURES)}, "rollouts")
     return RolloutResult(
         unit.key,
         shards=(),
         version=0,
         worker="",
-        num_rollouts=len(rows_by_rollout),
-        num_by_status=dict(num_by_status),
-        num_tokens=num_tokens,
+        num_rollouts=num_rollouts,
         num_bytes=sum(
             4 * len(e.tokens) + 4 * len(e.rollout_logprobs) + len(e.prompt_text) + len(e.response_text) + len(e.truth)
             for e in outcome.experiences
         ),
-        num_rewards=len(rewards),
-        num_trained_tokens=num_trained_tokens,
-        reward_sum=float(sum(rewards)),
-        metric_sums=dict(metric_sums),
-        num_turns=num_turns,
-        num_rows=num_rows,
-        row_metric_sums=dict(row_metric_sums),
-        rollout_time_sums={t.name: float(sum(getattr(each, t.name) for each in times)) for t in fields(RolloutTimes)},
-        pass_rates=pass_rates(rewards_by_group),
-        reward_sums=_by_taskset(rewards_by_group, sum),
-        reward_counts=_by_taskset(rewards_by_group, len),
+        sums=sums,
     )
 
 
-def _by_taskset(
-    rewards_by_group: Mapping[str, Sequence[float]], measure: Callable[[Sequence[float]], float]
-) -> dict[str, float]:
-    found: dict[str, float] = defaultdict(float)
-    for group_id, rewards in rewards_by_group.items():
-        found[group_id.partition("/")[0]] += float(measure(rewards))  # no name of a taskset has a slash
-    return dict(found)
-
-
 def num_sampled_tokens(row: Experience) -> int:
-    """Tokens of a row that the policy sampled, trained or not."""
+    """Number of tokens of a row that the policy sampled, trained or not."""
     if row.turns is None:
         return len(row.tokens) - row.prompt_length
     return sum(turn.end - turn.start for turn in row.turns)
 
 
 def rollout_status(rows: Sequence[Experience]) -> Status:
-    """The status of a rollout: truncated if a row of it was, ok if any other may be trained, else its first row's."""
+    """Status of a rollout: truncated if any trainable row is, else ok if any row is trainable, else the first row's."""
     trainable = [row.status for row in rows if row.status.trainable]
     if not trainable:
         return rows[0].status
@@ -252,71 +261,38 @@ def rollout_status(rows: Sequence[Experience]) -> Status:
 
 
 def step_metrics(results: Sequence[RolloutResult], step_s: float) -> dict[str, float]:
-    """The metrics of an explore step, from the results of its units, at least one, and its wall time in seconds.
+    """Metrics of an explore step, from the results of its units, at least one, and its wall time in seconds.
 
-    - reward, and every metric of a workflow: mean over the rollouts that may be trained, each once, whatever its turns
-    - num_turns: calls of the policy in such a rollout, mean; branches/<reason>: rows of it that begin where they do
-      because a prompt did not go on where a turn had ended, mean
+    - reward, and every metric of a workflow: mean over the rollouts that may be trained, each counted once
+    - num_turns: mean number of calls of the policy in such a rollout; branches/<reason>: mean number of its rows that
+      begin where they do because a prompt did not continue from the end of a turn
     - num_prompt_tokens, num_response_tokens, prompt_truncated: mean over the rows of those rollouts
-    - response_length: response tokens of such a rollout, all its turns together, mean
-    - taskset/<name>/reward: mean over such rollouts of one taskset, in steps that had tasks of several
-    - truncated: share of those that met the token limit; failed: share of all rollouts that failed, timed out or were
-      set aside as poisoned
+    - response_length: mean number of response tokens of such a rollout over all its turns
+    - taskset/<name>/reward: mean over such rollouts of one taskset, in steps with tasks of several tasksets
+    - truncated: fraction of those rollouts that reached the token limit
+    - failed: fraction of all rollouts that failed, timed out or were set aside as poisoned
     - rollout/<time>: seconds per rollout, such as rollout/tool_s; pass@k: mean over the tasks
-    - wait_s, load_s, generate_s: seconds of engines, summed over the units, which run side by side
+    - wait_s, load_s, generate_s: seconds of engines, summed over the units, which run concurrently
     - tokens_per_s: of one engine, while it had its weights
-    - occupancy: requests under way in an engine, as a share of its slots, mean over the time; not of a model behind an
-      API
-    - auxiliary/<name>/...: calls, failures, tokens and cost of an auxiliary model, summed over all rollouts and their
-      attempts, but for those of units that were lost
-    - step_s: wall time since the step before was complete
+    - occupancy: running requests of an engine as a fraction of its slots, mean over the time; missing for a model
+      behind an API
+    - auxiliary/<name>/...: calls, failures, tokens and cost of an auxiliary model, summed over all attempts at all
+      rollouts, except those of lost units
+    - step_s: wall time since the previous step was complete
     """
-
-    def total(values: Sequence[float]) -> float:
-        return float(sum(values))
-
-    def by_name(mappings: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        # A dict for a set that keeps its order, so that every step has its metrics in the same order.
-        return {
-            name: sum(each.get(name, 0.0) for each in mappings) for name in {n: None for each in mappings for n in each}
-        }
-
-    num_rewards = max(1.0, total([r.num_rewards for r in results]))
-    num_rollouts = total([r.num_rollouts for r in results])
-    num_tokens = total([r.num_tokens for r in results])
-    engine_s, wait_s = total([r.time_engine_s for r in results]), total([r.time_wait_s for r in results])
-    num_by_status = by_name([r.num_by_status for r in results])
-    num_failed = sum(num_by_status.get(s, 0.0) for s in (Status.FAILED, Status.TIMEOUT, Status.POISONED))
-    num_rows = max(1.0, total([r.num_rows for r in results]))
-    slot_s = total([r.slot_s for r in results])
-    # Means over rollouts, then over rows, then seconds; sums of units are added first, so that a small unit counts
-    # less.
-    metrics = {name: value / num_rewards for name, value in by_name([r.metric_sums for r in results]).items()}
-    row_sums = by_name([r.row_metric_sums for r in results])
-    metrics |= {name: value / num_rows for name, value in row_sums.items()}
-    time_sums = by_name([r.rollout_time_sums for r in results])
-    metrics |= {f"rollout/{name}": value / max(1.0, num_rollouts) for name, value in time_sums.items()}
-    for name in sorted({name for result in results for name in result.pass_rates}):
-        # Units have equal numbers of tasks but for the last; rollouts of each task are as many everywhere.
-        rates = [(r.pass_rates[name], r.num_rollouts) for r in results if name in r.pass_rates]
-        metrics[name] = sum(rate * count for rate, count in rates) / max(1, sum(count for _, count in rates))
-    reward_sums, reward_counts = by_name([r.reward_sums for r in results]), by_name([r.reward_counts for r in results])
-    if len(reward_sums) > 1:
-        metrics |= {f"taskset/{name}/reward": value / reward_counts[name] for name, value in reward_sums.items()}
-    metrics |= {f"auxiliary/{name}": value for name, value in by_name([r.auxiliary_sums for r in results]).items()}
-    # Last: a metric of a workflow does not replace one of these by its name.
+    total = Sums()
+    always = ("reward", "num_turns", "response_length", "truncated", "failed", "wait_s", "load_s", "generate_s")
+    total.put(dict.fromkeys(always, 0.0))
+    for result in results:
+        total += result.sums
+    weights = defaultdict(float, total.weights)
+    tasksets = [name for name in weights if name.startswith("taskset/")]
+    if len(tasksets) == 1:
+        del total.sums[f"{tasksets[0]}/reward"]
+    metrics = total.metrics()
     return metrics | {
-        "reward": total([r.reward_sum for r in results]) / num_rewards,
-        "num_rollouts": num_rollouts,
-        "num_turns": total([r.num_turns for r in results]) / num_rewards,
-        "response_length": total([r.num_trained_tokens for r in results]) / num_rewards,
-        "truncated": num_by_status.get(Status.TRUNCATED, 0.0) / num_rewards,
-        "failed": num_failed / max(1.0, num_rollouts),
-        "policy_version": float(max(r.version for r in results)),
-        "wait_s": wait_s,
-        "load_s": total([r.time_load_s for r in results]),
-        "generate_s": total([r.time_generate_s for r in results]),
+        "num_rollouts": weights["rollouts"],
+        "policy_version": float(max(result.version for result in results)),
         "step_s": step_s,
-        "tokens_per_s": num_tokens / max(1e-9, engine_s - wait_s),
-        **({"occupancy": total([r.request_s for r in results]) / slot_s} if slot_s else {}),
+        "tokens_per_s": weights["sampled_tokens"] / max(1e-9, weights["engine_s"] - metrics["wait_s"]),
     }

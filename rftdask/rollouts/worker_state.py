@@ -1,13 +1,12 @@
-"""Worker cache: what a worker process keeps between work units, and the seat in which one of them at a time begins.
+"""State that a worker process keeps between work units, and the lock under which one unit at a time starts.
 
-The config of the run, the engine of the policy, tokenizers, tasksets, engines of auxiliary models, fork servers of
-sandboxes, operators with the processes that they have, and how long tasks took. All of it can be made again from the
-run folder, so a new worker starts with none of it. Invariant: nothing of another run, or of the same run with another
-config, is ever given out.
+It holds the config of the run, the engine of the policy, tokenizers, tasksets, engines of auxiliary models, fork
+servers of sandboxes, operators with their processes, and task times. It is a cache: a new worker starts empty and
+rebuilds it from the run folder. Invariant: it never returns state of another run, or of another config of the run.
 
-A unit begins in the *seat*: it opens what it needs, chooses its weights, and waits for slots of the engine. Once all
-its rollouts have slots it gives the seat up, and the next unit takes what the rest of it leaves free. Who needs the
-engine for itself (other weights, style fixed, a suspicion of poison) waits in the seat until nothing is under way.
+A unit starts under the *start lock*: it opens its inputs, chooses its weights, and waits for slots of the engine. It
+releases the lock once all its rollouts have slots, and the next unit takes the slots that it leaves free. A unit that
+needs the engine for itself (other weights, style fixed, a crash suspect) holds the lock and waits until no unit runs.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from rftdask.engines.client import LOAD_TIMEOUT_S, EngineClient, EngineSpec
 from rftdask.engines.spec import engine_spec, is_asked_in_calls, remote_models
 from rftdask.errors import DataError, RoleError
 from rftdask.rollouts.auxiliary_client import SharedEngine
-from rftdask.rollouts.concurrency_limits import SLOT, SharedPlaces, slots_by_memory
+from rftdask.rollouts.concurrency_limits import SLOT, SharedSlots, slots_by_memory
 from rftdask.rollouts.policy.answer_parsers import AnswerParser
 from rftdask.rollouts.policy.rate_limit import RateLimit
 from rftdask.rollouts.policy.remote_model import MAX_TIMEOUT_S, RemoteModel
@@ -49,62 +48,63 @@ if TYPE_CHECKING:  # it needs torch
     from rftdask.algorithm.operators import Operator
 
 _MAX_FORK_SERVERS = 4
-"""Kept for evaluations, whose workflows may be others than those of training; each holds its imports in memory."""
+"""Fork servers to keep: evaluations may have other workflows than training, and each server holds its imports in
+memory."""
 _UNITS_REMEMBERED = 8
-"""Work units whose rollouts make up the mean length of one."""
+"""Number of work units whose rollouts determine the mean length of a rollout."""
 _MAX_STEPS_REMEMBERED = 100
-"""Explore steps whose tasks make up the mean time of a task."""
-_LOOK_S = 1.0
-"""Between two looks whether what waits is still wanted."""
+"""Number of explore steps whose tasks determine the mean time of a task."""
+_POLL_INTERVAL_S = 1.0
+"""Seconds between checks whether a waiting unit is cancelled."""
 _EXTRA_TIME_S = 60.0
-"""Time beyond `explorer.max_timeout` that an engine may take for one call before it counts as hanging."""
+"""Seconds beyond `explorer.max_timeout` that a call of an engine may take before the engine counts as hanging."""
 
 
-class Seat:
-    """The place of the one work unit that begins; see the module's text."""
+class StartLock:
+    """The start lock as held by one work unit; see the module docstring."""
 
-    def __init__(self, cache: WorkerCache) -> None:
-        self._cache = cache
-        self._held = True
+    def __init__(self, mutex: threading.Lock) -> None:
+        self._mutex: threading.Lock | None = mutex
 
-    def give_up(self) -> None:
-        """Let the next unit begin. Idempotent; from the thread that took the seat."""
-        if self._held:
-            self._held = False
-            self._cache.seat_lock.release()
+    def release(self) -> None:
+        """Let the next unit start. Idempotent; from the thread that took the lock."""
+        if self._mutex is not None:
+            self._mutex.release()
+            self._mutex = None
 
 
 class WorkerCache:
-    """The cache of one worker process. `open` comes first, in the seat.
+    """Cache of one worker process. Call `open` first, with the start lock.
 
     Example:
-        with cache.seat() as seat:
+        with cache.start_lock() as start:
             config = cache.open(storage, unit.config_fingerprint)
             engine = cache.engine(engine_spec(config.explorer.rollout_model, config, ...))
             with cache.under_way(exact=False):
                 ...
-                seat.give_up()      # as soon as another unit may begin beside this one
+                start.release()      # as soon as another unit may start while this one runs
                 ...
     """
 
     _config: Config
 
     def __init__(self) -> None:
-        self.seat_lock = threading.Lock()
-        self._called_off: Callable[[], bool] = lambda: False
-        """Of who has the seat."""
+        self.mutex = threading.Lock()
+        self._is_cancelled: Callable[[], bool] = lambda: False
+        """Cancel check of the unit that holds the start lock."""
         self._num_under_way = self._num_exact = 0
         self._ended = threading.Condition()
-        """Guards what units change that have given up their seat."""
+        """Guards the state that units change after they have released the start lock."""
         self._last_end_s = 0.0
-        """Time at which a unit ended last, by the monotonic clock."""
-        self._shared: tuple[SharedPlaces, SharedLoop] | None = None
+        """Monotonic time at which a unit last ended."""
+        self._shared: tuple[SharedSlots, SharedLoop] | None = None
         self._num_slots = 0
-        """Of `_shared`."""
+        """Number of engine slots in `_shared`."""
         self._unit_lengths: deque[Sequence[int]] = deque(maxlen=_UNITS_REMEMBERED)
-        """Tokens of the rollouts of the last units."""
+        """Lengths in tokens of the rollouts of each of the last units."""
         self._run: tuple[str, str] | None = None
-        """URL and fingerprint of the config that all below belongs to, save the policy's engine, which has a spec."""
+        """URL and config fingerprint of the run that the fields below belong to, except the policy's engine, which has
+        a spec."""
         self._engine: EngineClient | None = None
         self._note = ""
         self._tokenizer: Tokenizer | None = None
@@ -112,37 +112,37 @@ class WorkerCache:
         self._tasksets: dict[str, Taskset] = {}
         self._operators: list[Operator] | None = None
         self.operators_lock = threading.Lock()
-        """For who runs them: units overlap, and operators are anybody's."""
+        """Held while operators run: units overlap, and operators need not be thread-safe."""
         self._fork_servers: dict[SandboxSpec, ForkServer] = {}
         """Least recently used first."""
-        # These and the fork servers are made in the seat, and may be ended meanwhile by a unit that has given it up.
+        # A unit with the start lock makes these and the fork servers; one that has released it may end them meanwhile.
         self._auxiliary_engines: dict[EngineSpec, EngineClient] = {}
         self._auxiliary_tokenizers: dict[str, Tokenizer] = {}
         self._shared_engines: dict[str, SharedEngine] = {}
-        """Of auxiliary models on workers of their own, by name."""
+        """Clients of auxiliary models on other workers, by name."""
         self._rate_limits: dict[tuple[str, tuple[float | None, ...]], RateLimit] = {}
-        """By model and limits; kept across runs, for a service does not know of them."""
+        """Rate limits by model and limits; kept across runs, because the service does not distinguish runs."""
         self._task_times_s: dict[int, list[float]] = {}
         """Seconds of each task, by explore step."""
 
     @contextmanager
-    def seat(self, called_off: Callable[[], bool] = lambda: False) -> Iterator[Seat]:
-        """Wait for the seat, and give it up at the end at the latest.
+    def start_lock(self, is_cancelled: Callable[[], bool] = lambda: False) -> Iterator[StartLock]:
+        """Wait for the start lock, and release it at the end of the block if it still holds it.
 
-        called_off: whether nobody wants any more what begins in it; looked at in all of its waits for other units,
-            whose own deadlines bound them. Raises: RoleError: it was called off.
+        is_cancelled: checked during all waits of the holder for other units, whose own deadlines bound them. Raises:
+            RoleError: cancelled.
         """
-        while not self.seat_lock.acquire(timeout=_LOOK_S):
-            _check_wanted(called_off)
-        seat, self._called_off = Seat(self), called_off
+        while not self.mutex.acquire(timeout=_POLL_INTERVAL_S):
+            _raise_if_cancelled(is_cancelled)
+        start, self._is_cancelled = StartLock(self.mutex), is_cancelled
         try:
-            yield seat
+            yield start
         finally:
-            seat.give_up()
+            start.release()
 
     @contextmanager
     def under_way(self, *, exact: bool) -> Iterator[None]:
-        """Count a unit as under way. exact: its weights must not change meanwhile."""
+        """Count a unit as running. exact: its weights must not change meanwhile."""
         with self._ended:
             self._num_under_way += 1
             self._num_exact += exact
@@ -156,37 +156,38 @@ class WorkerCache:
 
     @property
     def is_busy(self) -> bool:
-        """True while a unit is under way; in the seat, False stays so."""
+        """True while a unit runs. With the start lock, False stays False."""
         return self._num_under_way > 0
 
     @property
     def may_load_in_flight(self) -> bool:
-        """True while no unit is under way that must keep its weights."""
+        """True while no running unit must keep its weights."""
         return not self._num_exact
 
     def wait_until_idle(self) -> None:
-        """Wait until no unit is under way. In the seat, so that none begins meanwhile. Raises: as `seat`."""
+        """Wait until no unit runs. Needs the start lock, so that none starts meanwhile. Raises: as `start_lock`."""
         with self._ended:
-            while not self._ended.wait_for(lambda: not self._num_under_way, _LOOK_S):
-                _check_wanted(self._called_off)
+            while not self._ended.wait_for(lambda: not self._num_under_way, _POLL_INTERVAL_S):
+                _raise_if_cancelled(self._is_cancelled)
 
     def wait_for_slot(self) -> None:
-        """Wait until the engine has a free slot. In the seat, so that nobody else is about to take it. Raises: as
-        `seat`.
+        """Wait until the engine has a free slot. Needs the start lock, so that no other unit takes it. Raises: as
+        `start_lock`.
         """
-        while not self.shared()[0].wait_for_room(SLOT, _LOOK_S):
-            _check_wanted(self._called_off)
+        while not self.shared()[0].wait_for_slot(SLOT, _POLL_INTERVAL_S):
+            _raise_if_cancelled(self._is_cancelled)
 
-    def shared(self) -> tuple[SharedPlaces, SharedLoop]:
-        """What units share that overlap: the slots of the engine, and the event loop of their rollouts."""
+    def shared(self) -> tuple[SharedSlots, SharedLoop]:
+        """Slots of the engine and event loop of the rollouts, which overlapping units share."""
         if self._shared is None:
             self._num_slots = self._config.slots_per_engine
-            self._shared = SharedPlaces({SLOT: self._num_slots}), SharedLoop()
+            self._shared = SharedSlots({SLOT: self._num_slots}), SharedLoop()
         return self._shared
 
     def add_lengths(self, lengths: Sequence[int], cache_tokens: int | None) -> None:
-        """Remember how long the rollouts of a unit became, in tokens, by which an engine with room for so many has
-        slots, where the configuration says so.
+        """Record the lengths of a unit's rollouts in tokens, and adapt the number of slots if it follows the memory.
+
+        cache_tokens: KV cache of the engine. None: unknown.
         """
         by_memory = self._config.explorer.slots_per_engine == "memory" and cache_tokens is not None
         with self._ended:  # units that overlap end on threads of their own
@@ -199,11 +200,14 @@ class WorkerCache:
 
     @property
     def num_slots(self) -> int:
-        """Slots that the engine has now."""
+        """Current number of slots of the engine."""
         return self._num_slots or self._config.slots_per_engine
 
     def count_time(self, began_s: float) -> float:
-        """Seconds of a unit that has ended now which no other unit has counted. began_s: by the monotonic clock."""
+        """Seconds of a unit that ends now, without those that overlapping units have counted.
+
+        began_s: monotonic time at which the unit began.
+        """
         with self._ended:
             now_s = time.monotonic()
             counted_s = now_s - max(began_s, self._last_end_s)
@@ -211,15 +215,15 @@ class WorkerCache:
             return counted_s
 
     def open(self, storage: Storage, fingerprint: str) -> Config:
-        """The config of the run, read once; what belongs to another run is dropped, when its units have ended.
+        """Config of the run, read once. Waits for units of another run, and drops the state of that run.
 
-        Raises: DataError: the run folder, as this worker sees it, has no such config; DamagedError.
+        Raises: DataError: the run folder as seen by this worker has no such config; DamagedError.
         """
-        # A worker may outlive a run, and a later start of the same run may have another config.
+        # A worker may outlive a run, and a resumed run may have another config.
         if self._run != (storage.url, fingerprint):
             config = read_config(storage, fingerprint)  # first: if it fails, nothing is lost
             self.wait_until_idle()
-            # Other plug-ins, environment variables or models may be meant by the same names.
+            # The same names may mean other plug-ins, environment variables or models.
             self.drop_auxiliary()
             for shared in self._shared_engines.values():
                 shared.close()
@@ -238,95 +242,95 @@ class WorkerCache:
         return self._config
 
     def engine(self, spec: EngineSpec) -> EngineClient:
-        """A living engine of `spec`, started if need be; it may still be loading its model."""
-        # The engine outlives a change of the config: its spec says whether it can be used, and loading one takes long.
+        """Running engine of `spec`, which may still be loading its model."""
+        # Loading takes long, so the engine outlives a change of the config if its spec stays.
         if self._engine is not None and not self._engine.alive():
             self._note = "an engine had died; a new one takes its place"
         if self._engine is not None and (self._engine.spec != spec or not self._engine.alive()):
-            # Those that had it: what they still ask of a dead one fails, and a new one has other weights.
+            # Units that use it must end first: their requests to a dead engine fail, and a new one has other weights.
             self.wait_until_idle()
             self.drop_engine()
         if self._engine is None:
-            # pyarrow has it imported for the first shard; now this process has time, for the engine loads its model.
+            # pyarrow imports pandas for the first shard; import it while the engine loads its model.
             threading.Thread(target=import_module, args=("pandas",), name="imports", daemon=True).start()
             self._engine = EngineClient(spec)
         return self._engine
 
     def ready_engine(self, spec: EngineSpec) -> EngineClient:
-        """`engine`, once it has loaded its model; the tokenizer is read meanwhile. Raises: RoleError, UserError: the
+        """`engine`, once it has loaded its model; reads the tokenizer meanwhile. Raises: RoleError, UserError: the
         engine's; DataError: the model folder has no tokenizer.
         """
-        with ThreadPoolExecutor(1, "tokenizer") as beside:
-            # Both may wait until they can be forked, neither for the other.
-            reading = beside.submit(self.tokenizer)
+        with ThreadPoolExecutor(1, "tokenizer") as thread:
+            # Each may wait for its process to be forked; do not make one wait for the other.
+            reading = thread.submit(self.tokenizer)
             engine = self.engine(spec)
             reading.result()
         engine.wait_ready()
         return engine
 
     def drop_engine(self) -> None:
-        """End the engine of the policy; the next unit gets another. Idempotent."""
+        """End the engine of the policy; the next unit starts a new one. Idempotent."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
 
     def drop_hanging(self, engine: EngineClient | None) -> None:
-        """End this engine and those of auxiliary models. Idempotent: another that took its place stays."""
+        """End this engine and those of auxiliary models. Idempotent: an engine that replaced it stays."""
         if engine is self._engine:
             self.drop_engine()
             self.drop_auxiliary()
 
     def end_turn(self) -> None:
-        """All engines may leave devices that they share: a work unit has ended."""
+        """Let all engines release devices that they share, because a work unit has ended."""
         for engine in (self._engine, *tuple(self._auxiliary_engines.values())):
             if engine is not None:
                 engine.end_turn()
 
     def take_note(self) -> str:
-        """News since the last call that people should know, in one sentence or none."""
+        """Message for the user since the last call, one sentence. "": none."""
         note, self._note = self._note, ""
         return note
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the policy. Raises: DataError: the model folder has none."""
+        """Tokenizer of the policy. Raises: DataError: the model folder has none."""
         self._tokenizer = self._tokenizer or load_tokenizer(self._config)
         return self._tokenizer
 
     def images(self) -> ImageProcessor | None:
-        """What makes tokens of images for the policy; None: the run's tasks have none."""
+        """Image processor of the policy. None: the tasks have no images."""
         if self._images is None and self._config.reads_images:
             model = self._config.model
             self._images = ImageProcessor(model.model_path, trust_remote_code=model.trust_remote_code)
         return self._images
 
     def taskset(self, name: str) -> Taskset:
-        """The rows of a taskset. Raises: DataError: no taskset is called so, or it cannot be read."""
+        """Rows of a taskset. Raises: DataError: the taskset does not exist or cannot be read."""
         if name not in self._tasksets:
             source = self._config.buffer.explorer_input
             configs = {t.name: t for t in (*source.train_tasksets, *source.eval_tasksets)}
             if name not in configs:
-                raise DataError(f"no taskset is called {name!r}; there are {', '.join(configs)}")
+                raise DataError(f"unknown taskset {name!r}; the tasksets are {', '.join(configs)}")
             self._tasksets[name] = Taskset(configs[name])
         return self._tasksets[name]
 
     def operators(self) -> list[Operator]:
-        """The operators that run before the commit, kept with what they hold. Raises: UserError."""
+        """Operators that run before the commit, with their state. Raises: UserError."""
         if self._operators is None:
-            # Late: it needs torch, which this process does without unless there are operators.
+            # Late: it imports torch, which this process needs only for operators.
             from rftdask.buffer.batches.operator_pipeline import operators_of
 
             self._operators = operators_of(self._config)
         return self._operators
 
     def fork_server(self, spec: SandboxSpec) -> ForkServer:
-        """A living fork server of `spec`. Raises: UserError: a plug-in cannot be imported."""
+        """Running fork server of `spec`. Raises: UserError: a plug-in cannot be imported."""
         kept = self._fork_servers
-        # Taken out and put back, so that the dict is in the order of use.
+        # Pop and insert again, so that the dict is in the order of use.
         fork_server = kept.pop(spec, None)
         if fork_server is not None and not fork_server.alive():
             fork_server.close()
             fork_server = None
-        # The first of the dict was used longest ago. Units that overlap may need more than are kept.
+        # Least recently used first. Overlapping units may need more than _MAX_FORK_SERVERS.
         for old, server in list(kept.items()):
             if len(kept) >= _MAX_FORK_SERVERS and not server.in_use:
                 kept.pop(old, None)
@@ -335,30 +339,30 @@ class WorkerCache:
         return fork_server
 
     def auxiliary(self, threads: int) -> dict[str, TextEngine | RemoteModel]:
-        """The auxiliary models by name: those of this process, loaded, and those behind an API, for the event loop that
-        runs now. A teacher is the trainer's. Raises: RoleError, UserError.
+        """Auxiliary models by name, for the running event loop: loaded ones of this process, those of other workers and
+        those behind an API. Empty if the only one is the trainer's teacher. Raises: RoleError, UserError.
         """
         config = self._config
         if config.algorithm.needs_teacher:
             return {}
-        found: dict[str, TextEngine | RemoteModel] = {
+        models: dict[str, TextEngine | RemoteModel] = {
             name: text_engine(engine, tokenizer, config)
             for name, (engine, tokenizer) in self.start_auxiliary(threads).items()
         }
-        found |= {
+        models |= {
             name: text_engine(engine, self._auxiliary_tokenizers[name], config)
             for name, engine in self._shared_engines.items()
         }
-        return found | {name: self.remote_model(name) for name in remote_models(config) if name != POLICY}
+        return models | {name: self.remote_model(name) for name in remote_models(config) if name != POLICY}
 
     def remote_model(self, name: str) -> RemoteModel:
-        """The model behind an API that workflows ask by this name, for the event loop that runs now. Raises: UserError:
-        see RemoteModel.
+        """Model behind an API that workflows call by this name, for the running event loop. Raises: UserError: see
+        RemoteModel.
         """
         config = self._config
         section = remote_models(config)[name]
-        service, asked = config.model.external_model, section.model_path or config.model.external_model.model_name or ""
-        # One for all work units: they share what the service allows. Each worker has an equal part of it.
+        service = config.model.external_model
+        # All work units of a worker share one rate limit, an equal part of the service's limit.
         share = 1 / config.explorer.most_workers
         limits = tuple(
             None if limit is None else limit * share
@@ -366,13 +370,14 @@ class WorkerCache:
         )
         if (name, limits) not in self._rate_limits:
             self._rate_limits[name, limits] = RateLimit(*limits, clock=time.monotonic)
-        # A try that takes as long as an attempt at a rollout would leave no time for another.
+        # A request that takes as long as an attempt at a rollout would leave no time for a retry.
         timeout_s = min(MAX_TIMEOUT_S, config.explorer.max_timeout / 2)
-        return RemoteModel(asked, service, timeout_s, section.max_retries, limit=self._rate_limits[name, limits])
+        remote_name = section.model_path or service.model_name or ""
+        return RemoteModel(remote_name, service, timeout_s, section.max_retries, limit=self._rate_limits[name, limits])
 
     def wait_for_shared(self, worker: Worker, fingerprint: str, url: str) -> None:
-        """Wait until workers of their own serve the auxiliary models that have some. In the seat. Raises: RoleError:
-        none does in time; as `seat`.
+        """Wait until other workers serve the auxiliary models that run there. Needs the start lock. Raises: RoleError:
+        none does in time; as `start_lock`.
         """
         config, cluster, known = self._config, self._config.cluster, self._auxiliary_tokenizers
         timeout_s = LOAD_TIMEOUT_S + (0.0 if cluster.is_one_machine else cluster.max_queue_s)
@@ -381,25 +386,25 @@ class WorkerCache:
             if name not in known:
                 known[name] = _tokenizer(model, config)
             if name not in self._shared_engines:
-                # An attempt at a rollout that waits as long as it may would end by its own deadline, and not say why.
+                # Less than the deadline of an attempt, so that the attempt ends with this model's error.
                 patience_s = config.explorer.max_timeout / 2
                 key, spec = (url, fingerprint, name), engine_spec(model, config, 1, None)
                 shared = SharedEngine(worker, key, spec, num_engines=model.engine_num, patience_s=patience_s)
                 self._shared_engines[name] = shared
-            self._shared_engines[name].wait_ready(timeout_s, self._called_off)
+            self._shared_engines[name].wait_ready(timeout_s, self._is_cancelled)
 
     def start_auxiliary(self, threads: int) -> dict[str, tuple[EngineClient, Tokenizer]]:
-        """The auxiliary models of this process by name, loaded. Raises: RoleError, UserError."""
+        """Loaded auxiliary models of this process by name. Raises: RoleError, UserError."""
         config = self._config
         models = {model.asked_name: model for model in config.models_beside}
         specs = {name: engine_spec(model, config, threads, None) for name, model in models.items()}
         kept = self._auxiliary_engines
         for spec, engine in list(kept.items()):
-            # What is not asked for any more would keep its memory; what died is started again below.
+            # An unused engine would keep its memory; a dead one is started again below.
             if spec not in specs.values() or not engine.alive():
                 kept.pop(spec, None)
                 engine.close()
-        # All of them first, so that they load side by side; the tokenizers meanwhile.
+        # Start all engines first, so that they load concurrently, and read the tokenizers meanwhile.
         engines: dict[EngineSpec, EngineClient] = {}
         for spec in specs.values():
             if spec not in kept and spec.section.traits.takes_share:
@@ -410,48 +415,48 @@ class WorkerCache:
         known = self._auxiliary_tokenizers
         tokenizers = {name: known.get(name) or _tokenizer(model, config) for name, model in models.items()}
         known.update(tokenizers)
-        for each in engines.values():
-            each.wait_ready()
+        for engine in engines.values():
+            engine.wait_ready()
         return {name: (engines[spec], tokenizers[name]) for name, spec in specs.items()}
 
     def timeout_s(self, explore_step: int) -> float:
-        """The limit of an attempt by `explorer.max_timeout` and `explorer.dynamic_timeout`."""
+        """Time limit of an attempt by `explorer.max_timeout` and `explorer.dynamic_timeout`."""
         explorer = self._config.explorer
-        with self._ended:  # other units, which end meanwhile, add to them
+        with self._ended:  # other units add to them
             times_s = dict(self._task_times_s)
         return attempt_timeout_s(explorer.dynamic_timeout, explorer.max_timeout, times_s, explore_step)
 
     def add_task_times(self, explore_step: int, task_times_s: Sequence[float]) -> None:
-        """Remember how long the tasks of a step took."""
+        """Record how long the tasks of a step took."""
         with self._ended:
             self._task_times_s.setdefault(explore_step, []).extend(task_times_s)
-            # The oldest steps are forgotten: their tasks were run by weaker weights, and took other times.
+            # Forget the oldest steps, whose weights were weaker and took other times.
             for step in sorted(self._task_times_s)[:-_MAX_STEPS_REMEMBERED]:
                 del self._task_times_s[step]
 
     def drop_auxiliary(self) -> None:
-        """End the auxiliary engines and the fork servers, and forget times. Idempotent."""
+        """End the auxiliary engines and the fork servers, and forget task times. Idempotent."""
         for kept in (self._fork_servers, self._auxiliary_engines):
-            for key in list(kept):  # one by one: another thread may add to them, or take from them, meanwhile
-                if (held := kept.pop(key, None)) is not None:  # type: ignore[call-overload]
-                    held.close()
+            for key in list(kept):  # one by one: another thread may add or remove some meanwhile
+                if (process := kept.pop(key, None)) is not None:  # type: ignore[call-overload]
+                    process.close()
         self._auxiliary_tokenizers.clear()
         self._task_times_s = {}
 
 
-def _check_wanted(called_off: Callable[[], bool]) -> None:
-    if called_off():
-        raise RoleError("a work unit was called off while it waited for others of its worker")
+def _raise_if_cancelled(is_cancelled: Callable[[], bool]) -> None:
+    if is_cancelled():
+        raise RoleError("a work unit was cancelled while it waited for other units of its worker")
 
 
 def attempt_timeout_s(
     dynamic: DynamicTimeoutConfig, max_timeout_s: float, times_s: Mapping[int, Sequence[float]], explore_step: int
 ) -> float:
-    """Limit for an attempt of `explore_step`: `ratio` times the mean time of a task, once enough steps have one.
+    """Time limit of an attempt of `explore_step`: `ratio` times the mean time of a task, once enough steps have times.
 
     Args: times_s: seconds of the tasks that ended well, by their explore step.
     """
-    # Of earlier steps alone: a limit that moved within a step would judge its tasks by different measures.
+    # Only earlier steps, so that the limit is the same for all tasks of a step.
     before = [times for step, times in times_s.items() if step < explore_step]
     times = [time_s for step_times in before for time_s in step_times]
     if not dynamic.enable or len(before) < dynamic.warmup_min_steps or not times:
@@ -462,8 +467,8 @@ def attempt_timeout_s(
 def text_engine(
     client: EngineClient | SharedEngine, tokenizer: Tokenizer, config: Config, images: ImageProcessor | None = None
 ) -> TextEngine:
-    """The engine as rollouts ask it: as they come, or in calls of which LockstepQueue decides what shares one. Raises:
-    UserError: see AnswerParser.
+    """The engine for rollouts, which takes requests as they come or in calls of the LockstepQueue. Raises: UserError:
+    see AnswerParser.
     """
     timeout_s = config.explorer.max_timeout + _EXTRA_TIME_S
 
@@ -476,8 +481,8 @@ def text_engine(
     streaming = Streaming(client.submit, timeout_s, str(client), lambda: client.answered_s)
     section = client.spec.section
     parser = AnswerParser(tokenizer, section.tool_call_parser, section.reasoning_parser)
-    ways = generate if is_asked_in_calls(section, config) else streaming
-    return TextEngine(ways, tokenizer, logprobs, parser, section.traits.guides_sampling, images)
+    backend = generate if is_asked_in_calls(section, config) else streaming
+    return TextEngine(backend, tokenizer, logprobs, parser, section.traits.guides_sampling, images)
 
 
 def _tokenizer(model: InferenceModelConfig, config: Config) -> Tokenizer:
@@ -487,6 +492,6 @@ def _tokenizer(model: InferenceModelConfig, config: Config) -> Tokenizer:
         tokenizer = read_tokenizer(model.model_path or "", config.model.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise DataError(f"explorer.auxiliary_models: {model.model_path!r} gives no tokenizer: {reason}") from error
-    own = model.enable_thinking
-    return with_thinking(tokenizer, config.model.enable_thinking if own is None else own)
+        raise DataError(f"explorer.auxiliary_models: {model.model_path!r} has no usable tokenizer: {reason}") from error
+    thinks = config.model.enable_thinking if model.enable_thinking is None else model.enable_thinking
+    return with_thinking(tokenizer, thinks)

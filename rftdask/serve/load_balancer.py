@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from rftdask.engines.base import GenerateRequest, Generation
 from rftdask.engines.client import AskedEngine
 from rftdask.errors import RoleError, WaitTimeout
-from rftdask.rollouts.concurrency_limits import TokenRoom
+from rftdask.rollouts.concurrency_limits import KvCacheBudget
 from rftdask.rollouts.policy.lockstep_queue import RequestQueue, RolloutKey
 from rftdask.rollouts.policy.streaming_queue import Streaming, StreamingQueue
 
@@ -51,7 +51,7 @@ class _Slot:
 
     engine: AskedEngine
     queue: RequestQueue
-    room: TokenRoom
+    room: KvCacheBudget
     """Tokens reserved for the prompts and longest answers of running calls."""
     num_calls: int = 0
 
@@ -83,7 +83,7 @@ class LoadBalancer(RequestQueue):
     def add(self, engine: AskedEngine) -> None:
         """Start sending requests to an engine."""
         queue = StreamingQueue(Streaming(engine.submit, _TIMEOUT_S, str(engine)))
-        self._slots.append(_Slot(engine, queue, TokenRoom(engine.cache_tokens)))
+        self._slots.append(_Slot(engine, queue, KvCacheBudget(engine.cache_tokens)))
 
     def take_lost(self) -> list[AskedEngine]:
         """Remove and return the lost engines."""

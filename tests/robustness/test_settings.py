@@ -241,4 +241,4 @@ def test_bubblewrap_is_refused_if_it_is_not_installed(
 ) -> None:
     monkeypatch.setenv("PATH", str(config.parent))
     ended = call_cli(command, str(config), "explorer.sandbox.bubblewrap=true")
-    assert_mendable(ended, "explorer.sandbox.bubblewrap: there is no bwrap here", "install the package bubblewrap")
+    assert_mendable(ended, "explorer.sandbox.bubblewrap: bwrap is not installed", "install the package bubblewrap")

@@ -1,1 +1,1 @@
-"""Processes in which workflows run that may block, hang, crash or eat memory; Linux. It knows no engines or retries."""
+"""Processes for workflows that may block, hang, crash or exhaust memory (Linux). Does not know engines or retries."""

@@ -1,7 +1,7 @@
-"""Bubblewrap: the command line under which sandboxes see a machine that they cannot change, and whether it works here.
+"""Command line of bubblewrap, under which sandboxes cannot change the machine, and a check whether it works.
 
-`bwrap` runs the fork server, so all its forks are in one sandbox of their worker: they share /tmp and a process table,
-which nothing outside is part of. It knows neither messages nor attempts.
+`bwrap` runs the fork server, so all forks of a worker share one sandbox with a separate /tmp and process table. This
+module does not know messages or attempts.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _KEY = "explorer.sandbox.bubblewrap"
 
 
 def bwrap_command(read: Iterable[str], *, network: bool) -> list[str]:
-    """The words before a command that make it see the machine read-only, an empty /tmp and processes of its own.
+    """Prefix of a command that runs it with a read-only file system, an empty /tmp and a separate process table.
 
-    read: files and folders that it needs, which it then sees also in /tmp; network: leave it the machine's network.
-    Raises: NotInstalledError: there is no bwrap.
+    read: files and folders that it needs, which are kept if they are in /tmp; network: keep the machine's network.
+    Raises: NotInstalledError: bwrap is not installed.
     """
     program = shutil.which("bwrap")
     if program is None:
         raise NotInstalledError(
-            f"{_KEY}: there is no bwrap here; install the package bubblewrap (apt, dnf), or leave the key out"
+            f"{_KEY}: bwrap is not installed; install the package bubblewrap (apt, dnf), or remove the key"
         )
-    # As named and as resolved: an environment is mostly full of links.
+    # Both the given and the resolved path, because environments contain many links.
     needed = {
         path
-        for each in (*read, sys.prefix, sys.base_prefix)
-        for path in (os.path.abspath(each), os.path.realpath(each))
+        for name in (*read, sys.prefix, sys.base_prefix)
+        for path in (os.path.abspath(name), os.path.realpath(name))
     }
-    # /tmp is replaced by an empty one, so what is needed of the machine's is bound into it again.
+    # Bind the needed paths of /tmp again, which is replaced by an empty one.
     hidden = sorted(path for path in needed if path.startswith("/tmp/") and os.path.exists(path))
     return [
         program,
@@ -49,12 +49,12 @@ def bwrap_command(read: Iterable[str], *, network: bool) -> list[str]:
 
 
 def check_bubblewrap(section: SandboxConfig) -> None:
-    """Raises: NotInstalledError: `bubblewrap` is set, and there is none that works here; UserError: it has no use."""
+    """Check `bubblewrap` if set. Raises: NotInstalledError: it does not work here; UserError: it has no effect."""
     if not section.bubblewrap:
         return
     if section.mode == "never":
-        raise UserError(f"{_KEY}: explorer.sandbox.mode never runs nothing in a sandbox; use auto or always")
-    # Tried out, since whether namespaces are allowed is told by no setting one could read.
+        raise UserError(f"{_KEY} has no effect with explorer.sandbox.mode never; use auto or always")
+    # Run it, because no readable setting shows whether namespaces are allowed.
     command = [*bwrap_command((), network=section.bubblewrap_network), "true"]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_TIMEOUT_S, check=False)
@@ -62,6 +62,6 @@ def check_bubblewrap(section: SandboxConfig) -> None:
         raise UserError(f"{_KEY}: bwrap did not run `true` within {_TRIAL_TIMEOUT_S:g} s") from None
     if ended.returncode:
         raise NotInstalledError(
-            f"{_KEY}: bwrap cannot make a sandbox on this machine: {ended.stderr.strip()[-300:]}; containers and some "
-            "systems allow users no namespaces; ask who runs it, or leave the key out"
+            f"{_KEY}: bwrap cannot create a sandbox on this machine: {ended.stderr.strip()[-300:]}; containers and "
+            "some systems do not allow user namespaces; ask the administrator, or remove the key"
         )

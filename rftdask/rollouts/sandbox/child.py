@@ -1,11 +1,11 @@
-"""The fork server, a process that does nothing but fork, and what its forks do; the worker's side is pool.py.
+"""The fork server, a process that only forks, and the code of its forks. pool.py is the worker's side.
 
 The fork server imports the plug-ins once, has one thread, and forks a process for each attempt. So an attempt starts in
-milliseconds, with everything imported and in the state that the imports left, and what it does to its memory, its
-working directory, its environment, its threads and its children is its own. A fork leads a process group of its own,
-which the fork server kills whole, also when its leader has ended. What left that group by setsid keeps to its fork,
-which is its subreaper, or comes to the fork server when that one has ended, which then kills it. All of them end with
-the fork server, which ends with the worker: a guard, its parent, sees to that, in which no code of a plug-in ever runs.
+milliseconds with everything imported, and its memory, working directory, environment, threads and child processes are
+private. A fork leads a process group, which the fork server kills as a whole even if the leader has ended. Descendants
+that left the group by setsid are adopted by their fork, which is their subreaper, or by the fork server when the fork
+has ended, which then kills them. All of them end with the fork server, which ends with the worker. Its parent, a guard
+that never runs code of a plug-in, ensures this.
 """
 
 from __future__ import annotations
@@ -48,44 +48,44 @@ _OPENAI = (
     *("openai", "starlette.applications", "starlette.responses"),
     *("uvicorn.protocols.http.h11_impl", "uvicorn.lifespan.off"),
 )
-"""Imported, with what they need, before there are forks of workflows that use them: it takes most of a second."""
+"""Modules to import before forking workflows that use them, which takes most of a second."""
 _GRACE_S = 2.0
-"""For a stopped fork server to go on (a batch system may stop a whole job for a while), or a deaf one to end."""
-_LOOK_S = 0.2
-"""Between two looks at the memory of rollouts that have children."""
+"""Seconds for a stopped fork server to continue (a batch system may pause a job), or to end after the worker."""
+_POLL_INTERVAL_S = 0.2
+"""Seconds between checks of the memory of rollouts with child processes."""
 _libc = ctypes.CDLL(None)
 
 
 def main(control_fd: int) -> None:
-    """Entry: become the guard of the fork server, and that in a process below."""
+    """Start the fork server in a child process, and become its guard."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     guard = os.getpid()
     if (server := os.fork()) > 0:
         _guard(server, control_fd)
     else:
-        os.setsid()  # a signal to the group of one is none to the other's
+        os.setsid()  # signals to the group of one must not reach the other
         die_with_parent(guard)
         _serve(control_fd)
 
 
 def _guard(server: int, control_fd: int) -> None:
-    """Wait until the fork server has ended, is stopped, or outlives the worker; then end all that is left of it."""
+    """Wait until the fork server has ended, is stopped, or outlives the worker; then kill all its processes."""
     worker = select.poll()
-    worker.register(control_fd, 0)  # tells only that the other end is closed
+    worker.register(control_fd, 0)  # reports only that the other end is closed
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     deadline = math.inf
     while time.monotonic() < deadline:
         state = os.waitid(os.P_PID, server, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         if state is not None and state.si_code != os.CLD_STOPPED:
             break
-        # Three things end the wait: the server has ended (above), it is stopped, or the worker's end of the socket is
-        # closed; the last two only after a grace, in which a stopped server may be continued.
+        # Three events end the wait: the server has ended (above), it is stopped, or the worker has closed its end of
+        # the socket. The last two have a grace period, in which a stopped server may continue.
         if state is None and not worker.poll(0):
             deadline = math.inf
         elif deadline == math.inf:
             deadline = time.monotonic() + _GRACE_S
         signal.sigtimedwait({signal.SIGCHLD}, 0.25)
-    # What loses its parent comes here, however deep it was: this is the subreaper of them all.
+    # Orphaned descendants become children of this process, which is their subreaper.
     while below := _children():
         for pid in below:
             os.kill(pid, signal.SIGKILL)
@@ -93,7 +93,7 @@ def _guard(server: int, control_fd: int) -> None:
 
 
 def _serve(control_fd: int) -> None:
-    """Be the fork server: import what the first message names, say so, and fork until the worker is gone."""
+    """Run the fork server: do the imports of the first message, report them, and fork until the worker is gone."""
     control = socket.socket(fileno=control_fd)
     setup = messages.TO_FORK_SERVER.decode(msgpack.unpackb(control.recv(_PACKET_BYTES)))
     assert isinstance(setup, messages.Setup), setup
@@ -103,35 +103,35 @@ def _serve(control_fd: int) -> None:
         load_plugin_folders(spec.plugin_dirs)
         for module in spec.modules:
             __import__(module)
-        # Resolved once here, so that forks find them resolved, and a wrong name is told before any rollout.
+        # Resolve the names before forking, so that a wrong name is reported before any rollout.
         for name in spec.workflows:
             find_workflow(name)
         for name in spec.rewards:
             get_reward(name)
         for part in read_functions("rftdask.rollouts.rewards", "reward").values():
-            part.load()  # a workflow's default reward is named nowhere; a fork should not have to import it
-    except BaseException as error:  # whatever a plug-in does when it is imported, its text goes to who started us
+            part.load()  # a workflow may use any of them as its default reward
+    except BaseException as error:  # a plug-in may raise anything when imported; the worker gets the text
         problem = messages.Imported((str(error) or type(error).__name__)[-_MAX_TRACEBACK:])
         control.send(msgpack.packb(messages.FROM_FORK_SERVER.encode(problem)))
         return
-    if any(map(_asks_by_openai, spec.workflows)):
+    if any(map(_uses_openai, spec.workflows)):
         for module in _OPENAI:
-            with contextlib.suppress(ImportError):  # a fork tells what is missing, if it needs it
+            with contextlib.suppress(ImportError):  # a fork that needs it raises the error
                 importlib.import_module(module)
     control.send(msgpack.packb(messages.FROM_FORK_SERVER.encode(messages.Imported())))
     _ForkServer(control, spec).run()
 
 
-def _asks_by_openai(workflow: str) -> bool:
-    """Whether the source of a workflow's module asks for a client of openai, as far as can be seen."""
-    found = sys.modules.get(find_workflow(workflow).module)
+def _uses_openai(workflow: str) -> bool:
+    """True if the source of a workflow's module contains `openai_client`."""
+    module = sys.modules.get(find_workflow(workflow).module)
     with contextlib.suppress(OSError, TypeError):
-        return found is not None and "openai_client" in inspect.getsource(found)
+        return module is not None and "openai_client" in inspect.getsource(module)
     return False
 
 
 class _ForkServer:
-    """The loop of the fork server: it forks, kills, and reports forks that have ended."""
+    """Loop of the fork server: it forks, kills, and reports forks that have ended."""
 
     def __init__(self, control: socket.socket, spec: messages.SandboxSpec) -> None:
         self._pid = os.getpid()
@@ -140,30 +140,30 @@ class _ForkServer:
         self._has_folders = spec.bubblewrap
         self._inherited_bytes = _resident_bytes("self")
         self._living: dict[int, str] = {}
-        """Forks by process id, and why they were killed; "": nobody said."""
+        """Reason of the kill by pid of a running fork. "": not killed."""
         self._wake, self._woken = socket.socketpair()
 
     def run(self) -> None:
-        """Do what the worker says until it is gone; then its forks go, too, and the guard ends what is left."""
+        """Serve the worker until it is gone. The guard then kills the remaining processes."""
         for end in (self._wake, self._woken):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # SIGCHLD writes a byte that `select` sees; its handler does nothing, so nothing is left half done.
+        # SIGCHLD writes a byte that wakes `select`. Its handler does nothing, so it interrupts nothing.
         signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        self._own = _children()  # what plug-ins started when they were imported
+        self._imported = _children()  # processes that plug-ins started at import
         gc.collect()
-        gc.freeze()  # the collector would otherwise touch, and so copy, every page in every fork
-        next_look = time.monotonic()
+        gc.freeze()  # or the collector would touch, and thus copy, every page in every fork
+        next_check = time.monotonic()
         while True:
-            ready, _, _ = select.select([self._control, self._wake], [], [], _LOOK_S)
-            if time.monotonic() >= next_look:
-                self._hold_memory()
-                next_look = time.monotonic() + _LOOK_S
+            ready, _, _ = select.select([self._control, self._wake], [], [], _POLL_INTERVAL_S)
+            if time.monotonic() >= next_check:
+                self._check_memory()
+                next_check = time.monotonic() + _POLL_INTERVAL_S
             if self._wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     self._wake.recv(4096)
-                self._bury()
+                self._reap()
             if self._control in ready:
                 packet, fds, _, _ = socket.recv_fds(self._control, _PACKET_BYTES, 2)
                 if not packet:
@@ -171,18 +171,18 @@ class _ForkServer:
                 message = messages.TO_FORK_SERVER.decode(msgpack.unpackb(packet))
                 if isinstance(message, messages.Fork):
                     self._fork(*fds)
-                # Only its own: the number of one that was buried may be anybody's by now.
+                # Only running forks: the pid of a reaped one may be reused.
                 elif isinstance(message, messages.Kill) and self._living.pop(message.pid, None) is not None:
-                    _kill_group(message.pid)  # nobody asks how it ended
+                    _kill_group(message.pid)  # the worker does not need its exit code
 
     def _fork(self, stream_fd: int, output_fd: int) -> None:
         try:
             pid = os.fork()
-        except OSError as error:  # the parent sees the end of the stream, and this in the log
+        except OSError as error:  # the worker sees the end of the stream
             print(f"cannot start a process for a rollout: {error}", file=sys.stderr)
             pid = -1
         if pid == 0:
-            # Nothing of the fork server's loop may run in the fork, whatever happens.
+            # The fork must never return to the loop of the fork server.
             try:
                 self._become_fork(output_fd)
                 asyncio.run(_Attempt(socket.socket(fileno=stream_fd)).run())
@@ -197,10 +197,10 @@ class _ForkServer:
         os.close(output_fd)
 
     def _become_fork(self, output_fd: int) -> None:
-        # Take this process out of the fork server's hands: a group, signals, descriptors and limits of its own.
+        # Give this process its own group, signals, descriptors and limits.
         os.setsid()
         die_with_parent(self._pid)
-        # Its orphans stay with it while it lives: an attempt may start what puts itself in the background.
+        # It adopts its orphaned descendants while it lives, because an attempt may start daemons.
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -216,34 +216,34 @@ class _ForkServer:
             os.chdir(_folder(os.getpid()))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if self._max_memory_bytes is not None:
-            # On top of what the fork inherits: a plug-in's libraries reserve gigabytes that they never touch.
-            # For this process and each one that it starts; what they hold together _hold_memory adds up.
+            # In addition to the inherited address space: libraries reserve gigabytes that they never touch.
+            # The limit applies to each process; _check_memory checks their sum.
             with open("/proc/self/statm") as file:
                 inherited = int(file.read().split()[0]) * resource.getpagesize()
             limit = inherited + self._max_memory_bytes
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
-    def _hold_memory(self) -> None:
-        # End the forks that hold more than they may together with all they started.
+    def _check_memory(self) -> None:
+        # Kill the forks that exceed the memory limit together with their child processes.
         if self._max_memory_bytes is None:
             return
         allowed = self._max_memory_bytes + self._inherited_bytes
         for pid in self._living:
             tree = _tree(pid)
-            # Alone it has its own limit. What several share is counted once, and looked at only if it may matter.
+            # RLIMIT_AS limits a single process. Counting shared pages once is slow, so check an upper bound first.
             if len(tree) == 1 or sum(map(_resident_bytes, tree)) <= allowed:
                 continue
-            if (held := sum(map(_share_bytes, tree))) > allowed:
+            if (used := sum(map(_share_bytes, tree))) > allowed:
                 self._living[pid] = (
-                    f"MemoryError: its {len(tree)} processes together hold "
-                    f"{(held - self._inherited_bytes) / 2**30:.3f} GB beyond the imports, over the "
+                    f"MemoryError: its {len(tree)} processes together use "
+                    f"{(used - self._inherited_bytes) / 2**30:.3f} GB beyond the imports, over the "
                     f"{self._max_memory_bytes / 2**30:g} GB of explorer.sandbox.max_memory_gb"
                 )
                 _kill_group(pid)
 
-    def _bury(self) -> None:
-        # Report forks that have ended, and kill what they left behind while their number is still theirs.
-        # WNOWAIT leaves the number with the dead, so that no new process can have it before the group is killed.
+    def _reap(self) -> None:
+        # Report forks that have ended, and kill the rest of their group. WNOWAIT keeps the pid in use, so that no new
+        # process can have it before the group is killed.
         with contextlib.suppress(ChildProcessError):
             while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 _kill_group(dead.si_pid)
@@ -255,8 +255,8 @@ class _ForkServer:
                     ended = messages.Ended(dead.si_pid, os.waitstatus_to_exitcode(status), reason)
                     with contextlib.suppress(ConnectionError):  # the worker is gone
                         self._control.send(msgpack.packb(messages.FROM_FORK_SERVER.encode(ended)))
-        # Sessions of their own, which came here when their fork ended; their children come next.
-        for pid in _children() - self._living.keys() - self._own:
+        # Kill orphans in other sessions, which this process adopted when their fork ended; their children follow.
+        for pid in _children() - self._living.keys() - self._imported:
             os.kill(pid, signal.SIGKILL)
 
 
@@ -266,35 +266,35 @@ def _folder(pid: int) -> str:
 
 
 def _children() -> set[int]:
-    """Processes whose parent this is, those that wait to be buried included."""
+    """Pids of the children of this process, including those to be reaped."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         return set(map(int, file.read().split()))
 
 
 def _tree(pid: int) -> list[int]:
-    """A process and all below it; it comes first."""
+    """Pids of a process and its descendants; the process comes first."""
     tree = [pid]
-    for each in tree:
+    for process in tree:
         with contextlib.suppress(OSError):  # it has ended
-            for thread in os.listdir(f"/proc/{each}/task"):
-                with open(f"/proc/{each}/task/{thread}/children") as file:
+            for thread in os.listdir(f"/proc/{process}/task"):
+                with open(f"/proc/{process}/task/{thread}/children") as file:
                     tree += map(int, file.read().split())
     return tree
 
 
 def _resident_bytes(pid: int | str) -> int:
-    """Memory of a process, shared pages included; 0: it has ended."""
+    """Memory of a process including shared pages. 0: it has ended."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
     return 0
 
 
 def _share_bytes(pid: int) -> int:
-    """Memory of a process, of a page that n processes share the nth part, swapped pages included."""
+    """Proportional memory of a process, including swapped pages: a page that n processes share counts 1/n."""
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:
             lines = [line.split() for line in file]
-    except OSError:  # it has ended, or lets nobody look
+    except OSError:  # it has ended, or is not readable
         return _resident_bytes(pid)
     return sum(int(line[1]) << 10 for line in lines if line[0] in ("Pss:", "SwapPss:"))
 
@@ -305,37 +305,37 @@ def _kill_group(pid: int) -> None:
 
 
 class _Attempt:
-    """A fork: one attempt, on an event loop of its own. Who wanted it then kills the fork."""
+    """One attempt in a fork, on its own event loop. The worker kills the fork afterwards."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
         self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._tells: dict[int, OnText] = {}
-        """Who takes the text of those that stream."""
-        self._num_asked = 0
+        self._receivers: dict[int, OnText] = {}
+        """Receivers of streamed text by number of the call."""
+        self._num_calls = 0
 
     async def run(self) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=self._stream)
         self.send(messages.Hello(os.getpid()))
         run = await self._receive()
-        assert isinstance(run, messages.Run), "nothing has been asked yet"
-        # Beside the attempt, which may have several questions open at once.
+        assert isinstance(run, messages.Run), "the worker sends Run first"
+        # Concurrently with the attempt, which may have several calls in progress.
         pump = asyncio.create_task(self._pump())
         outcome = await self._attempt(run)
         with contextlib.suppress(Exception):  # a workflow may have closed it
             sys.stdout.flush()
-        # The last thing it does: the worker kills it when this has arrived.
+        # The worker kills this process when it has received this message.
         self.send(outcome)
         await pump  # until this process is killed
 
     async def _attempt(self, run: messages.Run) -> messages.Finished | messages.Failed:
-        task = pickle.loads(run.task)  # the worker's own
+        task = pickle.loads(run.task)  # from the worker, which is trusted
         handle = _RemoteModel(self, run.auxiliary)
         try:
             result = await find_workflow(run.workflow).run(task, handle)
             outcome = messages.Finished(as_reward(result), handle.times)
             try:
-                _packed(outcome)  # while it can still become a failure of this attempt
+                _packed(outcome)  # an error here is still a failure of this attempt
             except ValueError as error:
                 return messages.Failed("ValueError", f"what the workflow returned: {error}")
             return outcome
@@ -348,20 +348,20 @@ class _Attempt:
             return messages.Failed(type(error).__name__, str(error)[:_MAX_TRACEBACK], lines)
 
     async def ask(self, name: str, method: Method, arguments: Mapping[str, Any]) -> Any:
-        """Ask the worker, which has the models; see ForwardingPolicy.ask."""
-        self._num_asked += 1
-        number = self._num_asked
+        """Call a model, through the worker; see ForwardingPolicy.ask."""
+        self._num_calls += 1
+        number = self._num_calls
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         plain = dict(arguments)
-        if (tell := plain.pop("on_text", None)) is not None:
-            self._tells[number] = tell
+        if (on_text := plain.pop("on_text", None)) is not None:
+            self._receivers[number] = on_text
         try:
-            self.send(messages.Ask(number, name, method, plain, tell is not None))
+            self.send(messages.Ask(number, name, method, plain, on_text is not None))
             await self._writer.drain()
             return await answer
         finally:
             del self._answers[number]
-            self._tells.pop(number, None)
+            self._receivers.pop(number, None)
 
     def send(self, message: messages.FromFork) -> None:
         """Raises: ValueError: as `_packed`."""
@@ -373,17 +373,17 @@ class _Attempt:
             size = messages.LENGTH.unpack(await self._reader.readexactly(messages.LENGTH.size))[0]
             return messages.TO_FORK.decode(msgpack.unpackb(await self._reader.readexactly(size)))
         except (asyncio.IncompleteReadError, ConnectionError):
-            os._exit(0)  # the worker wants nothing more
+            os._exit(0)  # the worker has closed the stream
 
     async def _pump(self) -> None:
         while True:
             message = await self._receive()
-            if isinstance(message, messages.Told):
-                if message.number in self._tells:
-                    self._tells[message.number](message.choice, message.part, message.text)
+            if isinstance(message, messages.TextDelta):
+                if message.number in self._receivers:
+                    self._receivers[message.number](message.choice, message.part, message.text)
                 continue
             assert isinstance(message, messages.Answer), "a fork runs one attempt"
-            # Not there: the workflow called off its own question, such as by a timeout.
+            # None if the workflow cancelled its call, such as by a timeout.
             waiting = self._answers.get(message.number)
             if waiting is None or waiting.done():
                 continue
@@ -395,7 +395,7 @@ class _Attempt:
 
 
 class _RemoteModel(ForwardingPolicy):
-    """The model handle of one attempt in a fork."""
+    """Model handle of one attempt in a fork."""
 
     def __init__(self, attempt: _Attempt, auxiliary_names: tuple[str, ...]) -> None:
         super().__init__(auxiliary_names)
@@ -410,7 +410,7 @@ class _RemoteModel(ForwardingPolicy):
 
 
 def _packed(message: messages.FromFork) -> bytes:
-    """The message as bytes. Raises: ValueError: longer than MAX_FRAME_BYTES, or of values that are no plain data."""
+    """Encode a message. Raises: ValueError: longer than MAX_FRAME_BYTES, or values that are not plain data."""
 
     try:
         body: bytes = msgpack.packb(messages.FROM_FORK.encode(message))

@@ -1,7 +1,6 @@
-"""Messages of the worker, its fork server and the forks. One codec for each channel and direction.
+"""Messages between the worker, its fork server and the forks. One codec for each channel and direction.
 
-Only the worker's word is trusted: it alone may send a pickle, and what a fork says is decoded as what anybody may have
-written to its stream.
+Only the worker is trusted: only its messages may contain pickles. Messages from a fork are decoded as untrusted input.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from rftdask.rollouts.policy.openai_api import OpenAIAnswer
 from rftdask.rollouts.workflows.base import Response, Reward, Step
 
 LENGTH = struct.Struct(">I")
-"""Header of each message on a fork's stream: its number of bytes."""
+"""Header of each message on a fork's stream: the length in bytes."""
 MAX_FRAME_BYTES = 64 << 20
-"""Longest message from a fork; a longer one is an error of its workflow."""
+"""Maximum length of a message from a fork. A longer one is an error of its workflow."""
 
 
 # ---- worker and fork server: one message in each packet of a SEQPACKET socket
@@ -30,27 +29,27 @@ MAX_FRAME_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """What a fork server imports and allows; equal specs mean that a running one can be used."""
+    """Imports and limits of a fork server. A running fork server is reused for an equal spec."""
 
     workflows: tuple[str, ...]
     rewards: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
-    """Imported for what they register, or to have them ready."""
+    """Modules to import: they register workflows, or take long to import."""
     plugin_dirs: tuple[str, ...] = ()
     max_memory_bytes: int | None = 4 << 30
-    """Memory of one attempt with all it starts, on top of what the imports take; None: no limit."""
+    """Memory of one attempt with its child processes, in addition to that of the imports. None: no limit."""
     max_output_bytes: int = 16 << 20
-    """Most that one process may print."""
+    """Maximum output of one process."""
     env: tuple[tuple[str, str], ...] = ()
     bubblewrap: bool = False
     """The fork server runs under bwrap; see bubblewrap.py."""
     network: bool = True
-    """With bubblewrap: it has the machine's network."""
+    """Under bwrap: keep the machine's network."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The first message: what to import before anything is forked."""
+    """First message: imports to do before the first fork."""
 
     path: tuple[str, ...]
     """The worker's sys.path."""
@@ -59,19 +58,19 @@ class Setup:
 
 @dataclass(frozen=True)
 class Fork:
-    """Start a process; the packet carries its stream and the pipe that it prints to."""
+    """Start a process. The packet carries the descriptors of its stream and of its output pipe."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Kill a fork with all it started."""
+    """Kill a fork and all processes that it started."""
 
     pid: int
 
 
 @dataclass(frozen=True)
 class Imported:
-    """The first message: everything is imported, or why it cannot be."""
+    """First message: the imports are done, or their error."""
 
     problem: str = ""
 
@@ -82,9 +81,9 @@ class Ended:
 
     pid: int
     code: int
-    """Exit code as `os.waitstatus_to_exitcode` gives it: below 0 the signal that killed it."""
+    """Exit code as of `os.waitstatus_to_exitcode`; negative: the signal that killed it."""
     reason: str = ""
-    """Why the fork server killed it; "": it did not, or was told to."""
+    """Reason why the fork server killed it. "": it did not, or the worker requested it."""
 
 
 ToForkServer: TypeAlias = Setup | Fork | Kill
@@ -109,20 +108,20 @@ class Run:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to the `Ask` of that number: a response, logprobs, an answer of OpenAI's API, or an error."""
+    """Result of the `Ask` with this number: a response, logprobs, a response of OpenAI's API, or an error."""
 
     number: int
     response: Response | None = None
     openai: OpenAIAnswer | None = None
     logprobs: tuple[float, ...] = ()
     error: str = ""
-    """Name of the exception's class; "": there is none."""
+    """Name of the exception's class. "": no error."""
     text: str = ""
 
 
 @dataclass(frozen=True)
-class Told:
-    """Some text more of the streamed answer to the `Ask` of that number."""
+class TextDelta:
+    """More text of the streamed response to the `Ask` with this number."""
 
     number: int
     choice: int
@@ -132,26 +131,26 @@ class Told:
 
 @dataclass(frozen=True)
 class Hello:
-    """The fork has begun; its first message."""
+    """First message: the fork has begun."""
 
     pid: int
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A question to a model; answered by `Answer`, in any order."""
+    """Call of a model. `Answer` messages come in any order."""
 
     number: int
     model: str
     method: Method
     arguments: Mapping[str, Any]
     streams: bool = False
-    """Whether the text of its answer is told while it is sampled (`Told`)."""
+    """True: send the text of the response while it is sampled (`TextDelta`)."""
 
 
 @dataclass(frozen=True)
 class SetState:
-    """Where the rollout stands; see PolicyModel.set_state."""
+    """State of the rollout; see PolicyModel.set_state."""
 
     values: Mapping[str, Any]
 
@@ -163,7 +162,7 @@ class Finished:
     reward: Any
     """A `Reward`, decoded without checks (`read_reward`): the worker reports a value that is not a number."""
     times: Mapping[str, float]
-    """Seconds by what the workflow timed."""
+    """Seconds by name of the timer."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,7 @@ def read_reward(fields: Any) -> Reward:
 
 
 def _as_plain(value: Any) -> Any:
-    """A number as a float, and any other object as its text, which the check of a reward reports."""
+    """Convert a number to a float, and any other object to its repr, which the check of the reward quotes."""
     if isinstance(value, numbers.Real):
         return float(value)
     with contextlib.suppress(Exception):
@@ -190,8 +189,8 @@ def _as_plain(value: Any) -> Any:
     return {"not plain": repr(value)[:200]}
 
 
-ToFork: TypeAlias = Run | Answer | Told
-TO_FORK: Codec[ToFork] = Codec(Run, Answer, Told)
+ToFork: TypeAlias = Run | Answer | TextDelta
+TO_FORK: Codec[ToFork] = Codec(Run, Answer, TextDelta)
 FromFork: TypeAlias = Hello | Ask | SetState | Finished | Failed
-# Of plain values alone: a fork runs code of others, and a pickle of theirs would run in the worker.
+# Only plain values: a fork runs untrusted code, whose pickle would run in the worker.
 FROM_FORK: Codec[FromFork] = Codec(Hello, Ask, SetState, Finished, Failed, enc_hook=_as_plain)

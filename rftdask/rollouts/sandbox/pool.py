@@ -1,13 +1,13 @@
-"""SandboxPool: attempts at rollouts in processes of their own, so that what one does costs nobody but itself.
+"""Runs attempts at rollouts in separate processes, so that a broken attempt affects only itself.
 
-A workflow that hangs, blocks, dies, eats memory or prints without end is killed, with all it started, and its attempt
-ends as an error of a type; the event loop never waits for it. A process takes one attempt and is then killed, so that
-none begins in the working directory, the environment or the globals of another. This module knows neither engines nor
-retries.
+A workflow that hangs, blocks, crashes, exhausts memory or prints without end is killed with all its child processes,
+and its attempt ends with a typed error; the event loop never waits for it. A process runs one attempt and is then
+killed, so that no attempt inherits the working directory, the environment or the globals of another. This module does
+not know engines or retries.
 
-    fork_server = ForkServer(SandboxSpec(...))         one for many work units; it forks (child.py)
-    pool = SandboxPool(fork_server)                 one for each work unit
-    reward = await pool.attempt("my_module.my_workflow", task, model)    cancel it, and the process is killed
+    fork_server = ForkServer(SandboxSpec(...))      one for many work units; it forks (child.py)
+    pool = SandboxPool(fork_server)                 one per work unit
+    reward = await pool.attempt("my_module.my_workflow", task, model)    cancellation kills the process
     await pool.close()
 """
 
@@ -43,53 +43,53 @@ from rftdask.rollouts.sandbox.bubblewrap import bwrap_command
 from rftdask.rollouts.workflows.base import PromptTooLongError, Response, Reward
 
 START_TIMEOUT_S = 120.0
-"""Deadline of importing the plug-ins."""
+"""Deadline of the imports of plug-ins."""
 MAX_RECEIVED_BYTES = 256 << 20
-"""Largest sum of messages from one attempt."""
+"""Maximum size of all messages from one attempt."""
 BEGIN_TIMEOUT_S = 60.0
-"""Deadline of a fork to begin."""
+"""Deadline for a fork to begin."""
 _EXIT_CODE_WAIT_S = 5.0
-_TAKE_WAIT_S = 5.0
-"""For a fork server whose socket is full; its forks wait with it."""
+_SEND_WAIT_S = 5.0
+"""Seconds to wait for a fork server whose socket is full."""
 _CLOSE_WAIT_S = 5.0
-"""For the fork server and its guard to end all that is below them."""
+"""Seconds that the fork server and its guard have to end all their processes."""
 _TAIL_BYTES = 2000
 _MAX_STARTING = 16
-"""Forks asked for at once: the fork server's socket holds some hundred requests."""
+"""Maximum number of starting forks: the fork server's socket holds some hundred requests."""
 
 log = logging.getLogger(__name__)
 
 
 class SandboxError(Exception):
-    """A workflow's attempt ended in its sandbox with an error, or its process did. The text says which."""
+    """Error of a workflow in its sandbox, or death of its process. The text contains the original error."""
 
 
 class SandboxLostError(RoleError):
-    """The fork server has died, by no fault of who needs a sandbox."""
+    """The fork server has died, which is not the fault of the rollout that needs a sandbox."""
 
 
 class ForkServer:
-    """The process that forks. `close` is idempotent; `alive` is False after its death, and a new one is needed."""
+    """Process that imports the plug-ins once and forks a process for each attempt; see child.py."""
 
     def __init__(self, spec: messages.SandboxSpec) -> None:
-        """Returns once the plug-ins are imported. Raises: UserError: one cannot be, or there is no bwrap; RoleError:
-        the process died."""
+        """Waits for the imports of the plug-ins. Raises: UserError: an import failed, or bwrap is not installed;
+        RoleError: the process died."""
         self.spec = spec
         self.taken: dict[int, messages.Ended | None] = {}
-        """Forks that somebody has, by process id, and how they ended; None: they run."""
+        """Ends of forks in use, by process id. None: running."""
         self._pools = threading.Lock()
         """Guards the two below."""
         self._num_pools = 0
-        """Pools that listen to it, on one event loop."""
+        """Number of listening pools, all on one event loop."""
         self._closes_later = False
-        """Whether it was closed while pools listened: its socket stays open for their loop."""
-        self._raised: Counter[str] = Counter()
-        """Failures so far, by what and where."""
+        """True if it was closed while pools listened, whose event loop still watches the socket."""
+        self._failures: Counter[str] = Counter()
+        """Number of failures by error and code location."""
         self._spare: tuple[socket.socket, int] | None = None
         path = tuple(path or os.getcwd() for path in sys.path)
         read = (*path, *spec.plugin_dirs, os.getcwd())
         wrapped = bwrap_command(read, network=spec.network) if spec.bubblewrap else ()
-        # SEQPACKET: a message is one packet with its descriptors, so nothing has to be framed.
+        # SEQPACKET: a message is one packet with its descriptors, without framing.
         self._control, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log = tempfile.TemporaryFile(prefix="rftdask-sandbox-")  # noqa: SIM115 -- `close` closes it
         with far:
@@ -105,8 +105,7 @@ class ForkServer:
             )
         setup = messages.Setup(path, spec)
         names = ", ".join((*spec.workflows, *spec.rewards)) or "nothing"
-        # One answer to the setup, by deadline: imports may hang (a plug-in that asks a server that is away), and may
-        # end the process.
+        # The reply has a deadline: an import may hang (connecting to a dead server), and may end the process.
         reply: messages.FromForkServer | None = None
         try:
             self._control.send(msgpack.packb(messages.TO_FORK_SERVER.encode(setup)))
@@ -116,12 +115,12 @@ class ForkServer:
         except TimeoutError:
             reply = messages.Imported(f"importing {names} took more than {START_TIMEOUT_S:.0f} s")
         except ConnectionError:
-            pass  # it died, which `reply` tells
+            pass  # it died, so `reply` stays None
         if reply != messages.Imported():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(0.0 if reply else 2.0)  # one that died has said all it will
+                self._process.wait(0.0 if reply else 2.0)  # let a dying process finish its output
             self._log.seek(0)
-            tail = self._log.read()[-_TAIL_BYTES:].decode(errors="replace").strip() or "it said nothing"
+            tail = self._log.read()[-_TAIL_BYTES:].decode(errors="replace").strip() or "it printed nothing"
             self.close()
             if isinstance(reply, messages.Imported):
                 raise UserError(reply.problem)
@@ -129,30 +128,29 @@ class ForkServer:
         self._control.setblocking(False)
         self._spare = self._fork()
 
-    def tell(self, failure: messages.Failed) -> None:
-        """Log a failure with its traceback the first time; equal ones by their count, at 10, 100, 1000 times."""
-        # Messages differ from row to row, and the code that raised does not.
+    def log_failure(self, failure: messages.Failed) -> None:
+        """Log a failure with its traceback the first time, and its count after 10, 100, 1000, ... equal ones."""
+        # Failures are equal if their code locations are; messages differ from row to row.
         where = failure.error + "".join(re.findall(r'^ *File ".*$', failure.traceback, re.MULTILINE))
-        self._raised[where] += 1
-        times = self._raised[where]
+        self._failures[where] += 1
+        times = self._failures[where]
         if times == 1:
             log.warning("a workflow raised:\n%s", failure.traceback)
         elif str(times).strip("0") == "1":
             log.warning("a workflow raised %s %d times at the same place, now: %s", failure.error, times, failure.text)
 
     def alive(self) -> bool:
-        """False after its death; a new one is needed then."""
+        """False after its death, when a new one is needed."""
         return self._process.poll() is None
 
     def take(self) -> tuple[socket.socket, int]:
-        """Take a fork: its stream and the pipe it prints to. It has begun before it was asked for, and the next one
-        begins now.
+        """Take a fork. Returns: its stream and its output pipe. A spare fork is started ahead for the next call.
 
         Raises: SandboxLostError: the fork server is dead.
         """
         taken = self._spare or self._fork()
         self._spare = None
-        with contextlib.suppress(SandboxLostError):  # told to who asks next
+        with contextlib.suppress(SandboxLostError):  # the next call raises it
             self._spare = self._fork()
         return taken
 
@@ -166,30 +164,30 @@ class ForkServer:
             os.close(output)
             raise
         finally:
-            # The fork has its own copies; while one is open here the end of the stream would never be seen.
+            # Close the copies of this process, or it would never see the end of the stream.
             far.close()
             os.close(far_output)
         return near, output
 
     def kill(self, pid: int) -> None:
-        """Kill a fork with all it started. Through the fork server, which alone knows whose number it is now."""
+        """Kill a fork and its processes, through the fork server, because only that knows if the pid is reused."""
         with contextlib.suppress(SandboxLostError):  # its forks died with it
             self._send(messages.Kill(pid))
 
     def _send(self, message: messages.ToForkServer, fds: Sequence[int] = ()) -> None:
-        """Raises: SandboxLostError: it is dead, or has taken nothing for seconds."""
+        """Raises: SandboxLostError: the fork server is dead, or has not read its socket for `_SEND_WAIT_S`."""
         packet = msgpack.packb(messages.TO_FORK_SERVER.encode(message))
         try:
             try:
                 socket.send_fds(self._control, [packet], fds)
-            except BlockingIOError:  # it has a great deal to do already
-                select.select([], [self._control], [], _TAKE_WAIT_S)
+            except BlockingIOError:  # its socket is full
+                select.select([], [self._control], [], _SEND_WAIT_S)
                 socket.send_fds(self._control, [packet], fds)
         except (OSError, ValueError) as error:  # ValueError: closed
             raise SandboxLostError(f"the process that starts sandboxes is gone: {error}") from error
 
     def read_events(self) -> None:
-        """Record how forks have ended."""
+        """Record the ends of forks."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while packet := self._control.recv(1 << 16):
                 event = messages.FROM_FORK_SERVER.decode(msgpack.unpackb(packet))
@@ -198,24 +196,24 @@ class ForkServer:
                     self.taken[event.pid] = event
 
     def end(self) -> None:
-        """Kill it, and with it all forks; `close` then is quick."""
+        """Kill it and all forks, so that `close` is quick."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # a group: bwrap is two processes
         self._process.wait()
 
     @property
     def in_use(self) -> bool:
-        """True while a pool listens to it."""
+        """True while a pool listens."""
         return self._num_pools > 0
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Read its events on the loop, for one pool more. In the loop's thread, as `unlisten`."""
+        """Read its events on the loop for one more pool. Call it in the loop's thread, like `unlisten`."""
         with self._pools:
             self._num_pools += 1
         loop.add_reader(self._control.fileno(), self.read_events)
 
     def unlisten(self, loop: asyncio.AbstractEventLoop) -> None:
-        """For one pool less."""
+        """Undo one `listen`."""
         with self._pools:
             self._num_pools -= 1
             if self._num_pools:
@@ -225,7 +223,7 @@ class ForkServer:
             self.close()
 
     def close(self) -> None:
-        """End it, and with it all forks. Idempotent."""
+        """End it and all forks. Idempotent."""
         with self._pools:
             if self._num_pools:
                 self._closes_later = True
@@ -244,7 +242,7 @@ class ForkServer:
 
 
 class SandboxPool:
-    """Processes for the attempts of a work unit, one for each. Pools of one fork server are on one event loop."""
+    """Runs each attempt of a work unit in its own process. Pools of one fork server must be on one event loop."""
 
     def __init__(self, fork_server: ForkServer) -> None:
         self._fork_server = fork_server
@@ -254,7 +252,7 @@ class SandboxPool:
         fork_server.listen(self._loop)
 
     async def attempt(self, workflow: str, task: Task, model: PolicyHandle) -> Reward:
-        """Run one attempt of `workflow`. Raises: SandboxError; PromptTooLongError. Cancelled: its process is killed."""
+        """Run one attempt of `workflow`. Cancellation kills its process. Raises: SandboxError; PromptTooLongError."""
         async with self._starting:
             process = await _Process.start(self._fork_server)
         try:
@@ -270,21 +268,21 @@ class SandboxPool:
             raise PromptTooLongError(outcome.text)
         where = ""
         if outcome.traceback:
-            self._fork_server.tell(outcome)
-            # The innermost place: " (my_module.py:12 in run)".
+            self._fork_server.log_failure(outcome)
+            # Innermost location: " (my_module.py:12 in run)".
             places = re.findall(r'^ *File "(?:.*/)?(.+?)", line (\d+), (.*)$', outcome.traceback, re.MULTILINE)
             where = " ({}:{} {})".format(*places[-1]) if places else ""
         raise SandboxError(f"{outcome.error}: {outcome.text}{where}")
 
     async def close(self) -> None:
-        """Stop listening to the fork server, unless another pool needs it. Idempotent."""
+        """Stop listening to the fork server. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._fork_server.unlisten(self._loop)
 
 
 def pickled(task: Task) -> bytes:
-    """The task for a fork. Frozen dicts become plain ones: every fork would import the module of another type anew."""
+    """Pickled task. Frozen dicts become plain dicts, or every fork would have to import the module of their type."""
 
     class TaskPickler(pickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
@@ -296,7 +294,7 @@ def pickled(task: Task) -> bytes:
 
 
 class _Process:
-    """One fork as the worker sees it; it takes one attempt."""
+    """Worker's side of one fork, which runs one attempt."""
 
     def __init__(
         self, fork_server: ForkServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, output_fd: int
@@ -312,16 +310,16 @@ class _Process:
         self._tail = b""
         self._reason = ""
         os.set_blocking(output_fd, False)
-        # Read all the time: a process that prints into a full pipe would stop.
+        # Read continuously: a process that prints into a full pipe would stop.
         self._loop.add_reader(output_fd, self._read_output)
 
     @classmethod
     async def start(cls, fork_server: ForkServer) -> _Process:
-        """Take a fork and wait until it has begun. Raises: SandboxError; SandboxLostError: also if it does not begin
-        in time, in which case the fork server is ended."""
+        """Take a fork and wait until it has begun. Raises: SandboxError; SandboxLostError: the fork server is dead, or
+        was ended because the fork did not begin in time."""
         near, output = fork_server.take()
         try:
-            # The streams own the socket from then on; if that fails, only the pipe is left to close.
+            # The streams own the socket, even after an error; close only the pipe.
             streams = await asyncio.open_connection(sock=near)
         except BaseException:
             os.close(output)
@@ -330,14 +328,14 @@ class _Process:
         try:
             async with asyncio.timeout(BEGIN_TIMEOUT_S):
                 hello = await process._receive()
-            assert isinstance(hello, messages.Hello), "no code of a plug-in has run yet"
+            assert isinstance(hello, messages.Hello), "code of a plug-in has not run yet"
             process._pid = hello.pid
             fork_server.taken[hello.pid] = None
         except TimeoutError:
             process.kill()
             fork_server.end()
             raise SandboxLostError(
-                f"no process began within {BEGIN_TIMEOUT_S:g} s; the one that starts them is ended"
+                f"no sandbox process began within {BEGIN_TIMEOUT_S:g} s; the process that starts them was ended"
             ) from None
         except BaseException:
             process.kill()
@@ -345,7 +343,7 @@ class _Process:
         return process
 
     async def attempt(self, run: messages.Run, model: PolicyHandle) -> messages.Finished | messages.Failed:
-        """Run an attempt whose questions `model` answers. Raises: SandboxError: its process died or makes no sense."""
+        """Run an attempt with calls to `model`. Raises: SandboxError: its process died or sent an invalid message."""
         self._send(run)
         answers: set[asyncio.Task[None]] = set()
         try:
@@ -360,23 +358,23 @@ class _Process:
                 elif isinstance(message, messages.Finished | messages.Failed):
                     if isinstance(message, messages.Finished):
                         message = replace(message, reward=messages.read_reward(message.reward))
-                    self._read_output()  # what it printed before it said so
+                    self._read_output()  # output that it printed before this message
                     return message
-        except (KeyError, TypeError, ValueError) as error:  # what a workflow may have written to the stream itself
-            raise SandboxError(f"its process said what cannot be understood: {error!r:.200}") from error
+        except (KeyError, TypeError, ValueError) as error:  # a workflow may write to the stream itself
+            raise SandboxError(f"its process sent an invalid message: {error!r:.200}") from error
         finally:
             for answer in answers:
                 answer.cancel()
 
     async def _answer(self, question: messages.Ask, model: PolicyHandle) -> None:
-        # A fork may have written anything to its stream: who takes the text is said here.
+        # The fork is not trusted: the receiver of the text is set here.
         arguments = {name: value for name, value in question.arguments.items() if name != "on_text"}
         if question.streams and question.method == "openai":
-            arguments["on_text"] = lambda *told: self._send(messages.Told(question.number, *told))
+            arguments["on_text"] = lambda *delta: self._send(messages.TextDelta(question.number, *delta))
         try:
             value = await model.model(question.model).call(question.method, arguments)
-        except Exception as error:  # the workflow's to handle; the runner sees the engine's own failures by itself
-            # By name: exceptions do not travel, and the fork may not know the class.
+        except Exception as error:  # for the workflow to handle; the runner detects failures of the engine
+            # By name, because exceptions cannot be sent, and the fork may not know the class.
             self._send(messages.Answer(question.number, error=type(error).__name__, text=str(error)))
         else:
             if isinstance(value, Response):
@@ -391,32 +389,32 @@ class _Process:
         self._writer.write(messages.LENGTH.pack(len(body)) + body)
 
     async def _receive(self) -> messages.FromFork:
-        """The fork's next message. Raises: SandboxError: it died, or sent too much; ValueError, TypeError: it sent what
-        is no message.
+        """Next message of the fork. Raises: SandboxError: it died, or sent too much; ValueError, TypeError: not a
+        message.
         """
         try:
             size = messages.LENGTH.unpack(await self._reader.readexactly(messages.LENGTH.size))[0]
-            # Before the body is read: the length alone says that it is too much, and nothing is allocated for it.
+            # Check the length before memory is allocated for the body.
             self._num_received += size
             if size > messages.MAX_FRAME_BYTES or self._num_received > MAX_RECEIVED_BYTES:
-                raise SandboxError(f"it sent {self._num_received} bytes of messages, {size} at once")
+                raise SandboxError(f"it sent {self._num_received} bytes of messages, {size} in one")
             body = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise SandboxError(await self._death()) from None
         return messages.FROM_FORK.decode(msgpack.unpackb(body, strict_map_key=False))
 
     async def _death(self) -> str:
-        # Its exit code comes by another way, and a little later than the end of its stream.
+        # The exit code comes from the fork server, a little later than the end of the stream.
         deadline = self._loop.time() + _EXIT_CODE_WAIT_S
         taken = self._fork_server.taken
         while self._pid and taken.get(self._pid) is None and self._loop.time() < deadline and self._fork_server.alive():
             await asyncio.sleep(0.002)
         if self._reason:
             return self._reason
-        if not self._fork_server.alive():  # it took the fork along, which is not the rollout's failure
+        if not self._fork_server.alive():  # it has ended the fork, which is not the rollout's failure
             raise SandboxLostError("the process that starts sandboxes is gone")
         if not self._pid:
-            return "no process could be started for it; see the log"
+            return "its process could not be started; see the log"
         ended = taken.get(self._pid)
         if ended is not None and ended.reason:
             return ended.reason
@@ -434,7 +432,6 @@ class _Process:
             self._loop.remove_reader(self._output_fd)
             return
         self._tail = (self._tail + data)[-_TAIL_BYTES:]
-        # What is kept is the tail alone; the count is of everything, for the limit.
         self._num_printed += len(data)
         limit = self._fork_server.spec.max_output_bytes
         if self._num_printed <= limit:
@@ -448,7 +445,7 @@ class _Process:
         if self._pid:
             self._fork_server.kill(self._pid)
             self._fork_server.taken.pop(self._pid, None)
-            self._pid = 0  # the number may be another's from now on
+            self._pid = 0  # the pid may be reused from now on
         self._writer.close()
         if self._output_fd >= 0:
             self._loop.remove_reader(self._output_fd)

@@ -87,7 +87,7 @@ def test_killing_a_judge_does_not_change_its_verdicts(tmp_path: Path) -> None:
         worker_of(judge).kill()
         ended = run.end()
         assert ended.code == 0, ended
-        assert "an engine of auxiliary model 'judge' ended: its worker was lost; another takes its place" in ended.out
+        assert "an engine of auxiliary model 'judge' ended: its worker was lost; it is replaced" in ended.out
         run.wait_for_no_survivors()
     assert_sound(folder)
     assert rows_of(folder) == rows_of(run_folder(beside))

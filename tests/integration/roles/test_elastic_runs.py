@@ -93,8 +93,8 @@ def test_a_run_grows_to_max_workers_and_survives_losing_one(tmp_path: Path, undi
         run.wait_for_no_survivors()
     assert ended.code == 0, ended
     notes = [line for line in ended.out.splitlines() if line.startswith("note: ")]
-    assert any("asks for 2 explorer workers" in note for note in notes), notes
-    assert not any("poison" in note for note in notes), notes
+    assert any("requests 2 explorer workers" in note for note in notes), notes
+    assert not any("crashed its workers" in note for note in notes), notes
     assert assert_same_run(folder, undisturbed)["step"] == STEPS
 
 
@@ -150,7 +150,7 @@ def test_an_external_worker_takes_batches_and_may_be_killed(
     notes = [event.text for event in events if isinstance(event, Note)]
     assert any("worker late" in note and "joined" in note for note in notes), notes
     assert any("worker late" in note and "was lost" in note for note in notes), notes
-    assert not any("poison" in note for note in notes), notes
+    assert not any("crashed its workers" in note for note in notes), notes
     assert assert_same_run(folder, undisturbed)["step"] == STEPS
 
 
@@ -174,6 +174,6 @@ def test_only_the_task_that_kills_its_worker_is_set_aside(tmp_path: Path) -> Non
     assert set(poisoned["task_index"]) == {5} and sorted(poisoned["epoch"]) == [0, 0, 1, 1]
     assert set(experiences[experiences["task_index"] != 5]["status"]) == {"ok"}
     assert len(experiences) == 4 * 4 * 2
-    assert "/0/5 is poisonous and was set aside" in ended.out, ended.out
+    assert "/0/5 crashed its workers and was set aside" in ended.out, ended.out
     # In its second epoch it does not run; in its first, both of its rollouts may reach the kill.
     assert set(kills.read_text().split()) == {"0"}

@@ -105,7 +105,7 @@ def test_killing_overlapping_units_loses_and_repeats_nothing(config: Path) -> No
         ended = run.end()
         run.wait_for_no_survivors()
     assert ended.code == 0, ended
-    assert "poison" not in ended.out and "task by task" not in ended.out, ended.out
+    assert "crashed its workers" not in ended.out and "task by task" not in ended.out, ended.out
     assert_all_once(folder)
     occupancy = read_metrics(open_storage(str(folder)), "explorer")["occupancy"]
     assert occupancy.between(0.0, 1.0).all()

@@ -69,12 +69,12 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
     "Explorer": {
         "prepare": (
             "`Explorer.open`; engines warm up in tasks",
-            EXPLORER + "test_a_joining_worker_is_given_units_once_its_engine_is_warm",
+            EXPLORER + "test_a_joining_worker_receives_units_once_warm",
         ),
-        "explore": ("`Explorer.run`", EXPLORER + "test_every_unit_is_submitted_once_and_in_order_within_the_window"),
+        "explore": ("`Explorer.run`", EXPLORER + "test_units_are_submitted_once_in_order_within_the_window"),
         "explore_step": (
             "work units of a step; steps overlap",
-            EXPLORER + "test_a_unit_waits_for_the_steps_that_its_weights_are_trained_from",
+            EXPLORER + "test_a_unit_waits_for_the_steps_that_train_its_weights",
         ),
         "finish_current_steps": (
             "nothing to call: counters decide, and no step is drained",
@@ -86,16 +86,16 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "need_eval": (
             "`EvaluationQueue.add_due`",
-            EVALUATION + "test_versions_are_due_at_the_start_at_every_interval_and_at_the_end",
+            EVALUATION + "test_versions_are_due_at_start_interval_and_end",
         ),
         "eval": (
             "work units, in parallel with training",
-            EXPLORER + "test_evaluations_take_half_of_the_engines_while_there_is_training",
+            EXPLORER + "test_evaluations_take_half_of_the_engines_during_training",
         ),
-        "benchmark": ("`mode: bench`", EVALUATION + "test_bench_names_its_versions"),
+        "benchmark": ("`mode: bench`", EVALUATION + "test_bench_evaluates_its_versions"),
         "save_checkpoint": (
             "nothing to save: the log records finished units",
-            EXPLORER + "test_a_restarted_explorer_runs_what_the_log_does_not_hold",
+            EXPLORER + "test_a_restarted_explorer_runs_only_missing_units",
         ),
         "sync_weight": (
             "`SyncRules.weights_for`; a worker loads what its unit names",
@@ -116,11 +116,11 @@ HERE: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "is_alive": (
             "the lease of its name, in `rftdask status`",
-            CLAIMS + "test_the_claim_of_who_ended_is_taken_over_by_one",
+            CLAIMS + "test_the_claim_of_an_ended_explorer_is_taken_over_once",
         ),
         "get_actor": (
             "no actor: a loop in the command; several have names",
-            CLAIMS + "test_two_loops_submit_each_unit_once_and_end_when_all_are_committed",
+            CLAIMS + "test_two_explorers_submit_each_unit_once",
         ),
     },
     "Synchronizer": {

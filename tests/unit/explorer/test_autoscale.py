@@ -1,9 +1,9 @@
-"""Promises of the rule that says how many explorer workers to ask for:
+"""Promises of the rule for the number of explorer workers:
 
 - never fewer than min_workers, never more than max_workers;
-- never more than there are work units to run, beyond min_workers, once a run has been idle for long;
-- more at once when there is more to do, fewer only after idle_s in which they were of no use;
-- a cluster that gives nothing is not asked for ever more;
+- after a long idle time, never more than the runnable work units, beyond min_workers;
+- more at once when there is more work, fewer only after idle_s without need for them;
+- open requests to a cluster are bounded;
 - constant work means a constant target.
 """
 
@@ -20,7 +20,7 @@ STEPS = st.lists(st.tuples(st.floats(0.001, 50), st.integers(0, 60), st.integers
 
 
 def follow(rule: ScaleRule, steps: list[tuple[float, int, int]]) -> list[ScaleRule]:
-    """The rule after each of (seconds passed, workers there, backlog)."""
+    """Rules after each of (seconds passed, connected workers, backlog)."""
     rules, at_s = [], 0.0
     for passed_s, num_workers, backlog in steps:
         at_s += passed_s
@@ -30,22 +30,18 @@ def follow(rule: ScaleRule, steps: list[tuple[float, int, int]]) -> list[ScaleRu
 
 
 @given(LIMITS, STEPS)
-def test_the_target_is_between_the_limits_whatever_is_seen(
-    limits: tuple[int, int], steps: list[tuple[float, int, int]]
-) -> None:
+def test_the_target_is_always_between_the_limits(limits: tuple[int, int], steps: list[tuple[float, int, int]]) -> None:
     rule = ScaleRule(*limits)
-    for each in (rule, *follow(rule, steps)):
-        assert limits[0] <= each.target <= limits[1]
+    for later in (rule, *follow(rule, steps)):
+        assert limits[0] <= later.target <= limits[1]
 
 
-def test_a_run_begins_with_what_it_needs_at_least() -> None:
+def test_a_run_begins_with_min_workers() -> None:
     assert ScaleRule(2, 9).target == 2
 
 
 @given(LIMITS, STEPS)
-def test_fewer_are_asked_for_only_after_a_time_in_which_they_were_not_missed(
-    limits: tuple[int, int], steps: list[tuple[float, int, int]]
-) -> None:
+def test_the_target_shrinks_only_after_idle_time(limits: tuple[int, int], steps: list[tuple[float, int, int]]) -> None:
     rule = ScaleRule(*limits, idle_s=60.0)
     now, history = 0.0, []
     for (passed_s, _, backlog), after in zip(steps, follow(rule, steps), strict=True):
@@ -59,26 +55,26 @@ def test_fewer_are_asked_for_only_after_a_time_in_which_they_were_not_missed(
 
 
 @given(LIMITS, STEPS, st.integers(0, 100))
-def test_with_the_same_work_the_target_comes_to_rest_at_what_there_is_to_do(
+def test_the_target_converges_with_constant_work(
     limits: tuple[int, int], steps: list[tuple[float, int, int]], backlog: int
 ) -> None:
     rule = ([ScaleRule(*limits), *follow(ScaleRule(*limits), steps)])[-1]
     targets, at_s = [], rule.since_s + 10_000.0
     for _ in range(8):
-        rule = rule.after(at_s, rule.target, backlog)  # the cluster gives all that is asked for
+        rule = rule.after(at_s, rule.target, backlog)  # all requested workers join
         targets.append(rule.target)
         at_s += rule.idle_s + 1
     assert set(targets[-2:]) == {max(limits[0], min(backlog, limits[1]))}
 
 
-def test_lock_step_lets_nobody_go() -> None:
-    """Nothing to do while the trainer trains, then as many batches as there are workers."""
+def test_lockstep_releases_no_worker() -> None:
+    """The backlog is 0 while the trainer trains, then as large as the number of workers."""
     rules = follow(ScaleRule(1, 4, idle_s=60.0), [(20.0, 4, backlog) for backlog in (4, 0, 4, 0, 4, 0, 4, 0)])
     assert {rule.target for rule in rules} == {4}
 
 
 @given(st.integers(0, 500), st.integers(1, 20))
-def test_a_cluster_that_gives_nothing_is_not_asked_for_ever_more(num_workers: int, looks: int) -> None:
+def test_open_requests_are_bounded(num_workers: int, looks: int) -> None:
     rules = follow(ScaleRule(1, 1000), [(1.0, num_workers, 1000)] * looks)
     assert rules[-1].target == min(1000, max(1, num_workers + max(OPEN_REQUESTS, num_workers)))
 
@@ -90,7 +86,7 @@ def test_more_work_never_means_fewer_workers(limits: tuple[int, int], num_worker
     assert few.target <= many.target
 
 
-def test_limits_that_cannot_be_met_are_refused() -> None:
+def test_invalid_limits_are_refused() -> None:
     for limits in ((0, 3), (4, 3)):
         with pytest.raises(ValueError, match="0 < min <= max"):
             ScaleRule(*limits)

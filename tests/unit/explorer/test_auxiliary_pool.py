@@ -1,5 +1,5 @@
-"""Promises of the pool of auxiliary models: every worker serves one model that fits its GPUs; one that is lost is
-replaced, by the next that joins; an engine that cannot be started, and a worker that never comes, end the run by name.
+"""Promises of the pool of auxiliary models: every worker serves one model that fits its GPUs; the next worker that
+joins replaces a lost one; an engine that cannot be started, and a worker that never joins, end the run with their name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rftdask.storage.memory import MemoryStorage
 
 
 class FakeTask:
-    """A Dask task that ends when the test says so."""
+    """A Dask task that the test ends."""
 
     def __init__(self, key: str) -> None:
         self.key, self.status, self.error = key, "pending", cast(Any, None)
@@ -41,9 +41,11 @@ class FakeClient:
         self.cancelled: list[FakeTask] = []
         self.serves: Any = None
 
-    def submit(self, function: Any, asked: AuxiliaryTask, *, key: str, workers: list[str], **options: Any) -> FakeTask:
+    def submit(
+        self, function: Any, request: AuxiliaryTask, *, key: str, workers: list[str], **options: Any
+    ) -> FakeTask:
         task = FakeTask(key)
-        self.tasks.append((workers[0], asked.name, task))
+        self.tasks.append((workers[0], request.name, task))
         return task
 
     def subscribe_topic(self, topic: str, handler: Any) -> None:
@@ -58,7 +60,7 @@ class FakeClient:
 
 
 class World:
-    """A pool, and what it was told and has asked for."""
+    """A pool with its workers, notes and requests for workers."""
 
     def __init__(self, *models: Mapping[str, Any], deadline_s: float = 100.0) -> None:
         self.client, self.notes, self.asked = FakeClient(), list[str](), list[int]()
@@ -74,9 +76,9 @@ class World:
         )
 
     def look(self, **workers: float) -> None:
-        """workers: GPUs of each that is there, by name."""
-        found = {name: {"name": name, "resources": {"auxiliary": amount}} for name, amount in workers.items()}
-        self.pool.look({**cast(Any, found), "explorer": cast(Any, {"name": "e", "resources": {"explorer": 1.0}})})
+        """workers: GPUs of the connected workers by name."""
+        infos = {name: {"name": name, "resources": {"auxiliary": amount}} for name, amount in workers.items()}
+        self.pool.look({**cast(Any, infos), "explorer": cast(Any, {"name": "e", "resources": {"explorer": 1.0}})})
 
     def placed(self) -> list[tuple[str, str]]:
         return [(worker, model) for worker, model, _ in self.client.tasks]
@@ -96,7 +98,7 @@ SMALL = {"name": "small", "engine_num": 2}
 LARGE = {"name": "large", "engine_num": 1, "tensor_parallel_size": 4}
 
 
-def test_every_worker_serves_a_model_that_fits_its_gpus_the_largest_first() -> None:
+def test_every_worker_serves_a_model_that_fits_its_gpus() -> None:
     world = World(SMALL, LARGE)
     world.look(a=1, b=1, c=4)
     assert world.placed() == [("c", "large"), ("a", "small"), ("b", "small")]
@@ -106,7 +108,7 @@ def test_every_worker_serves_a_model_that_fits_its_gpus_the_largest_first() -> N
     assert len(world.client.cancelled) == 3
 
 
-def test_who_joins_beyond_the_number_serves_the_model_with_the_fewest_engines() -> None:
+def test_an_extra_worker_serves_the_model_with_fewest_engines() -> None:
     models = {model.asked_name: model for model in judged(SMALL, LARGE).models_apart}
     assert choose_model(models, {"small": 1, "large": 0}, 4) == "large"
     assert choose_model(models, {"small": 1, "large": 0}, 1) == "small"
@@ -115,17 +117,17 @@ def test_who_joins_beyond_the_number_serves_the_model_with_the_fewest_engines() 
     assert choose_model(models, {}, 0.5) is None
 
 
-def test_a_worker_that_is_lost_is_replaced_by_the_next_that_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_worker_replaces_a_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auxiliary_pool, "_ASK_AGAIN_S", 0.0)
     world = World(SMALL)
     world.look(a=1, b=1)
     for _, _, task in world.client.tasks:
         world.client.serves((0.0, task.key))
     world.look(a=1, b=1)
-    told = [f"auxiliary model 'small' {what} worker {name}" for what in ("starts on", "is served by") for name in "ab"]
-    assert world.notes == told
+    notes = [f"auxiliary model 'small' {what} worker {name}" for what in ("starts on", "is served by") for name in "ab"]
+    assert world.notes == notes
     lost = SimpleNamespace(address="a")
-    for number in range(2 * MAX_FAILURES):  # which is no failure of a start
+    for number in range(2 * MAX_FAILURES):  # lost workers are not failed starts
         world.client.tasks[-1][2].fail(KilledWorker("k", cast(Any, lost), 0))
         name = f"c{number}"
         world.look(a=1, **{name: 1})
@@ -133,10 +135,10 @@ def test_a_worker_that_is_lost_is_replaced_by_the_next_that_joins(monkeypatch: p
         world.client.serves((0.0, world.client.tasks[-1][2].key))
         world.look(a=1, **{name: 1})
     world.look(a=1)
-    assert world.asked[-1] == 2 and "its worker was lost; another takes its place" in world.notes[4]
+    assert world.asked[-1] == 2 and "its worker was lost; it is replaced" in world.notes[4]
 
 
-def test_an_engine_that_fails_again_and_again_ends_the_run_by_name() -> None:
+def test_an_engine_that_fails_repeatedly_ends_the_run() -> None:
     world = World(SMALL)
     world.look(a=1)
     for _ in range(MAX_FAILURES - 1):
@@ -147,7 +149,7 @@ def test_an_engine_that_fails_again_and_again_ends_the_run_by_name() -> None:
         world.look(a=1)
 
 
-def test_a_users_mistake_ends_the_run_at_once_and_so_does_a_worker_that_never_comes() -> None:
+def test_a_user_error_or_a_missing_worker_ends_the_run() -> None:
     world = World(SMALL)
     world.look(a=1)
     world.client.tasks[-1][2].fail(UserError("there is no model folder 'j'"))

@@ -1,5 +1,5 @@
-"""Promises of the learned order: a step's tasks are written down once, follow from the results of the steps before it
-alone, and are the same for an explorer that starts anew.
+"""Promises of the learned order: the tasks of a step are stored once, depend only on the results of earlier steps, and
+are the same for a restarted explorer.
 """
 
 import json
@@ -20,7 +20,7 @@ NUM_TASKS, BATCH_SIZE, REPEAT_TIMES = 12, 4, 2
 
 
 class World:
-    """A run folder, and explorers that choose in it: two work units of two tasks to a step."""
+    """A run folder with explorers; each step has two work units of two tasks."""
 
     def __init__(self, folder: Path, **kwargs: Any) -> None:
         rows = [{"prompt": f"{i}", "response": "x", "weak": 0.0, "strong": 1.0} for i in range(NUM_TASKS)]
@@ -53,13 +53,13 @@ class World:
             self.log.commit(rows, explore_step=step, unit=batch)
 
 
-def rollout(index: int, number: int, reward: float | None, step: int = 1, **more: Any) -> Experience:
+def rollout(index: int, number: int, reward: float | None, step: int = 1, **fields: Any) -> Experience:
     return Experience(
-        taskset="t", epoch=step - 1, task_index=index, rollout=number, explore_step=step, reward=reward, **more
+        taskset="t", epoch=step - 1, task_index=index, rollout=number, explore_step=step, reward=reward, **fields
     )
 
 
-def test_a_restarted_explorer_chooses_what_the_first_one_would_have(tmp_path: Path) -> None:
+def test_a_restarted_explorer_makes_the_same_choices(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "new")]
     schedules = []
     for folder, restarts in zip(folders, (False, True), strict=True):
@@ -74,7 +74,7 @@ def test_a_restarted_explorer_chooses_what_the_first_one_would_have(tmp_path: Pa
     assert schedules[0] == schedules[1]
 
 
-def test_what_was_completed_beyond_the_known_steps_has_no_part(tmp_path: Path) -> None:
+def test_results_beyond_the_known_steps_are_ignored(tmp_path: Path) -> None:
     world = World(tmp_path, target_reward=1.0, tau=0.0, do_sample=False, rho=0.0)
     world.run(1, [TaskRef(0, 0, index) for index in (0, 1, 2, 3)])
     world.run(2, [TaskRef(0, 1, index) for index in (4, 6, 8, 10)])
@@ -85,7 +85,7 @@ def test_what_was_completed_beyond_the_known_steps_has_no_part(tmp_path: Path) -
     assert world.explorer().tasks(3, known=2) != chosen
 
 
-def test_tasks_near_the_target_are_chosen_and_no_identity_twice(tmp_path: Path) -> None:
+def test_tasks_near_the_target_are_chosen_without_repeats(tmp_path: Path) -> None:
     world = World(tmp_path, target_reward=1.0, tau=0.0, do_sample=False, rho=0.0)
     explorer = world.explorer()
     seen: list[TaskRef] = []
@@ -98,7 +98,7 @@ def test_tasks_near_the_target_are_chosen_and_no_identity_twice(tmp_path: Path) 
     assert [task.index % 2 for task in seen[-BATCH_SIZE:]] == [0] * BATCH_SIZE, "the tasks that pass"
 
 
-def test_what_is_written_down_is_the_choice_even_if_the_results_change(tmp_path: Path) -> None:
+def test_a_stored_choice_stays_even_if_the_results_change(tmp_path: Path) -> None:
     world = World(tmp_path)
     written = [TaskRef(0, 4, index) for index in (3, 1, 7, 5)]
     assert ChosenTasks(world.storage).put_if_absent(5, written, learned_from=3) == written
@@ -108,7 +108,7 @@ def test_what_is_written_down_is_the_choice_even_if_the_results_change(tmp_path:
     assert world.explorer().tasks(5, known=3) == written, "no result is needed"
 
 
-def test_a_damaged_result_is_set_aside_and_waited_for(tmp_path: Path) -> None:
+def test_a_damaged_result_is_quarantined_and_awaited(tmp_path: Path) -> None:
     world = World(tmp_path)
     tasks = world.explorer().tasks(1, known=0)
     world.run(1, tasks)
@@ -131,15 +131,15 @@ def test_a_damaged_choice_is_never_guessed(tmp_path: Path, data: bytes) -> None:
         world.explorer().tasks(2, known=0)
 
 
-def test_an_argument_the_rule_does_not_take_is_named(tmp_path: Path) -> None:
+def test_an_unknown_argument_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="target_rewards"):
         World(tmp_path, target_rewards=1.0).explorer()
 
 
-def test_pass_rates_count_scored_rollouts_by_accuracy_else_by_reward() -> None:
+def test_pass_rates_use_accuracy_before_reward() -> None:
     rows = [
         rollout(7, 0, 1.0),
-        rollout(7, 0, 1.0, turn=1),  # of the same rollout, which counts once
+        rollout(7, 0, 1.0, turn=1),  # the same rollout, which counts once
         rollout(7, 1, -0.5),
         rollout(3, 0, 0.1, metrics={"accuracy": 0.0}),
         rollout(3, 1, None, status=Status.FAILED),

@@ -1,10 +1,9 @@
 """Promises of evaluations:
 
 - versions are due at the start, at every interval and at the end, each once on each taskset;
-- a unit has no more rollouts than one of training;
-- an evaluation is recorded when its last unit is on storage, and then it is not due again; if its driver ended before
-  that, the next one records it;
-- read from shards, what ran twice counts once, so does a rollout of several turns, and a failure is no correct answer;
+- a unit has at most as many rollouts as one of training;
+- an evaluation is recorded once, when its last unit is on storage; if its driver died before that, by the next driver;
+- in the metrics a unit that ran twice counts once, so does a rollout of several turns, and a failure counts as wrong;
 - best@k and worst@k are the means over all draws of k rollouts of a task.
 """
 
@@ -65,13 +64,13 @@ def make_queue(
     url: str = "memory://evaluation-queue",
     metrics: dict[str, float] | None = None,
 ) -> tuple[EvaluationQueue, list[tuple[str, int]]]:
-    """metrics: gets all that is recorded."""
+    """metrics: receives all recorded metrics."""
     recorded: list[tuple[str, int]] = []
 
-    def record(taskset: str, version: int, found: dict[str, float]) -> None:
+    def record(taskset: str, version: int, values: dict[str, float]) -> None:
         recorded.append((taskset, version))
         if metrics is not None:
-            metrics.update(found)
+            metrics.update(values)
 
     tree = config.to_dict()
     tree["buffer"]["explorer_input"]["eval_tasksets"] = [
@@ -103,13 +102,13 @@ def due_versions(config: Config, newest: int, ended_at: int | None, versions: tu
         (("mode=explore",), 9, None, [0]),
     ],
 )
-def test_versions_are_due_at_the_start_at_every_interval_and_at_the_end(
+def test_versions_are_due_at_start_interval_and_end(
     overrides: tuple[str, ...], newest: int, ended_at: int | None, due: list[int]
 ) -> None:
     assert due_versions(stage(*overrides), newest, ended_at) == due
 
 
-def test_beside_training_on_a_dataset_what_was_published_at_the_interval_is_due() -> None:
+def test_published_versions_at_the_interval_are_due_in_training() -> None:
     storage = open_storage("memory://evaluation-queue")
     for version in (4, 6, 8):
         publish_weights(storage, version, {"w": b"x"}, "main", None)
@@ -119,16 +118,16 @@ def test_beside_training_on_a_dataset_what_was_published_at_the_interval_is_due(
         "buffer.trainer_input.experience_buffer.path=d.jsonl",
     )
     assert due_versions(stage(*of_dataset, "trainer.eval_interval=4"), 8, None) == [0, 4, 8]
-    # An earlier start published at another interval: no 3, and 6 is there.
+    # An earlier start published at another interval: version 3 is missing, 6 exists.
     assert due_versions(stage(*of_dataset, "trainer.eval_interval=3"), 8, 8) == [0, 6, 8]
     assert due_versions(stage(*of_dataset), 8, 8) == [0, 8], "0: before the first step and after the last"
 
 
-def test_bench_names_its_versions() -> None:
+def test_bench_evaluates_its_versions() -> None:
     assert due_versions(stage(), 9, None, versions=(0, 3)) == [0, 3]
 
 
-def test_bench_evaluates_all_checkpoints_or_the_newest_alone() -> None:
+def test_bench_evaluates_all_checkpoints_or_only_the_newest() -> None:
     storage, newest = open_storage("memory://bench-versions"), stage("explorer.bench_on_latest_checkpoint=true")
     assert bench_versions(storage, stage()) == (0,)
     with pytest.raises(DataError, match="no checkpoint to evaluate"):
@@ -139,7 +138,7 @@ def test_bench_evaluates_all_checkpoints_or_the_newest_alone() -> None:
     assert bench_versions(storage, newest) == (12,)
 
 
-def test_a_unit_has_no_more_rollouts_than_one_of_training() -> None:
+def test_a_unit_has_at_most_the_rollouts_of_a_training_unit() -> None:
     queue, _ = make_queue(stage(), "large", "small")
     queue.add_due(newest=0, ended_at=None)
     assert queue.num_waiting == 6
@@ -150,7 +149,7 @@ def test_a_unit_has_no_more_rollouts_than_one_of_training() -> None:
     ]  # fmt: skip
 
 
-def test_an_evaluation_is_recorded_at_its_last_unit_and_is_not_due_again() -> None:
+def test_an_evaluation_is_recorded_once_at_its_last_unit() -> None:
     queue, recorded = make_queue(stage(), "large")
     queue.add_due(newest=0, ended_at=None)
     queue.add_due(newest=0, ended_at=None)
@@ -161,7 +160,7 @@ def test_an_evaluation_is_recorded_at_its_last_unit_and_is_not_due_again() -> No
     assert queue.is_empty(0, None) and not queue.is_empty(4, None)
 
 
-def test_one_whose_driver_ended_before_it_was_recorded_is_recorded_by_the_next_and_once() -> None:
+def test_an_unrecorded_evaluation_is_recorded_by_the_next_driver() -> None:
     storage = open_storage("memory://evaluation-queue")
     for unit in range(3):
         ParquetLog(storage, "eval/small").commit([answer(unit, 1.0)], explore_step=4, unit=unit)
@@ -180,18 +179,20 @@ def test_one_whose_driver_ended_before_it_was_recorded_is_recorded_by_the_next_a
     assert recorded == [("small", 4)]  # bench reports it again
 
 
-@pytest.mark.parametrize(("asked", "found"), [((), set()), (("monitor.detailed_stats=true",), {"max", "min", "std"})])
-def test_ranges_are_recorded_where_they_are_asked_for(asked: tuple[str, ...], found: set[str]) -> None:
-    url, metrics = f"memory://ranges-{len(asked)}", dict[str, float]()
+@pytest.mark.parametrize(
+    ("overrides", "ranges"), [((), set()), (("monitor.detailed_stats=true",), {"max", "min", "std"})]
+)
+def test_ranges_are_recorded_with_detailed_stats(overrides: tuple[str, ...], ranges: set[str]) -> None:
+    url, metrics = f"memory://ranges-{len(overrides)}", dict[str, float]()
     for unit in range(3):
         ParquetLog(open_storage(url), "eval/small").commit([answer(unit, 1.0)], explore_step=4, unit=unit)
-    queue, recorded = make_queue(stage(*asked), "small", url=url, metrics=metrics)
+    queue, recorded = make_queue(stage(*overrides), "small", url=url, metrics=metrics)
     queue.read()
     assert recorded == [("small", 4)] and metrics["reward"] == 1.0
-    assert {name.partition("/")[2] for name in metrics if name.startswith("reward/") and "@" not in name} == found
+    assert {name.partition("/")[2] for name in metrics if name.startswith("reward/") and "@" not in name} == ranges
 
 
-# ---- what the shards of an evaluation say
+# ---- metrics of an evaluation from its shards
 
 
 def answer(index: int, reward: float | None) -> Experience:
@@ -200,7 +201,7 @@ def answer(index: int, reward: float | None) -> Experience:
     return Experience("held", 0, index, 0, explore_step=4, status=status, reward=reward, metrics=metrics)
 
 
-def test_means_are_over_all_rollouts_of_the_version_each_once() -> None:
+def test_means_count_all_rollouts_of_the_version_once() -> None:
     storage = open_storage("memory://evaluations")
     log = ParquetLog(storage, "eval/held")
     log.commit([answer(0, 1.0), answer(1, None)], explore_step=4, unit=0)
@@ -216,7 +217,7 @@ def test_means_are_over_all_rollouts_of_the_version_each_once() -> None:
     assert metrics["reward/mean@1"] == metrics["accuracy/mean@1"] == 0.5
 
 
-def test_the_rollouts_of_a_task_are_told_together_and_a_rollout_of_several_turns_counts_once() -> None:
+def test_metrics_over_repeats_count_a_rollout_of_turns_once() -> None:
     log = ParquetLog(open_storage("memory://repeats"), "eval/held")
     turns = [
         replace(answer(0, 1.0), turn=turn, metrics={"accuracy": 1.0, "num_response_tokens": 4.0 + turn})
@@ -229,16 +230,16 @@ def test_the_rollouts_of_a_task_are_told_together_and_a_rollout_of_several_turns
     assert (metrics["reward/mean@2"], metrics["reward/std@2"]) == (0.25, 0.25)
     assert (metrics["accuracy/best@2"], metrics["accuracy/worst@2"]) == (0.375, 0.125)
     assert metrics["num_response_tokens"] == 9 / 5
-    more = evaluation_metrics(log, 4, detailed=True)
-    assert {name: value for name, value in more.items() if name in metrics} == metrics
-    assert (more["reward/max"], more["reward/min"], more["reward/std"]) == (1.0, 0.0, 3**0.5 / 4)
+    detailed = evaluation_metrics(log, 4, detailed=True)
+    assert {name: value for name, value in detailed.items() if name in metrics} == metrics
+    assert (detailed["reward/max"], detailed["reward/min"], detailed["reward/std"]) == (1.0, 0.0, 3**0.5 / 4)
 
 
-# ---- what the rollouts of one task say together
+# ---- statistics over the rollouts of a task
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=5), st.integers(1, 4))
-def test_the_best_of_k_is_the_mean_over_all_draws_with_replacement(values: list[float], k: int) -> None:
+def test_best_of_k_is_the_mean_over_draws_with_replacement(values: list[float], k: int) -> None:
     draws = list(product(values, repeat=k))
     assert expected_best(values, k) == pytest.approx(sum(map(max, draws)) / len(draws), abs=1e-9)
     worst = repeat_metrics("r", [values])
@@ -247,7 +248,7 @@ def test_the_best_of_k_is_the_mean_over_all_draws_with_replacement(values: list[
         assert worst[f"r/worst@{size}"] == pytest.approx(sum(map(min, draws)) / len(draws), abs=1e-9)
 
 
-def test_they_are_means_over_tasks_for_powers_of_two_and_all() -> None:
+def test_best_of_k_exists_for_powers_of_two_and_all() -> None:
     two = repeat_metrics("reward", [[0.0, 1.0], [1.0, 1.0]])
     assert two == {"reward/mean@2": 0.75, "reward/std@2": 0.25, "reward/best@2": 0.875, "reward/worst@2": 0.625}
     names = repeat_metrics("a", [[0.0] * 6])

@@ -1,19 +1,19 @@
 """Promises of the explorer's loop, with a fake of Dask's client:
 
-- every unit of the schedule is submitted once and in order, one and a half per engine and one more at a time;
-- evaluations take half of the engines at most while there is training to go on with;
-- no unit is submitted before the steps that its weights are trained from are complete;
-- what the log holds is not run again, and what it lost is;
-- once it is open, a log that is to grow has no seal at which a trainer would end;
-- a worker that is lost after its unit had ended, before the result was fetched, is no failure of the unit;
-- nor is one that was told to end, however often that happens to one unit;
-- an error of an engine is no loss of one;
-- engines that fail twice for one reason, and no unit ends between them, end the run; no task is blamed;
-- one that dies without a word is a suspicion, and after STRIKES in a row the unit runs task by task;
-- a suspected unit runs alone;
-- where units overlap each engine has one that wants slots, and once it leaves some the next one;
-- a worker that joins while others work is given units once its engine is warm, or could not get warm;
-- a unit whose workers are all gone is sent to others.
+- every unit of the schedule is submitted once and in order, 1.5 per engine plus one at a time;
+- evaluations take at most half of the engines while training goes on;
+- no unit is submitted before the steps from which its weights are trained are complete;
+- committed units do not run again; lost ones do;
+- once open, a log that will grow has no seal at which a trainer would end;
+- the loss of a worker after its unit had ended, before the result was fetched, is not a failure of the unit;
+- nor is the loss of a worker that was requested to end, however often that happens to one unit;
+- an error of an engine is not the loss of an engine;
+- two engines that fail for one reason without a completed unit between them end the run; no task is blamed;
+- a unit whose workers die without a report becomes a suspect, and after MAX_CRASHES in a row runs task by task;
+- a suspect runs isolated;
+- where units overlap, each engine has one unit that waits for slots, and the next one once a slot is free;
+- a worker that joins while others work receives units once its engine is warm, or failed to get warm;
+- a unit whose workers are all gone is submitted again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rftdask.buffer.log.schema import Experience
 from rftdask.config import Config, load_config
 from rftdask.errors import EngineError, ProcessLostError, RoleError, StorageError, StorageRefusedError
 from rftdask.explorer import explorer
-from rftdask.explorer.crash_suspects import STRIKES
+from rftdask.explorer.crash_suspects import MAX_CRASHES
 from rftdask.explorer.explorer import MAX_ATTEMPTS, Explorer
 from rftdask.explorer.unit_claims import Claims
 from rftdask.monitor.events import Event, Note, StepFinished
@@ -52,12 +52,9 @@ from rftdask.testing.fake_dask import (
 )
 
 
-def failed(client: FakeClient, key: str, unit: RolloutTask) -> Exception:
-    return StorageError("the server is away")
-
-
-def refused(client: FakeClient, key: str, unit: RolloutTask) -> Exception:
-    return StorageRefusedError("the disk is full")
+def fails(error: Exception) -> Outcome:
+    """Outcome: the unit raised this error."""
+    return lambda client, key, unit: error
 
 
 def committed(client: FakeClient, key: str, unit: RolloutTask) -> RolloutResult:
@@ -87,7 +84,7 @@ def stage(name: str, *overrides: str) -> Config:
 
 
 def run_stage(client: FakeClient, config: Config, cancelled: Callable[[], bool] = lambda: False) -> list[Event]:
-    """Run the explorer of a stage; the events it emitted. cancelled: called before every pass of the loop."""
+    """Run the explorer of a stage. Returns: the emitted events. cancelled: called before every pass of the loop."""
     events: list[Event] = []
     explorer = make_explorer(client, config, events.append, cancelled)
     explorer.open()
@@ -119,12 +116,12 @@ def make_explorer(
 
 
 def explore(client: FakeClient, name: str) -> list[str]:
-    """Run an explore step of one unit of two tasks; what the explorer noted."""
+    """Run an explore step of one unit of two tasks. Returns: the notes of the explorer."""
     return [event.text for event in run_stage(client, stage(name)) if isinstance(event, Note)]
 
 
 def end_one_each_pass(client: FakeClient, look: Callable[[list[RolloutTask]], object]) -> Callable[[], bool]:
-    """A `cancelled` that shows what is under way to `look`, and lets the first of it end."""
+    """A `cancelled` that passes the running units to `look`, and ends the first of them."""
 
     def cancelled() -> bool:
         if client.pending:
@@ -135,25 +132,17 @@ def end_one_each_pass(client: FakeClient, look: Callable[[list[RolloutTask]], ob
     return cancelled
 
 
-def test_a_lost_engine_is_a_suspicion_and_an_error_of_an_engine_is_none() -> None:
-    def raises(error: Exception) -> Outcome:
-        return lambda client, key, unit: error
-
-    [lost] = explore(FakeClient(raises(ProcessLostError("engine-fake (pid 7) ended"))), "lost-engine")
-    assert lost.endswith(f"(1 of {STRIKES} losses in a row): ProcessLostError: engine-fake (pid 7) ended")
-    [failed] = explore(FakeClient(raises(RoleError("logits that are not numbers"))), "failed-engine")
+def test_a_lost_engine_makes_a_suspect_but_an_error_does_not() -> None:
+    [lost] = explore(FakeClient(fails(ProcessLostError("engine-fake (pid 7) ended"))), "lost-engine")
+    assert lost.endswith(f"(1 of {MAX_CRASHES} losses in a row): ProcessLostError: engine-fake (pid 7) ended")
+    [failed] = explore(FakeClient(fails(RoleError("logits that are not numbers"))), "failed-engine")
     assert failed.endswith(f"runs again (1 of {MAX_ATTEMPTS}): RoleError: logits that are not numbers")
     with pytest.raises(RoleError, match=f"failed {MAX_ATTEMPTS} times; the last time: RoleError: logits"):
-        explore(FakeClient(then=raises(RoleError("logits that are not numbers"))), "failing-engine")
+        explore(FakeClient(then=fails(RoleError("logits that are not numbers"))), "failing-engine")
 
 
 HEADS = "engine 'vllm' failed on request {}: RuntimeError: Unsupported CPU attention configuration: head_dim=16"
 ENDED = "engine-vllm (pid {}) ended with code {}; its last lines:"
-
-
-def fails(error: Exception) -> Outcome:
-    """The unit's engine failed with this error."""
-    return lambda client, key, unit: error
 
 
 def finished(client: FakeClient, key: str, unit: RolloutTask) -> RolloutResult:
@@ -179,7 +168,7 @@ def test_two_engines_that_fail_for_one_reason_end_the_run(errors: list[Exception
     assert not ParquetLog(open_storage(f"memory://explorer-loop/{config.name}")).shards(), "nothing is set aside"
 
 
-def test_engines_that_fail_for_other_reasons_or_not_in_a_row_are_no_reason_to_end() -> None:
+def test_unrelated_engine_failures_do_not_end_the_run() -> None:
     first, second = EngineError(HEADS.format(1)), EngineError("engine 'vllm' failed on request 1: out of memory")
     kills = [ProcessLostError(ENDED.format(pid, -9), -9) for pid in (7, 8)]
     client = FakeClient(fails(first), fails(second), finished, fails(first), *map(fails, kills), then=finished)
@@ -187,12 +176,12 @@ def test_engines_that_fail_for_other_reasons_or_not_in_a_row_are_no_reason_to_en
     assert client.submitted[-1].explore_step == 3
 
 
-def test_one_unit_whose_engines_end_by_themselves_runs_task_by_task() -> None:
-    client = FakeClient(*[fails(ProcessLostError(ENDED.format(7, -11), -11))] * STRIKES)
+def test_a_unit_whose_engines_crash_runs_task_by_task() -> None:
+    client = FakeClient(*[fails(ProcessLostError(ENDED.format(7, -11), -11))] * MAX_CRASHES)
     assert "task by task" in explore(client, "crashing")[-1]
 
 
-def test_engines_of_workers_that_were_told_to_end_do_not_count() -> None:
+def test_engines_of_leaving_workers_do_not_count() -> None:
     def fails_leaving(client: FakeClient, key: str, unit: RolloutTask) -> Exception:
         told_to_end(client, key, unit)
         return EngineError(HEADS.format(1))
@@ -205,7 +194,7 @@ def test_engines_of_workers_that_were_told_to_end_do_not_count() -> None:
 # ---- the window of units under way
 
 
-def test_every_unit_is_submitted_once_and_in_order_within_the_window() -> None:
+def test_units_are_submitted_once_in_order_within_the_window() -> None:
     client, sizes = FakeClient(then=under_way, num_engines=4), []
     config = stage("window", "buffer.batch_size=4", "buffer.total_steps=9", "explorer.eval_on_startup=false")
     run_stage(client, config, end_one_each_pass(client, lambda units: sizes.append(len(units))))
@@ -215,7 +204,7 @@ def test_every_unit_is_submitted_once_and_in_order_within_the_window() -> None:
     assert ParquetLog(open_storage("memory://explorer-loop/window")).sealed_at() == 9
 
 
-def test_a_unit_whose_rollouts_all_have_slots_leaves_room_for_the_next() -> None:
+def test_a_unit_whose_rollouts_all_have_slots_admits_the_next() -> None:
     client, sizes = FakeClient(then=under_way, num_engines=2), list[int]()
     config = stage("overlap", "buffer.total_steps=9", "synchronizer.sync_style=fully_async")
 
@@ -238,7 +227,7 @@ def test_a_unit_whose_rollouts_all_have_slots_leaves_room_for_the_next() -> None
 
 
 class Joining(FakeClient):
-    """A client with more workers than one, as a test says."""
+    """A client with several workers, which a test can change."""
 
     def __init__(self, *outcomes: Outcome, then: Outcome | None = None) -> None:
         super().__init__(*outcomes, then=then)
@@ -255,7 +244,7 @@ class Joining(FakeClient):
 
 
 @pytest.mark.parametrize("outcome", [RolloutResult(("warm", 0, 0), (), 0, ""), EngineError("no such model")])
-def test_a_joining_worker_is_given_units_once_its_engine_is_warm(outcome: RolloutResult | Exception) -> None:
+def test_a_joining_worker_receives_units_once_warm(outcome: RolloutResult | Exception) -> None:
     client = Joining(then=under_way)
     first, second = client.there[0], "tcp://10.0.0.2:1"
     ended: list[str] = []
@@ -278,7 +267,7 @@ def test_a_joining_worker_is_given_units_once_its_engine_is_warm(outcome: Rollou
     assert list(client.warming) == ended, "once"
 
 
-def test_where_no_worker_is_left_a_new_one_is_given_units_at_once() -> None:
+def test_a_new_only_worker_receives_units_at_once() -> None:
     client, passes = Joining(died, then=finished), count()
 
     def cancelled() -> bool:
@@ -290,7 +279,7 @@ def test_where_no_worker_is_left_a_new_one_is_given_units_at_once() -> None:
     assert not client.warming and ("tcp://10.0.0.3:1",) in client.allowed
 
 
-def test_a_unit_whose_workers_are_gone_is_sent_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_whose_workers_are_gone_is_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explorer, "_VANISHED_S", 0.0)
     client, passes = Joining(under_way, then=finished), count()
 
@@ -304,8 +293,8 @@ def test_a_unit_whose_workers_are_gone_is_sent_to_others(monkeypatch: pytest.Mon
     assert [unit.key for unit in client.submitted] == [("experiences", 1, 0)] * 2
 
 
-def test_what_has_ended_is_let_go_after_the_next_is_sent() -> None:
-    """A word of what is not wanted any more would hold up for 10 ms what is sent after it."""
+def test_ended_futures_are_released_after_the_next_submit() -> None:
+    """Dask would pause for 10 ms between the release and the next submit."""
     story: list[tuple[str, int]] = []
 
     class Telling(FakeClient):
@@ -324,7 +313,7 @@ def test_what_has_ended_is_let_go_after_the_next_is_sent() -> None:
     assert story[:7] == sent + [each for step in (2, 3, 4) for each in (("sent", step), ("let go", step - 1))]
 
 
-def test_evaluations_take_half_of_the_engines_while_there_is_training() -> None:
+def test_evaluations_take_half_of_the_engines_during_training() -> None:
     client, num_evals = FakeClient(then=under_way, num_engines=4), []
     evals = "buffer.explorer_input.eval_tasksets=[{name: held_out, path: held_out.jsonl, repeat_times: 2}]"
     config = stage("evals", "buffer.batch_size=4", "buffer.total_steps=6", evals)
@@ -340,7 +329,7 @@ def test_evaluations_take_half_of_the_engines_while_there_is_training() -> None:
     assert sum(unit.is_eval for unit in client.submitted) == 3, "six tasks, two to a unit, each once"
 
 
-def test_a_unit_waits_for_the_steps_that_its_weights_are_trained_from() -> None:
+def test_a_unit_waits_for_the_steps_that_train_its_weights() -> None:
     client, steps = FakeClient(then=under_way, num_engines=4), []
     both = ("mode=both", "buffer.batch_size=4", "buffer.train_batch_size=8", "buffer.total_steps=5")
     config = stage("fixed", *both, "synchronizer.sync_style=fixed", "explorer.eval_on_startup=false")
@@ -354,9 +343,7 @@ def test_a_unit_waits_for_the_steps_that_its_weights_are_trained_from() -> None:
     ("style", "required"),
     [("fully_async", WeightRequirement(5, exact=False)), ("trainer_driven", WeightRequirement(9, exact=True))],
 )
-def test_beside_a_trainer_of_another_process_a_unit_takes_the_newest_or_joins_others_within_the_bound(
-    style: str, required: WeightRequirement
-) -> None:
+def test_weights_with_a_trainer_in_another_process(style: str, required: WeightRequirement) -> None:
     config = stage(f"beside-{style}", f"synchronizer.sync_style={style}", "synchronizer.max_staleness=4")
     publish_weights(open_storage(f"memory://explorer-loop/{config.name}"), 9, b"weights", "main")
     client = FakeClient()
@@ -364,10 +351,10 @@ def test_beside_a_trainer_of_another_process_a_unit_takes_the_newest_or_joins_ot
     assert [unit.weights for unit in client.submitted if not unit.is_eval] == [required]
 
 
-# ---- what is done is what the log says
+# ---- the log decides which units are done
 
 
-def test_a_restarted_explorer_runs_what_the_log_does_not_hold() -> None:
+def test_a_restarted_explorer_runs_only_missing_units() -> None:
     config = stage("restart", "buffer.batch_size=4", "buffer.total_steps=3")
     first = FakeClient(then=committed)
     events = run_stage(first, config)
@@ -382,7 +369,7 @@ def test_a_restarted_explorer_runs_what_the_log_does_not_hold() -> None:
     assert again.submitted[0].tasks == first.submitted[3].tasks
 
 
-def test_a_log_that_is_to_grow_has_no_seal_once_it_is_open() -> None:
+def test_opening_removes_the_seal_of_a_log_that_will_grow() -> None:
     run_stage(FakeClient(committed), stage("seal"))
     log = ParquetLog(open_storage("memory://explorer-loop/seal"))
     assert log.sealed_at() == 1
@@ -396,43 +383,44 @@ def test_a_log_that_is_to_grow_has_no_seal_once_it_is_open() -> None:
 
 
 @pytest.mark.parametrize("loss", [lost_with_the_result, told_to_end])
-def test_a_unit_is_never_blamed_for_workers_that_were_taken_away(loss: Outcome) -> None:
-    client = FakeClient(*[loss] * (MAX_ATTEMPTS + STRIKES))
+def test_a_unit_is_not_blamed_for_workers_that_were_taken_away(loss: Outcome) -> None:
+    client = FakeClient(*[loss] * (MAX_ATTEMPTS + MAX_CRASHES))
     assert explore(client, loss.__name__) == []
-    assert len(client.submitted) == MAX_ATTEMPTS + STRIKES + 1
+    assert len(client.submitted) == MAX_ATTEMPTS + MAX_CRASHES + 1
     assert {unit.slots for unit in client.submitted} == {None}, "it runs whole, so it samples the same bits"
 
 
-def test_a_unit_whose_workers_die_without_a_word_runs_task_by_task() -> None:
-    client = FakeClient(*[died] * STRIKES)
+def test_a_unit_whose_workers_die_runs_task_by_task() -> None:
+    client = FakeClient(*[died] * MAX_CRASHES)
     assert "task by task" in explore(client, "died")[-1]
-    assert [unit.slots for unit in client.submitted] == [*[None] * STRIKES, (0,), (1,)]
-    assert [unit.alone for unit in client.submitted] == [False, *[True] * (STRIKES + 1)]
+    assert [unit.slots for unit in client.submitted] == [*[None] * MAX_CRASHES, (0,), (1,)]
+    assert [unit.isolated for unit in client.submitted] == [False, *[True] * (MAX_CRASHES + 1)]
 
 
-def test_a_task_that_ends_its_workers_is_set_aside_and_its_sibling_runs() -> None:
-    client = FakeClient(*[died] * STRIKES, *[died] * STRIKES)  # the unit, then its first task alone
-    notes = explore(client, "poison")
-    assert [unit.slots for unit in client.submitted] == [*[None] * STRIKES, *[(0,)] * STRIKES, (1,)]
-    assert all(", alone, runs again (" in note for note in notes[STRIKES : 2 * STRIKES - 1]), notes
-    assert notes[-1].startswith("task taskset_0/0/0 is poisonous and was set aside"), notes
-    (shard,) = ParquetLog(open_storage("memory://explorer-loop/poison")).shards()
+def test_a_crashing_task_is_set_aside_and_its_sibling_runs() -> None:
+    client = FakeClient(*[died] * MAX_CRASHES, *[died] * MAX_CRASHES)  # the unit, then its first task isolated
+    notes = explore(client, "crashes")
+    assert [unit.slots for unit in client.submitted] == [*[None] * MAX_CRASHES, *[(0,)] * MAX_CRASHES, (1,)]
+    retries = notes[MAX_CRASHES : 2 * MAX_CRASHES - 1]
+    assert all(note.startswith("an isolated task of ") for note in retries), notes
+    assert notes[-1].startswith("task taskset_0/0/0 crashed its workers and was set aside"), notes
+    (shard,) = ParquetLog(open_storage("memory://explorer-loop/crashes")).shards()
     assert shard.part is not None and shard.part.slots == (0,), "the sibling's rollouts are its worker's to commit"
 
 
-def test_a_unit_that_raises_is_tried_a_few_times() -> None:
+def test_a_unit_that_raises_is_retried_a_few_times() -> None:
     with pytest.raises(Exception, match=f"failed {MAX_ATTEMPTS} times.*the server is away"):
-        explore(FakeClient(*[failed] * MAX_ATTEMPTS), "failed")
+        explore(FakeClient(*[fails(StorageError("the server is away"))] * MAX_ATTEMPTS), "failed")
 
 
-def test_a_unit_that_the_storage_refuses_ends_the_run_and_is_not_tried_again() -> None:
-    client = FakeClient(refused)
+def test_a_unit_that_the_storage_refuses_ends_the_run() -> None:
+    client = FakeClient(fails(StorageRefusedError("the disk is full")))
     with pytest.raises(StorageRefusedError, match="the disk is full"):
         explore(client, "refused")
     assert len(client.submitted) == 1
 
 
-def test_a_unit_carries_the_fingerprint_of_the_config_and_not_the_config() -> None:
+def test_a_unit_carries_only_the_fingerprint_of_the_config() -> None:
     client = FakeClient()
     explore(client, "fingerprint")
     (unit,) = client.submitted

@@ -50,7 +50,7 @@ def test_each_taskset_has_its_own_selector(tmp_path: Path) -> None:
     assert len({tuple(orders[2]) for orders in epochs}) > 1
 
 
-def test_a_shuffle_is_that_of_its_seed(tmp_path: Path) -> None:
+def test_a_shuffle_depends_on_its_seed(tmp_path: Path) -> None:
     seeds = (3, 4, 3)
     orders = [
         [epoch(config(tmp_path, [{"selector_type": "shuffle", "seed": seed}]), k)[0] for k in range(6)]
@@ -59,7 +59,7 @@ def test_a_shuffle_is_that_of_its_seed(tmp_path: Path) -> None:
     assert orders[0] == orders[2] != orders[1]
 
 
-def test_a_selector_may_have_its_old_name(tmp_path: Path) -> None:
+def test_task_selector_is_an_old_name_of_data_selector(tmp_path: Path) -> None:
     tree = config(tmp_path, [{}]).to_dict()
     [taskset] = tree["buffer"]["explorer_input"]["tasksets"]
     del taskset["data_selector"]
@@ -74,7 +74,7 @@ def test_a_selector_may_have_its_old_name(tmp_path: Path) -> None:
         ([{"selector_type": "shuffle", "seed": 1}, {"selector_type": "shuffle", "seed": 2}], "seed differs"),
         ([{"selector_type": "offline_easy2hard"}], "feature_keys is required"),
         ([{"selector_type": "difficulty_based", "feature_keys": ["easy"]}], "must be 2 columns"),
-        ([{"selector_type": "difficulty_based", "feature_keys": ["easy", "easy"]}, {}], "is for one taskset"),
+        ([{"selector_type": "difficulty_based", "feature_keys": ["easy", "easy"]}, {}], "takes one taskset, not 2"),
         ([{"selector_type": "shuffle", "kwargs": {"tau": 1}}], "shuffle takes no arguments"),
         ([{"selector_type": "shufle"}], "unknown selector 'shufle'; did you mean shuffle"),
         (
@@ -83,9 +83,7 @@ def test_a_selector_may_have_its_old_name(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_selectors_that_do_not_go_together_are_refused(
-    tmp_path: Path, selectors: list[dict[str, Any]], message: str
-) -> None:
+def test_incompatible_selectors_are_refused(tmp_path: Path, selectors: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(tmp_path, selectors)
 
@@ -98,7 +96,7 @@ def test_easy_to_hard_is_for_training_tasks_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cell", [None, "hard", float("nan"), True])
-def test_a_difficulty_that_is_no_number_is_named_with_its_row(tmp_path: Path, cell: Any) -> None:
+def test_a_non_numeric_difficulty_is_named_with_its_row(tmp_path: Path, cell: Any) -> None:
     with pytest.raises(DataError, match=r"row 1: column 'easy' \(data_selector.feature_keys\) is "):
         epoch(config(tmp_path, [EASY2HARD], easy=[0.1, cell, 0.5, 0.9]), 0)
 

@@ -1,19 +1,17 @@
 """Promises of the claims by which explorers of different names share a run:
 
-- a unit is its first claimer's until that one ends, dies or holds it for too long; then the next one's;
-- who restarts under a name has what its predecessor left, at once;
-- two loops on one log submit every unit once, and each of them ends when all are committed;
-- what another explorer has committed is not rolled out again, also where the log was read before;
+- a unit belongs to its first claimer until that one ends, dies or holds it for too long; then to the next one;
+- an explorer that restarts under a name gets the units of its predecessor at once;
+- two loops on one log submit every unit once, and each ends when all are committed;
+- units that another explorer has committed are not rolled out again, even if the log was read before;
 - one explorer makes the evaluations, and the next one when it is gone;
-- an explorer without a name that is alone writes no claim, and what it is at as soon as there is another; one with a
-  name always does.
+- a sole explorer without a name writes no claim until it sees another; one with a name always does.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -27,11 +25,9 @@ UNIT = (3, 1)
 
 
 @pytest.fixture
-def storage() -> Iterator[Storage]:
-    storage = open_storage("memory://claims")
-    yield storage
-    for name in storage.list():
-        storage.remove(name.rstrip("/"))
+def storage(request: pytest.FixtureRequest) -> Storage:
+    # One per test: leases that a test does not release keep writing.
+    return open_storage(f"memory://claims/{request.node.name}")
 
 
 def claims_of(storage: Storage, name: str, now: list[float] | None = None) -> Claims:
@@ -44,7 +40,7 @@ def sees(claims: Claims, unit: tuple[int, int] = UNIT) -> bool:
     return claims.is_others(unit)
 
 
-def test_a_unit_is_its_first_claimers_until_it_gives_it_back(storage: Storage) -> None:
+def test_a_unit_belongs_to_its_first_claimer_until_given_back(storage: Storage) -> None:
     first, second = claims_of(storage, "a"), claims_of(storage, "b")
     assert first.take(UNIT)
     assert not second.take(UNIT)
@@ -55,19 +51,19 @@ def test_a_unit_is_its_first_claimers_until_it_gives_it_back(storage: Storage) -
     assert second.take(UNIT)
 
 
-def test_the_claim_of_who_ended_is_taken_over_by_one(storage: Storage) -> None:
+def test_the_claim_of_an_ended_explorer_is_taken_over_once(storage: Storage) -> None:
     lease = Lease(storage, "explorer.a", explore_steps=4)
     assert Claims(storage, lease, 100.0).take(UNIT)
     others = [claims_of(storage, name) for name in "bc"]
-    assert [sees(each) for each in others] == [True, True]
+    assert [sees(claims) for claims in others] == [True, True]
     lease.release()
-    assert [sees(each) for each in others] == [False, False]
-    assert [each.take(UNIT) for each in others] == [True, False]
+    assert [sees(claims) for claims in others] == [False, False]
+    assert [claims.take(UNIT) for claims in others] == [True, False]
     others[0].give_back(UNIT)
     assert storage.list("control/claims") == []
 
 
-def test_who_restarts_under_a_name_has_what_its_predecessor_left(storage: Storage) -> None:
+def test_a_restarted_explorer_gets_the_units_of_its_predecessor(storage: Storage) -> None:
     lease = Lease(storage, "explorer.a", explore_steps=4)
     assert Claims(storage, lease, 100.0).take(UNIT)
     lease.release()
@@ -76,7 +72,7 @@ def test_who_restarts_under_a_name_has_what_its_predecessor_left(storage: Storag
     assert again.take(UNIT)
 
 
-def test_a_claim_that_is_held_for_too_long_is_nobodys(storage: Storage) -> None:
+def test_a_claim_expires_after_held_s(storage: Storage) -> None:
     now = [0.0]
     assert claims_of(storage, "a").take(UNIT)
     second = claims_of(storage, "b", now)
@@ -86,7 +82,7 @@ def test_a_claim_that_is_held_for_too_long_is_nobodys(storage: Storage) -> None:
     assert second.take(UNIT)
 
 
-def test_claims_of_what_is_committed_go_once_nobody_holds_them(storage: Storage) -> None:
+def test_claims_of_committed_units_are_removed_once_released(storage: Storage) -> None:
     lease = Lease(storage, "explorer.a", explore_steps=4)
     assert Claims(storage, lease, 100.0).take(UNIT)
     second = claims_of(storage, "b")
@@ -97,26 +93,26 @@ def test_claims_of_what_is_committed_go_once_nobody_holds_them(storage: Storage)
     assert storage.list("control/claims") == []
 
 
-def test_a_claim_that_cannot_be_read_is_nobodys(storage: Storage) -> None:
+def test_an_unreadable_claim_is_free(storage: Storage) -> None:
     storage.put("control/claims/00000003-0001-1.json", b"{")
     claims = claims_of(storage, "a")
     assert not sees(claims)
     assert claims.take(UNIT)
 
 
-def test_who_is_alone_claims_without_a_file_and_writes_what_it_is_at_once_it_is_not(storage: Storage) -> None:
+def test_a_sole_explorer_writes_claims_once_it_sees_another(storage: Storage) -> None:
     lease, committed_unit = Lease(storage, "explorer", explore_steps=4), (3, 0)
     first = Claims(storage, lease, 100.0, lambda: 0.0)
     first.look(set())
     assert all(first.take(unit) for unit in (UNIT, committed_unit, (3, 2)))
     first.give_back(committed_unit)
-    assert (first.alone, storage.list("control/claims")) == (True, [])
+    assert (first.is_sole, storage.list("control/claims")) == (True, [])
     assert first.take(EVALUATIONS)
     second = claims_of(storage, "b")
     assert sees(second, EVALUATIONS) and not sees(second)
-    assert second.take((3, 2)), "what the first is at is not known yet"
+    assert second.take((3, 2)), "the claims of the first are not written yet"
     first.look(set())
-    assert (first.alone, first.is_others((3, 2))) == (False, True)
+    assert (first.is_sole, first.is_others((3, 2))) == (False, True)
     assert [sees(second, unit) for unit in (UNIT, committed_unit, (3, 2))] == [True, False, False]
     lease.release()
     second.look(set())
@@ -134,7 +130,7 @@ def explorer_of(client: FakeClient, name: str, explorer_name: str, cancelled=lam
     return make_explorer(client, config, lambda event: None, cancelled, Claims(storage, lease, 100.0)), lease
 
 
-def test_two_loops_submit_each_unit_once_and_end_when_all_are_committed() -> None:
+def test_two_explorers_submit_each_unit_once() -> None:
     clients = [FakeClient(then=committed) for _ in "ab"]
     explorers = [explorer_of(client, "shared", name)[0] for client, name in zip(clients, "ab", strict=True)]
     for explorer in explorers:
@@ -150,7 +146,7 @@ def test_two_loops_submit_each_unit_once_and_end_when_all_are_committed() -> Non
     assert open_storage("memory://explorer-loop/shared").list("control/claims") == []
 
 
-def test_who_has_made_the_rest_waits_for_what_others_are_at_and_takes_it_up_when_they_end() -> None:
+def test_an_explorer_waits_for_and_takes_over_units_of_others() -> None:
     client = FakeClient(then=committed)
     explorer, _ = explorer_of(client, "left", "a")
     storage = open_storage("memory://explorer-loop/left")
@@ -168,7 +164,7 @@ def test_who_has_made_the_rest_waits_for_what_others_are_at_and_takes_it_up_when
     assert client.submitted[-1].key == ("experiences", 12, 1)
 
 
-def test_what_was_committed_meanwhile_is_not_submitted() -> None:
+def test_units_committed_meanwhile_are_not_submitted() -> None:
     first, second = FakeClient(then=committed), FakeClient(then=committed)
     early, _ = explorer_of(first, "meanwhile", "a")
     early.open()  # reads an empty log
@@ -181,7 +177,7 @@ def test_what_was_committed_meanwhile_is_not_submitted() -> None:
     assert first.submitted == []
 
 
-def test_one_explorer_evaluates_and_the_next_one_when_it_is_gone(storage: Storage) -> None:
+def test_only_one_explorer_evaluates_at_a_time(storage: Storage) -> None:
     lease = Lease(storage, "explorer.a", explore_steps=4)
     assert Claims(storage, lease, 100.0).take(EVALUATIONS)
     second = claims_of(storage, "b")

@@ -1,4 +1,4 @@
-"""A tokenizer and engines for tests of rollouts: one token per character, and replies that the test chooses."""
+"""Tokenizer and engines for tests of rollouts: one token per character, and replies that the test chooses."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from rftdask.buffer.log.schema import Experience
 from rftdask.config.schema.explorer import ExplorerConfig
 from rftdask.config.schema.model import ModelConfig
 from rftdask.data.task import Task
+from rftdask.data.task_schedule import TaskRef
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.rollouts.policy.lockstep_queue import GenerateBatch
 from rftdask.rollouts.runner import TextEngine, UnitOutcome, run_work_unit
 from rftdask.rollouts.sandbox.messages import SandboxSpec
 from rftdask.rollouts.sandbox.pool import ForkServer
+from rftdask.rollouts.work_units import RolloutTask
 from rftdask.synchronizer.published import Published
+from rftdask.synchronizer.styles import WeightRequirement
 
 VERSION = 7
 
 
 class CharTokenizer:
-    """Code points as token ids. A chat is "<role>content" after each other, after the names of tools and options; token
-    0 stands for a special one.
+    """Tokenizer of code points. A chat is the names of tools and options, then "<role>content" for each message. Token
+    0 is special.
     """
 
     def apply_chat_template(
@@ -57,7 +60,7 @@ def prompt_of(request: GenerateRequest) -> str:
 def replies(
     reply: str | Callable[[GenerateRequest], str], log: list[list[GenerateRequest]] | None = None
 ) -> GenerateBatch:
-    """An engine that answers every request with `reply`, cut at max_tokens, and logs its calls."""
+    """Engine that responds to every request with `reply`, truncated to max_tokens, and logs its calls."""
 
     async def generate_batch(requests: list[GenerateRequest]) -> list[Generation]:
         if log is not None:
@@ -99,6 +102,13 @@ def task(index: int = 0, workflow: str = "math_workflow", **changes: Any) -> Tas
     return Task(taskset="t", epoch=0, index=index, workflow=workflow, **{**fields, **changes})
 
 
+def work_unit(*tasks: int, step: int = 1, epoch: int = 0, **fields: Any) -> RolloutTask:
+    """Work unit of two rollouts of each task, given by index."""
+    refs = tuple(TaskRef(0, epoch, index) for index in tasks)
+    fields = {"repeat_times": 2, "greedy_baseline": False, "weights": WeightRequirement(0, exact=True), **fields}
+    return RolloutTask("memory://run", "", "experiences", step, 0, refs, threads=1, log_file=None, **fields)
+
+
 def run(
     tasks: Sequence[Task],
     generate_batch: GenerateBatch,
@@ -108,7 +118,7 @@ def run(
     on_group: Callable[[int, list[Experience]], None] = lambda number, experiences: None,
     **changes: Any,
 ) -> list[Experience]:
-    """The experiences of one work unit; `changes` as for `settings`."""
+    """Run one work unit. Returns: its experiences. changes: as in `settings`."""
     batch = {"repeat_times": repeat_times, "greedy_baseline": greedy_baseline, "on_group": on_group}
     return outcome(tasks, TextEngine(generate_batch, CharTokenizer()), batch, **changes).experiences
 
@@ -117,7 +127,7 @@ _fork_servers: dict[SandboxSpec, ForkServer] = {}
 
 
 def keep(spec: SandboxSpec) -> ForkServer:
-    """A fork server that later tests use, too: starting one takes most of a second."""
+    """Fork server that later tests reuse, because starting one takes most of a second."""
     if spec not in _fork_servers or not _fork_servers[spec].alive():
         _fork_servers[spec] = ForkServer(spec)
         atexit.register(_fork_servers[spec].close)
@@ -125,7 +135,7 @@ def keep(spec: SandboxSpec) -> ForkServer:
 
 
 def outcome(tasks: Sequence[Task], policy: TextEngine, batch: dict[str, Any], **changes: Any) -> UnitOutcome:
-    """`batch` are arguments of run_work_unit, `changes` as for `settings`."""
+    """Run one work unit. batch: arguments of run_work_unit; changes: as in `settings`."""
     return asyncio.run(
         run_work_unit(
             tasks,

@@ -1,6 +1,6 @@
-"""Promises of an auxiliary model on workers of its own, asked over Dask: a request goes to the worker with the least to
-do; what is lost with its worker is asked of another, and given up after several; where nobody serves the model the
-error names it; a request that nobody wants any more leaves its engine; calls that are to share nothing share nothing.
+"""Promises of an auxiliary model on separate workers, called over Dask: a request goes to the least busy worker;
+requests of a lost worker go to another, and fail after several losses; without a worker the error names the model; a
+cancelled request leaves its engine; exclusive calls run one at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.client import EngineClient, EngineSpec
 from rftdask.engines.server import Scored
 from rftdask.errors import ProcessLostError, RoleError, StorageError
-from rftdask.rollouts import auxiliary_client as shared_engine
+from rftdask.rollouts import auxiliary_client
 from rftdask.rollouts.auxiliary_client import AUXILIARY_RESOURCE, SharedEngine
 from rftdask.rollouts.auxiliary_task import ModelServer
 from rftdask.storage.memory import MemoryStorage
@@ -29,7 +29,7 @@ PATIENCE_S = 3.0
 
 
 class Engine:
-    """The part of an EngineClient that is asked; answers a request with its seed, unless it `waits`, or is dead."""
+    """Fake of EngineClient that responds with the seed of the request, unless it `waits` or is dead."""
 
     cache_tokens = None
 
@@ -67,7 +67,7 @@ def request(seed: int) -> GenerateRequest:
 
 
 class Judges:
-    """A cluster in this process: one worker that asks, and some of auxiliary models."""
+    """A cluster in this process: one client worker, and several workers of auxiliary models."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self.asker, *workers = cast(list[Worker], list(cluster.workers.values()))
@@ -87,7 +87,7 @@ class Judges:
         self.servers[number].end(ProcessLostError("engine (pid 7) ended"))
 
     def ask(self, name: str = "judge", patience_s: float = PATIENCE_S, connected: int = 0) -> SharedEngine:
-        """connected: how many are to serve it before it is asked."""
+        """connected: number of workers that must serve it first."""
         key = (*KEY[:2], name)
         judge = SharedEngine(self.asker, key, cast(EngineSpec, None), num_engines=2, patience_s=patience_s)
         self.asked.append(judge)
@@ -118,7 +118,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_requests_go_to_the_worker_with_the_least_to_do_and_come_back_in_their_order(judges: Judges) -> None:
+def test_requests_are_balanced_and_responses_keep_their_order(judges: Judges) -> None:
     judge = judges.ask(connected=2)
     for engine in judges.engines:
         engine.waits = True
@@ -132,16 +132,16 @@ def test_requests_go_to_the_worker_with_the_least_to_do_and_come_back_in_their_o
     assert judge.logprobs([((1,), (2, 3))], 10.0) == [(-2.0, -3.0)]
 
 
-def test_what_is_lost_with_its_worker_is_asked_of_another(judges: Judges) -> None:
+def test_requests_of_a_lost_worker_go_to_another(judges: Judges) -> None:
     judges.engines[0].is_dead = True
     judge = judges.ask(connected=2)
-    found = [future.result(30).tokens for future in judge.submit([request(seed) for seed in range(4)])]
-    assert found == [(0,), (1,), (2,), (3,)]
+    tokens = [future.result(30).tokens for future in judge.submit([request(seed) for seed in range(4)])]
+    assert tokens == [(0,), (1,), (2,), (3,)]
     assert judges.engines[0].asked and len(judges.engines[1].asked) == 4
 
 
-def test_a_request_that_loses_several_workers_is_given_up(judges: Judges, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_engine, "_LOOK_S", 0.05)
+def test_a_request_that_loses_several_workers_fails(judges: Judges, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auxiliary_client, "_POLL_INTERVAL_S", 0.05)
     for engine in judges.engines:
         engine.is_dead = True
     [future] = judges.ask().submit([request(1)])
@@ -149,16 +149,16 @@ def test_a_request_that_loses_several_workers_is_given_up(judges: Judges, monkey
         future.result(30)
 
 
-def test_where_nobody_serves_a_model_the_error_names_it_after_a_deadline(judges: Judges) -> None:
-    told = r"no worker has served auxiliary model 'other' .* for 1 s, of 2 .*engine_num.*; 2 workers .* are there"
+def test_a_model_without_workers_is_an_error_after_a_deadline(judges: Judges) -> None:
+    message = r"no worker has served auxiliary model 'other' .* for 1 s; engine_num is 2; 2 workers .* are connected"
     [future] = judges.ask("other", patience_s=0.6).submit([request(1)])
-    with pytest.raises(RoleError, match=told):
+    with pytest.raises(RoleError, match=message):
         future.result(30)
-    with pytest.raises(RoleError, match="the work unit was called off"):
+    with pytest.raises(RoleError, match="the work unit was cancelled"):
         judges.ask("other").wait_ready(100.0, lambda: True)
 
 
-def test_who_waits_for_a_model_gets_it_when_it_is_there(judges: Judges) -> None:
+def test_a_waiting_request_is_served_once_a_worker_joins(judges: Judges) -> None:
     judge = judges.ask(patience_s=30.0, connected=2)
     judges.end(0)
     judges.end(1)
@@ -171,20 +171,20 @@ def test_who_waits_for_a_model_gets_it_when_it_is_there(judges: Judges) -> None:
     assert not judges.engines[0].asked
 
 
-def test_a_request_that_nobody_wants_any_more_leaves_its_engine(judges: Judges) -> None:
+def test_a_cancelled_request_leaves_its_engine(judges: Judges) -> None:
     for engine in judges.engines:
         engine.waits = True
     first, second = judges.ask(patience_s=60.0, connected=2).submit([request(1), request(2)])
     wait_until(lambda: sum(len(engine.under_way) for engine in judges.engines) == 2)
     first.cancel()
-    under_way: list[Future[Any]] = [each for engine in judges.engines for each in engine.under_way]
-    wait_until(lambda: sum(each.cancelled() for each in under_way) == 1)
+    under_way: list[Future[Any]] = [future for engine in judges.engines for future in engine.under_way]
+    wait_until(lambda: sum(future.cancelled() for future in under_way) == 1)
     assert not second.done()
     second.cancel()
-    wait_until(lambda: all(each.cancelled() for each in under_way))
+    wait_until(lambda: all(future.cancelled() for future in under_way))
 
 
-def test_what_a_connection_was_asked_that_ends_leaves_the_engine_and_is_asked_again(judges: Judges) -> None:
+def test_requests_of_a_lost_connection_are_sent_again(judges: Judges) -> None:
     judges.end(1)
     judge, engine = judges.ask(patience_s=60.0, connected=1), judges.engines[0]
     engine.waits = True
@@ -197,7 +197,7 @@ def test_what_a_connection_was_asked_that_ends_leaves_the_engine_and_is_asked_ag
     assert future.result(30).tokens == (4,)
 
 
-def test_calls_that_are_to_share_nothing_share_nothing(judges: Judges) -> None:
+def test_exclusive_calls_run_one_at_a_time(judges: Judges) -> None:
     judges.end(1)
     judges.serve(0, in_calls=True)
     judge, engine = judges.ask(patience_s=60.0, connected=1), judges.engines[0]
@@ -207,7 +207,7 @@ def test_calls_that_are_to_share_nothing_share_nothing(judges: Judges) -> None:
         thread.start()
     wait_until(lambda: judge._engines.alive[0].num_under_way == 4)
     for number in range(4):
-        judge.logprobs([((1,), (2,))], 10.0)  # once it is answered, what was asked before it has come
+        judge.logprobs([((1,), (2,))], 10.0)  # its response means that earlier requests have arrived
         wait_until(lambda number=number: len(engine.under_way) > number)  # type: ignore[misc]
         assert len(engine.asked) == number + 1
         engine.under_way[number].set_result(answer(engine.asked[number]))
@@ -215,7 +215,7 @@ def test_calls_that_are_to_share_nothing_share_nothing(judges: Judges) -> None:
         thread.join(30)
 
 
-def test_a_call_that_waits_for_others_and_is_not_wanted_any_more_is_never_made(judges: Judges) -> None:
+def test_a_cancelled_call_that_waits_for_others_is_never_made(judges: Judges) -> None:
     judges.end(1)
     judges.serve(0, in_calls=True)
     judge, engine = judges.ask(patience_s=60.0, connected=1), judges.engines[0]
@@ -229,10 +229,10 @@ def test_a_call_that_waits_for_others_and_is_not_wanted_any_more_is_never_made(j
         wait_until(lambda number=number: len(engine.under_way) > number)  # type: ignore[misc]
         engine.under_way[number].set_result(answer(engine.asked[number]))
     assert [first.result(30).tokens, third.result(30).tokens] == [(0,), (2,)]
-    assert [each.seed for each in engine.asked] == [0, 2]
+    assert [request.seed for request in engine.asked] == [0, 2]
 
 
-def test_the_weights_of_a_model_that_is_shared_stay_what_they_are(judges: Judges) -> None:
+def test_an_auxiliary_model_keeps_its_weights(judges: Judges) -> None:
     engine = judges.ask(connected=2)._engines.alive[0]
     with pytest.raises(StorageError, match="does not accept weights from this client"):
         engine.load(MemoryStorage(KEY[0]), Published(3, "", ""))

@@ -1,5 +1,6 @@
-"""Promises of places that several work units share: what one leaves free the next takes, in the order in which they
-entered; every place is given back, also of a rollout that never began."""
+"""Promises of slots that several work units share: the next unit takes slots that one leaves free, in the order of
+entry; every slot is freed, even that of a rollout that never began.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 from rftdask.buffer.log.schema import Status
 from rftdask.config.schema.explorer import OverRolloutConfig
 from rftdask.data.task import Task
-from rftdask.rollouts.concurrency_limits import SLOT, SharedPlaces, TokenRoom, slots_by_memory
+from rftdask.rollouts.concurrency_limits import SLOT, KvCacheBudget, SharedSlots, slots_by_memory
 from rftdask.rollouts.runner import SharedLoop, TextEngine, UnitOutcome, run_work_unit
 from rftdask.rollouts.workflows.base import PolicyModel
 from rftdask.rollouts.workflows.registry import workflow
@@ -21,32 +22,32 @@ from rftdask.synchronizer.published import Published
 from tests.unit.rollouts.rollout_cases import VERSION, CharTokenizer, replies, settings, task
 
 
-def test_who_enters_later_is_admitted_when_somebody_leaves() -> None:
-    places, admitted = SharedPlaces({SLOT: 2}), list[str]()
+def test_later_keys_are_admitted_when_earlier_ones_leave() -> None:
+    slots, admitted = SharedSlots({SLOT: 2}), list[str]()
     for unit, key in (("one", "a"), ("one", "b"), ("two", "a"), ("two", "b")):
-        places.enter((unit, key), (SLOT,), admit=lambda name=f"{unit}/{key}": admitted.append(name))
+        slots.enter((unit, key), (SLOT,), admit=lambda name=f"{unit}/{key}": admitted.append(name))
     assert admitted == ["one/a", "one/b"]
-    places.leave(("one", "b"))
+    slots.leave(("one", "b"))
     assert admitted[2:] == ["two/a"]
-    places.leave(("two", "b"))  # it never began, and does not
-    places.leave(("two", "b"))
-    places.leave(("one", "a"))
+    slots.leave(("two", "b"))  # it never began, and does not
+    slots.leave(("two", "b"))
+    slots.leave(("one", "a"))
     assert admitted[3:] == []
-    assert places.wait_for_room(SLOT, 60)
-    places.enter("another", (SLOT,), admit=lambda: None)
-    assert not places.wait_for_room(SLOT, 0.01), "two has one, and another the other"
+    assert slots.wait_for_slot(SLOT, 60)
+    slots.enter("another", (SLOT,), admit=lambda: None)
+    assert not slots.wait_for_slot(SLOT, 0.01), "two/a and another have the slots"
 
 
-def test_a_limit_that_comes_later_limits_what_comes_after_it_and_changes_no_other() -> None:
-    places, admitted = SharedPlaces({SLOT: 1}), list[str]()
-    places.limit({SLOT: 5, "game": 1})
+def test_a_later_limit_changes_no_existing_limit() -> None:
+    slots, admitted = SharedSlots({SLOT: 1}), list[str]()
+    slots.limit({SLOT: 5, "game": 1})
     for key, kinds in (("a", (SLOT,)), ("b", (SLOT,)), ("c", ("game",)), ("d", ("game",))):
-        places.enter(key, kinds, admit=lambda key=key: admitted.append(key))
+        slots.enter(key, kinds, admit=lambda key=key: admitted.append(key))
     assert admitted == ["a", "c"]
 
 
 class Gate:
-    """A workflow whose rollouts wait until the test lets them end, by the index of their task."""
+    """A workflow whose rollouts wait until the test ends them, by the index of their task."""
 
     def __init__(self) -> None:
         self.running: list[int] = []
@@ -75,7 +76,7 @@ class Gate:
 
 
 def unit(
-    gate: Gate, indices: range, places: SharedPlaces, on_admitted: Callable[[], None], **changes: Any
+    gate: Gate, indices: range, slots: SharedSlots, on_admitted: Callable[[], None], **changes: Any
 ) -> Coroutine[Any, Any, UnitOutcome]:
     return run_work_unit(
         [task(index, gate.name) for index in indices],
@@ -84,21 +85,21 @@ def unit(
         policy=TextEngine(replies("4"), CharTokenizer()),
         **settings(**changes),
         weights=Published(VERSION, "", "hash7"),
-        places=places,
+        shared_slots=slots,
         on_admitted=on_admitted,
     )
 
 
-def test_a_unit_takes_the_slots_that_the_one_before_it_leaves_free() -> None:
+def test_a_unit_takes_slots_that_the_previous_one_leaves_free() -> None:
     async def story() -> list[str]:
-        gate, places, events = Gate(), SharedPlaces({SLOT: 3}), list[str]()
-        first = asyncio.create_task(unit(gate, range(3), places, lambda: events.append("first has its slots")))
+        gate, slots, events = Gate(), SharedSlots({SLOT: 3}), list[str]()
+        first = asyncio.create_task(unit(gate, range(3), slots, lambda: events.append("first has its slots")))
         await gate.until_running(0, 1, 2)
-        second = asyncio.create_task(unit(gate, range(3, 6), places, lambda: events.append("second has its slots")))
+        second = asyncio.create_task(unit(gate, range(3, 6), slots, lambda: events.append("second has its slots")))
         gate.end(0, 1)
         await gate.until_running(2, 3, 4)
         assert events == ["first has its slots"]
-        gate.end(3, 4)  # the tail of the first is still there
+        gate.end(3, 4)  # the first unit still runs
         await gate.until_running(2, 5)
         gate.end(5)
         assert [each.status for each in (await second).experiences] == [Status.OK] * 3
@@ -110,12 +111,12 @@ def test_a_unit_takes_the_slots_that_the_one_before_it_leaves_free() -> None:
     assert asyncio.run(story()) == ["first has its slots", "second has its slots"]
 
 
-def test_a_unit_that_is_cancelled_gives_all_its_places_back() -> None:
+def test_a_cancelled_unit_frees_all_its_slots() -> None:
     async def story() -> None:
-        gate, places = Gate(), SharedPlaces({SLOT: 2})
-        first = asyncio.create_task(unit(gate, range(4), places, lambda: None))
+        gate, slots = Gate(), SharedSlots({SLOT: 2})
+        first = asyncio.create_task(unit(gate, range(4), slots, lambda: None))
         await gate.until_running(0, 1)
-        second = asyncio.create_task(unit(gate, range(4, 6), places, lambda: None))
+        second = asyncio.create_task(unit(gate, range(4, 6), slots, lambda: None))
         await asyncio.sleep(0)
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -127,13 +128,13 @@ def test_a_unit_that_is_cancelled_gives_all_its_places_back() -> None:
     asyncio.run(story())
 
 
-def test_rollouts_that_wait_for_others_slots_are_not_called_off_for_it() -> None:
+def test_rollouts_that_wait_for_slots_are_not_cancelled() -> None:
     async def story() -> list[Status]:
-        gate, places = Gate(), SharedPlaces({SLOT: 2})
-        first = asyncio.create_task(unit(gate, range(1), places, lambda: None))
+        gate, slots = Gate(), SharedSlots({SLOT: 2})
+        first = asyncio.create_task(unit(gate, range(1), slots, lambda: None))
         await gate.until_running(0)
         over = OverRolloutConfig(ratio=0.5, wait_after_min=0.0)
-        second = asyncio.create_task(unit(gate, range(1, 3), places, lambda: None, over_rollout=over))
+        second = asyncio.create_task(unit(gate, range(1, 3), slots, lambda: None, over_rollout=over))
         await gate.until_running(0, 1)
         gate.end(1, 2)  # half of the second is done while its other half waits for a slot
         outcome = await second
@@ -144,12 +145,12 @@ def test_rollouts_that_wait_for_others_slots_are_not_called_off_for_it() -> None
     assert asyncio.run(story())[0] is Status.OK
 
 
-def test_units_on_a_shared_loop_run_side_by_side() -> None:
-    gate, places, loop = Gate(), SharedPlaces({SLOT: 1}), SharedLoop()
+def test_units_on_a_shared_loop_run_concurrently() -> None:
+    gate, slots, loop = Gate(), SharedSlots({SLOT: 1}), SharedLoop()
     admitted = [threading.Event(), threading.Event()]
-    first, second = (loop.submit(unit(gate, range(n, n + 1), places, admitted[n].set)) for n in range(2))
+    first, second = (loop.submit(unit(gate, range(n, n + 1), slots, admitted[n].set)) for n in range(2))
     assert admitted[0].wait(30) and not admitted[1].is_set()
-    gate.end(0)  # before anybody waits for it, or after
+    gate.end(0)  # before its rollout waits for it, or after
     loop.submit(asyncio.sleep(0)).result(30)
     gate.end(1)
     assert [len(each.result(30).experiences) for each in (first, second)] == [1, 1]
@@ -165,10 +166,10 @@ def test_units_on_a_shared_loop_run_side_by_side() -> None:
     loop.submit(left_over())
     loop.submit(asyncio.sleep(0)).result(30)
     loop.close()
-    assert ended.wait(30), "what is left is cancelled"
+    assert ended.wait(30), "remaining tasks are cancelled"
 
 
-def test_an_engine_has_slots_for_what_its_memory_holds_of_rollouts_of_mean_length() -> None:
+def test_slots_by_memory_follow_the_mean_length_of_rollouts() -> None:
     assert [slots_by_memory(1000, mean, fewest=8) for mean in (10.0, 30.0, 124.9, 125.1, 5000.0, 0.0)] == [
         100,
         33,
@@ -179,25 +180,25 @@ def test_an_engine_has_slots_for_what_its_memory_holds_of_rollouts_of_mean_lengt
     ]
 
 
-def test_more_places_admit_who_waits_and_fewer_are_given_up_by_those_who_leave() -> None:
-    places, admitted = SharedPlaces({SLOT: 1}), list[str]()
+def test_added_slots_admit_and_removed_ones_go_as_holders_leave() -> None:
+    slots, admitted = SharedSlots({SLOT: 1}), list[str]()
     for key in "abcdef":
-        places.enter(key, (SLOT,), admit=lambda key=key: admitted.append(key))
-    places.change(SLOT, 2)
+        slots.enter(key, (SLOT,), admit=lambda key=key: admitted.append(key))
+    slots.change(SLOT, 2)
     assert admitted == ["a", "b", "c"]
-    places.change(SLOT, -2)
+    slots.change(SLOT, -2)
     for key in "abc":
-        assert not places.wait_for_room(SLOT, 0)
-        places.leave(key)
+        assert not slots.wait_for_slot(SLOT, 0)
+        slots.leave(key)
     assert admitted == ["a", "b", "c", "d"]
 
 
-def test_an_engine_has_room_for_what_its_memory_holds_and_for_one_by_itself() -> None:
-    room = TokenRoom(100)
-    room.take(60)
-    assert [room.has_room(needed) for needed in (40, 41)] == [True, False] and room.missing(50) == 10
-    room.give(60)
-    assert room.has_room(300)
-    unknown = TokenRoom(None)
+def test_a_cache_budget_has_room_for_its_tokens_or_one_request() -> None:
+    budget = KvCacheBudget(100)
+    budget.take(60)
+    assert [budget.has_room(needed) for needed in (40, 41)] == [True, False] and budget.missing(50) == 10
+    budget.give(60)
+    assert budget.has_room(300)
+    unknown = KvCacheBudget(None)
     unknown.take(10**9)
     assert unknown.has_room(10**9)

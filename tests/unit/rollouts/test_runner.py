@@ -1,5 +1,5 @@
-"""Promises of the runner: every rollout gives an experience or the reason why not; retries never run beside what they
-retry; what the engine breaks is not blamed on a rollout; the same batch gives the same bytes.
+"""Promises of the runner: every rollout yields an experience or its error; retries never run concurrently with the
+attempt that they repeat; failures of the engine are not blamed on rollouts; the same batch yields the same bytes.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _numbers = iter(range(1_000_000))
 
 
 def named(function: WorkflowFn) -> str:
-    """A name of its own for a workflow of one test."""
+    """Register a workflow under a unique name."""
     name = f"test_workflow_{next(_numbers)}"
     workflow(name, in_process=True)(function)
     return name
@@ -72,9 +72,9 @@ def test_a_rollout_becomes_an_experience_with_the_exact_tokens() -> None:
     )
 
 
-def test_experiences_come_in_the_order_of_task_rollout_and_turn() -> None:
+def test_experiences_are_ordered_by_task_rollout_and_turn() -> None:
     async def two_turns(task: Task, model: PolicyModel) -> float:
-        await asyncio.sleep((2 - task.index) / 1000)  # the later task is done first
+        await asyncio.sleep((2 - task.index) / 1000)  # the later task ends first
         for turn in range(2):
             await model.generate(f"turn {turn}")
         return 1.0
@@ -87,18 +87,18 @@ def test_experiences_come_in_the_order_of_task_rollout_and_turn() -> None:
     assert len({experience.seed for experience in experiences}) == 8
 
 
-def test_every_experience_has_what_the_workflow_told_of_its_step() -> None:
+def test_experiences_contain_the_steps_of_the_workflow() -> None:
     async def walks(task: Task, model: PolicyModel) -> Reward:
         for turn in range(2):
             await model.generate(f"turn {turn}")
         return Reward(1.0, steps=(Step("start", 0.25), Step("door")))
 
-    async def says_nothing(task: Task, model: PolicyModel) -> Reward:
+    async def has_no_steps(task: Task, model: PolicyModel) -> Reward:
         await model.generate("p")
         return Reward(1.0)
 
-    told = run([task(0, named(walks)), task(1, named(says_nothing))], replies("x"))
-    assert [(e.env_state, e.turn_reward, e.reward) for e in told] == [
+    rows = run([task(0, named(walks)), task(1, named(has_no_steps))], replies("x"))
+    assert [(e.env_state, e.turn_reward, e.reward) for e in rows] == [
         ("start", 0.25, 1.0),
         ("door", None, 1.0),
         (None, None, 1.0),
@@ -108,22 +108,22 @@ def test_every_experience_has_what_the_workflow_told_of_its_step() -> None:
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ((Step("a"), Step("b")), "ValueError: 2 steps told for 1 calls of the policy"),
+        ((Step("a"), Step("b")), "ValueError: 2 steps returned for 1 calls of the policy"),
         ((Step("a", math.nan),), "ValueError: reward of step 0 is nan, not a finite number"),
-        ((Step(7),), "ValueError: state of step 0 is 7, not a text"),  # type: ignore[arg-type]
+        ((Step(7),), "ValueError: state of step 0 is 7, not a string"),  # type: ignore[arg-type]
     ],
 )
-def test_steps_that_do_not_fit_fail_the_rollout(steps: tuple[Step, ...], message: str) -> None:
-    async def tells(task: Task, model: PolicyModel) -> Reward:
+def test_invalid_steps_fail_the_rollout(steps: tuple[Step, ...], message: str) -> None:
+    async def returns_steps(task: Task, model: PolicyModel) -> Reward:
         await model.generate("p")
         return Reward(1.0, steps=steps)
 
-    [bad] = run([task(0, named(tells))], replies("x"))
+    [bad] = run([task(0, named(returns_steps))], replies("x"))
     assert bad.status is Status.FAILED
     assert bad.error.startswith(message)
 
 
-def test_a_group_is_reported_when_its_rollouts_have_ended_and_not_when_the_batch_has() -> None:
+def test_a_group_is_reported_as_soon_as_its_rollouts_have_ended() -> None:
     events: list[str] = []
     first_is_reported = asyncio.Event()
 
@@ -166,12 +166,12 @@ def test_all_single_turn_rollouts_share_one_call_in_order() -> None:
     assert [[prompt_of(request) for request in call] for call in log] == [["a", "a", "b", "b"]]
 
 
-def test_a_response_that_met_its_limit_is_truncated_but_rewarded() -> None:
+def test_a_truncated_response_is_still_rewarded() -> None:
     [experience] = run([task()], replies("44444"), sampling=SamplingParams(max_tokens=1))
     assert (experience.status, experience.reward, experience.response_text) == (Status.TRUNCATED, 1.0, "4")
 
 
-def test_a_failed_attempt_is_retried_with_the_same_seed_and_a_clean_record() -> None:
+def test_a_retry_has_the_same_seed_and_a_clean_record() -> None:
     attempts = []
 
     async def fails_once(task: Task, model: PolicyModel) -> float:
@@ -184,11 +184,11 @@ def test_a_failed_attempt_is_retried_with_the_same_seed_and_a_clean_record() -> 
 
     log: list[list[GenerateRequest]] = []
     experiences = run([task(0, named(fails_once))], replies("x", log))
-    assert [(each.turn, each.attempt, each.prompt_text) for each in experiences] == [(0, 1, "first"), (1, 1, "second")]
+    assert [(row.turn, row.attempt, row.prompt_text) for row in experiences] == [(0, 1, "first"), (1, 1, "second")]
     assert [call[0].seed for call in log] == [rollout_seed(42, "t/0/0", 0, turn) for turn in (0, 0, 1)]
 
 
-def test_what_is_kept_of_a_failure_has_no_secret() -> None:
+def test_stored_errors_contain_no_secrets() -> None:
     async def asks_a_judge(task: Task, model: PolicyModel) -> float:
         raise OSError("no answer from https://me:hunter2@judge/v1?token=abc")
 
@@ -196,7 +196,7 @@ def test_what_is_kept_of_a_failure_has_no_secret() -> None:
     assert bad.error == "OSError: no answer from https://me:***@judge/v1?token=***"
 
 
-def test_the_last_failure_becomes_an_experience_without_reward_and_leaves_its_siblings_alone() -> None:
+def test_the_last_failure_becomes_an_experience_without_reward() -> None:
     async def fails_for_task_1(task: Task, model: PolicyModel) -> float:
         await model.generate("p")
         if task.index == 1:
@@ -213,9 +213,15 @@ def test_the_last_failure_becomes_an_experience_without_reward_and_leaves_its_si
 
 
 @pytest.mark.parametrize(
-    "value", [None, math.nan, math.inf, -math.inf, "1", [1.0], Reward(math.nan), 1j, 1e39, 10**400]
+    ("value", "error"),
+    [
+        *((value, "not a number") for value in (None, "1", [1.0], 1j)),
+        *((value, "not a finite number in float32") for value in (math.nan, math.inf, -math.inf, 1e39, 10**400)),
+        (Reward(math.nan), "not a finite number in float32"),
+        (Reward(1.0, {"style": "good"}), "metric style is 'good'"),  # type: ignore[dict-item]
+    ],
 )
-def test_a_reward_that_is_no_finite_number_fails_the_rollout(value: Any) -> None:
+def test_a_reward_or_metric_that_is_not_finite_fails(value: Any, error: str) -> None:
     async def strange(task: Task, model: PolicyModel) -> Any:
         await model.generate("p")
         return value
@@ -223,7 +229,7 @@ def test_a_reward_that_is_no_finite_number_fails_the_rollout(value: Any) -> None
     name = named(strange)
     [experience] = run([task(0, name)], replies("x"))
     assert failure(experience) == (Status.FAILED, None, 0, 1)
-    assert any(text in experience.error for text in ("not a finite number in float32", "not a number"))
+    assert error in experience.error
     assert f"workflow {name}, task t/0/0" in experience.error
 
 
@@ -237,16 +243,6 @@ def test_every_real_number_is_a_reward(value: Any) -> None:
     assert experience.reward == 1.0 and type(experience.reward) is float
 
 
-def test_a_metric_that_is_no_number_fails_the_rollout() -> None:
-    async def strange(task: Task, model: PolicyModel) -> Reward:
-        await model.generate("p")
-        return Reward(1.0, {"style": "good"})  # type: ignore[dict-item]
-
-    [experience] = run([task(0, named(strange))], replies("x"))
-    assert failure(experience) == (Status.FAILED, None, 0, 1)
-    assert "metric style is 'good'" in experience.error
-
-
 def test_a_workflow_that_never_calls_the_policy_has_failed() -> None:
     async def idle(task: Task, model: PolicyModel) -> float:
         return 1.0
@@ -255,7 +251,7 @@ def test_a_workflow_that_never_calls_the_policy_has_failed() -> None:
     assert experience.status is Status.FAILED and "never called" in experience.error
 
 
-def test_a_hung_attempt_is_cancelled_before_its_retry_and_ends_as_a_timeout() -> None:
+def test_a_hung_attempt_is_cancelled_before_its_retry() -> None:
     events: list[str] = []
 
     async def hangs(task: Task, model: PolicyModel) -> float:
@@ -273,7 +269,7 @@ def test_a_hung_attempt_is_cancelled_before_its_retry_and_ends_as_a_timeout() ->
     assert experience.error.startswith("TimeoutError: not finished after max_timeout 0.01 s")
 
 
-def test_a_hung_rollout_does_not_keep_the_others_from_the_engine() -> None:
+def test_a_hung_rollout_does_not_block_the_engine() -> None:
     async def hangs(task: Task, model: PolicyModel) -> float:
         await asyncio.sleep(3600)
         return 1.0
@@ -282,7 +278,7 @@ def test_a_hung_rollout_does_not_keep_the_others_from_the_engine() -> None:
     assert (hung.status, good.status) == (Status.TIMEOUT, Status.OK)
 
 
-def test_an_attempt_that_ignores_its_cancellation_is_not_retried_and_loses_its_model() -> None:
+def test_an_attempt_that_ignores_cancellation_is_not_retried() -> None:
     events: list[str] = []
 
     async def stubborn(task: Task, model: PolicyModel) -> float:
@@ -317,7 +313,7 @@ def test_a_workflow_that_exits_or_cancels_itself_has_failed() -> None:
     assert good.status is Status.OK
 
 
-def test_an_engine_error_ends_the_batch_even_if_workflows_swallow_it() -> None:
+def test_an_engine_error_ends_the_unit_even_if_swallowed() -> None:
     async def swallows(task: Task, model: PolicyModel) -> float:
         await model.generate("p")
         with contextlib.suppress(Exception):
@@ -344,7 +340,7 @@ def test_an_engine_error_ends_the_batch_even_if_workflows_swallow_it() -> None:
             run(tasks, breaks_at(call), repeat_times=2)
 
 
-def test_an_engine_error_ends_rollouts_that_wait_for_something_else() -> None:
+def test_an_engine_error_ends_all_other_rollouts() -> None:
     async def hangs(task: Task, model: PolicyModel) -> float:
         await asyncio.sleep(3600)
         return 1.0
@@ -356,7 +352,7 @@ def test_an_engine_error_ends_rollouts_that_wait_for_something_else() -> None:
         run([task(0, named(hangs)), task(1)], generate_batch)
 
 
-def test_an_engine_that_loses_a_request_is_an_engine_error() -> None:
+def test_a_lost_request_is_an_engine_error() -> None:
     async def generate_batch(requests: list[GenerateRequest]) -> list[Generation]:
         return [generation("4", request) for request in requests[1:]]
 
@@ -364,7 +360,7 @@ def test_an_engine_that_loses_a_request_is_an_engine_error() -> None:
         run([task()], generate_batch, repeat_times=2)
 
 
-def test_an_unknown_workflow_or_reward_is_found_before_anything_runs() -> None:
+def test_an_unknown_workflow_or_reward_is_an_early_error() -> None:
     log: list[list[GenerateRequest]] = []
     with pytest.raises(UserError, match="unknown workflow 'math_workflows'; did you mean math_workflow"):
         run([task(0), task(1, "math_workflows")], replies("4", log))
@@ -373,7 +369,7 @@ def test_an_unknown_workflow_or_reward_is_found_before_anything_runs() -> None:
     assert log == []
 
 
-def test_a_long_prompt_loses_its_beginning_or_fails_without_a_retry() -> None:
+def test_a_long_prompt_is_truncated_or_fails_without_a_retry() -> None:
     long = task(0, prompt="0123456789", messages=())
     [cut] = run([long], replies("4"), model=cut_at(4))
     assert (tuple(cut.tokens[: cut.prompt_length]), cut.metrics["prompt_truncated"]) == (tuple(map(ord, "6789")), 1.0)
@@ -382,7 +378,7 @@ def test_a_long_prompt_loses_its_beginning_or_fails_without_a_retry() -> None:
     assert failed.error.startswith("PromptTooLongError: prompt of 10 tokens exceeds max_prompt_tokens 4")
 
 
-def test_sampling_is_of_the_run_then_the_taskset_then_the_call() -> None:
+def test_sampling_of_a_call_overrides_that_of_the_taskset() -> None:
     async def asks_twice(task: Task, model: PolicyModel) -> float:
         await model.generate("p")
         await model.generate("p", top_p=0.5)
@@ -391,7 +387,7 @@ def test_sampling_is_of_the_run_then_the_taskset_then_the_call() -> None:
     first, second = run(
         [task(0, named(asks_twice))], replies("x"), sampling=SamplingParams(max_tokens=100, temperature=0.0)
     )
-    assert [(each.temperature, each.top_p) for each in (first, second)] == [(0.0, 1.0), (0.0, 0.5)]
+    assert [(row.temperature, row.top_p) for row in (first, second)] == [(0.0, 1.0), (0.0, 0.5)]
 
 
 def test_weights_that_changed_in_flight_have_no_hash_here() -> None:
@@ -405,16 +401,14 @@ def test_weights_that_changed_in_flight_have_no_hash_here() -> None:
 
 def test_seeds_depend_on_run_task_rollout_and_turn() -> None:
     seeds = [
-        rollout_seed(*each) for each in [(1, "t/0/0", 0, 0), (2, "t/0/0", 0, 0), (1, "t/0/1", 0, 0), (1, "t/0/0", 1, 0)]
+        rollout_seed(*key) for key in [(1, "t/0/0", 0, 0), (2, "t/0/0", 0, 0), (1, "t/0/1", 0, 0), (1, "t/0/0", 1, 0)]
     ]
     seeds.append(rollout_seed(1, "t/0/0", 0, 1))
     assert len(set(seeds)) == 5 and all(0 <= seed < 2**63 for seed in seeds)
-    assert (
-        rollout_seed(42, "gsm8k/0/17", 3, 0) == 4272670318136131685
-    )  # runs that are resumed after an upgrade rely on it
+    assert rollout_seed(42, "gsm8k/0/17", 3, 0) == 4272670318136131685  # resumed runs rely on it after an upgrade
 
 
-def test_a_greedy_baseline_is_one_rollout_more_at_temperature_zero() -> None:
+def test_a_greedy_baseline_adds_one_rollout_at_temperature_0() -> None:
     calls: list[list[GenerateRequest]] = []
     tasks = [task(i, workflow="simple_workflow", reward_fn="math_reward") for i in (0, 1)]
     rows = run(tasks, replies("it is 4", calls), repeat_times=2, greedy_baseline=True)
@@ -427,13 +421,13 @@ def test_a_greedy_baseline_is_one_rollout_more_at_temperature_zero() -> None:
 
 
 def judged_group(verdict: str, **changes: Any) -> list[Experience]:
-    said = iter(["a", "b", "a"])
+    responses = iter(["a", "b", "a"])
     batch = {"repeat_times": 3, "auxiliary": {"judge": TextEngine(replies(verdict), CharTokenizer())}}
-    policy = TextEngine(replies(lambda request: next(said)), CharTokenizer())
+    policy = TextEngine(replies(lambda request: next(responses)), CharTokenizer())
     return outcome([task(0, "math_ruler_workflow")], policy, batch, **changes).experiences
 
 
-def test_a_group_gets_its_rewards_together_once_all_have_ended() -> None:
+def test_a_group_is_rewarded_together_once_all_have_ended() -> None:
     rows = judged_group("[0.25, 0.75]")
     assert [(row.response_text, row.reward) for row in rows] == [("a", 0.25), ("b", 0.75), ("a", 0.25)]
     assert {row.status for row in rows} == {Status.OK} and rows[1].metrics["ruler_score"] == 0.75
@@ -446,21 +440,21 @@ def test_without_a_verdict_the_whole_group_has_failed() -> None:
 
 
 async def _asks_a_judge(task: Task, model: Any) -> float:
-    """Two questions; the judge has no logprobs to give, which is the first attempt's failure."""
+    """Call the policy and the judge, then fail if the policy's response is long."""
     answer = await model.chat(task.messages)
     judge = model.auxiliary("judge")
     await judge.generate(answer.text)
     if len(answer.text) > 1:
-        raise ValueError("not of interest")
+        raise ValueError("the response is long")
     return 1.0
 
 
-def test_what_auxiliary_models_are_asked_is_counted_by_all_attempts() -> None:
+def test_use_of_auxiliary_models_counts_all_attempts() -> None:
     name = f"{__name__}._asks_a_judge"
     batch = {"repeat_times": 2, "auxiliary": {"judge": TextEngine(replies("yes"), CharTokenizer())}}
     never = {"sandbox": {"mode": "never"}}
     use = outcome([task(0, name)], TextEngine(replies("4"), CharTokenizer()), batch, **never).uses["judge"]
-    assert (use.calls, use.failures, use.response_tokens) == (2, 0, 2 * 4)  # three letters and the end
+    assert (use.calls, use.failures, use.response_tokens) == (2, 0, 2 * 4)  # three letters and the end token
     assert use.prompt_tokens == 2 * 1
     retried = outcome([task(0, name)], TextEngine(replies("44"), CharTokenizer()), batch, max_retry_times=1, **never)
     assert {row.status for row in retried.experiences} == {Status.FAILED}
@@ -475,7 +469,7 @@ def test_what_auxiliary_models_are_asked_is_counted_by_all_attempts() -> None:
     assert "cost" not in use.sums(None, None)
 
 
-def test_an_auxiliary_engine_that_is_gone_ends_the_unit_and_its_calls_have_failed() -> None:
+def test_a_dead_auxiliary_engine_ends_the_unit() -> None:
     async def dead(requests: list[GenerateRequest]) -> list[Generation]:
         raise RoleError("the engine of the judge has died")
 

@@ -1,5 +1,5 @@
-"""Promises of an explore step's metrics: a rollout counts once, however many turns it took, and means are over the
-rollouts that may be trained; metrics of turns are means over turns; the greedy baseline is no sample.
+"""Promises of the metrics of an explore step: a rollout counts once, however many turns it took; means are over the
+rollouts that may be trained; metrics of rows are means over rows; the greedy baseline does not count.
 """
 
 from __future__ import annotations
@@ -10,31 +10,21 @@ from typing import Any
 import pytest
 
 from rftdask.buffer.log.schema import Experience, Status
-from rftdask.data.task_schedule import TaskRef
 from rftdask.rollouts.rollout import RolloutTimes
 from rftdask.rollouts.runner import UnitOutcome
-from rftdask.rollouts.work_units import RolloutResult, RolloutTask, rollout_status, step_metrics, summarize_unit
-from rftdask.synchronizer.styles import WeightRequirement
+from rftdask.rollouts.work_units import (
+    RolloutResult,
+    RolloutTask,
+    Sums,
+    rollout_status,
+    step_metrics,
+    summarize_unit,
+)
+from tests.unit.rollouts.rollout_cases import work_unit
 
 
-def work_unit(num_tasks: int, repeat_times: int, greedy_baseline: bool = False) -> RolloutTask:
-    return RolloutTask(
-        url="memory://run",
-        config_fingerprint="",
-        folder="experiences",
-        explore_step=1,
-        unit_index=0,
-        tasks=tuple(TaskRef(0, 0, index) for index in range(num_tasks)),
-        repeat_times=repeat_times,
-        greedy_baseline=greedy_baseline,
-        weights=WeightRequirement(0, exact=True),
-        threads=1,
-        log_file=None,
-    )
-
-
-def turn(task: int, rollout: int, number: int, reward: float | None, num_tokens: int, **more: Any) -> Experience:
-    """A turn with two prompt tokens and `num_tokens` response tokens."""
+def turn(task: int, rollout: int, number: int, reward: float | None, num_tokens: int, **fields: Any) -> Experience:
+    """A row with two prompt tokens and `num_tokens` response tokens."""
     metrics = {} if reward is None else {"accuracy": reward, "num_response_tokens": float(num_tokens)}
     return Experience(
         taskset="t",
@@ -47,7 +37,7 @@ def turn(task: int, rollout: int, number: int, reward: float | None, num_tokens:
         tokens=[0] * (2 + num_tokens) if num_tokens else (),
         prompt_length=2 if num_tokens else 0,
         rollout_logprobs=[-1.0] * num_tokens,
-        **{"metrics": metrics, **more},
+        **{"metrics": metrics, **fields},
     )
 
 
@@ -64,42 +54,42 @@ def test_a_rollout_of_several_turns_counts_once() -> None:
         turn(1, 0, 1, 1.0, 2, status=Status.TRUNCATED),
         turn(1, 1, 0, None, 0, status=Status.FAILED),
     ]
-    metrics = metrics_of(work_unit(2, 2), turns)
+    metrics = metrics_of(work_unit(0, 1), turns)
     assert metrics["num_rollouts"] == 4
     assert metrics["reward"] == metrics["accuracy"] == pytest.approx(2 / 3), "not 5/6, the mean over turns"
     assert metrics["response_length"] == pytest.approx((12 + 6 + 10) / 3)
-    assert metrics["num_response_tokens"] == pytest.approx((4 + 4 + 4 + 6 + 8 + 2) / 6), "of a turn"
+    assert metrics["num_response_tokens"] == pytest.approx((4 + 4 + 4 + 6 + 8 + 2) / 6), "per row"
     assert metrics["truncated"] == pytest.approx(1 / 3)
     assert metrics["failed"] == 1 / 4
     assert metrics["pass@1"] == pytest.approx((1 / 2 + 1) / 2)
 
 
-def test_the_greedy_baseline_is_no_sample_and_its_time_is_not_counted() -> None:
+def test_the_greedy_baseline_does_not_count_in_metrics() -> None:
     turns = [turn(task, rollout, 0, float(rollout == 2), 4) for task in (0, 1) for rollout in range(3)]
     times = [RolloutTimes(generate_s=100.0 if rollout == 2 else 1.0) for _ in (0, 1) for rollout in range(3)]
-    metrics = metrics_of(work_unit(2, 2, greedy_baseline=True), turns, times)
+    metrics = metrics_of(work_unit(0, 1, greedy_baseline=True), turns, times)
     assert (metrics["num_rollouts"], metrics["reward"], metrics["rollout/generate_s"]) == (4, 0.0, 1.0)
 
 
-def test_each_of_several_tasksets_has_its_own_mean() -> None:
+def test_each_of_several_tasksets_has_its_own_mean_reward() -> None:
     turns = [turn(0, 0, 0, 1.0, 4), turn(0, 1, 0, 0.0, 4), turn(1, 0, 0, 0.5, 4)]
-    assert not any(name.startswith("taskset/") for name in metrics_of(work_unit(2, 2), turns))
-    others = [replace(each, taskset="u") for each in turns[:1]]
-    units = [summarize_unit(work_unit(2, 2), UnitOutcome(rows, [], [], 0.0)) for rows in (turns, others)]
+    assert not any(name.startswith("taskset/") for name in metrics_of(work_unit(0, 1), turns))
+    others = [replace(turns[0], taskset="u")]
+    units = [summarize_unit(work_unit(0, 1), UnitOutcome(rows, [], [], 0.0)) for rows in (turns, others)]
     metrics = step_metrics(units, 1.0)
     assert (metrics["taskset/t/reward"], metrics["taskset/u/reward"]) == (0.5, 1.0)
     assert metrics["reward"] == pytest.approx(2.5 / 4)
 
 
-def test_the_bytes_of_a_unit_are_those_of_all_that_was_committed() -> None:
+def test_the_bytes_of_a_unit_are_those_of_all_committed_rows() -> None:
     turns = [turn(0, rollout, 0, 1.0, 4) for rollout in range(3)]
-    result = summarize_unit(work_unit(1, 2, greedy_baseline=True), UnitOutcome(turns, [], [], 0.0))
+    result = summarize_unit(work_unit(0, greedy_baseline=True), UnitOutcome(turns, [], [], 0.0))
     assert result.num_bytes == 3 * (4 * 6 + 4 * 4)
 
 
-def test_what_operators_dropped_has_no_share_in_the_means() -> None:
+def test_rows_that_operators_dropped_do_not_count_in_means() -> None:
     turns = [turn(0, 0, 0, 1.0, 4), turn(0, 1, 0, 0.0, 40, status=Status.FILTERED)]
-    metrics = metrics_of(work_unit(1, 2), turns)
+    metrics = metrics_of(work_unit(0), turns)
     assert (metrics["reward"], metrics["response_length"], metrics["num_rollouts"]) == (1.0, 4.0, 2)
 
 
@@ -113,37 +103,57 @@ def test_what_operators_dropped_has_no_share_in_the_means() -> None:
         ((Status.TIMEOUT,), Status.TIMEOUT),
     ],
 )
-def test_a_rollout_has_the_status_of_what_of_it_may_be_trained(turns: tuple[Status, ...], status: Status) -> None:
+def test_a_rollout_has_the_status_of_its_trainable_rows(turns: tuple[Status, ...], status: Status) -> None:
     assert rollout_status([turn(0, 0, i, 1.0, 1, status=s) for i, s in enumerate(turns)]) is status
 
 
+def unit_result(index: int, version: int, sums: Sums) -> RolloutResult:
+    return RolloutResult(("experiences", 1, index), (), version, "", sums=sums)
+
+
 def test_a_step_is_the_sum_of_its_units() -> None:
-    one = RolloutResult(
-        ("experiences", 1, 0), (), 3, "", num_rollouts=2, num_rewards=2, reward_sum=2.0, time_engine_s=4.0,
-        time_wait_s=1.0, request_s=6.0, slot_s=8.0, num_tokens=30,
-        pass_rates={"pass@1": 1.0}, metric_sums={"reward": 99.0},
-    )  # fmt: skip
-    other = RolloutResult(
-        ("experiences", 1, 1), (), 4, "", num_rollouts=6, num_rewards=2, reward_sum=0.0, time_engine_s=2.0,
-        time_wait_s=0.0, request_s=1.0, slot_s=6.0, num_tokens=20, pass_rates={"pass@1": 0.0},
-    )  # fmt: skip
-    metrics = step_metrics([one, other], step_s=4.5)
-    assert metrics["reward"] == 0.5, "a workflow's metric of that name does not replace it"
+    one = Sums(
+        {"reward": (2.0, "rewarded"), "wait_s": (1.0, ""), "occupancy": (6.0, "slot_s"), "pass@1": (2.0, "pass@1")},
+        {"rollouts": 2, "rewarded": 2, "engine_s": 4.0, "slot_s": 8.0, "sampled_tokens": 30, "pass@1": 2},
+    )
+    other = Sums(
+        {"reward": (0.0, "rewarded"), "wait_s": (0.0, ""), "occupancy": (1.0, "slot_s"), "pass@1": (0.0, "pass@1")},
+        {"rollouts": 6, "rewarded": 2, "engine_s": 2.0, "slot_s": 6.0, "sampled_tokens": 20, "pass@1": 6},
+    )
+    metrics = step_metrics([unit_result(0, 3, one), unit_result(1, 4, other)], step_s=4.5)
+    assert (metrics["reward"], metrics["num_rollouts"]) == (0.5, 8.0)
     assert (metrics["pass@1"], metrics["policy_version"], metrics["tokens_per_s"]) == (0.25, 4.0, 10.0)
     assert metrics["occupancy"] == 0.5
-    assert (metrics["step_s"], metrics["wait_s"]) == (4.5, 1.0), "the wall time is not the sum over units side by side"
+    assert (metrics["step_s"], metrics["wait_s"]) == (4.5, 1.0), "the wall time is not the sum over concurrent units"
+
+
+def test_a_workflow_metric_does_not_replace_a_built_in_one() -> None:
+    metrics = metrics_of(
+        work_unit(0, repeat_times=1), [turn(0, 0, 0, 1.0, 4, metrics={"reward": 99.0, "failed": 99.0})]
+    )
+    assert (metrics["reward"], metrics["failed"]) == (1.0, 0.0)
+
+
+def test_a_unit_without_a_metric_counts_in_its_mean() -> None:
+    rows = [turn(0, 0, 0, 1.0, 4, metrics={"format": 1.0})], [turn(0, 0, 0, 1.0, 4, metrics={})]
+    units = [summarize_unit(work_unit(0, repeat_times=1), UnitOutcome(unit_rows, [], [], 0.0)) for unit_rows in rows]
+    assert step_metrics(units, 1.0)["format"] == 0.5
 
 
 def test_a_step_that_was_set_aside_whole_has_metrics() -> None:
-    poisoned = RolloutResult(("experiences", 1, 0), (), 3, "", num_rollouts=4, num_by_status={"poisoned": 4})
+    poisoned = unit_result(0, 3, Sums({"failed": (4, "rollouts")}, {"rollouts": 4}))
     metrics = step_metrics([poisoned], step_s=1.0)
     assert (metrics["failed"], metrics["reward"], metrics["response_length"]) == (1.0, 0.0, 0.0)
+    assert metrics["tokens_per_s"] == 0.0 and "occupancy" not in metrics
 
 
-def test_what_auxiliary_models_were_asked_is_added_up() -> None:
-    unit = summarize_unit(work_unit(1, 1), UnitOutcome([turn(0, 0, 0, 1.0, 4)], [], [], 0.0))
+def test_uses_of_auxiliary_models_are_added_up() -> None:
+    uses = {"auxiliary/a/b/calls": 3.0, "auxiliary/a/b/cost": 0.5}, {"auxiliary/a/b/calls": 4.0}, {}
     units = [
-        replace(unit, auxiliary_sums=sums) for sums in ({"a/b/calls": 3.0, "a/b/cost": 0.5}, {"a/b/calls": 4.0}, {})
+        summarize_unit(work_unit(0, repeat_times=1), UnitOutcome([turn(0, 0, 0, 1.0, 4)], [], [], 0.0)) for _ in uses
     ]
+    for unit, use in zip(units, uses, strict=True):
+        unit.sums.put(use)
+    assert units[0].auxiliary_sums == uses[0]
     metrics = step_metrics(units, 1.0)
     assert (metrics["auxiliary/a/b/calls"], metrics["auxiliary/a/b/cost"]) == (7.0, 0.5)

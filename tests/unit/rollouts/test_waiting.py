@@ -1,5 +1,5 @@
-"""Promises of a batch that does not wait for all: who is late is called off with a type, siblings are kept or set
-aside as configured; places are limited; a blocked event loop is noticed; times are told beside the rows.
+"""Promises of a batch that does not wait for all rollouts: late ones are cancelled with a typed result, and siblings
+are kept or set aside as configured; slots are limited; a blocked event loop is noticed; times are reported.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ async def late_for_odd_rollouts(task: Task, model: PolicyModel) -> float:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_late_rollouts_are_called_off_and_their_siblings_kept_or_set_aside(keeps: bool) -> None:
+def test_late_rollouts_are_cancelled_and_siblings_kept_or_not(keeps: bool) -> None:
     numbers = count()
     name = named(late_for_odd_rollouts)
     over = OverRolloutConfig(ratio=0.25, wait_after_min=0.05, return_partial_tasks=keeps)
@@ -54,7 +54,7 @@ def test_late_rollouts_are_called_off_and_their_siblings_kept_or_set_aside(keeps
     early, late = experiences[6:]
     assert early.status is (Status.OK if keeps else Status.FILTERED)
     assert (late.status, late.reward) == (Status.TIMEOUT, None)
-    assert late.error == "called off 0.05 s after 3 of 4 tasks were done (explorer.over_rollout)"
+    assert late.error == "cancelled 0.05 s after 3 of 4 tasks were done (explorer.over_rollout)"
     assert [e.status for e in groups[3]] == [early.status, late.status]
 
 
@@ -79,7 +79,7 @@ def test_no_more_rollouts_of_a_workflow_run_than_it_allows() -> None:
     assert result.times[0].queue_s < result.times[6].queue_s
 
 
-def test_what_blocks_the_event_loop_is_told_of_and_broken_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_blocked_event_loop_is_logged_and_interrupted(caplog: pytest.LogCaptureFixture) -> None:
     async def blocks(task: Task, model: PolicyModel) -> float:
         while True:
             pass
@@ -91,7 +91,7 @@ def test_what_blocks_the_event_loop_is_told_of_and_broken_off(caplog: pytest.Log
     assert "the event loop of all rollouts is blocked" in caplog.text and "in blocks" in caplog.text
 
 
-def test_time_in_which_another_rollout_blocks_the_event_loop_is_given_back() -> None:
+def test_time_lost_to_a_blocked_event_loop_is_given_back() -> None:
     async def blocks(task: Task, model: PolicyModel) -> float:
         await model.generate("p")
         time.sleep(1.5)
@@ -108,7 +108,7 @@ def test_time_in_which_another_rollout_blocks_the_event_loop_is_given_back() -> 
     assert patient_one.status is Status.OK, patient_one.error
 
 
-def test_a_slow_rollout_holds_up_one_call_and_not_each() -> None:
+def test_a_slow_rollout_delays_only_one_call() -> None:
     async def three_turns(task: Task, model: PolicyModel) -> float:
         if task.index == 0:
             await asyncio.sleep(3600)
@@ -125,11 +125,11 @@ def test_a_slow_rollout_holds_up_one_call_and_not_each() -> None:
         max_timeout=0.7,
         max_retry_times=0,
     )
-    # Were each call to wait 0.3 s for task 0, the third would come after the deadline of task 1.
+    # If each call waited 0.3 s for task 0, the third would miss the deadline of task 1.
     assert [e.status for e in result.experiences] == [Status.TIMEOUT, Status.OK, Status.OK, Status.OK]
 
 
-def test_auxiliary_models_are_asked_by_name_and_not_recorded() -> None:
+def test_auxiliary_models_are_called_by_name_and_not_recorded() -> None:
     async def judged(task: Task, model: PolicyModel) -> Reward:
         answer = await model.chat(task.messages)
         verdict = await model.auxiliary("judge").chat([{"role": "user", "content": answer.text}], max_tokens=3)
@@ -150,7 +150,7 @@ def test_auxiliary_models_are_asked_by_name_and_not_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "found"),
+    ("section", "expected"),
     [
         ({"temperature": 0.25}, ("temperature", 0.25)),
         ({"top_p": 0.5}, ("top_p", 0.5)),
@@ -159,33 +159,34 @@ def test_auxiliary_models_are_asked_by_name_and_not_recorded() -> None:
         ({"min_response_tokens": 2}, ("min_tokens", 2)),
         ({"max_response_tokens": 9}, ("max_tokens", 9)),
         ({"max_prompt_tokens": 11}, ("prompt", 11)),
-        ({"max_model_len": 112}, ("prompt", 12)),  # what its 100 response tokens leave
+        ({"max_model_len": 112}, ("prompt", 12)),  # 100 tokens are for the response
     ],
 )
-def test_an_auxiliary_model_is_asked_with_lengths_and_sampling_of_its_own(
-    own: dict[str, float], found: tuple[str, float]
+def test_auxiliary_requests_use_their_own_limits_and_sampling(
+    section: dict[str, float], expected: tuple[str, float]
 ) -> None:
     async def judged(task: Task, model: PolicyModel) -> float:
-        for each in (model, model.auxiliary("judge")):
-            await each.generate("a prompt of some length")
+        for policy_or_judge in (model, model.auxiliary("judge")):
+            await policy_or_judge.generate("a prompt of some length")
         return 0.0
 
     calls: tuple[list[list[GenerateRequest]], ...] = ([], [])
     policy, judge = (TextEngine(replies("yes", log), CharTokenizer()) for log in calls)
-    section = {"name": "judge", "model_path": "none", "engine_type": "fake", **own}
-    changes = {"auxiliary_models": [section], "model": cut_at(20)}
+    judge_section = {"name": "judge", "model_path": "none", "engine_type": "fake", **section}
+    changes = {"auxiliary_models": [judge_section], "model": cut_at(20)}
     rows = outcome([task(0, named(judged))], policy, {"auxiliary": {"judge": judge}}, **changes)
     assert rows.experiences[0].status == Status.OK
     [[[of_policy]], [[of_judge]]] = calls
-    key, value = found
-    told = [
-        len(each.prompt_tokens) if key == "prompt" else getattr(each.sampling, key) for each in (of_policy, of_judge)
-    ]
-    assert told[1] == value != told[0]
+    key, value = expected
+    usual, changed = (
+        len(request.prompt_tokens) if key == "prompt" else getattr(request.sampling, key)
+        for request in (of_policy, of_judge)
+    )
+    assert changed == value != usual
 
 
 @pytest.mark.parametrize(
-    ("asked", "error"),
+    ("options", "error"),
     [
         ({"temperature": -1.0}, "ValueError: temperature -1.0 must be 0 (greedy) or at least"),
         ({"max_tokens": 0}, "ValueError: max_tokens >= 1"),
@@ -193,16 +194,16 @@ def test_an_auxiliary_model_is_asked_with_lengths_and_sampling_of_its_own(
         ({"max_tokns": 3}, "TypeError: "),
     ],
 )
-def test_a_call_that_no_engine_would_take_fails_its_own_rollout(asked: dict[str, float], error: str) -> None:
+def test_an_invalid_call_fails_only_its_own_rollout(options: dict[str, float], error: str) -> None:
     async def asks(task: Task, model: PolicyModel) -> float:
-        await model.generate("p", **asked)
+        await model.generate("p", **options)
         return 1.0
 
     bad, good = run([task(0, named(asks)), task(1)], replies("4"), max_retry_times=0)
     assert bad.error.startswith(error) and good.status is Status.OK
 
 
-def test_a_call_gets_no_more_tokens_than_the_run_allows() -> None:
+def test_max_tokens_of_a_call_is_bounded_by_the_run() -> None:
     async def asks(task: Task, model: PolicyModel) -> float:
         await model.generate("p", max_tokens=10**9)
         return 1.0
@@ -212,14 +213,7 @@ def test_a_call_gets_no_more_tokens_than_the_run_allows() -> None:
     assert log[0][0].sampling.max_tokens == 100
 
 
-def test_a_prompt_cut_at_its_limit_is_counted_and_one_rejected_is_typed() -> None:
-    [cut] = run([task()], replies("4"), model=cut_at(4))
-    assert cut.metrics["prompt_truncated"] == 1.0
-    [rejected] = run([task()], replies("4"), model=cut_at(4, enable_prompt_truncation=False))
-    assert rejected.error.startswith("PromptTooLongError") and rejected.attempt == 0
-
-
-def test_the_engine_gets_the_seed_of_the_policy_alone() -> None:
+def test_seeds_count_only_calls_of_the_policy() -> None:
     seeds = []
 
     async def engine(requests):  # type: ignore[no-untyped-def]
@@ -242,7 +236,7 @@ def test_the_engine_gets_the_seed_of_the_policy_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "length"),
+    ("keys", "length"),
     [
         ({}, 24),
         ({"max_prompt_tokens": 9}, 9),
@@ -250,13 +244,13 @@ def test_the_engine_gets_the_seed_of_the_policy_alone() -> None:
         ({"max_prompt_tokens": 9, "enable_prompt_truncation": False}, None),
     ],
 )
-def test_a_prompt_is_as_long_as_the_model_allows(own: dict[str, Any], length: int | None) -> None:
+def test_a_prompt_is_as_long_as_the_model_allows(keys: dict[str, Any], length: int | None) -> None:
     async def asked(task: Task, model: PolicyModel) -> float:
         await model.generate("a prompt of some length.")
         return 0.0
 
     tree = {
-        "model": {"model_path": "none", "max_model_len": 200, "max_response_tokens": 100, **own},
+        "model": {"model_path": "none", "max_model_len": 200, "max_response_tokens": 100, **keys},
         "buffer": {"total_steps": 1, "explorer_input": {"taskset": {"path": "t.jsonl"}}},
     }
     log: list[list[GenerateRequest]] = []

@@ -1,5 +1,5 @@
-"""Promises of what a worker process keeps: the config is read once for each fingerprint, and another run's, or another
-config's, is never given out; the tests of engines and sandboxes are those of their rooms.
+"""Promises of the state of a worker process: the config is read once per fingerprint; state of another run, or of
+another config, is never returned. Engines and sandboxes have tests of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rftdask.config import Config, load_config
 from rftdask.engines.client import EngineSpec
 from rftdask.engines.spec import engine_spec, sampling_params
 from rftdask.errors import ConfigError, DataError, RoleError, StorageError
-from rftdask.rollouts import work_unit_task as worker_task
+from rftdask.rollouts import work_unit_task
 from rftdask.rollouts import worker_state as worker_cache
 from rftdask.rollouts.concurrency_limits import SLOT
 from rftdask.rollouts.worker_state import WorkerCache
@@ -35,7 +35,7 @@ SAMPLING = [
     ("min_response_tokens", 2, "min_tokens"),
     ("max_response_tokens", 5, "max_tokens"),
 ]
-"""Key of a model, a value, and what requests have of it."""
+"""(key of a model section, value, sampling parameter of the requests)."""
 
 
 def config(*overrides: str) -> Config:
@@ -60,7 +60,7 @@ def test_the_config_is_read_once(storage: Storage) -> None:
     assert first == config()
 
 
-def test_another_config_of_the_run_is_read_anew_and_takes_nothing_over(storage: Storage) -> None:
+def test_another_config_of_the_run_starts_with_a_clean_cache(storage: Storage) -> None:
     cache = WorkerCache()
     fingerprints = [record_config(storage, config(f"explorer.max_timeout={seconds}")) for seconds in (7, 9)]
     configs, tokenizers = [], []
@@ -68,12 +68,12 @@ def test_another_config_of_the_run_is_read_anew_and_takes_nothing_over(storage: 
         configs.append(cache.open(storage, fingerprint))
         cache.add_task_times(1, [1.0])
         tokenizers.append(cache.tokenizer())
-    assert [each.explorer.max_timeout for each in configs] == [7, 9]
+    assert [run.explorer.max_timeout for run in configs] == [7, 9]
     assert tokenizers[0] is not tokenizers[1]
 
 
 class Remembers(Operator):
-    """An operator that remembers who was closed."""
+    """An operator that records closed operators."""
 
     closed: ClassVar[list[Operator]] = []
 
@@ -96,7 +96,7 @@ def test_operators_are_kept_until_another_config_is_opened(storage: Storage) -> 
     assert cache.operators() == []
 
 
-def test_what_is_done_in_turn_is_done_beside_the_rollouts() -> None:
+def test_operators_run_in_one_thread_next_to_the_rollouts() -> None:
     began, goes_on, done = Event(), Event(), list[int]()
 
     def takes_long(slot: int, experiences: list[Experience]) -> None:
@@ -104,7 +104,7 @@ def test_what_is_done_in_turn_is_done_beside_the_rollouts() -> None:
         assert goes_on.wait(30)
         done.append(slot)
 
-    with worker_task._in_turn(takes_long) as on_group:
+    with work_unit_task._in_one_thread(takes_long) as on_group:
         on_group(2, [])
         on_group(1, [])
         assert began.wait(30) and not done
@@ -114,18 +114,18 @@ def test_what_is_done_in_turn_is_done_beside_the_rollouts() -> None:
     def fails(slot: int, experiences: list[Experience]) -> None:
         raise StorageError(f"group {slot}")
 
-    with pytest.raises(StorageError, match="group 3"), worker_task._in_turn(fails) as on_group:
+    with pytest.raises(StorageError, match="group 3"), work_unit_task._in_one_thread(fails) as on_group:
         on_group(3, [])
     goes_on.clear()
-    with pytest.raises(RoleError), worker_task._in_turn(takes_long) as on_group:
+    with pytest.raises(RoleError), work_unit_task._in_one_thread(takes_long) as on_group:
         for slot in (4, 5):
             on_group(slot, [])
-        Timer(0.2, goes_on.set).start()  # after the error below, which leaves out what has not begun
+        Timer(0.2, goes_on.set).start()  # after the error below, which drops calls that have not begun
         raise RoleError("the engine failed")
     assert done[2:] in ([], [4])
 
 
-def test_a_config_that_cannot_be_read_leaves_the_cache_as_it_was(storage: Storage) -> None:
+def test_an_unreadable_config_leaves_the_cache_unchanged(storage: Storage) -> None:
     cache, fingerprint = WorkerCache(), record_config(storage, config())
     first = cache.open(storage, fingerprint)
     with pytest.raises(DataError):
@@ -133,18 +133,18 @@ def test_a_config_that_cannot_be_read_leaves_the_cache_as_it_was(storage: Storag
     assert cache.open(storage, fingerprint) is first
 
 
-def test_an_engine_knows_each_way_in_which_the_run_samples() -> None:
+def test_an_engine_spec_lists_all_sampling_parameters() -> None:
     evals = "buffer.explorer_input.eval_tasksets=[{name: a, path: a.jsonl, rollout_args: {temperature: 0.0}}]"
     judge = "explorer.auxiliary_models=[{engine_type: fake, name: judge, model_path: none}]"
     run = config(evals, judge, "model.temperature=0.7", "model.max_response_tokens=8")
     policy, auxiliary = (engine_spec(section, run, 1, None).sampling for _, section in run.explorer.engines())
-    assert [(each.max_tokens, each.temperature) for each in policy] == [(8, 0.7), (8, 0.0)]
-    assert [(each.max_tokens, each.temperature) for each in auxiliary] == [(8, 0.7)]
+    assert [(params.max_tokens, params.temperature) for params in policy] == [(8, 0.7), (8, 0.0)]
+    assert [(params.max_tokens, params.temperature) for params in auxiliary] == [(8, 0.7)]
     baseline = config("algorithm.algorithm_type=remax", "model.max_response_tokens=8")
     assert [e.temperature for e in engine_spec(baseline.explorer.rollout_model, baseline, 1, None).sampling] == [1, 0]
 
 
-def test_what_one_unit_ends_another_starts_anew_or_hears_of_by_its_name(storage: Storage) -> None:
+def test_auxiliary_engines_ended_by_another_unit_are_restarted(storage: Storage) -> None:
     cache = WorkerCache()
     judge = "explorer.auxiliary_models=[{engine_type: fake, name: judge, model_path: none}]"
     cache.open(storage, record_config(storage, config(judge)))
@@ -168,36 +168,29 @@ def test_what_one_unit_ends_another_starts_anew_or_hears_of_by_its_name(storage:
     cache.drop_auxiliary()
 
 
-def test_an_unknown_taskset_is_named_beside_the_known_ones(storage: Storage) -> None:
+def test_an_unknown_taskset_is_an_error_with_the_known_ones(storage: Storage) -> None:
     cache = WorkerCache()
     cache.open(storage, record_config(storage, config()))
-    with pytest.raises(DataError, match="no taskset is called 'gsm9k'; there are "):
+    with pytest.raises(DataError, match="unknown taskset 'gsm9k'; the tasksets are "):
         cache.taskset("gsm9k")
-
-
-def test_a_taskset_is_sampled_as_it_says_itself() -> None:
-    own = "buffer.explorer_input.taskset.rollout_args={temperature: 0.5, top_p: 0.9, top_k: 7, max_tokens: 3}"
-    run = config(own)
-    found = sampling_params(run.buffer.explorer_input.train_tasksets[0], run)
-    assert (found.temperature, found.top_p, found.top_k, found.max_tokens) == (0.5, 0.9, 7, 3)
 
 
 def test_a_temperature_may_follow_a_schedule_of_explore_steps() -> None:
     way = "buffer.explorer_input.taskset.rollout_args={temperature: 1.0, final_temperature: 0.6, temperature_steps: 4}"
     run = config(way)
     taskset = run.buffer.explorer_input.train_tasksets[0]
-    found = [sampling_params(taskset, run, step).temperature for step in range(1, 8)]
-    assert found == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.6, 0.6])
+    temperatures = [sampling_params(taskset, run, step).temperature for step in range(1, 8)]
+    assert temperatures == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.6, 0.6])
     for wrong, message in (
         ("taskset.rollout_args={final_temperature: 0.6}", "give both"),
-        ("eval_tasksets=[{path: e, rollout_args: {final_temperature: 0.6, temperature_steps: 2}}]", "stays"),
+        ("eval_tasksets=[{path: e, rollout_args: {final_temperature: 0.6, temperature_steps: 2}}]", "must not change"),
     ):
         with pytest.raises(ConfigError, match=message):
             config(f"buffer.explorer_input.{wrong}")
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "told"),
+    ("key", "value", "parameter"),
     [
         *((f"model.{key}", *pair) for key, *pair in SAMPLING),
         *((f"explorer.rollout_model.{key}", *pair) for key, *pair in SAMPLING),
@@ -207,10 +200,10 @@ def test_a_temperature_may_follow_a_schedule_of_explore_steps() -> None:
         ("buffer.explorer_input.taskset.rollout_args.max_tokens", 5, "max_tokens"),
     ],
 )
-def test_tasks_are_sampled_as_the_model_or_their_taskset_says(key: str, value: float, told: str) -> None:
-    usual, own = config(), config(f"{key}={value}")
-    found = [sampling_params(run.buffer.explorer_input.train_tasksets[0], run) for run in (usual, own)]
-    assert getattr(found[1], told) == value != getattr(found[0], told)
+def test_sampling_keys_of_model_and_taskset_apply(key: str, value: float, parameter: str) -> None:
+    runs = config(), config(f"{key}={value}")
+    usual, changed = (sampling_params(run.buffer.explorer_input.train_tasksets[0], run) for run in runs)
+    assert getattr(changed, parameter) == value != getattr(usual, parameter)
 
 
 def test_an_auxiliary_model_has_lengths_and_sampling_of_its_own() -> None:
@@ -227,10 +220,8 @@ def test_an_auxiliary_model_has_lengths_and_sampling_of_its_own() -> None:
     assert usual.explorer.auxiliary_models[0].own_model(usual.model) == usual.model
 
 
-def test_engines_that_measure_their_gpu_start_one_after_another_and_once(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM takes for its own what another allocates meanwhile, or fails where another gives memory back."""
+def test_engines_that_measure_their_gpu_start_one_by_one(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM counts memory that another process allocates meanwhile as its own, and fails if another one frees memory."""
     events: list[tuple[str, str]] = []
 
     class Started:
@@ -267,7 +258,7 @@ def test_engines_that_measure_their_gpu_start_one_after_another_and_once(
     assert [event for event in events if event[0] == "start"] == starts
 
 
-def test_weights_are_not_loaded_in_flight_while_a_unit_must_keep_its_own() -> None:
+def test_no_load_in_flight_while_a_unit_needs_exact_weights() -> None:
     cache = WorkerCache()
     with cache.under_way(exact=False):
         assert cache.is_busy and cache.may_load_in_flight
@@ -278,44 +269,44 @@ def test_weights_are_not_loaded_in_flight_while_a_unit_must_keep_its_own() -> No
     cache.wait_until_idle()
 
 
-def test_who_is_called_off_waits_no_longer_for_other_units(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_cache, "_LOOK_S", 0.01)
+def test_a_cancelled_unit_stops_waiting_for_other_units(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_cache, "_POLL_INTERVAL_S", 0.01)
     cache, run = WorkerCache(), config("explorer.slots_per_engine=1")
     cache.open(storage, record_config(storage, run))
-    with cache.seat() as seat:
-        # For the seat itself.
-        with pytest.raises(RoleError, match="called off"), cache.seat(lambda: True):
+    with cache.start_lock() as start:
+        # Waiting for the start lock.
+        with pytest.raises(RoleError, match="was cancelled"), cache.start_lock(lambda: True):
             pass
-        seat.give_up()
+        start.release()
     with cache.under_way(exact=False):
         for wait in (cache.wait_until_idle, cache.wait_for_slot):
             cache.shared()[0].enter(wait, (SLOT,), admit=lambda: None)
-            asked: list[bool] = []
+            checks: list[bool] = []
 
-            def called_off(asked: list[bool] = asked) -> bool:
-                asked.append(True)
-                return len(asked) > 1
+            def is_cancelled(checks: list[bool] = checks) -> bool:
+                checks.append(True)
+                return len(checks) > 1
 
-            with pytest.raises(RoleError, match="called off"), cache.seat(called_off):
+            with pytest.raises(RoleError, match="was cancelled"), cache.start_lock(is_cancelled):
                 wait()
-            assert len(asked) == 2, "it looks again and again"
-    with cache.seat():  # nobody has kept it
+            assert len(checks) == 2, "it polls"
+    with cache.start_lock():  # the lock is free
         cache.wait_until_idle()
 
 
-def test_the_seat_is_given_up_once_and_the_time_of_units_that_overlap_is_counted_once() -> None:
+def test_overlapping_units_release_the_lock_and_count_time_once() -> None:
     cache = WorkerCache()
-    with cache.seat() as seat:
-        seat.give_up()
-        with cache.seat():  # the next one is in it already
-            seat.give_up()
-            assert cache.seat_lock.locked()
+    with cache.start_lock() as start:
+        start.release()
+        with cache.start_lock():  # the next unit holds it already
+            start.release()
+            assert cache.mutex.locked()
     began_s = time.monotonic() - 3.0
     assert cache.count_time(began_s) >= 3.0
     assert cache.count_time(began_s) < 1.0
 
 
-def test_an_engine_is_as_the_keys_of_its_section_say() -> None:
+def test_keys_of_an_engine_section_apply() -> None:
     at = "explorer.rollout_model"
     keys = (f"{at}.engine_type=fake", f"{at}.tool_call_parser=openai", f"{at}.reasoning_parser=think")
     judge = "explorer.auxiliary_models=[{name: judge, model_path: far, engine_type: external}]"
@@ -326,7 +317,7 @@ def test_an_engine_is_as_the_keys_of_its_section_say() -> None:
     assert {name: model.model_path for name, model in worker_cache.remote_models(run).items()} == {"judge": "far"}
 
     class Client:
-        """What is read of an engine that answers nothing here."""
+        """Client without a running engine."""
 
         answered_s = 0.0
 
@@ -334,14 +325,14 @@ def test_an_engine_is_as_the_keys_of_its_section_say() -> None:
             self.spec = spec
 
         def submit(self) -> None:
-            """Nobody asks."""
+            raise NotImplementedError
 
     engine = worker_cache.text_engine(Client(spec), CharTokenizer(), run)  # type: ignore[arg-type]
     assert engine.parser is not None
     assert (engine.parser._calls_name, engine.parser._thoughts_name) == ("openai", "think")
 
 
-def test_slots_follow_the_memory_of_the_engine_where_they_are_to(storage: Storage) -> None:
+def test_slots_follow_the_memory_of_the_engine_if_configured(storage: Storage) -> None:
     cache = WorkerCache()
     for slots, after in (("memory", [6, 50, 20, 6]), ("9", [9, 9, 9, 9]), ("null", [6, 6, 6, 6])):
         run = config(f"explorer.slots_per_engine={slots}", "explorer.tasks_per_batch=3", "algorithm.repeat_times=2")
@@ -357,6 +348,6 @@ def test_slots_follow_the_memory_of_the_engine_where_they_are_to(storage: Storag
         cache.add_lengths([1], None)
         assert cache.num_slots == after[-1], "nothing is known of it"
         for number in range(after[-1]):
-            assert places.wait_for_room(SLOT, 0)
+            assert places.wait_for_slot(SLOT, 0)
             places.enter(number, (SLOT,), admit=lambda: None)
-        assert not places.wait_for_room(SLOT, 0)
+        assert not places.wait_for_slot(SLOT, 0)

@@ -1,5 +1,5 @@
-"""Promises of `explorer.sandbox.bubblewrap`: what a rollout may read, write and reach, and a clear word where it cannot
-be had. With the real bwrap where there is one, and with one that does nothing but run its command.
+"""Promises of `explorer.sandbox.bubblewrap`: files and network that a rollout can access, and clear errors if it does
+not work. Runs with the real bwrap if it is installed, and with a stand-in that only runs its command.
 """
 
 import os
@@ -51,9 +51,7 @@ def look_around(folder: Path, sandbox: SandboxConfig) -> list[Experience]:
             outside.unlink(missing_ok=True)
 
 
-def test_the_command_makes_all_read_only_but_tmp_and_shows_there_what_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_is_read_only_except_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = stand_in(tmp_path, monkeypatch)
     for name in ("prefix", "base_prefix"):
         monkeypatch.setattr(sys, name, "/usr")
@@ -68,11 +66,11 @@ def test_the_command_makes_all_read_only_but_tmp_and_shows_there_what_is_needed(
     assert set(command) - set(bwrap_command([code], network=True)) == {"--unshare-net"}
 
 
-def test_where_it_cannot_be_had_it_is_refused_by_its_name_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unusable_bubblewrap_is_an_error_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_bubblewrap(SandboxConfig(mode="never"))
-    with pytest.raises(UserError, match=r"explorer\.sandbox\.bubblewrap: explorer\.sandbox\.mode never runs nothing"):
+    with pytest.raises(
+        UserError, match=r"explorer\.sandbox\.bubblewrap has no effect with explorer\.sandbox\.mode never"
+    ):
         check_bubblewrap(SandboxConfig(mode="never", bubblewrap=True))
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
@@ -82,32 +80,30 @@ def test_where_it_cannot_be_had_it_is_refused_by_its_name_with_what_to_do(
             ):
                 needs_it()
     stand_in(tmp_path, monkeypatch, "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
-    with pytest.raises(UserError, match="cannot make a sandbox on this machine: bwrap: No permissions"):
+    with pytest.raises(UserError, match="cannot create a sandbox on this machine: bwrap: No permissions"):
         check_bubblewrap(ON)
 
 
-def test_each_rollout_begins_in_an_empty_folder_that_goes_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rollout_has_its_own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, monkeypatch)
     check_bubblewrap(ON)
     before = set(Path("/tmp").glob("rollout-*"))
-    experiences = look_around(tmp_path, ON.model_copy(update={"max_memory_gb": 3.0}))  # a fork server of its own
+    experiences = look_around(tmp_path, ON.model_copy(update={"max_memory_gb": 3.0}))  # a new fork server
     assert [(e.status, e.metrics["own_folder"]) for e in experiences] == [(Status.OK, 1.0)] * 4
     folders = [Path(f"/tmp/rollout-{e.metrics['pid']:.0f}") for e in experiences]
     deadline = time.monotonic() + 10
-    while any(map(Path.exists, folders)):  # they end a moment after their reward is known
+    while any(map(Path.exists, folders)):  # they end a moment after the reward arrives
         assert time.monotonic() < deadline
         time.sleep(0.01)
     for spare in set(Path("/tmp").glob("rollout-*")) - before:
-        shutil.rmtree(spare)  # of the next, which under the real one is gone with its /tmp
+        shutil.rmtree(spare)  # of the spare fork; the real bwrap removes its /tmp
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed here")
-def test_a_rollout_reads_the_machine_and_changes_or_reaches_nothing_of_it(tmp_path: Path) -> None:
+def test_a_rollout_can_read_but_not_change_the_machine(tmp_path: Path) -> None:
     check_bubblewrap(ON)
-    told = {"own_folder", "files", "tmp", "network", "processes"}
+    abilities = {"own_folder", "files", "tmp", "network", "processes"}
     experiences = look_around(tmp_path, ON)
-    assert [{name for name in told if not e.metrics[name]} for e in experiences] == [set()] * 4
+    assert [{name for name in abilities if not e.metrics[name]} for e in experiences] == [set()] * 4
     connected = look_around(tmp_path, ON.model_copy(update={"bubblewrap_network": True}))
-    assert [{name for name in told if not e.metrics[name]} for e in connected] == [{"network"}] * 4
+    assert [{name for name in abilities if not e.metrics[name]} for e in connected] == [{"network"}] * 4

@@ -1,5 +1,5 @@
-"""Promises of the sandbox: one workflow that hangs, dies, blocks, eats memory or prints without end costs its own
-rollout and nothing else; what it started ends with it; what goes in and out is what would without a sandbox.
+"""Promises of the sandbox: a workflow that hangs, crashes, blocks, exhausts memory or prints without end affects only
+its own rollout; its processes end with it; results are the same as without a sandbox.
 """
 
 import asyncio
@@ -46,13 +46,13 @@ LIMIT_BYTES = 1 << 28
 HOSTILE = ("hangs", "dies", "eats_memory", "prints_without_end", "blocks")
 
 
-def test_one_of_each_kind_costs_its_own_rollout_and_nothing_else() -> None:
+def test_hostile_workflows_affect_only_their_own_rollouts() -> None:
     tasks = [does(index, HOSTILE[index // 13] if index % 13 == 6 else "good") for index in range(64)]
     bad = {index: HOSTILE[index // 13] for index in range(64) if index % 13 == 6}
     assert len(bad) == 5
     max_timeout_s = 3.0
     ended_s: dict[int, float] = {}
-    found = outcome(
+    unit = outcome(
         tasks,
         TextEngine(replies("4"), CharTokenizer()),
         {"on_group": lambda number, experiences: ended_s.update({number: time.monotonic()})},
@@ -60,44 +60,47 @@ def test_one_of_each_kind_costs_its_own_rollout_and_nothing_else() -> None:
         max_retry_times=0,
         sandbox=LIMITS,
     )
-    last = {experience.task_index: experience for experience in found.experiences}
+    last = {experience.task_index: experience for experience in unit.experiences}
     assert {index for index, e in last.items() if e.status is Status.OK and e.reward == 1.0} == set(
         range(64)
     ) - bad.keys()
-    told = {bad[index]: (last[index].status, last[index].error) for index in bad}
+    results = {bad[index]: (last[index].status, last[index].error) for index in bad}
     assert all(last[index].reward is None and not last[index].tokens for index in bad)
-    assert told["hangs"][0] is told["blocks"][0] is Status.TIMEOUT
-    assert told["hangs"][1].endswith("[state: turn=7]")
-    assert told["dies"] == (Status.FAILED, "the workflow's process exited with code 3; it printed last: about to die")
-    assert told["eats_memory"][0] is Status.FAILED and told["eats_memory"][1].startswith("MemoryError")
-    assert told["prints_without_end"][0] is not Status.OK
-    # What stopping costs on this machine, at this moment, is bounded by what a legal task takes from fork to end.
-    slowest_legal_s = max(found.times[index].total_s for index in range(64) if index not in bad)
+    assert results["hangs"][0] is results["blocks"][0] is Status.TIMEOUT
+    assert results["hangs"][1].endswith("[state: turn=7]")
+    assert results["dies"] == (
+        Status.FAILED,
+        "the workflow's process exited with code 3; it printed last: about to die",
+    )
+    assert results["eats_memory"][0] is Status.FAILED and results["eats_memory"][1].startswith("MemoryError")
+    assert results["prints_without_end"][0] is not Status.OK
+    # The time to stop a process on this machine is bounded by the time of a good task from fork to end.
+    slowest_legal_s = max(unit.times[index].total_s for index in range(64) if index not in bad)
     longest_s = max_timeout_s + STOP_GRACE_S + slowest_legal_s
-    assert all(found.times[index].total_s < longest_s for index in bad), "none held its place beyond its own timeout"
+    assert all(unit.times[index].total_s < longest_s for index in bad), "none kept its slot beyond its timeout"
     last_legal_s = max(ended_s[index] for index in range(64) if index not in bad)
-    assert max(ended_s.values()) - last_legal_s < longest_s, "nor was one waited for after the other"
+    assert max(ended_s.values()) - last_legal_s < longest_s, "they are not awaited one after another"
 
 
-def test_what_a_program_prints_is_limited() -> None:
+def test_the_output_of_a_process_is_limited() -> None:
     assert one("prints_without_end").error == "it printed more than 16777216 bytes"
 
 
-def test_what_a_workflow_printed_last_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_output_of_a_workflow_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     assert one("prints").status is Status.OK
     assert "printed in a rollout: not flushed" in caplog.messages
 
 
 @pytest.mark.parametrize("what", ["sleeps_without_yielding", "ignores_its_cancellation"])
-def test_what_will_not_stop_is_killed_and_retried(what: str) -> None:
+def test_an_attempt_that_will_not_stop_is_killed_and_retried(what: str) -> None:
     experience = one(what, max_timeout=0.4, max_retry_times=1)
     assert (experience.status, experience.attempt) == (Status.TIMEOUT, 1)
     assert "ignored its cancellation" not in experience.error
 
 
-def test_a_slow_kill_is_never_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    # On a machine that stands still for a moment, the watchdog of workflows in process took it for one of them.
+def test_the_watchdog_does_not_interrupt_a_slow_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The watchdog of in-process workflows must not mistake a slow kill for a workflow.
     kill, ended = ForkServer.kill, []
 
     def slow_kill(self: ForkServer, pid: int) -> None:
@@ -122,20 +125,22 @@ def test_a_slow_kill_is_never_broken_off(monkeypatch: pytest.MonkeyPatch) -> Non
         ("returns_nan", "ValueError: reward is nan, not a finite number"),
         ("returns_text", "TypeError: reward is '1.0', not a number"),
         ("returns_too_much", "MemoryError"),
-        ("writes_to_the_stream", "its process said what cannot be understood"),
+        ("writes_to_the_stream", "its process sent an invalid message"),
         ("asks_without_end", "RuntimeError: this attempt has called its models more than 1000 times"),
     ],
 )
-def test_a_failure_is_of_a_type_and_says_where(what: str, error: str) -> None:
+def test_a_failure_has_a_type_and_a_location(what: str, error: str) -> None:
     experience = one(what)
     assert (experience.status, experience.reward) == (Status.FAILED, None)
     assert experience.error.startswith(error)
 
 
-def test_equal_failures_are_logged_once_with_their_traceback_and_then_by_their_count(
+def test_equal_failures_are_logged_once_and_then_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    fresh = SandboxConfig(max_processes=8, max_memory_gb=0.3)  # other limits: a fork server that has told nothing yet
+    fresh = SandboxConfig(
+        max_processes=8, max_memory_gb=0.3
+    )  # other limits start a new fork server, which has logged nothing
     run([does(index, "raises") for index in range(25)], replies("4"), max_retry_times=0, sandbox=fresh)
     first, tenth = (record.message for record in caplog.records)
     assert 'raise KeyError("no such key")' in first
@@ -144,7 +149,7 @@ def test_equal_failures_are_logged_once_with_their_traceback_and_then_by_their_c
 
 @pytest.mark.parametrize("session", [False, True])
 @pytest.mark.parametrize("ends", [False, True])
-def test_what_a_workflow_started_ends_with_it(tmp_path: Path, session: bool, ends: bool) -> None:
+def test_processes_of_a_workflow_end_with_it(tmp_path: Path, session: bool, ends: bool) -> None:
     file = tmp_path / "pid"
     *_, experience = run(
         [does(0, "starts_a_program", file=str(file), session=session, ends=ends)],
@@ -168,24 +173,24 @@ def children(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
-def test_no_rollout_sees_what_another_one_changed_of_its_process(tmp_path: Path) -> None:
-    few_places = LIMITS.model_copy(update={"max_processes": 4})
+def test_rollouts_do_not_see_changes_by_other_rollouts(tmp_path: Path) -> None:
+    few_processes = LIMITS.model_copy(update={"max_processes": 4})
     row = {"folder": str(tmp_path), "drawn": random.Random(3).random()}
     experiences = run(
         [does(index, "changes_its_process", **row) for index in range(6)],
         replies("4"),
         repeat_times=8,
-        sandbox=few_places,
+        sandbox=few_processes,
     )
-    told = {"num_prompt_tokens", "num_response_tokens", "prompt_truncated"}
-    traces = [{name for name, found in e.metrics.items() if found and name not in told} for e in experiences]
+    built_in = {"num_prompt_tokens", "num_response_tokens", "prompt_truncated"}
+    traces = [{name for name, value in e.metrics.items() if value and name not in built_in} for e in experiences]
     assert traces == [set()] * 48
     assert {e.status for e in experiences} == {Status.OK}
 
 
-def test_a_fork_imports_nothing_to_read_its_task_however_it_was_configured() -> None:
-    # A dict of the configuration's own type, in a pickle, had every fork import the package's configuration: 16 forks
-    # of a small batch took seconds where they take milliseconds.
+def test_a_fork_imports_nothing_to_read_its_task() -> None:
+    # A pickled FrozenDict made every fork import the package's configuration: 16 forks took seconds in place of
+    # milliseconds.
     arguments = FrozenDict({"depth": 2, "nested": FrozenDict({"names": ["a", FrozenDict({"b": 1})]})})
     configured = task(0, f"{HERE}.tells_what_it_imported", workflow_args=arguments, reward_fn_args=FrozenDict())
     [experience] = run([configured], replies("4"), sandbox=LIMITS)
@@ -195,7 +200,7 @@ def test_a_fork_imports_nothing_to_read_its_task_however_it_was_configured() -> 
     assert read == configured and type(read.workflow_args["nested"]["names"][1]) is dict
 
 
-def test_a_sandbox_changes_nothing_of_what_is_sampled() -> None:
+def test_a_sandbox_does_not_change_samples() -> None:
     tasks = [task(index, "math_workflow") for index in range(3)]
     free, boxed = (
         run(tasks, replies("it is 4"), repeat_times=2, sandbox=SandboxConfig(mode=mode)) for mode in ("never", "always")
@@ -217,18 +222,18 @@ def test_a_class_with_turns_runs_in_a_sandbox() -> None:
     assert {e.reward for e in experiences} == {0.0}
 
 
-def test_a_users_reward_function_takes_its_rollout_into_a_sandbox() -> None:
+def test_a_user_reward_function_runs_in_a_sandbox() -> None:
     [good] = run([task(0, "simple_workflow", reward_fn=f"{HERE}.slow_reward")], replies("4"))
     assert (good.status, good.reward) == (Status.OK, 1.0)
 
 
-def test_a_plugin_that_cannot_be_imported_is_a_user_error_with_its_place(tmp_path: Path) -> None:
+def test_a_failed_plugin_import_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "broken_plugin.py").write_text("def f(:\n")
     with pytest.raises(UserError, match=r"importing 'broken_plugin' raised: .*broken_plugin.py:1: SyntaxError: "):
         run([task()], replies("4"), plugin_dirs=(str(tmp_path),))
 
 
-def test_what_a_plugin_folder_registers_is_known_by_its_name(tmp_path: Path) -> None:
+def test_workflows_of_a_plugin_folder_are_found_by_name(tmp_path: Path) -> None:
     (tmp_path / "folder_plugin.py").write_text(
         "from rftdask.rollouts.workflows.registry import workflow\n"
         "@workflow('test_of_a_folder')\n"
@@ -240,43 +245,41 @@ def test_what_a_plugin_folder_registers_is_known_by_its_name(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_fork_server_that_a_rollout_stops_or_kills_is_ended_with_all_below_it_and_begun_anew(
-    tmp_path: Path, number: int
-) -> None:
+def test_a_stopped_or_killed_fork_server_is_replaced(tmp_path: Path, number: int) -> None:
     file = tmp_path / "pid"
     tasks = [does(0, "signals_its_fork_server", file=str(file), signal=number), does(1, "good")]
-    limits = LIMITS.model_copy(update={"max_memory_gb": 0.26})  # a fork server of its own
+    limits = LIMITS.model_copy(update={"max_memory_gb": 0.26})  # a new fork server
     began = time.monotonic()
     with pytest.raises(SandboxLostError, match="the process that starts sandboxes is gone"):
         run(tasks, replies("4"), max_retry_times=0, max_timeout=60.0, sandbox=limits)
-    assert time.monotonic() - began < 20, "who waits for a stopped one waits for max_timeout"
-    assert not lives(int(file.read_text())), "what its forks had started lives"
+    assert time.monotonic() - began < 20, "waits do not last until max_timeout"
+    assert not lives(int(file.read_text())), "processes of its forks survive"
     assert {e.status for e in run(tasks, replies("4"), sandbox=limits)} == {Status.OK}
 
 
-def test_a_fork_that_does_not_begin_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_that_does_not_begin_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "BEGIN_TIMEOUT_S", 0.5)
     server = keep(SandboxSpec(("simple_workflow",), max_memory_bytes=1 << 30))
     try:
-        os.kill(server._process.pid, signal.SIGSTOP)  # who watches over the fork server, too
-        [zygote] = children(server._process.pid)
-        os.kill(zygote, signal.SIGSTOP)
-        began, output = server.take()  # before that
+        os.kill(server._process.pid, signal.SIGSTOP)  # the guard of the fork server
+        [server_pid] = children(server._process.pid)
+        os.kill(server_pid, signal.SIGSTOP)
+        began, output = server.take()  # the spare fork, which has begun before
         began.close()
         os.close(output)
 
         async def begin() -> None:
             await pool._Process.start(server)
 
-        with pytest.raises(SandboxLostError, match=r"no process began within 0\.5 s"):
+        with pytest.raises(SandboxLostError, match=r"no sandbox process began within 0\.5 s"):
             asyncio.run(begin())
         assert not server.alive()
-        until(lambda: not lives(zygote))
+        until(lambda: not lives(server_pid))
     finally:
         server.close()
 
 
-def test_children_together_have_the_memory_of_their_rollout_and_no_more() -> None:
+def test_child_processes_share_the_memory_limit_of_a_rollout() -> None:
     def fill(share: float) -> Experience:
         row = {"bytes": int(share * LIMIT_BYTES), "wait_s": 20.0 if share >= 0.5 else 0.5}
         tasks = [does(0, "fills_memory_with_its_children", **row)]
@@ -285,15 +288,15 @@ def test_children_together_have_the_memory_of_their_rollout_and_no_more() -> Non
     assert fill(0.1).status is Status.OK
     too_much = fill(0.5)
     assert too_much.status is Status.FAILED
-    told = re.fullmatch(
-        r"MemoryError: its (\d) processes together hold (\d\.\d{3}) GB beyond the imports, over the 0\.25 GB of "
+    matched = re.fullmatch(
+        r"MemoryError: its (\d) processes together use (\d\.\d{3}) GB beyond the imports, over the 0\.25 GB of "
         r"explorer\.sandbox\.max_memory_gb",
         too_much.error,
     )
-    assert told and int(told[1]) <= 5 and 0.25 <= float(told[2]) < 0.6, too_much.error
+    assert matched and int(matched[1]) <= 5 and 0.25 <= float(matched[2]) < 0.6, too_much.error
 
 
-def test_forks_end_with_the_zygote_and_the_zygote_with_its_parent() -> None:
+def test_forks_end_with_their_fork_server_and_its_guard() -> None:
     async def hang(fork_server: ForkServer) -> int:
         from rftdask.rollouts.sandbox.pool import _Process
 
