@@ -42,7 +42,7 @@ SAME_AS = {
 """Sections that stand in several places, with the place under which the page lists their keys."""
 _BUFFER = "buffer.trainer_input.experience_buffer"
 TOLD = {
-    "explorer.listen_address": "effective; absent: `127.0.0.1`, which this machine alone reaches",
+    "explorer.listen_address": "effective; absent: `127.0.0.1`, which only this machine reaches",
     "explorer.proxy_port": "effective; absent: `8000`",
     "checkpoint_job_dir": "computed; refused when it is set",
     "checkpoint_root_dir": "effective; absent or empty: the working folder with `--from trinity`, else `./runs`",
@@ -55,12 +55,12 @@ TOLD = {
     "buffer.explorer_input.taskset.rollout_args.top_k": "effective; absent: -1 with `--from trinity`, "
     "else `model.top_k`",
     "data_processor.experience_pipeline.operators": "effective",
-    "synchronizer.sync_method": "effective; `nccl` is a process group of gloo; absent: `auto`, which chooses by "
-    "what is there, as `rftdask validate` says; `offline` is taken as `checkpoint`; `online` is taken as `nccl`",
+    "synchronizer.sync_method": "effective; `nccl` is a process group of gloo; absent: `auto`, whose choice "
+    "`rftdask validate` shows; `offline` is taken as `checkpoint`; `online` is taken as `nccl`",
     "model.critic_model_path": "effective; absent or empty: `model.model_path`",
     "model.model_path": "effective, required",
-    "monitor.monitor_args": "effective; keys and passwords are not taken from a file, each is told with its variable; "
-    "`uri` of MLflow is `tracking_uri`",
+    "monitor.monitor_args": "effective; keys and passwords are not taken from a file, the error names the "
+    "variable of each; `uri` of MLflow is `tracking_uri`",
     "stages[].stage_name": "effective, required",
     "trainer.trainer_config": "read key by key, see below",
     **{f"explorer.rollout_model.{key}": f"taken as `model.{ours}`" for key, ours in OF_THE_POLICY.items()},
@@ -170,7 +170,7 @@ def page() -> str:
         "Every key of its configuration with what becomes of it here. The keys are read from",
         f"{REFERENCE['source']}.",
         "Keys of a taskset hold for `tasksets[]` and `eval_tasksets[]`, those of the experience buffer for auxiliary",
-        "buffers, those of the policy's engine for auxiliary models, where the table says nothing else. How to bring a",
+        "buffers, those of the policy's engine for auxiliary models, unless the table differs. How to bring a",
         "file: [from-trinity.md](from-trinity.md).",
         "A test writes this page: tests/unit/config/trinity/test_from_trinity.py.",
         "",
