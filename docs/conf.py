@@ -83,7 +83,7 @@ def cell(text: str) -> str:
 
 
 def metrics_reference() -> Iterator[str]:
-    """Every metric of the package."""
+    """Rows for all metrics of the package."""
     yield "| metric | | formula | unit | better | an odd value | source |\n|---|---|---|---|---|---|---|"
     better = {"up": "more", "down": "less", "watch": ""}
     for name, metric in METRICS.items():
@@ -92,7 +92,7 @@ def metrics_reference() -> Iterator[str]:
 
 
 def commands_reference() -> Iterator[str]:
-    """What `rftdask COMMAND --help` says, as Typer writes it down."""
+    """Help of each command, formatted by Typer."""
     group = loaded_group(typer.main.get_command(app))
     text = get_docs_for_click(obj=group, ctx=typer.Context(group), name="rftdask")
     yield re.sub(r"^# `rftdask`\n", "", text)
@@ -108,14 +108,14 @@ def loaded_group(group: LazyGroup) -> LazyGroup:
 
 
 def examples_reference() -> Iterator[str]:
-    """What comes with the package, by its own first sentence."""
+    """Bundled files, each with its first sentence."""
     yield "| file | |\n|---|---|"
     for name, path in bundled().items():
         yield f"| `{name}` | {cell(describe(path))} |"
 
 
 def imported_keys(tables: Mapping[str, Mapping[str, Key]]) -> Iterator[str]:
-    """What `rftdask import` makes of the keys of another system."""
+    """Tables of the keys of another system, as `rftdask import` translates them."""
     for title, keys in tables.items():
         yield f"### {title}\n\n| there | here |\n|---|---|"
         for theirs, key in keys.items():
@@ -135,27 +135,27 @@ GENERATED: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def read_page(_: Sphinx, page: str, source: list[str]) -> None:
-    """A page as the site has it."""
+    """Fill in the generated tables of a page, and resolve links to files outside docs/."""
     text = re.sub(r"<!-- generated: (\w+) -->", lambda found: "\n".join(GENERATED[found[1]]()), source[0])
-    # Files of the code are named, and linked where the page lies beside them.
+    # The site has no pages for files of the code, so their links become plain names.
     source[0] = _OUTSIDE.sub(r"\1", text)
 
 
 def read_docstring(_: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """A docstring as reStructuredText: examples and trees are set as they are, lists stand apart."""
-    found: list[str] = []
+    """Convert a docstring to reStructuredText: literal blocks for examples and trees, blank lines around lists."""
+    converted: list[str] = []
     for line in lines:
-        last = next((each for each in reversed(found) if each), "")
-        if line.startswith("    ") and not last.startswith("    ") and (last == "Example:" or not found[-1]):
-            found += ["", "::", ""]
+        last = next((earlier for earlier in reversed(converted) if earlier), "")
+        if line.startswith("    ") and not last.startswith("    ") and (last == "Example:" or not converted[-1]):
+            converted += ["", "::", ""]
         elif line.startswith("- ") and not last.startswith(("- ", "  ")):
-            found.append("")
-        found.append(line)
-    lines[:] = found
+            converted.append("")
+        converted.append(line)
+    lines[:] = converted
 
 
 def setup(app: Sphinx) -> None:
-    """Sphinx calls it."""
+    """Entry point of Sphinx."""
     app.connect("source-read", read_page)
     app.connect("autodoc-process-docstring", read_docstring, priority=400)  # before napoleon takes sections apart
-    app.add_lexer("mermaid", TextLexer)  # what draws such diagrams is fetched from elsewhere
+    app.add_lexer("mermaid", TextLexer)  # the script that draws diagrams is not bundled

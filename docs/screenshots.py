@@ -1,9 +1,9 @@
-"""Takes all pictures of docs/images anew: runs what they show, opens the studio in a headless Chromium, and looks.
+"""Takes all pictures of docs/images again: makes the runs that they show and opens the studio in a headless Chromium.
 
     python -m docs.screenshots /scratch/demo
 
-The folder, whose path is seen on the pages, keeps the runs: one that has its report is not made again. Six runs of a
-toy on two cores are some minutes. Look at what it took before you commit it.
+The folder keeps the runs, and the pictures show its path. A run with a report is not repeated. The six runs of a toy
+take some minutes on two cores. Look at the pictures before you commit them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DRAWN = "document.body.dataset.drawn > 5"
 
 
 def make_runs() -> None:
-    """The quickstart, GRPO on its warm-up with two learning rates and two seeds each, and the recipe with images."""
+    """Run the quickstart, GRPO from its warm-up with two learning rates and two seeds each, and the image recipe."""
     if not has_ended(RUN):
         run(sys.executable, str(ROOT / "examples" / "quickstart.py"))
     tree = yaml.safe_load((ROOT / "config" / "quickstart.yaml").read_text())
@@ -63,19 +63,19 @@ def cli(*words: str) -> None:
 
 
 def place(name: str) -> dict[str, str]:
-    """Where an experience of the last step of a run is, as its page asks for it."""
+    """Location of an experience of the last step of a run, as the query of its page."""
     query = "select stage, shard, row, task_index from experiences order by explore_step desc, shard, row limit 1"
     return {key: str(value) for key, value in Experiment.open(f"runs/{name}").sql(query).iloc[0].items()}
 
 
 def take(browser: Chromium, root: str) -> None:
-    """Every picture: its name, the page with what it is asked, and of what size and look."""
+    """Take all pictures. The table has name, page, query, size and color scheme."""
     last, look = place(RUN), place(LOOKS)
     of_run = {"run": RUN}
     seeds = [("run", f"rftdask/lr-{rate}-seed-{seed}") for rate in ("1e-4", "4e-4") for seed in (1, 2)]
     task = {**of_run, "evals": "no", "taskset": "taskset_0", "stage": last["stage"], "task_index": last["task_index"]}
-    query = "select explore_step, avg(reward) as reward, count(*) as n from experiences group by 1 order by 1"
-    for picture, page, asked, size, dark in (
+    sql = "select explore_step, avg(reward) as reward, count(*) as n from experiences group by 1 order by 1"
+    for picture, page, query, size, dark in (
         ("runs", "", {}, LAPTOP, False),
         ("run", "run", of_run, LONG, False),
         ("compare", "compare", seeds, LONG, False),
@@ -85,7 +85,7 @@ def take(browser: Chromium, root: str) -> None:
         ("experiences", "experiences", of_run, LAPTOP, False),
         ("experience", "experience", {**of_run, **last}, LAPTOP, False),
         ("image", "experience", {"run": LOOKS, **look}, LAPTOP, False),
-        ("sql", "sql", {**of_run, "q": query}, LAPTOP, False),
+        ("sql", "sql", {**of_run, "q": sql}, LAPTOP, False),
         ("cluster", "cluster", of_run, LAPTOP, False),
         ("logs", "logs", of_run, LAPTOP, False),
         ("about", "about", of_run, LONG, False),
@@ -97,8 +97,8 @@ def take(browser: Chromium, root: str) -> None:
     ):
         browser.resize(*size, dark=dark)
         report = Path("runs", RUN, "report.html").absolute().as_uri()
-        browser.open(report if picture == "report" else f"{root}/{page}?{urlencode(asked)}")
-        if picture == "sql":  # what comes by a link is not run
+        browser.open(report if picture == "report" else f"{root}/{page}?{urlencode(query)}")
+        if picture == "sql":  # a query from a link does not run until the user asks for it
             browser.evaluate("document.querySelector('form button').click()")
             browser.wait_for("document.querySelector('td')")
         if picture in ("run", "compare", "report"):
@@ -118,7 +118,7 @@ def main(folder: str) -> None:
     os.chdir(folder)
     make_runs()
     with studio(Path("runs")) as url, Chromium() as browser:
-        browser.open(url)  # with its token, which becomes a cookie
+        browser.open(url)  # the token in the URL becomes a cookie
         take(browser, url.partition("/?")[0])
     print(f"{len(list(IMAGES.iterdir()))} pictures in {IMAGES}")
 

@@ -270,7 +270,7 @@ DIFFERENCES: Mapping[str, Run | Exact] = {
     ),
     "token-sum-norm: passes of 64 rows": _passes(64),
     "token-sum-norm: passes of 8 rows": _passes(8),
-    "gae: tool output enters": Run(
+    "gae: tokens of tools count": Run(
         "GAE advantage",
         replace(
             _case("ppo"),
@@ -288,7 +288,7 @@ DIFFERENCES: Mapping[str, Run | Exact] = {
     "gigpo: states of all tasks": Run(
         "gigpo advantage, states of a task", _case("gigpo"), "accuracy", _states_of_all_tasks
     ),
-    "gigpo: only rewards of turns": Run(
+    "gigpo: rewards of turns only": Run(
         "gigpo advantage, rewards beyond the turns'", _case("gigpo"), "accuracy", _turns_alone, _no_turn_rewards
     ),
 }

@@ -55,12 +55,12 @@ TOLD = {
     "buffer.explorer_input.taskset.rollout_args.top_k": "effective; absent: -1 with `--from trinity`, "
     "else `model.top_k`",
     "data_processor.experience_pipeline.operators": "effective",
-    "synchronizer.sync_method": "effective; `nccl` is a process group of gloo; absent: `auto`, which chooses by "
-    "availability, as `rftdask validate` shows; `offline` is taken as `checkpoint`; `online` is taken as `nccl`",
+    "synchronizer.sync_method": "effective; `nccl` is a process group of gloo; absent: `auto`, whose choice "
+    "`rftdask validate` shows; `offline` is taken as `checkpoint`; `online` is taken as `nccl`",
     "model.critic_model_path": "effective; absent or empty: `model.model_path`",
     "model.model_path": "effective, required",
-    "monitor.monitor_args": "effective; keys and passwords are not taken from a file; the error names the variable; "
-    "`uri` of MLflow is `tracking_uri`",
+    "monitor.monitor_args": "effective; keys and passwords are not taken from a file, the error names the "
+    "variable of each; `uri` of MLflow is `tracking_uri`",
     "stages[].stage_name": "effective, required",
     "trainer.trainer_config": "read key by key, see below",
     **{f"explorer.rollout_model.{key}": f"taken as `model.{ours}`" for key, ours in OF_THE_POLICY.items()},
@@ -170,8 +170,8 @@ def page() -> str:
         "Every key of its configuration and its treatment here. The keys are read from",
         f"{REFERENCE['source']}.",
         "Keys of a taskset hold for `tasksets[]` and `eval_tasksets[]`, those of the experience buffer for auxiliary",
-        "buffers, those of the policy's engine for auxiliary models, unless the table has other lines for them. How to",
-        "import a file: [from-trinity.md](from-trinity.md).",
+        "buffers, those of the policy's engine for auxiliary models, unless the table differs. How to bring a",
+        "file: [from-trinity.md](from-trinity.md).",
         "A test writes this page: tests/unit/config/trinity/test_from_trinity.py.",
         "",
         "The last column names a test that shows it; for an effective key the test fails if the key is ignored.",
