@@ -5,6 +5,7 @@ A run lives on storage; its processes only cache it. Start with `Experiment`, or
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name == "Experiment":
         # Late: child processes and config checks do not need the driver, which imports Dask.
-        from rftdask.driver.experiment import Experiment
-
-        return Experiment
+        return import_module("rftdask.driver.experiment").Experiment
     raise AttributeError(f"module 'rftdask' has no attribute {name!r}")
 
 

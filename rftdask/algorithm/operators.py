@@ -103,7 +103,7 @@ class Operator(ABC):
 
     @abstractmethod
     def __call__(self, table: ExperienceTable) -> tuple[ExperienceTable, dict[str, float]]:
-        """(table with the same rows, some of them dropped or with another reward; metrics by name).
+        """Mark rows as dropped or change their rewards. Returns: the table with all of its rows; metrics by name.
 
         Metrics that begin with "dropped/" add up over operators.
         """

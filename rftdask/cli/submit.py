@@ -110,14 +110,14 @@ def submit(
     # Checked here, where the user sees the result, and again by the job, since files may change while it waits.
     stages = checked.stage_configs()
     inputs = check_inputs(stages, elsewhere=True)
-    made_of = check_inputs_unchanged(stages, inputs, accept=accept_changes)
+    fingerprints = check_inputs_unchanged(stages, inputs, accept=accept_changes)
     if not offline and has_finished(checked, [stage.sizes for stage in inputs]):
         say(
             f"{checked.checkpoint_job_dir} has finished, so nothing is submitted; raise trainer.total_steps to continue"
         )
         return
     submission.check()
-    for job in submission.submit(made_of):
+    for job in submission.submit(fingerprints):
         say(f"submitted {job.name} as job {job.job_id}")
         if not system_of(job).is_requeued(job.job_id):
             warn((NO_REQUEUE,))

@@ -81,7 +81,7 @@ class Point:
 
     @property
     def arm(self) -> str:
-        """Values of all axes except the seed, shared by repetitions."""
+        """Label of the configuration without its seed. Runs that differ only in their seed share it."""
         return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in self.values if key != SEED) or "all"
 
 
@@ -206,8 +206,8 @@ def submit_sweep(points: Sequence[Point], at_most: int, say: Callable[[str], Non
         submission = plan_submission(point.config)
         stages = point.config.stage_configs()
         # Checked for each run, since an axis may vary the model or the taskset.
-        made_of = check_inputs_unchanged(stages, check_inputs(stages, elsewhere=True))
-        [job] = submission.submit(made_of, after=jobs[-at_most] if len(jobs) >= at_most else None)
+        fingerprints = check_inputs_unchanged(stages, check_inputs(stages, elsewhere=True))
+        [job] = submission.submit(fingerprints, after=jobs[-at_most] if len(jobs) >= at_most else None)
         say(f"submitted {point.config.name} as job {job.job_id}")
         jobs.append(job.job_id)
 

@@ -292,9 +292,9 @@ def plan_layout(stages: list[Config], num_cpus: int, num_gpus: int = 0) -> Layou
             at_once = f"with {each} GPU{'s' * (each > 1)} each{', taking turns (colocate),' * colocated}"
             at_once += f" + {_added(judges)} of auxiliary models"
         raise UserError(
-            f"cluster: {of_roles} {at_once} = {needed} GPUs, and there are {num_gpus} GPUs (cluster.gpu_per_node); "
-            f"{_advice(ranks, explorers, num_gpus - apart, each, colocated, apart)}, or hide the GPUs "
-            "(CUDA_VISIBLE_DEVICES=)"
+            f"cluster: {of_roles} {at_once} = {needed} GPUs, but there are {num_gpus} GPUs (cluster.gpu_per_node); "
+            f"{_advice(ranks, explorers, num_gpus - apart, each, colocated, apart)}, or set CUDA_VISIBLE_DEVICES= to "
+            "run on CPUs"
         )
     check_groups(stages, ranks)
     # More threads than cores would slow all roles.

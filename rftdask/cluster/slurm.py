@@ -235,7 +235,7 @@ def _gpus_of_engines(config: Config) -> int:
 
 
 def _worker(config: Config, role: str, folder: SecretsDir, span: int) -> str:
-    """Arguments of Python for a worker, without its name and folder, which the shell of its job adds."""
+    """Return the arguments of Python that start a worker. The job's shell adds its name and folder."""
     colocates = any(stage.cluster.colocate for stage in config.stage_configs())
     return shlex.join(
         [

@@ -346,7 +346,7 @@ def shape_of(role: str, job: WorkerJobConfig, num_workers: int, gpus_each: int) 
 
 
 def _over_nodes(job: WorkerJobConfig, num_workers: int, gpus_each: int, ask: str, gpus: str) -> JobShape:
-    """Jobs of engines that use all GPUs of several nodes."""
+    """Return the jobs for engines that each use all GPUs of several nodes."""
     span, rest = divmod(gpus_each, job.num_gpus)
     problem = (
         f"{gpus}, and an engine works on {gpus_each} GPUs (tensor, pipeline and data_parallel_size of "

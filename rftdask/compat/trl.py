@@ -196,7 +196,7 @@ def _rows(imported: Imported, kind: str) -> None:
 def _trainer(
     imported: Imported, kind: str, trainer: ast.Call | None, calls: list[ast.Call], names: dict[str, Any]
 ) -> None:
-    """Translate model, data, rewards and adapters, the trainer's arguments."""
+    """Translate the arguments of the TRL trainer: model, dataset, reward functions and adapters."""
     given = {keyword.arg: keyword.value for keyword in trainer.keywords} if trainer is not None else {}
     if trainer is not None and trainer.args:
         given.setdefault("model", trainer.args[0])

@@ -122,7 +122,10 @@ def _read_plain(file: Path, stays: Callable[[str, str], bool]) -> dict[str, Any]
 
 
 def _resolve_plain(root: dict[str, Any], stays: Callable[[str, str], bool]) -> Any:
-    """Return the tree with its interpolations filled in. Raises: _NotPlainError: one is not `_SIMPLE`."""
+    """Return the tree with its interpolations filled in.
+
+    Raises: _NotPlainError: an interpolation does not match `_SIMPLE`.
+    """
 
     def look_up(match: re.Match[str]) -> str:
         name, default, key = match.groups()

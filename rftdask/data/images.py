@@ -245,7 +245,7 @@ class ImageFolder:
                 )
 
     def read(self, name: str) -> bytes:
-        """Return the file. Raises: DamagedError: its content is wrong; the file was deleted and is made again later."""
+        """Return the content of a file. Raises: DamagedError: it does not match the hash in its name; it is deleted."""
         path = self._path / file_of(name)
         content = path.read_bytes()
         if name_of(content) != path.name:

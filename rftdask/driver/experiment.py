@@ -173,7 +173,7 @@ class Experiment:
         self.prepare()
         say = log.info if progress == "none" else lambda line: print(safe(line), file=sys.stderr)
         inputs = self._check(stages, storage, say)
-        made_of = check_inputs_unchanged(stages, inputs, accept=accept_changes)
+        fingerprints = check_inputs_unchanged(stages, inputs, accept=accept_changes)
         layout = plan_run(self.config, stages)
         # Up to here, only datasets of task pipelines were written; `check_inputs` has removed its probe.
         with private_files(storage, self.config):
@@ -202,12 +202,12 @@ class Experiment:
                     config = open_run(
                         stage_storage,
                         config,
-                        made_of[number].to_json(),
+                        fingerprints[number].to_json(),
                         layout.describe(),
                         on_gpus=layout.trains_on_gpus,
                     )
-                    copy_sources(stage_storage, made_of[number])
-                    contents = BackgroundHasher(stage_storage, config.mode, made_of[number], accept=accept_changes)
+                    copy_sources(stage_storage, fingerprints[number])
+                    contents = BackgroundHasher(stage_storage, config.mode, fingerprints[number], accept=accept_changes)
                     observer = StageObserver(self, config, number, len(stages), stage_storage, cluster, view, contents)
                     stage = StageRun(
                         config,

@@ -657,8 +657,9 @@ def _estimates(stage: Config, layout: Layout, memory_bytes: float | None = None)
 
 
 def _job_memory(stage: Config, role: str) -> tuple[str, str | None]:
-    """Return the key with the host memory of each rank or engine of a role, and its value. None: not set, or the role
-    has no GPUs or gets all memory of its nodes.
+    """Return (config key, value) of the host memory of each rank or engine of `role`.
+
+    The value is None if the key is not set, if the role has no GPUs, or if its jobs get whole nodes.
     """
     section = stage.cluster
     if section.type == "slurm":

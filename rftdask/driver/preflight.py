@@ -295,7 +295,7 @@ def _check_algorithm(stage: Config) -> None:
 
         build_reader(section, algorithm.schema, stage, load_tokenizer(stage))  # checks that the template supports it
     if algorithm.use_teacher and not stage.explorer.auxiliary_models:
-        raise UserError("explorer.auxiliary_models: required for the teacher of algorithm.policy_loss_fn")
+        raise UserError("explorer.auxiliary_models: algorithm.policy_loss_fn needs a teacher model; add it here")
     for number, model in enumerate(stage.explorer.auxiliary_models if algorithm.use_teacher else ()):
         path, at = model.model_path or "", f"explorer.auxiliary_models[{number}].model_path"
         _check_model_folder(path, at)

@@ -68,7 +68,7 @@ class EngineSpec:
     """File for the output of the process. None: a temporary file."""
     plugin_dirs: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
-    turn_timeout_s: float = 0.0
+    device_lock_timeout_s: float = 0.0
     """Seconds to wait for the lock of a device shared with a trainer. 0: the device is not shared."""
     colocated: bool = False
     """True if it detects the sharing of its GPUs itself, on workers of an existing cluster."""
@@ -89,7 +89,7 @@ class EngineSpec:
             "section": plain(self.section),
             "model": plain(self.model),
             "plugin_dirs": self.plugin_dirs,
-            "turn_timeout_s": self.turn_timeout_s,
+            "device_lock_timeout_s": self.device_lock_timeout_s,
             "colocated": self.colocated,
             "records_experts": self.records_experts,
             "sampling": [asdict(params) for params in self.sampling],
@@ -153,10 +153,10 @@ class AskedEngine(ABC):
         return len(self._asked)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[Future[Generation]]:
-        """Send requests, which enter the engine together, and return their futures in order, without waiting.
+        """Send requests as one batch without waiting. Returns: one future per request, in order.
 
         Cancelling a future removes its request. `on_tokens` is called from the thread that reads messages.
-        The futures raise RoleError: the engine died.
+        A future raises RoleError if the engine dies.
         """
         if not requests:
             return []
@@ -329,7 +329,7 @@ class EngineClient(AskedEngine):
 
     def wait_ready(self) -> None:
         """Wait until the engine is ready. Raises: RoleError, UserError: loading failed, and the engine is closed."""
-        timeout_s = LOAD_TIMEOUT_S + self.spec.turn_timeout_s
+        timeout_s = LOAD_TIMEOUT_S + self.spec.device_lock_timeout_s
         try:
             self._ready.result(timeout_s)
         except TimeoutError:
@@ -343,18 +343,19 @@ class EngineClient(AskedEngine):
         """True while the process may respond."""
         return super().alive() and self._child.alive()
 
-    def take_turn(self) -> None:
-        """Wait until the engine holds the lock of its device, until `end_turn`. Returns at once if it is not shared.
+    def acquire_device(self) -> None:
+        """Wait until the engine holds the lock of its device, which it keeps until `release_device`.
+        Returns at once if the device is not shared.
 
         Raises: RoleError: the engine died or did not get the lock; WaitTimeout: it hangs.
         """
-        if self.spec.turn_timeout_s:
-            self._wait(self._ask(server.TakeTurn), LOAD_TIMEOUT_S + self.spec.turn_timeout_s)
+        if self.spec.device_lock_timeout_s:
+            self._wait(self._ask(server.AcquireDevice), LOAD_TIMEOUT_S + self.spec.device_lock_timeout_s)
 
-    def end_turn(self) -> None:
+    def release_device(self) -> None:
         """Allow the engine to release a shared device."""
-        if self.spec.turn_timeout_s:
-            self._outbox.put(server.EndTurn())
+        if self.spec.device_lock_timeout_s:
+            self._outbox.put(server.ReleaseDevice())
 
     def __str__(self) -> str:
         return f"{self._child.name} (pid {self._child.pid})"
@@ -406,7 +407,7 @@ class EngineClient(AskedEngine):
         timeout_s: float,
         *,
         transport: Transport | None = None,
-        called_off: Callable[[], bool] = lambda: False,
+        is_cancelled: Callable[[], bool] = lambda: False,
     ) -> Published:
         """Fetch a version in the memory of the trainer to this machine, where it stays until the next fetch.
 
@@ -432,7 +433,7 @@ class EngineClient(AskedEngine):
             published = read_published(storage, published.version) or published
             if published.held is None:
                 return published
-            if called_off():
+            if is_cancelled():
                 raise RoleError(f"{problem}; nobody wants them any more")
             if time.monotonic() >= deadline:
                 raise StorageError(problem)

@@ -96,19 +96,19 @@ class LoadWeights:
 
 
 @dataclass(frozen=True)
-class TakeTurn:
-    """Acquire the device. The reply is `HasTurn`, once the engine is on its device, where it then stays."""
+class AcquireDevice:
+    """Acquire the device. The reply is `DeviceAcquired`, once the engine is on its device, where it then stays."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class EndTurn:
+class ReleaseDevice:
     """Allow the engine to leave its device when a trainer rank waits for it."""
 
 
-FromClient: TypeAlias = Generate | Drop | Score | LoadWeights | TakeTurn | EndTurn
-FROM_CLIENT: Codec[FromClient] = Codec(Generate, Drop, Score, LoadWeights, TakeTurn, EndTurn)
+FromClient: TypeAlias = Generate | Drop | Score | LoadWeights | AcquireDevice | ReleaseDevice
+FROM_CLIENT: Codec[FromClient] = Codec(Generate, Drop, Score, LoadWeights, AcquireDevice, ReleaseDevice)
 
 
 # ---- messages of the server
@@ -162,12 +162,12 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class HasTurn:
+class DeviceAcquired:
     number: int
 
 
-FromServer: TypeAlias = Ready | Generated | Scored | Loaded | HasTurn
-FROM_SERVER: Codec[FromServer] = Codec(Ready, Generated, Scored, Loaded, HasTurn)
+FromServer: TypeAlias = Ready | Generated | Scored | Loaded | DeviceAcquired
+FROM_SERVER: Codec[FromServer] = Codec(Ready, Generated, Scored, Loaded, DeviceAcquired)
 
 
 # ---- process
@@ -176,10 +176,10 @@ FROM_SERVER: Codec[FromServer] = Codec(Ready, Generated, Scored, Loaded, HasTurn
 def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     """Entry point of the child process. spec: from `EngineSpec.to_plain`."""
     device = _device(spec)  # first: it records in this process that the GPUs are shared
-    turn = DeviceLock.from_environment(exclusive=False)
+    device_lock = DeviceLock.from_environment(exclusive=False)
     # The engine of the policy waits for ranks that need the device; other models are used while it holds the lock.
-    waits = {"timeout_s": spec["turn_timeout_s"], "skip_gate": spec["section"]["model_path"] is not None}
-    engine = _make_engine(spec, device, None if turn is None else partial(turn.acquire, **waits))
+    waits = {"timeout_s": spec["device_lock_timeout_s"], "skip_gate": spec["section"]["model_path"] is not None}
+    engine = _make_engine(spec, device, None if device_lock is None else partial(device_lock.acquire, **waits))
     client = _ClientOf(engine, spec, channel)
     client.send(Ready(engine.cache_tokens))
     again = _smoke_requests(spec, longest=False)
@@ -191,31 +191,31 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     # request before it is answered, so no result mixes two versions.
     # The second argument of iter would end the loop, but no message equals it: the process
     # ends when its client has gone, see `Channel`.
-    for plain in channel if turn is None else iter(partial(channel.try_receive, _LOOK_S), channel):
+    for plain in channel if device_lock is None else iter(partial(channel.try_receive, _LOOK_S), channel):
         client.message = None if plain is None else FROM_CLIENT.decode(plain)
         while (message := client.message) is not None:
-            if isinstance(message, EndTurn):
+            if isinstance(message, ReleaseDevice):
                 rests = True
                 break
             rests = False
-            if turn is not None and not turn.held:
-                turn.acquire(**waits)
+            if device_lock is not None and not device_lock.held:
+                device_lock.acquire(**waits)
                 with _telling_memory(spec, "the engine returns to its GPU"):
                     engine.return_to_device()
             if isinstance(message, Generate | Drop):
                 client.generate()
                 continue
-            if isinstance(message, TakeTurn):
-                client.send(HasTurn(message.number))
+            if isinstance(message, AcquireDevice):
+                client.send(DeviceAcquired(message.number))
             elif isinstance(message, Score):
                 client.send(Scored(message.number, tuple(engine.logprobs(message.pairs))))
             else:
                 client.send(_load(engine, spec, message, again))
             client.message = None
         # The engine is idle or a unit has ended. A waiting rank gets the device even if another unit follows at once.
-        if turn is not None and rests and turn.held and turn.is_wanted:
+        if device_lock is not None and rests and device_lock.held and device_lock.is_wanted:
             engine.leave_device()
-            turn.release()
+            device_lock.release()
 
 
 class _ClientOf:

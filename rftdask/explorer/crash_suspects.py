@@ -188,9 +188,8 @@ class CrashTracker:
             raise RoleError(f"work unit {unit.key} lost {num_losses} workers; the last time: {cause}")
         if not suspect.is_whole and not self._can_be_split(unit):
             raise RoleError(
-                f"work unit {unit.key} lost {MAX_CRASHES} workers in a row, and its tasks cannot run one at a time, "
-                f"because a unit of more than {MAX_PART_TASKS} tasks cannot be committed in parts; the last time: "
-                f"{cause}"
+                f"work unit {unit.key} lost {MAX_CRASHES} workers in a row. It has more than {MAX_PART_TASKS} tasks, "
+                f"so they cannot run one at a time to find the cause; the last time: {cause}"
             )
         self._remember(unit, suspect)
         return suspect

@@ -144,7 +144,7 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
             config = _parse(folder / "config.json")
             weights = _read_heads(folder)
         except ValueError as error:
-            raise DataError(f"model.model_path {folder} cannot be sized: {error}") from error
+            raise DataError(f"cannot determine the parameter shapes of model.model_path {folder}: {error}") from error
     else:
         # Late: only needed without files.
         import torch
@@ -155,7 +155,7 @@ def read_shape(model_path: str, *, trust_remote_code: bool = False) -> ModelShap
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(built, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
-            raise DataError(f"model.model_path {folder} cannot be sized: {error}") from error
+            raise DataError(f"cannot determine the parameter shapes of model.model_path {folder}: {error}") from error
         config = built.to_dict()
         weights = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     is_quantized = bool(config.get("quantization_config"))

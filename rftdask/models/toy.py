@@ -42,10 +42,10 @@ def build_toy_model(
         path: folder, created if missing; files of the same names are replaced.
         seed: seed of the weights. The global random state of torch does not change.
 
-    Raises: ValueError: `hidden_size` is not an even multiple of `num_heads`.
+    Raises: ValueError: `hidden_size` / `num_heads` is not an even integer.
     """
     if hidden_size % num_heads or (hidden_size // num_heads) % 2:
-        raise ValueError(f"hidden_size {hidden_size} must be an even multiple of num_heads {num_heads}")
+        raise ValueError(f"hidden_size {hidden_size} / num_heads {num_heads} must be an even integer")
     import torch  # late: the tasks do not need torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -326,7 +326,7 @@ class Rollout:
         )
 
     def _failure(self, error: Exception, attempt: int, state: Mapping[str, Any]) -> Experience:
-        # The only experience of a failed rollout. state: values that the workflow passed to set_state.
+        """Return the one row of a failed rollout. state: values that the workflow passed to `set_state`."""
         if isinstance(error, (SandboxError, _CancelledEarly)):
             text = str(error)  # it contains the name of the original error
         else:

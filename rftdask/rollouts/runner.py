@@ -1,8 +1,9 @@
 """Runs the rollouts of a work unit concurrently: tasks in, experiences out.
 
 Workflows of this package with rewards of this package run as coroutines on the event loop. Any other workflow runs in
-its own process (sandbox/), unless it is declared `in_process`. A failure of the engine ends the unit, which then runs
-again elsewhere. This module does not know engines or storage.
+its own process (sandbox/), unless it is declared `in_process`. An error of a workflow or a reward becomes a row of the
+log (rollout.py). A failure of the engine ends the unit, which then runs again elsewhere. This module does not know
+engines or storage.
 """
 
 from __future__ import annotations

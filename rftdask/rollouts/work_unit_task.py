@@ -175,7 +175,12 @@ def warm_up(run: WarmUp) -> None:
         _cache.start_auxiliary(run.threads)
         # On a shared device the first unit loads them once it has the device lock.
         published = latest_published(storage)
-        if published is not None and not _cache.is_busy and not engine.spec.turn_timeout_s and config.mode != "bench":
+        if (
+            published is not None
+            and not _cache.is_busy
+            and not engine.spec.device_lock_timeout_s
+            and config.mode != "bench"
+        ):
             with _ending_what_hangs(engine):
                 try:
                     published = engine.fetch(storage, published, 0.0, transport=_transport(storage, config))
@@ -256,7 +261,7 @@ def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
         if published is not None:
             published = _fetch(storage, engine, published, config)
         # Lock the device only now: the trainer needs it to make the weights that the lines above wait for.
-        engine.take_turn()
+        engine.acquire_device()
         waited = time.monotonic()
         if published is not None:
             engine.load(storage, published)
@@ -265,7 +270,7 @@ def _serve(storage: Storage, unit: RolloutTask, config: Config) -> _Served:
             _cache.drop_engine()
             engine = _cache.engine(engine.spec)
             engine.wait_ready()
-            engine.take_turn()
+            engine.acquire_device()
     return _Served(engine, engine.weights, shares, waited - began, load_s + time.monotonic() - waited)
 
 
@@ -274,7 +279,7 @@ def _fetch(storage: Storage, engine: EngineClient, published: Published, config:
     if published.held is None or published == engine.weights:
         return published
     transport, timeout_s = _transport(storage, config), config.synchronizer.sync_timeout
-    return engine.fetch(storage, published, timeout_s, transport=transport, called_off=make_cancel_check())
+    return engine.fetch(storage, published, timeout_s, transport=transport, is_cancelled=make_cancel_check())
 
 
 def _transport(storage: Storage, config: Config) -> Transport | None:
@@ -300,7 +305,7 @@ def units_overlap(config: Config, spec: EngineSpec) -> bool:
     False in style fixed, whose bits repeat: samples depend on the other requests in the engine. False for an engine
     that shares its device with a trainer, which gets the device when a unit ends.
     """
-    return config.synchronizer.sync_style != "fixed" and not spec.turn_timeout_s
+    return config.synchronizer.sync_style != "fixed" and not spec.device_lock_timeout_s
 
 
 def may_join(required: WeightRequirement, served: Published, published: Published | None) -> bool:
@@ -326,7 +331,7 @@ def _ending_turn() -> Iterator[None]:
     try:
         yield
     finally:
-        _cache.end_turn()
+        _cache.release_device()
 
 
 @contextmanager

@@ -280,11 +280,11 @@ class WorkerCache:
             self.drop_engine()
             self.drop_auxiliary()
 
-    def end_turn(self) -> None:
+    def release_device(self) -> None:
         """Let all engines release devices that they share, because a work unit has ended."""
         for engine in (self._engine, *tuple(self._auxiliary_engines.values())):
             if engine is not None:
-                engine.end_turn()
+                engine.release_device()
 
     def take_note(self) -> str:
         """Message for the user since the last call, one sentence. "": none."""

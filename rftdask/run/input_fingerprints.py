@@ -149,7 +149,7 @@ def check_inputs_unchanged(
 def _check(storage: Storage, inputs: InputFingerprints, accept: bool) -> None:
     # A run of an older version has no fingerprints.
     newest = dict[str, dict[str, str]]()
-    first = read_run(storage).get("made_of") or {} if storage.exists(RUN_FILE) else {}
+    first = read_run(storage).get("fingerprints") or {} if storage.exists(RUN_FILE) else {}
     for record in (_parse_record(storage, RUN_FILE, first), *_accepted(storage)):
         for kind in _COMPARED:
             newest.setdefault(kind, {}).update(record.get(kind) or {})

@@ -150,21 +150,21 @@ def check_run(storage: Storage, config: Config, free: Collection[str] = (), expl
 def open_run(
     storage: Storage,
     config: Config,
-    made_of: Mapping[str, Any] | None = None,
+    fingerprints: Mapping[str, Any] | None = None,
     placement: str | None = None,
     *,
     on_gpus: bool = False,
 ) -> Config:
     """Open the run folder for `config`, creating it at the first start. Returns: the config to run with.
 
-    Args: made_of: fingerprints of the run's other inputs, and placement: `Layout.describe`, both stored by the first
+    Args: fingerprints: those of the run's other inputs, and placement: `Layout.describe`, both stored by the first
     start. on_gpus: True if the trainer uses GPUs, which decides the default of `deterministic`.
     Raises: DataError: the folder has a run of another config (names all different keys), or is not a run folder.
     """
     is_open = config.deterministic is None
     first = _with_defaults_of(replace(config, {"deterministic": not on_gpus}) if is_open else config, config)
     # If two first starts race, the second compares itself with the first like any later start.
-    if not storage.exists(RUN_FILE) and storage.put_new(RUN_FILE, _run_json(first, made_of, placement)):
+    if not storage.exists(RUN_FILE) and storage.put_new(RUN_FILE, _run_json(first, fingerprints, placement)):
         return first
     return _check_same(storage, config)
 
@@ -327,13 +327,15 @@ def _with_defaults_of(config: Config, first: Config) -> Config:
     return replace(config, settled) if settled else config
 
 
-def _run_json(config: Config, made_of: Mapping[str, Any] | None = None, placement: str | None = None) -> bytes:
+def _run_json(config: Config, fingerprints: Mapping[str, Any] | None = None, placement: str | None = None) -> bytes:
     tree = config.to_dict()
     folder = config.cluster.private_folder
     if folder is not None and not names_environment(folder):  # other commands run in other folders
         tree["cluster"]["private_folder"] = str(Path(folder).expanduser().absolute())
     run = {"config": tree, "versions": package_versions(), "seed": config.seed, "created_s": time.time()}
-    run |= {"cwd": os.getcwd(), "config_edition": _CONFIG_EDITION} | ({} if made_of is None else {"made_of": made_of})
+    run |= {"cwd": os.getcwd(), "config_edition": _CONFIG_EDITION} | (
+        {} if fingerprints is None else {"fingerprints": fingerprints}
+    )
     run |= {} if placement is None else {"placement": placement}
     return json.dumps(run, indent=1).encode()
 

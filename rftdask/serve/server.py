@@ -426,7 +426,7 @@ def serve_policy(
         engine died, or no worker can start one; WaitTimeout.
     """
     if config.stages or config.is_external or config.algorithm.schema_type != "experience":
-        raise UserError("rftdask serve needs a run without stages whose algorithm learns from rollouts")
+        raise UserError("rftdask serve does not support stages, external runs, or algorithms that learn from a dataset")
     config = replace(config, {"mode": "serve"})
     options.tls  # noqa: B018 -- report a wrong certificate before anything starts
     storage = storage or open_storage(config.checkpoint_job_dir)

@@ -179,7 +179,7 @@ class Posix:
 
 
 def _write_direct(descriptor: int, data: memoryview) -> int:
-    """Write the whole pages of `data` to a new file past the page cache; return the number of bytes written.
+    """Write all full pages of `data` to a new file, bypassing the page cache; return the number of bytes written.
 
     Weights are written once and are larger than the cache: copying them into it would occupy a core during training,
     and evict what is read again. Writes nothing if the memory or the file system does not support it.

@@ -87,7 +87,7 @@ class Folder:
         url = self.url_of(name)
         return self._cached(("config", name), lambda: read_run_config(open_storage(url)))
 
-    def made_of(self, name: str) -> Mapping[str, Any]:
+    def fingerprints(self, name: str) -> Mapping[str, Any]:
         """Recorded input fingerprints and package versions of a run, over all its stages."""
         url = self.url_of(name)
 
@@ -96,11 +96,11 @@ class Folder:
             records = records or [read_run(open_storage(url))]
             merged: dict[str, Any] = {"versions": records[0].get("versions", {})}
             for kind in ("sources", "tasksets", "models"):
-                parts = [(record.get("made_of") or {}).get(kind) or {} for record in records]
+                parts = [(record.get("fingerprints") or {}).get(kind) or {} for record in records]
                 merged[kind] = {key: value for part in parts for key, value in part.items()}
             return merged
 
-        return self._cached(("made_of", name), read)
+        return self._cached(("fingerprints", name), read)
 
     def line(self, name: str) -> RunLine:
         """Status of a run in one line."""

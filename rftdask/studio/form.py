@@ -182,7 +182,7 @@ class Fields:
         except (OmegaConfBaseException, YAMLError) as error:
             raise UserError(f"not valid YAML: {str(error).splitlines()[0]}") from error
         if not isinstance(tree, dict):
-            raise UserError("a configuration holds sections (key: value)")
+            raise UserError("the top level of a configuration must be a mapping (key: value)")
         return cls.of_tree({str(key): value for key, value in tree.items()})
 
     @classmethod

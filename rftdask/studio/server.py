@@ -238,7 +238,7 @@ class Studio:
 
     def _differing(self, names: list[str]) -> dict[str, list[Any]]:
         settings = differing_settings([self.folder.config(name) for name in names])
-        return settings | differing_contents([self.folder.made_of(name) for name in names])
+        return settings | differing_contents([self.folder.fingerprints(name) for name in names])
 
     def _several(self, request: Request) -> list[str]:
         names = list(dict.fromkeys(request.query_params.getlist("run"))) or [HERE]

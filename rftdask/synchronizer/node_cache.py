@@ -197,7 +197,7 @@ def _for_each(work: Callable[[int], None], numbers: Sequence[int]) -> None:
 
 
 def _stored_blocks(storage: Storage, published: Published) -> list[Callable[[int], Data]]:
-    """Readers of the files, one per file: block number -> verified block, from storage."""
+    """Return a function per file that reads a block from storage by its number and verifies it."""
     return [partial(read_block, storage, f"{published.folder}/{name}", entry) for name, entry in published.files]
 
 

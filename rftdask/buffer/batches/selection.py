@@ -188,8 +188,8 @@ def make_sample_strategy(config: Config) -> SampleStrategy:
     # Arrival depends on the speed of workers, so a choice among arrived groups cannot be repeated bit by bit.
     if config.synchronizer.sync_style == "fixed" and not strategy.follows_schedule:
         raise UserError(
-            f"algorithm.sample_strategy {name} chooses among the groups that have arrived, and sync_style fixed takes "
-            "them in the order of the schedule; use another sync_style, or set follows_schedule = True"
+            f"algorithm.sample_strategy {name} does not work with sync_style fixed, because it selects from the groups "
+            "that have arrived; use another sync_style, or set `follows_schedule = True` in the class of the strategy"
         )
     return strategy
 

@@ -137,7 +137,7 @@ class ReplayedSource(BatchSource):
     """
 
     def __init__(self, parent: Ledger, ledger: Ledger, rows: BatchSource) -> None:
-        """rows: reads the rows of entries; it forms no entries."""
+        """rows: used only to read the rows of entries; its method `entry` is never called."""
         self._parent = parent
         self._ledger = ledger
         self._fence = Fence(ledger)

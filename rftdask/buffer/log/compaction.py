@@ -309,7 +309,10 @@ def read_merged(path: Path, file: MergedFile, number: int) -> pa.Table:
 
 
 def rows_of(table: pa.Table, group: RowGroup, name: ShardName) -> pa.Table:
-    """Return the rows of one shard of a row group, as the shard had them. Raises: DamagedError: other rows."""
+    """Return the rows of one shard from a row group of a merged file.
+
+    Raises: DamagedError: the rows at its position belong to another shard.
+    """
     before = map(ShardName.try_parse, group.shards[: group.shards.index(name.text)])
     # Shards follow one another in a row group, and their names contain the numbers of rows.
     rows = table.slice(sum(other.num_rows for other in before if other is not None), name.num_rows)

@@ -279,7 +279,7 @@ def _fixed_is_repeatable(config: Config) -> Iterator[Problem]:
 
 @RULES.reading("monitor")
 def _trackers_are_named_once(config: Config) -> Iterator[Problem]:
-    """The position of a tracker is stored by its name."""
+    """Check that no tracker is listed twice: the position of each is stored under its name."""
     seen = {config.monitor.monitor_type}
     for number, tracker in enumerate(config.monitor.extra_monitors):
         name = str(tracker.get("name", ""))

@@ -31,7 +31,7 @@ ROW = "__rftdask_row__"
 PRIVATE = "__dj__"
 """Prefix of the internal columns of operators."""
 STATS = f"{PRIVATE}stats__"
-OTHER_ROWS = "it makes new rows; only filters, mappers, deduplicators and selectors keep them"
+OTHER_ROWS = "it makes new rows, which is not supported; use filters, mappers, deduplicators or selectors"
 
 
 class Failed(Exception):

@@ -84,7 +84,7 @@ class JuicerService(Juicer):
             if isinstance(row.get(STATS), str):  # with newer releases of package datasets
                 row[STATS] = json.loads(row[STATS])
         if any(ROW not in row for row in after):
-            raise UserError(f"operators {names} of Data-Juicer at {self._url}: {OTHER_ROWS}")
+            raise UserError(f"one of the operators {names} of Data-Juicer at {self._url}: {OTHER_ROWS}")
         remaining = {row[ROW] for row in after}
         say(OperatorResult(names, len(after), [number for number in range(len(before)) if number not in remaining]))
         return [RowResult(**line) for line in compare_rows(before, table.to_pylist(), after)]

@@ -267,7 +267,8 @@ def differing_settings(configs: Sequence[Config]) -> dict[str, list[Any]]:
 def differing_contents(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the input fingerprints that differ: user code, rows, models and package versions.
 
-    Args: runs: {kind: {name: hash or version}} of each run, see `Folder.made_of`. Names of one run only are ignored.
+    Args: runs: {kind: {name: hash or version}} of each run, see `Folder.fingerprints`. A name that only one run
+    has is ignored.
     """
     differing: dict[str, list[Any]] = {}
     for kind in ("sources", "tasksets", "models", "versions"):

@@ -58,11 +58,11 @@ async def textarena_workflow(task: Task, model: PolicyModel) -> Reward:
     (1), and opponent: the auxiliary model that plays the other seats.
     """
     options = {"env_args": {}, "max_turns": 32, "num_players": 1, "opponent": None, **task.workflow_args}
-    if not options.get("env_id") or (options["num_players"] > 1) != bool(options["opponent"]):
-        raise ValueError(
-            f"textarena_workflow, task {task.group_id}: set workflow_args.env_id, and opponent if and only if "
-            "num_players is more than 1"
-        )
+    at = f"textarena_workflow, task {task.group_id}: workflow_args"
+    if not options.get("env_id"):
+        raise ValueError(f"{at}.env_id is required")
+    if (options["num_players"] > 1) != bool(options["opponent"]):
+        raise ValueError(f"{at}.opponent is required if num_players is more than 1, and not allowed otherwise")
     # By name, as below. The raw variant gives the game's messages instead of the whole history as one text.
     textarena = importlib.import_module("textarena")
     game = textarena.make(f"{options['env_id'].removesuffix('-raw')}-raw", **options["env_args"])

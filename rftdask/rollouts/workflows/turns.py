@@ -65,8 +65,10 @@ class MultiTurnWorkflow:
 
 
 class StepWiseWorkflow(MultiTurnWorkflow):
-    """A MultiTurnWorkflow with one call of the policy and one reward per turn, see `step`. The rollout's reward follows
-    from them by `propagation`, and algorithms that compare steps see each of them.
+    """A MultiTurnWorkflow with one call of the policy and one reward per turn, see `step`.
+
+    The rollout's reward is computed from the turns' rewards by `propagation`. Algorithms that compare steps receive the
+    reward of each turn.
     """
 
     propagation: ClassVar[Propagation] = "sum"

@@ -56,7 +56,11 @@ def test_a_lost_session_is_created_again() -> None:
     [
         ("fails_mapper", DataError, r"process_experience: status 500: (.*\n)*RuntimeError: no such verb"),
         ("hangs_mapper", WaitTimeout, "process_experience: no answer after 0 s"),
-        ("counts_aggregator", UserError, "operators counts_aggregator of Data-Juicer at .*: it makes new rows"),
+        (
+            "counts_aggregator",
+            UserError,
+            "one of the operators counts_aggregator .*: it makes new rows",
+        ),
     ],
 )
 def test_invalid_answers_raise_typed_errors(operator: str, error: type[RftError], told: str) -> None:

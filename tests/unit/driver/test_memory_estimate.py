@@ -178,7 +178,7 @@ def test_files_at_hand_are_read_without_torch(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be sized"):
+    with pytest.raises(DataError, match="cannot determine the parameter shapes"):
         read_shape(str(tmp_path))
 
 

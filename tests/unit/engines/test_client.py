@@ -26,20 +26,20 @@ from rftdask.engines.fake import FakeEngine
 from rftdask.engines.server import (
     FROM_CLIENT,
     FROM_SERVER,
+    AcquireDevice,
     Answer,
-    EndTurn,
+    DeviceAcquired,
     FromClient,
     FromServer,
     Generate,
     Generated,
-    HasTurn,
     Loaded,
     LoadWeights,
     NumberedRequest,
     Ready,
+    ReleaseDevice,
     Score,
     Scored,
-    TakeTurn,
     serve,
 )
 from rftdask.engines.transformers import TransformersEngine
@@ -202,19 +202,19 @@ def test_an_engine_leaves_the_device_for_a_waiting_rank(tmp_path: Path, monkeypa
     monkeypatch.setenv("RFTDASK_THREADS", "1")
     for name, value in shared_devices(tmp_path, [0]).items():
         monkeypatch.setenv(name, value)
-    spec = replace(engine_spec(f"{__name__}.SharingEngine"), turn_timeout_s=20.0)
+    spec = replace(engine_spec(f"{__name__}.SharingEngine"), device_lock_timeout_s=20.0)
     SharingEngine.rank, _ = DeviceLock(tmp_path, [0], exclusive=True), SharingEngine.seen.clear()
-    parent = Parent(TakeTurn(1), asks(2), EndTurn(), TakeTurn(3), asks(4), EndTurn())
+    parent = Parent(AcquireDevice(1), asks(2), ReleaseDevice(), AcquireDevice(3), asks(4), ReleaseDevice())
 
     def on_answer(answer: FromServer) -> None:
-        if answer == HasTurn(1):
+        if answer == DeviceAcquired(1):
             SharingEngine.rank.try_acquire()  # it waits and has the gate
 
     parent.on_answer = on_answer
     with pytest.raises(EOFError):
         serve(spec.to_plain(), parent)  # type: ignore[arg-type]
     assert SharingEngine.seen == ["left", "rank", "returned"]
-    assert [type(answer) for answer in parent.answers] == [Ready, HasTurn, Generated, HasTurn, Generated]
+    assert [type(answer) for answer in parent.answers] == [Ready, DeviceAcquired, Generated, DeviceAcquired, Generated]
 
 
 # ---- both sides

@@ -62,10 +62,10 @@ class World:
 
     def start(self, *more: str, accept: bool = False) -> InputFingerprints:
         config = self.config(*more)
-        [made_of] = check_inputs_unchanged([config], check_inputs([config]), accept=accept)
-        open_run(self.storage, config, made_of.to_json())
-        copy_sources(self.storage, made_of)
-        return made_of
+        [fingerprints] = check_inputs_unchanged([config], check_inputs([config]), accept=accept)
+        open_run(self.storage, config, fingerprints.to_json())
+        copy_sources(self.storage, fingerprints)
+        return fingerprints
 
 
 @pytest.fixture(scope="session")
@@ -85,8 +85,8 @@ def test_a_changed_recipe_of_an_operator_is_refused(world: World) -> None:
     recipe.write_text("process: [text_length_filter]\n")
     operator = f"{at}.operators=[{{name: data_juicer, args: {{config_path: {recipe}}}}}]"
     config = world.config(operator, f"{at}.stage=commit")
-    [made_of] = check_inputs_unchanged([config], [Inputs()])
-    open_run(world.storage, config, made_of.to_json())
+    [fingerprints] = check_inputs_unchanged([config], [Inputs()])
+    open_run(world.storage, config, fingerprints.to_json())
     check_inputs_unchanged([config], [Inputs()])
     recipe.write_text("process: [alphanumeric_filter]\n")
     with pytest.raises(DataError, match=r"experience_pipeline.operators\[0\]/recipe.yaml: content changed"):
@@ -94,11 +94,11 @@ def test_a_changed_recipe_of_an_operator_is_refused(world: World) -> None:
 
 
 def test_a_run_stores_the_fingerprints_of_its_inputs(world: World) -> None:
-    made_of = world.start()
-    said = read_run(world.storage)["made_of"]
+    fingerprints = world.start()
+    said = read_run(world.storage)["fingerprints"]
     assert said["host"] == socket.gethostname()
     assert all(set(state) == {"commit", "is_dirty"} for state in said["git"].values())
-    assert said["sources"] == dict(made_of.sources)
+    assert said["sources"] == dict(fingerprints.sources)
     assert list(said["sources"]) == [world.module, f"{world.module}_scale"]
     assert list(said["tasksets"]) == ["taskset_0", "eval/held_out"]
     size = (world.model / "model.safetensors").stat().st_size

@@ -251,8 +251,8 @@ def test_a_cancelled_fetch_stops_waiting(
 ) -> None:
     publisher, published = hold_two(storage, lineage)
     machines("engine's")
-    called_off = iter([False, True])
+    is_cancelled = iter([False, True])
     with pytest.raises(RoleError, match="nobody wants them any more"):
-        engine.fetch(storage, published, TIMEOUT_S, called_off=lambda: next(called_off))
+        engine.fetch(storage, published, TIMEOUT_S, is_cancelled=lambda: next(is_cancelled))
     assert read_requested_whole(storage) == 2
     publisher.write_held()
