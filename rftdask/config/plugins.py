@@ -436,7 +436,8 @@ def read_parts(package: str, label: str) -> Mapping[str, RegisteredPart]:
         if match := assignment.search(source):
             with contextlib.suppress(ValueError, SyntaxError):  # not a literal: a field of another class
                 names = ast.literal_eval(match[1])
-        for name in (names,) if isinstance(names, str) else names or ():
+        # An empty name, which base classes have, is not a part.
+        for name in filter(None, (names,) if isinstance(names, str) else names or ()):
             parts[name] = RegisteredPart(name, module, attribute, source, package)
     return parts
 

@@ -63,7 +63,7 @@ def test_two_explorers_share_a_judge_and_its_calls_are_counted(tmp_path: Path) -
     folder = run_folder(config)
     assert ended.out.count("auxiliary model 'judge' is served by worker auxiliary-0") == 1
     # The output of its engine is in one log, from one process.
-    assert (folder / "log" / "auxiliary-0.log").read_text().count("has answered, and is ready") == 1
+    assert (folder / "log" / "auxiliary-0.log").read_text().count("has served a request and is ready") == 1
     use = status_of(folder)["auxiliary"]["judge"]
     assert use["calls"] >= CALLS * STEPS * BATCH_SIZE * REPEAT_TIMES and use["failures"] == 0
     assert (

@@ -209,7 +209,7 @@ def test_successful_rollouts_between_culprits_clear_workers() -> None:
 def test_a_crashing_unit_too_large_to_split_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crash_suspects, "MAX_PART_TASKS", 1)
     tracker = CrashTracker()
-    with pytest.raises(RoleError, match="cannot be committed in parts"):
+    with pytest.raises(RoleError, match="they cannot run one at a time to find the cause"):
         blame_first_task(tracker, work_unit(1, 2))
 
 

@@ -107,7 +107,7 @@ def test_a_run_becomes_private_at_a_later_start(shared: Path) -> None:
 
 
 def test_storage_without_modes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="private: s3://bucket is no folder"):
+    with pytest.raises(ConfigError, match="private: s3://bucket is not a local folder"):
         load_config(config(Path("/x"), private=True).to_dict() | {"checkpoint_root_dir": "s3://bucket"})
     with pytest.raises(UserError, match="private"):
         open_storage("memory://private").make_private()

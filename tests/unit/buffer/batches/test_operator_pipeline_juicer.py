@@ -133,7 +133,7 @@ def config(args: dict[str, Any], stage: str | None = "commit", **sections: Any) 
 
 def test_it_runs_only_at_the_commit() -> None:
     with pytest.raises(
-        ConfigError, match=r"experience_pipeline.stage: batch: operators\[0\] data_juicer runs at commit"
+        ConfigError, match=r"experience_pipeline.stage: batch: operators\[0\] data_juicer runs only at commit"
     ):
         config({"operators": [SHORT]}, "batch")
     told = config({"operators": [SHORT], "np": 3}, None)
