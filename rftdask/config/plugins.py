@@ -399,7 +399,7 @@ class RegisteredPart:
     @property
     def traits(self) -> Mapping[str, Any]:
         """Class attributes that are constants, including those of base classes in the same package."""
-        return _read(self.source, self.package)[1]
+        return _read(self.source, self.package)[1] if self.source else {}
 
     def load(self) -> Any:
         """Import the module and return the class or function."""

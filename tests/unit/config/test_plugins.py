@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from rftdask.config import Config, check_plugins, load_config, plugins
-from rftdask.config.plugins import Parameter, accepts, argument_problems, bind_arguments, find_part, parameters_of
+from rftdask.config.plugins import (
+    Parameter,
+    accepts,
+    argument_problems,
+    bind_arguments,
+    find_part,
+    parameters_of,
+    read_library_part,
+)
 from rftdask.errors import ConfigError, UserError
 from rftdask.monitor.trackers import NoTracker, make_tracker
 
@@ -196,6 +204,11 @@ DATASET = {
     "algorithm": {"algorithm_type": "sft"},
     "buffer": {"trainer_input": {"experience_buffer": {"path": "rows.jsonl"}}},
 }
+
+
+def test_a_part_of_a_missing_library_takes_any_argument() -> None:
+    part = read_library_part("sgd", "not_installed.optim.SGD")
+    assert part.parameters is None and part.traits == {}
 
 
 def test_loading_checks_arguments_of_registered_parts() -> None:
