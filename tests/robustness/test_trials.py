@@ -57,7 +57,7 @@ WORKFLOWS = {
     "asks nothing": ("async def scored(task, model):\n    return 1.0", "never called"),
     "asks with no messages": (
         "async def scored(task, model):\n    await model.chat([])",
-        "no messages",
+        "at least one message",
     ),
     "forgets to await": ("async def scored(task, model):\n    return model.generate('x').text", "text"),
     "has no such judge": ("async def scored(task, model):\n    model.auxiliary('judge')", "explorer.auxiliary_models"),
@@ -200,7 +200,7 @@ def test_a_trial_that_never_ends_is_broken_off(config: Path, mode: str, caplog: 
     settings = own(config, "default_reward_fn_type", hang)
     limits = (f"explorer.sandbox.mode={mode}", "explorer.max_timeout=1")
     check_inputs([load_config(config, (*settings, *limits))])
-    assert "a rollout that ends like this one is failed" in caplog.text
+    assert "a rollout that ends like this one counts as failed" in caplog.text
 
 
 @pytest.mark.parametrize("missing", ["a loss", "an engine"])

@@ -90,9 +90,9 @@ def test_a_gpu_that_is_too_small_is_refused_or_causes_a_warning(
     ended = call_cli("run", str(config), "--progress", "plain")
     assert ended.code == 2, ended
     message = " ".join(ended.err.split())
-    assert message.startswith("error: GPU memory: stage tiny, trainer: needs at least 0.0 GB on each GPU (weights"), (
-        ended
-    )
+    assert message.startswith(
+        "error: 1 problem: - GPU memory: stage tiny, trainer: needs at least 0.0 GB on each GPU (weights"
+    ), ended
     assert not (run_folder(config) / "run.json").exists()
     monkeypatch.setattr("rftdask.driver.experiment.gpu_memory", lambda: 10**6)  # of 2.3 GB; 0.4 GB are certain
     checked = load_config(config)

@@ -78,7 +78,7 @@ def test_two_explorers_share_a_run_and_one_is_killed(tmp_path: Path) -> None:
             explorer.resume()
         assert again.code == 2
         assert "explorer.b is process" in again.err
-        assert "explorer.name of its own" in again.err
+        assert "give this command another explorer.name" in again.err
         assert num_shards(folder) < 2 * STEPS, "the explorers had already finished"
         first.kill()
         ended = second.end()

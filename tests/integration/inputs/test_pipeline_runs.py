@@ -35,7 +35,7 @@ def test_rows_that_pass_a_pipeline_are_trained(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv(PLACE, str(make_stand_in(tmp_path / "environment")))
     with Lease(open_storage(run_folder(config)), DATASET):
         refused = call_cli("run", str(config), *SHORT, *PIPELINE)
-    assert (refused.code, "makes its dataset; wait until it has, or stop it" in refused.err) == (2, True)
+    assert (refused.code, "makes its dataset; wait for it, or stop it" in refused.err) == (2, True)
     assert not (run_folder(config) / "dataset").exists()
     ended = finish(config, *SHORT, *PIPELINE, "trainer.total_steps=2")
     assert "text_length_filter: 6 left" in ended.err

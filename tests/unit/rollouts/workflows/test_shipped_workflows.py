@@ -160,7 +160,7 @@ def test_textarena_game_is_a_chat() -> None:
         "textarena_workflow", Script(["[5]"] * 20), workflow_args={**arguments, "max_turns": 2}, row={"seed": 3}
     )
     assert again.metrics["num_turns"] <= 2
-    with pytest.raises(ValueError, match="an opponent where num_players"):
+    with pytest.raises(ValueError, match="opponent is required if num_players"):
         play("textarena_workflow", Script([]), workflow_args={"env_id": "TicTacToe-v0", "num_players": 2})
 
 
