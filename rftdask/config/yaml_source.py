@@ -76,31 +76,27 @@ def _plain(value: Any) -> Any:
     raise _NotPlainError
 
 
-# As in OmegaConf's loader: "1e-3" is a number, and a date is text.
-_FLOAT = re.compile(
-    r"""^(?:
-     [-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
-    |[-+]?[0-9]+(?:_[0-9]+)*(?:[eE][-+]?[0-9]+)
-    |\.[0-9]+(?:_[0-9]+)*(?:[eE][-+][0-9]+)?
-    |[-+]?[0-9]+(?:_[0-9]+)*(?::[0-5]?[0-9])+\.[0-9_]*
-    |[-+]?\.(?:inf|Inf|INF)
-    |\.(?:nan|NaN|NAN))$""",
-    re.VERBOSE,
-)
+_INT = re.compile(r"[-+]?(?:0|[1-9]\d*)", re.ASCII)
+_FLOAT = re.compile(r"[-+]?\d+(?:\.\d+(?:[eE][-+]?\d+)?|[eE][-+]?\d+)", re.ASCII)
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads what YAML and OmegaConf read alike. Raises: _NotPlainError: anything else, such as 010 or 1:30."""
+
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        keys = [key.value for key, _ in node.value]
+        keys = [key.value if isinstance(key, yaml.ScalarNode) else "<<" for key, _ in node.value]
         if len(set(keys)) < len(keys) or "<<" in keys or "=" in keys:
             raise _NotPlainError
 
+    def resolve(self, kind: type[yaml.Node], value: str | None, implicit: Any) -> str:
+        if kind is yaml.ScalarNode and implicit[0] and value and value[0] in "+-.0123456789":
+            for name, pattern in (("int", _INT), ("float", _FLOAT)):
+                if pattern.fullmatch(value):
+                    return f"tag:yaml.org,2002:{name}"
+            if "/" not in value:  # a path is text, and no number
+                raise _NotPlainError
+        return str(super().resolve(kind, value, implicit))
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
-}
 
 _MAX_CHARS = 20_000
 """Longer files may exceed the number of nodes that OmegaConf accepts."""

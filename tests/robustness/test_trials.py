@@ -137,7 +137,7 @@ def test_a_failure_that_the_answer_may_cause_is_a_warning(
     config: Path, source: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_inputs([load_config(config, own(config, "default_reward_fn_type", source))])
-    [warning] = [record for record in caplog.records if "trains nothing" in record.message]
+    [warning] = [record for record in caplog.records if "is not trained" in record.message]
     assert warning.levelno == logging.WARNING and "scored: tried on row 0 of taskset_0" in warning.message
 
 

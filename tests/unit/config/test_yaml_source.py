@@ -12,14 +12,19 @@ from rftdask.config.yaml_source import Problem, read_tree
 
 CONFIGS = sorted((Path(__file__).parents[3] / "config").rglob("*.yaml"))
 SIMPLE = (
-    "a: 1e-3\nb: 1_0.0\nc: .5\nd: -.5\ne: 0x1f\nf: 010\ng: 0o10\nh: 1:30\ni: 1:30.5\nj: .inf",
-    "a: 2001-01-01\nb: yes\nc: No\nd: ~\ne:\nf: '3'\ng: !!str 3",
+    "a: 1e-3\nb: -5\nc: 0\nd: -0.5\ne: 2.5E+10\nf: +3\ng: 12",
+    "a: ./x\nb: yes\nc: No\nd: ~\ne:\nf: '3'\ng: !!str 3\nh: 2001/01/01\ni: '010'",
     "a: [1, '${b}', {c: '${d.e}/x'}]\nb: z\nd: {e: '${b} q'}",
     "a: ${oc.env:SET}\nb: ${oc.env:UNSET,./x-y}\nc: ${oc.env:UNSET,/x}y${oc.env:SET}\nd: ${a}-${b}",
     "a: |\n  x ${b}\n  y\nb: q\n",
     "a: '${b}: \"x\" # y @ % ( ) [ ] , = ? | * + '\nb: '\"'",
 )
 LEFT_TO_OMEGACONF = (
+    "? [1, 2]\n: 3",
+    *(
+        f"a: {number}"
+        for number in ("1_0.0", ".5", "-.5", "0x1f", "010", "0o10", "1:30", "1:30.5", ".inf", "2001-01-01")
+    ),
     "a: ${b}\nb: 3",
     "a: x${b}\nb: 3.0",
     "a: ${b}\nb: true",
