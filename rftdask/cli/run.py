@@ -53,10 +53,16 @@ def run(
     settings = "" if checked.continue_from_checkpoint else " with name={} continue_from_checkpoint=true"
     checked = with_run_name(checked)
     again = f"the same command{settings.format(checked.name)} continues"
-    experiment = prepare_experiment(checked)
-    if exit_with_parent:
-        threading.Thread(target=end_with_parent, args=(os.getppid(),), name="parent", daemon=True).start()
-    with _stopping_on_signals(lambda: experiment.stop(may_return=True)) as exit_code:
+    experiment = None
+
+    def stop() -> None:
+        if experiment is not None:  # else `exit_code` is read below, before the run starts
+            experiment.stop(may_return=True)
+
+    with _stopping_on_signals(stop) as exit_code:
+        if exit_with_parent:
+            threading.Thread(target=end_with_parent, args=(os.getppid(),), name="parent", daemon=True).start()
+        experiment = prepare_experiment(checked)
         try:
             _wait_for_owner(checked, patience, lambda: exit_code() > 0)
             if exit_code():

@@ -59,7 +59,7 @@ def test_a_lost_session_is_created_again() -> None:
         (
             "counts_aggregator",
             UserError,
-            "one of the operators counts_aggregator .*: it makes new rows",
+            "one of the operators counts_aggregator of Data-Juicer at .*: it makes new rows, which is not supported",
         ),
     ],
 )
