@@ -96,7 +96,7 @@ def test_wrong_names_and_arguments_fail_before_the_start() -> None:
 
 
 def test_a_strategy_that_chooses_does_not_go_with_style_fixed() -> None:
-    with pytest.raises(UserError, match="does not work with sync_style fixed, because it selects from the groups that have arrived"):
+    with pytest.raises(UserError, match="does not work with sync_style fixed, because it selects"):
         make_sample_strategy(config(grpo(), "synchronizer.sync_style=fixed", f"algorithm.sample_strategy={NAME}"))
 
 
