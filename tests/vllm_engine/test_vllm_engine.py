@@ -594,7 +594,7 @@ def test_images_match_transformers_and_trainer_after_loading(tmp_path: Path, eng
 
     def check_other_tokens(seeing: VllmEngine, images: ImageProcessor) -> None:
         other = ImageProcessor(str(models[0]), folder=images.folder)
-        other.own.image_seq_len = 3
+        other.hf_processor.image_seq_len = 3
         seeing._images = other
         name = images.folder.put(picture(0))
         with pytest.raises(RoleError, match="makes other tokens of the images of a prompt"):
