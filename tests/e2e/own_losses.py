@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import OutOfMemoryError, Tensor
 
 from rftdask.algorithm.losses.base import LossInputs, PolicyLoss
-from rftdask.algorithm.losses.ratio.ppo import Ppo
+from rftdask.algorithm.losses.ratio import Ppo
 from tests.e2e.own_stack import write_own_calls
 
 KILL_AT = "RFTDASK_TEST_KILL_AT"

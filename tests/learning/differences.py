@@ -23,9 +23,9 @@ from torch import Tensor
 from rftdask.algorithm import aggregation, kl
 from rftdask.algorithm.advantages import tokens, turns
 from rftdask.algorithm.algorithm import Algorithm
-from rftdask.algorithm.losses.preference import dpo, orpo
-from rftdask.algorithm.losses.ratio import sapo
-from rftdask.algorithm.losses.reinforce import cispo
+from rftdask.algorithm.losses.preference import Dpo, Orpo
+from rftdask.algorithm.losses.ratio import Sapo
+from rftdask.algorithm.losses.reinforce import Cispo
 from tests.learning import exact
 from tests.learning.cases import CASES, MANY_UPDATES, Case, learn
 
@@ -35,23 +35,23 @@ Both = Callable[[], AbstractContextManager[Any]]
 def _detached_gate() -> AbstractContextManager[Any]:
     """Trinity-RFT's: -A sg(gate) log p."""
 
-    def theirs(self: sapo.Sapo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def theirs(self: Sapo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         advantages_BT, log_r_BT = inputs.advantages(), inputs.log_ratio()
         tau_BT = torch.where(advantages_BT > 0, torch.full_like(log_r_BT, self.tau_pos), self.tau_neg)
         gate_BT = torch.sigmoid(tau_BT * (log_r_BT.exp() - 1.0)) * (4.0 / tau_BT)
         return -advantages_BT * gate_BT.detach() * inputs.policy_logprobs_BT, {}
 
-    return mock.patch.object(sapo.Sapo, "__call__", theirs)
+    return mock.patch.object(Sapo, "__call__", theirs)
 
 
 def _one_logit() -> AbstractContextManager[Any]:
     """Trinity-RFT's: the margins of all pairs of a pass are summed into one."""
-    ours = dpo.Dpo.per_pair
+    ours = Dpo.per_pair
 
-    def theirs(self: dpo.Dpo, rewards_P2: Tensor) -> Tensor:
+    def theirs(self: Dpo, rewards_P2: Tensor) -> Tensor:
         return ours(self, rewards_P2.sum(0, keepdim=True).expand_as(rewards_P2))
 
-    return mock.patch.object(dpo.Dpo, "per_pair", theirs)
+    return mock.patch.object(Dpo, "per_pair", theirs)
 
 
 def _gigpo(change: Callable[[turns.Gigpo, Any], tuple[turns.Gigpo, Any]]) -> AbstractContextManager[Any]:
@@ -90,12 +90,12 @@ def _turns_alone() -> AbstractContextManager[Any]:
 
 def _cap() -> AbstractContextManager[Any]:
     """TRL's: epsilon_high is the largest weight."""
-    ours = cispo.Cispo.__call__
+    ours = Cispo.__call__
 
-    def theirs(self: cispo.Cispo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def theirs(self: Cispo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         return ours(replace(self, clip_range_high=self.clip_range_high - 1.0), inputs)
 
-    return mock.patch.object(cispo.Cispo, "__call__", theirs)
+    return mock.patch.object(Cispo, "__call__", theirs)
 
 
 def _all_rows_count(rate: float = 1.0) -> AbstractContextManager[Any]:
@@ -120,26 +120,26 @@ def _ratio_of_two() -> AbstractContextManager[Any]:
 
 def _sft_by_token() -> AbstractContextManager[Any]:
     """TRL's, except for its prompts: the SFT part is a mean over the tokens of all chosen responses."""
-    ours = orpo.Orpo.__call__
+    ours = Orpo.__call__
 
-    def theirs(self: orpo.Orpo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def theirs(self: Orpo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         loss_BT, metrics = ours(self, inputs)
         chosen_P = self.rewards(inputs).view(-1, 2)[:, 0]
         lengths_P = inputs.loss_mask_BT.sum(-1).view(-1, 2)[:, 0]
         moved_P = chosen_P * (1.0 - lengths_P / lengths_P.double().mean()).to(chosen_P.dtype)
         return loss_BT + inputs.spread(moved_P.repeat_interleave(2)), metrics
 
-    return mock.patch.object(orpo.Orpo, "__call__", theirs)
+    return mock.patch.object(Orpo, "__call__", theirs)
 
 
 def _sums_over_tokens() -> AbstractContextManager[Any]:
     """OpenRLHF's: the margin of IPO is over whole responses; beta is 0.1."""
-    ours = dpo.Dpo.__call__
+    ours = Dpo.__call__
 
-    def theirs(self: dpo.Dpo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def theirs(self: Dpo, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         return ours(replace(self, loss_type="ipo_sum", beta=0.1), inputs)
 
-    return mock.patch.object(dpo.Dpo, "__call__", theirs)
+    return mock.patch.object(Dpo, "__call__", theirs)
 
 
 def _sum_of_a_pass() -> AbstractContextManager[Any]:

@@ -26,10 +26,7 @@ import torch
 
 from rftdask.algorithm import entropy, kl, selectors
 from rftdask.algorithm.advantages import group, tokens, turns
-from rftdask.algorithm.losses.imitation import jsd, mix, mix_chord, sft, sft_is
-from rftdask.algorithm.losses.preference import bradley_terry, dpo, kto, orpo, simpo
-from rftdask.algorithm.losses.ratio import decoupled_ppo, dppo, gspo, importance_sampling, m2po, ppo, sapo
-from rftdask.algorithm.losses.reinforce import cispo, opmd, rec, sppo, topr, vespo
+from rftdask.algorithm.losses import imitation, preference, ratio, reinforce
 from rftdask.buffer.batches import source
 from rftdask.config.schema.buffer import RolloutArgs
 from tests.learning.cases import CASES, crossed, learn
@@ -39,30 +36,30 @@ FREE = {"clip_range": 1.0, "clip_range_low": 1.0, "clip_range_high": 1e9}
 # Class -> its case, and the arguments that remove its clip: None if the bound is soft (sapo, cispo) or has no effect on
 # the only update of a batch (decoupled_ppo).
 LOSSES: Mapping[type, tuple[str, Mapping[str, Any]]] = {
-    ppo.Ppo: ("grpo", FREE | {"clip_ratio_c": None}),
-    gspo.Gspo: ("gspo", FREE),
-    dppo.Dppo: ("dppo", {"mask_low": 1.0, "mask_high": 1.0}),
-    m2po.M2po: ("m2po", {"m2_threshold": 1e9}),
-    sapo.Sapo: ("sapo", {}),
-    decoupled_ppo.DecoupledPpo: ("decoupled_ppo", {}),
-    importance_sampling.ImportanceSampling: ("on_policy_distill-importance_sampling", {}),
-    cispo.Cispo: ("cispo", {}),
-    opmd.Opmd: ("opmd", {}),
-    rec.Rec: ("rec", {}),
-    sppo.Sppo: ("sppo", {"epsilon": 1e9}),
-    topr.Topr: ("topr", {"advantage_threshold": -1e9}),
-    vespo.Vespo: ("vespo", {"k_pos": 1e-6, "lambda_pos": 1e-6, "k_neg": 1e-6, "lambda_neg": 1e-6}),
-    jsd.Jsd: ("jsd", {}),
-    mix.Mix: ("mix", {}),
-    mix_chord.MixChord: ("mix_chord", {}),
-    sft.Sft: ("sft", {}),
-    sft_is.SftIs: ("sft-sft_is", {}),
-    sft_is.SftPhi: ("sft-sft_phi", {}),
-    dpo.Dpo: ("dpo", {}),
-    kto.Kto: ("kto", {}),
-    orpo.Orpo: ("orpo", {}),
-    simpo.SimPo: ("simpo", {}),
-    bradley_terry.BradleyTerry: ("reward_model", {}),
+    ratio.Ppo: ("grpo", FREE | {"clip_ratio_c": None}),
+    ratio.Gspo: ("gspo", FREE),
+    ratio.Dppo: ("dppo", {"mask_low": 1.0, "mask_high": 1.0}),
+    ratio.M2po: ("m2po", {"m2_threshold": 1e9}),
+    ratio.Sapo: ("sapo", {}),
+    ratio.DecoupledPpo: ("decoupled_ppo", {}),
+    ratio.ImportanceSampling: ("on_policy_distill-importance_sampling", {}),
+    reinforce.Cispo: ("cispo", {}),
+    reinforce.Opmd: ("opmd", {}),
+    reinforce.Rec: ("rec", {}),
+    reinforce.Sppo: ("sppo", {"epsilon": 1e9}),
+    reinforce.Topr: ("topr", {"advantage_threshold": -1e9}),
+    reinforce.Vespo: ("vespo", {"k_pos": 1e-6, "lambda_pos": 1e-6, "k_neg": 1e-6, "lambda_neg": 1e-6}),
+    imitation.Jsd: ("jsd", {}),
+    imitation.Mix: ("mix", {}),
+    imitation.MixChord: ("mix_chord", {}),
+    imitation.Sft: ("sft", {}),
+    imitation.SftIs: ("sft-sft_is", {}),
+    imitation.SftPhi: ("sft-sft_phi", {}),
+    preference.Dpo: ("dpo", {}),
+    preference.Kto: ("kto", {}),
+    preference.Orpo: ("orpo", {}),
+    preference.SimPo: ("simpo", {}),
+    preference.BradleyTerry: ("reward_model", {}),
 }
 
 # Class -> its case, and the module of the baseline that is removed.
@@ -156,7 +153,7 @@ def _all_trained() -> AbstractContextManager[Any]:
 
 
 def _nobody_shown() -> AbstractContextManager[Any]:
-    return mock.patch.object(mix, "expert_mask", torch.zeros_like)
+    return mock.patch.object(imitation, "expert_mask", torch.zeros_like)
 
 
 def _inverted_filter() -> AbstractContextManager[Any]:
@@ -205,7 +202,7 @@ def mutants() -> Iterator[Mutant]:
         if place is not None:
             yield Mutant(f"{cls.__name__}: baseline", case, lambda c=cls, place=place: _without_baseline(c, place))
     for name in ("hinge", "ipo", "ipo_sum"):
-        yield Mutant(f"Dpo: sign of {name}", f"dpo-{name}", lambda: _sign_of_loss(dpo.Dpo))
+        yield Mutant(f"Dpo: sign of {name}", f"dpo-{name}", lambda: _sign_of_loss(preference.Dpo))
     yield Mutant("BestOfN: sign", "raft", _worst_of_n)
     yield Mutant("Sft: mask", "sft", _all_trained)
     yield Mutant("Mix: mask", "mix", _nobody_shown)

@@ -1,9 +1,9 @@
-"""Losses, one file per algorithm, as in its paper.
+"""Losses, one module per family, each as in its paper.
 
-    ratio/      r = pi / pi_old of the sampled token, clipped or gated, times the advantage: PPO and its successors
-    reinforce/  log pi times the advantage and a weight without gradient
-    imitation/  log pi of given responses: SFT and mixtures with rollouts
-    preference/ DPO and its variants for pairs of responses; KTO for single responses with a verdict
+    ratio       r = pi / pi_old of the sampled token, clipped or gated, times the advantage: PPO and its successors
+    reinforce   log pi times the advantage and a weight without gradient
+    imitation   log pi of given responses: SFT, mixtures with rollouts, distillation
+    preference  DPO and its variants for pairs of responses; KTO for single responses with a verdict
 
 Symbols: pi is the trained policy, pi_old the policy that sampled (or the trainer's before the step), A the advantage,
 sg() stops the gradient. Suffixes are shapes: B sequences of T tokens, P pairs. A loss returns one number per token,

@@ -29,7 +29,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from rftdask.algorithm.losses.imitation.jsd import Jsd
+from rftdask.algorithm.losses.imitation import Jsd
 from rftdask.engines.base import GenerateRequest, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.errors import DataError

@@ -13,7 +13,7 @@ from torch import Tensor
 from rftdask.algorithm.advantages.base import AdvantageInputs
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.losses.base import LossInputs
-from rftdask.algorithm.losses.imitation.jsd import Jsd
+from rftdask.algorithm.losses.imitation import Jsd
 from rftdask.errors import UserError
 from tests.numerics import shifted_seed
 

@@ -12,9 +12,9 @@ import torch
 from rftdask.algorithm.aggregation import row_weights
 from rftdask.algorithm.correction import Correction
 from rftdask.algorithm.losses.base import LossInputs
-from rftdask.algorithm.losses.preference.dpo import Dpo
-from rftdask.algorithm.losses.ratio.sapo import Sapo
-from rftdask.algorithm.losses.reinforce.vespo import Vespo
+from rftdask.algorithm.losses.preference import Dpo
+from rftdask.algorithm.losses.ratio import Sapo
+from rftdask.algorithm.losses.reinforce import Vespo
 from tests.unit.algorithm.algorithm_cases import KL_FNS, POLICY_LOSS_FNS, from_ratios, inputs, loss_only, rows
 
 OLD = [-1.0, -1.0, -1.0]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rftdask.algorithm.losses.ratio.m2po import over_budget
+from rftdask.algorithm.losses.ratio import over_budget
 from tests.numerics import shifted_seed
 
 # Squares and sums of these are exact, so both sides compare the same numbers.

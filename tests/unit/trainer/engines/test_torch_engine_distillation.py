@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rftdask.algorithm.compose import make_algorithm
-from rftdask.algorithm.losses.imitation.jsd import Jsd
+from rftdask.algorithm.losses.imitation import Jsd
 from rftdask.buffer.batches.batch import TrainingBatch, join_batches, supervised_batch
 from rftdask.errors import DataError
 from rftdask.models.toy import build_toy_model

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.algorithm.losses.base import LossInputs
-from rftdask.algorithm.losses.ratio.ppo import Ppo
+from rftdask.algorithm.losses.ratio import Ppo
 from rftdask.buffer.batches.batch import TrainingBatch, supervised_batch
 from rftdask.config.schema.optimizer import OptimizerConfig
 from rftdask.models.toy import build_toy_model
