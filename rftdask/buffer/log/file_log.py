@@ -1,33 +1,21 @@
 """The experience log as files: immutable shards in small buckets. A commit is one atomic put: a listed name is
 committed.
 
-`FileLog` finds and quarantines shards; its subclasses define the format of a shard: Parquet, or JSON lines. pyarrow and
-the schema are imported late, because a listing of shards does not need them.
+`FileLog` finds and quarantines shards. Its subclasses have shards of one format: Parquet, or JSON lines.
 """
 
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rftdask.buffer.log.compaction import NUM_THREADS, CompactedShards, Compaction
 from rftdask.buffer.log.log import EXPERIENCES, ExperienceLog
-from rftdask.buffer.log.schema import ADDED_COLUMNS, SCHEMA_VERSION, Experience
-from rftdask.buffer.log.shard import (
-    Part,
-    ShardName,
-    check_bytes,
-    check_version,
-    decode_shard,
-    encode_shard,
-    shard_name,
-    with_added_columns,
-)
+from rftdask.buffer.log.schema import Experience
+from rftdask.buffer.log.shard import Part, ShardName
 from rftdask.errors import DamagedError, DataError, NotFoundError
 from rftdask.storage import Storage
 from rftdask.storage.base import in_order
@@ -35,6 +23,8 @@ from rftdask.storage.checked_json import dump_checked, load_checked
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from rftdask.buffer.log.formats import Format
 
 STEPS_PER_BUCKET = 64
 """Limits a bucket to some hundreds of shards, so that the cost of listing one does not grow."""
@@ -47,9 +37,8 @@ _REMOVED = "removed"  # Folder with one file a bucket that names the shards rete
 class FileLog(ExperienceLog):
     """A log whose shards are files of one format."""
 
-    suffix: str
-    """Suffix of the names of its shards."""
     num_readers = NUM_THREADS
+    _codec = ""
 
     def __init__(self, storage: Storage, folder: str = EXPERIENCES, run: str = "") -> None:
         super().__init__(folder, run)
@@ -58,13 +47,10 @@ class FileLog(ExperienceLog):
         self._parsed: dict[str, dict[str, ShardName | None]] = {}
         """Parsed names of recently listed buckets: a waiting trainer polls, and parsing costs more than listing."""
 
-    @abstractmethod
-    def _encode(self, experiences: Sequence[Experience], explore_step: int, unit: int) -> tuple[ShardName, bytes]:
-        """Return the name and the bytes of a shard."""
+    def _format(self) -> Format:
+        from rftdask.buffer.log.formats import FORMATS  # late: loads pyarrow, which a listing of shards does not need
 
-    @abstractmethod
-    def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:
-        """Return the verified rows, with at least these columns. Raises: DamagedError; DataError: another schema."""
+        return FORMATS[self.suffix]
 
     def path(self, name: ShardName) -> str:
         """Return the path of a loose shard, relative to the run folder."""
@@ -78,9 +64,8 @@ class FileLog(ExperienceLog):
         self, experiences: Sequence[Experience], *, explore_step: int, unit: int, part: Part | None = None
     ) -> ShardName:
         """Make one `put`, which shows the whole file or nothing. No second record can be lost, or be wrong."""
-        name, data = self._encode(experiences, explore_step, unit)
-        # Only the name has the part: the bytes are those of a whole unit with the same rows.
-        name = replace(name, part=part)
+        data = self._format().encode(experiences, self.run, self._codec)
+        name = self._name(experiences, data, explore_step, unit, part)
         self._storage.put(self.path(name), data)
         return name
 
@@ -97,7 +82,7 @@ class FileLog(ExperienceLog):
 
     def read(self, name: ShardName, columns: Sequence[str] | None = None) -> pa.Table:
         """Read the whole file, because its checksum covers all of it; `columns` only saves decoding."""
-        return self._decode(name, self._storage.get(self.path(name)), columns)
+        return self._format().decode(name, self._storage.get(self.path(name)), columns)
 
     def quarantine(self, name: ShardName, reason: str) -> None:
         """Move the shard to `quarantine/`, with the reason in a second file."""
@@ -202,14 +187,6 @@ class ParquetLog(FileLog):
         # Over a network, size matters more than the speed of decoding; on a local disk it is the other way round.
         self._codec = "zstd" if "://" in storage.url and not storage.url.startswith("memory") else "lz4"
 
-    def _encode(self, experiences: Sequence[Experience], explore_step: int, unit: int) -> tuple[ShardName, bytes]:
-        return encode_shard(
-            experiences, explore_step=explore_step, unit=unit, writer=self.writer, run=self.run, codec=self._codec
-        )
-
-    def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:
-        return decode_shard(name, data, columns)
-
     def shards(self, first_step: int = 1) -> list[ShardName]:
         """Return loose and compacted shards, each once, ordered by step and unit."""
         loose = self.loose_shards(first_step)  # first: shards that a pass moves meanwhile are then in its record
@@ -230,10 +207,7 @@ class ParquetLog(FileLog):
         try:
             return super().read(name, columns)
         except NotFoundError:
-            from rftdask.buffer.log.columns import SCHEMA
-
-            rows = self._compacted.read(self._bucket(name.explore_step), name)
-            rows = with_added_columns(rows, SCHEMA.names)
+            rows = self._format().complete(self._compacted.read(self._bucket(name.explore_step), name))
             return rows if columns is None else rows.select(columns)
 
     def quarantine(self, name: ShardName, reason: str) -> None:
@@ -249,7 +223,7 @@ class ParquetLog(FileLog):
         def read(name: ShardName) -> pa.Table | None:
             try:
                 data = self._storage.get(self.path(name))
-                table = self._decode(name, data, None)
+                table = self._format().decode(name, data, None)
             except (DamagedError, NotFoundError, DataError):
                 return None  # this shard is not compacted
             sizes[name] = len(data)
@@ -279,79 +253,7 @@ class ParquetLog(FileLog):
         return done
 
 
-# ---- JSON lines
-
-
 class JsonlLog(FileLog):
-    """Shards as files of JSON lines, readable by people: one experience per line, with every field, nothing rounded.
-
-    A line is {"schema": "1.0", "run": ..., "uid": ..., ...} with the fields of `SCHEMA`. A number is the shortest text
-    of the same float32, so a line reads back as exactly the same experience. Files are several times larger than
-    Parquet, and slower to read.
-    """
+    """Shards as files of JSON lines, readable by people."""
 
     suffix = "jsonl"
-
-    def _encode(self, experiences: Sequence[Experience], explore_step: int, unit: int) -> tuple[ShardName, bytes]:
-        from rftdask.buffer.log.columns import experiences_to_table
-
-        data = to_lines(experiences_to_table(experiences), {"schema": SCHEMA_VERSION, "run": self.run})
-        name = shard_name(
-            experiences, data, explore_step=explore_step, unit=unit, writer=self.writer, suffix=self.suffix
-        )
-        return name, data
-
-    def _decode(self, name: ShardName, data: bytes, columns: Sequence[str] | None) -> pa.Table:
-        return from_lines(name, data)
-
-
-def to_lines(table: pa.Table, head: Mapping[str, str] | None = None) -> bytes:
-    """Encode a table of `SCHEMA` as JSON lines, each beginning with `head`; the same rows give the same bytes.
-
-    Null values of `ADDED_COLUMNS` are omitted, so such a row has the same bytes as in earlier schema versions.
-    """
-
-    import pyarrow as pa
-
-    from rftdask.buffer.log.columns import SCHEMA
-
-    def shortest(column: pa.ChunkedArray) -> pa.ChunkedArray:
-        # float32 via its shortest text to float64, which Python then prints as 0.1 instead of 0.10000000149.
-        if pa.types.is_float32(column.type):
-            return column.cast(pa.string()).cast(pa.float64())
-        if pa.types.is_list(column.type) and pa.types.is_float32(column.type.value_type):
-            return column.cast(pa.list_(pa.string())).cast(pa.list_(pa.float64()))
-        return column
-
-    columns = {field.name: shortest(table.column(field.name)).to_pylist() for field in SCHEMA}
-    columns["metrics"] = [dict(pairs) for pairs in columns["metrics"]]
-    lines = []
-    for row in zip(*columns.values(), strict=True):
-        fields = dict(zip(columns, row, strict=True))
-        present = {key: value for key, value in fields.items() if value is not None or key not in ADDED_COLUMNS}
-        lines.append(json.dumps({**(head or {}), **present}, ensure_ascii=False) + "\n")
-    return "".join(lines).encode()
-
-
-def from_lines(name: ShardName, data: bytes) -> pa.Table:
-    """Decode and verify the rows. Raises: DamagedError: they do not match the name; DataError: another schema."""
-    import pyarrow as pa
-
-    from rftdask.buffer.log.columns import SCHEMA
-
-    check_bytes(name, data)
-    try:
-        # The last element follows the last newline, and is empty.
-        rows = [json.loads(line) for line in data.decode().split("\n")[:-1]]
-        versions = {str(row["schema"]) for row in rows}
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"shard {name.text}: its checksum fits, but it is not JSON lines: {error!r}") from error
-    check_version(name, versions)
-    # Older shards lack ADDED_COLUMNS; newer ones may have more fields, which are ignored below.
-    missing = {field for row in rows for field in SCHEMA.names if field not in row} - set(ADDED_COLUMNS)
-    if missing or len(rows) != name.num_rows:
-        raise DamagedError(f"shard {name.text}: {len(rows)} rows, fields missing: {sorted(missing) or 'none'}")
-    try:
-        return pa.Table.from_pylist([{**row, "metrics": list(row["metrics"].items())} for row in rows], SCHEMA)
-    except (pa.ArrowException, ValueError, TypeError, AttributeError) as error:
-        raise DamagedError(f"shard {name.text}: its checksum fits, but its fields do not: {error}") from error

@@ -15,6 +15,7 @@ The log does not know what was trained: the ledger does.
 from __future__ import annotations
 
 import uuid
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -49,8 +50,20 @@ class ExperienceLog(ABC):
         self.writer = uuid.uuid4().hex[:12]
         """Random for each instance, so that a restarted worker cannot reuse a shard name."""
 
+    suffix: str
+    """Suffix of the names of its shards."""
     num_readers: int = 1
     """Number of concurrent calls of `read` that are useful."""
+
+    def _name(
+        self, experiences: Sequence[Experience], data: bytes, explore_step: int, unit: int, part: Part | None
+    ) -> ShardName:
+        """Return the name of a new shard. data: its bytes, which are those of a whole unit with the same rows."""
+        # 0 for a shard without rows, which still marks its unit as done.
+        low = min((e.min_policy_version for e in experiences), default=0)
+        high = max((e.max_policy_version for e in experiences), default=0)
+        crc32 = zlib.crc32(data)
+        return ShardName(explore_step, unit, self.writer, len(experiences), low, high, crc32, self.suffix, part)
 
     @abstractmethod
     def check(self) -> None:

@@ -9,18 +9,10 @@ uses one. This module knows no storage. It imports pyarrow late, because a listi
 from __future__ import annotations
 
 import re
-import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
-
-from rftdask.buffer.log.schema import ADDED_COLUMNS, EXPERTS_COLUMN, SCHEMA_VERSION, Experience
-from rftdask.errors import DamagedError, DataError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _NAME = re.compile(
     r"(\d{8,})-(\d{4,})-([0-9a-f]+)(?:-p([0-9a-f]+)-(\d+))?-n(\d+)-v(\d+)-(\d+)-([0-9a-f]{8})\.(parquet|jsonl|sql)"
@@ -28,8 +20,6 @@ _NAME = re.compile(
 
 MAX_PART_TASKS = 512
 """Larger work units are committed whole: the bits of a part would make the file name too long."""
-_PAGE_BYTES = 1 << 16
-"""Page size of a column. A page that fits the processor's cache is 10 % cheaper to write than the usual megabyte."""
 
 
 @dataclass(frozen=True, order=True)
@@ -128,110 +118,3 @@ def repeated_shards(names: Iterable[ShardName]) -> list[ShardName]:
         if len(shards) > 1 and (len(parts) < len(shards) or len(set(slots)) < len(slots)):
             repeated += shards
     return repeated
-
-
-def encode_shard(
-    experiences: Sequence[Experience], *, explore_step: int, unit: int, writer: str, run: str = "", codec: str = "lz4"
-) -> tuple[ShardName, bytes]:
-    """Encode experiences as a Parquet file; return its name and bytes. The same experiences give the same bytes.
-
-    Args: codec: lz4 for file systems, where time matters; zstd for object stores, where size matters.
-    Raises: ValueError: as `experiences_to_table`.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from rftdask.buffer.log.columns import experiences_to_table
-
-    sink = pa.BufferOutputStream()
-    pq.write_table(
-        experiences_to_table(experiences, run),
-        sink,
-        compression=codec,
-        compression_level=1 if codec == "zstd" else None,
-        # Few rows and many different values: dictionaries and statistics cost more to write than they save, except for
-        # experts: 128 of them need 7 bits instead of 32.
-        use_dictionary=[EXPERTS_COLUMN],
-        write_statistics=False,
-        # 5 % smaller and 20 % slower to write: worth it over a network.
-        use_byte_stream_split=["rollout_logprobs.list.element"] if codec == "zstd" else False,
-        data_page_size=_PAGE_BYTES,
-        # One row group: a shard is read whole.
-        row_group_size=1 << 20,
-    )
-    data: bytes = sink.getvalue().to_pybytes()
-    return shard_name(experiences, data, explore_step=explore_step, unit=unit, writer=writer), data
-
-
-def shard_name(
-    experiences: Sequence[Experience],
-    data: bytes,
-    *,
-    explore_step: int,
-    unit: int,
-    writer: str,
-    suffix: str = "parquet",
-) -> ShardName:
-    """Return the name of a shard that holds these experiences as the bytes `data`."""
-    # 0 for a shard without rows, which still marks its unit as done.
-    low = min((e.min_policy_version for e in experiences), default=0)
-    high = max((e.max_policy_version for e in experiences), default=0)
-    return ShardName(explore_step, unit, writer, len(experiences), low, high, zlib.crc32(data), suffix)
-
-
-def decode_shard(name: ShardName, data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """Decode and verify the rows, with these columns of `SCHEMA`; None: with every column of the file.
-
-    Raises: DamagedError: bytes or rows do not match the name; DataError: another schema.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from rftdask.buffer.log.columns import SCHEMA
-
-    check_bytes(name, data)
-    try:
-        # Not read_table: it looks for a data set first, which costs as much as reading a small shard. Without the page
-        # checksums: the checksum of all bytes was just verified.
-        with pq.ParquetFile(pa.BufferReader(data), pre_buffer=False) as file:
-            table = file.read(columns, use_threads=False)
-    except (pa.ArrowException, OSError) as error:
-        raise DamagedError(f"shard {name.text}: its checksum fits, but it is not a Parquet file: {error}") from error
-    check_version(name, {(table.schema.metadata or {}).get(b"rftdask.schema", b"").decode()})
-    wanted = SCHEMA.names if columns is None else columns
-    table = with_added_columns(table, wanted)
-    missing = set(wanted) - set(table.column_names)
-    if missing or table.num_rows != name.num_rows:
-        raise DamagedError(f"shard {name.text}: {table.num_rows} rows, columns missing: {sorted(missing) or 'none'}")
-    return table
-
-
-def with_added_columns(table: pa.Table, wanted: Sequence[str]) -> pa.Table:
-    """Return the table with null columns for the wanted ones that an earlier schema version lacks."""
-    import pyarrow as pa
-
-    from rftdask.buffer.log.columns import SCHEMA
-
-    for column in ADDED_COLUMNS:
-        if column in wanted and column not in table.column_names:
-            kind = SCHEMA.field(column)
-            table = table.append_column(kind, pa.nulls(table.num_rows, kind.type))
-    return table
-
-
-def check_bytes(name: ShardName, data: bytes) -> None:
-    """Raise DamagedError if the bytes are not those of the shard."""
-    if zlib.crc32(data) != name.crc32:
-        raise DamagedError(
-            f"shard {name.text}: crc32 {zlib.crc32(data):08x} does not match its name ({len(data)} bytes)"
-        )
-
-
-def check_version(name: ShardName, versions: Iterable[str]) -> None:
-    """Raise DataError if the shard has a schema of another major version."""
-    # Later minor versions add columns that this reader ignores.
-    if other := {v for v in versions if v.partition(".")[0] != SCHEMA_VERSION.partition(".")[0]}:
-        raise DataError(
-            f"shard {name.text}: schema version {', '.join(sorted(other)) or 'unknown'}, this rftdask reads "
-            f"{SCHEMA_VERSION}; use the version that wrote the run (run.json names it)"
-        )

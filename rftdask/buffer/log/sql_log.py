@@ -15,7 +15,6 @@ import math
 import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
@@ -26,10 +25,10 @@ from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from rftdask.buffer.log.columns import SCHEMA, experiences_to_table
-from rftdask.buffer.log.file_log import to_lines
+from rftdask.buffer.log.formats import to_lines
 from rftdask.buffer.log.log import EXPERIENCES, ExperienceLog
 from rftdask.buffer.log.schema import Experience
-from rftdask.buffer.log.shard import Part, ShardName, shard_name
+from rftdask.buffer.log.shard import Part, ShardName
 from rftdask.data.database import database_url, open_engine, shown
 from rftdask.errors import DamagedError, NotFoundError, StorageError
 from rftdask.storage import Storage
@@ -38,7 +37,6 @@ from rftdask.storage.base import Patience
 FILE = "experiences.sqlite"
 """Default database, in the run folder."""
 _MARKER = "DATABASE.json"
-_SUFFIX = "sql"
 _BUSY_S = 30  # Seconds that a SQLite writer waits for another; a commit takes milliseconds.
 _MAX_TRIES = 5  # Tries of a transaction while the database is busy or the connection is lost.
 _CREATE_LOCK = 7_237_231  # Id of the PostgreSQL advisory lock for creating tables: an arbitrary constant.
@@ -112,6 +110,8 @@ class SqlLog(ExperienceLog):
     Example: SqlLog(storage, "postgresql://me@host/experiments"); the URL may contain ${oc.env:NAME}.
     """
 
+    suffix = "sql"
+
     def __init__(self, storage: Storage, url: str | None = None, folder: str = EXPERIENCES, run: str = "") -> None:
         """url: None uses a SQLite file in the run folder, which must be local.
 
@@ -145,8 +145,7 @@ class SqlLog(ExperienceLog):
         """Insert the row of the shard and the rows of its experiences in one transaction."""
         table = experiences_to_table(experiences)
         data = to_lines(table)
-        name = shard_name(experiences, data, explore_step=explore_step, unit=unit, writer=self.writer, suffix=_SUFFIX)
-        name = replace(name, part=part)
+        name = self._name(experiences, data, explore_step, unit, part)
         place = {"run": self.run, "folder": self.folder}
         shard = {**_columns_of(name), **place, "log": self._make_log()}
         rows = [{**row, **place} for row in _rows_of(table, data)]
@@ -372,7 +371,7 @@ def _columns_of(name: ShardName) -> dict[str, Any]:
 def _name_of(row: Any) -> ShardName:
     same = {column: getattr(row, column) for column in _SAME}
     part = Part.parse(*row.part.removeprefix("p").split("-")) if row.part else None
-    return ShardName(**same, unit=row.batch, suffix=_SUFFIX, part=part)
+    return ShardName(**same, unit=row.batch, suffix=SqlLog.suffix, part=part)
 
 
 def _rows_of(table: pa.Table, lines: bytes) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from rftdask.buffer.batches.log_source import LogSource
 from rftdask.buffer.batches.selection import SampleRule
 from rftdask.buffer.batches.source import BatchSource
 from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.formats import encode_parquet
 from rftdask.buffer.log.log import ExperienceLog
 from rftdask.buffer.log.schema import Experience, Status
 from rftdask.buffer.log.shard import ShardName
@@ -51,6 +53,12 @@ def experience(
         "error": "" if status.trainable else f"task {task} rollout {rollout} {status}",
     }
     return Experience(**{**values, **fields})
+
+
+def parquet_shard(rows: Sequence[Experience], codec: str = "lz4") -> tuple[ShardName, bytes]:
+    """The name and the bytes of a shard with these rows."""
+    data = encode_parquet(rows, "r", codec)
+    return ShardName(1, 0, "ab", len(rows), 0, 0, zlib.crc32(data)), data
 
 
 Statuses = Callable[[int, int], Status]

@@ -19,10 +19,11 @@ from rftdask.buffer.batches.ledger import Ledger, Rows
 from rftdask.buffer.batches.log_source import EntryReader
 from rftdask.buffer.log.columns import SCHEMA, experiences_to_table
 from rftdask.buffer.log.file_log import ParquetLog
+from rftdask.buffer.log.formats import decode_parquet
 from rftdask.buffer.log.schema import SCHEMA_VERSION
-from rftdask.buffer.log.shard import Part, ShardName, decode_shard, encode_shard
+from rftdask.buffer.log.shard import Part, ShardName
 from rftdask.storage import Storage, open_storage
-from tests.unit.buffer.buffer_cases import batch_of, experience, make_source, new_storage
+from tests.unit.buffer.buffer_cases import batch_of, experience, make_source, new_storage, parquet_shard
 from tests.unit.buffer.log import golden_log
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -80,8 +81,8 @@ def test_a_trainer_goes_on_from_a_golden_log(golden: Storage) -> None:
 
 def of_a_later_version() -> tuple[ShardName, bytes]:
     """A shard with a column that this version does not know."""
-    name, data = encode_shard([experience(1, 0), experience(1, 1)], explore_step=1, unit=0, writer="ab")
-    table = decode_shard(name, data).append_column(pa.field("mood", pa.string()), pa.array(["calm", None]))
+    name, data = parquet_shard([experience(1, 0), experience(1, 1)])
+    table = decode_parquet(name, data).append_column(pa.field("mood", pa.string()), pa.array(["calm", None]))
     sink = io.BytesIO()
     pq.write_table(table.replace_schema_metadata({"rftdask.schema": "1.99"}), sink)
     return replace(name, crc32=zlib.crc32(sink.getvalue())), sink.getvalue()
@@ -91,7 +92,7 @@ def test_columns_of_a_later_minor_version_are_kept() -> None:
     later, data = of_a_later_version()
     own = replace(later, explore_step=2, num_rows=1)
     reader = EntryReader(ParquetLog(new_storage()))
-    reader.keep(later, decode_shard(later, data))
+    reader.keep(later, decode_parquet(later, data))
     reader.keep(own, experiences_to_table([experience(2, 0)]))
     taken = reader.rows([Rows(own.text, (0,)), Rows(later.text, (1, 0))])
     assert taken.column("mood").to_pylist() == [None, None, "calm"]

@@ -18,8 +18,8 @@ from rftdask.algorithm.advantages.turns import Gigpo, StepWiseGrpo
 from rftdask.algorithm.compose import make_algorithm
 from rftdask.buffer.batches.batch import TrainingBatch, batch_from_table, join_batches, supervised_batch
 from rftdask.buffer.log.columns import experiences_to_table
+from rftdask.buffer.log.formats import decode_parquet
 from rftdask.buffer.log.schema import Experience, Turn
-from rftdask.buffer.log.shard import decode_shard, encode_shard
 from rftdask.engines.base import GenerateRequest, Generation, SamplingParams
 from rftdask.engines.transformers import TransformersEngine
 from rftdask.models.toy import build_toy_model
@@ -31,6 +31,7 @@ from rftdask.trainer.engines.torch_engine import TorchEngine
 from rftdask.trainer.model import load_policy, token_logprobs
 from rftdask.trainer.packing import pack_rows
 from tests.numerics import shifted_seed
+from tests.unit.buffer.buffer_cases import parquet_shard
 from tests.unit.rollouts.rollout_cases import outcome, task
 from tests.unit.trainer.trainer_cases import engine_config
 
@@ -145,7 +146,7 @@ def test_trainer_logprobs_equal_the_stored_ones_of_each_turn(model: Path) -> Non
     more = {"sampling": sampling, "rollout_model": {"seed": 1}}
     rows = outcome([task(0, "trained_turns_talk")], policy, {}, **more).experiences
     # As the log keeps it and a trainer reads it; then one forward pass over the whole conversation.
-    batch = batch_from_table(decode_shard(*encode_shard(rows, explore_step=1, unit=0, writer="ab")))
+    batch = batch_from_table(decode_parquet(*parquet_shard(rows)))
     assert (len(batch), batch.num_turns.tolist()) == (1, [4]), rows
     assert 0 < batch.loss_mask.sum() < len(batch.loss_mask) and batch.rollout_logprobs[batch.loss_mask].all()
     trained, _ = load_policy(str(model), "float32", "cpu")
