@@ -187,19 +187,23 @@ from rftdask import __main__
 
 def slow(*_):
     print("making", flush=True)
-    time.sleep(600)
+    {wait}
 
 typer.main.get_group = slow
 __main__.main()
 """
 
 
-# After the first signal, shells report 130 as well.
-@pytest.mark.parametrize(("program", "code"), [(SLOW_IMPORT, -signal.SIGINT), (SLOW_COMMANDS, 130)])
-def test_ctrl_c_during_import_prints_no_traceback(program: str, code: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "program",
+    [SLOW_IMPORT, SLOW_COMMANDS.format(wait="time.sleep(600)"), SLOW_COMMANDS.format(wait="exec('time.sleep(600)')")],
+    ids=["import", "commands", "exec"],
+)
+def test_a_signal_during_import_ends_with_its_code(program: str, number: int) -> None:
     with RunProcess(program=("-c", program)) as command:
         assert command.process.stdout is not None
         command.process.stdout.readline()
-        command.interrupt()
+        command.process.send_signal(number)
         ended = command.end()
-    assert (ended.code, ended.err) == (code, ""), ended
+    assert (ended.code, ended.err) == (128 + number, ""), ended
